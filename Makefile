@@ -1,0 +1,39 @@
+# `make demo` and `make test` set up everything they need.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: install test lint demo bench clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "weightcast needs Python >= 3.11 (set PYTHON=python3.11)"; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "python3-venv is missing: apt install python3-venv"; exit 2; }
+	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,demo]'
+	@touch $(STAMP)
+
+test: install
+	$(BIN)/python -m pytest -q
+
+demo: install
+	$(BIN)/python -m examples.demo $(DEMO_ARGS)
+
+bench: install
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+# mypy and the import contracts see the flat folders through a folder of links.
+.typing/weightcast:
+	@mkdir -p .typing/weightcast
+	@for p in shared publisher subscriber; do ln -sfn ../../$$p .typing/weightcast/$$p; done
+
+lint: install .typing/weightcast
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p weightcast.shared -p weightcast.publisher -p weightcast.subscriber
+	PYTHONPATH=.typing $(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) .typing build dist *.egg-info demo-run
