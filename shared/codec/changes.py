@@ -1,0 +1,32 @@
+"""What one chunk's step from one version to another is: positions, old and new words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightcast.shared.words import Words
+
+
+@dataclass(frozen=True)
+class Changes:
+    """`index`: uint32[k], strictly increasing positions in the chunk; `old` and `new`: word[k], different
+    from each other at every position."""
+
+    index: NDArray[np.uint32]
+    old: Words
+    new: Words
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def apply(self, words: Words) -> None:
+        words[self.index] = self.new
+
+
+def compare(old: Words, new: Words) -> Changes:
+    """Changes between two arrays of equal length and dtype, by bits."""
+    index = np.flatnonzero(old != new).astype(np.uint32)
+    return Changes(index, old[index], new[index])

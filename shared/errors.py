@@ -1,0 +1,74 @@
+"""The tree of errors. What a caller does next is decided where the fact is known, never from message text.
+
+WeightcastError                 exit 1,  HTTP 500
+├── Refused                     exit 3,  HTTP 422   permanent: the input is wrong; nothing was changed
+│   ├── DamagedFile                                 a file is not what its index, header or digest says
+│   ├── UnknownFormat                               a format version or encoding this release does not read
+│   ├── WrongRun                                    the directory belongs to another run or another base
+│   └── Forked                                      the chain does not continue what lies here
+├── NeedsReseed                 exit 3,  HTTP 409   the local checkpoint cannot be patched on; bring it anew
+├── NotInTime                   exit 4,  HTTP 504   a deadline passed
+├── EngineFailed                exit 5,  HTTP 502   the local checkpoint is right, an engine is not
+└── RetryLater                  exit 75, HTTP 503   busy, not visible yet, no space: the same call may succeed later
+"""
+
+from __future__ import annotations
+
+OK = 0
+USAGE = 2
+
+
+class WeightcastError(Exception):
+    """`message` says what is wrong and names the file or tensor; `remedy` says what to do about it."""
+
+    exit_code = 1
+    http_status = 500
+
+    def __init__(self, message: str, *, remedy: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.remedy})" if self.remedy else self.message
+
+
+class Refused(WeightcastError):
+    exit_code = 3
+    http_status = 422
+
+
+class DamagedFile(Refused):
+    pass
+
+
+class UnknownFormat(Refused):
+    pass
+
+
+class WrongRun(Refused):
+    pass
+
+
+class Forked(Refused):
+    pass
+
+
+class NeedsReseed(WeightcastError):
+    exit_code = 3
+    http_status = 409
+
+
+class NotInTime(WeightcastError):
+    exit_code = 4
+    http_status = 504
+
+
+class EngineFailed(WeightcastError):
+    exit_code = 5
+    http_status = 502
+
+
+class RetryLater(WeightcastError):
+    exit_code = 75
+    http_status = 503

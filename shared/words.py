@@ -1,0 +1,215 @@
+"""Tensors as sequences of words: dtypes, tensor table, chunk grid.
+
+A *word* is the unit in which tensors are compared and encoded: an element of 1, 2 or 4 bytes. 8-byte
+elements and dtypes not listed in `DTYPES` are handled as single bytes. Word counts and word indices, not
+element counts, are what codec, digest and journal speak of; for all dtypes up to 4 bytes they are the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Words = NDArray[np.unsignedinteger]
+"""1-D array of uint8, uint16 or uint32."""
+ByteArray = NDArray[np.uint8]
+
+MAIN = "main"
+"""The only component this release publishes. Its name in the root's key is the empty string."""
+
+BLOCK_WORDS = 64
+"""Segments and spans begin at multiples of this, so that no two of them share an 8-byte word of a tensor."""
+CHUNK_WORDS = 4 << 20
+
+
+@dataclass(frozen=True)
+class WordKind:
+    """How a word of a dtype is read as a number: `sign_bit` 0 means an integer, no exponent."""
+
+    width: int
+    """bytes: 1, 2 or 4"""
+    sign_bit: int = 0
+    exponent_shift: int = 0
+    exponent_mask: int = 0
+
+    @property
+    def numpy(self) -> np.dtype[np.unsignedinteger]:
+        return np.dtype(f"<u{self.width}")
+
+
+BYTES = WordKind(1)
+
+DTYPES: Mapping[str, tuple[int, WordKind]] = {
+    # safetensors name: (bytes per element, how its words are read)
+    "BOOL": (1, BYTES),
+    "U8": (1, BYTES),
+    "I8": (1, BYTES),
+    "F8_E4M3": (1, WordKind(1, 0x80, 3, 0xF)),
+    "F8_E5M2": (1, WordKind(1, 0x80, 2, 0x1F)),
+    "F8_E8M0": (1, BYTES),
+    "U16": (2, WordKind(2)),
+    "I16": (2, WordKind(2)),
+    "F16": (2, WordKind(2, 0x8000, 10, 0x1F)),
+    "BF16": (2, WordKind(2, 0x8000, 7, 0xFF)),
+    "U32": (4, WordKind(4)),
+    "I32": (4, WordKind(4)),
+    "F32": (4, WordKind(4, 0x80000000, 23, 0xFF)),
+    "U64": (8, BYTES),
+    "I64": (8, BYTES),
+    "F64": (8, BYTES),
+    "C64": (8, BYTES),
+}
+
+
+def kind_of(dtype: str) -> WordKind:
+    return DTYPES[dtype][1] if dtype in DTYPES else BYTES
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    name: str
+    dtype: str
+    """safetensors name, e.g. BF16"""
+    shape: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def kind(self) -> WordKind:
+        return kind_of(self.dtype)
+
+    @property
+    def words(self) -> int:
+        return self.nbytes // self.kind.width
+
+
+@dataclass(frozen=True)
+class TensorTable:
+    """All tensors of a run, sorted by the UTF-8 bytes of their names; a tensor's number is its position."""
+
+    specs: tuple[TensorSpec, ...]
+
+    @classmethod
+    def of(cls, specs: Sequence[TensorSpec]) -> TensorTable:
+        return cls(tuple(sorted(specs, key=lambda spec: spec.name.encode())))
+
+    @cached_property
+    def numbers(self) -> Mapping[str, int]:
+        return {spec.name: number for number, spec in enumerate(self.specs)}
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.specs)
+
+    @cached_property
+    def elements(self) -> int:
+        return sum(spec.elements for spec in self.specs)
+
+    def __len__(self) -> int:
+        return len(self.specs)
+
+    def __iter__(self) -> Iterator[TensorSpec]:
+        return iter(self.specs)
+
+    def __getitem__(self, number: int) -> TensorSpec:
+        return self.specs[number]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Words [start, stop) of tensor `tensor`; start is a multiple of BLOCK_WORDS."""
+
+    tensor: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one writer of a version owns: segments in table order, disjoint from all other parts'."""
+
+    number: int
+    segments: tuple[Segment, ...]
+
+
+def whole_part(table: TensorTable) -> Part:
+    return Part(0, tuple(Segment(number, 0, spec.words) for number, spec in enumerate(table)))
+
+
+@dataclass(frozen=True)
+class Span:
+    """The piece of a tensor that lies in a chunk: words [start, stop) of `tensor` at `offset` in the chunk."""
+
+    tensor: int
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def words(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of the grid: `words` counts the zero padding after each segment, spans do not."""
+
+    part: int
+    dtype: str
+    number: int
+    spans: tuple[Span, ...]
+    words: int
+
+    @property
+    def key(self) -> ChunkKey:
+        return ChunkKey(self.part, self.dtype, self.number)
+
+    @property
+    def kind(self) -> WordKind:
+        return kind_of(self.dtype)
+
+
+@dataclass(frozen=True, order=True)
+class ChunkKey:
+    part: int
+    dtype: str
+    number: int
+
+
+def padded(words: int) -> int:
+    return -(-words // BLOCK_WORDS) * BLOCK_WORDS
+
+
+def grid(table: TensorTable, part: Part, chunk_words: int = CHUNK_WORDS) -> Iterator[Chunk]:
+    """The chunks of a part: its segments grouped by dtype (names in ascending order), each padded to a
+    multiple of BLOCK_WORDS, concatenated and cut every `chunk_words`. The same for every version with the
+    same parts, whatever changed. Chunks without words do not exist."""
+    groups: dict[str, list[Segment]] = {}
+    for segment in part.segments:
+        groups.setdefault(table[segment.tensor].dtype, []).append(segment)
+    for dtype in sorted(groups):
+        yield from _cut(dtype, part.number, groups[dtype], chunk_words)
+
+
+def _cut(dtype: str, part: int, segments: Sequence[Segment], chunk_words: int) -> Iterator[Chunk]:
+    number, filled = 0, 0
+    spans: list[Span] = []
+    for segment in segments:
+        start = segment.start
+        while start < segment.stop:
+            take = min(segment.stop - start, chunk_words - filled)
+            spans.append(Span(segment.tensor, start, start + take, filled))
+            start, filled = start + take, filled + padded(take)
+            if filled == chunk_words:
+                yield Chunk(part, dtype, number, tuple(spans), filled)
+                number, filled, spans = number + 1, 0, []
+    if spans:
+        yield Chunk(part, dtype, number, tuple(spans), filled)
