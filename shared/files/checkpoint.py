@@ -1,0 +1,185 @@
+"""Checkpoint directories as Hugging Face libraries write them: safetensors, an index, config, tokenizer."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightcast.shared.errors import DamagedFile, Refused
+from weightcast.shared.files.durable import read_file
+from weightcast.shared.files.paths import file_name
+from weightcast.shared.files.safetensors import Header, read_header_of, tensor_spec
+from weightcast.shared.files.strict_json import Members, parse_object
+from weightcast.shared.words import TensorSpec, TensorTable
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_INDEX_LIMIT = 256 << 20
+_OTHER_WEIGHTS = re.compile(r"\.(bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|npz|safetensors)(\.index\.json)?$")
+"""Weights in other formats, and safetensors that belong to no `model` (`consolidated.safetensors`)."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor's bytes lie. `file` lies in the checkpoint directory, and may be a link there if links
+    were followed."""
+
+    file: Path
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """`places` in table order; files sorted by name. `other_files`: config, tokenizer, code, everything
+    regular that is neither weights nor hidden."""
+
+    directory: Path
+    table: TensorTable
+    places: tuple[Place, ...]
+    weight_files: tuple[Path, ...]
+    other_files: tuple[Path, ...]
+    index_file: Path | None
+    links: bool
+    """whether links were followed"""
+
+
+@dataclass(frozen=True)
+class FileIdentity:
+    """Changes whenever a file is replaced or written (short of a forged mtime)."""
+
+    name: str
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+
+
+def identities(checkpoint: Checkpoint) -> tuple[FileIdentity, ...]:
+    """Of every file, through links; equal before and after reading, the bytes read are of one checkpoint.
+    Raises FileNotFoundError."""
+    index = () if checkpoint.index_file is None else (checkpoint.index_file,)
+    files = (*checkpoint.weight_files, *checkpoint.other_files, *index)
+    return tuple(_identity(path, path.stat()) for path in files)
+
+
+def _identity(path: Path, at: os.stat_result) -> FileIdentity:
+    return FileIdentity(path.name, at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns)
+
+
+def open_checkpoint(directory: Path, *, follow_links: bool) -> Checkpoint:
+    """Reads the index and all headers, no weights. Raises FileNotFoundError when there is no such directory,
+    Refused when it is no checkpoint, DamagedFile with the file's name when something in it is wrong."""
+    names = _regular_files(directory, follow_links)
+    weight_map = _weight_map(directory, names, follow_links)
+    shards = sorted(set(weight_map.values())) if weight_map is not None else [_single(directory, names)]
+    _check_present(directory, names, shards)
+    headers = {name: read_header_of(directory / name, follow_links=follow_links) for name in shards}
+    if weight_map is not None:
+        _check_complete(directory, weight_map, headers)
+    table, places = _table(directory, headers)
+    return Checkpoint(
+        directory,
+        table,
+        places,
+        tuple(directory / name for name in shards),
+        tuple(directory / name for name in names if name not in shards and not _is_weights(name)),
+        directory / _INDEX if _INDEX in names else None,
+        follow_links,
+    )
+
+
+def _is_weights(name: str) -> bool:
+    return _OTHER_WEIGHTS.search(name) is not None
+
+
+def _regular_files(directory: Path, follow_links: bool) -> list[str]:
+    """Sorted names. Hidden files belong to tools, not to the checkpoint."""
+    with os.scandir(directory) as scan:
+        entries = sorted((entry for entry in scan if not entry.name.startswith(".")), key=lambda e: e.name)
+    linked = [entry.name for entry in entries if entry.is_symlink()]
+    if linked and not follow_links:
+        raise DamagedFile(
+            f"{directory / linked[0]} is a symbolic link",
+            remedy="links are refused here: copy the files, or give the directory as `--base`",
+        )
+    return [entry.name for entry in entries if _is_regular(directory, entry)]
+
+
+def _is_regular(directory: Path, entry: os.DirEntry[str]) -> bool:
+    try:
+        return stat.S_ISREG(entry.stat().st_mode)
+    except OSError as error:
+        raise DamagedFile(f"{directory / entry.name} vanished, or is a link to nothing") from error
+
+
+def _weight_map(directory: Path, names: Sequence[str], follow_links: bool) -> Mapping[str, str] | None:
+    """Tensor name to shard; None without an index."""
+    if _INDEX not in names:
+        return None
+    path = directory / _INDEX
+    index = Members(
+        parse_object(read_file(path, _INDEX_LIMIT, follow_links=follow_links), str(path)), str(path)
+    )
+    if "metadata" in index and "delta_encoding" in index.object("metadata"):
+        raise Refused(f"{directory} is a delta, not a checkpoint", remedy="give one with full weights")
+    weight_map = index.text_map("weight_map")
+    for shard in set(weight_map.values()):
+        file_name(shard)
+    return weight_map
+
+
+def _single(directory: Path, names: Iterable[str]) -> str:
+    found = [name for name in names if name.endswith(".safetensors")]
+    if _SINGLE in found and not [name for name in found if _is_shard(name) and name != _SINGLE]:
+        return _SINGLE
+    if len(found) == 1 and not _is_shard(found[0]):
+        return found[0]
+    problem = f"{len(found)} safetensors files and no {_INDEX}" if found else "no safetensors file"
+    raise Refused(f"{directory} is no checkpoint: {problem}", remedy="is it complete, and the right one?")
+
+
+def _is_shard(name: str) -> bool:
+    return name.startswith("model-") and name.endswith(".safetensors")
+
+
+def _check_present(directory: Path, names: Iterable[str], shards: Sequence[str]) -> None:
+    """Engines read all `model*.safetensors`: one that the index does not name is an error."""
+    missing = sorted(set(shards) - set(names))
+    if missing:
+        raise DamagedFile(f"{directory / missing[0]} is missing; the index names it")
+    surplus = sorted({name for name in names if name == _SINGLE or _is_shard(name)} - set(shards))
+    if surplus:
+        raise DamagedFile(
+            f"{directory / surplus[0]} is not named by {_INDEX}",
+            remedy="left over from another checkpoint? remove it or the index",
+        )
+
+
+def _check_complete(directory: Path, weight_map: Mapping[str, str], headers: Mapping[str, Header]) -> None:
+    for shard, header in headers.items():
+        for name in header.entries:
+            if weight_map.get(name) != shard:
+                raise DamagedFile(f"{directory / shard} holds {name!r}, which the index does not place there")
+    held = sum(len(header.entries) for header in headers.values())
+    if held != len(weight_map):
+        missing = next(name for name, shard in weight_map.items() if name not in headers[shard].entries)
+        raise DamagedFile(
+            f"{directory / weight_map[missing]} lacks {missing!r}, which the index places there"
+        )
+
+
+def _table(directory: Path, headers: Mapping[str, Header]) -> tuple[TensorTable, tuple[Place, ...]]:
+    """Names are unique: within a header by its parser, across shards because the index places each once."""
+    specs: list[TensorSpec] = []
+    places: dict[str, Place] = {}
+    for shard, header in headers.items():
+        for entry in header.entries.values():
+            specs.append(tensor_spec(entry))
+            places[entry.name] = Place(directory / shard, header.data_start + entry.begin, entry.nbytes)
+    table = TensorTable.of(specs)
+    return table, tuple(places[spec.name] for spec in table)

@@ -1,0 +1,139 @@
+"""The only way in which weightcast makes a small file appear: whole, durable, or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from weightcast.shared.errors import DamagedFile, Refused, RetryLater
+
+_TEMPORARY_PREFIX = ".weightcast-tmp-"
+_BLOCK = 1 << 20
+_READ_ATTEMPTS = 3
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file of this name is what `replace` or `create` leave behind when they are killed."""
+    return name.startswith(_TEMPORARY_PREFIX)
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Puts `data` at `path` by rename. Raises OSError; `path` then holds what it held before."""
+    with _temporary(path.parent, data) as temporary:
+        temporary.rename(path)
+    sync_directory(path.parent)
+
+
+def create(path: Path, data: bytes) -> None:
+    """Puts `data` at `path` by link. Raises FileExistsError when something is there, which is then
+    untouched, and Refused on a file system without hard links."""
+    with _temporary(path.parent, data) as temporary:
+        try:
+            os.link(temporary, path, follow_symlinks=False)
+        except FileExistsError:
+            # An NFS server whose reply was lost reports our own success as a conflict.
+            if temporary.stat().st_nlink != 2:
+                raise
+        except OSError as error:
+            if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise _no_links(path) from error
+            raise
+    sync_directory(path.parent)
+
+
+def _no_links(path: Path) -> Refused:
+    return Refused(
+        f"{path}: the file system has no hard links, so nothing excludes a second publisher",
+        remedy="keep the channel on a file system with hard links",
+    )
+
+
+@contextmanager
+def _temporary(directory: Path, data: bytes) -> Iterator[Path]:
+    path = directory / f"{_TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+    # Not mkstemp: its 0600 would hide channel files from hosts that run as other users.
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            _write_all(fd, data)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def sync_file(path: Path) -> None:
+    """Raises OSError when earlier writes to the file could not be made durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # what bucket mounts answer: they have no directories to sync
+            raise
+    finally:
+        os.close(fd)
+
+
+def read_file(path: Path, limit: int, *, follow_links: bool = False) -> bytes:
+    """All bytes of a regular file. Raises FileNotFoundError; DamagedFile when it is a link (unless
+    `follow_links`), no regular file, or above `limit` bytes; RetryLater when it keeps changing its size."""
+    for _ in range(_READ_ATTEMPTS):
+        data = _read_once(path, limit, follow_links)
+        if data is not None:
+            return data
+    raise RetryLater(f"{path} changes while it is read", remedy="is something else writing it?")
+
+
+def open_regular(path: Path, *, follow_links: bool = False) -> int:
+    """A descriptor for reading. Raises FileNotFoundError; DamagedFile for links and irregular files."""
+    # O_NONBLOCK: opening a FIFO put in the file's place must not hang the daemon.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
+    try:
+        fd = os.open(path, flags)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise _irregular(path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise _irregular(path)
+    return fd
+
+
+def _irregular(path: Path) -> DamagedFile:
+    return DamagedFile(f"{path} is not a regular file", remedy="links and special files are refused here")
+
+
+def _read_once(path: Path, limit: int, follow_links: bool) -> bytes | None:
+    """None when the bytes read are not as many as the file says to have: a stale or moving size."""
+    fd = open_regular(path, follow_links=follow_links)
+    try:
+        data = bytearray()
+        while block := os.read(fd, min(_BLOCK, limit + 1 - len(data))):
+            data += block
+        if len(data) > limit:
+            raise DamagedFile(f"{path} is larger than the {limit} bytes that such a file may have")
+        return bytes(data) if len(data) == os.fstat(fd).st_size else None
+    finally:
+        os.close(fd)

@@ -1,0 +1,22 @@
+"""Names from files and peers, before they become part of a path."""
+
+from __future__ import annotations
+
+from weightcast.shared.errors import DamagedFile
+
+
+def file_name(name: str) -> str:
+    """`name`, if it is one plain file name of at most 255 bytes. Raises DamagedFile."""
+    if name in ("", ".", "..") or "/" in name or not is_plain(name) or len(name.encode()) > 255:
+        raise DamagedFile(
+            f"{name[:80]!r} is not a plain file name",
+            remedy="the file that contains it is damaged or hostile; nothing was read through it",
+        )
+    return name
+
+
+def is_plain(text: str) -> bool:
+    """Whether `text` can be encoded and holds no control characters: fit for names and log lines."""
+    if text.isascii():
+        return text.isprintable()
+    return all(ord(c) >= 0x20 and not 0x7F <= ord(c) < 0xA0 and not 0xD800 <= ord(c) < 0xE000 for c in text)

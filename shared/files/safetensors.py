@@ -1,0 +1,184 @@
+"""Headers of safetensors files, read strictly and written so that any reader takes them.
+
+A file is 8 bytes of header length (little-endian), the header (a JSON object, padded with spaces), and the
+tensors' bytes without holes. https://huggingface.co/docs/safetensors
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from weightcast.shared.errors import DamagedFile
+from weightcast.shared.files.durable import open_regular
+from weightcast.shared.files.paths import is_plain
+from weightcast.shared.files.strict_json import parse_object, write_object
+from weightcast.shared.words import DTYPES, TensorSpec
+
+HEADER_LIMIT = 100_000_000
+"""bytes, as in the reference implementation"""
+_METADATA = "__metadata__"
+_MEMBERS = {"dtype", "shape", "data_offsets"}
+_NAME_LIMIT = 4096
+_RANK_LIMIT = 64
+_OFFSET_LIMIT = 1 << 62
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor's bytes [begin, end), counted from the header's `data_start`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Header:
+    """`entries` in the order of the header; `data_start`: the file offset of the first tensor byte."""
+
+    entries: Mapping[str, Entry]
+    metadata: Mapping[str, str]
+    data_start: int
+
+
+def tensor_spec(entry: Entry) -> TensorSpec:
+    return TensorSpec(entry.name, entry.dtype, entry.shape, entry.nbytes)
+
+
+def read_header(file: int | Path) -> Header:
+    """Reads the header alone, from a descriptor or from a path that is no link. Raises FileNotFoundError
+    and DamagedFile."""
+    if isinstance(file, int):
+        return _read(file, f"descriptor {file}")
+    return read_header_of(file, follow_links=False)
+
+
+def read_header_of(path: Path, *, follow_links: bool) -> Header:
+    fd = open_regular(path, follow_links=follow_links)
+    try:
+        return _read(fd, str(path))
+    finally:
+        os.close(fd)
+
+
+def _read(fd: int, what: str) -> Header:
+    size = os.fstat(fd).st_size
+    length = _header_length(_read_exactly(fd, 8, 0, what), size, what)
+    return parse_header(_read_exactly(fd, 8 + length, 0, what), size, what=what)
+
+
+def _read_exactly(fd: int, length: int, offset: int, what: str) -> bytes:
+    data = bytearray()
+    while len(data) < length:
+        block = os.pread(fd, length - len(data), offset + len(data))
+        if not block:
+            raise DamagedFile(f"{what}: ends inside its safetensors header")
+        data += block
+    return bytes(data)
+
+
+def _header_length(prefix: bytes, file_size: int, what: str) -> int:
+    length = int.from_bytes(prefix[:8], "little")
+    if len(prefix) < 8 or length < 2 or length > HEADER_LIMIT or 8 + length > file_size:
+        raise DamagedFile(
+            f"{what}: no safetensors file: {file_size} bytes, header length {length}",
+            remedy="the file is cut short or of another kind",
+        )
+    return length
+
+
+def parse_header(prefix: bytes, file_size: int, *, what: str = "safetensors file") -> Header:
+    """`prefix`: at least the length field and the header; `file_size` in bytes. Raises DamagedFile, with
+    `what` naming the file, unless the tensors fill the rest of the file exactly."""
+    length = _header_length(prefix, file_size, what)
+    if len(prefix) < 8 + length or prefix[8:9] != b"{":
+        raise DamagedFile(f"{what}: its safetensors header is cut short or no JSON object")
+    members = parse_object(prefix[8 : 8 + length], what)
+    metadata = _metadata(members.pop(_METADATA, {}), what)
+    entries = {name: _entry(name, value, what) for name, value in members.items()}
+    _check_filled(entries.values(), file_size - 8 - length, what)
+    return Header(entries, metadata, 8 + length)
+
+
+def _metadata(value: object, what: str) -> dict[str, str]:
+    if type(value) is not dict or any(type(text) is not str for text in value.values()):
+        raise DamagedFile(f"{what}: {_METADATA} is not an object of strings")
+    return cast(dict[str, str], value)
+
+
+def _entry(name: str, value: object, what: str) -> Entry:
+    where = f"{what}: tensor {name[:80]!r}"
+    if not name or len(name) > _NAME_LIMIT or not is_plain(name):
+        raise DamagedFile(f"{where}: not a usable name")
+    if type(value) is not dict or value.keys() != _MEMBERS:
+        raise DamagedFile(f"{where}: members other than {', '.join(sorted(_MEMBERS))}")
+    members = cast(dict[str, object], value)
+    shape = naturals(members["shape"], _RANK_LIMIT)
+    offsets = naturals(members["data_offsets"], 2)
+    if shape is None or offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise DamagedFile(f"{where}: bad shape or offsets")
+    entry = Entry(name, checked_dtype(members["dtype"], where), shape, *offsets)
+    check_nbytes(tensor_spec(entry), where)
+    return entry
+
+
+def naturals(value: object, most: int) -> tuple[int, ...] | None:
+    """A JSON array of at most `most` integers from 0 to 2^62, or None."""
+    if type(value) is not list or len(value) > most:
+        return None
+    if any(type(number) is not int or not 0 <= number <= _OFFSET_LIMIT for number in value):
+        return None
+    return tuple(value)
+
+
+def checked_dtype(value: object, where: str) -> str:
+    """A known dtype, or an unknown one of at most 32 ASCII characters. Raises DamagedFile."""
+    if type(value) is str and 0 < len(value) <= 32 and value.isascii() and is_plain(value):
+        return value
+    raise DamagedFile(f"{where}: bad dtype {repr(value)[:80]}")
+
+
+def check_nbytes(spec: TensorSpec, where: str) -> None:
+    """Raises DamagedFile unless shape and dtype need exactly `spec.nbytes`. Tensors of an unknown dtype are
+    taken as that many bytes."""
+    if spec.dtype in DTYPES and spec.nbytes != math.prod(spec.shape) * DTYPES[spec.dtype][0]:
+        raise DamagedFile(f"{where}: {spec.dtype} {list(spec.shape)} does not have {spec.nbytes} bytes")
+
+
+def _check_filled(entries: Iterable[Entry], data_bytes: int, what: str) -> None:
+    end = 0
+    for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
+        if entry.begin != end:
+            problem = "overlaps another tensor" if entry.begin < end else "leaves a hole before it"
+            raise DamagedFile(f"{what}: tensor {entry.name!r} {problem}")
+        end = entry.end
+    if end != data_bytes:
+        raise DamagedFile(
+            f"{what}: its tensors have {end} bytes, the file has {data_bytes} for them",
+            remedy="the file is cut short, or still being written",
+        )
+
+
+def pack_header(entries: Iterable[Entry], metadata: Mapping[str, str], reserve: int = 0) -> bytes:
+    """Length field and header, padded with spaces to a multiple of 8 and to at least `reserve` bytes."""
+    members: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
+    for entry in entries:
+        members[entry.name] = {
+            "dtype": entry.dtype,
+            "shape": entry.shape,
+            "data_offsets": (entry.begin, entry.end),
+        }
+    header = write_object(members)
+    length = -(-max(8 + len(header), reserve) // 8) * 8 - 8
+    return length.to_bytes(8, "little") + header.ljust(length)

@@ -1,0 +1,126 @@
+"""JSON from disk and network: one meaning or an error."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import cast
+
+from weightcast.shared.errors import DamagedFile
+from weightcast.shared.files.paths import is_plain
+
+MAX_INTEGER = (1 << 63) - 1
+_HEX = frozenset("0123456789abcdef")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def parse_object(data: bytes, what: str) -> dict[str, object]:
+    """The JSON object in `data`. Raises DamagedFile, with `what` naming the file, for anything else, for
+    duplicate keys at any depth, NaN and infinities, and strings that are not Unicode text."""
+    try:
+        value = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+        if _SURROGATE.search(data):
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise DamagedFile(f"{what}: not valid JSON: {error}") from error
+    if type(value) is not dict:
+        raise DamagedFile(f"{what}: not a JSON object")
+    return cast(dict[str, object], value)
+
+
+def write_object(value: Mapping[str, object]) -> bytes:
+    """Compact UTF-8; the same bytes for the same members in the same order."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return members
+
+
+def _no_constant(text: str) -> object:
+    raise ValueError(f"{text} is not a JSON number")
+
+
+class Members:
+    """The members of one JSON object, each checked as it is taken. Every method raises DamagedFile."""
+
+    def __init__(self, value: object, what: str) -> None:
+        """`what` names the object in errors."""
+        if type(value) is not dict:
+            raise DamagedFile(f"{what}: not a JSON object")
+        self._members = cast(dict[str, object], value)
+        self._what = what
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._members
+
+    def bad(self, key: str, wanted: str) -> DamagedFile:
+        shown = repr(self._members.get(key))
+        return DamagedFile(f"{self._what}: {key!r} must be {wanted}, not {shown[:80]}")
+
+    def text(self, key: str, limit: int = 1024) -> str:
+        """Without control characters, at most `limit` characters."""
+        value = self._members.get(key)
+        if type(value) is not str or len(value) > limit or not is_plain(value):
+            raise self.bad(key, f"text of at most {limit} characters")
+        return value
+
+    def hex(self, key: str, digits: int) -> str:
+        value = self._members.get(key)
+        if type(value) is not str or len(value) != digits or not _HEX.issuperset(value):
+            raise self.bad(key, f"{digits} lowercase hex digits")
+        return value
+
+    def integer(self, key: str, low: int = 0, high: int = MAX_INTEGER) -> int:
+        value = self._members.get(key)
+        if type(value) is not int or not low <= value <= high:
+            raise self.bad(key, f"an integer from {low} to {high}")
+        return value
+
+    def optional_integer(self, key: str, low: int = 0, high: int = MAX_INTEGER) -> int | None:
+        return None if self._members.get(key) is None else self.integer(key, low, high)
+
+    def number(self, key: str) -> float:
+        value = self._members.get(key)
+        if type(value) is int and abs(value) <= MAX_INTEGER:
+            return float(value)
+        if type(value) is not float or not math.isfinite(value):
+            raise self.bad(key, "a finite number")
+        return value
+
+    def boolean(self, key: str) -> bool:
+        value = self._members.get(key)
+        if type(value) is not bool:
+            raise self.bad(key, "true or false")
+        return value
+
+    def array(self, key: str) -> list[object]:
+        value = self._members.get(key)
+        if type(value) is not list:
+            raise self.bad(key, "an array")
+        return cast(list[object], value)
+
+    def object(self, key: str) -> dict[str, object]:
+        value = self._members.get(key)
+        if type(value) is not dict:
+            raise self.bad(key, "an object")
+        return cast(dict[str, object], value)
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """An array of strings."""
+        values = self.array(key)
+        if any(type(value) is not str or not is_plain(value) for value in values):
+            raise self.bad(key, "an array of text")
+        return tuple(cast(list[str], values))
+
+    def text_map(self, key: str) -> dict[str, str]:
+        """An object whose values are strings; keys are not checked beyond being text."""
+        values = self.object(key)
+        if any(type(value) is not str for value in values.values()):
+            raise self.bad(key, "an object of strings")
+        return cast(dict[str, str], values)
