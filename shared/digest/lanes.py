@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 _MASK = (1 << 64) - 1
 
+MIX_A = (0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
+MIX_B = (0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
+"""Of each lane: the multiplier of the word's number, then the two of the mix."""
+
 
 @dataclass(frozen=True)
 class Lanes:
@@ -30,3 +34,26 @@ class Lanes:
         if len(text) != 32 or set(text) - set("0123456789abcdef"):
             raise ValueError(f"not lanes: {text[:40]!r}")
         return cls(int(text[:16], 16), int(text[16:], 16))
+
+
+ZERO = Lanes()
+
+
+def mix_a(word: int, number: int) -> int:
+    x = word ^ (number * MIX_A[0] & _MASK)
+    x = (x ^ x >> 32) * MIX_A[1] & _MASK
+    x = (x ^ x >> 29) * MIX_A[2] & _MASK
+    return x ^ x >> 32
+
+
+def mix_b(word: int, number: int) -> int:
+    x = (word + number * MIX_B[0]) & _MASK
+    x = (x ^ x >> 31) * MIX_B[1] & _MASK
+    x = (x ^ x >> 33) * MIX_B[2] & _MASK
+    return x ^ x >> 30
+
+
+def finalise(lanes: Lanes, nbytes: int) -> bytes:
+    """16 bytes, a then b, each little-endian: the lanes of a whole tensor bound to its length in bytes."""
+    number = 2 * nbytes + 1
+    return mix_a(lanes.a, number).to_bytes(8, "little") + mix_b(lanes.b, number).to_bytes(8, "little")

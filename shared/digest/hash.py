@@ -1,0 +1,38 @@
+"""Lanes of bytes as they lie in memory."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+from typing import Literal
+
+import numpy as np
+from weightcast.shared.digest import lanes_plain
+from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.words import ByteArray
+
+
+@cache
+def implementation() -> ModuleType:
+    """`lanes_native` where it compiles, else `lanes_plain`. Chosen late: importing numba is slow."""
+    try:
+        from weightcast.shared.digest import lanes_native
+
+        probe = np.arange(17, dtype=np.uint8)
+        if lanes_native.hash_bytes(probe, 3) == lanes_plain.hash_bytes(probe, 3):
+            return lanes_native
+    except Exception:  # numba, llvmlite and the linker fail in ways of their own; all mean the same here
+        pass
+    return lanes_plain
+
+
+def kernels() -> Literal["numba", "numpy"]:
+    """Which kernels digest and codec run on in this process."""
+    return "numpy" if implementation() is lanes_plain else "numba"
+
+
+def hash_bytes(data: ByteArray, first_word: int = 0) -> Lanes:
+    """Raw lanes of contiguous bytes that begin at 8-byte word `first_word` of their tensor. A tail of less
+    than 8 bytes counts as a word padded with zeros, so it must be the tensor's. Any alignment."""
+    lanes: Lanes = implementation().hash_bytes(data, first_word)
+    return lanes

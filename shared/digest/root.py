@@ -1,0 +1,50 @@
+"""The root: one digest over all tensors of a version. docs/FORMAT.md, Root."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+from blake3 import blake3
+from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.lanes_plain import Array64, mix_a, mix_b
+from weightcast.shared.words import TensorSpec, TensorTable
+
+CONTEXT = "weightcast root 1"
+_NO_COMPONENT = bytes(4)
+
+
+def root(table: TensorTable, lanes: Sequence[Lanes]) -> str:
+    """64 hex digits. `lanes`: raw lanes of each tensor, in the table's order."""
+    if len(lanes) != len(table):
+        raise ValueError(f"{len(lanes)} lanes for {len(table)} tensors")
+    final = _finalised(table, lanes)
+    key = blake3(derive_key_context=CONTEXT)
+    key.update(b"".join(_head(spec) + final[16 * n : 16 * n + 16] for n, spec in enumerate(table)))
+    return key.hexdigest()
+
+
+def _head(spec: TensorSpec) -> bytes:
+    name = spec.name.encode()
+    return _NO_COMPONENT + len(name).to_bytes(4, "little") + name + _form(spec.dtype, spec.shape)
+
+
+@lru_cache(4096)
+def _form(dtype: str, shape: tuple[int, ...]) -> bytes:
+    code, rank = dtype.encode(), len(shape)
+    return struct.pack(f"<B{len(code)}sB{rank}Q", len(code), code, rank, *shape)
+
+
+def _finalised(table: TensorTable, lanes: Sequence[Lanes]) -> bytes:
+    """As `lanes.finalise` of each, joined."""
+    numbers = _array([spec.nbytes for spec in table]) * np.uint64(2) + np.uint64(1)
+    final = np.empty((len(lanes), 2), "<u8")
+    final[:, 0] = mix_a(_array([one.a for one in lanes]), numbers)
+    final[:, 1] = mix_b(_array([one.b for one in lanes]), numbers)
+    return final.tobytes()
+
+
+def _array(values: list[int]) -> Array64:
+    return np.array(values, np.uint64)

@@ -1,0 +1,108 @@
+"""Lanes of bytes: golden values, a second implementation in plain Python, and the laws they promise."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from weightcast.shared.digest import lanes_plain
+from weightcast.shared.digest.hash import hash_bytes, implementation, kernels
+from weightcast.shared.digest.lanes import ZERO, Lanes, finalise
+
+M = (1 << 64) - 1
+
+
+def reference_mix(word: int, number: int) -> tuple[int, int]:
+    a = word ^ (number * 0x9E3779B97F4A7C15 & M)
+    a = (a ^ a >> 32) * 0xFF51AFD7ED558CCD & M
+    a = (a ^ a >> 29) * 0xC4CEB9FE1A85EC53 & M
+    b = (word + number * 0xC2B2AE3D27D4EB4F) & M
+    b = (b ^ b >> 31) * 0xD6E8FEB86659FD93 & M
+    b = (b ^ b >> 33) * 0xA0761D6478BD642F & M
+    return a ^ a >> 32, b ^ b >> 30
+
+
+def reference_lanes(data: bytes, first: int = 0) -> Lanes:
+    a = b = 0
+    for start in range(0, len(data), 8):
+        word = int.from_bytes(data[start : start + 8], "little")
+        more_a, more_b = reference_mix(word, first + start // 8 + 1)
+        a, b = a + more_a & M, b + more_b & M
+    return Lanes(a, b)
+
+
+def array(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, np.uint8)
+
+
+GOLDEN = {
+    # data: (raw lanes, finalised)
+    b"": ("00000000000000000000000000000000", "120e93a94e0324fde0a8e5257a4d6260"),
+    b"\x00": ("fd24034ea9930e1260624d7a25e5a8e0", "7d590f70c2772d28c751c69e1539948d"),
+    bytes(range(37)): ("ea8fa41d33ee0ea798d9063251be64e0", "175637a515c2a8894c09a4765d091b24"),
+    b"weightcast" * 100: ("013343207a890f6a7fe8d35f33bf6469", "483ac95ac3e26152939227bec680448c"),
+}
+
+
+@pytest.mark.parametrize("data", GOLDEN)
+def test_golden(data: bytes) -> None:
+    raw, final = GOLDEN[data]
+    assert hash_bytes(array(data)).hex() == raw
+    assert finalise(hash_bytes(array(data)), len(data)).hex() == final
+
+
+@settings(deadline=None)  # the first example compiles
+@given(st.binary(max_size=100), st.integers(0, 1 << 50))
+def test_both_kernels_agree_with_the_reference(data: bytes, first: int) -> None:
+    expected = reference_lanes(data, first)
+    assert hash_bytes(array(data), first) == expected
+    assert lanes_plain.hash_bytes(array(data), first) == expected
+
+
+@pytest.mark.parametrize("offset", range(9))
+def test_unaligned_and_read_only_bytes(offset: int) -> None:
+    data = np.random.default_rng(5).integers(0, 256, 4099, dtype=np.uint8).tobytes()
+    view = array(bytes(offset) + data)[offset:]
+    writable = view.copy()
+    assert hash_bytes(view) == hash_bytes(writable) == reference_lanes(data)
+    assert writable.flags.writeable
+
+
+def test_blocks_of_the_plain_kernel_add_up() -> None:
+    data = np.random.default_rng(6).integers(0, 256, 2 * lanes_plain.BLOCK + 11, dtype=np.uint8)
+    assert lanes_plain.hash_bytes(data, 7) == hash_bytes(data, 7)
+
+
+@settings(deadline=None)  # the first example compiles
+@given(st.binary(min_size=1, max_size=80), st.integers(0, 9))
+def test_pieces_at_word_borders_add_up(data: bytes, cut: int) -> None:
+    head, tail = data[: 8 * cut], data[8 * cut :]
+    assert hash_bytes(array(head)).plus(hash_bytes(array(tail), cut)) == hash_bytes(array(data))
+
+
+@settings(deadline=None)  # the first example compiles
+@given(st.binary(min_size=1, max_size=80), st.data())
+def test_any_damage_within_one_word_is_found(data: bytes, draw: st.DataObject) -> None:
+    place = draw.draw(st.integers(0, len(data) - 1))
+    damaged = bytearray(data)
+    damaged[place] ^= draw.draw(st.integers(1, 255))
+    before, after = hash_bytes(array(data)), hash_bytes(array(bytes(damaged)))
+    assert before.a != after.a and before.b != after.b
+
+
+def test_zeros_of_different_lengths_differ_once_finalised() -> None:
+    final = {finalise(hash_bytes(np.zeros(n, np.uint8)), n) for n in range(200)}
+    assert len(final) == 200
+
+
+@given(st.integers(0, M), st.integers(0, M), st.integers(0, M), st.integers(0, M))
+def test_minus_undoes_plus(a: int, b: int, c: int, d: int) -> None:
+    one, other = Lanes(a, b), Lanes(c, d)
+    assert one.plus(other).minus(other) == one
+    assert one.minus(one) == ZERO
+    assert Lanes.from_hex(one.hex()) == one
+
+
+def test_kernels_names_the_implementation() -> None:
+    assert kernels() == ("numpy" if implementation() is lanes_plain else "numba")
