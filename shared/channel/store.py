@@ -1,0 +1,169 @@
+"""A channel as a reader sees it: opened once, read again at every step, nothing cached but the base."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
+
+from weightcast.shared.channel.base import BASE_LIMIT, Base, parse_base
+from weightcast.shared.channel.channel_file import ChannelFile, parse_channel_file
+from weightcast.shared.channel.index import (
+    INDEX_LIMIT,
+    INDEX_NAME,
+    ForeignIndex,
+    Index,
+    describe,
+    parse_foreign,
+    parse_index,
+)
+from weightcast.shared.channel.layout import Layout, version_name, version_of
+from weightcast.shared.channel.pointer import Pointer, read_pointer
+from weightcast.shared.errors import DamagedFile, Refused, RetryLater, UnknownFormat
+from weightcast.shared.files.durable import read_file
+from weightcast.shared.words import TensorTable
+
+_CHANNEL_FILE_LIMIT = 16 << 20
+
+
+@dataclass(frozen=True)
+class FullVersion:
+    """A version in a foreign channel that is an ordinary checkpoint directory. `digest`: of its index file,
+    or of its name where it has none."""
+
+    version: int
+    digest: str
+    directory: Path
+
+
+@dataclass(frozen=True)
+class Channel:
+    """`file` and `base` are None for a foreign channel (the field's plain format: no channel.json)."""
+
+    directory: Path
+    file: ChannelFile | None
+    base: Base | None
+
+    @classmethod
+    def open(cls, directory: Path) -> Channel:
+        """Raises RetryLater when the directory is not there (yet), Refused when it is no channel."""
+        layout = Layout(directory)
+        if not directory.is_dir():
+            raise RetryLater(
+                f"{directory} is not a directory",
+                remedy="mount it, or make the channel with `weightcast channel init`",
+            )
+        file = _read(layout.channel_json)
+        if file is None:
+            return cls(directory, None, None)
+        parsed = parse_channel_file(file)
+        data = _read(layout.base_json)
+        if data is None:
+            raise DamagedFile(
+                f"{layout.base_json} is missing", remedy="restore it; nothing can be checked without"
+            )
+        base = parse_base(data)
+        if base.run_id != parsed.run_id:
+            raise DamagedFile(f"{layout.base_json} is of run {base.run_id}, channel.json of {parsed.run_id}")
+        return cls(directory, parsed, base)
+
+    @property
+    def foreign(self) -> bool:
+        return self.file is None
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.directory)
+
+    def require_ours(self) -> tuple[ChannelFile, Base]:
+        if self.file is None or self.base is None:
+            raise Refused(
+                f"{self.directory} has no channel.json",
+                remedy="make a channel with `weightcast channel init`",
+            )
+        return self.file, self.base
+
+    def pointer(self) -> Pointer | None:
+        return read_pointer(self.directory)
+
+    def index(
+        self, pointer: Pointer, version: int, table: TensorTable
+    ) -> Index | ForeignIndex | FullVersion | None:
+        """The main index of a version at or below the pointer. None when it is not there."""
+        if version > pointer.version:
+            raise RetryLater(f"version {version} is not published yet: the pointer says {pointer.version}")
+        directory = pointer.prefix / version_name(version)
+        data = _read(directory / INDEX_NAME, INDEX_LIMIT)
+        if data is None:
+            return _single_file(directory, version) if self.foreign else None
+        return self._parse(data, directory, version, table)
+
+    def _parse(
+        self, data: bytes, directory: Path, version: int, table: TensorTable
+    ) -> Index | ForeignIndex | FullVersion:
+        kind = describe(data)
+        if kind == "ours" and self.file is not None:
+            index = parse_index(data, table)
+            _require(index.version == version, f"{directory}: its index is of version {index.version}")
+            _require(index.run_id == self.file.run_id, f"{directory}: its index is of run {index.run_id}")
+            return index
+        if kind == "ours":
+            raise UnknownFormat(
+                f"{directory} is weightcast's, but the channel has no channel.json",
+                remedy="restore channel.json",
+            )
+        if not self.foreign:
+            raise DamagedFile(f"{directory}: its index was not written by weightcast")
+        if kind == "full":
+            return FullVersion(version, digest_of(data), directory)
+        foreign = parse_foreign(data)
+        _require(foreign.version == version, f"{directory}: its index is of version {foreign.version}")
+        return foreign
+
+    def anchor(self, version: int, table: TensorTable) -> Index | None:
+        """The index of the anchor beside a version."""
+        data = _read(self.layout.anchor_dir(version) / INDEX_NAME, INDEX_LIMIT)
+        if data is None:
+            return None
+        index = parse_index(data, table)
+        _require(index.kind == "anchor" and index.version == version, f"anchor of {version}: wrong index")
+        return index
+
+    def anchored(self, pointer: Pointer) -> frozenset[int]:
+        """Versions up to the pointer that have an anchor beside them."""
+        found = set()
+        for entry in self.directory.iterdir():
+            version = version_of(entry.name)
+            if version is None or version > pointer.version:
+                continue
+            if (self.layout.anchor_dir(version) / INDEX_NAME).exists():
+                found.add(version)
+        return frozenset(found)
+
+
+def _require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise DamagedFile(problem, remedy="run `weightcast channel verify`")
+
+
+def _read(path: Path, limit: int = _CHANNEL_FILE_LIMIT) -> bytes | None:
+    try:
+        return read_file(path, max(limit, BASE_LIMIT) if path.name == "base.json" else limit)
+    except FileNotFoundError:
+        return None
+
+
+def _single_file(directory: Path, version: int) -> FullVersion | None:
+    """A full version of one file needs no index."""
+    file = directory / "model.safetensors"
+    if not file.is_file():
+        return None
+    found = file.stat()
+    return FullVersion(
+        version, digest_of(f"{version} {found.st_size} {found.st_mtime_ns}".encode()), directory
+    )
+
+
+def digest_of(data: bytes) -> str:
+    return blake3(data).hexdigest()

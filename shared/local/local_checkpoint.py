@@ -1,0 +1,243 @@
+"""A local checkpoint: an HF checkpoint directory that weightcast patches in place.
+
+`<directory>/.weightcast/` holds state.json, base.json, journal/, spool/, the locks `owner` and `patch`. The
+files are mapped read-write for the object's life; they are only ever written through these mappings or by
+seeding, never replaced by rename.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from weightcast.shared.channel.base import Base, parse_base
+from weightcast.shared.errors import DamagedFile, NeedsReseed, Refused, RetryLater
+from weightcast.shared.files import durable
+from weightcast.shared.files.checkpoint import Checkpoint, open_checkpoint
+from weightcast.shared.local.host import Host
+from weightcast.shared.local.locks import FileLock, holder, owner_text
+from weightcast.shared.local.state import LocalState, read_state, write_state
+from weightcast.shared.words import Chunk, TensorTable, Words
+
+WordsOf = Callable[[int], Words]
+"""tensor number to all of its words"""
+
+_BASE_LIMIT = 256 << 20
+PATCH_LOCK_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class LocalPaths:
+    """Where things lie in a local checkpoint; no IO."""
+
+    directory: Path
+
+    @property
+    def room(self) -> Path:
+        return self.directory / ".weightcast"
+
+    @property
+    def state(self) -> Path:
+        return self.room / "state.json"
+
+    @property
+    def base(self) -> Path:
+        return self.room / "base.json"
+
+    @property
+    def journals(self) -> Path:
+        return self.room / "journal"
+
+    @property
+    def spool(self) -> Path:
+        return self.room / "spool"
+
+    @property
+    def owner(self) -> Path:
+        return self.room / "owner"
+
+    @property
+    def patch(self) -> Path:
+        return self.room / "patch"
+
+    def journal(self, journal: str) -> Path:
+        return self.journals / f"{journal}.journal"
+
+
+@dataclass(frozen=True)
+class _Mapped:
+    path: Path
+    map: mmap.mmap
+    device: int
+    inode: int
+    size: int
+
+
+def ensure_room(paths: LocalPaths) -> None:
+    """Makes the directories. Refused when the directory holds somebody else's files."""
+    if paths.directory.is_dir() and not paths.room.is_dir() and any(paths.directory.iterdir()):
+        raise Refused(
+            f"{paths.directory} is not empty and is not a weightcast local checkpoint",
+            remedy="choose an empty or new directory for --local",
+        )
+    for directory in (paths.directory, paths.room, paths.journals, paths.spool):
+        directory.mkdir(parents=True, exist_ok=True)
+
+
+def own(paths: LocalPaths) -> FileLock:
+    """The owner lock, taken; RetryLater when another writer lives."""
+    ensure_room(paths)
+    lock = FileLock(paths.owner)
+    try:
+        lock.acquire(text=owner_text())
+    except RetryLater as error:
+        raise RetryLater(
+            f"{paths.directory} already has a writer ({holder(paths.owner)})",
+            remedy="one publisher or subscriber per local checkpoint; ask the daemon with POST /v1/wake",
+        ) from error
+    return lock
+
+
+class LocalCheckpoint:
+    """Open, mapped and described by a state. Only the holder of the owner lock may call what writes."""
+
+    def __init__(self, paths: LocalPaths, base: Base, state: LocalState, checkpoint: Checkpoint) -> None:
+        self.paths = paths
+        self.base = base
+        self.state = state
+        self.checkpoint = checkpoint
+        self.host = Host.here()
+        self._maps: dict[Path, _Mapped] = {}
+        self._map_all()
+
+    @classmethod
+    def open(cls, directory: Path) -> LocalCheckpoint | None:
+        """None when nothing was ever seeded here. NeedsReseed when the files no longer fit the state."""
+        paths = LocalPaths(directory)
+        state = read_state(paths.state)
+        if state is None:
+            return None
+        base = parse_base(durable.read_file(paths.base, _BASE_LIMIT))
+        try:
+            checkpoint = open_checkpoint(directory, follow_links=False)
+        except DamagedFile as error:
+            raise NeedsReseed(error.message, remedy="it is seeded again from base or anchor") from error
+        if checkpoint.table != base.table:
+            raise NeedsReseed(f"{directory}: its tensors are no longer those of the run's base")
+        return cls(paths, base, state, checkpoint)
+
+    @property
+    def directory(self) -> Path:
+        return self.paths.directory
+
+    @property
+    def table(self) -> TensorTable:
+        return self.base.table
+
+    def _map_all(self) -> None:
+        for path in self.checkpoint.weight_files:
+            self._maps[path] = _map(path)
+
+    def close(self) -> None:
+        for mapped in self._maps.values():
+            # views handed out keep a map alive; it is dropped with them
+            with contextlib.suppress(BufferError):
+                mapped.map.close()
+        self._maps.clear()
+
+    def __enter__(self) -> LocalCheckpoint:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def save(self, state: LocalState) -> None:
+        """Makes `state` durable, then current."""
+        state = state.but(host=self.host)
+        write_state(self.paths.state, state)
+        self.state = state
+
+    def check_files(self) -> None:
+        """Raises NeedsReseed when a path no longer leads to the file that is mapped."""
+        for mapped in self._maps.values():
+            try:
+                found = os.lstat(mapped.path)
+                same = (found.st_dev, found.st_ino, found.st_size) == (
+                    mapped.device,
+                    mapped.inode,
+                    mapped.size,
+                )
+            except FileNotFoundError:
+                same = False
+            if not same:
+                raise NeedsReseed(
+                    f"{mapped.path} was replaced while it was in use",
+                    remedy="nothing else may write a local checkpoint; it is re-hashed and seeded again",
+                )
+
+    def words(self, tensor: int) -> Words:
+        """A writable view of a tensor's words in its mapped file; may be unaligned."""
+        spec, place = self.table[tensor], self.checkpoint.places[tensor]
+        mapped = self._maps[place.file]
+        return np.frombuffer(mapped.map, spec.kind.numpy, spec.words, place.offset)
+
+    def chunk_words(self, chunk: Chunk) -> Words:
+        """The chunk's words with zero padding; not to be written. A view where the chunk is one run."""
+        return gather(chunk, self.words)
+
+    @contextlib.contextmanager
+    def patching(self, seconds: float = PATCH_LOCK_SECONDS) -> Iterator[None]:
+        """The exclusive patch lock, and the field's own lock where such a directory exists."""
+        with FileLock(self.paths.patch).holding(seconds=seconds), self._field_lock(seconds):
+            yield
+
+    @contextlib.contextmanager
+    def standing_still(self, seconds: float = PATCH_LOCK_SECONDS) -> Iterator[None]:
+        """The shared patch lock: bytes and state do not change while it is held."""
+        with FileLock(self.paths.patch).holding(shared=True, seconds=seconds):
+            yield
+
+    @contextlib.contextmanager
+    def _field_lock(self, seconds: float) -> Iterator[None]:
+        room = self.directory / ".weight_sync"
+        if not room.is_dir():
+            yield
+            return
+        with FileLock(room / "lock").holding(seconds=seconds):
+            # its state would let a patched engine replay on bytes that are ours now
+            (room / "state.json").unlink(missing_ok=True)
+            yield
+
+
+def gather(chunk: Chunk, words_of: WordsOf) -> Words:
+    """Assembles a chunk from its tensors: uint[chunk.words], zero where padded."""
+    first = chunk.spans[0]
+    if len(chunk.spans) == 1 and first.words == chunk.words:
+        view = words_of(first.tensor)[first.start : first.stop]
+        if view.flags.aligned:
+            return view
+    words = np.zeros(chunk.words, chunk.kind.numpy)
+    for span in chunk.spans:
+        words[span.offset : span.offset + span.words] = words_of(span.tensor)[span.start : span.stop]
+    return words
+
+
+def _map(path: Path) -> _Mapped:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        found = os.fstat(fd)
+        if found.st_nlink > 1:
+            raise Refused(
+                f"{path} has {found.st_nlink} links: patching it would change another directory's file",
+                remedy="give the local checkpoint files of its own",
+            )
+        mapped = mmap.mmap(fd, found.st_size)
+    finally:
+        os.close(fd)
+    return _Mapped(path, mapped, found.st_dev, found.st_ino, found.st_size)

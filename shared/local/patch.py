@@ -1,0 +1,184 @@
+"""Patch and undo: a journal's absolute words into the mapped files, under the patch lock.
+
+Order: state says `patching` (durable), words are compared, written and read back, state says the new
+position. Killed in between, the journal is replayed: each word is old or new, else the checkpoint is dirty.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from enum import Enum
+
+import numpy as np
+
+from weightcast.shared.errors import DamagedFile, NeedsReseed
+from weightcast.shared.local.hashing import full_hash
+from weightcast.shared.local.journal import JournalReader, Record
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint
+from weightcast.shared.local.state import LocalState, Phase, Position, Step
+
+Advance = Callable[[int], None]
+
+
+class _Way(Enum):
+    FORWARD = "forward"
+    BACK = "back"
+
+
+def patch(local: LocalCheckpoint, step: Step) -> None:
+    """Moves the checkpoint from `step.base` to `step.target`. The caller holds the patch lock.
+
+    The journal is kept (it is the undo) until `forget_undo`. Raises NeedsReseed, with state `dirty`, when a
+    word is not the one that the journal expects.
+    """
+    if local.state.phase is not Phase.CLEAN or local.state.position.root != step.base.root:
+        raise NeedsReseed("the checkpoint is no longer at the version that was staged")
+    local.check_files()
+    local.save(local.state.but(phase=Phase.PATCHING, active=step))
+    _write_all(local, step, _Way.FORWARD, replay=False)
+    local.check_files()
+    local.save(_arrived(local.state, step.target, (*local.state.undo, step)))
+
+
+def relabel(local: LocalCheckpoint, target: Position) -> None:
+    """Records a version with the same bytes: equal roots need no patch."""
+    if target.root != local.state.position.root:
+        raise DamagedFile(f"version {target.version} has another root than the local checkpoint")
+    local.save(local.state.but(position=target, generation=local.state.generation + 1))
+
+
+def undo(local: LocalCheckpoint) -> None:
+    """Goes back over all kept steps, newest first. The caller holds the patch lock."""
+    while local.state.undo:
+        step = local.state.undo[-1]
+        local.save(local.state.but(phase=Phase.UNDOING, active=step))
+        _write_all(local, step, _Way.BACK, replay=False)
+        local.save(_arrived(local.state, step.base, local.state.undo[:-1]))
+        local.paths.journal(step.journal).unlink(missing_ok=True)
+
+
+def forget_undo(local: LocalCheckpoint) -> None:
+    """Every engine serves the position: the way back is dropped."""
+    if local.state.undo:
+        steps = local.state.undo
+        local.save(local.state.but(undo=()))
+        for step in steps:
+            local.paths.journal(step.journal).unlink(missing_ok=True)
+
+
+def _arrived(state: LocalState, position: Position, undo_steps: tuple[Step, ...]) -> LocalState:
+    return state.but(
+        phase=Phase.CLEAN,
+        active=None,
+        position=position,
+        undo=undo_steps,
+        generation=state.generation + 1,
+    )
+
+
+def _write_all(local: LocalCheckpoint, step: Step, way: _Way, *, replay: bool) -> None:
+    with JournalReader(local.paths.journal(step.journal), local.table) as journal:
+        header = journal.header
+        if (header.run_id, header.base_root) != (local.state.run_id, step.base.root):
+            raise DamagedFile(f"{journal.path}: belongs to another run or version")
+        for record in journal.records():
+            _write(local, record, way, replay=replay)
+
+
+def _write(local: LocalCheckpoint, record: Record, way: _Way, *, replay: bool) -> None:
+    words = local.words(record.tensor)
+    before, after = (record.old, record.new) if way is _Way.FORWARD else (record.new, record.old)
+    found = words[record.index]
+    expected = found == before
+    if replay:
+        expected |= found == after
+    if not expected.all():
+        _dirty(local, record, int(record.index[int(np.argmin(expected))]))
+    words[record.index] = after
+    if not np.array_equal(words[record.index], after):
+        _dirty(local, record, int(record.index[0]))
+
+
+def _dirty(local: LocalCheckpoint, record: Record, word: int) -> None:
+    local.save(local.state.but(phase=Phase.DIRTY))
+    name = local.table[record.tensor].name
+    raise NeedsReseed(
+        f"{local.directory}: word {word} of {name} is not what the journal expects",
+        remedy="something else wrote to the local checkpoint; it is seeded again",
+    )
+
+
+def recover(local: LocalCheckpoint, *, threads: int = 1, advance: Advance | None = None) -> None:
+    """Finishes what a kill left behind. The caller holds the patch lock.
+
+    After a kill while patching or undoing in the same boot, the journal is replayed and everything is
+    re-hashed. After a reboot (or where the boot is unknown) no journal is trusted: everything is re-hashed.
+    Raises NeedsReseed when the bytes are no version that the state knows.
+    """
+    state = local.state
+    if state.phase in (Phase.SEEDING, Phase.DIRTY):
+        raise NeedsReseed(f"{local.directory} is {state.phase.value}", remedy="it is seeded again")
+    rebooted = not state.host.same_boot(local.host)
+    if rebooted:
+        _after_reboot(local, threads, advance)
+    elif state.phase is not Phase.CLEAN:
+        _replay(local, threads, advance)
+    drop_strays(local)
+
+
+def _replay(local: LocalCheckpoint, threads: int, advance: Advance | None) -> None:
+    step = local.state.active
+    if step is None:
+        raise NeedsReseed(f"{local.directory}: its state names no journal")
+    forward = local.state.phase is Phase.PATCHING
+    try:
+        _write_all(local, step, _Way.FORWARD if forward else _Way.BACK, replay=True)
+    except DamagedFile as error:
+        local.save(local.state.but(phase=Phase.DIRTY))
+        raise NeedsReseed(error.message, remedy="it is seeded again") from error
+    position = step.target if forward else step.base
+    _require_bytes(local, position, threads, advance)
+    kept = tuple(known for known in local.state.undo if known != step)
+    arrived = _arrived(local.state, position, (*kept, step) if forward else kept)
+    local.save(arrived.but(last_full_hash=time.time()))
+
+
+def _after_reboot(local: LocalCheckpoint, threads: int, advance: Advance | None) -> None:
+    """Unsynced pages and journals may be gone: only the bytes themselves say where the checkpoint is."""
+    state = local.state
+    candidates = [state.position]
+    if state.active is not None:
+        candidates = [state.active.target, state.active.base]
+    report = full_hash(local, threads=threads, advance=advance, expected=candidates[0].lanes)
+    for position in candidates:
+        if report.root == position.root:
+            arrived = _arrived(state, position, ())
+            local.save(arrived.but(last_full_hash=time.time()))
+            return
+    local.save(state.but(phase=Phase.DIRTY))
+    raise NeedsReseed(
+        f"{local.directory}: after a restart of the machine {len(report.differing)} tensors differ",
+        remedy="it is seeded again",
+    )
+
+
+def _require_bytes(local: LocalCheckpoint, position: Position, threads: int, advance: Advance | None) -> None:
+    report = full_hash(local, threads=threads, advance=advance, expected=position.lanes)
+    if report.root != position.root:
+        local.save(local.state.but(phase=Phase.DIRTY))
+        raise NeedsReseed(
+            f"{local.directory}: {', '.join(report.differing[:3])} differ from version {position.version}",
+            remedy="it is seeded again",
+        )
+
+
+def drop_strays(local: LocalCheckpoint) -> None:
+    """Journals that no state names, and everything in the spool: leftovers of a kill."""
+    state = local.state
+    named = {step.journal for step in state.undo} | ({state.active.journal} if state.active else set())
+    for path in local.paths.journals.iterdir():
+        if path.stem not in named:
+            path.unlink()
+    for path in sorted(local.paths.spool.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()

@@ -1,0 +1,241 @@
+"""Seeding: full weights from a base or an anchor become a local checkpoint.
+
+Nothing is written before the source's tensors, files and every byte have been compared with what the channel
+says of it. Phase `seeding` is durable before the first byte and replaced by `clean` only after a full hash of
+what was written; killed in between, seeding starts over into the same files.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from weightcast.shared.channel.base import Base, write_base
+from weightcast.shared.channel.delta import file_record
+from weightcast.shared.channel.index import FileRecord
+from weightcast.shared.digest.root import root
+from weightcast.shared.errors import NeedsReseed, RetryLater, WrongRun
+from weightcast.shared.files import durable
+from weightcast.shared.files.checkpoint import Checkpoint
+from weightcast.shared.local.hashing import hash_tensors
+from weightcast.shared.local.host import Host
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
+from weightcast.shared.local.state import LocalState, Phase, Position, pack_list, write_state
+from weightcast.shared.words import TensorTable, Words
+
+_BLOCK = 8 << 20
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Full weights at `position`. `base` describes the run: tensor table and the files beside the weights."""
+
+    checkpoint: Checkpoint
+    position: Position
+    run_id: str
+    base: Base
+    foreign: bool = False
+
+
+def seed(
+    paths: LocalPaths,
+    source: Source,
+    *,
+    threads: int = 1,
+    advance: Advance | None = None,
+    keep: LocalState | None = None,
+) -> LocalCheckpoint:
+    """Seeds into `paths` (owner and patch lock held). `keep`: engines and blocked versions of an earlier
+    state survive.
+
+    Raises WrongRun when the source is not what the channel describes (nothing is written then), RetryLater
+    when there is no space.
+    """
+    check_source(source, threads=threads, advance=advance)
+    state = _seeding_state(source, keep)
+    durable.replace(paths.base, write_base(source.base))
+    write_state(paths.state, state)
+    _copy_files(paths, source.checkpoint, advance)
+    opened = LocalCheckpoint.open(paths.directory)
+    if opened is None:
+        raise NeedsReseed(f"{paths.state} vanished while seeding")
+    found = hash_tensors(opened.table, opened.words, threads=threads, advance=advance)
+    if pack_list(found) != source.position.lanes:
+        opened.close()
+        raise NeedsReseed(
+            f"{paths.directory}: what was written is not what was read", remedy="check the disk"
+        )
+    opened.save(state.but(phase=Phase.CLEAN, last_full_hash=time.time()))
+    return opened
+
+
+def _seeding_state(source: Source, keep: LocalState | None) -> LocalState:
+    state = LocalState(
+        run_id=source.run_id,
+        position=source.position,
+        phase=Phase.SEEDING,
+        host=Host.here(),
+        foreign=source.foreign,
+    )
+    if keep is None:
+        return state
+    return state.but(generation=keep.generation + 1, engines=keep.engines, blocked=keep.blocked)
+
+
+def check_source(source: Source, *, threads: int = 1, advance: Advance | None = None) -> None:
+    """Tensors, then config and tokenizer files, then all bytes against `source.position`."""
+    where = source.checkpoint.directory
+    check_table(where, source.checkpoint.table, source.base.table)
+    check_other_files(where, source.checkpoint.other_files, source.base.files)
+    with MappedCheckpoint(source.checkpoint) as mapped:
+        found = hash_tensors(source.base.table, mapped.words, threads=threads, advance=advance)
+    if root(source.base.table, found) != source.position.root:
+        expected = np.frombuffer(source.position.lanes, "<u8").reshape(-1, 2).tolist()
+        names = [
+            spec.name
+            for spec, lanes, wanted in zip(source.base.table, found, expected, strict=True)
+            if [lanes.a, lanes.b] != wanted
+        ]
+        raise WrongRun(
+            f"{where}: {len(names)} tensors do not have the bytes of version {source.position.version}: "
+            f"{', '.join(names[:3])}",
+            remedy="give the checkpoint that the channel was made from",
+        )
+
+
+def check_table(where: Path, found: TensorTable, expected: TensorTable) -> None:
+    """WrongRun that lists every tensor missing, extra, re-typed or re-shaped."""
+    problems = table_problems(found, expected)
+    if problems:
+        raise WrongRun(
+            f"{where} does not fit the run: {listing(problems)}",
+            remedy="give the checkpoint that the channel was made from",
+        )
+
+
+def listing(problems: Sequence[str], most: int = 50) -> str:
+    more = f"; and {len(problems) - most} more" if len(problems) > most else ""
+    return "; ".join(problems[:most]) + more
+
+
+def table_problems(found: TensorTable, expected: TensorTable) -> list[str]:
+    problems = []
+    for spec in expected:
+        number = found.numbers.get(spec.name)
+        if number is None:
+            problems.append(f"{spec.name} is missing")
+        elif (found[number].dtype, found[number].shape) != (spec.dtype, spec.shape):
+            other = found[number]
+            problems.append(
+                f"{spec.name} is {other.dtype} {list(other.shape)}, expected {spec.dtype} {list(spec.shape)}"
+            )
+    problems.extend(
+        f"{spec.name} is not part of the run" for spec in found if spec.name not in expected.numbers
+    )
+    return problems
+
+
+def check_other_files(where: Path, files: Sequence[Path], expected: Sequence[FileRecord]) -> None:
+    found: Mapping[str, Path] = {path.name: path for path in files}
+    for record in expected:
+        path = found.get(record.name)
+        if path is None or file_record(path).blake3 != record.blake3:
+            state = "missing" if path is None else "different"
+            raise WrongRun(
+                f"{where / record.name} is {state} from the run's",
+                remedy="config and tokenizer must be those of the channel's base",
+            )
+
+
+class MappedCheckpoint:
+    """A checkpoint's files mapped read-only for the duration of one pass."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._maps: dict[Path, mmap.mmap] = {}
+
+    def __enter__(self) -> MappedCheckpoint:
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            for path in self._checkpoint.weight_files:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    self._maps[path] = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+                finally:
+                    os.close(fd)
+            undo.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for path in list(self._maps):
+            mapped = self._maps.pop(path)
+            # a view may still be held by an error's traceback; the map goes with it
+            with suppress(BufferError):
+                mapped.close()
+
+    def words(self, tensor: int) -> Words:
+        spec, place = self._checkpoint.table[tensor], self._checkpoint.places[tensor]
+        return np.frombuffer(self._maps[place.file], spec.kind.numpy, spec.words, place.offset)
+
+
+def _copy_files(paths: LocalPaths, checkpoint: Checkpoint, advance: Advance | None) -> None:
+    index = () if checkpoint.index_file is None else (checkpoint.index_file,)
+    wanted = {path.name for path in (*checkpoint.weight_files, *checkpoint.other_files, *index)}
+    for stray in paths.directory.iterdir():
+        if stray.name not in wanted and stray.suffix in (".safetensors", ".json") and stray.is_file():
+            # of an earlier run with other shards: engines would read it
+            stray.unlink()
+    for path in (*checkpoint.other_files, *index):
+        durable.replace(paths.directory / path.name, path.read_bytes())
+    for path in checkpoint.weight_files:
+        _copy_into(path, paths.directory / path.name, advance)
+    durable.sync_directory(paths.directory)
+
+
+def _copy_into(source: Path, target: Path, advance: Advance | None) -> None:
+    """Copies into the same inode if there is one, every byte written, so that a later store through a mapping
+    never needs a new block."""
+    read = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        write = os.open(target, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        try:
+            _copy_all(read, write, target, advance)
+        finally:
+            os.close(write)
+    finally:
+        os.close(read)
+
+
+def _copy_all(read: int, write: int, target: Path, advance: Advance | None) -> None:
+    size = os.fstat(read).st_size
+    try:
+        os.ftruncate(write, size)
+        if size:
+            os.posix_fallocate(write, 0, size)
+        at = 0
+        while block := os.pread(read, _BLOCK, at):
+            at += _write_block(write, block, at)
+            if advance is not None:
+                advance(len(block))
+        os.fsync(write)
+    except OSError as error:
+        raise RetryLater(f"{target}: {error.strerror}", remedy="free space on the local disk") from error
+
+
+def _write_block(fd: int, block: bytes, at: int) -> int:
+    view = memoryview(block)
+    done = 0
+    while done < len(block):
+        done += os.pwrite(fd, view[done:], at + done)
+    return done

@@ -1,0 +1,220 @@
+"""Stage: fetched versions become one journal, everything checked, nothing of the checkpoint written.
+
+Checked here: each blob's checksum, S_old and S_new of each chunk, each changed tensor's lanes, the root of
+every version on the way. The old words are read from the checkpoint itself.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from weightcast.shared.channel.delta import ChunkStep, Closing, DeltaReader, open_delta
+from weightcast.shared.channel.index import ForeignIndex, Index
+from weightcast.shared.codec.changes import Changes
+from weightcast.shared.codec.parallel import ordered
+from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.root import root
+from weightcast.shared.errors import DamagedFile, Forked
+from weightcast.shared.local.journal import JournalHeader, JournalWriter, Record
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint
+from weightcast.shared.local.state import Position, Step, lanes_list, pack_list
+from weightcast.shared.words import Chunk, Part, Span, TensorTable, Words, grid, whole_part
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A delta whose shards lie, verified, in `directory`."""
+
+    index: Index | ForeignIndex
+    directory: Path
+
+    @property
+    def parts(self) -> tuple[Part, ...] | None:
+        """None: a foreign version, whose grid is that of one whole part."""
+        return None if isinstance(self.index, ForeignIndex) else self.index.parts
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A complete journal and what it leads to. `changes` counts words."""
+
+    step: Step
+    changes: int
+    journal_bytes: int
+
+
+@dataclass(frozen=True)
+class _Folded:
+    """One chunk over all versions: net changes, and the sums of each version's step."""
+
+    chunk: Chunk
+    changes: Changes
+    steps: tuple[ChunkStep | None, ...]
+
+
+def stage(
+    local: LocalCheckpoint,
+    versions: Sequence[Fetched],
+    *,
+    threads: int = 1,
+    advance: Callable[[int], None] | None = None,
+) -> Staged:
+    """Folds `versions` (consecutive, one grid) into a journal from the local position.
+
+    Raises Forked when they do not start at the local position, DamagedFile when anything does not add up;
+    then no journal is left.
+    """
+    base = local.state.position
+    _check_start(base, versions[0].index)
+    journal = secrets.token_hex(8)
+    writer = JournalWriter(local.paths.journal(journal), _header(local, versions, journal))
+    try:
+        ledger = [_Ledger(local.table) for _ in versions]
+        with Closing(open_delta(v.index, local.table, v.directory) for v in versions) as readers:
+            for folded in _walk(local, readers, versions[0].parts, threads):
+                _write(writer, folded)
+                for book, step in zip(ledger, folded.steps, strict=True):
+                    book.add(step)
+                if advance is not None:
+                    advance(folded.chunk.words * folded.chunk.kind.width)
+            for reader in readers:
+                reader.finish()
+        target = _settle(local, base, versions, ledger)
+        writer.close()
+    except BaseException:
+        writer.abandon()
+        raise
+    size = local.paths.journal(journal).stat().st_size
+    return Staged(Step(journal, base, target), writer.changes, size)
+
+
+def _check_start(base: Position, first: Index | ForeignIndex) -> None:
+    if first.base_version != base.version:
+        raise Forked(f"version {first.version} starts from {first.base_version}, not from {base.version}")
+    if isinstance(first, Index) and (first.parent, first.base_root) != (base.digest, base.root):
+        raise Forked(
+            f"version {first.version} continues another version {base.version} than the one that lies here",
+            remedy="the local checkpoint is seeded again",
+        )
+
+
+def _header(local: LocalCheckpoint, versions: Sequence[Fetched], journal: str) -> JournalHeader:
+    base, last = local.state.position, versions[-1].index
+    return JournalHeader(
+        run_id=local.state.run_id,
+        journal=journal,
+        base_version=base.version,
+        base_root=base.root,
+        generation=local.state.generation,
+        target_version=last.version,
+        target_root=last.root if isinstance(last, Index) else "",
+        target_digest=last.digest,
+    )
+
+
+def _walk(
+    local: LocalCheckpoint, readers: Sequence[DeltaReader], parts: tuple[Part, ...] | None, threads: int
+) -> Iterator[_Folded]:
+    chunks = (
+        chunk
+        for part in (parts if parts is not None else (whole_part(local.table),))
+        for chunk in grid(local.table, part)
+        if any(reader.touches(chunk) for reader in readers)
+    )
+    if any(reader.sequential for reader in readers):
+        threads = 1
+    return ordered(lambda chunk: _fold(local, readers, chunk), chunks, threads)
+
+
+def _fold(local: LocalCheckpoint, readers: Sequence[DeltaReader], chunk: Chunk) -> _Folded:
+    old = local.chunk_words(chunk)
+    words = old
+    steps: list[ChunkStep | None] = []
+    for reader in readers:
+        step = reader.step(chunk, words) if reader.touches(chunk) else None
+        steps.append(step)
+        if step is not None and len(readers) > 1:
+            words = words.copy() if words is old else words
+            step.changes.apply(words)
+    return _Folded(chunk, _net(old, words, steps), tuple(steps))
+
+
+def _net(old: Words, words: Words, steps: Sequence[ChunkStep | None]) -> Changes:
+    """First old and last new word wherever they differ. `words` is the last version where several fold."""
+    taken = [step.changes for step in steps if step is not None]
+    if len(steps) == 1:
+        return taken[0]
+    index = np.unique(np.concatenate([changes.index for changes in taken]))
+    index = index[old[index] != words[index]]
+    return Changes(index, old[index], words[index])
+
+
+def _write(writer: JournalWriter, folded: _Folded) -> None:
+    index = folded.changes.index
+    starts = np.searchsorted(index, [span.offset for span in folded.chunk.spans])
+    ends = np.searchsorted(index, [span.offset + span.words for span in folded.chunk.spans])
+    for span, start, end in zip(folded.chunk.spans, starts.tolist(), ends.tolist(), strict=True):
+        if end > start:
+            writer.add(_span_record(span, folded.changes, slice(start, end)))
+
+
+def _span_record(span: Span, changes: Changes, place: slice) -> Record:
+    local_index = changes.index[place].astype(np.uint64) + np.uint64(span.start) - np.uint64(span.offset)
+    return Record(span.tensor, local_index, changes.old[place], changes.new[place])
+
+
+class _Ledger:
+    """Sums of one version's step per tensor."""
+
+    def __init__(self, table: TensorTable) -> None:
+        self._table = table
+        self.old: dict[int, Lanes] = {}
+        self.new: dict[int, Lanes] = {}
+
+    def add(self, step: ChunkStep | None) -> None:
+        for sums in step.sums if step is not None else ():
+            self.old[sums.tensor] = self.old.get(sums.tensor, Lanes()).plus(sums.old)
+            self.new[sums.tensor] = self.new.get(sums.tensor, Lanes()).plus(sums.new)
+
+    def settle(self, lanes: list[Lanes]) -> list[Lanes]:
+        after = list(lanes)
+        for tensor, old in self.old.items():
+            after[tensor] = after[tensor].minus(old).plus(self.new[tensor])
+        return after
+
+
+def _settle(
+    local: LocalCheckpoint, base: Position, versions: Sequence[Fetched], ledger: Sequence[_Ledger]
+) -> Position:
+    lanes = lanes_list(base.lanes)
+    found = base.root
+    for version, book in zip(versions, ledger, strict=True):
+        lanes = book.settle(lanes)
+        found = root(local.table, lanes)
+        if isinstance(version.index, Index):
+            _check_version(version.index, local.table, lanes, book, found)
+    last = versions[-1].index
+    epoch = last.epoch if isinstance(last, Index) else 0
+    return Position(last.version, last.digest, found, epoch, pack_list(lanes))
+
+
+def _check_version(index: Index, table: TensorTable, lanes: list[Lanes], book: _Ledger, found: str) -> None:
+    remedy = "nothing was written; run `weightcast channel verify`"
+    listed = {table.numbers[name] for name in index.tensors}
+    if listed != set(book.old):
+        odd = table[min(listed ^ set(book.old))].name
+        raise DamagedFile(
+            f"version {index.version}: {odd} changes and is not listed, or the reverse", remedy=remedy
+        )
+    for name, record in index.tensors.items():
+        if lanes[table.numbers[name]] != record.lanes:
+            raise DamagedFile(f"version {index.version}: {name} does not get the stated lanes", remedy=remedy)
+    if found != index.root:
+        raise DamagedFile(
+            f"version {index.version}: root {found[:16]}, stated {index.root[:16]}", remedy=remedy
+        )

@@ -1,0 +1,225 @@
+"""The durable state of a local checkpoint: `.weightcast/state.json`, replaced as a whole."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.errors import DamagedFile, UnknownFormat
+from weightcast.shared.files import durable
+from weightcast.shared.local.host import UNKNOWN_HOST, Host
+
+STATE_FORMAT = 1
+_LIMIT = 256 << 20
+
+
+class Phase(StrEnum):
+    CLEAN = "clean"
+    SEEDING = "seeding"
+    PATCHING = "patching"
+    UNDOING = "undoing"
+    DIRTY = "dirty"
+
+
+@dataclass(frozen=True)
+class Position:
+    """A version as a local checkpoint knows it. `digest` is that of its index (of base.json for version 0),
+    `lanes` are packed: 16 bytes per tensor in table order."""
+
+    version: int
+    digest: str
+    root: str
+    epoch: int
+    lanes: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A journal on disk and the two positions that it leads between."""
+
+    journal: str
+    base: Position
+    target: Position
+
+
+class Mark(StrEnum):
+    """What a host knows of an engine: it serves a version, may be paused by us, or cannot be trusted."""
+
+    SERVED = "served"
+    PAUSING = "pausing"
+    SUSPECT = "suspect"
+
+
+@dataclass(frozen=True)
+class EngineState:
+    mark: Mark
+    version: int | None = None
+    """the last version it confirmed"""
+    confirmed_by: str = ""
+    """digest, label or status-only"""
+    process: str | None = None
+    """identity of the engine process that confirmed"""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Blocked:
+    """A version that engines refused, by the digest of its index."""
+
+    version: int
+    digest: str
+    reason: str
+    attempts: int = 1
+
+
+@dataclass(frozen=True)
+class LocalState:
+    run_id: str
+    position: Position
+    phase: Phase = Phase.CLEAN
+    active: Step | None = None
+    """the step under way in phases patching and undoing"""
+    undo: tuple[Step, ...] = ()
+    """steps from the served version to `position`, oldest first; their journals are kept"""
+    generation: int = 0
+    host: Host = UNKNOWN_HOST
+    foreign: bool = False
+    engines: Mapping[str, EngineState] = field(default_factory=dict)
+    blocked: tuple[Blocked, ...] = ()
+    last_full_hash: float | None = None
+    """unix time at which every byte was last read and agreed with the root"""
+
+    def but(self, **changes: Any) -> LocalState:
+        return replace(self, **changes)
+
+
+def pack_lanes(lanes: NDArray[np.uint64]) -> bytes:
+    """`lanes`: uint64[tensors, 2]."""
+    return lanes.astype("<u8").tobytes()
+
+
+def unpack_lanes(packed: bytes) -> NDArray[np.uint64]:
+    return np.frombuffer(packed, "<u8").reshape(-1, 2).astype(np.uint64)
+
+
+def lanes_list(packed: bytes) -> list[Lanes]:
+    return [Lanes(a, b) for a, b in unpack_lanes(packed).tolist()]
+
+
+def pack_list(lanes: list[Lanes]) -> bytes:
+    return np.array([(one.a, one.b) for one in lanes], "<u8").tobytes()
+
+
+def write_state(path: Path, state: LocalState) -> None:
+    durable.replace(path, json.dumps(_to_json(state), separators=(",", ":")).encode())
+
+
+def read_state(path: Path) -> LocalState | None:
+    """None when there is none. DamagedFile when it cannot be read."""
+    try:
+        data = durable.read_file(path, _LIMIT)
+    except FileNotFoundError:
+        return None
+    try:
+        return _from_json(json.loads(data))
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedFile(
+            f"{path}: not a state of a local checkpoint ({error})",
+            remedy="move the local checkpoint away and seed it again",
+        ) from error
+
+
+def _to_json(state: LocalState) -> dict[str, Any]:
+    return {
+        "format": STATE_FORMAT,
+        "run_id": state.run_id,
+        "position": _position_json(state.position),
+        "phase": state.phase,
+        "active": None if state.active is None else _step_json(state.active),
+        "undo": [_step_json(step) for step in state.undo],
+        "generation": state.generation,
+        "boot_id": state.host.boot_id,
+        "machine_id": state.host.machine_id,
+        "foreign": state.foreign,
+        "engines": {
+            name: {
+                "mark": engine.mark,
+                "version": engine.version,
+                "confirmed_by": engine.confirmed_by,
+                "process": engine.process,
+                "reason": engine.reason,
+            }
+            for name, engine in state.engines.items()
+        },
+        "blocked": [
+            {"version": b.version, "digest": b.digest, "reason": b.reason, "attempts": b.attempts}
+            for b in state.blocked
+        ],
+        "last_full_hash": state.last_full_hash,
+    }
+
+
+def _from_json(data: dict[str, Any]) -> LocalState:
+    if data["format"] != STATE_FORMAT:
+        raise UnknownFormat(f"state format {data['format']!r}", remedy="use the release that wrote it")
+    return LocalState(
+        run_id=str(data["run_id"]),
+        position=_position(data["position"]),
+        phase=Phase(data["phase"]),
+        active=None if data["active"] is None else _step(data["active"]),
+        undo=tuple(_step(step) for step in data["undo"]),
+        generation=int(data["generation"]),
+        host=Host(str(data["boot_id"]), str(data["machine_id"])),
+        foreign=bool(data["foreign"]),
+        engines={name: _engine(engine) for name, engine in data["engines"].items()},
+        blocked=tuple(
+            Blocked(int(b["version"]), str(b["digest"]), str(b["reason"]), int(b["attempts"]))
+            for b in data["blocked"]
+        ),
+        last_full_hash=None if data["last_full_hash"] is None else float(data["last_full_hash"]),
+    )
+
+
+def _engine(data: dict[str, Any]) -> EngineState:
+    return EngineState(
+        Mark(data["mark"]), data["version"], data["confirmed_by"], data["process"], data["reason"]
+    )
+
+
+def _position_json(position: Position) -> dict[str, Any]:
+    return {
+        "version": position.version,
+        "digest": position.digest,
+        "root": position.root,
+        "epoch": position.epoch,
+        "lanes": base64.b64encode(position.lanes).decode(),
+    }
+
+
+def _position(data: dict[str, Any]) -> Position:
+    lanes = base64.b64decode(data["lanes"], validate=True)
+    return Position(int(data["version"]), str(data["digest"]), str(data["root"]), int(data["epoch"]), lanes)
+
+
+def _step_json(step: Step) -> dict[str, Any]:
+    return {
+        "journal": step.journal,
+        "base": _position_json(step.base),
+        "target": _position_json(step.target),
+    }
+
+
+def _step(data: dict[str, Any]) -> Step:
+    journal = str(data["journal"])
+    if not journal.isalnum():
+        raise ValueError(f"journal id {journal!r}")
+    return Step(journal, _position(data["base"]), _position(data["target"]))
