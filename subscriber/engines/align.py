@@ -1,0 +1,335 @@
+"""The order of an engine's reload: note, pause, patch, reload, read back, resume, note.
+
+An engine resumes only when its weights are known: the reload was never sent, was refused with the old weights
+untouched, or succeeded and was read back. Otherwise it stays paused, since resuming it would serve wrong
+tokens or kill it, and is reloaded again within bounds. The caller holds the patch lock throughout.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from weightcast.shared.errors import EngineFailed, WeightcastError
+from weightcast.subscriber.engines.base import Confirmation, Done, Engine, EngineFacts, Intact, Suspect
+from weightcast.subscriber.engines.roster import EngineResult, EngineState, PhaseSeconds, reload_order
+
+Mark = Literal["pausing", "served", "refused", "suspect"]
+"""What must be durable before the next call: `pausing` before the first, `suspect` when a reload went wrong,
+`served` or `refused` after the engine resumed."""
+Recovery = Literal["nothing", "resumed", "reload"]
+
+
+class NotPatched(WeightcastError):
+    """Raised by a patch callback that has written nothing: engines that map the files may resume."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How often and how long a doubtful engine is tried again. Times in seconds."""
+
+    attempts: int = 3
+    first: float = 0.5
+    longest: float = 10.0
+    total: float = 600.0
+    """no attempt begins later than this after the pause"""
+    sleep: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = time.monotonic
+    jitter: Callable[[], float] = random.random
+    """uniform in [0, 1)"""
+
+    def tries(self, began: float) -> Iterator[int]:
+        """Yields 1, 2, ... and sleeps between them."""
+        for number in range(1, self.attempts + 1):
+            yield number
+            delay = min(self.longest, self.first * 2 ** (number - 1)) * (0.5 + self.jitter())
+            if number == self.attempts or self.clock() + delay - began > self.total:
+                return
+            self.sleep(delay)
+
+
+def align(
+    engine: Engine,
+    path: str,
+    version: int,
+    label: str,
+    *,
+    marks: Callable[[Mark], None],
+    before_reload: Callable[[], None] | None = None,
+    suspect: bool = False,
+    pace: Pace | None = None,
+) -> EngineResult:
+    """Brings an engine to the weights under `path` and says what came of it.
+
+    `marks` is called before the state it names can be lost to a kill, and must be durable when it returns.
+    `before_reload` patches the files while the engine is paused, once. What it raises goes through: an engine
+    that copies its weights is resumed first, one that maps the files only after NotPatched, else it stays
+    paused and is marked suspect. `suspect`: the engine's weights were in doubt before, so that only a good
+    reload resumes it. Raises nothing else for what an engine does.
+    """
+    run = _Alignment(engine, path, version, label, marks, suspect, Pace() if pace is None else pace)
+    facts = engine.probe()
+    run.process = facts.process
+    if not facts.reachable:
+        return run.unreachable(facts, before_reload)
+    marks("suspect" if suspect else "pausing")
+    run.began = run.pace.clock()
+    try:
+        with run.timed("pause"):
+            engine.pause()
+    except EngineFailed as failure:
+        return run.step_back(str(failure))
+    if before_reload is not None:
+        hindrance = run.patch(before_reload)
+        if hindrance is not None:
+            return run.step_back(hindrance)
+    outcome = run.reload()
+    if isinstance(outcome, Suspect):
+        return run.result("failed", outcome.reason)
+    if isinstance(outcome, Intact):
+        return run.step_back(outcome.reason)
+    return run.serve(outcome)
+
+
+@dataclass
+class _Alignment:
+    engine: Engine
+    path: str
+    version: int
+    label: str
+    marks: Callable[[Mark], None]
+    suspect: bool
+    pace: Pace
+    process: str | None = None
+    began: float = 0.0
+    resumed: float | None = None
+    attempts: int = 0
+    patched: bool = False
+    phases: PhaseSeconds = field(default_factory=PhaseSeconds)
+
+    @contextmanager
+    def timed(self, phase: Literal["pause", "patch", "reload", "read_back", "resume"]) -> Iterator[None]:
+        start = self.pace.clock()
+        try:
+            yield
+        finally:
+            spent = getattr(self.phases, phase) + self.pace.clock() - start
+            self.phases = replace(self.phases, **{phase: spent})
+
+    def result(self, state: EngineState, reason: str, confirmed: Confirmation | None = None) -> EngineResult:
+        return EngineResult(
+            name=self.engine.spec.name,
+            state=state,
+            version=self.version,
+            label=self.label,
+            reason=reason,
+            confirmed_by=confirmed,
+            process=self.process,
+            attempts=self.attempts,
+            patched=self.patched,
+            phases=self.phases,
+            pause_seconds=None if self.resumed is None else self.resumed - self.began,
+        )
+
+    def unreachable(self, facts: EngineFacts, before_reload: Callable[[], None] | None) -> EngineResult:
+        hindrance = None
+        # A process that is not there maps nothing; one that is silent may.
+        if before_reload is not None and (facts.absent or self.engine.copies_weights):
+            hindrance = self.patch_beside(before_reload)
+        self.doubt()
+        return self.result("failed", hindrance or f"{self.engine.spec.url} does not answer")
+
+    def patch_beside(self, before_reload: Callable[[], None]) -> str | None:
+        """Patches; returns what kept the other engines from being patched with."""
+        try:
+            before_reload()
+        except _Unpaused as hindrance:
+            return str(hindrance)
+        self.patched = True
+        return None
+
+    def patch(self, before_reload: Callable[[], None]) -> str | None:
+        try:
+            with self.timed("patch"):
+                return self.patch_beside(before_reload)
+        except NotPatched as reason:
+            self.step_back(str(reason))
+            raise
+        # Also on an interrupt no engine stays paused without need.
+        except BaseException as error:
+            if self.engine.copies_weights:
+                self.step_back(str(error))
+            else:
+                self.doubt()
+            raise
+
+    def reload(self) -> Confirmation | Intact | Suspect:
+        outcome: Confirmation | Intact | Suspect = Suspect("no reload was tried")
+        for _ in self.pace.tries(self.began):
+            self.attempts += 1
+            outcome = self.reload_once()
+            if isinstance(outcome, Intact) and self.weights_in_doubt():
+                outcome = Suspect(outcome.reason)
+            if not isinstance(outcome, Suspect):
+                break
+            self.doubt()
+        return outcome
+
+    def weights_in_doubt(self) -> bool:
+        """Whether "the weights from before" are none that may be served."""
+        return self.suspect or (self.patched and not self.engine.copies_weights)
+
+    def reload_once(self) -> Confirmation | Intact | Suspect:
+        with self.timed("reload"):
+            outcome = self.engine.reload(self.path, self.version, self.label)
+        if not isinstance(outcome, Done):
+            return outcome
+        try:
+            with self.timed("read_back"):
+                return self.engine.read_back(self.label)
+        except EngineFailed as failure:
+            return Suspect(str(failure))
+
+    def doubt(self) -> None:
+        if not self.suspect:
+            self.marks("suspect")
+        self.suspect = True
+
+    def step_back(self, reason: str) -> EngineResult:
+        """Resumes on the weights from before."""
+        if self.suspect:
+            return self.result("failed", reason)
+        failure = self.resume()
+        if failure is not None:
+            self.doubt()
+            return self.result("failed", f"{reason}; then {failure}")
+        self.marks("refused")
+        return self.result("refused", reason)
+
+    def serve(self, confirmed: Confirmation) -> EngineResult:
+        failure = self.resume()
+        if failure is not None:
+            # The weights are right: the note `pausing` stays, and says that a resume is due.
+            return self.result("failed", str(failure))
+        now = self.engine.probe()
+        if not now.reachable or (None not in (now.process, self.process) and now.process != self.process):
+            self.doubt()
+            return self.result("suspect", f"{self.engine.spec.url} went away during its reload")
+        self.process = now.process
+        self.marks("served")
+        return self.result("served", "", confirmed)
+
+    def resume(self) -> EngineFailed | None:
+        failure: EngineFailed | None = None
+        for _ in self.pace.tries(self.began):
+            try:
+                with self.timed("resume"):
+                    self.engine.resume()
+            except EngineFailed as error:
+                failure = error
+            else:
+                self.resumed = self.pace.clock()
+                return None
+        return failure
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """`patched`: the files are at the version. When they are not, no engine was reloaded."""
+
+    patched: bool
+    results: tuple[EngineResult, ...]
+
+
+def align_all(
+    engines: Sequence[Engine],
+    version: int,
+    label: str,
+    *,
+    patch: Callable[[], None] | None,
+    marks: Callable[[str, Mark], None],
+    suspects: Collection[str] = (),
+    pace: Pace | None = None,
+) -> Alignment:
+    """Patches the files and brings all engines of a host to them, one after the other.
+
+    `marks(engine name, mark)` must be as durable as with `align`.
+    `patch` runs once, while all engines that map the files are paused; without such engines before any pause;
+    None: the files are right already. Each engine is told its own `spec.path`. What `patch` raises goes
+    through as `align` says; an engine that does not pause is an answer, not an exception: `patched` is false
+    then.
+    """
+
+    def one(engine: Engine, before_reload: Callable[[], None] | None) -> EngineResult:
+        return align(
+            engine,
+            engine.spec.path,
+            version,
+            label,
+            marks=lambda mark: marks(engine.spec.name, mark),
+            before_reload=before_reload,
+            suspect=engine.spec.name in suspects,
+            pace=pace,
+        )
+
+    ordered = reload_order(engines, suspects)
+    mapping = [engine for engine in ordered if not engine.copies_weights]
+    results: list[EngineResult] = []
+    if patch is not None and not mapping:
+        patch()
+    elif patch is not None:
+        results += _paused_together(mapping, patch, one)
+        if not results[-1].patched:
+            return Alignment(False, tuple(results))
+        mapping = []
+    rest = [engine for engine in ordered if engine.copies_weights or engine in mapping]
+    return Alignment(True, (*results, *(one(engine, None) for engine in rest)))
+
+
+def _paused_together(
+    engines: Sequence[Engine],
+    patch: Callable[[], None],
+    one: Callable[[Engine, Callable[[], None] | None], EngineResult],
+) -> list[EngineResult]:
+    """Pauses the engines one inside the other and patches in the innermost pause. The last result is the
+    outermost engine's."""
+    first, rest = engines[0], engines[1:]
+    inner: list[EngineResult] = []
+
+    def patch_inside() -> None:
+        inner.extend(_paused_together(rest, patch, one))
+        if not inner[-1].patched:
+            raise _Unpaused(f"{inner[-1].name} was not paused: {inner[-1].reason}")
+
+    outer = one(first, patch_inside if rest else patch)
+    return [*inner, outer]
+
+
+class _Unpaused(Exception):
+    """Another engine that maps the files was not paused, so that nothing was patched."""
+
+
+def recover(
+    engine: Engine, was_pausing: bool, *, suspect: bool = False, label: str | None = None
+) -> Recovery:
+    """At start, for an engine that a killed run may have left paused: what is still to be done.
+
+    `label`: that of the local checkpoint's version if its files are known to be right, else None. The engine
+    is resumed only if it names these weights; whatever else it says, only a reload (align with
+    `suspect=True`) makes it known again, and `reload` is the answer.
+    """
+    if suspect:
+        return "reload"
+    if not was_pausing:
+        return "nothing"
+    if label is None or engine.probe().label != label:
+        return "reload"
+    try:
+        engine.resume()
+    except EngineFailed:
+        return "reload"
+    return "resumed"

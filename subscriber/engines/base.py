@@ -1,0 +1,215 @@
+"""The edge between weightcast and an inference engine: what an adapter is told, does and answers.
+
+An adapter speaks one engine's dialect and decides from status codes and fields what a reply proves; the order
+of the calls is `align`'s. Adapters are used by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+from urllib.parse import urlsplit
+
+from weightcast.shared.errors import USAGE, Refused
+
+Kind = Literal["sglang", "vllm", "webhook"]
+Policy = Literal["recompute", "wait", "abort"]
+"""What becomes of requests in flight: recomputed under the new weights, finished before, or ended early."""
+Confirmation = Literal["digest", "label", "status-only"]
+"""What says that the engine took the weights, from strongest to weakest."""
+
+KINDS: Mapping[str, Kind] = {"sglang": "sglang", "vllm": "vllm", "webhook": "webhook"}
+POLICIES: Mapping[str, Policy] = {"recompute": "recompute", "wait": "wait", "abort": "abort"}
+OPTIONS = ("path", "via", "policy", "name", "copies", "api_key_env")
+SYNTAX = (
+    "--engine kind=URL[,path=LOCAL as the engine sees it][,via=reload][,policy=recompute|wait|abort]"
+    "[,name=NAME][,copies=true|false][,api_key_env=VARIABLE]; kinds: sglang, vllm, webhook"
+)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@\[\]-]{0,99}")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class BadEngineOption(Refused):
+    """A usage error: the text of an `--engine` option is wrong."""
+
+    exit_code = USAGE
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, remedy=SYNTAX)
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One `--engine` option. Holds no secret: `api_key_env` is the name of a variable."""
+
+    kind: Kind
+    url: str
+    """of an inference server: without a slash at the end"""
+    path: str
+    """the local checkpoint as the engine sees it; absolute"""
+    name: str
+    """unique on a host; the key under which state and status speak of the engine"""
+    policy: Policy = "recompute"
+    copies_weights: bool = True
+    api_key_env: str | None = None
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What an engine says about itself now; None where it does not say."""
+
+    reachable: bool
+    absent: bool = False
+    """the connection was refused: no process listens there"""
+    label: str | None = None
+    process: str | None = None
+    """differs after a restart"""
+    paused: bool | None = None
+    software: str | None = None
+
+
+@dataclass(frozen=True)
+class Done:
+    """The engine answered that it has the new weights."""
+
+
+@dataclass(frozen=True)
+class Intact:
+    """The reload was never sent, or the reply proves that the weights from before are untouched."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """Nobody knows which weights the engine holds: it must not generate before a good reload."""
+
+    reason: str
+
+
+ReloadOutcome = Done | Intact | Suspect
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Seconds until a call counts as unanswered."""
+
+    connect: float = 5.0
+    probe: float = 5.0
+    control: float = 30.0
+    """pause, resume, labels"""
+    drain: float = 300.0
+    """added where the engine first waits for the requests in flight (policy wait)"""
+    reload: float = 300.0
+
+
+class Engine(Protocol):
+    """An inference server. All methods but `probe` and `reload` raise EngineFailed when the engine does not
+    answer in time or answers anything but success. `pause`, `resume` and `relabel` may be repeated."""
+
+    @property
+    def spec(self) -> EngineSpec: ...
+
+    @property
+    def copies_weights(self) -> bool:
+        """False: the engine maps the files, and patching them changes what it computes at once."""
+
+    def probe(self) -> EngineFacts:
+        """Never raises for what an engine does."""
+
+    def pause(self) -> None: ...
+
+    def reload(self, path: str, version: int, label: str) -> ReloadOutcome:
+        """Sent once, never repeated here."""
+
+    def read_back(self, label: str) -> Confirmation:
+        """Asks which weights the engine says it has. EngineFailed when it names others."""
+
+    def resume(self) -> None: ...
+
+    def relabel(self, label: str) -> Confirmation:
+        """New name for the same weights; `status-only` where the engine has no labels."""
+
+    def close(self) -> None: ...
+
+
+def parse_engine(text: str, local: Path) -> EngineSpec:
+    """`text` is the value of an `--engine` option, `local` the local checkpoint. Raises BadEngineOption."""
+    head, *rest = re.split(r",(?=[A-Za-z_]+=)", text)
+    kind_text, equals, url = head.partition("=")
+    kind = KINDS.get(kind_text)
+    if not equals or kind is None:
+        raise BadEngineOption(f"--engine {text!r}: {kind_text!r} is no engine kind")
+    options = _options(text, rest)
+    if options.get("via", "reload") != "reload":
+        raise BadEngineOption(
+            f"--engine {text!r}: via={options['via']} is not in this release, only via=reload"
+        )
+    url = _checked_url(text, url)
+    return EngineSpec(
+        kind=kind,
+        url=url,
+        path=_checked(
+            text, "path", options.get("path", str(local.absolute())), lambda path: path.startswith("/")
+        ),
+        name=_checked(text, "name", options.get("name", _default_name(kind, url)), _NAME.fullmatch),
+        policy=POLICIES[_checked(text, "policy", options.get("policy", "recompute"), POLICIES.__contains__)],
+        copies_weights=_truth(text, options["copies"]) if "copies" in options else kind != "webhook",
+        api_key_env=_checked(text, "api_key_env", options["api_key_env"], _VARIABLE.fullmatch)
+        if "api_key_env" in options
+        else None,
+    )
+
+
+def parse_engines(texts: Sequence[str], local: Path) -> tuple[EngineSpec, ...]:
+    """All `--engine` options of a host. Raises BadEngineOption, also for two engines of one name."""
+    specs = tuple(parse_engine(text, local) for text in texts)
+    names = [spec.name for spec in specs]
+    for name in names:
+        if names.count(name) > 1:
+            raise BadEngineOption(f"two --engine options are named {name}: give them name=")
+    return specs
+
+
+def _options(text: str, pairs: Sequence[str]) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        if key not in OPTIONS:
+            raise BadEngineOption(f"--engine {text!r}: unknown option {key!r}")
+        if key in options:
+            raise BadEngineOption(f"--engine {text!r}: {key} is given twice")
+        options[key] = value
+    return options
+
+
+def _checked(text: str, key: str, value: str, fits: Callable[[str], object]) -> str:
+    if not value or "\0" in value or not fits(value):
+        raise BadEngineOption(f"--engine {text!r}: {key}={value!r} is not valid")
+    return value
+
+
+def _truth(text: str, value: str) -> bool:
+    return _checked(text, "copies", value, {"true", "false"}.__contains__) == "true"
+
+
+def _checked_url(text: str, url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        fits = False
+    if not fits or re.search(r"[\s\x00-\x1f\x7f#]", url):
+        raise BadEngineOption(f"--engine {text!r}: {url!r} is no http or https URL")
+    if "@" in parts.netloc:
+        raise BadEngineOption("--engine: a URL with a password would be logged; use api_key_env=")
+    if parts.query and not text.startswith("webhook="):
+        raise BadEngineOption(f"--engine {text!r}: the URL of an inference server has no query")
+    return url if text.startswith("webhook=") else url.rstrip("/")
+
+
+def _default_name(kind: Kind, url: str) -> str:
+    return f"{kind}@{urlsplit(url).netloc}"

@@ -1,0 +1,101 @@
+"""Rules over the engines of a host: no IO.
+
+States of an engine towards a target version:
+served   it confirmed the target and generates
+refused  it generates with the weights from before; the target was not taken
+suspect  nobody knows its weights; it waits, paused, for a reload that may come at once
+failed   as suspect (or absent, or paused with the right weights), and the bounded attempts are used up
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from weightcast.subscriber.engines.base import Confirmation, Engine, EngineFacts
+
+EngineState = Literal["served", "refused", "suspect", "failed"]
+
+
+@dataclass(frozen=True)
+class PhaseSeconds:
+    """Time spent in each phase, all attempts together."""
+
+    pause: float = 0.0
+    patch: float = 0.0
+    reload: float = 0.0
+    read_back: float = 0.0
+    resume: float = 0.0
+
+
+@dataclass(frozen=True)
+class EngineResult:
+    """What one alignment came to."""
+
+    name: str
+    state: EngineState
+    version: int
+    label: str
+    reason: str = ""
+    """why it is not served; for people"""
+    confirmed_by: Confirmation | None = None
+    """set when served"""
+    process: str | None = None
+    attempts: int = 0
+    """reloads tried"""
+    patched: bool = False
+    """`before_reload` ran to its end"""
+    phases: PhaseSeconds = PhaseSeconds()
+    pause_seconds: float | None = None
+    """from the first pause call until resume returned; None: not resumed, or never paused"""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A host's engines sorted by state, and what the host may do now."""
+
+    served: tuple[str, ...]
+    refused: tuple[str, ...]
+    suspect: tuple[str, ...]
+    failed: tuple[str, ...]
+    ready: bool
+    """an engine confirmed the target"""
+    may_roll_back: bool
+    """No engine confirmed the target and at least one was asked to load it. Otherwise the fault is the
+    engine's."""
+    journal_droppable: bool
+    """each engine confirmed, or needs a full reload anyway"""
+
+
+def judge(results: Sequence[EngineResult]) -> Verdict:
+    """`results`: one per engine of the host; none: nothing to wait for."""
+
+    def of(state: EngineState) -> tuple[str, ...]:
+        return tuple(result.name for result in results if result.state == state)
+
+    served, refused = of("served"), of("refused")
+    return Verdict(
+        served=served,
+        refused=refused,
+        suspect=of("suspect"),
+        failed=of("failed"),
+        ready=bool(served),
+        may_roll_back=not served and any(result.attempts > 0 for result in results),
+        journal_droppable=not refused,
+    )
+
+
+def reload_order(engines: Sequence[Engine], suspects: Collection[str]) -> tuple[Engine, ...]:
+    """Engines in doubt come last: one that hangs must not keep the healthy ones waiting."""
+    return tuple(sorted(engines, key=lambda engine: engine.spec.name in suspects))
+
+
+def needs_reload(facts: EngineFacts, served_process: str | None, served_label: str | None) -> bool:
+    """Whether an engine that was served is no longer what it was: it restarted, or names other weights.
+    An engine that tells neither cannot be seen to restart."""
+    if not facts.reachable:
+        return False
+    restarted = None not in (facts.process, served_process) and facts.process != served_process
+    renamed = None not in (facts.label, served_label) and facts.label != served_label
+    return restarted or renamed

@@ -1,0 +1,126 @@
+"""Any engine behind one URL (docs/engines.md, Webhook).
+
+`POST URL` with `{"phase": "pause" | "reload" | "resume", "engine", "run_id", "policy", "path", "version",
+"label"}`; `version` and `label` are null in a pause. Success is a 2xx status with `{"ok": true}`; a reload's
+reply that repeats `version` or `label` is read back from. `{"ok": false, "intact": true}` refuses a reload
+with the weights from before untouched. A phase may arrive twice. `GET URL` may answer `{"label", "process",
+"paused", "software"}`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weightcast.shared.errors import EngineFailed
+from weightcast.subscriber.engines.base import (
+    Confirmation,
+    Done,
+    EngineFacts,
+    EngineSpec,
+    Intact,
+    ReloadOutcome,
+    Suspect,
+    Timeouts,
+)
+from weightcast.subscriber.engines.wire import NEVER_HANDLED, NoReply, NotSent, Reply, Wire, failed_reload
+
+REMEDY = 'the receiver must answer 2xx with {"ok": true}; see its log'
+
+
+class Webhook:
+    def __init__(self, spec: EngineSpec, wire: Wire, timeouts: Timeouts, run_id: str) -> None:
+        self.spec = spec
+        self._wire = wire
+        self._timeouts = timeouts
+        self._run_id = run_id
+        self._ordered: dict[str, object] = {"version": None, "label": None}
+        self._echoed: list[Any] = []
+
+    @property
+    def copies_weights(self) -> bool:
+        return self.spec.copies_weights
+
+    def close(self) -> None:
+        self._wire.close()
+
+    def probe(self) -> EngineFacts:
+        try:
+            reply = self._wire.get("", self._timeouts.probe)
+        except EngineFailed as failure:
+            return EngineFacts(reachable=False, absent=isinstance(failure, NotSent))
+        if not _accepted(reply):
+            return EngineFacts(reachable=True)
+        paused = reply.fields().get("paused")
+        return EngineFacts(
+            reachable=True,
+            label=reply.text_field("label"),
+            process=reply.text_field("process"),
+            paused=paused if isinstance(paused, bool) else None,
+            software=reply.text_field("software"),
+        )
+
+    def pause(self) -> None:
+        self._ordered = {"version": None, "label": None}
+        seconds = self._timeouts.drain if self.spec.policy == "wait" else self._timeouts.control
+        self._require(self._wire.post("", self._order("pause"), seconds))
+
+    def resume(self) -> None:
+        self._require(self._wire.post("", self._order("resume"), self._timeouts.control))
+
+    def reload(self, path: str, version: int, label: str) -> ReloadOutcome:
+        self._ordered, self._echoed = {"version": version, "label": label}, []
+        try:
+            reply = self._wire.post_once("", self._order("reload") | {"path": path}, self._timeouts.reload)
+        except (NotSent, NoReply) as failure:
+            return failed_reload(failure)
+        if _confirmed(reply):
+            fields = reply.fields()
+            self._echoed = [fields[key] for key in ("version", "label") if fields.get(key) is not None]
+            return Done()
+        if reply.status in NEVER_HANDLED or (_denied(reply) and reply.fields().get("intact") is True):
+            return Intact(reply.describe())
+        return Suspect(reply.describe())
+
+    def read_back(self, label: str) -> Confirmation:
+        if not self._echoed:
+            return "status-only"
+        # `True == 1` in Python: compared as texts.
+        known = {str(self._ordered["version"]), label}
+        for shown in self._echoed:
+            if str(shown) not in known:
+                raise EngineFailed(
+                    f"{self.spec.url} answered that it has {shown!r} after a reload of {label!r}",
+                    remedy=REMEDY,
+                )
+        return "label"
+
+    def relabel(self, label: str) -> Confirmation:
+        """Nothing is sent: a receiver hears of weights that changed."""
+        return "status-only"
+
+    def _order(self, phase: str) -> dict[str, object]:
+        return {
+            "phase": phase,
+            "engine": self.spec.name,
+            "run_id": self._run_id,
+            "policy": self.spec.policy,
+            "path": self.spec.path,
+            **self._ordered,
+        }
+
+    def _require(self, reply: Reply) -> None:
+        if not _confirmed(reply):
+            raise EngineFailed(reply.describe(), remedy=REMEDY)
+
+
+def _accepted(reply: Reply) -> bool:
+    return 200 <= reply.status < 300
+
+
+def _denied(reply: Reply) -> bool:
+    fields = reply.fields()
+    return fields.get("ok") is False or fields.get("success") is False
+
+
+def _confirmed(reply: Reply) -> bool:
+    return _accepted(reply) and reply.fields().get("ok") is True and not _denied(reply)

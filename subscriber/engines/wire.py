@@ -1,0 +1,159 @@
+"""HTTP to an engine: deadlines, capped replies, and what a failure proves about the request.
+
+Every call has a connection of its own: an idle one that the engine has just dropped would look like a reload
+that was cut off.
+"""
+
+from __future__ import annotations
+
+import json
+import ssl
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from weightcast.shared.errors import EngineFailed
+from weightcast.subscriber.engines.base import EngineSpec, Intact, Suspect, Timeouts
+
+REPLY_LIMIT = 4 << 20
+"""bytes; the largest honest reply is a page of metrics"""
+QUOTED = 300
+"""characters of a reply that an error message repeats"""
+
+NO_ROUTE = frozenset({404, 405})
+NEVER_HANDLED = frozenset({401, 403}) | NO_ROUTE
+"""An HTTP server answers these in front of the handler: the request had no effect."""
+
+
+class NotSent(EngineFailed):
+    """No connection came about: the engine has not seen the request."""
+
+
+class NoReply(EngineFailed):
+    """The request may have been carried out: timeout, or the connection was lost."""
+
+
+class _Lost(NoReply):
+    pass
+
+
+@dataclass(frozen=True)
+class Reply:
+    url: str
+    status: int
+    body: bytes
+
+    def fields(self) -> Mapping[str, Any]:
+        """The JSON object of the body; empty where it is none (duplicate keys, too deep, not JSON)."""
+        try:
+            value = json.loads(self.body, object_pairs_hook=_unique)
+        except (ValueError, RecursionError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    def text_field(self, key: str) -> str | None:
+        value = self.fields().get(key)
+        return value if isinstance(value, str) and len(value) <= QUOTED else None
+
+    def describe(self) -> str:
+        quoted = self.body[:QUOTED].decode("utf-8", "replace")
+        return f"{self.url} answered {self.status}: {''.join(c if c.isprintable() else ' ' for c in quoted)}"
+
+    def require_ok(self, remedy: str) -> Reply:
+        if self.status != httpx.codes.OK:
+            raise EngineFailed(self.describe(), remedy=remedy)
+        return self
+
+
+class Wire:
+    """Calls to one engine. Raises NotSent, NoReply; a reply of any status is returned."""
+
+    def __init__(self, spec: EngineSpec, timeouts: Timeouts, api_key: str | None = None) -> None:
+        self._url = spec.url
+        self._timeouts = timeouts
+        self._client = httpx.Client(
+            headers={"Accept-Encoding": "identity"}
+            | ({} if api_key is None else {"Authorization": f"Bearer {api_key}"}),
+            limits=httpx.Limits(max_keepalive_connections=0),
+            follow_redirects=False,
+            # A proxy from the environment must not stand between a host and its own engine.
+            trust_env=False,
+            verify=ssl.create_default_context(),
+        )
+
+    def close(self) -> None:
+        self._client.close()
+
+    def get(self, path: str, seconds: float) -> Reply:
+        return self._twice("GET", path, None, seconds)
+
+    def post(self, path: str, body: Mapping[str, object], seconds: float) -> Reply:
+        """For calls that may be repeated: sent again once if the connection is lost."""
+        return self._twice("POST", path, body, seconds)
+
+    def post_once(self, path: str, body: Mapping[str, object], seconds: float) -> Reply:
+        return self._send("POST", path, body, seconds)
+
+    def _twice(self, method: str, path: str, body: Mapping[str, object] | None, seconds: float) -> Reply:
+        try:
+            return self._send(method, path, body, seconds)
+        except _Lost:
+            return self._send(method, path, body, seconds)
+
+    def _send(self, method: str, path: str, body: Mapping[str, object] | None, seconds: float) -> Reply:
+        url = self._url + path
+        try:
+            return self._exchange(method, url, body, seconds)
+        except (
+            httpx.ConnectError,
+            httpx.ConnectTimeout,
+            httpx.UnsupportedProtocol,
+            httpx.InvalidURL,
+        ) as error:
+            raise NotSent(
+                f"{url} cannot be reached: {error}", remedy="start the engine or correct its URL"
+            ) from error
+        except httpx.TimeoutException as error:
+            raise NoReply(f"{url} did not answer within {seconds:g} s", remedy=_LOOK) from error
+        except httpx.HTTPError as error:
+            raise _Lost(f"{url} broke the connection: {error}", remedy=_LOOK) from error
+
+    def _exchange(self, method: str, url: str, body: Mapping[str, object] | None, seconds: float) -> Reply:
+        deadline = time.monotonic() + seconds
+        timeout = httpx.Timeout(seconds, connect=min(seconds, self._timeouts.connect))
+        received = bytearray()
+        with self._client.stream(method, url, json=body, timeout=timeout) as response:
+            for piece in response.iter_raw():
+                received += piece
+                if len(received) > REPLY_LIMIT:
+                    raise NoReply(f"{url} answered with more than {REPLY_LIMIT} bytes", remedy=_LOOK)
+                if time.monotonic() > deadline:
+                    raise httpx.ReadTimeout("the reply did not end")
+            return Reply(url, response.status_code, bytes(received))
+
+
+_LOOK = "see the engine's log; restart it if it hangs"
+
+
+def failed_reload(failure: NotSent | NoReply) -> Intact | Suspect:
+    return Intact(str(failure)) if isinstance(failure, NotSent) else Suspect(str(failure))
+
+
+def start_time(metrics: Reply) -> str | None:
+    """The start time of the process that a Prometheus page speaks of, as text; None where it is not told."""
+    if metrics.status != httpx.codes.OK:
+        return None
+    for line in metrics.body.splitlines():
+        name, _, value = line.partition(b" ")
+        if name == b"process_start_time_seconds":
+            return value.strip()[:QUOTED].decode("ascii", "replace")
+    return None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        raise ValueError("duplicate key")
+    return members
