@@ -1,0 +1,215 @@
+"""The HTTP side of a daemon. Routes of its own are added with `app.include_router`; handlers that block are
+plain functions, which FastAPI runs in threads."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from fastapi.security import HTTPBearer
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from pydantic import BaseModel
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from weightcast.shared.errors import RetryLater, WeightcastError
+from weightcast.shared.service.snapshot import Failure, Readiness
+
+BODY_LIMIT = 1 << 20
+OPEN_PATH = "/healthz"
+_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+
+
+def make_app(
+    title: str,
+    status: Callable[[], BaseModel],
+    ready: Callable[[], Readiness],
+    metrics: CollectorRegistry,
+    token: str | None,
+    wake: Callable[[], None],
+    status_model: type[BaseModel] = BaseModel,
+) -> FastAPI:
+    """`/healthz`, `/readyz`, `/v1/status`, `/v1/wake`, `/metrics`, `/docs`. With a token everything but
+    `/healthz` asks for it. `status_model` is what OpenAPI shows of the status. `app.state.dead`, a function
+    set by `run_daemon`, gives the reason for an unhealthy answer ("" when all is well)."""
+    bearer = [Depends(HTTPBearer(auto_error=False))] if token is not None else []
+    app = FastAPI(title=title, version="1", dependencies=bearer)
+    app.state.dead = lambda: ""
+    app.state.stopping = lambda: False
+    _add_probes(app, ready)
+    _add_verbs(app, status, metrics, wake, status_model)
+    _add_error_answers(app)
+    app.add_middleware(_Gate, token=token)
+    return app
+
+
+def _add_probes(app: FastAPI, ready: Callable[[], Readiness]) -> None:
+    @app.get("/healthz", tags=["probes"], responses={503: {"model": Readiness}})
+    def healthz() -> Response:
+        """200 while the daemon can do its work, 503 when only a restart helps."""
+        reason = app.state.dead()
+        return _readiness(Readiness(ready=not reason, reasons=(reason,) if reason else ()))
+
+    @app.get("/readyz", tags=["probes"], responses={200: {"model": Readiness}, 503: {"model": Readiness}})
+    def readyz() -> Response:
+        """200 when the daemon is ready, 503 with reasons when it is not."""
+        if app.state.stopping():
+            return _readiness(Readiness(ready=False, reasons=("stopping",)))
+        return _readiness(ready())
+
+
+def _add_verbs(
+    app: FastAPI,
+    status: Callable[[], BaseModel],
+    metrics: CollectorRegistry,
+    wake: Callable[[], None],
+    status_model: type[BaseModel],
+) -> None:
+    @app.get("/v1/status", responses={200: {"model": status_model}})
+    def show_status() -> Response:
+        return Response(status().model_dump_json(), media_type="application/json")
+
+    @app.post("/v1/wake", status_code=202)
+    def wake_loop() -> Response:
+        """The loop looks at once instead of at its next poll."""
+        wake()
+        return Response(status_code=202)
+
+    @app.get("/metrics", tags=["probes"])
+    def show_metrics() -> Response:
+        return Response(generate_latest(metrics), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def _readiness(readiness: Readiness) -> Response:
+    return JSONResponse(readiness.model_dump(), status_code=200 if readiness.ready else 503)
+
+
+def _add_error_answers(app: FastAPI) -> None:
+    @app.exception_handler(WeightcastError)
+    def expected(request: Request, error: WeightcastError) -> Response:
+        headers = {"Retry-After": "1"} if isinstance(error, RetryLater) else None
+        return _failure(error.http_status, type(error).__name__, error.message, error.remedy, headers)
+
+    @app.exception_handler(HTTPException)
+    def by_framework(request: Request, error: HTTPException) -> Response:
+        return _failure(error.status_code, _phrase(error.status_code), str(error.detail), "", error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    def invalid(request: Request, error: RequestValidationError) -> Response:
+        # Places and messages only: the values may be anything, a secret too.
+        problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+        return _failure(422, "InvalidRequest", "; ".join(problems), "see /docs", None)
+
+
+def _failure(status: int, error: str, message: str, remedy: str, headers: Any) -> JSONResponse:
+    body = Failure(error=error, message=message, remedy=remedy).model_dump()
+    return JSONResponse(body, status_code=status, headers=headers)
+
+
+def _phrase(status: int) -> str:
+    return HTTPStatus(status).phrase.replace(" ", "")
+
+
+class _Gate:
+    """Before any route: token, origin, size of the body. A pure ASGI middleware, since it must also see
+    requests that no route takes."""
+
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
+        self._app = app
+        self._expected = None if token is None else f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._http(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        refusal = self._refusal(scope, headers)
+        if refusal is not None:
+            await refusal(scope, receive, send)
+            return
+        body = await _read_body(headers, receive)
+        if body is None:
+            answer = _failure(
+                413, _phrase(413), f"the body is larger than {BODY_LIMIT} bytes", "", {"Connection": "close"}
+            )
+            await answer(scope, receive, send)
+            return
+        await self._app(scope, _replay(body, receive), send)
+
+    def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
+        if scope["path"] == OPEN_PATH:
+            return None
+        if self._expected is None:
+            return _browser_refusal(scope["method"], headers)
+        given = headers.get("authorization", "").encode("latin-1", "replace")
+        # The scheme's name is case-insensitive (RFC 9110, 11.1), the token is not.
+        scheme, _, rest = given.partition(b" ")
+        if hmac.compare_digest(scheme.title() + b" " + rest.strip(), self._expected):
+            return None
+        return _failure(
+            401,
+            "Unauthorized",
+            "this daemon asks for a bearer token",
+            "send the header Authorization: Bearer TOKEN",
+            {"WWW-Authenticate": "Bearer"},
+        )
+
+
+def _browser_refusal(method: str, headers: Headers) -> Response | None:
+    """Without a token the door is open to this machine's users, but not to web pages that their browsers
+    show: those come with a foreign Origin, or (a rebound name) with a Host that is no address."""
+    host = headers.get("host", "")
+    if not _is_plain_host(host):
+        return _failure(
+            403, "Forbidden", f"unexpected Host {host[:100]!r}", "use an address, or set a token", None
+        )
+    origin = headers.get("origin")
+    if method not in _SAFE_METHODS and origin is not None and urlsplit(origin).netloc != host:
+        return _failure(403, "Forbidden", "a request of another site", "set a token", None)
+    return None
+
+
+def _is_plain_host(host: str) -> bool:
+    try:
+        name = urlsplit(f"//{host}").hostname
+        return name in (None, "localhost") or bool(ipaddress.ip_address(str(name)))
+    except ValueError:
+        return False
+
+
+async def _read_body(headers: Headers, receive: Receive) -> bytes | None:
+    """The whole body, or None when it is longer than BODY_LIMIT, whatever its length header says."""
+    announced = headers.get("content-length", "0")
+    if not announced.isdecimal() or int(announced[:20]) > BODY_LIMIT:
+        return None
+    body = bytearray()
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if len(body) > BODY_LIMIT:
+            return None
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    pending = [body]
+
+    async def replay() -> Message:
+        if pending:
+            return {"type": "http.request", "body": pending.pop(), "more_body": False}
+        return await receive()
+
+    return replay

@@ -1,0 +1,85 @@
+"""Logs: one event with fields per line on stderr, as text or JSON; secrets are masked by field name."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import MutableMapping
+from typing import Any, Literal, TextIO
+
+import structlog
+from weightcast.shared.service.output import printable
+
+_SECRET = re.compile(r"token|secret|password|authorization|api_?key", re.IGNORECASE)
+_MASK = "********"
+_LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+
+Event = MutableMapping[str, Any]
+
+
+def setup_logs(
+    form: Literal["console", "json"] = "console",
+    level: Literal["debug", "info", "warning", "error"] = "info",
+    stream: TextIO | None = None,
+) -> None:
+    """Configures structlog for this process and sends the standard library's records (uvicorn's, from level
+    warning) the same way. `stream` is stderr when None."""
+    target = sys.stderr if stream is None else stream
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *_renderers(form, target),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
+        logger_factory=structlog.PrintLoggerFactory(target),
+        cache_logger_on_first_use=False,
+    )
+    _adopt_standard_logging(max(_LEVELS[level], logging.WARNING))
+
+
+def get_log(room: str) -> Any:
+    """A logger: `get_log("sync").info("version applied", version=8)`."""
+    return structlog.get_logger(room=room)
+
+
+def _renderers(form: Literal["console", "json"], target: TextIO) -> list[Any]:
+    if form == "json":
+        return [structlog.processors.dict_tracebacks, _mask, structlog.processors.JSONRenderer(default=str)]
+    plain = structlog.dev.plain_traceback
+    return [
+        _mask,
+        _one_line,
+        structlog.dev.ConsoleRenderer(colors=target.isatty(), pad_event_to=0, exception_formatter=plain),
+    ]
+
+
+def _mask(logger: Any, method: str, event: Event) -> Event:
+    for name in event:
+        if _SECRET.search(name) and event[name] is not None:
+            event[name] = _MASK
+    return event
+
+
+def _one_line(logger: Any, method: str, event: Event) -> Event:
+    for name, value in event.items():
+        if isinstance(value, str):
+            event[name] = printable(value).replace("\n", "\\n")
+    return event
+
+
+class _ToStructlog(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        log = structlog.get_logger(room=record.name)
+        log.log(record.levelno, record.getMessage(), exc_info=record.exc_info)
+
+
+def _adopt_standard_logging(level: int) -> None:
+    root = logging.getLogger()
+    for handler in root.handlers[:]:
+        if isinstance(handler, _ToStructlog):
+            root.removeHandler(handler)
+    root.addHandler(_ToStructlog())
+    root.setLevel(level)

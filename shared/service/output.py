@@ -1,0 +1,125 @@
+"""What a verb prints: one result on stdout (text or JSON), progress and errors on stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from pydantic import BaseModel
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from weightcast.shared.errors import WeightcastError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+ChannelOption = Annotated[
+    Path, typer.Option("--channel", envvar="WEIGHTCAST_CHANNEL", help="The channel's directory.")
+]
+
+Advance = Callable[[int], None]
+_PIPE_COLUMNS = 200
+"""rich cuts tables at 80 columns where there is no terminal: digests would be lost in pipes and logs"""
+
+
+@dataclass(frozen=True)
+class Output:
+    json: bool = False
+
+    def result(
+        self, data: BaseModel | Mapping[str, Any] | DataclassInstance, human: Callable[[Console], None]
+    ) -> None:
+        """Prints `data` as one line of JSON, or calls `human` with a console on stdout. Nested dataclasses,
+        paths and byte strings (as hex) may occur in `data`."""
+        if self.json:
+            print(to_json(data), flush=True)
+        else:
+            human(console(sys.stdout.isatty()))
+
+    def error(self, error: WeightcastError) -> None:
+        if self.json:
+            print(json.dumps(error_fields(error)), flush=True)
+            return
+        print(f"error: {printable(error.message)}", file=sys.stderr)
+        if error.remedy:
+            print(f"remedy: {printable(error.remedy)}", file=sys.stderr, flush=True)
+
+    @contextmanager
+    def progress(self, title: str, total_bytes: int | None) -> Iterator[Advance]:
+        """A bar on stderr while the block runs, if stderr is a terminal. The yielded function counts bytes
+        done and may be called from any thread."""
+        if not sys.stderr.isatty():
+            yield lambda nbytes: None
+            return
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(printable(title), total=total_bytes)
+            yield lambda nbytes: bar.advance(task, nbytes)
+
+
+def console(is_terminal: bool) -> Console:
+    """A console on stdout that prints text as it is: names from channels and engines are no markup."""
+    width = None if is_terminal or "COLUMNS" in os.environ else _PIPE_COLUMNS
+    return Console(width=width, markup=False, highlight=False, emoji=False)
+
+
+def error_fields(error: WeightcastError) -> dict[str, str | int]:
+    return {
+        "error": type(error).__name__,
+        "message": error.message,
+        "remedy": error.remedy,
+        "exit_code": error.exit_code,
+    }
+
+
+def printable(text: str) -> str:
+    """`text` with control characters written as escapes: a file name may hold terminal sequences."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char == "\n" or char.isprintable() else char.encode("unicode_escape").decode()
+        for char in text
+    )
+
+
+def to_json(data: BaseModel | Mapping[str, Any] | DataclassInstance) -> str:
+    if isinstance(data, BaseModel):
+        return data.model_dump_json()
+    return json.dumps(_plain(data), default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (bytes, bytearray)):
+        return value.hex()
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise TypeError(f"no JSON for {type(value).__name__}")

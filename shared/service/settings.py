@@ -1,0 +1,279 @@
+"""Settings of a daemon: one typed class, filled from flags over environment over a TOML file."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+from pydantic import AfterValidator, ByteSize, Field, PositiveInt, SecretStr, ValidationError, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticUndefined
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+from weightcast.shared.errors import USAGE, Refused
+
+ENV_PREFIX = "WEIGHTCAST_"
+PUBLISHER_PORT = 8340
+SUBSCRIBER_PORT = 8341
+CONFIG_LIMIT = 1 << 20
+
+
+class BadSettings(Refused):
+    """A usage error: the message lists every problem at once."""
+
+    exit_code = USAGE
+
+
+def _header_text(token: SecretStr) -> SecretStr:
+    text = token.get_secret_value()
+    if not text or not text.isascii() or not text.isprintable() or " " in text:
+        raise ValueError("must be printable ASCII without spaces: it travels in an HTTP header")
+    return token
+
+
+Token = Annotated[SecretStr, AfterValidator(_header_text)]
+
+
+class ServiceSettings(BaseSettings):
+    """What both daemons have. Building an instance directly reads no environment: see `load_settings`."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, env_ignore_empty=True, enable_decoding=False, extra="forbid", frozen=True
+    )
+
+    host: str = Field("127.0.0.1", min_length=1, description="Address that the HTTP side listens on.")
+    port: int = Field(0, ge=0, le=65535, description="Its port; 0 takes a free one.")
+    port_file: Path | None = Field(None, description="File that the real port is written to.")
+    token: Token | None = Field(None, description="Bearer token of the HTTP side; required off loopback.")
+    log_format: Literal["console", "json"] = Field("console", description="Form of the log on stderr.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level logged.")
+    memory_budget: ByteSize = Field(
+        ByteSize(256 << 20), ge=16 << 20, description="Memory for working buffers, e.g. 512MiB."
+    )
+    threads: PositiveInt | None = Field(None, description="Working threads; unset: every core allowed.")
+    poll_seconds: float = Field(
+        1.0, gt=0, le=3600, allow_inf_nan=False, description="Longest pause between two looks at the channel."
+    )
+    stop_seconds: float = Field(
+        60.0, gt=0, le=3600, allow_inf_nan=False, description="Time that the running step has after SIGTERM."
+    )
+    pre_read: str | None = Field(None, min_length=1, description="Command run before the channel is read.")
+    post_write: str | None = Field(
+        None, min_length=1, description="Command run after the channel was written."
+    )
+    hook_seconds: float = Field(
+        300.0,
+        gt=0,
+        le=86400,
+        allow_inf_nan=False,
+        description="Time that a hook may take before it is killed.",
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _split_lists(cls, value: object, info: Any) -> object:
+        """A list in the environment is separated by white space."""
+        field = cls.model_fields[info.field_name]
+        return value.split() if isinstance(value, str) and is_list(field) else value
+
+
+S = TypeVar("S", bound=ServiceSettings)
+
+
+def load_settings(cls: type[S], flags: Mapping[str, object], config: Path | None = None) -> S:
+    """Flags (None: not given) over environment over the TOML file `config`, whose keys are the setting
+    names. Raises BadSettings with every problem and the place it comes from."""
+    sources: tuple[tuple[str, Mapping[str, Any]], ...] = (
+        (f"file {config}", {} if config is None else _read_toml(config)),
+        ("environment", EnvSettingsSource(cls)()),
+        ("flag", {name: value for name, value in flags.items() if value is not None}),
+    )
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for origin, found in sources:
+        values.update(found)
+        origins.update(dict.fromkeys(found, origin))
+    try:
+        settings = cls(**values)
+    except ValidationError as error:
+        raise _all_problems(cls, error.errors(include_url=False), origins) from None
+    check_bind(settings)
+    return settings
+
+
+def check_bind(settings: ServiceSettings) -> None:
+    """Raises BadSettings for a door that others can reach and that has no token."""
+    if settings.token is None and not is_loopback(settings.host):
+        raise BadSettings(
+            f"host {settings.host} can be reached from other machines and no token is set",
+            remedy=f"set {ENV_PREFIX}TOKEN, or listen on 127.0.0.1",
+        )
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class SettingDoc:
+    """One setting as documentation shows it. `default` is empty where the setting is required or unset."""
+
+    name: str
+    flag: str
+    env: str
+    type: str
+    default: str
+    required: bool
+    help: str
+
+
+def describe_settings(cls: type[ServiceSettings]) -> list[SettingDoc]:
+    """Every setting of `cls` in the order of its definition. Secrets have no flag (`flag` is empty): a
+    command line shows in the process list."""
+    return [
+        SettingDoc(
+            name=name,
+            flag="" if is_secret(field) else flag_of(name),
+            env=ENV_PREFIX + name.upper(),
+            type=type_name(field),
+            default=_default(field),
+            required=field.is_required(),
+            help=field.description or "",
+        )
+        for name, field in cls.model_fields.items()
+    ]
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def is_secret(field: FieldInfo) -> bool:
+    return SecretStr in _leaves(field.annotation)
+
+
+def is_list(field: FieldInfo) -> bool:
+    return any(get_origin(part) in (list, tuple) for part in _alternatives(field.annotation))
+
+
+def is_switch(field: FieldInfo) -> bool:
+    return field.annotation is bool
+
+
+def type_name(field: FieldInfo) -> str:
+    if is_list(field):
+        return "list"
+    names = {
+        bool: "true|false",
+        int: "integer",
+        float: "number",
+        str: "text",
+        Path: "path",
+        ByteSize: "size",
+        SecretStr: "secret",
+    }
+    leaves = _leaves(field.annotation)
+    choices = [leaf for leaf in leaves if isinstance(leaf, str)]
+    return "|".join(choices) if choices else "|".join(names.get(leaf, str(leaf)) for leaf in leaves)
+
+
+def _alternatives(annotation: Any) -> list[Any]:
+    """The members of a union without None."""
+    if annotation is type(None):
+        return []
+    if get_origin(annotation) in (None, list, tuple, Annotated, Literal):
+        return [annotation]
+    return [leaf for part in get_args(annotation) for leaf in _alternatives(part)]
+
+
+def _leaves(annotation: Any) -> list[Any]:
+    """Types, or the values of a Literal, behind unions and Annotated."""
+    leaves: list[Any] = []
+    for part in _alternatives(annotation):
+        origin = get_origin(part)
+        if origin is Annotated:
+            leaves += _leaves(get_args(part)[0])
+        elif origin is Literal:
+            leaves += get_args(part)
+        else:
+            leaves.append(part)
+    return leaves
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default is PydanticUndefined:
+        made = field.default_factory() if field.default_factory is not None else None  # type: ignore[call-arg]
+        return _value_text(made)
+    if isinstance(field.default, ByteSize):
+        return field.default.human_readable().replace(".0", "")
+    return _value_text(field.default)
+
+
+def _value_text(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(CONFIG_LIMIT + 1)
+        if len(data) > CONFIG_LIMIT:
+            raise BadSettings(f"configuration file {path} is larger than {CONFIG_LIMIT} bytes")
+        return tomllib.loads(data.decode())
+    except OSError as error:
+        raise BadSettings(f"configuration file {path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadSettings(f"configuration file {path} is not TOML: {error}") from error
+
+
+def _all_problems(
+    cls: type[ServiceSettings], errors: list[ErrorDetails], origins: Mapping[str, str]
+) -> BadSettings:
+    # Messages only: a rejected value may be a secret in the wrong place.
+    lines = [_problem(cls, error, origins) for error in errors]
+    return BadSettings(
+        "wrong settings:\n  " + "\n  ".join(lines), remedy="flags win over the environment and the file"
+    )
+
+
+def _problem(cls: type[ServiceSettings], error: ErrorDetails, origins: Mapping[str, str]) -> str:
+    name = str(error["loc"][0]) if error["loc"] else ""
+    if error["type"] == "missing":
+        return f"{name}: required; set {flag_of(name)} or {ENV_PREFIX}{name.upper()}"
+    if name not in cls.model_fields:
+        return f"{name}: no such setting ({origins.get(name, 'unknown')})"
+    origin = origins.get(name, "default")
+    place = {"flag": flag_of(name), "environment": ENV_PREFIX + name.upper()}.get(origin, origin)
+    return f"{name}: {error['msg'].removeprefix('Value error, ')} ({place})"

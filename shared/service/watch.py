@@ -1,0 +1,68 @@
+"""File events as a hint: they shorten a poll and decide nothing (inotify sees nothing of other hosts)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+
+from watchdog.events import (
+    FileClosedEvent,
+    FileCreatedEvent,
+    FileDeletedEvent,
+    FileModifiedEvent,
+    FileMovedEvent,
+    FileSystemEvent,
+    FileSystemEventHandler,
+)
+from watchdog.observers import Observer
+from weightcast.shared.service.daemon import Wakeup
+from weightcast.shared.service.logs import get_log
+
+# Without the events of reading: a daemon that polls would wake itself.
+_WRITES: list[type[FileSystemEvent]] = [
+    FileCreatedEvent,
+    FileModifiedEvent,
+    FileMovedEvent,
+    FileDeletedEvent,
+    FileClosedEvent,
+]
+_JOIN_SECONDS = 2.0
+
+log = get_log("watch")
+
+
+class Watcher:
+    """Context manager: sets `wakeup` when something is written in the directory `path` (not below it).
+    Where watching is not possible it says so in the log, once, and the poll goes on."""
+
+    def __init__(self, path: Path, wakeup: Wakeup) -> None:
+        self._path = path
+        self._wakeup = wakeup
+        self._observer = Observer()
+
+    def __enter__(self) -> Watcher:
+        try:
+            self._observer.schedule(_Hint(self._wakeup), str(self._path), event_filter=_WRITES)
+            self._observer.start()
+        except OSError as error:
+            log.warning(
+                "directory cannot be watched: changes are seen at the next poll",
+                path=str(self._path),
+                reason=str(error),
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._observer.is_alive():
+            self._observer.stop()
+            self._observer.join(_JOIN_SECONDS)
+
+
+class _Hint(FileSystemEventHandler):
+    def __init__(self, wakeup: Wakeup) -> None:
+        self._wakeup = wakeup
+
+    def on_any_event(self, event: FileSystemEvent) -> None:
+        self._wakeup.set()
