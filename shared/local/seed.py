@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from weightcast.shared.channel.base import Base, write_base
+from weightcast.shared.channel.base import Base, parse_base, write_base
 from weightcast.shared.channel.delta import file_record
 from weightcast.shared.channel.index import FileRecord
 from weightcast.shared.digest.root import root
@@ -239,3 +239,20 @@ def _write_block(fd: int, block: bytes, at: int) -> int:
     while done < len(block):
         done += os.pwrite(fd, view[done:], at + done)
     return done
+
+
+def describe(
+    checkpoint: Checkpoint, run_id: str, *, threads: int = 1, advance: Advance | None = None
+) -> Base:
+    """What a run starts from: the tensors of a checkpoint with lanes and root, digests of its other files.
+    Reads every byte."""
+    with MappedCheckpoint(checkpoint) as mapped:
+        lanes = hash_tensors(checkpoint.table, mapped.words, threads=threads, advance=advance)
+    files = tuple(file_record(path) for path in checkpoint.other_files)
+    base = Base(run_id, checkpoint.table, tuple(lanes), root(checkpoint.table, lanes), files)
+    return parse_base(write_base(base))
+
+
+def start_of(base: Base) -> Position:
+    """Version 0."""
+    return Position(0, base.digest, base.root, 0, pack_list(list(base.lanes)))

@@ -1,0 +1,296 @@
+"""Following a channel with a local checkpoint: what a publisher's own and a host's have in common.
+
+`Follower` owns the local checkpoint (its owner lock) and offers the steps: load, route, seed, prepare, patch.
+In which order they are taken, and what engines do in between, is decided by the daemons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from weightcast.shared.channel.index import ForeignIndex, Index
+from weightcast.shared.channel.layout import version_name
+from weightcast.shared.channel.pointer import Pointer
+from weightcast.shared.channel.store import Channel, FullVersion
+from weightcast.shared.errors import Forked, NeedsReseed, Refused, RetryLater, WrongRun
+from weightcast.shared.files.checkpoint import Checkpoint, open_checkpoint
+from weightcast.shared.local import patch as patching
+from weightcast.shared.local.fetch import check_space, fetch
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths, own
+from weightcast.shared.local.locks import FileLock
+from weightcast.shared.local.plan import Patch, Plan, Refuse, Relabel, Seed, Stay
+from weightcast.shared.local.route import Route, find_route
+from weightcast.shared.local.seed import Source, describe, seed, start_of
+from weightcast.shared.local.stage import Staged, stage
+from weightcast.shared.local.state import LocalState, Phase, Position, pack_list, read_state
+
+Advance = Callable[[int], None]
+PreRead = Callable[[int, Path], None]
+"""Called with version and channel directory before the version's files are read."""
+
+
+@dataclass(frozen=True)
+class FollowOptions:
+    threads: int = 1
+    visible_seconds: float = 120.0
+    pre_read: PreRead | None = None
+
+
+class Follower:
+    """One local checkpoint on its way along one channel. Not thread-safe."""
+
+    def __init__(
+        self, channel: Path, local: Path, base: Path | None, options: FollowOptions | None = None
+    ) -> None:
+        self.channel_dir, self.base_dir = channel, base
+        self.paths = LocalPaths(local)
+        self.options = FollowOptions() if options is None else options
+        self.local: LocalCheckpoint | None = None
+        self.state: LocalState | None = None
+        """last known state; survives when the checkpoint itself cannot be opened"""
+        self.trouble = ""
+        """why the local checkpoint must be seeded again"""
+        self._owner: FileLock | None = None
+
+    def own(self) -> None:
+        """Takes the owner lock, for the follower's life. RetryLater when another writer has it."""
+        if self._owner is None:
+            self._owner = own(self.paths)
+
+    def close(self) -> None:
+        self.release()
+        if self._owner is not None:
+            self._owner.release()
+            self._owner = None
+
+    def release(self) -> None:
+        """Forgets what is in memory; the next `load` reads the disk again."""
+        if self.local is not None:
+            self.local.close()
+            self.local = None
+
+    def load(self, channel: Channel, advance: Advance | None = None) -> None:
+        """Opens the local checkpoint and finishes what a kill left behind. WrongRun when it is another run's
+        (nothing is changed then)."""
+        if self.local is not None:
+            return
+        self.own()
+        self.trouble = ""
+        self.state = read_state(self.paths.state)
+        if self.state is None:
+            return
+        self._check_run(channel, self.state)
+        try:
+            self.local = LocalCheckpoint.open(self.paths.directory)
+            if self.local is not None:
+                with self.local.patching():
+                    patching.recover(self.local, threads=self.options.threads, advance=advance)
+        except NeedsReseed as error:
+            self.trouble = error.message
+            self.release()
+        self.state = read_state(self.paths.state)
+
+    def _check_run(self, channel: Channel, state: LocalState) -> None:
+        if channel.foreign != state.foreign:
+            kinds = {True: "a foreign channel", False: "one of weightcast's"}
+            raise WrongRun(
+                f"{self.paths.directory} followed {kinds[state.foreign]}, {channel.directory} is "
+                f"{kinds[channel.foreign]}",
+                remedy="use another --local directory",
+            )
+        if channel.file is not None and channel.file.run_id != state.run_id:
+            raise WrongRun(
+                f"{self.paths.directory} is of run {state.run_id}, the channel of run {channel.file.run_id}",
+                remedy="use another --local directory, or remove this one",
+            )
+
+    def route(self, channel: Channel, pointer: Pointer, target: int, *, exact: bool) -> Route:
+        state = self.state if self.local is not None else None
+        if channel.foreign and state is not None and pointer.run is not None and pointer.run != state.run_id:
+            state = None
+        table = self.local.table if self.local is not None else None
+        return find_route(
+            channel,
+            pointer,
+            channel.base.table if channel.base is not None else table,
+            _as_here(state, self.state),
+            target=target,
+            exact=exact,
+            base=self._base_digest(channel),
+            visible_seconds=self.options.visible_seconds,
+        )
+
+    def _base_digest(self, channel: Channel) -> str | None:
+        if self.base_dir is None:
+            return None
+        return "" if channel.base is None else channel.base.digest
+
+    def seed(self, channel: Channel, route: Route, plan: Seed, advance: Advance | None = None) -> None:
+        """Brings full weights in. The caller does not hold the patch lock."""
+        source = self._source(channel, route, plan)
+        self.release()
+        self.own()
+        keep = self.state
+        with FileLock(self.paths.patch).holding(seconds=60.0):
+            self.local = seed(self.paths, source, threads=self.options.threads, advance=advance, keep=keep)
+            patching.drop_strays(self.local)
+        self.state, self.trouble = self.local.state, ""
+
+    def _source(self, channel: Channel, route: Route, plan: Seed) -> Source:
+        if plan.version == 0:
+            return self._base_source(channel, route, plan)
+        found = route.indexes.get(plan.version)
+        if isinstance(found, FullVersion):
+            checkpoint = open_checkpoint(found.directory, follow_links=False)
+            return _foreign_source(
+                checkpoint, _foreign_run(route, plan), found.version, found.digest, self.options
+            )
+        return self._anchor_source(channel, route, plan.version)
+
+    def _base_source(self, channel: Channel, route: Route, plan: Seed) -> Source:
+        if self.base_dir is None:
+            raise Refused("no base checkpoint is known", remedy="give --base")
+        checkpoint = open_base(self.base_dir)
+        if channel.base is None:
+            return _foreign_source(checkpoint, _foreign_run(route, plan), 0, "", self.options)
+        return Source(checkpoint, start_of(channel.base), channel.base.run_id, channel.base)
+
+    def _anchor_source(self, channel: Channel, route: Route, version: int) -> Source:
+        _, base = channel.require_ours()
+        main = route.indexes.get(version)
+        if main is None:
+            main = channel.index(route.pointer, version, base.table)
+        if not isinstance(main, Index):
+            raise RetryLater(f"the index of version {version} is gone", remedy="it is planned again")
+        anchor, directory = main, channel.layout.version_dir(version)
+        if main.kind != "anchor":
+            beside = channel.anchor(version, base.table)
+            if beside is None or beside.root != main.root:
+                raise Forked(f"the anchor of version {version} is not that of its index")
+            anchor, directory = beside, channel.layout.anchor_dir(version)
+        if self.options.pre_read is not None:
+            self.options.pre_read(version, directory)
+        lanes = pack_list([anchor.tensors[spec.name].lanes for spec in base.table])
+        position = Position(version, main.digest, main.root, main.epoch, lanes)
+        return Source(open_checkpoint(directory, follow_links=False), position, base.run_id, base)
+
+    def prepare(
+        self, route: Route, leg: Sequence[int], channel: Channel, advance: Advance | None = None
+    ) -> Staged:
+        """Fetches and stages the versions of a leg; nothing of the checkpoint is written."""
+        if self.local is None:
+            raise NeedsReseed(f"{self.paths.directory} is not seeded")
+        indexes = [route.indexes[version] for version in leg]
+        deltas = [index for index in indexes if isinstance(index, Index | ForeignIndex)]
+        check_space(self.paths, sum(f.size for i in deltas if isinstance(i, Index) for f in i.files))
+        fetched = []
+        for index in deltas:
+            directory = route.pointer.prefix / version_name(index.version)
+            if self.options.pre_read is not None:
+                self.options.pre_read(index.version, directory)
+            fetched.append(
+                fetch(
+                    self.paths,
+                    directory,
+                    index,
+                    visible_seconds=self.options.visible_seconds,
+                    advance=advance,
+                )
+            )
+        try:
+            return stage(self.local, fetched, threads=self.options.threads)
+        finally:
+            self._clear_spool()
+
+    def _clear_spool(self) -> None:
+        for path in sorted(self.paths.spool.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+
+    def patch(self, staged: Staged) -> None:
+        """The caller holds the patch lock."""
+        if self.local is None:
+            raise NeedsReseed(f"{self.paths.directory} is not seeded")
+        try:
+            patching.patch(self.local, staged.step)
+        finally:
+            self.state = self.local.state
+
+    def relabel(self, channel: Channel, route: Route, plan: Relabel) -> None:
+        if self.local is None:
+            raise NeedsReseed(f"{self.paths.directory} is not seeded")
+        index = route.indexes[plan.version]
+        if isinstance(index, Index):
+            here = self.local.state.position
+            position = replace(here, version=index.version, digest=index.digest, epoch=index.epoch)
+            patching.relabel(self.local, position)
+            self.state = self.local.state
+
+    def forget_undo(self) -> None:
+        if self.local is not None:
+            patching.forget_undo(self.local)
+            self.state = self.local.state
+
+    def catch_up(self, channel: Channel, advance: Advance | None = None) -> None:
+        """To the pointer, without engines: how the publisher keeps its own local checkpoint."""
+        self.load(channel, advance)
+        pointer = channel.pointer()
+        target = 0 if pointer is None else pointer.version
+        route = self.route(channel, pointer or Pointer(0, None, channel.directory), target, exact=False)
+        self._carry_out(channel, route, route.plan, advance)
+
+    def _carry_out(self, channel: Channel, route: Route, plan: Plan, advance: Advance | None) -> None:
+        match plan:
+            case Stay():
+                return
+            case Relabel():
+                self.relabel(channel, route, plan)
+            case Seed():
+                self.seed(channel, route, plan, advance)
+                self._carry_out(channel, route, plan.then, advance)
+            case Patch():
+                for leg in plan.legs:
+                    staged = self.prepare(route, leg, channel, advance)
+                    with self._require().patching():
+                        self.patch(staged)
+                    self.forget_undo()
+            case Refuse():
+                raise Refused(plan.reason, remedy=plan.remedy)
+
+    def _require(self) -> LocalCheckpoint:
+        if self.local is None:
+            raise NeedsReseed(f"{self.paths.directory} is not seeded")
+        return self.local
+
+
+def _as_here(state: LocalState | None, known: LocalState | None) -> LocalState | None:
+    """A checkpoint that cannot be used still remembers what engines refused."""
+    if state is not None or known is None:
+        return state
+    return known.but(phase=Phase.DIRTY)
+
+
+def open_base(directory: Path) -> Checkpoint:
+    try:
+        return open_checkpoint(directory, follow_links=True)
+    except FileNotFoundError as error:
+        raise Refused(
+            f"{directory} is not there", remedy="give an HF checkpoint directory as --base"
+        ) from error
+
+
+def _foreign_run(route: Route, plan: Seed) -> str:
+    if route.pointer.run is not None:
+        return route.pointer.run
+    first = plan.then.legs[0][0] if plan.then.legs else plan.version
+    index = route.indexes.get(first)
+    return f"foreign-{index.digest[:16]}" if index is not None else "foreign"
+
+
+def _foreign_source(
+    checkpoint: Checkpoint, run: str, version: int, digest: str, options: FollowOptions
+) -> Source:
+    base = describe(checkpoint, run, threads=options.threads)
+    position = replace(start_of(base), version=version, digest=digest)
+    return Source(checkpoint, position, run, base, foreign=True)
