@@ -113,6 +113,11 @@ class TensorTable:
     def elements(self) -> int:
         return sum(spec.elements for spec in self.specs)
 
+    @cached_property
+    def whole(self) -> Part:
+        """All of it as one part."""
+        return Part(0, tuple(Segment(number, 0, spec.words) for number, spec in enumerate(self.specs)))
+
     def __len__(self) -> int:
         return len(self.specs)
 
@@ -141,7 +146,7 @@ class Part:
 
 
 def whole_part(table: TensorTable) -> Part:
-    return Part(0, tuple(Segment(number, 0, spec.words) for number, spec in enumerate(table)))
+    return table.whole
 
 
 @dataclass(frozen=True)

@@ -1,32 +1,53 @@
-"""The index of a version: its manifest and its commit point.
+"""The index of a version: its manifest and its commit point. docs/FORMAT.md, Index.
 
-Parsing and writing only; which index may follow which is decided in `weightcast.shared.local.plan`.
+Parsing and writing only; which index may follow which is decided in `weightcast.shared.local.plan`. That
+chunks are those of the grid is checked where the grid is computed, by the reader of the shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
+from blake3 import blake3
+
+from weightcast.shared.channel.parts import check_parts, parse_parts, write_parts
+from weightcast.shared.channel.records import FORMAT as FORMAT
+from weightcast.shared.channel.records import FileRecord as FileRecord
+from weightcast.shared.channel.records import (
+    check_component,
+    check_format,
+    file_records,
+    is_hex,
+    parse_lanes,
+    run_id,
+    write_file_records,
+)
 from weightcast.shared.digest.lanes import Lanes
-from weightcast.shared.words import ChunkKey, Part
+from weightcast.shared.errors import DamagedFile, UnknownFormat
+from weightcast.shared.files.paths import file_name, is_plain
+from weightcast.shared.files.strict_json import MAX_INTEGER, Members, parse_object, write_object
+from weightcast.shared.words import CHUNK_WORDS, MAIN, ChunkKey, Part, TensorTable
 
 INDEX_NAME = "model.safetensors.index.json"
-FORMAT = 1
 INDEX_LIMIT = 256 << 20
 
 Kind = Literal["delta", "anchor"]
 Encoding = Literal["fast", "xor", "overwrite"]
+ForeignEncoding = Literal["xor", "overwrite", "xor_sparse"]
+ChecksumFormat = Literal["xxh3-128", "blake3", "adler32"]
 
-
-@dataclass(frozen=True)
-class FileRecord:
-    """A file of the version's directory, as the transfer must deliver it."""
-
-    name: str
-    size: int
-    blake3: str
+_OURS = "weightcast"
+_WIRE_ENCODINGS: Mapping[str, Encoding] = {"step": "fast", "xor": "xor", "overwrite": "overwrite"}
+_FIELD_FORMATS = {"compression_format": "zstd", "checksum_format": "xxh3-128"}
+_FOREIGN_VALUES = {
+    "delta_encoding": ("xor", "overwrite", "xor_sparse"),
+    "compression_format": ("zstd",),
+    "checksum_format": ("xxh3-128", "blake3", "adler32"),
+}
+_VERSION = re.compile(r"\d{6,15}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -53,7 +74,7 @@ class ChunkRecord:
 
 @dataclass(frozen=True)
 class Totals:
-    """Changed elements, elements of the model, bytes of changed elements, bytes of the model."""
+    """Changed elements; elements and bytes of the model; bytes of the version's files. Information only."""
 
     changed: int
     elements: int
@@ -96,11 +117,293 @@ class Index:
 
 @dataclass(frozen=True)
 class ForeignIndex:
-    """A delta version in the field's plain format: what can be known of it (docs/FORMAT.md, Foreign channels)."""
+    """A delta in the plain format of the field: what can be known of it. docs/FORMAT.md, Foreign channels."""
 
     version: int
     base_version: int
-    encoding: Literal["xor", "overwrite", "xor_sparse"]
-    checksum_format: Literal["xxh3-128", "blake3", "adler32"]
+    encoding: ForeignEncoding
+    checksum_format: ChecksumFormat
     weight_map: Mapping[str, str]
     digest: str
+
+
+def describe(data: bytes) -> Literal["ours", "foreign delta", "full"]:
+    """Which parser an index is for. Raises DamagedFile when it is no index at all."""
+    top = _top(data, INDEX_NAME)
+    if _OURS in top:
+        return "ours"
+    delta = "metadata" in top and "delta_encoding" in top.object("metadata")
+    return "foreign delta" if delta else "full"
+
+
+def _top(data: bytes, what: str) -> Members:
+    if len(data) > INDEX_LIMIT:
+        raise DamagedFile(f"{what}: {len(data)} bytes, at most {INDEX_LIMIT} are read")
+    return Members(parse_object(data, what), what)
+
+
+def write_index(index: Index, table: TensorTable) -> bytes:
+    """The exact bytes to commit; `index.digest` is ignored. Raises DamagedFile for an index that
+    `parse_index` would refuse."""
+    check_index(index, table, f"index of version {index.version}")
+    names = sorted(index.tensors, key=table.numbers.__getitem__)
+    weight_map = {name: index.weight_map[name] for name in names}
+    facts = _facts(index, table, names)
+    return write_object({"metadata": _metadata(index), "weight_map": weight_map, _OURS: facts})
+
+
+def _metadata(index: Index) -> dict[str, str]:
+    metadata = {"version": f"{index.version:06d}"}
+    if index.encoding is None:
+        return metadata
+    metadata["base_version"] = f"{index.base_version:06d}"
+    if index.encoding == "fast":
+        return {**metadata, "delta_encoding": "step"}
+    return {**metadata, "delta_encoding": index.encoding, **_FIELD_FORMATS}
+
+
+def _facts(index: Index, table: TensorTable, names: Iterable[str]) -> dict[str, object]:
+    totals = index.totals
+    return {
+        "format": FORMAT,
+        "run_id": index.run_id,
+        "component": MAIN,
+        "kind": index.kind,
+        "version": index.version,
+        "epoch": index.epoch,
+        "base_version": index.base_version,
+        "base_root": index.base_root,
+        "root": index.root,
+        "parent": index.parent,
+        "step": index.step,
+        "created": index.created,
+        "totals": [totals.changed, totals.elements, totals.nbytes, totals.delta_bytes],
+        "files": write_file_records(index.files),
+        "parts": write_parts(index.parts, table),
+        "tensors": {name: _tensor_row(index, name) for name in names},
+        "chunks": _chunk_rows(index),
+    }
+
+
+def _tensor_row(index: Index, name: str) -> list[object]:
+    record = index.tensors[name]
+    checksum = [index.checksums[name]] if name in index.checksums else []
+    return [record.lanes.hex(), record.changed, *checksum]
+
+
+def _chunk_rows(index: Index) -> list[list[object]]:
+    numbers = {file.name: number for number, file in enumerate(index.files)}
+    return [
+        [
+            *(chunk.key.part, chunk.key.dtype, chunk.key.number),
+            *(numbers[chunk.file], chunk.offset, chunk.length, chunk.changed),
+            *(chunk.old.hex(), chunk.new.hex()),
+        ]
+        for chunk in index.chunks
+    ]
+
+
+def parse_index(data: bytes, table: TensorTable, *, what: str = INDEX_NAME) -> Index:
+    """Checks everything that can be checked without the shards. Raises DamagedFile, UnknownFormat and, for
+    another component, Refused; `what` names the file."""
+    top = _top(data, what)
+    facts = Members(top.object(_OURS), f"{what}: {_OURS}")
+    check_format(facts, what)
+    check_component(facts, what)
+    files = file_records(facts, what)
+    rows = facts.object("tensors")
+    index = Index(
+        run_id=run_id(facts),
+        version=facts.integer("version"),
+        kind=_kind(facts, what),
+        base_version=facts.integer("base_version", -1),
+        base_root=facts.text("base_root", 64),
+        root=facts.hex("root", 64),
+        parent=facts.text("parent", 64),
+        epoch=facts.integer("epoch"),
+        encoding=_encoding(top, what),
+        step=facts.optional_integer("step"),
+        created=facts.number("created"),
+        weight_map=top.text_map("weight_map"),
+        files=files,
+        tensors=_tensor_records(rows, what),
+        parts=parse_parts(facts, table, what),
+        chunks=_chunk_records(facts.array("chunks"), files, what),
+        totals=_totals(facts),
+        checksums=_checksums(rows, what),
+        digest=blake3(data).hexdigest(),
+    )
+    if dict(top.object("metadata")) != _metadata(index):
+        raise DamagedFile(f"{what}: its metadata contradicts its member {_OURS!r}")
+    check_index(index, table, what)
+    return index
+
+
+def _kind(facts: Members, what: str) -> Kind:
+    kind = facts.text("kind", 32)
+    if kind not in ("delta", "anchor"):
+        raise UnknownFormat(f"{what}: unknown kind {kind!r}", remedy="upgrade weightcast here")
+    return cast(Kind, kind)
+
+
+def _encoding(top: Members, what: str) -> Encoding | None:
+    metadata = top.object("metadata")
+    if "delta_encoding" not in metadata:
+        return None
+    name = metadata["delta_encoding"]
+    if type(name) is not str or name not in _WIRE_ENCODINGS:
+        raise _unknown(name, _WIRE_ENCODINGS, what)
+    return _WIRE_ENCODINGS[name]
+
+
+def _unknown(value: object, known: Iterable[str], what: str) -> UnknownFormat:
+    return UnknownFormat(
+        f"{what}: {repr(value)[:40]} is none of {', '.join(known)}", remedy="upgrade weightcast"
+    )
+
+
+def _totals(facts: Members) -> Totals:
+    totals = facts.array("totals")
+    if len(totals) != 4 or any(type(n) is not int or not 0 <= n <= MAX_INTEGER for n in totals):
+        raise facts.bad("totals", "four numbers")
+    return Totals(*cast(list[int], totals))
+
+
+def _tensor_records(rows: Mapping[str, object], what: str) -> dict[str, TensorRecord]:
+    lanes: list[object] = []
+    changed: list[int] = []
+    for row in rows.values():
+        if type(row) is not list or len(row) not in (2, 3) or type(row[1]) is not int:
+            raise DamagedFile(f"{what}: a tensor is not [lanes, changed] or [lanes, changed, checksum]")
+        lanes.append(row[0])
+        changed.append(row[1])
+    return dict(zip(rows, map(TensorRecord, parse_lanes(lanes, what), changed), strict=True))
+
+
+def _checksums(rows: Mapping[str, object], what: str) -> dict[str, str]:
+    checksums = {name: row[2] for name, row in rows.items() if type(row) is list and len(row) == 3}
+    if not all(is_hex(checksum, 32) for checksum in checksums.values()):
+        raise DamagedFile(f"{what}: a tensor's checksum is not 32 hex digits")
+    return cast(dict[str, str], checksums)
+
+
+def _chunk_records(rows: Sequence[object], files: Sequence[FileRecord], what: str) -> tuple[ChunkRecord, ...]:
+    for row in rows:
+        _check_chunk_row(row, len(files), what)
+    columns = list(zip(*cast(Sequence[Sequence[object]], rows), strict=True)) or [()] * 9
+    part, dtype, number, file, offset, length, changed, old, new = columns
+    names = [files[n].name for n in cast(Sequence[int], file)]
+    keys = map(ChunkKey, part, dtype, number)
+    sums = parse_lanes(old, what), parse_lanes(new, what)
+    return tuple(map(ChunkRecord, keys, names, offset, length, changed, *sums))
+
+
+def _check_chunk_row(row: object, files: int, what: str) -> None:
+    if type(row) is not list or len(row) != 9 or type(row[1]) is not str:
+        raise DamagedFile(f"{what}: a chunk is not a row of nine")
+    for value in (row[0], *row[2:7]):
+        if type(value) is not int or not 0 <= value <= MAX_INTEGER:
+            raise DamagedFile(f"{what}: bad number {repr(value)[:40]} in a chunk")
+    if row[3] >= files:
+        raise DamagedFile(f"{what}: a chunk lies in file {row[3]} of {files}")
+
+
+def check_index(index: Index, table: TensorTable, what: str) -> None:
+    """The rules that an index obeys whoever made it. Raises DamagedFile."""
+    _check_lineage(index, what)
+    _check_tensors(index, table, what)
+    check_parts(index.parts, table, what)
+    _check_chunks(index, table, what)
+    _check_places(index, what)
+
+
+def _check_lineage(index: Index, what: str) -> None:
+    if index.kind == "anchor":
+        fits = (index.base_version, index.base_root, index.parent, index.encoding) == (-1, "", "", None)
+    else:
+        fits = 0 <= index.base_version < index.version and index.encoding is not None
+        fits = fits and is_hex(index.base_root, 64) and is_hex(index.parent, 64)
+    if not fits:
+        raise DamagedFile(f"{what}: base, parent or encoding do not fit a version of kind {index.kind!r}")
+
+
+def _check_tensors(index: Index, table: TensorTable, what: str) -> None:
+    if index.tensors.keys() != index.weight_map.keys():
+        raise DamagedFile(f"{what}: weight_map and tensor records name different tensors")
+    if index.kind == "anchor" and len(index.tensors) != len(table):
+        raise DamagedFile(f"{what}: an anchor of {len(index.tensors)} tensors, the run has {len(table)}")
+    if index.checksums.keys() != (index.tensors.keys() if index.encoding in ("xor", "overwrite") else set()):
+        raise DamagedFile(f"{what}: checksums do not fit encoding {index.encoding}")
+    if not {file.name for file in index.files}.issuperset(index.weight_map.values()):
+        raise DamagedFile(f"{what}: weight_map names a file that is not listed")
+    for name, record in index.tensors.items():
+        number = table.numbers.get(name)
+        if number is None:
+            raise DamagedFile(f"{what}: unknown tensor {name[:80]!r}")
+        if not 0 <= record.changed <= table[number].nbytes:
+            raise DamagedFile(f"{what}: {record.changed} changes in tensor {name[:80]!r}")
+
+
+def _check_chunks(index: Index, table: TensorTable, what: str) -> None:
+    dtypes = {spec.dtype for spec in table}
+    if index.kind == "anchor" and index.chunks:
+        raise DamagedFile(f"{what}: an anchor with chunks")
+    if len({chunk.key for chunk in index.chunks}) != len(index.chunks):
+        raise DamagedFile(f"{what}: a chunk is listed twice")
+    for chunk in index.chunks:
+        key = chunk.key
+        if key.part >= len(index.parts) or key.dtype not in dtypes or not 0 < chunk.changed <= CHUNK_WORDS:
+            raise DamagedFile(f"{what}: impossible chunk {key.part}.{key.dtype[:40]!r}.{key.number}")
+
+
+def _check_places(index: Index, what: str) -> None:
+    """Blobs lie in listed files and do not overlap; payloads of the field's encodings have no places."""
+    sizes = {file.name: file.size for file in index.files}
+    end: dict[str, int] = {}
+    for chunk in sorted(index.chunks, key=lambda chunk: chunk.offset):
+        if chunk.file not in sizes:
+            raise DamagedFile(f"{what}: a chunk lies in {chunk.file[:80]!r}, which is not listed")
+        if index.encoding != "fast":
+            fits = chunk.offset == chunk.length == 0
+        else:
+            fits = end.get(chunk.file, 0) <= chunk.offset < chunk.offset + chunk.length <= sizes[chunk.file]
+        if not fits:
+            raise DamagedFile(f"{what}: a chunk's place in {chunk.file} is impossible")
+        end[chunk.file] = chunk.offset + chunk.length
+
+
+def parse_foreign(data: bytes, *, what: str = INDEX_NAME) -> ForeignIndex:
+    """An index in the plain format. Raises DamagedFile, and UnknownFormat for an encoding, compression
+    or checksum that the field does not have."""
+    top = _top(data, what)
+    metadata = Members(top.object("metadata"), f"{what}: metadata")
+    for key, known in _FOREIGN_VALUES.items():
+        if metadata.text(key, 40) not in known:
+            raise _unknown(metadata.text(key, 40), known, what)
+    version, base_version = _version(metadata, "version"), _version(metadata, "base_version")
+    if base_version >= version:
+        raise DamagedFile(f"{what}: version {version} from base version {base_version}")
+    return ForeignIndex(
+        version=version,
+        base_version=base_version,
+        encoding=cast(ForeignEncoding, metadata.text("delta_encoding")),
+        checksum_format=cast(ChecksumFormat, metadata.text("checksum_format")),
+        weight_map=_foreign_weight_map(top, what),
+        digest=blake3(data).hexdigest(),
+    )
+
+
+def _version(metadata: Members, key: str) -> int:
+    text = metadata.text(key, 15)
+    if not _VERSION.fullmatch(text):
+        raise metadata.bad(key, "at least six digits")
+    return int(text)
+
+
+def _foreign_weight_map(top: Members, what: str) -> Mapping[str, str]:
+    weight_map = top.text_map("weight_map")
+    for shard in set(weight_map.values()):
+        file_name(shard)
+    if not all(name and is_plain(name) for name in weight_map):
+        raise DamagedFile(f"{what}: a tensor name with control characters")
+    return weight_map

@@ -137,8 +137,9 @@ def naturals(value: object, most: int) -> tuple[int, ...] | None:
     """A JSON array of at most `most` integers from 0 to 2^62, or None."""
     if type(value) is not list or len(value) > most:
         return None
-    if any(type(number) is not int or not 0 <= number <= _OFFSET_LIMIT for number in value):
-        return None
+    for number in value:
+        if type(number) is not int or not 0 <= number <= _OFFSET_LIMIT:
+            return None
     return tuple(value)
 
 

@@ -59,6 +59,9 @@ class Members:
     def __contains__(self, key: str) -> bool:
         return key in self._members
 
+    def is_null(self, key: str) -> bool:
+        return self._members.get(key, ...) is None
+
     def bad(self, key: str, wanted: str) -> DamagedFile:
         shown = repr(self._members.get(key))
         return DamagedFile(f"{self._what}: {key!r} must be {wanted}, not {shown[:80]}")

@@ -1,0 +1,109 @@
+"""base.json: the weights that version 0 stands for, and the tensor table of the run. docs/FORMAT.md."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from blake3 import blake3
+
+from weightcast.shared.channel.records import (
+    FORMAT,
+    FileRecord,
+    check_component,
+    check_format,
+    file_records,
+    parse_lanes,
+    run_id,
+    write_file_records,
+)
+from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.root import root
+from weightcast.shared.errors import DamagedFile
+from weightcast.shared.files.paths import is_plain
+from weightcast.shared.files.safetensors import check_nbytes, checked_dtype, naturals
+from weightcast.shared.files.strict_json import MAX_INTEGER, Members, parse_object, write_object
+from weightcast.shared.words import MAIN, TensorSpec, TensorTable
+
+BASE_LIMIT = 256 << 20
+_WHAT = "base.json"
+_NAME_LIMIT = 4096
+_RANK_LIMIT = 64
+
+
+@dataclass(frozen=True)
+class Base:
+    """`lanes` in table order; `files`: config and tokenizer files. `digest`: BLAKE3 hex of the exact
+    bytes of base.json, the parent of every delta from version 0."""
+
+    run_id: str
+    table: TensorTable
+    lanes: tuple[Lanes, ...]
+    root: str
+    files: tuple[FileRecord, ...]
+    digest: str = ""
+
+
+def write_base(base: Base) -> bytes:
+    return write_object(
+        {
+            "format": FORMAT,
+            "run_id": base.run_id,
+            "component": MAIN,
+            "root": base.root,
+            "files": write_file_records(base.files),
+            "tensors": [
+                [spec.name, spec.dtype, spec.shape, spec.nbytes, lanes.hex()]
+                for spec, lanes in zip(base.table, base.lanes, strict=True)
+            ],
+        }
+    )
+
+
+def parse_base(data: bytes) -> Base:
+    """Raises UnknownFormat, and DamagedFile when anything is wrong, the root included."""
+    if len(data) > BASE_LIMIT:
+        raise DamagedFile(f"{_WHAT}: {len(data)} bytes, at most {BASE_LIMIT} are read")
+    members = Members(parse_object(data, _WHAT), _WHAT)
+    check_format(members, _WHAT)
+    check_component(members, _WHAT)
+    specs, lanes = _tensors(members.array("tensors"))
+    table = TensorTable(specs)
+    _check_order(table)
+    stated = members.hex("root", 64)
+    if root(table, lanes) != stated:
+        raise DamagedFile(f"{_WHAT}: its root is not that of its tensors", remedy="restore the file")
+    files = file_records(members, _WHAT)
+    return Base(run_id(members), table, lanes, stated, files, blake3(data).hexdigest())
+
+
+def _tensors(rows: Iterable[object]) -> tuple[tuple[TensorSpec, ...], tuple[Lanes, ...]]:
+    specs: list[TensorSpec] = []
+    lanes: list[object] = []
+    for row in rows:
+        if type(row) is not list or len(row) != 5:
+            raise DamagedFile(f"{_WHAT}: a tensor is not [name, dtype, shape, bytes, lanes]")
+        specs.append(_spec(cast(list[object], row)))
+        lanes.append(row[4])
+    return tuple(specs), tuple(parse_lanes(lanes, _WHAT))
+
+
+def _spec(cells: Sequence[object]) -> TensorSpec:
+    name = cells[0]
+    if type(name) is not str or not 0 < len(name) <= _NAME_LIMIT or not is_plain(name):
+        raise DamagedFile(f"{_WHAT}: {repr(name)[:80]} is not a usable tensor name")
+    where = f"{_WHAT}: tensor {name[:80]!r}"
+    shape, nbytes = naturals(cells[2], _RANK_LIMIT), cells[3]
+    if shape is None or type(nbytes) is not int or not 0 <= nbytes <= MAX_INTEGER:
+        raise DamagedFile(f"{where}: bad shape or size")
+    spec = TensorSpec(name, checked_dtype(cells[1], where), shape, nbytes)
+    check_nbytes(spec, where)
+    return spec
+
+
+def _check_order(table: TensorTable) -> None:
+    names = [spec.name.encode() for spec in table]
+    if any(later <= earlier for earlier, later in itertools.pairwise(names)):
+        raise DamagedFile(f"{_WHAT}: its tensors are not sorted by name, or one stands twice")

@@ -1,0 +1,87 @@
+"""Where things lie in a channel: names to paths, and nothing else. docs/FORMAT.md, Layout."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
+
+from weightcast.shared.channel.index import INDEX_NAME
+from weightcast.shared.files.paths import file_name
+
+_VERSION = re.compile(r"weight_v(\d{6,15})", re.ASCII)
+_NOT_IN_HOST_NAMES = re.compile(r"[^A-Za-z0-9._-]")
+_HOST_LIMIT = 100
+
+
+def digits(version: int) -> str:
+    """At least six."""
+    return f"{version:06d}"
+
+
+def version_name(version: int) -> str:
+    return f"weight_v{digits(version)}"
+
+
+def version_of(name: str) -> int | None:
+    """The version whose directory has this name; None for any other name."""
+    match = _VERSION.fullmatch(name)
+    if match is None or version_name(int(match[1])) != name:
+        return None
+    return int(match[1])
+
+
+@dataclass(frozen=True)
+class Layout:
+    channel: Path
+
+    @property
+    def latest(self) -> Path:
+        return self.channel / "latest"
+
+    @property
+    def channel_json(self) -> Path:
+        return self.channel / "channel.json"
+
+    @property
+    def base_json(self) -> Path:
+        return self.channel / "base.json"
+
+    def version_dir(self, version: int) -> Path:
+        return self.channel / version_name(version)
+
+    def index(self, version: int) -> Path:
+        return self.version_dir(version) / INDEX_NAME
+
+    def parts_dir(self, version: int, epoch: int, attempt: str) -> Path:
+        return self.channel / f"{version_name(version)}.parts" / file_name(f"{epoch}-{attempt}")
+
+    def from_dir(self, version: int, base_version: int) -> Path:
+        """The delta of `version` from a version older than the one before it."""
+        return self.version_dir(version) / f"from_v{digits(base_version)}"
+
+    def anchor_dir(self, version: int) -> Path:
+        return self.version_dir(version) / "anchor"
+
+    @property
+    def publishers_dir(self) -> Path:
+        return self.channel / "publishers"
+
+    def claim(self, epoch: int) -> Path:
+        return self.publishers_dir / f"{epoch}.json"
+
+    @property
+    def hosts_dir(self) -> Path:
+        return self.channel / "hosts"
+
+    def report(self, host: str, local_path: Path | str) -> Path:
+        """`local_path`: absolute; it tells apart subscribers of one machine."""
+        name = _NOT_IN_HOST_NAMES.sub("-", host)[:_HOST_LIMIT].lstrip(".")
+        mark = blake3(str(local_path).encode(errors="surrogateescape")).hexdigest()[:8]
+        return self.hosts_dir / file_name(f"{name}-{mark}.json")
+
+    @property
+    def trash(self) -> Path:
+        return self.channel / ".trash"

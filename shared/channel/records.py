@@ -1,0 +1,96 @@
+"""Records that several files of the channel hold, each checked once, here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.errors import DamagedFile, Refused, UnknownFormat
+from weightcast.shared.files.paths import file_name
+from weightcast.shared.files.strict_json import MAX_INTEGER, Members
+from weightcast.shared.words import MAIN
+
+FORMAT = 1
+_HEX = frozenset("0123456789abcdef")
+_HEX_TEXT = re.compile(r"[0-9a-f]*")
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file of the version's directory, as the transfer must deliver it."""
+
+    name: str
+    size: int
+    blake3: str
+
+
+def check_format(members: Members, what: str) -> None:
+    """Raises UnknownFormat unless the member `format` is one that this release reads."""
+    found = members.integer("format")
+    if found != FORMAT:
+        raise UnknownFormat(
+            f"{what}: format {found}, this release reads format {FORMAT}", remedy="upgrade weightcast here"
+        )
+
+
+def run_id(members: Members) -> str:
+    found = members.text("run_id", 128)
+    if not found:
+        raise members.bad("run_id", "a name")
+    return found
+
+
+def check_component(members: Members, what: str) -> None:
+    """Raises Refused, with the component's name, for one that this release does not handle."""
+    component = members.text("component", 128)
+    if component != MAIN:
+        raise Refused(
+            f"{what}: component {component!r} is not handled by this release",
+            remedy="upgrade weightcast here",
+        )
+
+
+def is_hex(value: object, digits: int) -> bool:
+    return type(value) is str and len(value) == digits and _HEX.issuperset(value)
+
+
+def parse_lanes(texts: Sequence[object], what: str) -> list[Lanes]:
+    """One of each 32 hex digits, all at once: an index may have several 100,000. Raises DamagedFile."""
+    if any(type(text) is not str or len(text) != 32 for text in texts):
+        raise DamagedFile(f"{what}: lanes that are not 32 hex digits")
+    joined = "".join(cast(Sequence[str], texts))
+    if not _HEX_TEXT.fullmatch(joined):
+        raise DamagedFile(f"{what}: lanes that are not 32 hex digits")
+    numbers = np.frombuffer(bytes.fromhex(joined), ">u8").tolist()
+    return list(map(Lanes, numbers[::2], numbers[1::2]))
+
+
+def write_file_records(files: Iterable[FileRecord]) -> list[list[object]]:
+    return [[file.name, file.size, file.blake3] for file in files]
+
+
+def file_records(members: Members, what: str) -> tuple[FileRecord, ...]:
+    """The member `files`: rows [name, bytes, BLAKE3 hex], no name twice."""
+    files = tuple(_file_record(row, what) for row in members.array("files"))
+    if len({file.name for file in files}) != len(files):
+        raise DamagedFile(f"{what}: a file is listed twice")
+    return files
+
+
+def _file_record(row: object, what: str) -> FileRecord:
+    if type(row) is not list or len(row) != 3:
+        raise DamagedFile(f"{what}: a file is not [name, bytes, BLAKE3]")
+    name, size, digest = cast(list[object], row)
+    if (
+        type(name) is not str
+        or type(size) is not int
+        or not 0 <= size <= MAX_INTEGER
+        or not is_hex(digest, 64)
+    ):
+        raise DamagedFile(f"{what}: bad file record {repr(row)[:120]}")
+    return FileRecord(file_name(name), size, cast(str, digest))
