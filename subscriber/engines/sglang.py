@@ -51,10 +51,12 @@ class SGLang:
     def probe(self) -> EngineFacts:
         """Pausing is not visible from outside."""
         try:
-            label = self._read_label(self._timeouts.probe)
             process = start_time(self._wire.get("/metrics", self._timeouts.probe))
-        except EngineFailed as failure:
+            label = self._read_label(self._timeouts.probe)
+        except (NotSent, NoReply) as failure:
             return EngineFacts(reachable=False, absent=isinstance(failure, NotSent))
+        except EngineFailed:
+            return EngineFacts(reachable=True, process=process)
         return EngineFacts(reachable=True, label=label, process=process)
 
     def pause(self) -> None:
@@ -126,9 +128,15 @@ class SGLang:
             reply = self._wire.get(route, seconds)
             if reply.status in NO_ROUTE:
                 continue
-            self._label = reply.require_ok("see the engine's log").text_field("weight_version")
-            if self._label is not None:
-                break
+            reply.require_ok("see the engine's log")
+            if reply.fields().get("weight_version") is not None:
+                self._label = reply.text_field("weight_version")
+                return self._told(reply)
+        return None
+
+    def _told(self, reply: Reply) -> str:
+        if self._label is None:
+            raise EngineFailed(reply.describe(), remedy="its weight_version is no text: see the engine's log")
         return self._label
 
     def _post(self, path: str, body: dict[str, object], remedy: str) -> None:

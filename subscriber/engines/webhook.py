@@ -9,8 +9,6 @@ with the weights from before untouched. A phase may arrive twice. `GET URL` may 
 
 from __future__ import annotations
 
-from typing import Any
-
 from weightcast.shared.errors import EngineFailed
 from weightcast.subscriber.engines.base import (
     Confirmation,
@@ -34,7 +32,7 @@ class Webhook:
         self._timeouts = timeouts
         self._run_id = run_id
         self._ordered: dict[str, object] = {"version": None, "label": None}
-        self._echoed: list[Any] = []
+        self._echoed: list[object] = []
 
     @property
     def copies_weights(self) -> bool:

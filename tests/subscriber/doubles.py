@@ -1,0 +1,316 @@
+"""Inference servers that behave, and misbehave, as measured on the real ones; over real HTTP.
+
+Each double keeps what a test wants to see (`calls`, `held`, `paused`, `broken`) and does on demand what real
+engines do when things go wrong: `double.script(path, act, ...)` gives the next calls of a path other answers.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+JSON = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    body: JSON | bytes = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Closes the connection without a word; with `after`, once the call has had its effect."""
+
+    after: bool = False
+
+
+@dataclass(frozen=True)
+class Hang:
+    """Answers only when the test calls `release()`; the call has its effect then."""
+
+
+@dataclass(frozen=True)
+class Call:
+    method: str
+    path: str
+    query: Mapping[str, str]
+    body: Any
+    headers: Mapping[str, str]
+
+
+Act = Answer | Drop | Hang | Callable[[Call], Answer]
+
+
+class Double:
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.held = "seed"
+        """the content of the `weights` file that the engine has loaded"""
+        self.label = "default"
+        self.paused = False
+        self.broken = False
+        """weights half loaded: a resume now would serve nonsense or kill the process"""
+        self.resumed_broken = False
+        self.started = "1700000000.25"
+        self.missing: set[str] = set()
+        """routes that this release does not have"""
+        self._scripts: dict[str, deque[Act]] = defaultdict(deque)
+        self._released = threading.Event()
+        self._hanging = threading.Event()
+
+    def script(self, path: str, *acts: Act) -> None:
+        self._scripts[path].extend(acts)
+
+    def release(self) -> None:
+        self._released.set()
+
+    def wait_until_hanging(self) -> None:
+        assert self._hanging.wait(10), "no call arrived"
+
+    def paths(self) -> list[str]:
+        """What was done to the engine, in order: without the calls that only look."""
+        return [call.path for call in self.calls if call.method == "POST"]
+
+    def of(self, path: str) -> list[Call]:
+        return [call for call in self.calls if call.path == path]
+
+    def respond(self, call: Call) -> Answer | Drop:
+        self.calls.append(call)
+        script = self._scripts[call.path]
+        act: Act = script.popleft() if script else self.behave
+        if call.path in self.missing:
+            return Answer(404, {"detail": "Not Found"})
+        match act:
+            case Drop(after=True):
+                self.behave(call)
+                return act
+            case Drop() | Answer():
+                return act
+            case Hang():
+                self._hanging.set()
+                self._released.wait(20)
+                return self.behave(call)
+            case _:
+                return act(call)
+
+    def behave(self, call: Call) -> Answer:
+        raise NotImplementedError
+
+    def load(self, directory: str) -> bool:
+        try:
+            self.held = (Path(directory) / "weights").read_text()
+        except FileNotFoundError:
+            return False
+        self.broken = False
+        return True
+
+    def resume(self) -> None:
+        self.paused = False
+        self.resumed_broken |= self.broken
+
+    def restart(self) -> None:
+        self.started = str(float(self.started) + 60)
+        self.label, self.paused, self.broken = "default", False, False
+
+    def metrics(self) -> Answer:
+        page = f"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds {self.started}\n"
+        return Answer(200, page.encode())
+
+
+class SGLangDouble(Double):
+    """SGLang 0.5: see the adapter for what each reply proves."""
+
+    def behave(self, call: Call) -> Answer:
+        match call.method, call.path:
+            case "POST", "/pause_generation":
+                if call.body is None:
+                    return Answer(422, {"detail": "body required"})
+                self.paused = True
+            case "POST", "/continue_generation":
+                self.resume()
+            case "POST", "/update_weights_from_disk":
+                return self.update(call)
+            case "POST", "/update_weight_version":
+                self.label = call.body["new_version"]
+                return Answer(200, {"success": True, "message": "", "new_version": self.label})
+            case "GET", "/model_info" | "/get_model_info" | "/get_weight_version":
+                return Answer(200, {"model_path": "m", "weight_version": self.label})
+            case "GET", "/metrics":
+                return self.metrics()
+            case _:
+                return Answer(404, {"detail": "Not Found"})
+        return Answer(200, {"status": "ok"})
+
+    def update(self, call: Call) -> Answer:
+        if not self.load(call.body["model_path"]):
+            return Answer(
+                400, self.reply(False, f"Failed to get weights iterator: {call.body['model_path']}.")
+            )
+        if call.body["weight_version"] is not None:
+            self.label = call.body["weight_version"]
+        return Answer(200, self.reply(True, "Succeeded to update model weights."))
+
+    def updated_but_not_flushed(self, call: Call) -> Answer:
+        self.load(call.body["model_path"])
+        return Answer(400, self.reply(False, "weights were updated, but the cache was not flushed"))
+
+    def half_loaded(self, call: Call) -> Answer:
+        self.broken = True
+        return Answer(
+            400, self.reply(False, "Failed to update weights: short.\nRolling back to original weights.")
+        )
+
+    def label_stays(self, call: Call) -> Answer:
+        self.load(call.body["model_path"])
+        return Answer(200, self.reply(True, "Succeeded to update model weights."))
+
+    @staticmethod
+    def reply(success: bool, message: str) -> JSON:
+        return {"success": success, "message": message, "num_paused_requests": 0}
+
+
+class VLLMDouble(Double):
+    """vLLM 0.32 in dev mode."""
+
+    workers = 2
+
+    def behave(self, call: Call) -> Answer:
+        match call.method, call.path:
+            case "POST", "/pause":
+                if call.query.get("mode") not in ("abort", "wait", "keep"):
+                    return Answer(400, {"error": "bad mode"})
+                self.paused = True
+                return Answer(200, {"status": "paused"})
+            case "POST", "/resume":
+                self.resume()
+                return Answer(200, {"status": "resumed"})
+            case "POST", "/collective_rpc":
+                return self.reload(call)
+            case "POST", "/update_weight_version":
+                self.label = call.body["new_version"]
+                return Answer(200, {"success": True, "new_version": self.label})
+            case "GET", "/weight_info":
+                return Answer(200, {"weight_version": self.label})
+            case "GET", "/is_paused":
+                return Answer(200, {"is_paused": self.paused})
+            case "GET", "/version":
+                return Answer(200, {"version": "0.32.0"})
+            case "GET", "/metrics":
+                return self.metrics()
+        return Answer(404, {"detail": "Not Found"})
+
+    def reload(self, call: Call) -> Answer:
+        if not self.load(call.body["kwargs"]["weights_path"]):
+            return self.half_loaded(call)
+        return Answer(200, {"results": [None] * self.workers})
+
+    def half_loaded(self, call: Call) -> Answer:
+        self.broken = True
+        return Answer(500, {"error": {"message": "EngineCore encountered an issue", "code": 500}})
+
+
+class WebhookDouble(Double):
+    """A receiver of weightcast's webhook; its engine maps the weights file."""
+
+    echo: str | None = "version"
+
+    def behave(self, call: Call) -> Answer:
+        if call.method == "GET":
+            return Answer(200, {"label": self.label, "process": self.started, "paused": self.paused})
+        match call.body["phase"]:
+            case "pause":
+                self.paused = True
+            case "resume":
+                self.resume()
+            case "reload":
+                self.load(call.body["path"])
+                self.label = call.body["label"]
+                return Answer(
+                    200, {"ok": True} | ({} if self.echo is None else {self.echo: call.body[self.echo]})
+                )
+        return Answer(200, {"ok": True})
+
+    def phases(self) -> list[str]:
+        return [call.body["phase"] for call in self.calls if call.method == "POST"]
+
+
+class _Server(ThreadingHTTPServer):
+    # Joined by `serve`: a test ends with no thread of its own left.
+    daemon_threads = False
+    block_on_close = True
+
+    def __init__(self, double: Double, port: int) -> None:
+        self.double = double
+        super().__init__(("127.0.0.1", port), _Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hung up is part of many tests."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    protocol_version = "HTTP/1.1"
+    timeout = 10
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    def do_POST(self) -> None:
+        self.answer()
+
+    def answer(self) -> None:
+        data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        url = urlsplit(self.path)
+        call = Call(
+            self.command,
+            url.path,
+            dict(parse_qsl(url.query)),
+            json.loads(data) if data else None,
+            {key.lower(): value for key, value in self.headers.items()},
+        )
+        act = self.server.double.respond(call)
+        if isinstance(act, Drop):
+            self.close_connection = True
+            return
+        body = act.body if isinstance(act.body, bytes) else json.dumps(act.body).encode()
+        self.send_response(act.status)
+        for name, value in act.headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def serve(double: Double, port: int = 0) -> Iterator[str]:
+    """Runs the double and yields its URL; port 0: a free one."""
+    with _Server(double, port) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            double.release()
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
+def nobody() -> Iterator[str]:
+    """A URL where nothing listens."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Handler, bind_and_activate=False) as server:
+        server.server_bind()
+        yield f"http://127.0.0.1:{server.server_address[1]}"

@@ -1,0 +1,109 @@
+"""`--engine` options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightcast.shared.errors import USAGE
+from weightcast.subscriber.engines.base import BadEngineOption, EngineSpec, parse_engine, parse_engines
+from weightcast.subscriber.engines.kinds import open_engine
+
+LOCAL = Path("/weights/local")
+
+
+def test_the_short_form_has_defaults() -> None:
+    assert parse_engine("sglang=http://127.0.0.1:30000/", LOCAL) == EngineSpec(
+        "sglang",
+        "http://127.0.0.1:30000",
+        "/weights/local",
+        "sglang@127.0.0.1:30000",
+        "recompute",
+        True,
+        None,
+    )
+
+
+def test_every_option_is_read() -> None:
+    text = (
+        "vllm=https://[::1]:8000/base,path=/models/a,b,via=reload,policy=abort,name=left,"
+        "copies=false,api_key_env=ENGINE_KEY"
+    )
+    assert parse_engine(text, LOCAL) == EngineSpec(
+        "vllm", "https://[::1]:8000/base", "/models/a,b", "left", "abort", False, "ENGINE_KEY"
+    )
+
+
+def test_webhooks_map_files_unless_told_otherwise() -> None:
+    assert not parse_engine("webhook=http://h/x?y=1", LOCAL).copies_weights
+    assert parse_engine("webhook=http://h/x,copies=true", LOCAL).copies_weights
+
+
+def test_a_relative_local_checkpoint_is_told_as_an_absolute_path() -> None:
+    assert parse_engine("vllm=http://h", Path("local")).path == str(Path.cwd() / "local")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "sglang",
+        "http://127.0.0.1:1",
+        "tgi=http://h",
+        "sglang=",
+        "sglang=h:80",
+        "sglang=ftp://h",
+        "sglang=http://",
+        "sglang=http://h:99999",
+        "sglang=http://h:x",
+        "sglang=http://h/a b",
+        "sglang=http://[::1",
+        "sglang=http://user:secret@h",
+        "sglang=http://h?x=1",
+        "sglang=http://h,via=live",
+        "sglang=http://h,policy=keep",
+        "sglang=http://h,copies=yes",
+        "sglang=http://h,path=relative",
+        "sglang=http://h,path=",
+        "sglang=http://h,name=../x",
+        "sglang=http://h,name=a b",
+        "sglang=http://h,api_key_env=A-B",
+        "sglang=http://h,color=red",
+        "sglang=http://h,policy=wait,policy=wait",
+    ],
+)
+def test_what_is_wrong_is_a_usage_error_that_lists_the_kinds(text: str) -> None:
+    with pytest.raises(BadEngineOption, match="kinds: sglang, vllm, webhook") as refused:
+        parse_engine(text, LOCAL)
+    assert refused.value.exit_code == USAGE
+    assert "secret" not in str(refused.value)
+
+
+def test_live_patching_is_refused_by_name() -> None:
+    with pytest.raises(BadEngineOption, match="via=live is not in this release"):
+        parse_engine("vllm=http://h,via=live", LOCAL)
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_an_engine_or_a_usage_error(tail: str) -> None:
+    try:
+        spec = parse_engine(f"sglang=http://h{tail}", LOCAL)
+    except BadEngineOption:
+        return
+    assert spec.url.startswith("http://") and spec.path.startswith("/")
+
+
+def test_two_engines_need_two_names() -> None:
+    with pytest.raises(BadEngineOption, match="vllm@h:1"):
+        parse_engines(["vllm=http://h:1", "vllm=http://h:1/x"], LOCAL)
+    assert len(parse_engines(["vllm=http://h:1", "vllm=http://h:1/x,name=second"], LOCAL)) == 2
+
+
+@pytest.mark.parametrize("environ", [{}, {"KEY": ""}, {"KEY": "a\nb"}, {"KEY": "ü"}])
+def test_a_key_that_is_not_there_is_refused_without_showing_it(environ: dict[str, str]) -> None:
+    spec = parse_engine("sglang=http://h,api_key_env=KEY", LOCAL)
+    with pytest.raises(BadEngineOption, match="variable KEY"):
+        open_engine(spec, environ=environ)
