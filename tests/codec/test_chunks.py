@@ -1,0 +1,242 @@
+"""Round trips of chunks, what a blob may weigh, and what becomes of damaged ones."""
+
+from __future__ import annotations
+
+import struct
+
+import codec_cases as cases
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightcast.shared.codec.changes import Changes, compare
+from weightcast.shared.codec.container import FAST, RAW, decode_chunk, encode_chunk
+from weightcast.shared.errors import DamagedFile, UnknownFormat
+from weightcast.shared.words import DTYPES, Chunk, Words
+
+compiles = settings(deadline=None)  # the first example compiles
+
+SIZES = st.lists(st.integers(1, 200), min_size=1, max_size=5)
+DENSITIES = st.sampled_from([0.0, 0.003, 0.02, 0.1, 0.5, 1.0])
+SPECIALS = {
+    # ±0, subnormals, the greatest, infinities, NaNs with payloads of both signs
+    "BF16": "0 8000 1 8001 7f 807f 80 8080 7f7f ff7f 7f80 ff80 7fc1 7fff ffc0 ffff",
+    "F32": "0 80000000 1 80000001 7f7fffff ff7fffff 7f800000 ff800000 7fc00001 7fffffff ffc00000 ffffffff",
+    "F8_E4M3": "0 80 1 81 7e fe 7f ff",
+    "I32": "0 1 7fffffff 80000000 ffffffff",
+    "I8": "0 1 7f 80 ff",
+}
+
+
+def assert_round_trip(chunk: Chunk, old: Words, new: Words) -> bytes:
+    changes = compare(old, new)
+    old.flags.writeable = False
+    blob = encode_chunk(chunk, old, new, changes)
+    decoded = decode_chunk(memoryview(blob), chunk, old)
+    for name in ("index", "old", "new"):
+        assert getattr(decoded, name).tobytes() == getattr(changes, name).tobytes()
+        assert getattr(decoded, name).dtype == getattr(changes, name).dtype
+    assert len(blob) <= cases.counted(chunk) * chunk.kind.width + 64
+    return blob
+
+
+@compiles
+@given(st.sampled_from(sorted(DTYPES)), SIZES, DENSITIES, st.integers(0, 1 << 30))
+def test_small_steps(dtype: str, sizes: list[int], density: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    chunk = cases.chunk_of(dtype, sizes)
+    old = cases.weights(chunk, rng)
+    assert_round_trip(chunk, old, cases.stepped(chunk, old, density, 0.2, rng))
+
+
+@compiles
+@given(st.sampled_from(sorted(DTYPES)), SIZES, DENSITIES, st.integers(0, 1 << 30))
+def test_any_words(dtype: str, sizes: list[int], density: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    chunk = cases.chunk_of(dtype, sizes)
+    old, new = cases.random_words(chunk, rng), cases.random_words(chunk, rng)
+    keep = rng.random(chunk.words) >= density
+    new[keep] = old[keep]
+    assert_round_trip(chunk, old, new)
+
+
+@pytest.mark.parametrize("dtype", cases.KINDS)
+@pytest.mark.parametrize("density", [0.0, 0.01, 0.5, 1.0])
+def test_chunks_with_contexts(dtype: str, density: float) -> None:
+    rng = np.random.default_rng(11)
+    chunk = cases.chunk_of(dtype, [9000, 1, 3001])
+    old = cases.weights(chunk, rng)
+    for longer in (0.0, 0.1, 1.0):
+        assert_round_trip(chunk, old, cases.stepped(chunk, old, density, longer, rng))
+
+
+@pytest.mark.parametrize("dtype", SPECIALS)
+def test_special_words_step_to_each_other(dtype: str) -> None:
+    words = [int(word, 16) for word in SPECIALS[dtype].split()]
+    old, new = (pairs.ravel() for pairs in np.meshgrid(words, words))
+    far = 20_000  # unchanged words, so that raw is the longer one
+    chunk = cases.chunk_of(dtype, [len(old) + far])
+    fill = np.zeros(far, chunk.kind.numpy)
+    before = cases.spread(chunk, np.concatenate([old.astype(chunk.kind.numpy), fill]))
+    after = cases.spread(chunk, np.concatenate([new.astype(chunk.kind.numpy), fill]))
+    assert assert_round_trip(chunk, before, after)[0] == FAST
+
+
+def test_the_longest_step_of_fp32_both_ways() -> None:
+    chunk = cases.chunk_of("F32", [100])
+    old, new = np.zeros(128, np.uint32), np.zeros(128, np.uint32)
+    old[[3, 70]], new[[3, 70]] = [0xFFFFFFFF, 0x7FFFFFFF], [0x7FFFFFFF, 0xFFFFFFFF]
+    assert assert_round_trip(chunk, old, new)[0] == FAST
+
+
+def test_all_words_of_16_bits_step_anywhere() -> None:
+    old = np.arange(1 << 16, dtype=np.uint16)
+    for dtype in ("BF16", "F16", "I16"):
+        chunk = cases.chunk_of(dtype, [1 << 16])
+        for new in (old + np.uint16(1), old ^ np.uint16(0x8000), np.random.default_rng(2).permutation(old)):
+            assert_round_trip(chunk, old, new)
+
+
+@pytest.mark.parametrize("places", [[0], [299_999], [0, 299_999], [150_000]])
+def test_long_gaps(places: list[int]) -> None:
+    chunk = cases.chunk_of("BF16", [300_000])
+    old = cases.weights(chunk, np.random.default_rng(4))
+    new = old.copy()
+    new[places] ^= np.uint16(1)
+    assert len(assert_round_trip(chunk, old, new)) < 64
+
+
+def test_a_thousand_scalars() -> None:
+    chunk = cases.chunk_of("F32", [1] * 1000)
+    old = cases.weights(chunk, np.random.default_rng(5))
+    blob = assert_round_trip(chunk, old, cases.stepped(chunk, old, 1.0, 0.1, np.random.default_rng(6)))
+    assert len(blob) < 1000
+
+
+def test_unrelated_words_go_raw_without_padding() -> None:
+    chunk = cases.chunk_of("BF16", [1, 65])
+    rng = np.random.default_rng(7)
+    blob = assert_round_trip(chunk, cases.random_words(chunk, rng), cases.random_words(chunk, rng))
+    assert blob[0] == RAW and len(blob) == 24 + 2 * 66
+
+
+def test_nothing_changed() -> None:
+    chunk = cases.chunk_of("BF16", [100])
+    old = cases.weights(chunk, np.random.default_rng(8))
+    assert len(decode_chunk(encode_chunk(chunk, old, old, compare(old, old)), chunk, old)) == 0
+
+
+def test_size_comes_near_the_entropy() -> None:
+    """1.4% of bf16 weights, nine steps of ten by one unit: below 9.6 bits a change."""
+    rng = np.random.default_rng(9)
+    chunk = cases.chunk_of("BF16", [1 << 20])
+    old = cases.weights(chunk, rng)
+    new = cases.stepped(chunk, old, 0.014, 0.0, rng)
+    assert 8 * len(assert_round_trip(chunk, old, new)) < 9.6 * np.count_nonzero(old != new)
+
+
+def resealed(blob: bytes) -> bytes:
+    """`blob` with the checksum that its damaged bytes need to be looked at."""
+    facts = blob[:12] + struct.pack("<I", max(0, len(blob) - 24))
+    return facts + struct.pack("<Q", xxhash.xxh3_64_intdigest(facts + blob[24:])) + blob[24:]
+
+
+def sample(dtype: str, density: float) -> tuple[Chunk, Words, bytes]:
+    rng = np.random.default_rng(10)
+    chunk = cases.chunk_of(dtype, [1900, 1, 77])
+    old = cases.weights(chunk, rng)
+    new = cases.stepped(chunk, old, density, 0.1, rng)
+    return chunk, old, encode_chunk(chunk, old, new, compare(old, new))
+
+
+SAMPLES = [
+    sample("BF16", 0.05),
+    sample("BF16", 0.9),
+    sample("F32", 0.9),
+    sample("I8", 0.3),
+    sample("F8_E4M3", 0.2),
+]
+
+
+def assert_lawful(chunk: Chunk, old: Words, changes: Changes) -> None:
+    inside = cases.inside(chunk)
+    assert (np.diff(changes.index.astype(np.int64)) > 0).all()
+    assert inside[changes.index].all()
+    assert (changes.old == old[changes.index]).all() and (changes.old != changes.new).all()
+    assert changes.new.dtype == changes.old.dtype == chunk.kind.numpy
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.sampled_from(SAMPLES), st.data())
+def test_damage_behind_a_right_checksum_is_refused_or_lawful(
+    sample: tuple[Chunk, Words, bytes], draw: st.DataObject
+) -> None:
+    chunk, old, blob = sample
+    damaged = bytearray(blob)
+    for _ in range(draw.draw(st.integers(1, 3))):
+        near_the_header = draw.draw(st.booleans())
+        place = draw.draw(st.integers(0, 160 if near_the_header else len(blob) - 1))
+        damaged[min(place, len(blob) - 1)] ^= draw.draw(st.integers(1, 255))
+    cut = draw.draw(st.sampled_from([0, 0, 0, 1, 9, len(blob) - 30]))
+    try:
+        changes = decode_chunk(resealed(bytes(damaged[: len(blob) - cut])), chunk, old)
+    except (DamagedFile, UnknownFormat):
+        return
+    assert_lawful(chunk, old, changes)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.sampled_from([RAW, FAST]), st.integers(0, 400), st.binary(max_size=300))
+def test_random_payloads_are_refused_or_lawful(mode: int, changed: int, payload: bytes) -> None:
+    chunk, old, _ = SAMPLES[0]
+    facts = struct.pack("<BBHIII", mode, 2, 0, cases.counted(chunk), changed, len(payload))
+    try:
+        changes = decode_chunk(resealed(facts + bytes(8) + payload), chunk, old)
+    except DamagedFile:
+        return
+    assert_lawful(chunk, old, changes)
+
+
+@given(st.sampled_from(SAMPLES), st.data())
+def test_damage_under_the_checksum_is_always_refused(
+    sample: tuple[Chunk, Words, bytes], draw: st.DataObject
+) -> None:
+    chunk, old, blob = sample
+    damaged = bytearray(blob)
+    damaged[draw.draw(st.integers(0, len(blob) - 1))] ^= draw.draw(st.integers(1, 255))
+    with pytest.raises(DamagedFile):
+        decode_chunk(bytes(damaged), chunk, old)
+
+
+@pytest.mark.parametrize("length", [0, 1, 23, 24, 31, 40])
+def test_short_blobs(length: int) -> None:
+    chunk, old, blob = SAMPLES[0]
+    with pytest.raises(DamagedFile, match="chunk 0 of BF16 in part 0"):
+        decode_chunk(blob[:length], chunk, old)
+    with pytest.raises(DamagedFile, match="chunk 0 of BF16 in part 0"):
+        decode_chunk(resealed(blob[:24].ljust(24, b"\0") + blob[24:length]), chunk, old)
+
+
+@pytest.mark.parametrize("mode", [2, 3, 4, 255])
+def test_modes_of_later_releases(mode: int) -> None:
+    chunk, old, blob = SAMPLES[0]
+    with pytest.raises(UnknownFormat, match=f"mode {mode}"):
+        decode_chunk(resealed(bytes([mode]) + blob[1:]), chunk, old)
+
+
+def test_a_blob_of_another_chunk() -> None:
+    _, _, blob = SAMPLES[0]
+    for other in (cases.chunk_of("BF16", [1900, 1, 78]), cases.chunk_of("F32", [1900, 1, 77])):
+        with pytest.raises(DamagedFile, match="another chunk"):
+            decode_chunk(blob, other, np.zeros(other.words, other.kind.numpy))
+
+
+def test_a_count_that_no_payload_can_hold() -> None:
+    chunk = cases.chunk_of("BF16", [1 << 22])
+    old = np.zeros(chunk.words, np.uint16)
+    blob = bytearray(encode_chunk(chunk, old, old, compare(old, old)))
+    blob[8:12] = struct.pack("<I", 1 << 22)
+    with pytest.raises(DamagedFile, match="shorter"):
+        decode_chunk(resealed(bytes(blob)), chunk, old)
