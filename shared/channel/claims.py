@@ -1,0 +1,244 @@
+"""Claims: which publisher owns the channel. docs/FORMAT.md, Claims.
+
+`publishers/<epoch>.json` is made by exclusive create; the highest epoch owns. That protects the channel only
+as far as an owner asks `Claim.check` before it commits.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.records import FORMAT, check_format
+from weightcast.shared.errors import DamagedFile, Refused
+from weightcast.shared.files import durable
+from weightcast.shared.files.strict_json import Members, parse_object, write_object
+
+PATIENCE_SECONDS = 60.0
+_POLL_SECONDS = 1.0
+_LIMIT = 64 << 10
+_PID_LIMIT = (1 << 31) - 1
+_NAME = re.compile(r"([1-9]\d{0,14})\.json", re.ASCII)
+_RECORD_MEMBERS = ("host", "boot_id", "pid_namespace", "process_start")
+
+
+@dataclass(frozen=True)
+class Claimant:
+    """A publisher's process. Empty texts are unknown facts, and prove nothing."""
+
+    host: str
+    pid: int
+    boot_id: str = ""
+    pid_namespace: str = ""
+    process_start: str = ""
+    """clock ticks after boot, as text"""
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+def this_process() -> Claimant:
+    return Claimant(
+        socket.gethostname(),
+        os.getpid(),
+        _kernel_text(Path("/proc/sys/kernel/random/boot_id")),
+        _pid_namespace(),
+        _process_start(os.getpid()),
+    )
+
+
+def _kernel_text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _pid_namespace() -> str:
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def _process_start(pid: int) -> str:
+    """Empty where it cannot be read, and for a process that has ended but was not waited for."""
+    # The command's name stands in parentheses and may hold spaces and parentheses itself.
+    fields = _kernel_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    return fields[19] if len(fields) > 19 and fields[0] not in ("Z", "X") else ""
+
+
+@dataclass(frozen=True)
+class ClaimRecord:
+    """What a claim's file says."""
+
+    claimant: Claimant
+    claimed: float
+    """unix time on the claimant's clock: information only"""
+    counter: int = 0
+    """raised by a living owner"""
+    released: bool = False
+
+
+def write_claim(record: ClaimRecord) -> bytes:
+    claimant = asdict(record.claimant)
+    return write_object(
+        {
+            "format": FORMAT,
+            **claimant,
+            "claimed": record.claimed,
+            "counter": record.counter,
+            "released": record.released,
+        }
+    )
+
+
+def parse_claim(data: bytes, what: str) -> ClaimRecord:
+    """Raises DamagedFile and UnknownFormat."""
+    members = Members(parse_object(data, what), what)
+    check_format(members, what)
+    texts = {key: members.text(key, 256) for key in _RECORD_MEMBERS}
+    return ClaimRecord(
+        Claimant(pid=members.integer("pid", 1, _PID_LIMIT), **texts),
+        members.number("claimed"),
+        members.integer("counter"),
+        members.boolean("released"),
+    )
+
+
+def current_epoch(channel: Path) -> int:
+    """The highest claimed epoch, 0 when nobody ever claimed the channel."""
+    try:
+        with os.scandir(Layout(channel).publishers_dir) as scan:
+            matches = [_NAME.fullmatch(entry.name) for entry in scan]
+    except FileNotFoundError:
+        return 0
+    return max((int(match[1]) for match in matches if match is not None), default=0)
+
+
+@dataclass
+class Claim:
+    """Ownership of a channel by this process, until somebody makes a higher epoch."""
+
+    channel: Path
+    epoch: int
+    record: ClaimRecord = field(repr=False)
+
+    def check(self) -> None:
+        """Raises Refused, naming the newer owner, when the channel has one."""
+        newest = max(current_epoch(self.channel), self._next_epoch())
+        if newest > self.epoch:
+            raise Refused(
+                f"{self.channel} now belongs to {_owner(self.channel, newest)}; this publisher's epoch is "
+                f"{self.epoch}",
+                remedy="stop one of the two",
+            )
+
+    def _next_epoch(self) -> int:
+        """A listing may come from a cache that a plain open goes past."""
+        try:
+            os.close(durable.open_regular(Layout(self.channel).claim(self.epoch + 1)))
+        except FileNotFoundError:
+            return 0
+        return self.epoch + 1
+
+    def beat(self) -> None:
+        """Shows those who would take over that the owner lives."""
+        self._write(replace(self.record, counter=self.record.counter + 1))
+
+    def release(self) -> None:
+        """Lets the next publisher in without a wait."""
+        self._write(replace(self.record, released=True))
+
+    def _write(self, record: ClaimRecord) -> None:
+        durable.replace(Layout(self.channel).claim(self.epoch), write_claim(record))
+        self.record = record
+
+
+def claim(
+    channel: Path,
+    claimant: Claimant,
+    *,
+    take_over: bool,
+    patience: float = PATIENCE_SECONDS,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Claim:
+    """Makes the next epoch. A present owner gives way when it released the channel, when its process is known
+    to be dead, when its file does not change for `patience` seconds of `clock`, or at once to `take_over`.
+    Raises Refused, naming the owner, when it lives, and OSError."""
+    layout = Layout(channel)
+    layout.publishers_dir.mkdir(exist_ok=True)
+    durable.sync_directory(channel)
+    epoch = current_epoch(channel)
+    if epoch and not take_over and not _is_over(channel, epoch, claimant):
+        _outwait(channel, epoch, patience, clock, sleep)
+    record = ClaimRecord(claimant, time.time())
+    try:
+        durable.create(layout.claim(epoch + 1), write_claim(record))
+    except FileExistsError as error:
+        raise Refused(
+            f"{_owner(channel, epoch + 1)} claimed {channel} at the same moment",
+            remedy="stop one of the two",
+        ) from error
+    return Claim(channel, epoch + 1, record)
+
+
+def _read(channel: Path, epoch: int) -> bytes:
+    return durable.read_file(Layout(channel).claim(epoch), _LIMIT)
+
+
+def _record(channel: Path, epoch: int) -> ClaimRecord | None:
+    """None for a claim that can't be read: it still owns the channel."""
+    try:
+        return parse_claim(_read(channel, epoch), f"claim {epoch}")
+    except (DamagedFile, FileNotFoundError):
+        return None
+
+
+def _owner(channel: Path, epoch: int) -> str:
+    record = _record(channel, epoch)
+    return f"{'an unreadable claim' if record is None else record.claimant} (epoch {epoch})"
+
+
+def _is_over(channel: Path, epoch: int, claimant: Claimant) -> bool:
+    record = _record(channel, epoch)
+    return record is not None and (record.released or is_dead(record.claimant, claimant))
+
+
+def is_dead(old: Claimant, observer: Claimant) -> bool:
+    """Whether `observer` can know that `old` ended: both ran in one pid namespace of one boot of one host.
+    A pid may have been given to another process since, or to the observer itself."""
+    seen_from = (observer.host, observer.boot_id, observer.pid_namespace)
+    if "" in seen_from or (old.host, old.boot_id, old.pid_namespace) != seen_from:
+        return False
+    try:
+        os.kill(old.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False  # another user's process, of which /proc may show nothing
+    return old.process_start != "" and _process_start(old.pid) != old.process_start
+
+
+def _outwait(
+    channel: Path,
+    epoch: int,
+    patience: float,
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> None:
+    first, deadline = _read(channel, epoch), clock() + patience
+    while clock() < deadline:
+        sleep(min(_POLL_SECONDS, patience))
+        if _read(channel, epoch) != first:
+            raise Refused(
+                f"{channel} belongs to {_owner(channel, epoch)}, which is alive",
+                remedy="stop that publisher, or take the channel from it with --take-over",
+            )
