@@ -10,6 +10,7 @@ from importlib.metadata import EntryPoint, entry_points, version
 from typing import Annotated, NoReturn
 
 import typer
+
 from weightcast.shared.errors import USAGE, WeightcastError
 from weightcast.shared.service.output import Output, printable
 

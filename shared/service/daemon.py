@@ -16,6 +16,7 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+
 from weightcast.shared.errors import EngineFailed, NotInTime, Refused, RetryLater, WeightcastError
 from weightcast.shared.files import durable
 from weightcast.shared.service.logs import get_log

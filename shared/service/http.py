@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from weightcast.shared.errors import RetryLater, WeightcastError
 from weightcast.shared.service.snapshot import Failure, Readiness
 

@@ -9,10 +9,16 @@ from collections.abc import MutableMapping
 from typing import Any, Literal, TextIO
 
 import structlog
+import structlog.tracebacks
+
 from weightcast.shared.service.output import printable
 
 _SECRET = re.compile(r"token|secret|password|authorization|api_?key", re.IGNORECASE)
 _MASK = "********"
+# Local variables may hold tokens.
+_TRACEBACKS = structlog.processors.ExceptionRenderer(
+    structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+)
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 Event = MutableMapping[str, Any]
@@ -47,7 +53,7 @@ def get_log(room: str) -> Any:
 
 def _renderers(form: Literal["console", "json"], target: TextIO) -> list[Any]:
     if form == "json":
-        return [structlog.processors.dict_tracebacks, _mask, structlog.processors.JSONRenderer(default=str)]
+        return [_TRACEBACKS, _mask, structlog.processors.JSONRenderer(default=str)]
     plain = structlog.dev.plain_traceback
     return [
         _mask,

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
 from weightcast.shared.service.snapshot import LoopStatus, Snapshot
 
 PREFIX = "weightcast"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+
 from weightcast.shared.service.settings import (
     ServiceSettings,
     describe_settings,

@@ -22,6 +22,7 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+
 from weightcast.shared.errors import WeightcastError
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from pydantic_settings import (
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
+
 from weightcast.shared.errors import USAGE, Refused
 
 ENV_PREFIX = "WEIGHTCAST_"
@@ -33,9 +34,12 @@ class BadSettings(Refused):
     exit_code = USAGE
 
 
+def is_token(text: str) -> bool:
+    return bool(text) and text.isascii() and text.isprintable() and " " not in text
+
+
 def _header_text(token: SecretStr) -> SecretStr:
-    text = token.get_secret_value()
-    if not text or not text.isascii() or not text.isprintable() or " " in text:
+    if not is_token(token.get_secret_value()):
         raise ValueError("must be printable ASCII without spaces: it travels in an HTTP header")
     return token
 

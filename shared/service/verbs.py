@@ -6,13 +6,16 @@ import json
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import httpx
 import typer
 from rich.console import Console
 from rich.table import Table
+
 from weightcast.shared.errors import NotInTime, Refused, RetryLater
 from weightcast.shared.service.output import JsonOption, Output, printable
+from weightcast.shared.service.settings import is_token
 
 STATUS_LIMIT = 16 << 20
 _ROOMS = ("channel", "local")
@@ -45,7 +48,7 @@ def fetch_status(url: str, token: str | None, timeout_seconds: float) -> dict[st
     """The status of the daemon at `url` (host:port or http[s]://…). Raises NotInTime if it does not answer,
     RetryLater if it is too busy, Refused if it wants another token or is no daemon."""
     address = _address(url)
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    headers = _authorization(token)
     try:
         # trust_env off: neither a proxy nor a .netrc comes between two machines of one cluster.
         with (
@@ -61,13 +64,22 @@ def fetch_status(url: str, token: str | None, timeout_seconds: float) -> dict[st
     return _judge(response.status_code, body, address)
 
 
+def _authorization(token: str | None) -> dict[str, str]:
+    if token is None or token == "":
+        return {}
+    if not is_token(token):
+        raise typer.BadParameter("a token is printable ASCII without spaces")
+    return {"Authorization": f"Bearer {token}"}
+
+
 def _address(url: str) -> str:
     text = (url if "://" in url else f"http://{url}").rstrip("/")
     try:
         parsed = httpx.URL(text)
+        host = urlsplit(text).hostname
     except (httpx.InvalidURL, ValueError) as error:
         raise typer.BadParameter(f"{url} is no address: {error}") from error
-    if parsed.scheme not in ("http", "https") or not parsed.host:
+    if parsed.scheme not in ("http", "https") or not host:
         raise typer.BadParameter(f"{url} is no http address")
     return f"{text}/v1/status"
 

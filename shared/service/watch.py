@@ -15,6 +15,7 @@ from watchdog.events import (
     FileSystemEventHandler,
 )
 from watchdog.observers import Observer
+
 from weightcast.shared.service.daemon import Wakeup
 from weightcast.shared.service.logs import get_log
 

@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from pydantic import Field
+
+from weightcast.shared.errors import (
+    EngineFailed,
+    NeedsReseed,
+    NotInTime,
+    Refused,
+    RetryLater,
+    WeightcastError,
+)
+from weightcast.shared.service import cli
+from weightcast.shared.service.cli import VERBS, group
+from weightcast.shared.service.daemon import listen
+from weightcast.shared.service.options import settings_command
+from weightcast.shared.service.output import JsonOption, Output
+from weightcast.shared.service.settings import ServiceSettings
+
+Serve = Callable[..., Any]
+SHARED = EntryPoint("shared", "weightcast.shared.service.verbs:register", VERBS)
+HERE = EntryPoint("here", f"{__name__}:register_here", VERBS)
+ALSO = EntryPoint("also", f"{__name__}:register_also", VERBS)
+TORCHLESS = EntryPoint("publisher", "no_such_torch.verbs:register", VERBS)
+UNFINISHED = EntryPoint("subscriber", "weightcast.shared.errors:no_such_name", VERBS)
+
+ERRORS: dict[str, type[BaseException]] = {
+    "refused": Refused,
+    "reseed": NeedsReseed,
+    "time": NotInTime,
+    "engine": EngineFailed,
+    "later": RetryLater,
+    "other": WeightcastError,
+    "interrupt": KeyboardInterrupt,
+    "disk": PermissionError,
+    "odd": ZeroDivisionError,
+}
+
+
+class DaemonSettings(ServiceSettings):
+    local: Path = Field(description="Local checkpoint.")
+    engine: list[str] = Field(default_factory=list, description="Engines.")
+    signed: bool = Field(False, description="Only signed versions.")
+
+
+@dataclass(frozen=True)
+class Facts:
+    path: Path
+    digest: bytes
+    names: frozenset[str]
+
+
+def register_here(app: typer.Typer) -> None:
+    channel = group(app, "channel", "The channel.")
+
+    @channel.command("fail")
+    def fail(kind: str, as_json: JsonOption = False) -> None:
+        error = ERRORS[kind]
+        if issubclass(error, WeightcastError):
+            raise error("latest\x1b[2J is torn", remedy="wait a little")
+        raise error("by design")
+
+    @settings_command(group(app, "subscriber", "A host."), "run", DaemonSettings, "Runs.")
+    def run(settings: DaemonSettings) -> None:
+        print(settings.model_dump_json())
+
+
+def register_also(app: typer.Typer) -> None:
+    @group(app, "channel", "The channel.").command("facts")
+    def facts(as_json: JsonOption = False) -> None:
+        data = Facts(Path("/x"), b"\x01\xff", frozenset("ba"))
+        Output(json=as_json).result(
+            data, lambda console: console.print(f"[bold]{data.path} :smile: {'w' * 150}")
+        )
+
+
+def run(*arguments: str, sides: tuple[EntryPoint, ...] = (SHARED, HERE, ALSO)) -> int:
+    return cli.run(list(arguments), sides)
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"), [("refused", 3), ("reseed", 3), ("time", 4), ("engine", 5), ("later", 75), ("other", 1)]
+)
+def test_errors_are_one_message_and_an_exit_code(
+    kind: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("channel", "fail", kind) == code
+    text = capsys.readouterr()
+    assert text.err == "error: latest\\x1b[2J is torn\nremedy: wait a little\n"
+    assert text.out == ""
+
+
+def test_errors_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("channel", "fail", "later", "--json") == 75
+    text = capsys.readouterr()
+    assert json.loads(text.out) == {
+        "error": "RetryLater",
+        "message": "latest\x1b[2J is torn",
+        "remedy": "wait a little",
+        "exit_code": 75,
+    }
+    assert text.err == ""
+
+
+def test_interrupts_disks_and_bugs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("channel", "fail", "interrupt") == 130
+    assert run("channel", "fail", "disk") == 1
+    assert "error: by design" in capsys.readouterr().err
+    with pytest.raises(ZeroDivisionError):
+        run("channel", "fail", "odd")
+
+
+def test_two_sides_share_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("channel", "--help") == 0
+    text = capsys.readouterr().out
+    assert "fail" in text and "facts" in text
+    assert run("channel", "facts", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"path": "/x", "digest": "01ff", "names": ["a", "b"]}
+
+
+def test_text_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("channel", "facts") == 0
+    assert capsys.readouterr().out == f"[bold]/x :smile: {'w' * 150}\n"
+
+
+def test_a_group_with_one_verb_stays_a_group() -> None:
+    assert run("subscriber", "run", "--local", "/x", sides=(HERE,)) == 0
+    assert run("run", "--local", "/x", sides=(HERE,)) == 2
+
+
+def test_sides_that_cannot_be_imported_take_only_their_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    sides = (TORCHLESS, UNFINISHED, HERE, ALSO)
+    assert run("channel", "facts", sides=sides) == 0
+    assert capsys.readouterr().err == ""
+    assert run("publish", sides=sides) == 2
+    text = capsys.readouterr().err
+    assert "publisher" in text and "no_such_torch" in text
+    assert "subscriber" in text
+
+
+def test_settings_are_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text("port = 5\nthreads = 3\n")
+    options = ["--port", "0", "--engine", "a=b", "--engine", "c=d", "--signed", "--memory-budget", "1GiB"]
+    assert run("subscriber", "run", "--config", str(config), "--local", "/x", *options) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert (seen["port"], seen["threads"], seen["engine"], seen["signed"]) == (0, 3, ["a=b", "c=d"], True)
+    assert seen["memory_budget"] == 1 << 30
+
+
+def test_wrong_settings_are_one_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("subscriber", "run", "--port", "x", "--threads", "0") == 2
+    text = capsys.readouterr().err
+    assert "--port" in text and "--threads" in text and "local: required" in text
+    assert run("subscriber", "run", "--token", "x", "--local", "/x") == 2
+
+
+def test_help_names_environment_and_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("subscriber", "run", "--help") == 0
+    text = capsys.readouterr().out
+    assert "WEIGHTCAST_POLL_SECONDS" in text and "256MiB" in text and "--no-signed" in text
+    assert "--token" not in text
+
+
+def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "weightcast.shared.service.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=os.environ | environment,
+    )
+
+
+def test_status_of_a_running_daemon_as_a_process(serve: Serve) -> None:
+    served = serve(token="t0ken")
+    shown = command("status", served.url.removeprefix("http://"), WEIGHTCAST_TOKEN="t0ken")
+    assert shown.returncode == 0, shown.stderr
+    assert "loop.failures" in shown.stdout
+    refused = command("status", served.url, "--token", "other", "--json")
+    assert refused.returncode == 3
+    assert json.loads(refused.stdout)["error"] == "Refused"
+
+
+def test_the_installed_command_is_the_same() -> None:
+    script = Path(sys.executable).with_name("weightcast")
+    shown = subprocess.run([script, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    assert (shown.returncode, shown.stdout) == (0, version("weightcast") + "\n")
+
+
+def test_status_in_json(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("status", serve().url, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["version"] == 7
+
+
+def test_status_of_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+    with listen("127.0.0.1", 0) as silent:
+        url = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert run("status", url, "--timeout", "0.2") == 4
+    assert run("status", url) == 4
+    assert "remedy: " in capsys.readouterr().err
+
+
+def test_status_of_something_else(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("status", serve().url + "/v1/wake") == 3
+    assert "404" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "x:y", "http://[", ""])
+def test_an_address_that_is_none_is_a_usage_error(url: str) -> None:
+    assert run("status", url) == 2
+
+
+@pytest.mark.parametrize("token", ["a b", "é", "a\n"])
+def test_a_token_that_is_none_is_a_usage_error(token: str) -> None:
+    assert run("status", "127.0.0.1:1", "--token", token) == 2
+
+
+def test_no_bar_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
+    with Output().progress("fetch", 100) as advance:
+        advance(50)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_bar_on_a_terminal() -> None:
+    script = (
+        "from weightcast.shared.service.output import Output\n"
+        "with Output(json=True).progress('fetch [x]', 100) as advance: advance(100)\n"
+        "print('{}')"
+    )
+    master, slave = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stderr=slave,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"TERM": "xterm"},
+    )
+    os.close(slave)
+    seen = b""
+    try:
+        while piece := os.read(master, 4096):
+            seen += piece
+    except OSError:
+        pass
+    os.close(master)
+    out, _ = process.communicate(timeout=60)
+    assert out == b"{}\n"
+    assert b"fetch [x]" in seen

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import Field
+
+from weightcast.shared.service.settings import (
+    CONFIG_LIMIT,
+    BadSettings,
+    ServiceSettings,
+    check_bind,
+    describe_settings,
+    load_settings,
+)
+
+
+class ExampleSettings(ServiceSettings):
+    port: int = Field(8341, ge=0, le=65535, description="Port.")
+    local: Path = Field(description="Local checkpoint.")
+    engine: list[str] = Field(default_factory=list, description="Engines.")
+    signed: bool = Field(False, description="Only signed versions.")
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTCAST_LOCAL", "/env")
+
+
+def test_flags_win_over_environment_over_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text('port = 1\npoll_seconds = 2\nlog_level = "debug"\nengine = ["a", "b"]\n')
+    monkeypatch.setenv("WEIGHTCAST_PORT", "3")
+    monkeypatch.setenv("WEIGHTCAST_POLL_SECONDS", "4")
+    settings = load_settings(ExampleSettings, {"port": "0", "poll_seconds": None}, config)
+    assert (settings.port, settings.poll_seconds, settings.log_level) == (0, 4.0, "debug")
+    assert settings.engine == ["a", "b"]
+    assert settings.local == Path("/env")
+    assert settings.memory_budget == 256 << 20
+
+
+def test_empty_environment_is_unset_and_lists_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTCAST_TOKEN", "")
+    monkeypatch.setenv("WEIGHTCAST_ENGINE", "sglang=http://a,path=/x  vllm=http://b")
+    settings = load_settings(ExampleSettings, {})
+    assert settings.token is None
+    assert settings.engine == ["sglang=http://a,path=/x", "vllm=http://b"]
+
+
+def test_all_problems_are_listed_with_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text("typo = 1\nstop_seconds = -1\n")
+    monkeypatch.delenv("WEIGHTCAST_LOCAL")
+    monkeypatch.setenv("WEIGHTCAST_PORT", "70000")
+    monkeypatch.setenv("WEIGHTCAST_TOKEN", "hunter two")
+    with pytest.raises(BadSettings) as bad:
+        load_settings(ExampleSettings, {"poll_seconds": "nan", "memory_budget": "lots"}, config)
+    text = bad.value.message
+    for place in [
+        "typo",
+        str(config),
+        "WEIGHTCAST_PORT",
+        "WEIGHTCAST_TOKEN",
+        "--poll-seconds",
+        "--memory-budget",
+    ]:
+        assert place in text
+    assert "local: required" in text
+    assert "hunter" not in str(bad.value)
+    assert bad.value.exit_code == 2
+
+
+@pytest.mark.parametrize("content", [b"port = ", b"\xff", b"#" * (CONFIG_LIMIT + 1), None])
+def test_files_that_cannot_be_used_are_named(tmp_path: Path, content: bytes | None) -> None:
+    config = tmp_path / "c.toml"
+    if content is not None:
+        config.write_bytes(content)
+    with pytest.raises(BadSettings, match=r"c\.toml"):
+        load_settings(ExampleSettings, {}, config)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "host.example", "127.0.0.1.example"])
+def test_an_open_door_needs_a_token(host: str) -> None:
+    with pytest.raises(BadSettings, match="token"):
+        load_settings(ExampleSettings, {"host": host})
+    with pytest.raises(BadSettings, match="token"):
+        check_bind(ServiceSettings(host=host))
+    assert load_settings(ExampleSettings, {"host": host, "token": "s3cret"}).host == host
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
+def test_loopback_needs_none(host: str) -> None:
+    check_bind(ServiceSettings(host=host))
+
+
+def test_a_token_is_not_shown() -> None:
+    settings = load_settings(ExampleSettings, {"token": "s3cret"})
+    assert "s3cret" not in repr(settings) + str(settings) + settings.model_dump_json()
+
+
+def test_every_setting_is_described() -> None:
+    docs = {doc.name: doc for doc in describe_settings(ExampleSettings)}
+    assert set(docs) == set(ExampleSettings.model_fields)
+    assert all(doc.help for doc in docs.values())
+    assert docs["port"].default == "8341"
+    assert docs["memory_budget"].default == "256MiB"
+    assert docs["memory_budget"].type == "size"
+    assert docs["log_format"].type == "console|json"
+    assert docs["poll_seconds"].env == "WEIGHTCAST_POLL_SECONDS"
+    assert docs["poll_seconds"].flag == "--poll-seconds"
+    assert docs["local"].required and docs["local"].default == ""
+    assert (docs["engine"].type, docs["engine"].default) == ("list", "")
+    assert docs["signed"].default == "false"
+    assert docs["token"].flag == ""

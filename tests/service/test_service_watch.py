@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+from weightcast.shared.service.daemon import Wakeup
+from weightcast.shared.service.watch import Watcher
+
+
+def settle(wakeup: Wakeup) -> None:
+    while wakeup.wait(0.3):
+        pass
+
+
+def test_a_write_and_a_replacing_rename_wake(tmp_path: Path) -> None:
+    wakeup = Wakeup()
+    with Watcher(tmp_path, wakeup):
+        (tmp_path / "latest.tmp").write_bytes(b"000001")
+        assert wakeup.wait(20)
+        settle(wakeup)
+        (tmp_path / "latest.tmp").replace(tmp_path / "latest")
+        assert wakeup.wait(20)
+
+
+def test_reading_does_not_wake(tmp_path: Path) -> None:
+    wakeup = Wakeup()
+    (tmp_path / "latest").write_bytes(b"000001")
+    with Watcher(tmp_path, wakeup):
+        settle(wakeup)
+        assert (tmp_path / "latest").read_bytes() == b"000001"
+        assert [path.name for path in tmp_path.iterdir()] == ["latest"]
+        assert not wakeup.wait(0.5)
+
+
+def test_a_missing_directory_is_logged_once(tmp_path: Path, quiet: io.StringIO) -> None:
+    wakeup = Wakeup()
+    with Watcher(tmp_path / "missing", wakeup):
+        assert not wakeup.wait(0)
+    assert quiet.getvalue().count("cannot be watched") == 1
+
+
+def test_a_directory_that_vanishes_does_no_harm(tmp_path: Path, wait_until: Callable[..., None]) -> None:
+    wakeup = Wakeup()
+    folder = tmp_path / "channel"
+    folder.mkdir()
+    with Watcher(folder, wakeup):
+        folder.rmdir()
+        wakeup.wait(0.2)
+    assert not folder.exists()
