@@ -29,6 +29,8 @@ from weightcast.shared.local.state import LocalState, Phase, Position, pack_list
 Advance = Callable[[int], None]
 PreRead = Callable[[int, Path], None]
 """Called with version and channel directory before the version's files are read."""
+OnPhase = Callable[[str], None]
+"""Called with `fetch` and `stage` when a leg's preparation comes to them."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class FollowOptions:
     threads: int = 1
     visible_seconds: float = 120.0
     pre_read: PreRead | None = None
+    on_phase: OnPhase | None = None
 
 
 class Follower:
@@ -68,6 +71,7 @@ class Follower:
     def release(self) -> None:
         """Forgets what is in memory; the next `load` reads the disk again."""
         if self.local is not None:
+            self.state = self.local.state
             self.local.close()
             self.local = None
 
@@ -75,6 +79,7 @@ class Follower:
         """Opens the local checkpoint and finishes what a kill left behind. WrongRun when it is another run's
         (nothing is changed then)."""
         if self.local is not None:
+            self._check_run(channel, self.local.state)
             return
         self.own()
         self.trouble = ""
@@ -107,6 +112,8 @@ class Follower:
             )
 
     def route(self, channel: Channel, pointer: Pointer, target: int, *, exact: bool) -> Route:
+        if self.local is not None:
+            self.state = self.local.state
         state = self.state if self.local is not None else None
         if channel.foreign and state is not None and pointer.run is not None and pointer.run != state.run_id:
             state = None
@@ -186,6 +193,7 @@ class Follower:
         deltas = [index for index in indexes if isinstance(index, Index | ForeignIndex)]
         check_space(self.paths, sum(f.size for i in deltas if isinstance(i, Index) for f in i.files))
         fetched = []
+        self._enter("fetch")
         for index in deltas:
             directory = route.pointer.prefix / version_name(index.version)
             if self.options.pre_read is not None:
@@ -199,10 +207,15 @@ class Follower:
                     advance=advance,
                 )
             )
+        self._enter("stage")
         try:
             return stage(self.local, fetched, threads=self.options.threads)
         finally:
             self._clear_spool()
+
+    def _enter(self, phase: str) -> None:
+        if self.options.on_phase is not None:
+            self.options.on_phase(phase)
 
     def _clear_spool(self) -> None:
         for path in sorted(self.paths.spool.rglob("*"), reverse=True):
@@ -226,6 +239,14 @@ class Follower:
             position = replace(here, version=index.version, digest=index.digest, epoch=index.epoch)
             patching.relabel(self.local, position)
             self.state = self.local.state
+
+    def undo(self) -> None:
+        """Back over all kept steps. The caller holds the patch lock."""
+        local = self._require()
+        try:
+            patching.undo(local)
+        finally:
+            self.state = local.state
 
     def forget_undo(self) -> None:
         if self.local is not None:

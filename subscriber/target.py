@@ -1,0 +1,70 @@
+"""The target: what a host follows. `latest`, a version, or a tag that stands for a version."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightcast.shared.channel.pointer import Pointer
+from weightcast.shared.errors import USAGE, DamagedFile, Refused, RetryLater
+from weightcast.shared.files.durable import read_file
+from weightcast.shared.files.paths import file_name
+
+LATEST = "latest"
+_TAGS = "tags"
+_TAG_LIMIT = 64
+_NUMBER = re.compile(r"\d{1,15}", re.ASCII)
+_TAGGED = re.compile(rb"\d{6,15}\s*")
+
+
+class BadTarget(Refused):
+    """A usage error: the text of a target is wrong."""
+
+    exit_code = USAGE
+
+
+@dataclass(frozen=True)
+class Target:
+    """`version` is set when the target was given as a number; else `text` is `latest` or a tag's name."""
+
+    text: str = LATEST
+    version: int | None = None
+
+    @property
+    def exact(self) -> bool:
+        """A version is meant, also when it is older than the one that lies here."""
+        return self.text != LATEST
+
+
+def parse_target(text: str) -> Target:
+    """Raises BadTarget."""
+    if _NUMBER.fullmatch(text):
+        return Target(text, int(text))
+    try:
+        if not text.startswith("."):
+            return Target(file_name(text))
+    except DamagedFile:
+        pass
+    raise BadTarget(f"target {text[:80]!r} is none", remedy="give latest, a version's number or a tag")
+
+
+def resolve(target: Target, channel: Path, pointer: Pointer) -> int:
+    """The version that the target stands for now. Raises RetryLater for a tag that does not exist (yet)."""
+    if target.text == LATEST:
+        return pointer.version
+    if target.version is not None:
+        return target.version
+    return read_tag(channel, target.text)
+
+
+def read_tag(channel: Path, name: str) -> int:
+    """The six digits in `tags/<name>`."""
+    path = channel / _TAGS / file_name(name)
+    try:
+        data = read_file(path, _TAG_LIMIT)
+    except FileNotFoundError as error:
+        raise RetryLater(f"{path}: there is no such tag", remedy="set it, or follow latest") from error
+    if not _TAGGED.fullmatch(data):
+        raise DamagedFile(f"{path} does not hold a version of six digits", remedy="set the tag again")
+    return int(data)
