@@ -77,11 +77,9 @@ def register_sides(app: typer.Typer, sides: Sequence[EntryPoint]) -> list[Missin
     missing = []
     for side in sorted(sides, key=lambda side: side.name):
         try:
-            register = side.load()
+            side.load()(app)
         except _BROKEN_INSTALLATION as error:
             missing.append(MissingSide(side.name, str(error)))
-        else:
-            register(app)
     return missing
 
 

@@ -252,6 +252,7 @@ def run_daemon(
         try:
             server.run(sockets=[listener])
         finally:
+            stop.request()
             _forget_port(settings.port_file)
     _judge(work, settings.stop_seconds)
 
@@ -291,6 +292,7 @@ def _config(app: FastAPI) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=CLOSE_SECONDS,
     )

@@ -61,8 +61,9 @@ def _add_probes(app: FastAPI, ready: Callable[[], Readiness]) -> None:
     @app.get("/readyz", tags=["probes"], responses={200: {"model": Readiness}, 503: {"model": Readiness}})
     def readyz() -> Response:
         """200 when the daemon is ready, 503 with reasons when it is not."""
-        if app.state.stopping():
-            return _readiness(Readiness(ready=False, reasons=("stopping",)))
+        reason = "stopping" if app.state.stopping() else app.state.dead()
+        if reason:
+            return _readiness(Readiness(ready=False, reasons=(reason,)))
         return _readiness(ready())
 
 

@@ -13,7 +13,7 @@ import structlog.tracebacks
 
 from weightcast.shared.service.output import printable
 
-_SECRET = re.compile(r"token|secret|password|authorization|api_?key", re.IGNORECASE)
+_SECRET = re.compile(r"token(?!iz)|secret|password|authorization|api_?key", re.IGNORECASE)
 _MASK = "********"
 # Local variables may hold tokens.
 _TRACEBACKS = structlog.processors.ExceptionRenderer(

@@ -48,7 +48,7 @@ def fetch_status(url: str, token: str | None, timeout_seconds: float) -> dict[st
     """The status of the daemon at `url` (host:port or http[s]://…). Raises NotInTime if it does not answer,
     RetryLater if it is too busy, Refused if it wants another token or is no daemon."""
     address = _address(url)
-    headers = _authorization(token)
+    headers = {"Accept-Encoding": "identity"} | _authorization(token)
     try:
         # trust_env off: neither a proxy nor a .netrc comes between two machines of one cluster.
         with (
@@ -86,7 +86,7 @@ def _address(url: str) -> str:
 
 def _capped(response: httpx.Response, address: str) -> bytes:
     body = bytearray()
-    for piece in response.iter_bytes():
+    for piece in response.iter_raw():
         body += piece
         if len(body) > STATUS_LIMIT:
             raise Refused(

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import typer
+from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
 from pydantic import Field
 
 from weightcast.shared.errors import (
@@ -212,6 +214,16 @@ def test_status_of_nobody(capsys: pytest.CaptureFixture[str]) -> None:
         assert run("status", url, "--timeout", "0.2") == 4
     assert run("status", url) == 4
     assert "remedy: " in capsys.readouterr().err
+
+
+def test_an_endless_answer_is_cut(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    def endless(app: FastAPI) -> None:
+        @app.get("/other/v1/status")
+        def stream() -> StreamingResponse:
+            return StreamingResponse(iter(lambda: b"x" * 65536, b""))
+
+    assert run("status", serve(prepare=endless).url + "/other") == 3
+    assert "larger than" in capsys.readouterr().err
 
 
 def test_status_of_something_else(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:

@@ -186,6 +186,7 @@ def test_a_dead_work_thread_is_unhealthy(serve: Serve, wait_until: WaitUntil) ->
     with served.client() as client:
         wait_until(lambda: client.get("/healthz").status_code == 503)
         assert "no way on" in client.get("/healthz").json()["reasons"][0]
+        assert client.get("/readyz").status_code == 503
         assert client.get("/v1/status").status_code == 200
     served.stop.request()
     served.thread.join(20)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -88,7 +87,9 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_a_child_left_behind_holds_nobody_up(hook: Callable[[str], str], tmp_path: Path) -> None:
+def test_a_child_left_behind_holds_nobody_up(
+    hook: Callable[[str], str], tmp_path: Path, wait_until: Callable[..., None]
+) -> None:
     go, done = tmp_path / "go", tmp_path / "done"
     os.mkfifo(go)
     command = hook(
@@ -101,10 +102,7 @@ def test_a_child_left_behind_holds_nobody_up(hook: Callable[[str], str], tmp_pat
     run(command, 60)
     assert time.monotonic() - started < 30
     go.write_text("")
-    deadline = time.monotonic() + 20
-    while not done.exists() and time.monotonic() < deadline:
-        threading.Event().wait(0.01)
-    assert done.exists(), "the child lost its output"
+    wait_until(done.exists)
 
 
 @pytest.mark.parametrize("command", ["", "   ", "'open quote", "/no/such/hook", "/"])

@@ -46,10 +46,16 @@ def test_secrets_are_masked(form: str) -> None:
     stream = io.StringIO()
     setup_logs(form, "info", stream)  # type: ignore[arg-type]
     get_log("x").info(
-        "start", token="abc123", api_key="abc123", Authorization="Bearer abc123", note=SecretStr("abc123")
+        "start",
+        token="abc123",
+        api_key="abc123",
+        Authorization="Bearer abc123",
+        note=SecretStr("abc123"),
+        tokenizer="kept",
     )
     assert "abc123" not in stream.getvalue()
     assert "note" in stream.getvalue()
+    assert "kept" in stream.getvalue()
 
 
 def test_a_traceback_shows_no_local_values() -> None:
