@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from weightcast.shared.errors import DamagedFile, Refused
+from weightcast.shared.files.checkpoint import identities, open_checkpoint
+
+A, B = torch.arange(6, dtype=torch.bfloat16), torch.tensor(2.5)
+INDEX = "model.safetensors.index.json"
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+def single(directory: Path, name: str = "model.safetensors") -> Path:
+    directory.mkdir(exist_ok=True)
+    save_file({"b": B, "a": A}, directory / name)
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+def sharded(directory: Path, weight_map: Mapping[str, str] | None = None) -> Path:
+    directory.mkdir(exist_ok=True)
+    save_file({"z": A}, directory / SHARDS[0])
+    save_file({"b": B, "B": A}, directory / SHARDS[1])
+    written = {"z": SHARDS[0], "b": SHARDS[1], "B": SHARDS[1]} if weight_map is None else weight_map
+    (directory / INDEX).write_text(json.dumps({"metadata": {"total_size": 28}, "weight_map": written}))
+    return directory
+
+
+def test_a_single_file(tmp_path: Path) -> None:
+    single(tmp_path)
+    for name in ("tokenizer.model", "chat_template.jinja", "modeling.py", "README.md"):
+        (tmp_path / name).write_text("x")
+    for name in ("pytorch_model.bin", "consolidated.safetensors", "x.gguf", ".gitattributes"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / ".weightcast").mkdir()
+    (tmp_path / "onnx").mkdir()
+    checkpoint = open_checkpoint(tmp_path, follow_links=False)
+    assert [spec.name for spec in checkpoint.table] == ["a", "b"]
+    assert checkpoint.weight_files == (tmp_path / "model.safetensors",)
+    assert checkpoint.index_file is None
+    others = ["README.md", "chat_template.jinja", "config.json", "modeling.py", "tokenizer.model"]
+    assert [path.name for path in checkpoint.other_files] == others
+
+
+def test_places_are_where_the_bytes_are(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(sharded(tmp_path), follow_links=False)
+    assert [spec.name for spec in checkpoint.table] == ["B", "b", "z"]
+    expected = [
+        A.view(torch.uint8).numpy().tobytes(),
+        B.numpy().tobytes(),
+        A.view(torch.uint8).numpy().tobytes(),
+    ]
+    for place, spec, data in zip(checkpoint.places, checkpoint.table, expected, strict=True):
+        assert place.nbytes == spec.nbytes == len(data)
+        assert place.file.read_bytes()[place.offset : place.offset + place.nbytes] == data
+    assert [path.name for path in checkpoint.weight_files] == list(SHARDS)
+    assert checkpoint.index_file == tmp_path / INDEX
+
+
+def test_the_only_safetensors_file_may_have_any_name(tmp_path: Path) -> None:
+    single(tmp_path, "policy.safetensors")
+    assert open_checkpoint(tmp_path, follow_links=False).weight_files == (tmp_path / "policy.safetensors",)
+
+
+def test_an_index_may_name_a_single_file(tmp_path: Path) -> None:
+    single(tmp_path)
+    names = {"a": "model.safetensors", "b": "model.safetensors"}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": names}))
+    assert len(open_checkpoint(tmp_path, follow_links=False).table) == 2
+
+
+def test_a_hub_cache_snapshot_of_links(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots"
+    sharded(blobs)
+    (blobs / "config.json").write_text("{}")
+    snapshot.mkdir()
+    for number, blob in enumerate(sorted(blobs.iterdir())):
+        stored = blob.rename(blobs / f"{number:040x}")
+        (snapshot / blob.name).symlink_to(f"../blobs/{stored.name}")
+    checkpoint = open_checkpoint(snapshot, follow_links=True)
+    assert [path.name for path in checkpoint.weight_files] == list(SHARDS)
+    assert [path.name for path in checkpoint.other_files] == ["config.json"]
+    assert identities(checkpoint)[0].size == (snapshot / SHARDS[0]).stat().st_size
+    with pytest.raises(DamagedFile, match="symbolic link"):
+        open_checkpoint(snapshot, follow_links=False)
+    (blobs / f"{0:040x}").unlink()
+    with pytest.raises(DamagedFile, match="link to nothing"):
+        open_checkpoint(snapshot, follow_links=True)
+
+
+def test_identities_tell_a_rewritten_checkpoint(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(single(tmp_path), follow_links=False)
+    before = identities(checkpoint)
+    assert identities(checkpoint) == before
+    save_file({"b": B, "a": A}, tmp_path / "new")
+    (tmp_path / "new").rename(tmp_path / "model.safetensors")
+    changed = identities(checkpoint)
+    assert {new.name for old, new in zip(before, changed, strict=True) if old != new} == {"model.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "complaint"),
+    [
+        ({"z": SHARDS[0], "b": SHARDS[1]}, f"{SHARDS[1]} holds 'B'"),
+        ({"z": SHARDS[1], "b": SHARDS[1], "B": SHARDS[1]}, f"{SHARDS[0]} is not named"),
+        ({"z": SHARDS[1], "b": SHARDS[0], "B": SHARDS[1]}, f"{SHARDS[0]} holds 'z'|{SHARDS[1]} holds 'b'"),
+        ({"z": SHARDS[0], "b": SHARDS[1], "B": SHARDS[1], "q": SHARDS[1]}, f"{SHARDS[1]} lacks 'q'"),
+        ({"z": SHARDS[0], "b": SHARDS[1], "B": "model-3.safetensors"}, "model-3.safetensors is missing"),
+        ({"z": "../model.safetensors"}, "not a plain file name"),
+        ({}, "not named"),
+    ],
+)
+def test_index_and_shards_must_agree(tmp_path: Path, weight_map: Mapping[str, str], complaint: str) -> None:
+    with pytest.raises(DamagedFile, match=complaint):
+        open_checkpoint(sharded(tmp_path, weight_map), follow_links=False)
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    save_file({"z": A, "b": B}, tmp_path / SHARDS[0])
+    with pytest.raises(DamagedFile, match=f"{SHARDS[0]} holds 'b'"):
+        open_checkpoint(tmp_path, follow_links=False)
+
+
+def test_a_short_shard_is_named(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    shard = tmp_path / SHARDS[1]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(DamagedFile, match=SHARDS[1]):
+        open_checkpoint(tmp_path, follow_links=False)
+
+
+def test_leftovers_beside_an_index_are_refused(tmp_path: Path) -> None:
+    single(sharded(tmp_path))
+    with pytest.raises(DamagedFile, match=r"model\.safetensors is not named"):
+        open_checkpoint(tmp_path, follow_links=False)
+
+
+def test_directories_that_are_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="no safetensors file"):
+        open_checkpoint(tmp_path, follow_links=False)
+    sharded(tmp_path)
+    (tmp_path / INDEX).unlink()
+    with pytest.raises(Refused, match=f"2 safetensors files and no {INDEX}"):
+        open_checkpoint(tmp_path, follow_links=False)
+    (tmp_path / SHARDS[0]).unlink()
+    with pytest.raises(Refused, match="no checkpoint"):
+        open_checkpoint(tmp_path, follow_links=False)
+    with pytest.raises(FileNotFoundError):
+        open_checkpoint(tmp_path / "absent", follow_links=False)
+
+
+def test_a_delta_is_not_taken_for_a_checkpoint(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    index = json.loads((tmp_path / INDEX).read_text())
+    index["metadata"] = {"version": "000001", "delta_encoding": "xor"}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(Refused, match="is a delta"):
+        open_checkpoint(tmp_path, follow_links=False)
