@@ -259,7 +259,8 @@ def test_a_refusal_after_a_doubtful_reload_does_not_clear_the_doubt(host: Host) 
     double = SGLangDouble()
     refusal = Answer(400, double.reply(False, "Failed to get weights iterator: x."))
     double.script("/update_weights_from_disk", double.half_loaded, refusal, refusal)
-    assert host.align(host.engine("sglang", double)).state == "failed"
+    result = host.align(host.engine("sglang", double))
+    assert (result.state, result.attempts) == ("failed", 3)
     assert double.paused and not double.resumed_broken
 
 

@@ -437,6 +437,15 @@ def test_webhook_that_repeats_another_version_has_failed(stage: Stage, shown: di
         engine.read_back("8")
 
 
+def test_webhook_that_repeats_true_has_not_repeated_version_1(stage: Stage) -> None:
+    double = WebhookDouble()
+    engine = stage.engine("webhook", double, "/hook")
+    double.script("/hook", Answer(200, {"ok": True, "version": True}))
+    assert engine.reload("/x", 1, "1") == Done()
+    with pytest.raises(EngineFailed):
+        engine.read_back("1")
+
+
 @pytest.mark.parametrize(
     ("answer", "outcome"),
     [
