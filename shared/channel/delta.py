@@ -26,6 +26,7 @@ from weightcast.shared.files.safetensors import Entry, Header, pack_header, read
 from weightcast.shared.words import ByteArray, Chunk, ChunkKey, TensorTable, Words
 
 FieldEncoding = Literal["xor", "overwrite"]
+PayloadEncoding = Literal["xor", "overwrite", "xor_sparse"]
 
 _COPY = 8 << 20
 _ENTRY_ROOM = 128
@@ -342,6 +343,12 @@ class BlobReader:
         self._files.close()
 
 
+def payload_encoding(index: Index | ForeignIndex) -> PayloadEncoding:
+    if index.encoding is None or index.encoding == "fast":
+        raise DamagedFile(f"version {index.version}: encoding {index.encoding} has no payloads per tensor")
+    return index.encoding
+
+
 class FieldReader:
     """Encodings `xor`, `overwrite` and (foreign only) `xor_sparse`: payloads are streams, one per tensor."""
 
@@ -356,7 +363,7 @@ class FieldReader:
         self._table = table
         self._files = _ShardFiles(directory)
         self._weight_map = index.weight_map
-        self._encoding = str(index.encoding)
+        self._encoding = payload_encoding(index)
         self._version = index.version
         self._checksum_format = "xxh3-128"
         self._records: dict[ChunkKey, ChunkRecord] | None = None

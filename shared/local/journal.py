@@ -43,7 +43,7 @@ class JournalHeader:
 
 @dataclass(frozen=True)
 class Record:
-    """Changes of one tensor: `index` uint64[k], its words in strictly increasing order; `old`, `new` word[k]."""
+    """Changes of one tensor: `index` uint64[k], words in strictly increasing order; `old`, `new` word[k]."""
 
     tensor: int
     index: NDArray[np.uint64]

@@ -27,6 +27,8 @@ from weightcast.shared.words import Chunk, TensorTable, Words
 
 WordsOf = Callable[[int], Words]
 """tensor number to all of its words"""
+WordsIn = Callable[[int, int, int], Words]
+"""tensor number, start, stop to these words"""
 
 _BASE_LIMIT = 256 << 20
 PATCH_LOCK_SECONDS = 60.0
@@ -187,9 +189,12 @@ class LocalCheckpoint:
         mapped = self._maps[place.file]
         return np.frombuffer(mapped.map, spec.kind.numpy, spec.words, place.offset)
 
+    def words_in(self, tensor: int, start: int, stop: int) -> Words:
+        return self.words(tensor)[start:stop]
+
     def chunk_words(self, chunk: Chunk) -> Words:
         """The chunk's words with zero padding; not to be written. A view where the chunk is one run."""
-        return gather(chunk, self.words)
+        return gather(chunk, self.words_in)
 
     @contextlib.contextmanager
     def patching(self, seconds: float = PATCH_LOCK_SECONDS) -> Iterator[None]:
@@ -215,16 +220,16 @@ class LocalCheckpoint:
             yield
 
 
-def gather(chunk: Chunk, words_of: WordsOf) -> Words:
+def gather(chunk: Chunk, words_in: WordsIn) -> Words:
     """Assembles a chunk from its tensors: uint[chunk.words], zero where padded."""
     first = chunk.spans[0]
     if len(chunk.spans) == 1 and first.words == chunk.words:
-        view = words_of(first.tensor)[first.start : first.stop]
+        view = words_in(first.tensor, first.start, first.stop)
         if view.flags.aligned:
             return view
     words = np.zeros(chunk.words, chunk.kind.numpy)
     for span in chunk.spans:
-        words[span.offset : span.offset + span.words] = words_of(span.tensor)[span.start : span.stop]
+        words[span.offset : span.offset + span.words] = words_in(span.tensor, span.start, span.stop)
     return words
 
 

@@ -1,0 +1,97 @@
+"""Making a channel from its base checkpoint. `channel.json` is the commit point."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from weightcast.shared.channel.base import Base, write_base
+from weightcast.shared.channel.channel_file import ChannelFile, write_channel_file
+from weightcast.shared.channel.layout import Layout, version_of
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import Refused, WrongRun
+from weightcast.shared.files import durable
+from weightcast.shared.files.checkpoint import Checkpoint
+from weightcast.shared.local.follow import open_base
+from weightcast.shared.local.seed import describe
+
+_CONFIG = "config.json"
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def init_channel(
+    channel: Path,
+    base: Path,
+    *,
+    frozen: Sequence[str] = (),
+    aliases: Mapping[str, str] | None = None,
+    run_id: str | None = None,
+    threads: int = 1,
+    advance: Callable[[int], None] | None = None,
+) -> ChannelFile:
+    """Makes `channel` for runs that start from the checkpoint directory `base`; returns what is there when it
+    was made from the same base before.
+
+    Raises Refused for a directory that holds versions of somebody else's, WrongRun for another base.
+    """
+    checkpoint = open_base(base)
+    layout = Layout(channel)
+    channel.mkdir(parents=True, exist_ok=True)
+    if layout.channel_json.exists():
+        return _same(Channel.open(channel), checkpoint, threads, advance)
+    _refuse_foreign(layout)
+    described = describe(checkpoint, run_id or _new_run_id(), threads=threads, advance=advance)
+    ties = {**_tied(base, checkpoint), **(aliases or {})}
+    _check_aliases(ties, described)
+    file = ChannelFile(described.run_id, time.time(), tuple(frozen), ties, 0)
+    durable.replace(layout.base_json, write_base(described))
+    durable.create(layout.channel_json, write_channel_file(file))
+    durable.sync_directory(channel)
+    return file
+
+
+def _new_run_id() -> str:
+    return f"run-{secrets.token_hex(6)}"
+
+
+def _refuse_foreign(layout: Layout) -> None:
+    names = [entry.name for entry in layout.channel.iterdir()]
+    if layout.latest.exists() or any(version_of(name) is not None for name in names):
+        raise Refused(
+            f"{layout.channel} holds versions and no channel.json: another system publishes there",
+            remedy="use a directory of its own",
+        )
+
+
+def _same(
+    channel: Channel, checkpoint: Checkpoint, threads: int, advance: Callable[[int], None] | None
+) -> ChannelFile:
+    file, known = channel.require_ours()
+    described = describe(checkpoint, known.run_id, threads=threads, advance=advance)
+    if (described.root, described.files) != (known.root, known.files):
+        raise WrongRun(
+            f"{channel.directory} was made from another base than {checkpoint.directory}",
+            remedy="give the base that the channel was made from, or make another channel",
+        )
+    return file
+
+
+def _tied(base: Path, checkpoint: Checkpoint) -> dict[str, str]:
+    """What `tie_word_embeddings` says: the head is the embedding."""
+    config = base / _CONFIG
+    if not config.exists() or _EMBEDDING not in checkpoint.table.numbers:
+        return {}
+    try:
+        tied = json.loads(config.read_bytes()).get("tie_word_embeddings") is True
+    except (ValueError, AttributeError) as error:
+        raise Refused(f"{config} is not a JSON object", remedy="give an HF checkpoint directory") from error
+    return {_HEAD: _EMBEDDING} if tied else {}
+
+
+def _check_aliases(aliases: Mapping[str, str], base: Base) -> None:
+    for alias, name in aliases.items():
+        if name not in base.table.numbers or name in aliases:
+            raise Refused(f"alias {alias}={name}: {name} is not a tensor of the base")

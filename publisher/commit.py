@@ -1,0 +1,113 @@
+"""From staged shards to a version that the fleet follows. The index's link is the commit point.
+
+Killed before it: parts without an index, moved away by the owner's next attempt. Killed after it, before the
+pointer: `recover` verifies the version and finishes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from weightcast.shared.channel.claims import Claim
+from weightcast.shared.channel.delta import file_record
+from weightcast.shared.channel.index import INDEX_NAME, Index, write_index
+from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.pointer import write_pointer
+from weightcast.shared.errors import DamagedFile, Forked, RetryLater
+from weightcast.shared.files import durable
+from weightcast.shared.words import TensorTable
+
+PostWrite = Callable[[int, Path, str], None]
+"""Called with version, its directory and the phase `version` (files are there) or `pointer`."""
+
+_HOOK_TRIES = 5
+
+
+def move_shards(layout: Layout, version: int, parts: Path, sources: Mapping[str, str]) -> Path:
+    """Makes the version's directory with exactly the listed shards in it. A leftover without an index is
+    moved away first; a directory with an index is never touched."""
+    directory = layout.version_dir(version)
+    if directory.exists():
+        if (directory / INDEX_NAME).exists():
+            raise Forked(
+                f"{directory} is already committed",
+                remedy="another publisher owns this channel; stop one of them",
+            )
+        discard(layout, directory)
+    directory.mkdir()
+    for name, source in sources.items():
+        (parts / source).rename(directory / name)
+    durable.sync_directory(directory)
+    return directory
+
+
+def discard(layout: Layout, path: Path) -> None:
+    """Moves leftovers out of sight, then deletes them."""
+    layout.trash.mkdir(exist_ok=True)
+    grave = layout.trash / f"{path.name}-{secrets.token_hex(4)}"
+    with contextlib.suppress(FileNotFoundError):
+        path.rename(grave)
+        shutil.rmtree(grave)
+
+
+def commit_index(layout: Layout, index: Index, table: TensorTable, claim: Claim, directory: Path) -> None:
+    """The commit point: an exclusive create that fails when the index exists."""
+    claim.check()
+    try:
+        durable.create(directory / INDEX_NAME, write_index(index, table))
+    except FileExistsError as error:
+        raise Forked(
+            f"{directory} was committed by somebody else", remedy="stop the other publisher of this channel"
+        ) from error
+    durable.sync_directory(layout.channel)
+
+
+def advance_pointer(layout: Layout, version: int, claim: Claim, post_write: PostWrite | None) -> None:
+    """Tells the fleet. Hooks are retried; the version is not written again for them."""
+    directory = layout.version_dir(version)
+    _hook(post_write, version, directory, "version")
+    claim.check()
+    write_pointer(layout.channel, version)
+    _hook(post_write, version, layout.channel, "pointer")
+
+
+def _hook(post_write: PostWrite | None, version: int, directory: Path, phase: str) -> None:
+    if post_write is None:
+        return
+    for left in reversed(range(_HOOK_TRIES)):
+        try:
+            return post_write(version, directory, phase)
+        except RetryLater:
+            if not left:
+                raise
+            time.sleep(0.2 * (_HOOK_TRIES - left))
+
+
+def verify_files(directory: Path, index: Index) -> None:
+    """Every file that the index names is there and what it says."""
+    for record in index.files:
+        path = directory / record.name
+        if not path.is_file() or file_record(path) != record:
+            raise DamagedFile(
+                f"{path} is missing or damaged",
+                remedy="the version is not served; run `weightcast channel verify`",
+            )
+
+
+def drop_parts(layout: Layout) -> None:
+    """Parts of attempts that came to nothing: only the channel's owner may call this."""
+    for entry in layout.channel.iterdir():
+        if entry.name.endswith(".parts") and entry.is_dir() and not entry.is_symlink():
+            discard(layout, entry)
+
+
+def new_parts_dir(layout: Layout, version: int, epoch: int) -> Path:
+    directory = layout.parts_dir(version, epoch, secrets.token_hex(4))
+    directory.parent.mkdir(exist_ok=True)
+    directory.mkdir()
+    return directory

@@ -1,0 +1,164 @@
+"""The diff pass: every old and new byte read once, changed chunks encoded, the new bytes hashed in full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from weightcast.publisher.match import Matched
+from weightcast.publisher.tensors import NewWeights
+from weightcast.shared.channel.delta import ChunkStep, PartFiles, ShardWriter
+from weightcast.shared.codec.changes import Changes, compare
+from weightcast.shared.codec.parallel import ordered
+from weightcast.shared.digest.hash import hash_bytes
+from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.touched import span_sums
+from weightcast.shared.errors import NeedsReseed, Refused
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint, gather
+from weightcast.shared.local.state import lanes_list
+from weightcast.shared.words import Chunk, Part, Span, TensorTable, Words, grid
+
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One part's step. `lanes`: new raw lanes of each changed tensor, from all of its bytes; `changed`:
+    changed elements of each."""
+
+    files: PartFiles
+    lanes: Mapping[int, Lanes]
+    changed: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class _Compared:
+    chunk: Chunk
+    new: Words
+    full: tuple[tuple[int, Lanes], ...]
+    step: ChunkStep | None
+    prepared: bytes
+    changed: tuple[tuple[int, int], ...]
+    """(tensor, changed elements)"""
+
+
+def write_difference(
+    local: LocalCheckpoint,
+    part: Part,
+    weights: NewWeights,
+    matched: Matched,
+    writer: ShardWriter,
+    *,
+    threads: int = 1,
+    advance: Advance | None = None,
+) -> Difference:
+    """Raises Refused when a frozen tensor changed, NeedsReseed when the local checkpoint is not what its
+    state says. The writer is closed on success only."""
+    comparison = _Comparison(local, weights, matched, writer)
+    full: dict[int, Lanes] = {}
+    book = _Book()
+    for one in ordered(comparison.compare, grid(local.table, part), threads):
+        writer.append(one.chunk, one.prepared, one.new, one.step)
+        for tensor, lanes in one.full:
+            full[tensor] = full.get(tensor, Lanes()).plus(lanes)
+        book.add(one)
+        if advance is not None:
+            advance(one.chunk.words * one.chunk.kind.width)
+    _check_frozen(local.table, matched, book)
+    _check_baseline(local, full, book)
+    return Difference(writer.close(), {t: full[t] for t in book.old}, book.changed)
+
+
+@dataclass
+class _Comparison:
+    local: LocalCheckpoint
+    weights: NewWeights
+    matched: Matched
+    writer: ShardWriter
+
+    def compare(self, chunk: Chunk) -> _Compared:
+        old = self.local.chunk_words(chunk)
+        new = gather(chunk, self._new_words)
+        changes = compare(old, new)
+        full = tuple(_hashed(span, new) for span in chunk.spans)
+        if not len(changes):
+            return _Compared(chunk, new, full, None, b"", ())
+        step = ChunkStep(changes, span_sums(chunk, old, changes))
+        prepared = self.writer.prepare(chunk, old, new, changes)
+        return _Compared(chunk, new, full, step, prepared, tuple(self._changed(chunk, changes)))
+
+    def _new_words(self, tensor: int, start: int, stop: int) -> Words:
+        name = self.matched.sources.get(tensor)
+        if name is None:
+            return self.local.words_in(tensor, start, stop)
+        return self.weights.words_in(name, start, stop)
+
+    def _changed(self, chunk: Chunk, changes: Changes) -> Iterator[tuple[int, int]]:
+        edges = np.searchsorted(changes.index, [s.offset for s in chunk.spans] + [chunk.words])
+        for span, low, high in zip(chunk.spans, edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+            if high > low:
+                spec = self.local.table[span.tensor]
+                per_element = max(1, spec.nbytes // spec.elements // spec.kind.width)
+                words = changes.index[low:high]
+                yield span.tensor, high - low if per_element == 1 else len(np.unique(words // per_element))
+
+
+def _hashed(span: Span, new: Words) -> tuple[int, Lanes]:
+    data = new[span.offset : span.offset + span.words].view(np.uint8)
+    return span.tensor, hash_bytes(data, span.start * new.dtype.itemsize // 8)
+
+
+class _Book:
+    """Sums and counts per changed tensor."""
+
+    def __init__(self) -> None:
+        self.old: dict[int, Lanes] = {}
+        self.new: dict[int, Lanes] = {}
+        self.changed: dict[int, int] = {}
+
+    def add(self, one: _Compared) -> None:
+        for sums in one.step.sums if one.step is not None else ():
+            self.old[sums.tensor] = self.old.get(sums.tensor, Lanes()).plus(sums.old)
+            self.new[sums.tensor] = self.new.get(sums.tensor, Lanes()).plus(sums.new)
+        for tensor, count in one.changed:
+            self.changed[tensor] = self.changed.get(tensor, 0) + count
+
+
+def _check_frozen(table: TensorTable, matched: Matched, book: _Book) -> None:
+    moved = sorted(matched.frozen & set(book.changed))
+    if moved:
+        names = ", ".join(table[tensor].name for tensor in moved[:5])
+        raise Refused(f"frozen tensors changed: {names}", remedy="unfreeze them in a new channel")
+
+
+def _check_baseline(local: LocalCheckpoint, full: Mapping[int, Lanes], book: _Book) -> None:
+    """The full hash of the new bytes must be what arithmetic on the recorded lanes gives: else the local
+    checkpoint has drifted from what the channel says."""
+    recorded = lanes_list(local.state.position.lanes)
+    for tensor, found in full.items():
+        expected = recorded[tensor]
+        if tensor in book.old:
+            expected = expected.minus(book.old[tensor]).plus(book.new[tensor])
+        if expected != found:
+            raise NeedsReseed(
+                f"{local.directory}: {local.table[tensor].name} has drifted from version "
+                f"{local.state.position.version}; nothing was published",
+                remedy="the publisher's local checkpoint is seeded again from base and channel",
+            )
+
+
+def check_ties(weights: NewWeights, matched: Matched, table: TensorTable, piece: int = 1 << 22) -> None:
+    """Tied tensors that were given must be equal. Refused names the first that is not."""
+    for name, tensor in matched.ties:
+        spec = table[tensor]
+        source = matched.sources.get(tensor, name)
+        for start in range(0, spec.words, piece):
+            stop = min(start + piece, spec.words)
+            same = np.array_equal(weights.words_in(name, start, stop), weights.words_in(source, start, stop))
+            if not same:
+                raise Refused(
+                    f"{name} is tied to {spec.name} and has other values",
+                    remedy="tie the weights before publishing, or make a channel without this alias",
+                )

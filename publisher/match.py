@@ -1,0 +1,89 @@
+"""Names of the new weights against the run's tensors: rules without IO.
+
+Aliases (tied tensors) may be given or left out; frozen tensors may be left out. Everything else that does
+not fit is listed, all of it, and nothing is published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from weightcast.shared.errors import Refused
+from weightcast.shared.local.seed import listing
+from weightcast.shared.words import TensorTable
+
+
+@dataclass(frozen=True)
+class Matched:
+    """`sources`: tensor number to the given name whose bytes it gets. `absent`: frozen, keeps its bytes.
+    `ties`: given names whose bytes must equal a tensor's. `frozen`: tensors that must not change."""
+
+    sources: Mapping[int, str]
+    absent: tuple[int, ...]
+    ties: tuple[tuple[str, int], ...]
+    frozen: frozenset[int]
+
+
+def match(
+    given: TensorTable,
+    table: TensorTable,
+    *,
+    frozen: Sequence[str],
+    aliases: Mapping[str, str],
+    partial: bool,
+) -> Matched:
+    """`partial`: the given tensors are one rank's share, the rest is somebody else's. Raises Refused."""
+    problems: list[str] = []
+    sources: dict[int, str] = {}
+    absent: list[int] = []
+    still = frozenset(n for n, spec in enumerate(table) if any(fnmatchcase(spec.name, g) for g in frozen))
+    for number, spec in enumerate(table):
+        name = _source(spec.name, given, aliases)
+        if name is not None:
+            sources[number] = name
+            _check_form(problems, given, name, table, number)
+        elif number in still:
+            absent.append(number)
+        elif not partial:
+            problems.append(f"{spec.name} is missing")
+    ties = _ties(problems, given, table, aliases)
+    if problems:
+        raise Refused(
+            f"the weights do not fit the run: {listing(problems)}",
+            remedy="publish the tensors of the run's base; a changed architecture is another channel",
+        )
+    return Matched(sources, tuple(absent), tuple(ties), still)
+
+
+def _source(name: str, given: TensorTable, aliases: Mapping[str, str]) -> str | None:
+    if name in given.numbers:
+        return name
+    tied = aliases.get(name)
+    return tied if tied in given.numbers else None
+
+
+def _check_form(problems: list[str], given: TensorTable, name: str, table: TensorTable, number: int) -> None:
+    found, wanted = given[given.numbers[name]], table[number]
+    if (found.dtype, found.shape) != (wanted.dtype, wanted.shape):
+        problems.append(
+            f"{wanted.name} is {found.dtype} {list(found.shape)}, "
+            f"expected {wanted.dtype} {list(wanted.shape)}"
+        )
+
+
+def _ties(
+    problems: list[str], given: TensorTable, table: TensorTable, aliases: Mapping[str, str]
+) -> list[tuple[str, int]]:
+    ties: list[tuple[str, int]] = []
+    for spec in given:
+        if spec.name in table.numbers:
+            continue
+        number = table.numbers.get(aliases.get(spec.name, ""))
+        if number is None:
+            problems.append(f"{spec.name} is not part of the run")
+        else:
+            _check_form(problems, given, spec.name, table, number)
+            ties.append((spec.name, number))
+    return ties

@@ -1,0 +1,185 @@
+"""Where the ranks of one publication meet: a directory of parts in the channel. No collectives.
+
+Rank 0 opens an attempt; every rank leaves its shard and draft there, or says that it failed; rank 0 commits
+exactly the drafts it has verified. The other ranks learn the outcome from the channel alone.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from weightcast.shared.channel.index import INDEX_LIMIT, Index, parse_index, write_index
+from weightcast.shared.channel.layout import Layout
+from weightcast.shared.errors import NotInTime, Refused
+from weightcast.shared.files import durable
+from weightcast.shared.words import TensorTable
+
+_POLL_SECONDS = 0.05
+_LIMIT = 1 << 20
+_OPEN = "open.json"
+_CLOSED = "closed.json"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One try at a version, as rank 0 opened it. `base_digest` is that of the index it starts from."""
+
+    version: int
+    epoch: int
+    base_digest: str
+    step: int | None
+    world_size: int
+    encoding: str
+    created: float
+
+
+def shard_name(rank: int) -> str:
+    return f"part-{rank:05d}.safetensors"
+
+
+def open_attempt(directory: Path, attempt: Attempt) -> None:
+    durable.replace(directory / _OPEN, json.dumps(asdict(attempt)).encode())
+
+
+def close_attempt(directory: Path, reason: str) -> None:
+    """Tells the other ranks that this attempt is over without a version."""
+    durable.replace(directory / _CLOSED, json.dumps({"reason": reason}).encode())
+
+
+def leave_draft(directory: Path, rank: int, draft: Index, table: TensorTable) -> None:
+    durable.replace(directory / f"part-{rank:05d}.json", write_index(draft, table))
+
+
+def leave_failure(directory: Path, rank: int, reason: str) -> None:
+    durable.replace(directory / f"part-{rank:05d}.failed.json", json.dumps({"reason": reason}).encode())
+
+
+def collect_drafts(directory: Path, attempt: Attempt, table: TensorTable, deadline: float) -> list[Index]:
+    """All other ranks' drafts, in rank order. NotInTime names the ranks that are missing, Refused the one
+    that failed."""
+    drafts: dict[int, Index] = {}
+
+    def complete() -> bool:
+        for rank in range(1, attempt.world_size):
+            _raise_failure(directory, rank)
+            if rank not in drafts:
+                data = _read(directory / f"part-{rank:05d}.json", INDEX_LIMIT)
+                if data is not None:
+                    drafts[rank] = _checked(parse_index(data, table), attempt, rank)
+        return len(drafts) == attempt.world_size - 1
+
+    if not _until(complete, deadline):
+        missing = [str(rank) for rank in range(1, attempt.world_size) if rank not in drafts]
+        raise NotInTime(
+            f"version {attempt.version}: rank{'s' if len(missing) > 1 else ''} {', '.join(missing)} of "
+            f"{attempt.world_size} left no part in time",
+            remedy="are all ranks alive, and do they publish the same step? nothing was published",
+        )
+    return [drafts[rank] for rank in sorted(drafts)]
+
+
+def _checked(draft: Index, attempt: Attempt, rank: int) -> Index:
+    same = (draft.version, draft.parent, draft.step, draft.encoding) == (
+        attempt.version,
+        attempt.base_digest,
+        attempt.step,
+        attempt.encoding,
+    )
+    if not same or any(file.name != shard_name(rank) for file in draft.files):
+        raise Refused(
+            f"rank {rank} left a part of version {draft.version}, step {draft.step}; "
+            f"rank 0 publishes version {attempt.version}, step {attempt.step}",
+            remedy="all ranks publish the same step with the same encoding",
+        )
+    return draft
+
+
+def _raise_failure(directory: Path, rank: int) -> None:
+    data = _read(directory / f"part-{rank:05d}.failed.json", _LIMIT)
+    if data is not None:
+        raise Refused(f"rank {rank} failed: {json.loads(data)['reason']}", remedy="nothing was published")
+
+
+def find_attempt(
+    layout: Layout, step: int | None, world_size: int, above: int, deadline: float
+) -> tuple[Path, Attempt]:
+    """The newest open attempt at a version above `above` for this step."""
+    found: list[tuple[Path, Attempt]] = []
+
+    def look() -> bool:
+        found[:] = sorted(
+            (one for one in _open_attempts(layout) if one[1].version > above and one[1].step == step),
+            key=lambda one: (one[1].epoch, one[1].created),
+        )
+        return bool(found)
+
+    if not _until(look, deadline):
+        raise NotInTime(
+            f"rank 0 opened no version above {above} for step {step} in time",
+            remedy="is rank 0 alive, and does it publish the same step?",
+        )
+    directory, attempt = found[-1]
+    if attempt.world_size != world_size:
+        raise Refused(
+            f"rank 0 publishes with {attempt.world_size} ranks, this rank with {world_size}",
+            remedy="give all ranks the same world_size",
+        )
+    return directory, attempt
+
+
+def _open_attempts(layout: Layout) -> list[tuple[Path, Attempt]]:
+    attempts = []
+    for room in sorted(layout.channel.glob("weight_v*.parts")):
+        for directory in room.iterdir():
+            data = _read(directory / _OPEN, _LIMIT)
+            if data is not None and not (directory / _CLOSED).exists():
+                attempts.append((directory, Attempt(**json.loads(data))))
+    return attempts
+
+
+def wait_for_commit(
+    layout: Layout, directory: Path, attempt: Attempt, committed: Callable[[], Index | None], deadline: float
+) -> Index:
+    """Success is the version's index seen, with this attempt's step, and the pointer at it."""
+    seen: list[Index] = []
+
+    def done() -> bool:
+        index = committed()
+        if index is not None:
+            seen[:] = [index]
+            return True
+        data = _read(directory / _CLOSED, _LIMIT)
+        if data is not None:
+            raise Refused(f"rank 0 gave up: {json.loads(data)['reason']}", remedy="nothing was published")
+        return False
+
+    if not _until(done, deadline):
+        raise NotInTime(
+            f"version {attempt.version} was not committed in time",
+            remedy="look at rank 0; this rank catches up by itself at the next publish",
+        )
+    if (seen[0].parent, seen[0].step) != (attempt.base_digest, attempt.step):
+        raise Refused(
+            f"version {attempt.version} was committed by another attempt (step {seen[0].step})",
+            remedy="publish again",
+        )
+    return seen[0]
+
+
+def _until(done: Callable[[], bool], deadline: float) -> bool:
+    while not done():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
+def _read(path: Path, limit: int) -> bytes | None:
+    try:
+        return durable.read_file(path, limit)
+    except (FileNotFoundError, NotADirectoryError):
+        return None

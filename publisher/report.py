@@ -1,0 +1,41 @@
+"""What a publication did, typed: for callers, `--json` and status."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class PublishReport:
+    """One committed version. Counts are of elements, sizes of bytes, `seconds` by phase."""
+
+    run_id: str
+    version: int
+    base_version: int
+    kind: str
+    """delta or anchor"""
+    step: int | None
+    root: str
+    encoding: str | None
+    elements: int
+    changed_elements: int
+    full_bytes: int
+    changed_bytes: int
+    """bytes of the changed elements"""
+    delta_bytes: int
+    """all files of the version, index included"""
+    tensors_changed: int
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def density_elements(self) -> float:
+        return self.changed_elements / self.elements if self.elements else 0.0
+
+    @property
+    def density_bytes(self) -> float:
+        return self.changed_bytes / self.full_bytes if self.full_bytes else 0.0
+
+    @property
+    def bits_per_change(self) -> float:
+        return 8 * self.delta_bytes / self.changed_elements if self.changed_elements else 0.0

@@ -1,0 +1,173 @@
+"""New weights as words: from a checkpoint directory or from tensors in process.
+
+torch is not imported unless a torch tensor is given.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from weightcast.shared.errors import Refused
+from weightcast.shared.files.checkpoint import Checkpoint, identities, open_checkpoint
+from weightcast.shared.local.seed import MappedCheckpoint
+from weightcast.shared.words import TensorSpec, TensorTable, Words, kind_of
+
+
+class NewWeights(Protocol):
+    """What is to be published, by the names that its owner gives."""
+
+    table: TensorTable
+
+    def words_in(self, name: str, start: int, stop: int) -> Words:
+        """Words [start, stop) of a tensor, on the host; not to be written."""
+
+    def finish(self) -> None:
+        """Raises Refused when the weights changed while they were read."""
+
+    def close(self) -> None: ...
+
+
+class CheckpointWeights:
+    """A complete checkpoint directory; file identities are compared before and after reading."""
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            self._checkpoint: Checkpoint = open_checkpoint(directory, follow_links=True)
+            self._before = identities(self._checkpoint)
+        except FileNotFoundError as error:
+            raise Refused(
+                f"{error.filename or directory} is not there", remedy="give a checkpoint directory"
+            ) from error
+        self.checkpoint = self._checkpoint
+        self.table = self._checkpoint.table
+        self._mapped = MappedCheckpoint(self._checkpoint).__enter__()
+
+    def words_in(self, name: str, start: int, stop: int) -> Words:
+        return self._mapped.words(self.table.numbers[name])[start:stop]
+
+    def finish(self) -> None:
+        try:
+            same = identities(self._checkpoint) == self._before
+        except FileNotFoundError:
+            same = False
+        if not same:
+            raise Refused(
+                f"{self._checkpoint.directory} changed while it was read; nothing was published",
+                remedy="rename complete checkpoints in, or publish them after they are written",
+            )
+
+    def close(self) -> None:
+        self._mapped.close()
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A tensor of the caller's: a numpy array or a torch tensor on any device."""
+
+    spec: TensorSpec
+    tensor: Any
+
+
+_NUMPY_NAMES: Mapping[str, str] = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+}
+
+
+def _spec(name: str, tensor: Any) -> TensorSpec:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in _NUMPY_NAMES:
+        raise Refused(f"{name}: dtype {tensor.dtype} has no place in a safetensors file", remedy="cast it")
+    shape = tuple(int(size) for size in tensor.shape)
+    itemsize = int(tensor.dtype.itemsize)
+    return TensorSpec(name, _NUMPY_NAMES[dtype], shape, int(np.prod(shape, dtype=np.int64)) * itemsize)
+
+
+class GivenWeights:
+    """Tensors in process. They must not change until `publish` returns.
+
+    The same name twice is taken once when the bytes are equal, else Refused.
+    """
+
+    def __init__(self, named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any]) -> None:
+        pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+        given: dict[str, _Given] = {}
+        for name, tensor in pairs:
+            one = _Given(_spec(name, tensor), tensor)
+            if name in given and not _equal(given[name], one):
+                raise Refused(
+                    f"{name} was given twice with different values",
+                    remedy="give each tensor once, or tie them",
+                )
+            given.setdefault(name, one)
+        self._given = given
+        self.table = TensorTable.of([one.spec for one in given.values()])
+        self._flat = functools.lru_cache(maxsize=2)(self._flat_uncached)
+
+    def words_in(self, name: str, start: int, stop: int) -> Words:
+        return _host_words(self._flat(name), self._given[name].spec, start, stop)
+
+    def _flat_uncached(self, name: str) -> Any:
+        return _flat(self._given[name].tensor)
+
+    def finish(self) -> None:
+        pass  # the caller holds the tensors still
+
+    def close(self) -> None:
+        self._flat.cache_clear()
+
+
+def _flat(tensor: Any) -> Any:
+    """One-dimensional; no copy when the tensor is contiguous."""
+    if isinstance(tensor, np.ndarray):
+        return np.ascontiguousarray(tensor).reshape(-1)
+    return tensor.detach().contiguous().reshape(-1)
+
+
+def _host_words(flat: Any, spec: TensorSpec, start: int, stop: int) -> Words:
+    """Only [start, stop) crosses from a device. Word indices are byte indices for 8-byte dtypes."""
+    kind = kind_of(spec.dtype)
+    per_element = max(1, spec.nbytes // max(1, spec.elements)) // kind.width
+    low, high = start // per_element, -(-stop // per_element)
+    piece = flat[low:high]
+    if not isinstance(piece, np.ndarray):
+        piece = _as_bytes(piece)
+    words: Words = np.ascontiguousarray(piece).view(kind.numpy)
+    return words[start - low * per_element : stop - low * per_element]
+
+
+def _as_bytes(piece: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    import torch
+
+    as_bytes = piece.view(torch.uint8).cpu().numpy()
+    return np.asarray(as_bytes, dtype=np.uint8)
+
+
+def _equal(one: _Given, other: _Given) -> bool:
+    if (one.spec.dtype, one.spec.shape) != (other.spec.dtype, other.spec.shape):
+        return False
+    if one.tensor is other.tensor:
+        return True
+    words = [_host_words(_flat(given.tensor), given.spec, 0, given.spec.words) for given in (one, other)]
+    return bool(np.array_equal(words[0], words[1]))
