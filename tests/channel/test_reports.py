@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from weightcast.shared.channel.reports import (
+    REPORT_LIMIT,
+    Report,
+    pack_report,
+    parse_report,
+    read_reports,
+    write_report,
+)
+from weightcast.shared.errors import DamagedFile, UnknownFormat
+
+REPORT = Report(
+    host="node-1",
+    local="/local/a",
+    run_id="run",
+    state="serving",
+    local_version=7,
+    served_version=None,
+    target="latest",
+    lag=0,
+    last_error="",
+    engines=({"name": "sglang", "served": 7, "paused": None},),
+    counter=3,
+    software="weightcast 0.1.0",
+)
+
+
+def test_reports_come_back(tmp_path: Path) -> None:
+    without_version = replace(REPORT, local="/local/b", lag=None, local_version=None)
+    others = [without_version, replace(REPORT, host="node-0", engines=())]
+    for report in (REPORT, *others, replace(REPORT, counter=4)):
+        write_report(tmp_path, report)
+    found = read_reports(tmp_path)
+    assert found[0].host == "node-0"
+    assert sorted(report.counter for report in found) == [3, 3, 4]
+    assert replace(REPORT, counter=4) in found
+
+
+def test_a_channel_without_reports(tmp_path: Path) -> None:
+    assert read_reports(tmp_path) == []
+
+
+def test_errors_of_any_text_are_reported(tmp_path: Path) -> None:
+    write_report(tmp_path, replace(REPORT, last_error="line\nline\x1b[31m" + "x" * 10_000))
+    (found,) = read_reports(tmp_path)
+    assert found.last_error.startswith("line line [31mxx") and len(found.last_error) == 4096
+
+
+def test_bad_reports_do_not_hide_good_ones(tmp_path: Path) -> None:
+    write_report(tmp_path, REPORT)
+    hosts = tmp_path / "hosts"
+    (hosts / "a-damaged.json").write_bytes(b"{")
+    (hosts / "b-later.json").write_bytes(pack_report(REPORT).replace(b'"format":1', b'"format":2'))
+    (hosts / "c-large.json").write_bytes(pack_report(REPORT).ljust(REPORT_LIMIT + 1))
+    (hosts / "d-link.json").symlink_to(next(hosts.glob("node-1-*.json")))
+    (hosts / "e-directory.json").mkdir()
+    (hosts / "notes.txt").write_text("x")
+    assert read_reports(tmp_path) == [REPORT]
+
+
+def test_the_number_of_reports_is_capped(tmp_path: Path) -> None:
+    for number in range(5):
+        write_report(tmp_path, replace(REPORT, host=f"node-{number}"))
+    assert [report.host for report in read_reports(tmp_path, limit=2)] == ["node-0", "node-1"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"host": 1},
+        {"host": "a\nb"},
+        {"local_version": -1},
+        {"served_version": "7"},
+        {"engines": {}},
+        {"engines": [1]},
+        {"engines": [{}] * 65},
+        {"counter": None},
+        {"lag": 1.5},
+        {"last_error": "x" * 4097},
+    ],
+)
+def test_damaged_reports(change: dict[str, object]) -> None:
+    data = json.dumps(json.loads(pack_report(REPORT)) | change).encode()
+    with pytest.raises(DamagedFile, match=r"node\.json"):
+        parse_report(data, "node.json")
+    with pytest.raises(UnknownFormat):
+        parse_report(pack_report(REPORT).replace(b'"format":1', b'"format":2'), "node.json")
