@@ -38,7 +38,7 @@ def match(
     problems: list[str] = []
     sources: dict[int, str] = {}
     absent: list[int] = []
-    still = frozenset(n for n, spec in enumerate(table) if any(fnmatchcase(spec.name, g) for g in frozen))
+    still = frozen_tensors(table, frozen)
     for number, spec in enumerate(table):
         name = _source(spec.name, given, aliases)
         if name is not None:
@@ -55,6 +55,11 @@ def match(
             remedy="publish the tensors of the run's base; a changed architecture is another channel",
         )
     return Matched(sources, tuple(absent), tuple(ties), still)
+
+
+def frozen_tensors(table: TensorTable, globs: Sequence[str]) -> frozenset[int]:
+    """Numbers of the tensors that one of the globs names."""
+    return frozenset(n for n, spec in enumerate(table) if any(fnmatchcase(spec.name, g) for g in globs))
 
 
 def _source(name: str, given: TensorTable, aliases: Mapping[str, str]) -> str | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from weightcast.publisher.draft import Frame
 from weightcast.shared.channel.index import INDEX_LIMIT, Index, parse_index, write_index
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.errors import NotInTime, Refused
@@ -35,6 +36,18 @@ class Attempt:
     world_size: int
     encoding: str
     created: float
+
+    @classmethod
+    def of(cls, frame: Frame, world_size: int) -> Attempt:
+        return cls(
+            version=frame.version,
+            epoch=frame.epoch,
+            base_digest=frame.base.digest,
+            step=frame.step,
+            world_size=world_size,
+            encoding=frame.encoding,
+            created=frame.created,
+        )
 
 
 def shard_name(rank: int) -> str:
@@ -142,7 +155,7 @@ def _open_attempts(layout: Layout) -> list[tuple[Path, Attempt]]:
 
 
 def wait_for_commit(
-    layout: Layout, directory: Path, attempt: Attempt, committed: Callable[[], Index | None], deadline: float
+    directory: Path, attempt: Attempt, committed: Callable[[], Index | None], deadline: float
 ) -> Index:
     """Success is the version's index seen, with this attempt's step, and the pointer at it."""
     seen: list[Index] = []

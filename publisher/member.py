@@ -1,0 +1,128 @@
+"""Ranks other than 0: their part into rank 0's attempt, then the outcome from the channel."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from weightcast.publisher import rendezvous
+from weightcast.publisher.draft import Frame
+from weightcast.publisher.report import PublishReport
+from weightcast.publisher.work import PartWriter, PublishOptions, Rank, Work, matched_to_run, report_of
+from weightcast.shared.channel.index import Index
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import NotInTime, RetryLater, WeightcastError
+from weightcast.shared.local.follow import Follower
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint
+from weightcast.shared.words import TensorTable
+
+_POLL_SECONDS = 0.05
+
+
+class Member:
+    def __init__(self, follower: Follower, rank: Rank, options: PublishOptions) -> None:
+        self._follower, self._rank, self._options = follower, rank, options
+
+    def publish(self, work: Work) -> PublishReport:
+        deadline = time.monotonic() + self._options.deadline_seconds
+        channel = Channel.open(self._follower.channel_dir)
+        with work.phase("ranks"):
+            directory, attempt = rendezvous.find_attempt(
+                channel.layout, work.step, self._rank.world_size, _pointed(channel), deadline
+            )
+        try:
+            local, shared = self._local(channel, attempt, work, deadline)
+            self._leave_part(channel, local, attempt, directory, work)
+        except WeightcastError as error:
+            rendezvous.leave_failure(directory, self._rank.number, str(error)[:500])
+            self._follower.release()
+            raise
+        table = local.table
+        if shared:
+            # rank 0 patches the files that are mapped here
+            self._follower.release()
+        with work.phase("commit"):
+            index = rendezvous.wait_for_commit(
+                directory, attempt, lambda: _seen(channel, attempt.version, table), deadline
+            )
+        if not shared:
+            with work.phase("patch"):
+                self._follower.catch_up(channel)
+        return report_of(index, table, work, channel.layout.version_dir(index.version))
+
+    def _local(
+        self, channel: Channel, attempt: rendezvous.Attempt, work: Work, deadline: float
+    ) -> tuple[LocalCheckpoint, bool]:
+        """This rank's own local checkpoint, or (True) rank 0's on the same machine, at the attempt's base."""
+        with work.phase("recover"):
+            try:
+                self._follower.own()
+            except RetryLater:
+                return self._shared_local(attempt, deadline), True
+            self._follower.catch_up(channel)
+            return _at_base(self._follower.local, attempt), False
+
+    def _shared_local(self, attempt: rendezvous.Attempt, deadline: float) -> LocalCheckpoint:
+        directory = self._follower.paths.directory
+        while time.monotonic() < deadline:
+            local = LocalCheckpoint.open(directory)
+            if local is not None and local.state.position.digest == attempt.base_digest:
+                self._follower.local = local
+                return local
+            if local is not None:
+                local.close()
+            time.sleep(_POLL_SECONDS)
+        raise NotInTime(
+            f"{directory} did not reach version {attempt.version - 1} in time",
+            remedy="look at the process that owns it",
+        )
+
+    def _leave_part(
+        self,
+        channel: Channel,
+        local: LocalCheckpoint,
+        attempt: rendezvous.Attempt,
+        directory: Path,
+        work: Work,
+    ) -> None:
+        frame = Frame(
+            run_id=local.state.run_id,
+            version=attempt.version,
+            base=local.state.position,
+            epoch=attempt.epoch,
+            encoding=self._options.encoding,
+            step=attempt.step,
+            created=attempt.created,
+        )
+        weights = work.read()
+        try:
+            with work.phase("diff"):
+                matched = matched_to_run(channel, weights, self._rank)
+                writer = PartWriter(local, frame, directory, self._rank, self._options.threads)
+                own = writer.write(weights, matched, work.advance)
+        finally:
+            weights.close()
+        rendezvous.leave_draft(directory, self._rank.number, own, local.table)
+
+
+def _at_base(local: LocalCheckpoint | None, attempt: rendezvous.Attempt) -> LocalCheckpoint:
+    if local is None or local.state.position.digest != attempt.base_digest:
+        raise RetryLater(
+            f"this rank's local checkpoint is not at version {attempt.version - 1} of the channel",
+            remedy="is its mount stale? publish again",
+        )
+    return local
+
+
+def _pointed(channel: Channel) -> int:
+    pointer = channel.pointer()
+    return 0 if pointer is None else pointer.version
+
+
+def _seen(channel: Channel, version: int, table: TensorTable) -> Index | None:
+    """The version's index once the pointer has reached it."""
+    pointer = channel.pointer()
+    if pointer is None or pointer.version < version:
+        return None
+    index = channel.index(pointer, version, table)
+    return index if isinstance(index, Index) else None

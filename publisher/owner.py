@@ -1,0 +1,285 @@
+"""Rank 0: owns the channel, makes and commits versions, finishes what a kill left behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from weightcast.publisher import rendezvous
+from weightcast.publisher.anchors import anchor_index, write_anchor_beside, write_weights
+from weightcast.publisher.commit import (
+    advance_pointer,
+    commit_index,
+    discard,
+    drop_parts,
+    move_shards,
+    new_parts_dir,
+    verify_files,
+)
+from weightcast.publisher.draft import Assembled, Frame, assemble
+from weightcast.publisher.match import Matched, frozen_tensors
+from weightcast.publisher.report import PublishReport
+from weightcast.publisher.tensors import NewWeights
+from weightcast.publisher.work import (
+    Advance,
+    PartWriter,
+    PublishOptions,
+    Rank,
+    Work,
+    matched_to_run,
+    report_of,
+)
+from weightcast.shared.channel.claims import Claim
+from weightcast.shared.channel.index import INDEX_NAME, Index, parse_index, write_index
+from weightcast.shared.channel.layout import version_of
+from weightcast.shared.channel.pointer import Pointer
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import DamagedFile, NeedsReseed, Refused
+from weightcast.shared.local.follow import Follower, open_base
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint
+from weightcast.shared.local.stage import Fetched, Staged, stage
+from weightcast.shared.local.state import Phase
+from weightcast.shared.words import TensorTable, Words
+
+
+class Owner:
+    def __init__(self, follower: Follower, claim: Claim, rank: Rank, options: PublishOptions) -> None:
+        self._follower, self._claim, self._rank, self._options = follower, claim, rank, options
+
+    def recover(self, advance: Advance | None = None) -> None:
+        """Finishes a version that was committed and never pointed to; brings the local checkpoint to the
+        pointer; clears away parts that came to nothing."""
+        channel = self._channel()
+        self._finish_committed(channel)
+        drop_parts(channel.layout)
+        try:
+            self._follower.catch_up(channel, advance)
+        except Refused as error:
+            # the next publication begins a new chain with an anchor
+            self._follower.release()
+            self._follower.trouble = error.message
+
+    def _channel(self) -> Channel:
+        return Channel.open(self._follower.channel_dir)
+
+    def _finish_committed(self, channel: Channel) -> None:
+        _, base = channel.require_ours()
+        at = _pointed(channel)
+        for version in sorted(v for v in committed(channel) if v > at):
+            index = channel.index(Pointer(version, None, channel.directory), version, base.table)
+            if isinstance(index, Index) and _follows(channel, at, index):
+                verify_files(channel.layout.version_dir(version), index)
+                advance_pointer(channel.layout, version, self._claim, self._options.post_write)
+                at = version
+
+    def publish(self, work: Work) -> PublishReport:
+        try:
+            return self._publish(work)
+        except NeedsReseed as error:
+            self._distrust_local(error)
+            return self._publish(work)
+        except BaseException:
+            self._follower.release()
+            raise
+
+    def _distrust_local(self, error: NeedsReseed) -> None:
+        """The local checkpoint is not what it claims: it is brought anew before the one retry."""
+        local = self._follower.local
+        if local is not None and local.state.phase is Phase.CLEAN:
+            local.save(local.state.but(phase=Phase.DIRTY))
+        self._follower.release()
+        self._follower.trouble = error.message
+
+    def _publish(self, work: Work) -> PublishReport:
+        self._claim.check()
+        with work.phase("recover"):
+            self.recover(work.advance)
+        channel = self._channel()
+        with work.phase("read"):
+            weights = work.read()
+        try:
+            matched = matched_to_run(channel, weights, self._rank)
+            local = self._follower.local
+            if local is None or not _next_is_free(channel, local):
+                return self._publish_anchor(channel, weights, matched, work)
+            return self._publish_delta(channel, local, weights, matched, work)
+        finally:
+            weights.close()
+
+    def _publish_delta(
+        self, channel: Channel, local: LocalCheckpoint, weights: NewWeights, matched: Matched, work: Work
+    ) -> PublishReport:
+        frame = self._frame(local, work.step)
+        assembled, parts = self._gather_parts(channel, local, frame, weights, matched, work)
+        directory = move_shards(channel.layout, frame.version, parts, assembled.sources)
+        with work.phase("stage"):
+            index, staged = self._prove(channel, local, assembled, directory)
+        with work.phase("commit"):
+            commit_index(channel.layout, index, local.table, self._claim, directory)
+            advance_pointer(channel.layout, index.version, self._claim, self._options.post_write)
+        with work.phase("patch"):
+            self._patch(local, staged)
+        drop_parts(channel.layout)
+        if self._options.anchor_every > 0 and index.version % self._options.anchor_every == 0:
+            with work.phase("anchor"):
+                write_anchor_beside(channel.layout, local, self._claim)
+        return report_of(index, local.table, work, directory)
+
+    def _frame(self, local: LocalCheckpoint, step: int | None) -> Frame:
+        position = local.state.position
+        return Frame(
+            run_id=local.state.run_id,
+            version=position.version + 1,
+            base=position,
+            epoch=self._claim.epoch,
+            encoding=self._options.encoding,
+            step=step,
+            created=time.time(),
+        )
+
+    def _gather_parts(
+        self,
+        channel: Channel,
+        local: LocalCheckpoint,
+        frame: Frame,
+        weights: NewWeights,
+        matched: Matched,
+        work: Work,
+    ) -> tuple[Assembled, Path]:
+        """Writes this rank's part and waits for the others'. A failure closes the attempt for all ranks."""
+        parts = new_parts_dir(channel.layout, frame.version, frame.epoch)
+        attempt = rendezvous.Attempt.of(frame, self._rank.world_size)
+        rendezvous.open_attempt(parts, attempt)
+        try:
+            with work.phase("diff"):
+                writer = PartWriter(local, frame, parts, self._rank, self._options.threads)
+                own = writer.write(weights, matched, work.advance)
+            with work.phase("ranks"):
+                deadline = time.monotonic() + self._options.deadline_seconds
+                others = rendezvous.collect_drafts(parts, attempt, local.table, deadline)
+            file, _ = channel.require_ours()
+            still = frozen_tensors(local.table, file.frozen)
+            return assemble(local.table, frame.base, [own, *others], still), parts
+        except BaseException as error:
+            rendezvous.close_attempt(parts, str(error)[:500])
+            raise
+
+    def _prove(
+        self, channel: Channel, local: LocalCheckpoint, assembled: Assembled, directory: Path
+    ) -> tuple[Index, Staged]:
+        """Stages the written files as a host would: no host sees a version that did not pass."""
+        index = parse_index(write_index(assembled.index, local.table), local.table)
+        try:
+            verify_files(directory, index)
+            return index, stage(local, [Fetched(index, directory)], threads=self._options.threads)
+        except BaseException:
+            discard(channel.layout, directory)
+            raise
+
+    def _patch(self, local: LocalCheckpoint, staged: Staged) -> None:
+        with local.patching():
+            self._follower.patch(staged)
+        self._follower.forget_undo()
+
+    def write_anchor(self) -> bool:
+        """Full weights of the current version beside it. False when they exist."""
+        self.recover()
+        channel, local = self._channel(), self._follower.local
+        if local is None or _pointed(channel) == 0:
+            raise Refused("there is no version to anchor", remedy="publish one first")
+        return write_anchor_beside(channel.layout, local, self._claim)
+
+    def _publish_anchor(
+        self, channel: Channel, weights: NewWeights, matched: Matched, work: Work
+    ) -> PublishReport:
+        """Where no delta can be made (local checkpoint ahead of the channel, or lost): full weights under the
+        next free number begin a new chain."""
+        if not self._rank.alone or matched.absent:
+            why = self._follower.trouble or "the local checkpoint is ahead of the channel"
+            raise Refused(
+                f"no delta can be made ({why}) and an anchor needs all tensors in one process",
+                remedy="publish once with world_size 1, or restore the publisher's local checkpoint",
+            )
+        _, base = channel.require_ours()
+        version = self._free_number(channel)
+        directory = channel.layout.version_dir(version)
+        if directory.exists():
+            discard(channel.layout, directory)
+        directory.mkdir()
+        try:
+            with work.phase("diff"):
+                words_in = _by_number(weights, matched)
+                others = self._other_files()
+                written = write_weights(directory, base.table, words_in, others, advance=work.advance)
+                weights.finish()
+            index = anchor_index(base.run_id, version, self._claim.epoch, work.step, base.table, written)
+        except BaseException:
+            discard(channel.layout, directory)
+            raise
+        with work.phase("commit"):
+            commit_index(channel.layout, index, base.table, self._claim, directory)
+            advance_pointer(channel.layout, version, self._claim, self._options.post_write)
+        with work.phase("patch"):
+            self.recover(work.advance)
+        return report_of(index, base.table, work, directory)
+
+    def _free_number(self, channel: Channel) -> int:
+        state = self._follower.state
+        taken = {_pointed(channel), *committed(channel)}
+        return max(taken | ({state.position.version} if state is not None else set())) + 1
+
+    def _other_files(self) -> Sequence[Path]:
+        if self._follower.local is not None:
+            return self._follower.local.checkpoint.other_files
+        if self._follower.base_dir is not None:
+            return open_base(self._follower.base_dir).other_files
+        raise Refused(
+            "the local checkpoint is lost and no base is known",
+            remedy="give --base for config and tokenizer",
+        )
+
+
+def _by_number(weights: NewWeights, matched: Matched) -> Callable[[int, int, int], Words]:
+    return lambda tensor, start, stop: weights.words_in(matched.sources[tensor], start, stop)
+
+
+def _pointed(channel: Channel) -> int:
+    pointer = channel.pointer()
+    return 0 if pointer is None else pointer.version
+
+
+def _next_is_free(channel: Channel, local: LocalCheckpoint) -> bool:
+    """False when the local checkpoint is not at the pointer, or the next number is taken by a version that no
+    pointer may ever lead to."""
+    at = _pointed(channel)
+    return local.state.position.version == at and at + 1 not in committed(channel)
+
+
+def committed(channel: Channel) -> set[int]:
+    """Versions with an index, whatever the pointer says. Only the owner may look there."""
+    found = set()
+    for entry in channel.directory.iterdir():
+        version = version_of(entry.name)
+        if version is not None and (entry / INDEX_NAME).exists():
+            found.add(version)
+    return found
+
+
+def _follows(channel: Channel, at: int, index: Index) -> bool:
+    if index.kind == "anchor":
+        return True
+    _, base = channel.require_ours()
+    return index.base_version == at and index.parent == _digest_at(channel, at, base.table)
+
+
+def _digest_at(channel: Channel, version: int, table: TensorTable) -> str:
+    if version == 0:
+        return channel.require_ours()[1].digest
+    index = channel.index(Pointer(version, None, channel.directory), version, table)
+    if index is None:
+        raise DamagedFile(
+            f"{channel.layout.index(version)} is missing although the pointer names it",
+            remedy="restore it; run `weightcast channel verify`",
+        )
+    return index.digest

@@ -1,0 +1,145 @@
+"""One publication as it passes through the steps: what is read, which rank, with which options."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from weightcast.publisher import rendezvous
+from weightcast.publisher.commit import PostWrite
+from weightcast.publisher.diff import check_ties, write_difference
+from weightcast.publisher.draft import Frame, draft
+from weightcast.publisher.match import Matched, match
+from weightcast.publisher.report import PublishReport
+from weightcast.publisher.tensors import NewWeights
+from weightcast.shared.channel.delta import open_shard_writer
+from weightcast.shared.channel.index import INDEX_NAME, Encoding, Index
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint
+from weightcast.shared.words import Part, Segment, TensorTable, grid, whole_part
+
+Advance = Callable[[int], None]
+Watching = Callable[[str], None]
+"""Called with the name of each phase as it begins."""
+
+
+@dataclass(frozen=True)
+class PublishOptions:
+    """`threads`: low by default beside a trainer. `deadline_seconds`: for ranks to meet. `anchor_every`: an
+    anchor beside every Nth version, 0: none."""
+
+    encoding: Encoding = "fast"
+    threads: int = 1
+    deadline_seconds: float = 600.0
+    anchor_every: int = 0
+    post_write: PostWrite | None = None
+
+
+@dataclass(frozen=True)
+class Rank:
+    number: int
+    world_size: int
+
+    @property
+    def alone(self) -> bool:
+        return self.world_size == 1
+
+
+@dataclass
+class Work:
+    """`read` opens the new weights; `seconds` collects the time of each phase."""
+
+    read: Callable[[], NewWeights]
+    step: int | None
+    advance: Advance | None = None
+    watching: Watching | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        if self.watching is not None:
+            self.watching(name)
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
+
+
+def matched_to_run(channel: Channel, weights: NewWeights, rank: Rank) -> Matched:
+    """Names, dtypes, shapes and ties against the run. Raises Refused that lists everything that is wrong."""
+    file, base = channel.require_ours()
+    matched = match(
+        weights.table,
+        base.table,
+        frozen=file.frozen,
+        aliases=file.aliases,
+        partial=not rank.alone,
+    )
+    check_ties(weights, matched, base.table)
+    return matched
+
+
+@dataclass(frozen=True)
+class PartWriter:
+    """Writes one rank's part of a version into the attempt's directory."""
+
+    local: LocalCheckpoint
+    frame: Frame
+    directory: Path
+    rank: Rank
+    threads: int
+
+    def write(self, weights: NewWeights, matched: Matched, advance: Advance | None) -> Index:
+        """The diff pass; the part's draft. Nothing is left behind when it raises."""
+        table = self.local.table
+        part = whole_part(table) if self.rank.alone else _part_of(table, matched)
+        path = self.directory / rendezvous.shard_name(self.rank.number)
+        chunks = sum(1 for _ in grid(table, part))
+        writer = open_shard_writer(self.frame.encoding, path, table, chunks)
+        try:
+            with self.local.standing_still():
+                difference = write_difference(
+                    self.local, part, weights, matched, writer, threads=self.threads, advance=advance
+                )
+            weights.finish()
+        except BaseException:
+            writer.abandon()
+            raise
+        return draft(self.frame, table, part, difference)
+
+
+def _part_of(table: TensorTable, matched: Matched) -> Part:
+    return Part(0, tuple(Segment(tensor, 0, table[tensor].words) for tensor in sorted(matched.sources)))
+
+
+def report_of(index: Index, table: TensorTable, work: Work, directory: Path) -> PublishReport:
+    """`directory`: the version's, for the size of its index."""
+    return PublishReport(
+        run_id=index.run_id,
+        version=index.version,
+        base_version=index.base_version,
+        kind=index.kind,
+        step=index.step,
+        root=index.root,
+        encoding=index.encoding,
+        elements=table.elements,
+        changed_elements=index.totals.changed,
+        full_bytes=table.nbytes,
+        changed_bytes=_changed_bytes(index, table),
+        delta_bytes=index.totals.delta_bytes + (directory / INDEX_NAME).stat().st_size,
+        tensors_changed=len(index.tensors),
+        seconds=dict(work.seconds),
+    )
+
+
+def _changed_bytes(index: Index, table: TensorTable) -> int:
+    total = 0
+    for name, record in index.tensors.items():
+        spec = table[table.numbers[name]]
+        if spec.elements:
+            total += record.changed * (spec.nbytes // spec.elements)
+    return total
