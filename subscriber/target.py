@@ -37,6 +37,9 @@ class Target:
         return self.text != LATEST
 
 
+FOLLOW_LATEST = Target()
+
+
 def parse_target(text: str) -> Target:
     """Raises BadTarget."""
     if _NUMBER.fullmatch(text):

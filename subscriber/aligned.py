@@ -1,0 +1,93 @@
+"""Rules over what a host knows of its engines: who must be reloaded, when to go back. No IO."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from weightcast.shared.local.state import Blocked, EngineState, Mark
+from weightcast.subscriber.engines.base import EngineFacts
+from weightcast.subscriber.engines.roster import EngineResult, needs_reload
+
+ROLL_BACK_AFTER = 3
+"""reloads in a row that leave no engine on the version"""
+MOST_BLOCKED = 63
+REASON_LIMIT = 2000
+DOUBTFUL = (Mark.PAUSING, Mark.SUSPECT)
+Records = Mapping[str, EngineState]
+
+
+def label_of(version: int) -> str:
+    """What engines call a version."""
+    return str(version)
+
+
+@dataclass(frozen=True)
+class Sight:
+    """`facts`: what an engine says now. `steady`: this process reloaded it and has reached it at every look
+    since; only then a process that tells no identity counts as the same."""
+
+    facts: EngineFacts
+    steady: bool
+
+
+def is_aligned(record: EngineState | None, sight: Sight, version: int) -> bool:
+    """Whether the engine holds the local checkpoint's bytes because of a reload of ours, in this process."""
+    if record is None or record.mark is not Mark.SERVED or record.version != version:
+        return False
+    facts = sight.facts
+    if not facts.reachable or needs_reload(facts, record.process, _label(record, version)):
+        return False
+    return sight.steady or None not in (facts.process, record.process)
+
+
+def _label(record: EngineState, version: int) -> str | None:
+    return label_of(version) if record.confirmed_by == "label" else None
+
+
+def unaligned(records: Records) -> dict[str, EngineState]:
+    """The records without what engines served: the bytes of the local checkpoint become others. Who may be
+    paused, or is in doubt, stays so."""
+    return {name: record for name, record in records.items() if record.mark in DOUBTFUL}
+
+
+def in_doubt(records: Records) -> frozenset[str]:
+    return frozenset(name for name, record in records.items() if record.mark in DOUBTFUL)
+
+
+def after(record: EngineState | None, result: EngineResult, now: EngineState | None) -> EngineState | None:
+    """The record of an engine after its alignment. `record`: from before it, `now`: with the notes made
+    during it."""
+    if result.state == "served":
+        return EngineState(Mark.SERVED, result.version, result.confirmed_by or "", result.process, "")
+    if result.state == "refused":
+        return record
+    if now is None:
+        return None
+    return EngineState(now.mark, now.version, now.confirmed_by, now.process, result.reason)
+
+
+def is_confirmed(records: Records, names: Iterable[str], version: int) -> bool:
+    """Whether one of the engines `names` took the version."""
+    found = (records.get(name) for name in names)
+    return any(r is not None and r.mark is Mark.SERVED and r.version == version for r in found)
+
+
+def rolls_back(results: Sequence[EngineResult], failures: int) -> bool:
+    """Whether a version that no engine confirmed is at fault rather than an engine. `failures`: reloads in a
+    row, with this one, that left no engine on it."""
+    asked = [result for result in results if result.attempts > 0]
+    refused = bool(asked) and all(result.state == "refused" for result in asked)
+    return refused or (bool(asked) and failures >= ROLL_BACK_AFTER)
+
+
+def needs_undo(results: Sequence[EngineResult]) -> bool:
+    """Whether the way back from a version that no engine confirmed must be kept: one may still refuse it."""
+    return any(result.state == "refused" or result.attempts > 0 for result in results)
+
+
+def block(blocked: Sequence[Blocked], version: int, digest: str, reason: str) -> tuple[Blocked, ...]:
+    """The list with one more refusal of the version, newest last."""
+    before = next((one.attempts for one in blocked if one.digest == digest), 0)
+    others = [one for one in blocked if one.digest != digest]
+    return (*others[-MOST_BLOCKED:], Blocked(version, digest, reason[:REASON_LIMIT], before + 1))

@@ -1,0 +1,154 @@
+"""From what a step knows to the status that HTTP threads show: one frozen snapshot, swapped whole."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from importlib.metadata import version as version_of_package
+from typing import Literal
+
+from weightcast.shared.errors import WeightcastError
+from weightcast.shared.local.state import EngineState, LocalState, Mark, Phase
+from weightcast.shared.service.snapshot import Snapshot
+from weightcast.subscriber.engines.base import Engine
+from weightcast.subscriber.reload import Engines
+from weightcast.subscriber.status import (
+    KEPT_UPDATES,
+    BlockedStatus,
+    EngineStatus,
+    HostStatus,
+    LastError,
+    UpdateStatus,
+    served,
+    weakest,
+)
+from weightcast.subscriber.sync import Sync, SyncOptions
+
+SOFTWARE = f"weightcast {version_of_package('weightcast')}"
+ShownMark = Literal["served", "pausing", "suspect", "unknown"]
+
+
+class Board:
+    """`show` is what `Sync` calls; `status` is read by any thread."""
+
+    def __init__(self, options: SyncOptions) -> None:
+        self.status = Snapshot(
+            HostStatus(
+                software=SOFTWARE,
+                host=socket.gethostname(),
+                channel=str(options.channel.absolute()),
+                local=str(options.local.absolute()),
+                target=options.target.text,
+            )
+        )
+        self._updates: deque[UpdateStatus] = deque(maxlen=KEPT_UPDATES)
+        self._taken = 0
+        self._error: tuple[WeightcastError, float] | None = None
+
+    def show(self, sync: Sync) -> None:
+        self._take_moves(sync)
+        view, state = sync.view, sync.view.local
+        engines = engines_status(sync.engines, state)
+        local_version = _readable_version(state)
+        confirmed = served(engines, local_version)
+        target = view.target_version
+        self.status.set(
+            self.status.get().model_copy(
+                update={
+                    "state": view.state,
+                    "progress_bytes": view.progress_bytes,
+                    "bytes_read": view.bytes_read,
+                    "local_version": local_version,
+                    "target_version": target,
+                    "served_version": confirmed,
+                    "confirmed_by": weakest(engine.confirmed_by for engine in engines),
+                    "lag_versions": None if None in (target, confirmed) else target - confirmed,  # type: ignore[operator]
+                    "updates": tuple(self._updates),
+                    "engines": engines,
+                    "degraded": view.degraded,
+                    "last_error": self._last_error(sync),
+                    "ready": not view.not_ready,
+                    "not_ready_reasons": view.not_ready,
+                    **_of_state(state),
+                }
+            )
+        )
+
+    def _take_moves(self, sync: Sync) -> None:
+        """`moves` starts anew with every step."""
+        moves = sync.view.moves
+        if len(moves) < self._taken:
+            self._taken = 0
+        self._updates.extend(moves[self._taken :])
+        self._taken = len(moves)
+
+    def _last_error(self, sync: Sync) -> LastError | None:
+        """Stays while the next step is under way, until one ends well."""
+        error = sync.view.error
+        if error is not None and (self._error is None or self._error[0] is not error):
+            self._error = (error, sync.now())
+        if error is None and sync.view.state == "idle":
+            self._error = None
+        if self._error is None:
+            return None
+        error, at = self._error
+        return LastError(error=type(error).__name__, message=error.message, remedy=error.remedy, at=at)
+
+
+def _readable_version(state: LocalState | None) -> int | None:
+    """None while the bytes are no version: there is none, or they are being written."""
+    if state is None or state.phase in (Phase.SEEDING, Phase.DIRTY):
+        return None
+    return state.position.version
+
+
+def _of_state(state: LocalState | None) -> dict[str, object]:
+    if state is None:
+        return {}
+    return {
+        "run_id": state.run_id,
+        "local_root": state.position.root,
+        "last_full_hash": state.last_full_hash,
+        "assurance": "changed-tensors" if state.foreign else "full",
+        "blocked": tuple(
+            BlockedStatus(version=b.version, digest=b.digest, reason=b.reason, attempts=b.attempts)
+            for b in state.blocked
+        ),
+    }
+
+
+def engines_status(engines: Engines, state: LocalState | None) -> tuple[EngineStatus, ...]:
+    aligned = frozenset[str]() if state is None else engines.aligned(state)
+    records = {} if state is None else state.engines
+    return tuple(
+        _engine_status(engine, engines, records.get(engine.spec.name), engine.spec.name in aligned)
+        for engine in engines.engines
+    )
+
+
+def _engine_status(
+    engine: Engine, engines: Engines, record: EngineState | None, aligned: bool
+) -> EngineStatus:
+    spec = engine.spec
+    facts = engines.facts(spec.name)
+    return EngineStatus(
+        name=spec.name,
+        kind=spec.kind,
+        url=spec.url,
+        mark=_mark(record),
+        version=None if record is None else record.version,
+        confirmed_by="" if record is None else record.confirmed_by,
+        process=facts.process if record is None else record.process,
+        aligned=aligned,
+        reachable=facts.reachable,
+        reason="" if aligned else engines.reason(spec.name),
+    )
+
+
+def _mark(record: EngineState | None) -> ShownMark:
+    marks: dict[Mark, ShownMark] = {
+        Mark.SERVED: "served",
+        Mark.PAUSING: "pausing",
+        Mark.SUSPECT: "suspect",
+    }
+    return "unknown" if record is None else marks[record.mark]

@@ -1,0 +1,157 @@
+"""The subscriber as a daemon: status over HTTP in the main thread, `sync_once` in the work thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from fastapi import FastAPI
+
+from weightcast.shared.local.follow import PreRead
+from weightcast.shared.service.daemon import Stop, Wakeup, run_daemon
+from weightcast.shared.service.hooks import run_hook
+from weightcast.shared.service.http import make_app
+from weightcast.shared.service.logs import get_log, setup_logs
+from weightcast.shared.service.metrics import new_registry, watch_loop
+from weightcast.shared.service.settings import usable_cores
+from weightcast.shared.service.snapshot import LoopStatus, Readiness, Snapshot
+from weightcast.shared.service.watch import Watcher
+from weightcast.subscriber.board import Board
+from weightcast.subscriber.engines.align import Pace
+from weightcast.subscriber.engines.base import Timeouts, parse_engines
+from weightcast.subscriber.engines.kinds import open_engine
+from weightcast.subscriber.figures import Figures
+from weightcast.subscriber.reload import Engines
+from weightcast.subscriber.report import Reporter
+from weightcast.subscriber.settings import SubscriberSettings
+from weightcast.subscriber.status import HostStatus, readiness
+from weightcast.subscriber.sync import Outcome, Sync, SyncOptions
+from weightcast.subscriber.target import parse_target
+
+ATTEMPTS = 2
+PROBE_SECONDS = 2.0
+
+log = get_log("sync")
+
+
+def options_of(settings: SubscriberSettings) -> SyncOptions:
+    """Raises BadTarget."""
+    return SyncOptions(
+        channel=settings.channel,
+        local=settings.local.absolute(),
+        base=settings.base,
+        target=parse_target(settings.target),
+        threads=usable_cores() if settings.threads is None else settings.threads,
+        visible_seconds=settings.visible_deadline,
+        pre_read=None if settings.pre_read is None else _hook(settings.pre_read, settings.hook_seconds),
+    )
+
+
+def _hook(command: str, seconds: float) -> PreRead:
+    def run(version: int, directory: Path) -> None:
+        run_hook(command, version=version, directory=directory, phase="pre_read", deadline_seconds=seconds)
+
+    return run
+
+
+def open_engines(settings: SubscriberSettings) -> Engines:
+    """Connects to nothing yet. Raises BadEngineOption."""
+    specs = parse_engines(settings.engine, settings.local)
+    limits = Timeouts(probe=PROBE_SECONDS, connect=PROBE_SECONDS, reload=settings.engine_deadline)
+    pace = Pace(attempts=ATTEMPTS, total=settings.engine_deadline)
+    return Engines([open_engine(spec, timeouts=limits) for spec in specs], pace=pace)
+
+
+class Subscriber:
+    """The parts of the daemon, wired."""
+
+    def __init__(self, settings: SubscriberSettings) -> None:
+        self.settings = settings
+        self.options = options_of(settings)
+        self.wakeup, self.stop = Wakeup(), Stop()
+        self.loop = Snapshot(LoopStatus())
+        self.board = Board(self.options)
+        self.registry = new_registry()
+        watch_loop(self.registry, self.loop)
+        self.figures = Figures(self.registry)
+        self.reporter = Reporter(settings.channel) if settings.report else None
+        self.sync = Sync(
+            self.options, open_engines(settings), show=self._show, stop_requested=lambda: self.stop.requested
+        )
+
+    def _show(self, sync: Sync) -> None:
+        self.board.show(sync)
+        self.figures.show(self.board.status.get())
+
+    def step(self, stop: Stop) -> None:
+        try:
+            outcome = self.sync.sync_once()
+        finally:
+            self._report()
+        _log(outcome)
+        if outcome.moved:
+            # another version may have come meanwhile
+            self.wakeup.set()
+
+    def _report(self) -> None:
+        if self.reporter is not None:
+            self.reporter.report(self.board.status.get())
+
+    def on_stop(self) -> None:
+        self.sync.close()
+        self._report()
+
+    def status(self) -> HostStatus:
+        status = self.board.status.get()
+        hashed = status.last_full_hash
+        return status.model_copy(
+            update={
+                "loop": self.loop.get(),
+                "last_full_hash_age_seconds": None if hashed is None else max(0.0, time.time() - hashed),
+                "report_error": "" if self.reporter is None else self.reporter.error,
+            }
+        )
+
+    def ready(self) -> Readiness:
+        return readiness(self.board.status.get())
+
+    def app(self) -> FastAPI:
+        token = None if self.settings.token is None else self.settings.token.get_secret_value()
+        return make_app(
+            "weightcast subscriber",
+            self.status,
+            self.ready,
+            self.registry,
+            token,
+            self.wakeup.set,
+            HostStatus,
+        )
+
+    def run(self) -> None:
+        """Until SIGTERM, SIGINT or `stop`. Raises what `run_daemon` raises."""
+        with ExitStack() as stack:
+            if self.settings.channel.is_dir():
+                stack.enter_context(Watcher(self.settings.channel, self.wakeup))
+            run_daemon(
+                self.app(),
+                self.step,
+                self.wakeup,
+                self.settings,
+                on_stop=self.on_stop,
+                loop=self.loop,
+                stop=self.stop,
+            )
+
+
+def _log(outcome: Outcome) -> None:
+    if outcome.moved:
+        log.info("version", version=outcome.version, target=outcome.target, not_ready=list(outcome.waiting))
+
+
+def run_subscriber(
+    settings: SubscriberSettings, make: Callable[[SubscriberSettings], Subscriber] = Subscriber
+) -> None:
+    setup_logs(settings.log_format, settings.log_level)
+    make(settings).run()

@@ -1,0 +1,273 @@
+"""Engines of a host: looked at, reloaded in parallel, and noted in the local checkpoint's durable state.
+
+Every method is called by the work thread. Threads of its own live only as long as a call.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from weightcast.shared.errors import EngineFailed, NeedsReseed
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint
+from weightcast.shared.local.state import EngineState, LocalState, Mark, Phase
+from weightcast.subscriber.aligned import Sight, after, in_doubt, is_aligned, label_of
+from weightcast.subscriber.engines import align as alignment
+from weightcast.subscriber.engines.align import NotPatched, Pace
+from weightcast.subscriber.engines.base import Engine, EngineFacts
+from weightcast.subscriber.engines.roster import EngineResult
+
+_RETRY_FIRST, _RETRY_MOST = 1.0, 60.0
+T = TypeVar("T")
+UNSEEN = EngineFacts(reachable=False)
+
+
+@dataclass
+class _Known:
+    """What this process remembers of an engine; a restart forgets it."""
+
+    facts: EngineFacts = UNSEEN
+    steady: bool = False
+    reason: str = ""
+    failures: int = 0
+    next_try: float = 0.0
+
+
+class Engines:
+    def __init__(
+        self,
+        engines: Sequence[Engine] = (),
+        *,
+        pace: Pace | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.engines = tuple(engines)
+        self._pace = Pace() if pace is None else pace
+        self._clock = clock
+        self._known = {engine.spec.name: _Known() for engine in self.engines}
+
+    @property
+    def mapping(self) -> tuple[Engine, ...]:
+        """Those that map the files: they are never patched under."""
+        return tuple(engine for engine in self.engines if not engine.copies_weights)
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close()
+
+    def facts(self, name: str) -> EngineFacts:
+        return self._known[name].facts
+
+    def reason(self, name: str) -> str:
+        return self._known[name].reason
+
+    def look(self) -> None:
+        """Asks every engine what it is."""
+        for engine, facts in zip(self.engines, self._each(self.engines, lambda e: e.probe()), strict=True):
+            known = self._known[engine.spec.name]
+            known.facts = facts
+            known.steady = known.steady and facts.reachable
+            if not facts.reachable:
+                known.reason = f"{engine.spec.url} does not answer"
+            elif known.failures == 0:
+                known.reason = ""
+
+    def aligned(self, state: LocalState) -> frozenset[str]:
+        """Names of the engines that hold the local checkpoint's bytes, as of the last look."""
+        return frozenset(
+            name
+            for name, known in self._known.items()
+            if is_aligned(state.engines.get(name), Sight(known.facts, known.steady), state.position.version)
+        )
+
+    def due(self, state: LocalState) -> tuple[Engine, ...]:
+        """Engines to reload now: reachable, not aligned, and not tried in vain a moment ago."""
+        aligned = self.aligned(state)
+        return tuple(engine for engine in self._ready() if engine.spec.name not in aligned)
+
+    def _ready(self) -> tuple[Engine, ...]:
+        now = self._clock()
+        known = self._known
+        return tuple(
+            engine
+            for engine in self.engines
+            if known[engine.spec.name].facts.reachable and known[engine.spec.name].next_try <= now
+        )
+
+    def retry_at_once(self) -> None:
+        """A new version: whoever failed with the old one is asked again without delay."""
+        for known in self._known.values():
+            known.next_try = 0.0
+
+    def resume_noted(self, state: LocalState) -> None:
+        """Lets engines go on that a killed run left paused with the weights they name. Their note stays: they
+        are reloaded as soon as the local checkpoint is open."""
+        label = label_of(state.position.version) if state.phase is Phase.CLEAN else None
+        for engine in self.engines:
+            record = state.engines.get(engine.spec.name)
+            if record is not None and record.mark is Mark.PAUSING:
+                alignment.recover(engine, True, label=label)
+
+    def pause_mapping(self, note: Callable[[str], None]) -> None:
+        """Pauses all engines that map the files. `note(name)` is durable before its engine is paused."""
+        for engine in self.mapping:
+            if not engine.probe().absent:
+                note(engine.spec.name)
+                engine.pause()
+
+    def relabel(self, local: LocalCheckpoint, before: int) -> None:
+        """Tells engines that serve version `before` that its bytes have a new number."""
+        version = local.state.position.version
+        records = dict(local.state.engines)
+        for engine in self.engines:
+            record = records.get(engine.spec.name)
+            if record is None or record.mark is not Mark.SERVED or record.version != before:
+                continue
+            try:
+                confirmed = engine.relabel(label_of(version))
+            except EngineFailed:
+                del records[engine.spec.name]
+            else:
+                records[engine.spec.name] = EngineState(
+                    Mark.SERVED, version, confirmed, record.process, record.reason
+                )
+        local.save(local.state.but(engines=records))
+
+    def reload(
+        self,
+        local: LocalCheckpoint,
+        version: int,
+        *,
+        patch: Callable[[], None] | None = None,
+        only: Sequence[Engine] | None = None,
+        report: Callable[[], None] = lambda: None,
+    ) -> tuple[EngineResult, ...]:
+        """Patches the files (None: they are right) and brings engines to `version`. The patch lock is held.
+
+        Engines that map the files are paused together and patched under. `only`: these engines, else all that
+        are ready. `report` is called after every engine. Raises EngineFailed when an engine that maps the
+        files cannot be paused (nothing is patched then), and what `patch` raises.
+        """
+        ledger = _Ledger(local, report)
+        chosen = list(self._ready() if only is None else only)
+        results: list[EngineResult] = []
+        if patch is not None:
+            together = [engine for engine in self.mapping if not self._known[engine.spec.name].facts.absent]
+            results += self._patch_under(together, version, patch, ledger)
+            chosen = [engine for engine in chosen if engine.copies_weights]
+        results += self._each(chosen, lambda engine: self._align(engine, version, ledger))
+        self._learn(results)
+        return tuple(results)
+
+    def _patch_under(
+        self, engines: Sequence[Engine], version: int, patch: Callable[[], None], ledger: _Ledger
+    ) -> list[EngineResult]:
+        if not engines:
+            patch()
+            return []
+        done = alignment.align_all(
+            engines,
+            version,
+            label_of(version),
+            patch=_telling(patch, ledger.local),
+            marks=ledger.note,
+            suspects=ledger.suspects,
+            pace=self._pace,
+        )
+        for result in done.results:
+            ledger.record(result)
+        if not done.patched:
+            self._learn(done.results)
+            reasons = "; ".join(result.reason for result in done.results if result.reason)
+            raise EngineFailed(
+                f"version {version} is not patched in: {reasons}",
+                remedy="engines that map the files must be paused first; see the engine's log",
+            )
+        return list(done.results)
+
+    def _align(self, engine: Engine, version: int, ledger: _Ledger) -> EngineResult:
+        name = engine.spec.name
+        result = alignment.align(
+            engine,
+            engine.spec.path,
+            version,
+            label_of(version),
+            marks=lambda mark: ledger.note(name, mark),
+            suspect=name in ledger.suspects,
+            pace=self._pace,
+        )
+        ledger.record(result)
+        return result
+
+    def _each(self, engines: Sequence[Engine], work: Callable[[Engine], T]) -> list[T]:
+        if len(engines) <= 1:
+            return [work(engine) for engine in engines]
+        with ThreadPoolExecutor(len(engines), thread_name_prefix="engine") as pool:
+            return list(pool.map(work, engines))
+
+    def _learn(self, results: Sequence[EngineResult]) -> None:
+        for result in results:
+            known = self._known[result.name]
+            served = result.state == "served"
+            known.steady = served
+            known.reason = result.reason
+            known.failures = 0 if served else known.failures + 1
+            delay = min(_RETRY_FIRST * 2.0 ** min(known.failures - 1, 30), _RETRY_MOST)
+            known.next_try = 0.0 if served else self._clock() + delay
+
+
+def _telling(patch: Callable[[], None], local: LocalCheckpoint) -> Callable[[], None]:
+    """`patch`, with an error that says so when no word was written: then the engines may go on."""
+
+    def told() -> None:
+        try:
+            patch()
+        except (NeedsReseed, OSError) as error:
+            if local.state.phase is Phase.CLEAN:
+                raise NotPatched(str(error)) from error
+            raise
+
+    return told
+
+
+class _Ledger:
+    """Notes and results of one reload, each durable when its call returns; engines come in threads of their
+    own."""
+
+    def __init__(self, local: LocalCheckpoint, report: Callable[[], None]) -> None:
+        self.local = local
+        self.suspects = in_doubt(local.state.engines)
+        self._before: Mapping[str, EngineState] = dict(local.state.engines)
+        self._report = report
+        self._lock = threading.Lock()
+
+    def note(self, name: str, mark: alignment.Mark) -> None:
+        # What an engine came to is recorded with its result; killed before, the older note is the safer one.
+        if mark not in ("pausing", "suspect"):
+            return
+        with self._lock:
+            known = self.local.state.engines.get(name)
+            self._save(name, _noted(known, Mark(mark)))
+
+    def record(self, result: EngineResult) -> None:
+        with self._lock:
+            name = result.name
+            self._save(name, after(self._before.get(name), result, self.local.state.engines.get(name)))
+            self._report()
+
+    def _save(self, name: str, record: EngineState | None) -> None:
+        records = {known: each for known, each in self.local.state.engines.items() if known != name}
+        if record is not None:
+            records[name] = record
+        if records != dict(self.local.state.engines):
+            self.local.save(self.local.state.but(engines=records))
+
+
+def _noted(known: EngineState | None, mark: Mark) -> EngineState:
+    if known is None:
+        return EngineState(mark)
+    return EngineState(mark, known.version, known.confirmed_by, known.process, known.reason)

@@ -1,0 +1,141 @@
+"""What a host says of itself: `GET /v1/status`, `weightcast sync --json`, and the report in the channel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from weightcast.shared.errors import WeightcastError
+from weightcast.shared.service.snapshot import Frozen, LoopStatus, Readiness
+
+KEPT_UPDATES = 32
+PHASES = ("plan", "fetch", "stage", "lock", "patch", "pause", "reload", "read_back", "resume", "total")
+
+State = Literal[
+    "starting", "waiting", "loading", "planning", "seeding", "fetching", "staging", "patching", "reloading",
+    "idle", "stopped",
+]  # fmt: skip
+MoveKind = Literal["seed", "patch", "relabel", "reload", "undo"]
+Assurance = Literal["full", "changed-tensors"]
+"""What was proven of the local bytes: all of them against the run's root, or (foreign channels state no more)
+the tensors that a version changed."""
+
+
+class LastError(Frozen):
+    error: str
+    """name of the class"""
+    message: str
+    remedy: str
+    at: float
+    """unix time"""
+
+
+class EngineStatus(Frozen):
+    name: str
+    kind: str
+    url: str
+    mark: Literal["served", "pausing", "suspect", "unknown"]
+    version: int | None
+    """the last one that it confirmed"""
+    confirmed_by: str
+    """digest, label or status-only"""
+    process: str | None
+    aligned: bool
+    """it holds the local version's bytes, by a reload of ours in its present process"""
+    reachable: bool
+    reason: str
+    """why it is not aligned"""
+
+
+class UpdateStatus(Frozen):
+    """One move of the local checkpoint, or one reload of engines."""
+
+    kind: MoveKind
+    from_version: int | None
+    version: int
+    folded: int
+    """versions taken in one step"""
+    bytes: int
+    """read from the channel or the base"""
+    changes: int
+    """words changed"""
+    seconds: Mapping[str, float]
+    """by phase: see PHASES; of several engines the slowest"""
+    pause_seconds: float | None
+    """longest time that an engine was paused"""
+    at: float
+    """unix time of its end"""
+
+
+class BlockedStatus(Frozen):
+    version: int
+    digest: str
+    reason: str
+    attempts: int
+
+
+class HostStatus(Frozen):
+    software: str
+    host: str
+    channel: str
+    local: str
+    target: str
+    """latest, a version or a tag, as configured"""
+    run_id: str | None = None
+    state: State = "starting"
+    progress_bytes: int = 0
+    """done in this state"""
+    local_version: int | None = None
+    local_root: str | None = None
+    target_version: int | None = None
+    served_version: int | None = None
+    """lowest version that an engine confirmed; without engines the local version"""
+    confirmed_by: str = ""
+    """the weakest of what the engines' confirmations rest on"""
+    lag_versions: int | None = None
+    """target version less served version"""
+    updates: tuple[UpdateStatus, ...] = ()
+    """newest last"""
+    bytes_read: int = 0
+    """from the channel, since the start"""
+    engines: tuple[EngineStatus, ...] = ()
+    last_full_hash: float | None = None
+    """unix time at which every byte was last read and agreed with the root"""
+    last_full_hash_age_seconds: float | None = None
+    assurance: Assurance = "full"
+    degraded: tuple[str, ...] = ()
+    """why the host is not where it should be, although it may be ready"""
+    blocked: tuple[BlockedStatus, ...] = ()
+    last_error: LastError | None = None
+    report_error: str = ""
+    """why the report could not be written to the channel"""
+    ready: bool = False
+    not_ready_reasons: tuple[str, ...] = ("starting",)
+    loop: LoopStatus = LoopStatus()
+
+
+_WEAKEST_FIRST = ("status-only", "label", "digest")
+
+
+def weakest(confirmations: Iterable[str]) -> str:
+    found = set(confirmations)
+    return next((one for one in _WEAKEST_FIRST if one in found), "")
+
+
+def served(engines: Iterable[EngineStatus], local_version: int | None) -> int | None:
+    """Lowest version confirmed; None as soon as one engine confirmed nothing, or may no longer serve it."""
+    known = tuple(engines)
+    if not known:
+        return local_version
+    versions = [engine.version for engine in known if engine.mark == "served"]
+    if len(versions) < len(known):
+        return None
+    return min((version for version in versions if version is not None), default=None)
+
+
+def readiness(status: HostStatus) -> Readiness:
+    return Readiness(ready=status.ready, reasons=status.not_ready_reasons)
+
+
+def last_error(error: WeightcastError, at: float) -> LastError:
+    return LastError(error=type(error).__name__, message=error.message, remedy=error.remedy, at=at)

@@ -1,0 +1,399 @@
+"""One step of a host: local checkpoint and engines towards the target. The loop is elsewhere.
+
+Order of a version: fetch and stage while engines serve and no lock is held; then, under the patch lock,
+patch, reload, record. After any error the next step starts from what lies on disk.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from weightcast.shared.channel.pointer import Pointer
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import Refused, RetryLater, WeightcastError
+from weightcast.shared.local.follow import Follower, FollowOptions, PreRead
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint
+from weightcast.shared.local.plan import Patch, Refuse, Relabel, Seed, Stay
+from weightcast.shared.local.route import Route
+from weightcast.shared.local.stage import Staged
+from weightcast.shared.local.state import EngineState, LocalState, Mark, Phase, read_state, write_state
+from weightcast.subscriber.aligned import block, is_confirmed, needs_undo, rolls_back, unaligned
+from weightcast.subscriber.engines.roster import EngineResult
+from weightcast.subscriber.reload import Engines
+from weightcast.subscriber.status import MoveKind, State, UpdateStatus
+from weightcast.subscriber.stopwatch import Stopwatch
+from weightcast.subscriber.target import FOLLOW_LATEST, Target, resolve
+
+_SHOW_EVERY_SECONDS = 0.25
+MOST_UNDO_STEPS = 8
+"""journals kept for engines that neither take nor refuse what lies here"""
+
+
+@dataclass(frozen=True)
+class SyncOptions:
+    """`visible_seconds`: how long what the pointer implies may stay invisible."""
+
+    channel: Path
+    local: Path
+    base: Path | None = None
+    target: Target = FOLLOW_LATEST
+    threads: int = 1
+    visible_seconds: float = 120.0
+    pre_read: PreRead | None = None
+
+
+@dataclass
+class View:
+    """What a step knows, for the status. Only the step writes it."""
+
+    state: State = "starting"
+    local: LocalState | None = None
+    target_version: int | None = None
+    progress_bytes: int = 0
+    bytes_read: int = 0
+    degraded: tuple[str, ...] = ()
+    not_ready: tuple[str, ...] = ("starting",)
+    moves: list[UpdateStatus] = field(default_factory=list)
+    """of the running step"""
+    error: WeightcastError | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`version` lies on disk (None: not seeded); `moved`: this step changed it; `waiting`: why the host is
+    not ready."""
+
+    version: int | None
+    target: int | None
+    moved: bool
+    waiting: tuple[str, ...]
+    degraded: tuple[str, ...]
+
+    @property
+    def ready(self) -> bool:
+        return self.version is not None and not self.waiting
+
+
+class Stopped(RetryLater):
+    """The daemon ends; what was begun is continued by the next start."""
+
+
+class Sync:
+    """One host. Used by one thread; `show` is called whenever the view changed."""
+
+    def __init__(
+        self,
+        options: SyncOptions,
+        engines: Engines | None = None,
+        *,
+        show: Callable[[Sync], None] = lambda sync: None,
+        stop_requested: Callable[[], bool] = lambda: False,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.options = options
+        self.engines = Engines() if engines is None else engines
+        self.view = View()
+        self._show = show
+        self._stop_requested = stop_requested
+        self.now = now
+        self._watch = Stopwatch()
+        self._pointer_seen = False
+        self._failures: dict[str, int] = {}
+        self._shown = 0.0
+        self.follower = Follower(
+            options.channel,
+            options.local,
+            options.base,
+            FollowOptions(options.threads, options.visible_seconds, options.pre_read, self._on_phase),
+        )
+
+    def close(self) -> None:
+        self.follower.close()
+        self.engines.close()
+        self._enter("stopped")
+
+    def sync_once(self) -> Outcome:
+        """Raises what keeps the local checkpoint from the target; what keeps an engine from it is part of the
+        outcome."""
+        self._watch = Stopwatch()
+        self.view.moves, self.view.degraded, self.view.error = [], (), None
+        try:
+            self._step()
+        except BaseException as error:
+            self.view.error = error if isinstance(error, WeightcastError) else None
+            self.follower.release()
+            raise
+        finally:
+            self.view.not_ready = self._reasons_not_ready()
+            self._enter("idle" if self.view.error is None else "waiting")
+        return self._outcome()
+
+    def _outcome(self) -> Outcome:
+        local = self.follower.local
+        return Outcome(
+            version=None if local is None else local.state.position.version,
+            target=self.view.target_version,
+            moved=any(move.kind != "reload" for move in self.view.moves),
+            waiting=self.view.not_ready,
+            degraded=self.view.degraded,
+        )
+
+    def _reasons_not_ready(self) -> tuple[str, ...]:
+        state = self._state()
+        if state is None or self.follower.trouble:
+            return (self.follower.trouble or "the local checkpoint is not seeded",)
+        if state.phase is not Phase.CLEAN:
+            return (f"the local checkpoint is {state.phase.value}",)
+        aligned = self.engines.aligned(state)
+        names = [engine.spec.name for engine in self.engines.engines if engine.spec.name not in aligned]
+        return tuple(f"engine {name}: {self.engines.reason(name) or 'not reloaded yet'}" for name in names)
+
+    def _state(self) -> LocalState | None:
+        return self.follower.state if self.follower.local is None else self.follower.local.state
+
+    def _step(self) -> None:
+        self.follower.own()
+        self.engines.look()
+        if self.follower.local is None:
+            self._resume_noted()
+        try:
+            self._follow()
+        except WeightcastError:
+            # the channel's troubles are not the engines'
+            self._align()
+            raise
+        self._align()
+
+    def _resume_noted(self) -> None:
+        state = read_state(self.follower.paths.state)
+        if state is not None:
+            self.engines.resume_noted(state)
+
+    def _follow(self) -> None:
+        channel = Channel.open(self.options.channel)
+        if self.follower.local is None:
+            self._enter("loading")
+        self.follower.load(channel, self._advance)
+        self._enter("planning")
+        with self._watch.timed("plan"):
+            route = self._route(channel)
+        self._carry_out(channel, route)
+
+    def _route(self, channel: Channel) -> Route:
+        pointer = self._pointer(channel)
+        version = resolve(self.options.target, channel.directory, pointer)
+        self.view.target_version = version
+        return self.follower.route(channel, pointer, version, exact=self.options.target.exact)
+
+    def _pointer(self, channel: Channel) -> Pointer:
+        """Before the first version the target is the base, so that a host is ready when that comes."""
+        pointer = channel.pointer()
+        if pointer is not None:
+            self._pointer_seen = True
+            return pointer
+        if channel.foreign:
+            raise RetryLater(
+                f"{channel.directory} has neither channel.json nor a pointer",
+                remedy="has the publisher started? is the channel mounted?",
+            )
+        state = self._state()
+        if self._pointer_seen or (state is not None and state.position.version > 0):
+            raise RetryLater(
+                f"{channel.layout.latest} is gone", remedy="is the channel mounted? nothing is changed here"
+            )
+        return Pointer(0, None, channel.directory)
+
+    def _carry_out(self, channel: Channel, route: Route) -> None:
+        match route.plan:
+            case Stay(reason):
+                self._degrade(reason)
+            case Relabel() as plan:
+                self._relabel(channel, route, plan)
+            case Seed() as plan:
+                self._seed(channel, route, plan)
+            case Patch() as plan:
+                self._patch(channel, route, plan)
+            case Refuse(reason, _, True):
+                self._degrade(reason)
+            case Refuse(reason, remedy, _):
+                raise Refused(reason, remedy=remedy)
+
+    def _degrade(self, reason: str) -> None:
+        if reason:
+            self.view.degraded = (*self.view.degraded, reason)
+
+    def _relabel(self, channel: Channel, route: Route, plan: Relabel) -> None:
+        local = self._local()
+        before = local.state.position.version
+        with local.patching():
+            self.follower.relabel(channel, route, plan)
+            self.engines.relabel(local, before)
+        self._moved("relabel", before, 1)
+
+    def _seed(self, channel: Channel, route: Route, plan: Seed) -> None:
+        before = self._state()
+        self._stand_back()
+        self.view.not_ready = (f"seeding: {plan.reason}",)
+        self._enter("seeding")
+        with self._watch.timed("seed"):
+            self.follower.seed(channel, route, plan, self._advance)
+        self._watch.bytes = self._local().table.nbytes
+        self._moved("seed", None if before is None else before.position.version, 1)
+        if plan.then.legs:
+            self._patch(channel, route, plan.then)
+
+    def _stand_back(self) -> None:
+        """Other bytes will lie here: nothing that engines confirmed holds any longer."""
+        self.follower.release()
+        state = self.follower.state
+        if state is not None:
+            self.follower.state = state.but(engines=unaligned(state.engines))
+            self.engines.pause_mapping(self._note_pausing)
+
+    def _note_pausing(self, name: str) -> None:
+        state = self.follower.state
+        if state is not None and name not in state.engines:
+            state = state.but(engines={**state.engines, name: EngineState(Mark.PAUSING)})
+            write_state(self.follower.paths.state, state)
+            self.follower.state = state
+
+    def _patch(self, channel: Channel, route: Route, plan: Patch) -> None:
+        before = self._local().state.position.version
+        self.engines.retry_at_once()
+        for leg in plan.legs[:-1]:
+            self._apply(self._prepare(channel, route, leg), last=False)
+        folded = sum(len(leg) for leg in plan.legs)
+        self._apply(self._prepare(channel, route, plan.legs[-1]), last=True, before=before, folded=folded)
+
+    def _prepare(self, channel: Channel, route: Route, leg: Sequence[int]) -> Staged:
+        staged = self.follower.prepare(route, leg, channel, self._advance_fetch)
+        self._watch.enter("")
+        self._watch.changes += staged.changes
+        return staged
+
+    def _apply(self, staged: Staged, *, last: bool, before: int = 0, folded: int = 0) -> None:
+        """Engines that map the files are paused for every leg; the others are reloaded once, at the last."""
+        self._watch.enter("lock")
+        with self._local().patching():
+            self._watch.enter("")
+            self.engines.look()
+            results = self._bring(staged.step.target.version, lambda: self._write(staged), last)
+            if last:
+                self._moved("patch", before, folded)
+                self._settle(results)
+
+    def _bring(
+        self, version: int, patch: Callable[[], None] | None, everyone: bool
+    ) -> tuple[EngineResult, ...]:
+        results = self.engines.reload(
+            self._local(), version, patch=patch, only=None if everyone else (), report=self._tell
+        )
+        self._watch.take(results)
+        return results
+
+    def _write(self, staged: Staged) -> None:
+        self._enter("patching")
+        with self._watch.timed("patch"):
+            self.follower.patch(staged)
+        self._enter("reloading")
+
+    def _align(self) -> None:
+        """Brings engines that do not hold the local version to it."""
+        local = self.follower.local
+        if local is None or local.state.phase is not Phase.CLEAN:
+            return
+        due = self.engines.due(local.state)
+        if not due:
+            return
+        self._enter("reloading")
+        self._watch.enter("lock")
+        with local.patching():
+            self._watch.enter("")
+            version = local.state.position.version
+            results = self.engines.reload(local, version, only=due, report=self._tell)
+            self._watch.take(results)
+            self._moved("reload", version, 0)
+            self._settle(results)
+
+    def _settle(self, results: Sequence[EngineResult]) -> None:
+        """After a reload, under its lock: is the way back taken, kept or dropped?"""
+        local = self._local()
+        position = local.state.position
+        names = [engine.spec.name for engine in self.engines.engines]
+        if is_confirmed(local.state.engines, names, position.version):
+            self._failures.clear()
+            self.follower.forget_undo()
+            return
+        failures = self._failures.get(position.digest, 0) + any(r.attempts > 0 for r in results)
+        self._failures = {position.digest: failures}
+        if local.state.undo and rolls_back(results, failures):
+            self._go_back(local, results)
+        elif not needs_undo(results) or len(local.state.undo) > MOST_UNDO_STEPS:
+            self.follower.forget_undo()
+
+    def _go_back(self, local: LocalCheckpoint, results: Sequence[EngineResult]) -> None:
+        """To the version before the refused one, which is never tried again."""
+        refused = local.state.position
+        reason = "; ".join(f"{result.name}: {result.reason}" for result in results if result.reason)
+        blocked = block(local.state.blocked, refused.version, refused.digest, reason)
+        local.save(local.state.but(blocked=blocked, engines=unaligned(local.state.engines)))
+        self._degrade(f"version {refused.version} was refused by the engines: {reason}")
+        self.engines.retry_at_once()
+        self._watch = Stopwatch()
+        self._bring(local.state.undo[0].base.version, self._undo, everyone=True)
+        self._moved("undo", refused.version, 0)
+
+    def _undo(self) -> None:
+        self._enter("patching")
+        with self._watch.timed("patch"):
+            self.follower.undo()
+        self._enter("reloading")
+
+    def _local(self) -> LocalCheckpoint:
+        if self.follower.local is None:
+            raise RetryLater(f"{self.options.local} is not open", remedy="the next step opens it")
+        return self.follower.local
+
+    def _moved(self, kind: MoveKind, before: int | None, folded: int) -> None:
+        watch, self._watch = self._watch, Stopwatch()
+        move = UpdateStatus(
+            kind=kind,
+            from_version=before,
+            version=self._local().state.position.version,
+            folded=folded,
+            bytes=watch.bytes,
+            changes=watch.changes,
+            seconds=watch.total(),
+            pause_seconds=watch.pause_seconds,
+            at=self.now(),
+        )
+        self.view.moves.append(move)
+        self._tell()
+
+    def _on_phase(self, phase: str) -> None:
+        self._watch.enter(phase)
+        self._enter("fetching" if phase == "fetch" else "staging")
+
+    def _enter(self, state: State) -> None:
+        self.view.state, self.view.progress_bytes = state, 0
+        self._tell()
+
+    def _advance(self, nbytes: int) -> None:
+        if self._stop_requested():
+            raise Stopped("the daemon ends", remedy="the next start continues")
+        self.view.progress_bytes += nbytes
+        if self.now() - self._shown > _SHOW_EVERY_SECONDS:
+            self._tell()
+
+    def _advance_fetch(self, nbytes: int) -> None:
+        self._watch.count(nbytes)
+        self.view.bytes_read += nbytes
+        self._advance(nbytes)
+
+    def _tell(self) -> None:
+        self._shown = self.now()
+        self.view.local = self._state()
+        self._show(self)
