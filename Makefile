@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install test lint demo bench clean
+.PHONY: install test lint demo clean
 
 install: $(STAMP)
 
@@ -20,9 +20,6 @@ test: install
 
 demo: install
 	$(BIN)/python -m examples.demo $(DEMO_ARGS)
-
-bench: install
-	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 # mypy and the import contracts see the flat folders through a folder of links.
 .typing/weightcast:

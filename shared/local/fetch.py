@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from blake3 import blake3
@@ -21,14 +21,17 @@ from weightcast.shared.local.stage import Fetched
 
 _BLOCK = 4 << 20
 _RETRY_FIRST, _RETRY_MOST = 0.05, 2.0
-JOURNAL_SHARE = 4
-"""journal bytes to expect per byte of shards; space is checked before anything is written"""
+_JOURNAL_BYTES = 10
+"""of a journal per changed word, at most: old and new word of 4 bytes, the gap, a share of record heads"""
 Advance = Callable[[int], None]
 
 
-def check_space(paths: LocalPaths, delta_bytes: int) -> None:
-    """RetryLater when spool and journal of `delta_bytes` of shards would not fit."""
-    wanted = delta_bytes * (1 + JOURNAL_SHARE) + (1 << 20)
+def check_space(paths: LocalPaths, versions: Sequence[Index | ForeignIndex]) -> None:
+    """RetryLater when spool and journal of `versions` would not fit. A foreign index states no sizes."""
+    ours = [version for version in versions if isinstance(version, Index)]
+    wanted = 1 << 20
+    wanted += sum(file.size for version in ours for file in version.files)
+    wanted += sum(chunk.changed for version in ours for chunk in version.chunks) * _JOURNAL_BYTES
     free = os.statvfs(paths.room)
     if free.f_bavail * free.f_frsize < wanted:
         raise RetryLater(

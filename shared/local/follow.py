@@ -191,7 +191,7 @@ class Follower:
             raise NeedsReseed(f"{self.paths.directory} is not seeded")
         indexes = [route.indexes[version] for version in leg]
         deltas = [index for index in indexes if isinstance(index, Index | ForeignIndex)]
-        check_space(self.paths, sum(f.size for i in deltas if isinstance(i, Index) for f in i.files))
+        check_space(self.paths, deltas)
         fetched = []
         self._enter("fetch")
         for index in deltas:
