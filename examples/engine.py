@@ -378,6 +378,7 @@ def _results(batch: Batch) -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Serves a checkpoint directory with SGLang's HTTP dialect.")
     parser.add_argument("--model", type=Path, required=True, help="local checkpoint directory")
+    parser.add_argument("--host", default="127.0.0.1", help="it asks nobody for a password: keep it private")
     parser.add_argument("--port", type=int, default=0, help="0: any free one")
     parser.add_argument("--port-file", type=Path, help="receives the port before the model is there")
     parser.add_argument("--seed", type=int, default=0, help="of sampling")
@@ -389,7 +390,7 @@ def main() -> None:
     torch.set_num_threads(1)
     # Bound but not listening: the port is known to others, connections are refused until the model is loaded.
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", options.port))
+        listener.bind((options.host, options.port))
         if options.port_file is not None:
             write_whole(options.port_file, str(listener.getsockname()[1]))
         wait_until(
