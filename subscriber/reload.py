@@ -214,6 +214,9 @@ class Engines:
             known = self._known[result.name]
             served = result.state == "served"
             known.steady = served
+            if served:
+                label = result.label if result.confirmed_by == "label" else None
+                known.facts = EngineFacts(reachable=True, label=label, process=result.process)
             known.reason = result.reason
             known.failures = 0 if served else known.failures + 1
             delay = min(_RETRY_FIRST * 2.0 ** min(known.failures - 1, 30), _RETRY_MOST)
