@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 from watchdog.events import (
+    DirCreatedEvent,
+    DirMovedEvent,
     FileClosedEvent,
     FileCreatedEvent,
     FileDeletedEvent,
@@ -26,6 +30,8 @@ _WRITES: list[type[FileSystemEvent]] = [
     FileMovedEvent,
     FileDeletedEvent,
     FileClosedEvent,
+    DirCreatedEvent,
+    DirMovedEvent,
 ]
 _JOIN_SECONDS = 2.0
 
@@ -34,16 +40,19 @@ log = get_log("watch")
 
 class Watcher:
     """Context manager: sets `wakeup` when something is written in the directory `path` (not below it).
+    `on_renamed` is called first, in a thread of its own, with the new name of what is renamed in it.
     Where watching is not possible it says so in the log, once, and the poll goes on."""
 
-    def __init__(self, path: Path, wakeup: Wakeup) -> None:
+    def __init__(
+        self, path: Path, wakeup: Wakeup, on_renamed: Callable[[str], None] = lambda name: None
+    ) -> None:
         self._path = path
-        self._wakeup = wakeup
+        self._hint = _Hint(wakeup, on_renamed)
         self._observer = Observer()
 
     def __enter__(self) -> Watcher:
         try:
-            self._observer.schedule(_Hint(self._wakeup), str(self._path), event_filter=_WRITES)
+            self._observer.schedule(self._hint, str(self._path), event_filter=_WRITES)
             self._observer.start()
         except OSError as error:
             log.warning(
@@ -62,8 +71,11 @@ class Watcher:
 
 
 class _Hint(FileSystemEventHandler):
-    def __init__(self, wakeup: Wakeup) -> None:
+    def __init__(self, wakeup: Wakeup, on_renamed: Callable[[str], None]) -> None:
         self._wakeup = wakeup
+        self._on_renamed = on_renamed
 
     def on_any_event(self, event: FileSystemEvent) -> None:
+        if isinstance(event, FileMovedEvent | DirMovedEvent) and event.dest_path:
+            self._on_renamed(Path(os.fsdecode(event.dest_path)).name)
         self._wakeup.set()

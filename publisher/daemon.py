@@ -1,0 +1,46 @@
+"""The publisher's daemon: HTTP, the watched directory and one work thread around the desk."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from weightcast.publisher.desk import Desk
+from weightcast.publisher.routes import publication_routes
+from weightcast.publisher.settings import PublisherSettings
+from weightcast.publisher.status import PublisherStatus
+from weightcast.publisher.watched import Arrivals
+from weightcast.shared.service.daemon import Stop, Wakeup, run_daemon
+from weightcast.shared.service.http import make_app
+from weightcast.shared.service.metrics import new_registry, watch_loop
+from weightcast.shared.service.snapshot import LoopStatus, Snapshot
+from weightcast.shared.service.watch import Watcher
+
+
+def run_publisher(settings: PublisherSettings) -> None:
+    """Runs until SIGTERM. Raises what ends the daemon: see `run_daemon`, and Refused once another publisher
+    has taken the channel."""
+    registry, wakeup, stop = new_registry(), Wakeup(), Stop()
+    loop = Snapshot(LoopStatus())
+    watch_loop(registry, loop)
+    arrivals = Arrivals()
+    desk = Desk(settings, registry, wakeup, stop, arrivals)
+
+    def status() -> PublisherStatus:
+        return desk.status().model_copy(update={"loop": loop.get()})
+
+    app = make_app(
+        "weightcast publisher",
+        status,
+        lambda: status().readiness(),
+        registry,
+        None if settings.token is None else settings.token.get_secret_value(),
+        wakeup.set,
+        PublisherStatus,
+    )
+    app.include_router(publication_routes(lambda: desk.queue, settings.roots, wakeup.set))
+    with ExitStack() as around:
+        if settings.watch is not None:
+            around.enter_context(Watcher(settings.watch, wakeup, arrivals.note))
+        run_daemon(app, desk.step, wakeup, settings, desk.start, desk.close, loop, stop)
+    if desk.superseded is not None:
+        raise desk.superseded

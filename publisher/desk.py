@@ -1,0 +1,313 @@
+"""What the publisher's daemon does in its work thread: finish what is unfinished, then publish what was asked
+for over HTTP, then what lies in the watched directory. One step publishes at most one version."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from weightcast.publisher.channel_init import init_channel
+from weightcast.publisher.commit import PostWrite
+from weightcast.publisher.inbox import Choice, InboxRules, Sighting, step_of
+from weightcast.publisher.progress import Meter
+from weightcast.publisher.publisher import Publisher
+from weightcast.publisher.queue import Job, Publication, Queue
+from weightcast.publisher.settings import PublisherSettings
+from weightcast.publisher.status import (
+    PUBLICATIONS_SHOWN,
+    REFUSED_SHOWN,
+    DatedFailure,
+    Hosts,
+    InboxStatus,
+    Numbers,
+    PublisherStatus,
+    RefusedStatus,
+    add,
+    publication,
+    waiting_status,
+)
+from weightcast.publisher.watched import Arrivals, Watched
+from weightcast.shared.channel.claims import current_epoch
+from weightcast.shared.channel.reports import read_reports
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import NeedsReseed, Refused, RetryLater
+from weightcast.shared.local.follow import open_base
+from weightcast.shared.local.local_checkpoint import LocalPaths
+from weightcast.shared.local.seed import check_other_files, check_table
+from weightcast.shared.service.daemon import Stop, Wakeup, failure_of
+from weightcast.shared.service.hooks import run_hook
+from weightcast.shared.service.logs import get_log
+from weightcast.shared.service.settings import usable_cores
+from weightcast.shared.service.snapshot import Failure, Snapshot
+
+_HOSTS_SECONDS = 5.0
+_INBOX, _QUEUE = "inbox.json", "publications.json"
+
+log = get_log("publisher")
+
+
+class Desk:
+    """`start`, `step` and `close` belong to one thread; `status` and `queue` may be read by any."""
+
+    def __init__(
+        self,
+        settings: PublisherSettings,
+        registry: CollectorRegistry,
+        wakeup: Wakeup,
+        stop: Stop,
+        arrivals: Arrivals,
+    ) -> None:
+        self.queue: Queue | None = None
+        """None until the channel is taken"""
+        self.superseded: Refused | None = None
+        """why this publisher may not go on"""
+        self._settings = settings
+        self._wakeup, self._stop, self._arrivals = wakeup, stop, arrivals
+        self._meter, self._numbers, self._hosts = Meter(), Numbers(registry), Hosts()
+        self._publisher: Publisher | None = None
+        self._watched: Watched | None = None
+        self._recovered = False
+        self._hosts_read = -_HOSTS_SECONDS
+        self._ended: deque[Publication] = deque(maxlen=PUBLICATIONS_SHOWN)
+        self._full_bytes = 0
+        self._status = Snapshot(
+            PublisherStatus(
+                channel=str(settings.channel), local=str(settings.local), encoding=settings.encoding
+            )
+        )
+
+    def status(self) -> PublisherStatus:
+        jobs = () if self.queue is None else self.queue.open()
+        return self._status.get().model_copy(update={"publishing": self._meter.get(), "queue": jobs})
+
+    def start(self) -> None:
+        """Makes or checks the channel, takes it, seeds the local checkpoint. Raises what ends the daemon."""
+        settings, paths = self._settings, LocalPaths(self._settings.local)
+        if settings.watch is not None:
+            rules = InboxRules(settings.every, settings.marker, settings.settle_seconds, settings.existing)
+            memory = paths.room / _INBOX
+            self._watched = Watched(settings.watch, memory, rules, settings.consume, self._arrivals)
+            self._watched.ignore_existing()
+        self._meter.begin("base", 0)
+        try:
+            self._full_bytes = ready_channel(settings, self._meter)
+            self._meter.phase("seed")
+            self._publisher = open_publisher(settings)
+        finally:
+            self._meter.end()
+        self.queue = Queue(paths.room / _QUEUE)
+        if self._watched is not None:
+            self._watched.start(self._publisher.version)
+        self.queue.resume(self._publisher.version)
+        self._recovered = True
+        self._show()
+        log.info("channel taken", channel=str(settings.channel), epoch=self._publisher.epoch)
+
+    def close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+
+    def step(self, stop: Stop) -> None:
+        try:
+            self._step()
+        except Exception as error:
+            self._recovered = False
+            self._note(failure_of(error))
+            self._show(str(error))
+            raise
+        self._show()
+
+    def _step(self) -> None:
+        publisher, queue = self._opened()
+        if not self._recovered:
+            self._recover(publisher, queue)
+        jobs = queue.open()
+        if jobs:
+            self._run_job(publisher, queue, jobs[0])
+        elif self._watched is not None:
+            self._run_inbox(publisher, self._watched)
+
+    def _opened(self) -> tuple[Publisher, Queue]:
+        if self._publisher is None or self.queue is None:
+            raise RetryLater("the publisher has not started")
+        return self._publisher, self.queue
+
+    def _recover(self, publisher: Publisher, queue: Queue) -> None:
+        publisher.recover()
+        queue.resume(publisher.version)
+        if self._watched is not None:
+            self._watched.resume(publisher.version)
+        self._recovered = True
+
+    def _run_job(self, publisher: Publisher, queue: Queue, job: Job) -> None:
+        job = queue.change(job, state="running", before=publisher.version)
+        try:
+            ended = self._publish(publisher, Path(job.checkpoint), job.step, job.checkpoint)
+        except RetryLater as error:
+            queue.change(job, error=failure_of(error))
+            raise
+        if isinstance(ended, Publication):
+            queue.change(job, state="done", report=ended, error=None)
+        else:
+            queue.change(job, state="failed", error=ended)
+        self._wakeup.set()
+
+    def _run_inbox(self, publisher: Publisher, watched: Watched) -> None:
+        choice = watched.next()
+        if choice.chosen is not None:
+            self._publish_chosen(publisher, watched, choice, choice.chosen)
+            self._wakeup.set()
+
+    def _publish_chosen(
+        self, publisher: Publisher, watched: Watched, choice: Choice, chosen: Sighting
+    ) -> None:
+        watched.begin(choice, publisher.version)
+        directory = watched.directory / chosen.name
+        ended = self._publish(publisher, directory, step_of(chosen.name), chosen.name)
+        if isinstance(ended, Publication):
+            watched.succeed(chosen, ended.version)
+        else:
+            watched.fail(chosen, ended)
+
+    def _publish(
+        self, publisher: Publisher, directory: Path, step: int | None, source: str
+    ) -> Publication | Failure:
+        """What became of it. Raises what may pass: the same publication is then tried again."""
+        before = publisher.version
+        self._meter.begin(source, self._full_bytes)
+        try:
+            report = publisher.publish_checkpoint(
+                directory, step=step, advance=self._meter.advance, watching=self._meter.phase
+            )
+        except (Refused, NeedsReseed, FileNotFoundError) as error:
+            return self._judge(publisher, error, before, step, source)
+        except OSError as error:
+            raise RetryLater(
+                f"{source}: {error}", remedy="look at disk and mounts of the publisher"
+            ) from error
+        finally:
+            self._meter.end()
+        return self._done(publication(report, source))
+
+    def _judge(
+        self, publisher: Publisher, error: Exception, before: int, step: int | None, source: str
+    ) -> Publication | Failure:
+        """An error after the commit point leaves a version to be finished, not a failure."""
+        self._check_owner(publisher, error)
+        publisher.recover()
+        if publisher.version > before:
+            return self._done(
+                Publication(version=publisher.version, step=step, source=source, at=time.time())
+            )
+        failure = failure_of(error)
+        self._numbers.failed()
+        self._note(failure)
+        log.warning("not published", checkpoint=source, **failure.model_dump())
+        status = self._status.get()
+        totals = status.totals.model_copy(update={"failures": status.totals.failures + 1})
+        self._status.set(status.model_copy(update={"totals": totals}))
+        return failure
+
+    def _check_owner(self, publisher: Publisher, error: Exception) -> None:
+        if current_epoch(self._settings.channel) > publisher.epoch:
+            self.superseded = error if isinstance(error, Refused) else Refused(str(error))
+            self._stop.request()
+            raise self.superseded
+
+    def _done(self, done: Publication) -> Publication:
+        self._ended.appendleft(done)
+        self._numbers.published(done)
+        status = self._status.get()
+        self._status.set(status.model_copy(update={"totals": add(status.totals, done)}))
+        log.info(
+            "version published",
+            version=done.version,
+            step=done.step,
+            source=done.source,
+            density=round(done.density_elements, 6),
+            delta_bytes=done.delta_bytes,
+        )
+        return done
+
+    def _note(self, failure: Failure) -> None:
+        dated = DatedFailure(**failure.model_dump(), at=time.time())
+        self._status.set(self._status.get().model_copy(update={"last_error": dated}))
+
+    def _show(self, problem: str = "") -> None:
+        facts: dict[str, object] = {
+            "publications": tuple(self._ended),
+            "inbox": self._inbox_status(),
+            "ready": not problem,
+            "not_ready_reasons": (problem,) if problem else (),
+        }
+        if self._publisher is not None and not problem:
+            facts |= {
+                "run_id": self._publisher.run_id,
+                "version": self._publisher.version,
+                "epoch": self._publisher.epoch,
+            }
+        self._status.set(self._status.get().model_copy(update=facts))
+        self._read_hosts()
+        self._numbers.show(self.status())
+
+    def _inbox_status(self) -> InboxStatus | None:
+        if self._watched is None:
+            return None
+        return InboxStatus(
+            watch=str(self._watched.directory),
+            waiting=waiting_status(self._watched.waiting),
+            refused=tuple(
+                RefusedStatus(name=name, error=failure)
+                for name, failure in self._watched.refused()[-REFUSED_SHOWN:]
+            ),
+        )
+
+    def _read_hosts(self) -> None:
+        now = time.monotonic()
+        if now - self._hosts_read < _HOSTS_SECONDS:
+            return
+        self._hosts_read = now
+        # Reports are no reason to stop publishing.
+        with contextlib.suppress(OSError):
+            hosts = self._hosts.update(read_reports(self._settings.channel))
+            self._status.set(self._status.get().model_copy(update={"hosts": hosts}))
+
+
+def ready_channel(settings: PublisherSettings, meter: Meter) -> int:
+    """Makes the channel from the base, or checks that it was. Returns the bytes of a version. Weights
+    are compared as long as nothing is seeded from them: later the base is no longer read. Raises Refused."""
+    threads = usable_cores() if settings.threads is None else settings.threads
+    if not (settings.channel / "channel.json").exists() or not LocalPaths(settings.local).state.exists():
+        init_channel(settings.channel, settings.base, threads=threads, advance=meter.advance)
+    _, base = Channel.open(settings.channel).require_ours()
+    checkpoint = open_base(settings.base)
+    check_table(settings.base, checkpoint.table, base.table)
+    check_other_files(settings.base, checkpoint.other_files, base.files)
+    return base.table.nbytes
+
+
+def open_publisher(settings: PublisherSettings) -> Publisher:
+    return Publisher.open(
+        settings.channel,
+        local=settings.local,
+        base=settings.base,
+        encoding=settings.encoding,
+        threads=usable_cores() if settings.threads is None else settings.threads,
+        take_over=settings.take_over,
+        post_write=None if settings.post_write is None else _hook(settings.post_write, settings.hook_seconds),
+        anchor_every=settings.anchor_every,
+        deadline_seconds=settings.publish_seconds,
+    )
+
+
+def _hook(command: str, deadline_seconds: float) -> PostWrite:
+    def post_write(version: int, directory: Path, phase: str) -> None:
+        run_hook(
+            command, version=version, directory=directory, phase=phase, deadline_seconds=deadline_seconds
+        )
+
+    return post_write

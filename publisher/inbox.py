@@ -1,0 +1,301 @@
+"""Which checkpoint directory of a watched directory is published next: rules without IO.
+
+A directory is known by the files that hold its weights, under whatever name: name, inode, size and time of
+change of each. A known one is never published again; other files under an old name are a new checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from pydantic import ValidationError
+
+from weightcast.shared.errors import DamagedFile
+from weightcast.shared.files.paths import file_name, is_plain
+from weightcast.shared.files.strict_json import Members, parse_object, write_object
+from weightcast.shared.service.snapshot import Failure
+
+FORMAT = 1
+MEMORY_LIMIT = 256 << 20
+"""bytes of the inbox's memory on disk"""
+_VANISHED_KEPT = 4096
+_LOWEST = -(1 << 63)
+"""times may lie before 1970; inodes of some file systems use 64 bits"""
+_STEP = re.compile(r"(\d{1,15})$", re.ASCII)
+_NUMBERS = re.compile(r"(\d+)", re.ASCII)
+
+
+@dataclass(frozen=True, order=True)
+class FileMark:
+    """Without the device: network mounts get another number at every reboot."""
+
+    name: str
+    inode: int
+    size: int
+    mtime_ns: int
+
+
+Marks = frozenset[FileMark]
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """One look at a directory. `weights`: shards and index, empty unless the checkpoint is complete."""
+
+    name: str
+    files: Marks
+    weights: Marks
+    completed_ns: int
+    """when the last of it was put in place, on the file system's clock"""
+    finished: bool
+    """its writer says so: marker there, or renamed into place"""
+    problem: Failure | None = None
+    """why it is not complete"""
+
+
+class Outcome(StrEnum):
+    PUBLISHING = "publishing"
+    PUBLISHED = "published"
+    PASSED_OVER = "passed over"
+    EXISTING = "existing"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What became of a directory. `files`: its weights, or everything in it if it was refused. `version`: the
+    one that it became; while publishing, the channel's version before."""
+
+    outcome: Outcome
+    files: Marks
+    version: int | None = None
+    behind: str = ""
+    """passed over for this one, whose publication has not ended"""
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True)
+class InboxRules:
+    every: bool = False
+    """all in order of completion; otherwise the newest, and older ones are passed over"""
+    marker: str | None = None
+    settle_seconds: float = 1.0
+    existing: bool = False
+
+
+@dataclass(frozen=True)
+class Waiting:
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`chosen` is to be published now; `passed` are older and complete."""
+
+    chosen: Sighting | None
+    passed: tuple[Sighting, ...] = ()
+    refused: tuple[Sighting, ...] = ()
+    """finished and damaged"""
+    waiting: tuple[Waiting, ...] = ()
+
+
+def is_candidate(name: str) -> bool:
+    """Whether a directory of this name is looked at: hidden ones and `*.tmp` are still being made."""
+    return not name.startswith(".") and not name.endswith(".tmp") and is_plain(name) and len(name) <= 255
+
+
+def step_of(name: str) -> int | None:
+    """The number that the name ends in (`step_100`, `checkpoint-100`)."""
+    match = _STEP.search(name)
+    return None if match is None else int(match[1])
+
+
+@dataclass
+class Inbox:
+    """The memory of one watched directory. Whoever changes it stores `pack_entries(entries)` before it acts
+    on that."""
+
+    rules: InboxRules
+    entries: dict[str, Entry] = field(default_factory=dict)
+    _since: dict[str, tuple[Marks, float]] = field(default_factory=dict)
+    """per name: what was seen, and when first, on a monotonic clock"""
+
+    def is_known(self, name: str, files: Marks) -> bool:
+        own = self.entries.get(name)
+        if own is not None and own.outcome is Outcome.REFUSED and own.files == files:
+            return True
+        return any(
+            entry.files and entry.files <= files
+            for entry in self.entries.values()
+            if entry.outcome is not Outcome.REFUSED
+        )
+
+    def ignore_existing(self, sightings: Iterable[Sighting]) -> None:
+        """At the very first start: what is complete now was there before."""
+        for sighting in sightings:
+            if sighting.weights:
+                self.entries[sighting.name] = Entry(Outcome.EXISTING, sighting.weights)
+
+    def choose(self, sightings: Sequence[Sighting], now: float) -> Choice:
+        """`sightings`: of directories that are not known; `now` in seconds on a monotonic clock."""
+        self._remember_looks(sightings, now)
+        reasons = {each.name: self._reason_to_wait(each, now) for each in sightings}
+        whole = sorted((each for each in sightings if self._is_whole(each)), key=_in_order)
+        ready = [each for each in whole if not reasons[each.name]]
+        refused = tuple(each for each in sightings if _is_broken(each))
+        broken = {each.name for each in refused}
+        waiting = tuple(
+            Waiting(name, reason) for name, reason in reasons.items() if reason and name not in broken
+        )
+        if not ready:
+            return Choice(None, (), refused, waiting)
+        if self.rules.every:
+            # One that is older and only has to settle comes first.
+            return Choice(ready[0] if ready[0] is whole[0] else None, (), refused, waiting)
+        newest = ready[-1]
+        return Choice(newest, tuple(whole[: whole.index(newest)]), refused, waiting)
+
+    def _is_whole(self, sighting: Sighting) -> bool:
+        return bool(sighting.weights) and (sighting.finished or self.rules.marker is None)
+
+    def _remember_looks(self, sightings: Iterable[Sighting], now: float) -> None:
+        before, self._since = self._since, {}
+        for sighting in sightings:
+            files, since = before.get(sighting.name, (sighting.files, now))
+            self._since[sighting.name] = (sighting.files, since if files == sighting.files else now)
+
+    def _reason_to_wait(self, sighting: Sighting, now: float) -> str:
+        if not sighting.weights:
+            return "incomplete" if sighting.problem is None else sighting.problem.message
+        if sighting.finished:
+            return ""
+        if self.rules.marker is not None:
+            return f"{self.rules.marker} is not there"
+        quiet = now - self._since[sighting.name][1]
+        # Two looks are needed even if the clock says otherwise: one look shows no stillness.
+        return (
+            "" if 0 < quiet >= self.rules.settle_seconds else "may still be written: waits for a second look"
+        )
+
+    def begin(self, choice: Choice, version: int) -> None:
+        """`version`: the channel's before the publication."""
+        if choice.chosen is None:
+            return
+        name = choice.chosen.name
+        self.entries[name] = Entry(Outcome.PUBLISHING, choice.chosen.weights, version)
+        for passed in choice.passed:
+            self.entries[passed.name] = Entry(Outcome.PASSED_OVER, passed.weights, behind=name)
+
+    def succeed(self, name: str, version: int) -> None:
+        self.entries[name] = Entry(Outcome.PUBLISHED, self.entries[name].files, version)
+        for other, entry in self.entries.items():
+            if entry.behind == name:
+                self.entries[other] = replace(entry, behind="")
+
+    def give_up(self, name: str) -> None:
+        """The publication did not happen: it and those passed over for it are new again."""
+        self.entries = {
+            other: entry for other, entry in self.entries.items() if other != name and entry.behind != name
+        }
+
+    def refuse(self, sighting: Sighting, failure: Failure) -> None:
+        self.give_up(sighting.name)
+        self.entries[sighting.name] = Entry(Outcome.REFUSED, sighting.files, failure=failure)
+
+    def resume(self, version: int) -> None:
+        """After a kill: what was being published has become a version if the channel has moved on since."""
+        for name, entry in list(self.entries.items()):
+            if entry.outcome is Outcome.PUBLISHING and entry.version is not None:
+                if version > entry.version:
+                    self.succeed(name, version)
+                else:
+                    self.give_up(name)
+
+    def forget_vanished(self, present: frozenset[str]) -> None:
+        """Keeps the memory bounded. The latest vanished ones are kept: a mount may be away for a moment."""
+        vanished = [name for name in self.entries if name not in present]
+        for name in vanished[: max(0, len(vanished) - _VANISHED_KEPT)]:
+            del self.entries[name]
+
+    def refused(self) -> list[tuple[str, Failure]]:
+        return [(name, entry.failure) for name, entry in self.entries.items() if entry.failure is not None]
+
+
+def _is_broken(sighting: Sighting) -> bool:
+    holds_weights = any(mark.name.endswith((".safetensors", ".index.json")) for mark in sighting.files)
+    return sighting.finished and not sighting.weights and holds_weights
+
+
+def _in_order(sighting: Sighting) -> tuple[int, list[tuple[int, str]]]:
+    """By completion; in one tick of the clock by name, numbers by value."""
+    pieces = _NUMBERS.split(sighting.name)
+    return sighting.completed_ns, [(int(p), "") if p.isascii() and p.isdigit() else (-1, p) for p in pieces]
+
+
+def pack_entries(entries: Mapping[str, Entry]) -> bytes:
+    return write_object(
+        {
+            "format": FORMAT,
+            "entries": [
+                {
+                    "name": name,
+                    "outcome": entry.outcome.value,
+                    "files": [[m.name, m.inode, m.size, m.mtime_ns] for m in sorted(entry.files)],
+                    "version": entry.version,
+                    "behind": entry.behind,
+                    "failure": None if entry.failure is None else entry.failure.model_dump(),
+                }
+                for name, entry in entries.items()
+            ],
+        }
+    )
+
+
+def parse_entries(data: bytes, what: str) -> dict[str, Entry]:
+    """Raises DamagedFile."""
+    members = Members(parse_object(data, what), what)
+    if members.integer("format") != FORMAT:
+        raise members.bad("format", str(FORMAT))
+    entries: dict[str, Entry] = {}
+    for row in members.array("entries"):
+        each = Members(row, what)
+        name = file_name(each.text("name"))
+        if name in entries:
+            raise DamagedFile(f"{what}: {name!r} stands twice")
+        entries[name] = _entry(each, what)
+    return entries
+
+
+def _entry(members: Members, what: str) -> Entry:
+    outcome = members.text("outcome")
+    if outcome not in [each.value for each in Outcome]:
+        raise members.bad("outcome", "a known outcome")
+    return Entry(
+        Outcome(outcome),
+        frozenset(_mark(row, what) for row in members.array("files")),
+        members.optional_integer("version"),
+        members.text("behind"),
+        parse_failure(members, "failure", what),
+    )
+
+
+def parse_failure(members: Members, key: str, what: str) -> Failure | None:
+    """Raises DamagedFile."""
+    if members.is_null(key):
+        return None
+    try:
+        return Failure.model_validate(members.object(key), strict=True)
+    except ValidationError as error:
+        raise DamagedFile(f"{what}: {key} is not an error with message and remedy") from error
+
+
+def _mark(row: object, what: str) -> FileMark:
+    if type(row) is not list or len(row) != 4 or type(row[0]) is not str:
+        raise DamagedFile(f"{what}: a file is not [name, inode, bytes, time]")
+    if any(type(number) is not int or not _LOWEST <= number < 1 << 64 for number in row[1:]):
+        raise DamagedFile(f"{what}: bad numbers of file {row[0][:80]!r}")
+    return FileMark(file_name(row[0]), *row[1:])

@@ -1,0 +1,68 @@
+"""Settings of the publisher's daemon."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from weightcast.shared.errors import DamagedFile
+from weightcast.shared.files.paths import file_name
+from weightcast.shared.service.settings import PUBLISHER_PORT, ServiceSettings
+
+Encoding = Literal["fast", "xor", "overwrite"]
+
+
+def _plain_name(name: str) -> str:
+    try:
+        return file_name(name)
+    except DamagedFile as error:
+        raise ValueError("must be the name of a file, without directories") from error
+
+
+class PublisherSettings(ServiceSettings):
+    port: int = Field(PUBLISHER_PORT, ge=0, le=65535, description="Its port; 0 takes a free one.")
+    channel: Path = Field(description="The channel's directory; made from the base if it is not there.")
+    base: Path = Field(description="HF checkpoint directory that the run starts from.")
+    local: Path = Field(description="The publisher's own local checkpoint: a directory of its own.")
+    watch: Path | None = Field(None, description="Directory in which the trainer leaves checkpoints.")
+    marker: Annotated[str, AfterValidator(_plain_name)] | None = Field(
+        None, description="File that the trainer puts into a checkpoint when it is complete."
+    )
+    settle_seconds: float = Field(
+        1.0,
+        ge=0,
+        le=3600,
+        allow_inf_nan=False,
+        description="Time that a checkpoint written in place must stand still, without a marker.",
+    )
+    every: bool = Field(False, description="Publish every checkpoint, not only the newest that waits.")
+    existing: bool = Field(False, description="At the first start, publish what already lies there.")
+    consume: bool = Field(False, description="Delete a watched checkpoint once it is published.")
+    allow: list[Path] = Field(
+        default_factory=list,
+        description="Directory whose checkpoints may be published over HTTP, repeatable; unset: the watched "
+        "one, or any if none is watched.",
+    )
+    encoding: Encoding = Field("fast", description="Of the deltas; xor and overwrite are the field's.")
+    anchor_every: int = Field(0, ge=0, description="Versions from one anchor to the next; 0 makes none.")
+    take_over: bool = Field(False, description="Take the channel from a publisher that seems alive.")
+    publish_seconds: float = Field(
+        600.0, gt=0, le=86400, allow_inf_nan=False, description="Deadline of one publication."
+    )
+
+    @model_validator(mode="after")
+    def _needs_watch(self) -> Self:
+        given = {"marker": self.marker is not None, "every": self.every, "existing": self.existing}
+        idle = [name for name, is_given in {**given, "consume": self.consume}.items() if is_given]
+        if self.watch is None and idle:
+            raise ValueError(f"{', '.join(idle)} means nothing without a directory to watch (--watch)")
+        return self
+
+    @property
+    def roots(self) -> tuple[Path, ...]:
+        """Where a checkpoint named over HTTP must lie; empty: anywhere."""
+        if self.allow:
+            return tuple(self.allow)
+        return () if self.watch is None else (self.watch,)

@@ -1,0 +1,209 @@
+"""What the publisher says of itself, and the numbers it exports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from weightcast.publisher.inbox import Waiting
+from weightcast.publisher.queue import Job, Publication
+from weightcast.publisher.report import PublishReport
+from weightcast.shared.channel.reports import Report
+from weightcast.shared.service import metrics
+from weightcast.shared.service.snapshot import Failure, Frozen, LoopStatus, Readiness
+
+PUBLICATIONS_SHOWN = 20
+WAITING_SHOWN = 20
+REFUSED_SHOWN = 20
+
+
+class Progress(Frozen):
+    """The running publication."""
+
+    source: str
+    phase: str
+    done_bytes: int = 0
+    """read in this phase"""
+    total_bytes: int
+    """of a whole checkpoint"""
+    since: float
+    """unix time of the publisher's clock"""
+
+
+class HostStatus(Frozen):
+    """A host as its report shows it; reports are not authenticated."""
+
+    host: str
+    local: str
+    state: str
+    local_version: int | None
+    served_version: int | None
+    lag: int | None
+    last_error: str
+    age_seconds: float
+    """since this publisher last saw the report change"""
+
+
+class WaitingStatus(Frozen):
+    name: str
+    reason: str
+
+
+class RefusedStatus(Frozen):
+    name: str
+    error: Failure
+
+
+class InboxStatus(Frozen):
+    watch: str
+    waiting: tuple[WaitingStatus, ...] = ()
+    refused: tuple[RefusedStatus, ...] = ()
+
+
+class DatedFailure(Failure):
+    at: float
+    """unix time of the publisher's clock"""
+
+
+class Totals(Frozen):
+    """Since the daemon started; sizes in bytes."""
+
+    publications: int = 0
+    failures: int = 0
+    changed_elements: int = 0
+    delta_bytes: int = 0
+    full_bytes: int = 0
+    seconds: float = 0.0
+
+
+class PublisherStatus(Frozen):
+    role: str = "publisher"
+    run_id: str | None = None
+    channel: str
+    local: str
+    version: int | None = None
+    epoch: int | None = None
+    encoding: str
+    queue: tuple[Job, ...] = ()
+    publishing: Progress | None = None
+    publications: tuple[Publication, ...] = ()
+    """newest first"""
+    totals: Totals = Totals()
+    hosts: tuple[HostStatus, ...] = ()
+    inbox: InboxStatus | None = None
+    last_error: DatedFailure | None = None
+    ready: bool = False
+    not_ready_reasons: tuple[str, ...] = ("starting",)
+    loop: LoopStatus = LoopStatus()
+
+    def readiness(self) -> Readiness:
+        return Readiness(ready=self.ready, reasons=self.not_ready_reasons)
+
+
+def publication(report: PublishReport, source: str) -> Publication:
+    return Publication(
+        version=report.version,
+        step=report.step,
+        source=source,
+        changed_elements=report.changed_elements,
+        density_elements=report.density_elements,
+        density_bytes=report.density_bytes,
+        delta_bytes=report.delta_bytes,
+        full_bytes=report.full_bytes,
+        bits_per_change=report.bits_per_change,
+        seconds=dict(report.seconds),
+        at=time.time(),
+    )
+
+
+def add(totals: Totals, done: Publication) -> Totals:
+    return Totals(
+        publications=totals.publications + 1,
+        failures=totals.failures,
+        changed_elements=totals.changed_elements + done.changed_elements,
+        delta_bytes=totals.delta_bytes + done.delta_bytes,
+        full_bytes=totals.full_bytes + done.full_bytes,
+        seconds=totals.seconds + total_seconds(done.seconds),
+    )
+
+
+def total_seconds(seconds: dict[str, float]) -> float:
+    return seconds["total"] if "total" in seconds else sum(seconds.values())
+
+
+def waiting_status(waiting: Iterable[Waiting]) -> tuple[WaitingStatus, ...]:
+    return tuple(WaitingStatus(name=each.name, reason=each.reason) for each in waiting)[:WAITING_SHOWN]
+
+
+class Hosts:
+    """Remembers when each report last changed: their time stamps are of foreign clocks."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: dict[tuple[str, str], tuple[int, float]] = {}
+
+    def update(self, reports: Iterable[Report]) -> tuple[HostStatus, ...]:
+        now, before, self._seen = self._clock(), self._seen, {}
+        shown = []
+        for report in reports:
+            key = (report.host, report.local)
+            counter, since = before.get(key, (report.counter, now))
+            self._seen[key] = (report.counter, since if counter == report.counter else now)
+            shown.append(_host(report, now - self._seen[key][1]))
+        return tuple(shown)
+
+
+def _host(report: Report, age_seconds: float) -> HostStatus:
+    return HostStatus(
+        host=report.host,
+        local=report.local,
+        state=report.state,
+        local_version=report.local_version,
+        served_version=report.served_version,
+        lag=report.lag,
+        last_error=report.last_error,
+        age_seconds=age_seconds,
+    )
+
+
+class Numbers:
+    """The publisher's metrics."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._version = metrics.number(registry, "version", "Version that the pointer names.")
+        self._published = metrics.count(registry, "publications", "Publications.", ("outcome",))
+        self._delta = metrics.byte_count(registry, "delta", "Bytes of published deltas.")
+        self._full = metrics.byte_count(registry, "full", "Bytes that full checkpoints would have had.")
+        self._changed = metrics.count(registry, "changed_elements", "Elements changed by publications.")
+        self._seconds = metrics.duration(registry, "publish", "A whole publication.")
+        self._phases = metrics.count(registry, "publish_phase_seconds", "Time by phase.", ("phase",))
+        self._density = metrics.number(registry, "density_elements", "Changed share, last publication.")
+        self._queue = metrics.number(registry, "queue_length", "Publications asked for and not ended.")
+        self._waiting = metrics.number(registry, "inbox_waiting", "Watched checkpoints not yet complete.")
+        self._hosts = metrics.number(registry, "hosts", "Hosts that reported.")
+
+    def published(self, done: Publication) -> None:
+        self._published.labels("done").inc()
+        self._delta.inc(done.delta_bytes)
+        self._full.inc(done.full_bytes)
+        self._changed.inc(done.changed_elements)
+        self._seconds.observe(total_seconds(done.seconds))
+        for phase, seconds in done.seconds.items():
+            self._phases.labels(phase).inc(seconds)
+        self._density.set(done.density_elements)
+
+    def failed(self) -> None:
+        self._published.labels("failed").inc()
+
+    def show(self, status: PublisherStatus) -> None:
+        self._version.set(0 if status.version is None else status.version)
+        self._queue.set(len(status.queue))
+        self._waiting.set(0 if status.inbox is None else len(status.inbox.waiting))
+        self._hosts.set(len(status.hosts))
+
+
+def start_status(channel: Path, local: Path, encoding: str) -> PublisherStatus:
+    return PublisherStatus(channel=str(channel), local=str(local), encoding=encoding)

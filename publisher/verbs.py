@@ -1,0 +1,151 @@
+"""Verbs of the publisher's side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from weightcast.publisher.channel_init import init_channel
+from weightcast.publisher.daemon import run_publisher
+from weightcast.publisher.publisher import Publisher
+from weightcast.publisher.queue import Publication
+from weightcast.publisher.settings import Encoding, PublisherSettings
+from weightcast.publisher.status import publication, total_seconds
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.service.cli import group
+from weightcast.shared.service.logs import setup_logs
+from weightcast.shared.service.options import settings_command
+from weightcast.shared.service.output import ChannelOption, JsonOption, Output
+from weightcast.shared.service.settings import usable_cores
+
+ThreadsOption = Annotated[
+    int | None, typer.Option("--threads", min=1, help="Working threads; unset: every core allowed.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    publisher = group(app, "publisher", "The trainer's side.")
+    settings_command(publisher, "run", PublisherSettings, "Publish what the trainer writes, until stopped.")(
+        _run
+    )
+    group(app, "channel", "Make and inspect channels.").command("init")(init)
+    app.command("publish")(publish)
+
+
+def _run(settings: PublisherSettings) -> None:
+    setup_logs(settings.log_format, settings.log_level)
+    run_publisher(settings)
+
+
+def init(
+    channel: ChannelOption,
+    base: Annotated[Path, typer.Option("--base", help="HF checkpoint directory that the run starts from.")],
+    frozen: Annotated[
+        list[str] | None, typer.Option("--frozen", help="Glob of tensors that never change; repeatable.")
+    ] = None,
+    alias: Annotated[
+        list[str] | None,
+        typer.Option("--alias", metavar="A=B", help="Tensor A is always the same as B; repeatable."),
+    ] = None,
+    threads: ThreadsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a channel from the checkpoint that the run starts from."""
+    aliases = dict(map(_alias, alias or []))
+    output = Output(json=as_json)
+    with output.progress("reading the base", None) as advance:
+        made = init_channel(
+            channel, base, frozen=frozen or (), aliases=aliases, threads=_threads(threads), advance=advance
+        )
+    _, described = Channel.open(channel).require_ours()
+    facts = {
+        "channel": str(channel),
+        "run_id": made.run_id,
+        "created": made.created,
+        "frozen": list(made.frozen),
+        "aliases": dict(made.aliases),
+        "tensors": len(described.table),
+        "elements": described.table.elements,
+        "full_bytes": described.table.nbytes,
+        "root": described.root,
+    }
+    output.result(facts, lambda console: _show_facts(console, facts))
+
+
+def publish(
+    checkpoint: Annotated[Path, typer.Argument(help="HF checkpoint directory with the new weights.")],
+    channel: ChannelOption,
+    local: Annotated[Path, typer.Option("--local", help="The publisher's own local checkpoint.")],
+    base: Annotated[
+        Path | None, typer.Option("--base", help="The run's base; needed the first time.")
+    ] = None,
+    encoding: Annotated[str, typer.Option("--encoding", metavar="fast|xor|overwrite")] = "fast",
+    step: Annotated[int | None, typer.Option("--step", min=0, help="The trainer's step.")] = None,
+    threads: ThreadsOption = None,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Take the channel from a publisher that seems alive.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Publish one checkpoint as the channel's next version."""
+    output = Output(json=as_json)
+    _, described = Channel.open(channel).require_ours()
+    with (
+        Publisher.open(
+            channel,
+            local=local,
+            base=base,
+            encoding=_encoding(encoding),
+            threads=_threads(threads),
+            take_over=take_over,
+        ) as publisher,
+        output.progress(f"publishing {checkpoint.name}", described.table.nbytes) as advance,
+    ):
+        report = publisher.publish_checkpoint(checkpoint, step=step, advance=advance)
+    done = publication(report, str(checkpoint))
+    output.result(done, lambda console: _show(console, done))
+
+
+def _encoding(text: str) -> Encoding:
+    if text in ("fast", "xor", "overwrite"):
+        return text  # type: ignore[return-value]
+    raise typer.BadParameter(f"{text} is not one of fast, xor, overwrite", param_hint="--encoding")
+
+
+def _threads(given: int | None) -> int:
+    return usable_cores() if given is None else given
+
+
+def _alias(text: str) -> tuple[str, str]:
+    name, equals, target = text.partition("=")
+    if not equals or not name or not target:
+        raise typer.BadParameter(f"{text} is not A=B", param_hint="--alias")
+    return name, target
+
+
+def _show(console: Console, done: Publication) -> None:
+    ratio = done.full_bytes / done.delta_bytes if done.delta_bytes else 0.0
+    _show_facts(
+        console,
+        {
+            "version": done.version,
+            "step": "-" if done.step is None else done.step,
+            "changed elements": f"{done.changed_elements:,} ({done.density_elements:.4%})",
+            "changed bytes": f"{done.density_bytes:.4%}",
+            "delta": f"{done.delta_bytes:,} bytes",
+            "full": f"{done.full_bytes:,} bytes (ratio {ratio:,.1f})",
+            "bits per change": f"{done.bits_per_change:.2f}",
+            "seconds": f"{total_seconds(done.seconds):.3f}",
+        },
+    )
+
+
+def _show_facts(console: Console, facts: dict[str, object]) -> None:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in facts.items():
+        table.add_row(name, str(value))
+    console.print(table)
