@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,12 +78,21 @@ class EventLog:
 
 
 class Engine:
-    def __init__(self, directory: Path, seed: int = 0, log: EventLog | None = None) -> None:
+    """`pace` is called before every decoding step, with nothing held: it may wait."""
+
+    def __init__(
+        self,
+        directory: Path,
+        seed: int = 0,
+        log: EventLog | None = None,
+        pace: Callable[[], None] = lambda: None,
+    ) -> None:
         self.directory = directory
         self.label = "default"
         self._model = CausalLM(checkpoint.load_config(directory)).requires_grad_(False)
         self._random = torch.Generator().manual_seed(seed)
         self._log = EventLog(None) if log is None else log
+        self._pace = pace
         self._turn = threading.Condition()
         """held for one decoding step, or for one change of weights"""
         self._running: set[Batch] = set()
@@ -169,6 +178,7 @@ class Engine:
             self._running.add(batch)
         try:
             while not batch.done:
+                self._pace()
                 with self._turn:
                     self._turn.wait_for(lambda: batch.aborted or not self._paused)
                     if not batch.done:

@@ -1,8 +1,9 @@
 """RL on a small task: sort six digits, one point per digit in its place.
 
-`prepare` warm-starts a model on noisy solutions, so that it knows what to do but samples it badly, and writes
-the base checkpoint. `run` improves it with group-relative policy gradients on rollouts from the engines. Every
-step ends with a complete checkpoint in a watched directory; nothing waits until the engines serve it.
+`prepare` warm-starts a model on noisy solutions, so that it knows what to do but samples it badly, and
+writes the base checkpoint. `run` improves it with group-relative policy gradients on rollouts from the
+engines. Every step ends with a complete checkpoint in a watched directory, and nothing waits for the engines
+to serve it.
 """
 
 from __future__ import annotations
@@ -283,10 +284,10 @@ def main() -> None:
         "--watch", type=Path, required=True, help="directory that receives a checkpoint per step"
     )
     second.add_argument("--pointer", type=Path, help="file with the number of the newest published version")
-    second.add_argument("--steps", type=int, default=28)
+    second.add_argument("--steps", type=int, default=32)
     second.add_argument("--questions", type=int, default=32, help="per step")
     second.add_argument("--group", type=int, default=16, help="answers per question")
-    second.add_argument("--rate", type=float, default=1e-5, help="AdamW's learning rate")
+    second.add_argument("--rate", type=float, default=1.2e-5, help="AdamW's learning rate")
     second.add_argument("--max-lead", type=int, default=3, help="versions ahead of the slowest engine")
     second.add_argument("--freeze", action="store_true", help="keep all updates to itself")
     for verb in (first, second):

@@ -1,0 +1,320 @@
+"""A whole RL run on this machine: one trainer, two hosts with an engine each, weightcast between them.
+
+`python -m examples.demo` starts every part as a process of its own, kills the publisher half way, and ends
+with a summary and a proof that both engines hold the trainer's last weights bit for bit. Exit status: 0 it
+holds, 1 it does not, 2 wrong use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from examples import checkpoint, observe
+from examples.observe import Daemon
+from examples.processes import Children, ProcessDied
+from examples.screen import Screen, View
+from examples.summary import Facts, Summary, render, summarise
+from examples.waiting import POLL_SECONDS
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+MARKER = ".weightcast-demo"
+HOSTS = ("a", "b")
+ENDING = ("prepare", "trainer")
+START_SECONDS = 90.0
+END_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Options:
+    steps: int
+    seed: int
+    freeze: bool
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Everything lies in one directory; of these only the channel would be shared in a real fleet."""
+
+    run: Path
+
+    @property
+    def channel(self) -> Path:
+        return self.run / "channel"
+
+    @property
+    def trainer(self) -> Path:
+        return self.run / "trainer"
+
+    @property
+    def base(self) -> Path:
+        return self.trainer / "base"
+
+    @property
+    def watch(self) -> Path:
+        return self.run / "exports"
+
+    @property
+    def metrics(self) -> Path:
+        return self.trainer / "metrics.jsonl"
+
+    @property
+    def last(self) -> Path:
+        return self.trainer / "last"
+
+    def local(self, owner: str) -> Path:
+        return self.run / f"local-{owner}"
+
+    def port(self, name: str) -> Path:
+        return self.run / "ports" / name
+
+    def events(self, host: str) -> Path:
+        return self.run / f"engine-{host}.events"
+
+
+class RefusedDirectory(RuntimeError):
+    pass
+
+
+def claim_directory(run: Path) -> Paths:
+    """Wipes only what an earlier demo left behind. Raises RefusedDirectory for anything else in there."""
+    if run.exists() and (not run.is_dir() or any(run.iterdir())):
+        if not (run / MARKER).is_file():
+            raise RefusedDirectory(f"{run} was not made by the demo: name another --run-dir")
+        shutil.rmtree(run)
+    for directory in ("logs", "ports", "exports", "trainer", "channel"):
+        (run / directory).mkdir(parents=True, exist_ok=True)
+    (run / MARKER).write_text("")
+    return Paths(run.resolve())
+
+
+def engine_command(paths: Paths, host: str, seed: int) -> list[str | Path]:
+    return [
+        *(sys.executable, "-m", "examples.engine", "--model", paths.local(host)),
+        *("--port-file", paths.port(f"engine-{host}"), "--events", paths.events(host), "--seed", str(seed)),
+        *("--deadline", str(START_SECONDS)),
+    ]
+
+
+def publisher_command(paths: Paths) -> list[str | Path]:
+    return [
+        *(Path(sys.executable).with_name("weightcast"), "publisher", "run"),
+        *("--channel", paths.channel, "--base", paths.base, "--local", paths.local("publisher")),
+        *("--watch", paths.watch, "--every", "--consume", "--poll-seconds", "0.2", "--threads", "1"),
+        *("--port", "0", "--port-file", paths.port("publisher")),
+    ]
+
+
+def subscriber_command(paths: Paths, host: str, engine_url: str) -> list[str | Path]:
+    return [
+        *(Path(sys.executable).with_name("weightcast"), "subscriber", "run"),
+        *("--channel", paths.channel, "--base", paths.base, "--local", paths.local(host)),
+        *("--engine", f"sglang={engine_url}", "--poll-seconds", "0.2", "--threads", "1"),
+        *("--port", "0", "--port-file", paths.port(f"subscriber-{host}")),
+    ]
+
+
+def prepare_command(paths: Paths, seed: int) -> list[str | Path]:
+    return [sys.executable, "-m", "examples.trainer", "prepare", "--dir", paths.trainer, "--seed", str(seed)]
+
+
+def trainer_command(paths: Paths, engine_urls: Sequence[str], options: Options) -> list[str | Path]:
+    return [
+        *(sys.executable, "-m", "examples.trainer", "run", "--dir", paths.trainer),
+        *("--watch", paths.watch, "--pointer", paths.channel / "latest"),
+        *("--steps", str(options.steps), "--seed", str(options.seed)),
+        *(word for url in engine_urls for word in ("--engine", url)),
+        *(["--freeze"] if options.freeze else []),
+    ]
+
+
+class Demo:
+    """The run, phase by phase. Every wait watches all processes and fails as soon as one of them ended."""
+
+    def __init__(self, paths: Paths, children: Children, screen: Screen, options: Options) -> None:
+        self._paths = paths
+        self._children = children
+        self._screen = screen
+        self._options = options
+        self._began = time.monotonic()
+        self._kills = 0
+        self._phase = ""
+        self._publisher = Daemon(paths.port("publisher"))
+        self._engines = {host: Daemon(paths.port(f"engine-{host}")) for host in HOSTS}
+        self._subscribers = {host: Daemon(paths.port(f"subscriber-{host}")) for host in HOSTS}
+
+    def run(self) -> Summary:
+        self._warm_start()
+        self._start_services()
+        self._train()
+        self._settle()
+        self._phase = "comparing bits"
+        return summarise(self._facts())
+
+    def _warm_start(self) -> None:
+        self._phase = "warm start of the model"
+        prepared = self._children.start("prepare", prepare_command(self._paths, self._options.seed))
+        self._wait(lambda: not prepared.running, "the base checkpoint", START_SECONDS)
+
+    def _start_services(self) -> None:
+        self._phase = "starting publisher, subscribers, engines"
+        self._children.start("publisher", publisher_command(self._paths))
+        for number, host in enumerate(HOSTS):
+            self._children.start(f"engine-{host}", engine_command(self._paths, host, number))
+        for host in HOSTS:
+            self._wait(self._paths.port(f"engine-{host}").exists, f"the port of engine {host}", START_SECONDS)
+            self._children.start(
+                f"subscriber-{host}", subscriber_command(self._paths, host, self._engines[host].url)
+            )
+        daemons = [self._publisher, *self._subscribers.values()]
+        self._wait(lambda: all(map(Daemon.is_ready, daemons)), "all parts ready", START_SECONDS)
+
+    def _train(self) -> None:
+        self._phase = "training"
+        urls = [self._engines[host].url for host in HOSTS]
+        trainer = self._children.start("trainer", trainer_command(self._paths, urls, self._options))
+        if not self._options.freeze:
+            half = self._options.steps // 2
+            self._wait(
+                lambda: len(observe.read_steps(self._paths.metrics)) >= half, "half of the steps", 180.0
+            )
+            self._kill_publisher()
+        self._wait(lambda: not trainer.running, "the end of the training", 240.0)
+
+    def _kill_publisher(self) -> None:
+        """While it has something to publish, if it can be caught at that."""
+        with suppress(TimeoutError):
+            self._wait(lambda: any(self._paths.watch.glob("step_*")), "a checkpoint to publish", 5.0)
+        self._children["publisher"].kill()
+        self._kills += 1
+        self._paths.port("publisher").unlink(missing_ok=True)
+        self._children.start("publisher", publisher_command(self._paths))
+
+    def _settle(self) -> None:
+        self._phase = "waiting until the last version is served"
+        self._wait(self._is_settled, "the last version served", END_SECONDS)
+
+    def _is_settled(self) -> bool:
+        newest = observe.pointer(self._paths.channel)
+        wanted = (str(newest),) if newest else ("0", "default")
+        labels = [
+            (engine.get("/model_info") or {}).get("weight_version") for engine in self._engines.values()
+        ]
+        return not any(self._paths.watch.glob("step_*")) and all(label in wanted for label in labels)
+
+    def _facts(self) -> Facts:
+        paths = self._paths
+        live = {f"engine {host}": observe.live_checksums(engine) for host, engine in self._engines.items()}
+        files = {f"local checkpoint {host}": checkpoint.file_checksums(paths.local(host)) for host in HOSTS}
+        return Facts(
+            versions=observe.read_versions(paths.channel, observe.pointer(paths.channel)),
+            engines={host: observe.read_events(paths.events(host)) for host in HOSTS},
+            steps=observe.read_steps(paths.metrics),
+            full_bytes=sum(file.stat().st_size for file in checkpoint.weight_files(paths.base)),
+            kills=self._kills,
+            seconds=time.monotonic() - self._began,
+            wanted=checkpoint.file_checksums(paths.last),
+            found={**live, **files},
+        )
+
+    def _wait(self, condition: Callable[[], bool], what: str, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            self._children.check(may_end=ENDING)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{what}: not within {seconds:.0f} s")
+            self._screen.show(self._view)
+            time.sleep(POLL_SECONDS)
+        self._children.check(may_end=ENDING)
+
+    def _view(self) -> View:
+        paths = self._paths
+        return View(
+            phase=self._phase,
+            seconds=time.monotonic() - self._began,
+            processes=self._children.states(),
+            publisher=observe.publisher_view(self._publisher, paths.channel),
+            hosts=[observe.host_view(host, self._subscribers[host], self._engines[host]) for host in HOSTS],
+            steps=observe.read_steps(paths.metrics),
+            wanted_steps=self._options.steps,
+        )
+
+    def close(self) -> None:
+        for daemon in (self._publisher, *self._engines.values(), *self._subscribers.values()):
+            daemon.close()
+
+
+def run_demo(paths: Paths, options: Options, console: Console) -> Summary:
+    """Raises ProcessDied or TimeoutError; no process is left whatever happens."""
+    children = Children(paths.run / "logs", REPOSITORY)
+    screen = Screen(console)
+    demo = Demo(paths, children, screen, options)
+    try:
+        return demo.run()
+    except (ProcessDied, TimeoutError):
+        screen.close()
+        console.print(children.tails(), markup=False, highlight=False)
+        raise
+    finally:
+        screen.close()
+        children.stop()
+        demo.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="RL with weightcast on one machine, in about two minutes.")
+    parser.add_argument("--run-dir", type=Path, default=Path("demo-run"), help="made anew for every run")
+    parser.add_argument("--steps", type=int, default=32, help="of the trainer, one version each")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--freeze", action="store_true", help="publish nothing: the demo must then fail")
+    parser.add_argument("--keep", action="store_true", help="keep the run directory after success too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="receives the summary")
+    given = parser.parse_args()
+    console = Console()
+    try:
+        paths = claim_directory(given.run_dir)
+    except RefusedDirectory as error:
+        console.print(f"error: {error}", style="red")
+        return 2
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(1))
+    summary, reason = None, ""
+    try:
+        summary = run_demo(paths, Options(given.steps, given.seed, given.freeze), console)
+    except ProcessDied as error:
+        reason = str(error)
+    except TimeoutError as error:
+        reason = str(error)
+    return _finish(summary, reason, paths, given, console)
+
+
+def _finish(
+    summary: Summary | None, reason: str, paths: Paths, given: argparse.Namespace, console: Console
+) -> int:
+    failures = {"died": reason} if summary is None else dict(summary.failures)
+    if given.json is not None:
+        facts = {} if summary is None else asdict(replace(summary, failures=failures))
+        given.json.write_text(json.dumps({**facts, "failures": failures}, indent=1) + "\n")
+    if summary is not None:
+        console.print(render(summary))
+    if failures:
+        console.print(f"FAILED ({', '.join(failures)}) {reason}; logs: {paths.run / 'logs'}", style="red")
+        return 1
+    if not given.keep:
+        shutil.rmtree(paths.run)
+    console.print("The demo holds.", style="green")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
