@@ -11,6 +11,7 @@ from weightcast.shared.codec.bits_plain import ESCAPE, GREATEST, LONGEST, SLACK,
 from weightcast.shared.digest.native import (
     I64,
     U64,
+    differing64,
     frozen,
     inlined,
     kernel,
@@ -19,7 +20,7 @@ from weightcast.shared.digest.native import (
     trailing_zeros,
     unwritable,
 )
-from weightcast.shared.words import ByteArray, WordKind
+from weightcast.shared.words import ByteArray, WordKind, Words
 
 _BYTES_PER_CODE = LONGEST // 8
 
@@ -73,19 +74,56 @@ def join(old: Array32, magnitude: Array32, negative: NDArray[np.bool_], kind: Wo
 
 
 @kernel
-def _places(context: Any) -> Any:
-    """Where the next value of each context goes."""
-    places = np.zeros(257, np.int64)
-    for i in range(context.size):
-        places[I64(context[i]) + 1] += 1
-    for c in range(256):
-        places[c + 1] += places[c]
-    return places
+def _classify(old: Any, shift: int, mask: int, table: Any, context: Any) -> None:
+    for i in range(old.size):
+        context[i] = table[(I64(old[i]) >> shift) & mask]
+
+
+def classify(old: Words, kind: WordKind, table: ByteArray) -> ByteArray:
+    context = np.empty(len(old), np.uint8)
+    _classify(
+        unwritable(old.astype(np.uint32)), kind.exponent_shift, kind.exponent_mask, unwritable(table), context
+    )
+    return context
 
 
 @kernel
-def _group(values: Any, context: Any, grouped: Any) -> None:
-    places = _places(context)
+def _counts(context: Any) -> Any:
+    """Four tallies, so that equal neighbours do not wait for each other."""
+    tallies = np.zeros((4, 256), np.int64)
+    for i in range(context.size):
+        tallies[i & 3, context[i]] += 1
+    return tallies
+
+
+def counts(context: ByteArray) -> NDArray[np.int64]:
+    summed: NDArray[np.int64] = _counts(unwritable(context)).sum(axis=0)
+    return summed
+
+
+@kernel
+def _ascend(gaps: Any, index: Any) -> Any:
+    at = U64(0)
+    for i in range(gaps.size):
+        at += U64(gaps[i])
+        index[i] = at
+        at += U64(1)
+    return at
+
+
+def ascend(gaps: Array32) -> tuple[Array32, int]:
+    index = np.empty(len(gaps), np.uint32)
+    return index, int(_ascend(unwritable(gaps), index))
+
+
+def _places(context: ByteArray) -> NDArray[np.int64]:
+    """Where the first value of each context goes."""
+    many = counts(context)
+    return np.cumsum(many) - many
+
+
+@kernel
+def _group(values: Any, context: Any, places: Any, grouped: Any) -> None:
     for i in range(values.size):
         grouped[places[context[i]]] = values[i]
         places[context[i]] += 1
@@ -93,13 +131,12 @@ def _group(values: Any, context: Any, grouped: Any) -> None:
 
 def group(values: Array32, context: ByteArray) -> Array32:
     grouped = np.empty_like(values)
-    _group(values, context, grouped)
+    _group(unwritable(values), unwritable(context), _places(context), grouped)
     return grouped
 
 
 @kernel
-def _ungroup(grouped: Any, context: Any, values: Any) -> None:
-    places = _places(context)
+def _ungroup(grouped: Any, context: Any, places: Any, values: Any) -> None:
     for i in range(values.size):
         values[i] = grouped[places[context[i]]]
         places[context[i]] += 1
@@ -107,7 +144,7 @@ def _ungroup(grouped: Any, context: Any, values: Any) -> None:
 
 def ungroup(grouped: Array32, context: ByteArray) -> Array32:
     values = np.empty_like(grouped)
-    _ungroup(grouped, context, values)
+    _ungroup(unwritable(grouped), unwritable(context), _places(context), values)
     return values
 
 
@@ -215,3 +252,40 @@ def unruns(data: ByteArray, start: int, stop: int, k_run: int, k_rest: int, coun
     if not _unruns(frozen(data), start, stop, k_run, k_rest, values):
         raise ValueError("a stream of runs is damaged")
     return values
+
+
+@kernel
+def _compared(old: Any, new: Any, index: Any, before: Any, after: Any) -> Any:
+    count = 0
+    whole = old.size & ~63
+    for first in range(0, whole, 64):
+        mask = differing64(old, new, first)
+        while mask != U64(0):
+            i = first + I64(trailing_zeros(mask))
+            index[count], before[count], after[count] = i, old[i], new[i]
+            count += 1
+            mask &= mask - U64(1)
+    for i in range(whole, old.size):
+        if old[i] != new[i]:
+            index[count], before[count], after[count] = i, old[i], new[i]
+            count += 1
+    return count
+
+
+def compared(old: Words, new: Words) -> tuple[Array32, Words, Words]:
+    """The scratch is touched only as far as words differ."""
+    index, before, after = np.empty(len(old), np.uint32), np.empty_like(old), np.empty_like(old)
+    count = _compared(unwritable(old), unwritable(new), index, before, after)
+    return index[:count].copy(), before[:count].copy(), after[:count].copy()
+
+
+@kernel
+def _gather(words: Any, index: Any, found: Any) -> None:
+    for i in range(index.size):
+        found[i] = words[index[i]]
+
+
+def gather(words: Words, index: Array32) -> Words:
+    found = np.empty(len(index), words.dtype)
+    _gather(unwritable(words), unwritable(index), found)
+    return found

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.shared.words import ByteArray, WordKind
+from weightcast.shared.words import ByteArray, WordKind, Words
 
 Array32 = NDArray[np.uint32]
 
@@ -50,6 +50,33 @@ def join(old: Array32, magnitude: Array32, negative: NDArray[np.bool_], kind: Wo
 def _ordinals(words: Array32, kind: WordKind) -> NDArray[np.int64]:
     wide = words.astype(np.int64)
     return np.where(wide & kind.sign_bit, -1 - (wide ^ kind.sign_bit), wide)
+
+
+def classify(old: Words, kind: WordKind, table: ByteArray) -> ByteArray:
+    """`table` (256 long) of the exponents."""
+    context: ByteArray = table[(old >> kind.exponent_shift) & kind.exponent_mask]
+    return context
+
+
+def counts(context: ByteArray) -> NDArray[np.int64]:
+    """How often each of 256 values occurs."""
+    return np.bincount(context, minlength=256).astype(np.int64)
+
+
+def ascend(gaps: Array32) -> tuple[Array32, int]:
+    """Positions after gaps, modulo 2**32, and where the next one could be at the earliest, exactly."""
+    ends = np.cumsum(gaps, dtype=np.uint64) + np.arange(1, len(gaps) + 1, dtype=np.uint64)
+    return (ends - np.uint64(1)).astype(np.uint32), int(ends[-1]) if len(ends) else 0
+
+
+def gather(words: Words, index: Array32) -> Words:
+    return words[index]
+
+
+def compared(old: Words, new: Words) -> tuple[Array32, Words, Words]:
+    """Positions where two arrays differ, and the words there."""
+    index = np.flatnonzero(old != new).astype(np.uint32)
+    return index, old[index], new[index]
 
 
 def group(values: Array32, context: ByteArray) -> Array32:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from weightcast.shared.codec.bits import bits
 from weightcast.shared.words import Words
 
 
@@ -27,6 +28,7 @@ class Changes:
 
 
 def compare(old: Words, new: Words) -> Changes:
-    """Changes between two arrays of equal length and dtype, by bits."""
-    index = np.flatnonzero(old != new).astype(np.uint32)
-    return Changes(index, old[index], new[index])
+    """Changes between two 1-D arrays of equal length and dtype, by bits."""
+    if old.shape != new.shape or old.dtype != new.dtype:
+        raise ValueError(f"{old.shape} words of {old.dtype} against {new.shape} of {new.dtype}")
+    return Changes(*bits().compared(np.ascontiguousarray(old), np.ascontiguousarray(new)))

@@ -24,6 +24,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from weightcast.shared.codec import fast
+from weightcast.shared.codec.bits import bits
 from weightcast.shared.codec.changes import Changes, compare
 from weightcast.shared.errors import DamagedFile, UnknownFormat
 from weightcast.shared.words import ByteArray, Chunk, Span, Words
@@ -61,6 +62,8 @@ def _checksum(facts: bytes | memoryview, payload: bytes | memoryview) -> int:
 def decode_chunk(blob: bytes | memoryview, chunk: Chunk, old: Words) -> Changes:
     """`old`: word[chunk.words] as when it was encoded; with other words the result is wrong without an error,
     which only the sums in the index show. Raises DamagedFile, UnknownFormat."""
+    if len(old) != chunk.words or old.dtype != chunk.kind.numpy:
+        raise ValueError(f"{len(old)} old words of {old.dtype} for {_name(chunk)}")
     mode, changed = _checked_header(memoryview(blob), chunk)
     if mode not in _DECODERS:
         raise UnknownFormat(
@@ -95,7 +98,7 @@ def _checked_header(blob: memoryview, chunk: Chunk) -> tuple[int, int]:
 def _decode_fast(payload: ByteArray, chunk: Chunk, old: Words, changed: int) -> Changes:
     counted = _Counted.of(chunk)
     index = counted.with_padding(fast.positions(payload, changed, counted.words))
-    before = old[index]
+    before = bits().gather(old, index)
     return Changes(index, before, fast.steps(payload, before, chunk.kind))
 
 

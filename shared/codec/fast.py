@@ -29,15 +29,13 @@ import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import ModuleType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.shared.codec import bits_plain
+from weightcast.shared.codec.bits import bits
 from weightcast.shared.codec.bits_plain import SLACK, Array32
 from weightcast.shared.codec.changes import Changes
-from weightcast.shared.digest.hash import kernels
 from weightcast.shared.words import ByteArray, WordKind, Words
 
 _HEAD = struct.Struct("<BBBBI")
@@ -49,15 +47,8 @@ _WORTH_CONTEXTS = 1024
 """changes from which 16 tables pay for themselves"""
 _TOP_SHARE = 0.97
 """share of changes whose exponents the 16 contexts reach up to"""
+_EVERY_EXPONENT = np.arange(256, dtype=np.uint8)
 _GOLDEN_LOG = math.log((math.sqrt(5) - 1) / 2)
-
-
-def _bits() -> ModuleType:
-    if kernels() == "numpy":
-        return bits_plain
-    from weightcast.shared.codec import bits_native
-
-    return bits_native
 
 
 def rice_parameter(total: int, count: int) -> int:
@@ -85,15 +76,14 @@ class _Coded:
 
 def encode(changes: Changes, words: int, kind: WordKind) -> bytes:
     """Positions of `changes` count without padding, out of `words`."""
-    bits = _bits()
-    magnitude, negative = bits.split(_wide(changes.old), _wide(changes.new), kind)
     k_gaps = rice_parameter(words - len(changes), len(changes))
-    gaps = bits.rice(_gaps(changes.index), k_gaps)
+    gaps = bits().rice(_gaps(changes.index), k_gaps)
+    magnitude, negative = bits().split(_wide(changes.old), _wide(changes.new), kind)
+    signs = np.packbits(negative, bitorder="little").tobytes()
     first, count = _choose_contexts(changes.old, kind)
     context = _contexts(changes.old, kind, first, count)
-    grouped = bits.group(magnitude, context) if count > 1 else magnitude
-    coded = [_code(bits, grouped[start:stop]) for start, stop in _borders(context, count)]
-    signs = np.packbits(negative, bitorder="little").tobytes()
+    grouped = bits().group(magnitude, context) if count > 1 else magnitude
+    coded = [_code(grouped[start:stop]) for start, stop in _borders(context, count)]
     head = _HEAD.pack(k_gaps, count, first, 0, len(gaps))
     heads, streams = (one.head for one in coded), (one.data for one in coded)
     return b"".join((head, *heads, gaps, signs, *streams, bytes(SLACK)))
@@ -109,15 +99,11 @@ def _gaps(index: NDArray[np.uint32]) -> Array32:
     return gaps
 
 
-def _exponents(old: Words, kind: WordKind) -> ByteArray:
-    return ((old >> kind.exponent_shift) & kind.exponent_mask).astype(np.uint8)
-
-
 def _choose_contexts(old: Words, kind: WordKind) -> tuple[int, int]:
     """First exponent, number of contexts."""
     if not kind.exponent_mask or len(old) < _WORTH_CONTEXTS:
         return 0, 1
-    reach = np.cumsum(np.bincount(_exponents(old, kind)))
+    reach = np.cumsum(bits().counts(bits().classify(old, kind, _EVERY_EXPONENT)))
     top = int(np.searchsorted(reach, _TOP_SHARE * reach[-1]))
     return max(0, top - _MOST_CONTEXTS + 1), _MOST_CONTEXTS
 
@@ -126,24 +112,25 @@ def _contexts(old: Words, kind: WordKind, first: int, count: int) -> ByteArray:
     if count == 1:
         return np.zeros(len(old), np.uint8)
     table = np.clip(np.arange(256) - first, 0, count - 1).astype(np.uint8)
-    return table[_exponents(old, kind)]
+    context: ByteArray = bits().classify(old, kind, table)
+    return context
 
 
 def _borders(context: ByteArray, count: int) -> Iterator[tuple[int, int]]:
-    ends = np.cumsum(np.bincount(context, minlength=count)).tolist()
+    ends = np.cumsum(bits().counts(context)[:count]).tolist()
     return zip([0, *ends[:-1]], ends, strict=True)
 
 
-def _code(bits: ModuleType, values: Array32) -> _Coded:
+def _code(values: Array32) -> _Coded:
     """Runs where less than a third of the steps is longer than one."""
     if len(values) == 0:
         return _Coded(_NOTHING, 0, 0, b"")
     total, longer = int(values.sum(dtype=np.uint64)), int(np.count_nonzero(values))
     if 3 * longer >= len(values):
         k = rice_parameter(total, len(values))
-        return _Coded(_RICE, k, 0, bits.rice(values, k))
+        return _Coded(_RICE, k, 0, bits().rice(values, k))
     k, k_rest = rice_parameter(len(values) - longer, longer + 1), rice_parameter(total - longer, longer)
-    return _Coded(_RUNS, k, k_rest, bits.runs(values, k, k_rest))
+    return _Coded(_RUNS, k, k_rest, bits().runs(values, k, k_rest))
 
 
 @dataclass(frozen=True)
@@ -171,36 +158,36 @@ class _Layout:
 def positions(payload: ByteArray, changed: int, words: int) -> Array32:
     """Positions of `changed` words without padding, ascending, below `words`. Raises ValueError."""
     layout = _layout(payload, changed)
-    gaps = _bits().unrice(payload, *layout.gaps, layout.k_gaps, changed)
-    index = np.cumsum(gaps, dtype=np.uint64) + np.arange(changed, dtype=np.uint64)
-    if changed and index[-1] >= words:
+    index: Array32
+    index, end = bits().ascend(bits().unrice(payload, *layout.gaps, layout.k_gaps, changed))
+    if end > words:
         raise ValueError("a position lies behind the chunk's last word")
-    return index.astype(np.uint32)
+    return index
 
 
 def steps(payload: ByteArray, old: Words, kind: WordKind) -> Words:
     """New words for the old words at the payload's positions. Raises ValueError."""
-    bits, layout = _bits(), _layout(payload, len(old))
+    layout = _layout(payload, len(old))
     contexts = len(layout.streams)
     context = _contexts(old, kind, layout.first, contexts)
     pairs = zip(layout.streams, _borders(context, contexts), strict=True)
-    grouped = [_read(bits, payload, stream, stop - start) for stream, (start, stop) in pairs]
-    magnitude = bits.ungroup(np.concatenate(grouped), context) if contexts > 1 else grouped[0]
+    grouped = [_read(payload, stream, stop - start) for stream, (start, stop) in pairs]
+    magnitude = bits().ungroup(np.concatenate(grouped), context) if contexts > 1 else grouped[0]
     signs = payload[slice(*layout.signs)]
     negative = np.unpackbits(signs, count=len(old), bitorder="little").view(np.bool_)
-    new: Words = bits.join(_wide(old), magnitude, negative, kind).astype(old.dtype)
+    new: Words = bits().join(_wide(old), magnitude, negative, kind).astype(old.dtype)
     return new
 
 
-def _read(bits: ModuleType, payload: ByteArray, stream: _Stream, count: int) -> Array32:
+def _read(payload: ByteArray, stream: _Stream, count: int) -> Array32:
     if (stream.coding == _NOTHING) != (count == 0):
         raise ValueError("the magnitudes of a context are missing or too many")
     if stream.coding == _NOTHING:
         return np.zeros(0, np.uint32)
     if stream.coding == _RICE:
-        values: Array32 = bits.unrice(payload, stream.start, stream.stop, stream.k, count)
+        values: Array32 = bits().unrice(payload, stream.start, stream.stop, stream.k, count)
     else:
-        values = bits.unruns(payload, stream.start, stream.stop, stream.k, stream.k_rest, count)
+        values = bits().unruns(payload, stream.start, stream.stop, stream.k, stream.k_rest, count)
     return values
 
 

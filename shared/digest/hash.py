@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Literal
 
 import numpy as np
+
 from weightcast.shared.digest import lanes_plain
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.words import ByteArray
@@ -34,5 +35,7 @@ def kernels() -> Literal["numba", "numpy"]:
 def hash_bytes(data: ByteArray, first_word: int = 0) -> Lanes:
     """Raw lanes of contiguous bytes that begin at 8-byte word `first_word` of their tensor. A tail of less
     than 8 bytes counts as a word padded with zeros, so it must be the tensor's. Any alignment."""
+    if data.ndim != 1 or not data.flags.c_contiguous:
+        raise ValueError("only contiguous bytes have lanes")
     lanes: Lanes = implementation().hash_bytes(data, first_word)
     return lanes

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from weightcast.shared.digest.lanes import MIX_A, MIX_B, Lanes
 from weightcast.shared.digest.native import I64, U64, frozen, inlined, kernel, load64, unwritable
 from weightcast.shared.words import ByteArray, Words
@@ -54,7 +55,7 @@ def hash_bytes(data: ByteArray, first_word: int) -> Lanes:
 
 @kernel
 def _touched(
-    old: ByteArray, index: Any, new: ByteArray, shift: int, ends: Any, numbers: Any, sums: Any, changed: Any
+    old: ByteArray, index: Any, new: Any, shift: int, ends: Any, numbers: Any, sums: Any, changed: Any
 ) -> None:
     """`shift`: log2 of the words per 8 bytes. `ends`, `numbers`: per span its end in the chunk and the number
     of the chunk's 8-byte word 0 in its tensor's count. `sums`: uint64[spans, 4], old a, b, new a, b."""
@@ -69,10 +70,7 @@ def _touched(
         after = before
         while i < index.size and (I64(index[i]) >> shift) == place:
             lane = U64((I64(index[i]) & ((1 << shift) - 1)) * 8 * width)
-            value = U64(0)
-            for byte in range(width):
-                value |= U64(new[i * width + byte]) << U64(8 * byte)
-            after = (after & ~(lane_mask << lane)) | (value << lane)
+            after = (after & ~(lane_mask << lane)) | (U64(new[i]) << lane)
             changed[span] += 1
             i += 1
         number = U64(place + numbers[span])
@@ -88,5 +86,7 @@ def touched(
     sums = np.zeros((len(ends), 4), np.uint64)
     changed = np.zeros(len(ends), np.int64)
     shift = {1: 3, 2: 2, 4: 1}[old.itemsize]
-    _touched(frozen(old), unwritable(index), frozen(new), shift, ends, numbers, sums, changed)
+    _touched(
+        frozen(old), unwritable(index), unwritable(new.astype(np.uint32)), shift, ends, numbers, sums, changed
+    )
     return sums, changed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
+
 from weightcast.shared.digest.lanes import MIX_A, MIX_B, ZERO, Lanes
 from weightcast.shared.words import ByteArray, Words
 

@@ -1,7 +1,7 @@
 """The one door to numba: how kernels are compiled, and the machine operations it has no word for.
 
 Bit code is uint64 throughout: numba makes a float64 of int64 with uint64. Importing this module raises
-ImportError where numba is missing.
+ImportError where numba is missing. After a change here, touch the files with kernels: theirs stay cached.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ def inlined(function: Function) -> Function:
 
 
 def unwritable(data: NDArray[Scalar]) -> NDArray[Scalar]:
-    """A read-only view. Every input goes through it: of one type each, kernels compile once."""
-    view = data.view()
+    """A contiguous read-only view. Every input goes through it: of one type each, kernels compile once."""
+    view = np.ascontiguousarray(data).view()
     view.flags.writeable = False
     return view
 
 
 def frozen(data: NDArray[Any]) -> NDArray[np.uint8]:
     """The read-only bytes of `data`, which any alignment allows."""
-    return unwritable(data.view(np.uint8))
+    return unwritable(np.ascontiguousarray(data).view(np.uint8))
 
 
 def _address(context: Any, builder: Any, array_type: Any, array: Any, offset: Any, bits: int) -> Any:
@@ -84,3 +84,21 @@ def trailing_zeros(typing: Any, value: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
 
     return types.uint64(types.uint64), build
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def differing64(typing: Any, one: Any, other: Any, first: Any) -> Any:
+    """Bit j says whether word first + j differs in two contiguous arrays of the same unsigned dtype."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = signature.args[0].dtype.bitwidth
+        lanes = ir.VectorType(ir.IntType(bits), 64)
+        offset = builder.mul(args[2], ir.Constant(ir.IntType(64), bits // 8))
+
+        def load(number: int) -> Any:
+            start = _address(context, builder, signature.args[number], args[number], offset, 8)
+            return builder.load(builder.bitcast(start, lanes.as_pointer()), align=1)
+
+        return builder.bitcast(builder.icmp_unsigned("!=", load(0), load(1)), ir.IntType(64))
+
+    return types.uint64(one, other, types.int64), build

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 from blake3 import blake3
+
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.lanes_plain import Array64, mix_a, mix_b
 from weightcast.shared.words import TensorSpec, TensorTable

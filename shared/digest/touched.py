@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
 from weightcast.shared.digest.hash import implementation
 from weightcast.shared.digest.lanes import ZERO, Lanes
 from weightcast.shared.words import Chunk, Words
@@ -51,6 +52,8 @@ def span_sums(chunk: Chunk, old: Words, changes: ChangedWords) -> list[SpanSums]
     per_word = 8 // old.itemsize
     places = np.array([(span.start, span.offset, span.words) for span in chunk.spans], np.int64)
     ends = places[:, 1] + places[:, 2]
+    if len(old) != chunk.words or changes.index[-1] >= ends[-1]:
+        raise ValueError("old words or changes of another chunk")
     numbers = (places[:, 0] - places[:, 1]) // per_word + 1
     sums, changed = implementation().touched(old, changes.index, changes.new, ends, numbers)
     return [_named(chunk, n, sums[n].tolist(), int(changed[n])) for n in np.flatnonzero(changed).tolist()]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from weightcast.shared.digest import lanes_plain
 from weightcast.shared.digest.hash import hash_bytes, implementation, kernels
 from weightcast.shared.digest.lanes import ZERO, Lanes, finalise

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 from blake3 import blake3
+
 from weightcast.shared.digest.lanes import Lanes, finalise
 from weightcast.shared.digest.root import root
 from weightcast.shared.words import TensorSpec, TensorTable

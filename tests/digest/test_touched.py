@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from weightcast.shared.digest.hash import hash_bytes
 from weightcast.shared.digest.lanes import ZERO, Lanes
 from weightcast.shared.digest.touched import ChunkSums, SpanSums, span_sums, total
