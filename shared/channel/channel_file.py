@@ -9,7 +9,6 @@ from weightcast.shared.channel.records import FORMAT, check_format, run_id
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
 
-CHANNEL_FILE_LIMIT = 16 << 20
 _WHAT = "channel.json"
 
 

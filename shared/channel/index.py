@@ -143,8 +143,8 @@ def _top(data: bytes, what: str) -> Members:
 
 
 def write_index(index: Index, table: TensorTable) -> bytes:
-    """The exact bytes to commit; `index.digest` is ignored. Raises DamagedFile for an index that
-    `parse_index` would refuse."""
+    """The exact bytes to commit; `index.digest` is ignored. Raises DamagedFile when its facts contradict each
+    other or the table."""
     check_index(index, table, f"index of version {index.version}")
     names = sorted(index.tensors, key=table.numbers.__getitem__)
     weight_map = {name: index.weight_map[name] for name in names}
@@ -233,7 +233,7 @@ def parse_index(data: bytes, table: TensorTable, *, what: str = INDEX_NAME) -> I
         checksums=_checksums(rows, what),
         digest=blake3(data).hexdigest(),
     )
-    if dict(top.object("metadata")) != _metadata(index):
+    if not top.object("metadata").items() >= _metadata(index).items():
         raise DamagedFile(f"{what}: its metadata contradicts its member {_OURS!r}")
     check_index(index, table, what)
     return index
@@ -323,8 +323,10 @@ def _check_lineage(index: Index, what: str) -> None:
     else:
         fits = 0 <= index.base_version < index.version and index.encoding is not None
         fits = fits and is_hex(index.base_root, 64) and is_hex(index.parent, 64)
-    if not fits:
-        raise DamagedFile(f"{what}: base, parent or encoding do not fit a version of kind {index.kind!r}")
+    if not fits or not is_hex(index.root, 64):
+        raise DamagedFile(
+            f"{what}: base, parent, root or encoding do not fit a version of kind {index.kind!r}"
+        )
 
 
 def _check_tensors(index: Index, table: TensorTable, what: str) -> None:

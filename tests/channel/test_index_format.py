@@ -137,7 +137,7 @@ def test_one_part_of_everything_is_null() -> None:
 
 def test_unknown_members_are_ignored() -> None:
     top = json.loads(write_index(DELTA, TABLE))
-    top["later"], top["weightcast"]["later"] = 1, {}
+    top["later"], top["weightcast"]["later"], top["metadata"]["later"] = 1, {}, "x"
     assert replace(parse_index(json.dumps(top).encode(), TABLE), digest="") == DELTA
 
 
@@ -292,6 +292,7 @@ def test_duplicate_keys_are_refused() -> None:
         replace(DELTA, parts=(Part(1, ()),)),
         replace(DELTA, chunks=(replace(DELTA.chunks[0], file="other"),)),
         replace(DELTA, base_version=8),
+        replace(DELTA, root=""),
     ],
 )
 def test_the_writer_obeys_the_readers_rules(index: Index) -> None:
