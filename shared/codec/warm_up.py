@@ -1,4 +1,4 @@
-"""Compiles every kernel of digest and codec, or loads it from the cache, before the first version needs it."""
+"""Compiles every kernel of digest and codec, or loads it from its cache, before a version needs it."""
 
 from __future__ import annotations
 

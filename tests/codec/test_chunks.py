@@ -168,7 +168,7 @@ def assert_lawful(chunk: Chunk, old: Words, changes: Changes) -> None:
     assert changes.new.dtype == changes.old.dtype == chunk.kind.numpy
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 @given(st.sampled_from(SAMPLES), st.data())
 def test_damage_behind_a_right_checksum_is_refused_or_lawful(
     sample: tuple[Chunk, Words, bytes], draw: st.DataObject
@@ -187,7 +187,7 @@ def test_damage_behind_a_right_checksum_is_refused_or_lawful(
     assert_lawful(chunk, old, changes)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.sampled_from([RAW, FAST]), st.integers(0, 400), st.binary(max_size=300))
 def test_random_payloads_are_refused_or_lawful(mode: int, changed: int, payload: bytes) -> None:
     chunk, old, _ = SAMPLES[0]
@@ -199,6 +199,7 @@ def test_random_payloads_are_refused_or_lawful(mode: int, changed: int, payload:
     assert_lawful(chunk, old, changes)
 
 
+@compiles
 @given(st.sampled_from(SAMPLES), st.data())
 def test_damage_under_the_checksum_is_always_refused(
     sample: tuple[Chunk, Words, bytes], draw: st.DataObject

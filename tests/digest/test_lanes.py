@@ -97,6 +97,7 @@ def test_zeros_of_different_lengths_differ_once_finalised() -> None:
     assert len(final) == 200
 
 
+@settings(deadline=None)
 @given(st.integers(0, M), st.integers(0, M), st.integers(0, M), st.integers(0, M))
 def test_minus_undoes_plus(a: int, b: int, c: int, d: int) -> None:
     one, other = Lanes(a, b), Lanes(c, d)

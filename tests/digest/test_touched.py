@@ -88,7 +88,7 @@ DENSITIES = st.sampled_from([0.0, 0.01, 0.2, 0.9, 1.0])
 
 @settings(deadline=None)  # the first example compiles
 @given(st.sampled_from(sorted(WIDTHS)), SIZES, DENSITIES, st.integers(0, 1 << 30))
-def test_law_holds(dtype: str, sizes: list[int], density: float, seed: int) -> None:
+def test_law_holds_for_any_table(dtype: str, sizes: list[int], density: float, seed: int) -> None:
     table = table_of(dtype, sizes)
     assert_law(table, whole_part(table), seed, density)
 
