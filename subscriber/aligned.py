@@ -13,6 +13,7 @@ ROLL_BACK_AFTER = 3
 """reloads in a row that leave no engine on the version"""
 MOST_BLOCKED = 63
 REASON_LIMIT = 2000
+RETRY_FIRST, RETRY_MOST = 60.0, 6 * 3600.0
 DOUBTFUL = (Mark.PAUSING, Mark.SUSPECT)
 Records = Mapping[str, EngineState]
 
@@ -86,8 +87,12 @@ def needs_undo(results: Sequence[EngineResult]) -> bool:
     return any(result.state == "refused" or result.attempts > 0 for result in results)
 
 
-def block(blocked: Sequence[Blocked], version: int, digest: str, reason: str) -> tuple[Blocked, ...]:
-    """The list with one more refusal of the version, newest last."""
-    before = next((one.attempts for one in blocked if one.digest == digest), 0)
-    others = [one for one in blocked if one.digest != digest]
-    return (*others[-MOST_BLOCKED:], Blocked(version, digest, reason[:REASON_LIMIT], before + 1))
+def block(blocked: Sequence[Blocked], refused: Blocked) -> tuple[Blocked, ...]:
+    """The list with `refused`, newest last."""
+    others = [one for one in blocked if one.digest != refused.digest]
+    return (*others[-MOST_BLOCKED:], refused)
+
+
+def retry_delay(attempts: int) -> float:
+    """Seconds until a refused version is tried again: the engine may have been at fault."""
+    return min(RETRY_FIRST * 4.0 ** min(attempts - 1, 30), RETRY_MOST)

@@ -77,9 +77,7 @@ class Subscriber:
         watch_loop(self.registry, self.loop)
         self.figures = Figures(self.registry)
         self.reporter = Reporter(settings.channel) if settings.report else None
-        self.sync = Sync(
-            self.options, open_engines(settings), show=self._show, stop_requested=lambda: self.stop.requested
-        )
+        self.sync = Sync(self.options, open_engines(settings), show=self._show, stop=self.stop.wait)
 
     def _show(self, sync: Sync) -> None:
         self.board.show(sync)

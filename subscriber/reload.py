@@ -204,8 +204,9 @@ class Engines:
         return result
 
     def _each(self, engines: Sequence[Engine], work: Callable[[Engine], T]) -> list[T]:
-        if len(engines) <= 1:
-            return [work(engine) for engine in engines]
+        """In threads, so that an interrupt of the caller waits for engines that are paused."""
+        if not engines:
+            return []
         with ThreadPoolExecutor(len(engines), thread_name_prefix="engine") as pool:
             return list(pool.map(work, engines))
 

@@ -13,7 +13,7 @@ PHASES = ("plan", "fetch", "stage", "lock", "patch", "pause", "reload", "read_ba
 
 State = Literal[
     "starting", "waiting", "loading", "planning", "seeding", "fetching", "staging", "patching", "reloading",
-    "idle", "stopped",
+    "hashing", "idle", "stopped",
 ]  # fmt: skip
 MoveKind = Literal["seed", "patch", "relabel", "reload", "undo"]
 Assurance = Literal["full", "changed-tensors"]

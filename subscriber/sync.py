@@ -13,14 +13,31 @@ from pathlib import Path
 
 from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import Refused, RetryLater, WeightcastError
+from weightcast.shared.errors import NeedsReseed, Refused, RetryLater, WeightcastError
 from weightcast.shared.local.follow import Follower, FollowOptions, PreRead
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
+from weightcast.shared.local.patch import rehash, require_files
 from weightcast.shared.local.plan import Patch, Refuse, Relabel, Seed, Stay
 from weightcast.shared.local.route import Route
 from weightcast.shared.local.stage import Staged
-from weightcast.shared.local.state import EngineState, LocalState, Mark, Phase, read_state, write_state
-from weightcast.subscriber.aligned import block, is_confirmed, needs_undo, rolls_back, unaligned
+from weightcast.shared.local.state import (
+    Blocked,
+    EngineState,
+    LocalState,
+    Mark,
+    Phase,
+    read_state,
+    write_state,
+)
+from weightcast.subscriber.aligned import (
+    REASON_LIMIT,
+    block,
+    is_confirmed,
+    needs_undo,
+    retry_delay,
+    rolls_back,
+    unaligned,
+)
 from weightcast.subscriber.engines.roster import EngineResult
 from weightcast.subscriber.reload import Engines
 from weightcast.subscriber.status import MoveKind, State, UpdateStatus
@@ -81,8 +98,14 @@ class Stopped(RetryLater):
     """The daemon ends; what was begun is continued by the next start."""
 
 
+def _never(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
 class Sync:
-    """One host. Used by one thread; `show` is called whenever the view changed."""
+    """One host. Used by one thread; `show` is called whenever the view changed;
+    `stop(seconds)` waits, or returns True as soon as the process is to end."""
 
     def __init__(
         self,
@@ -90,24 +113,32 @@ class Sync:
         engines: Engines | None = None,
         *,
         show: Callable[[Sync], None] = lambda sync: None,
-        stop_requested: Callable[[], bool] = lambda: False,
+        stop: Callable[[float], bool] = _never,
+        advance: Callable[[int], None] = lambda nbytes: None,
         now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.options = options
         self.engines = Engines() if engines is None else engines
         self.view = View()
         self._show = show
-        self._stop_requested = stop_requested
+        self._stop = stop
+        self._on_bytes = advance
         self.now = now
+        self._clock = clock
         self._watch = Stopwatch()
         self._pointer_seen = False
+        self._retry_at: dict[str, float] = {}
+        self._attempts: dict[str, int] = {}
         self._failures: dict[str, int] = {}
         self._shown = 0.0
         self.follower = Follower(
             options.channel,
             options.local,
             options.base,
-            FollowOptions(options.threads, options.visible_seconds, options.pre_read, self._on_phase),
+            FollowOptions(
+                options.threads, options.visible_seconds, options.pre_read, self._on_phase, self._wait
+            ),
         )
 
     def close(self) -> None:
@@ -123,13 +154,24 @@ class Sync:
         try:
             self._step()
         except BaseException as error:
-            self.view.error = error if isinstance(error, WeightcastError) else None
             self.follower.release()
+            self.view.error = _known(error)
+            if isinstance(error, OSError):
+                raise self.view.error from error
             raise
         finally:
             self.view.not_ready = self._reasons_not_ready()
             self._enter("idle" if self.view.error is None else "waiting")
         return self._outcome()
+
+    def rehash(self) -> None:
+        """Reads every byte of the local checkpoint. Raises NeedsReseed, with state `dirty`, when one is not
+        the version's."""
+        local = self._local()
+        self._enter("hashing")
+        with local.patching():
+            rehash(local, threads=self.options.threads, advance=self._advance)
+        self._enter("idle")
 
     def _outcome(self) -> Outcome:
         local = self.follower.local
@@ -161,6 +203,8 @@ class Sync:
             self._resume_noted()
         try:
             self._follow()
+        except (NeedsReseed, Stopped):
+            raise
         except WeightcastError:
             # the channel's troubles are not the engines'
             self._align()
@@ -173,20 +217,44 @@ class Sync:
             self.engines.resume_noted(state)
 
     def _follow(self) -> None:
-        channel = Channel.open(self.options.channel)
-        if self.follower.local is None:
-            self._enter("loading")
-        self.follower.load(channel, self._advance)
+        channel = self._open_and_load()
         self._enter("planning")
         with self._watch.timed("plan"):
             route = self._route(channel)
         self._carry_out(channel, route)
 
+    def _open_and_load(self) -> Channel:
+        """The local checkpoint is opened also when the channel cannot be."""
+        if self.follower.local is None:
+            self._enter("loading")
+        try:
+            channel = Channel.open(self.options.channel)
+        except WeightcastError:
+            self.follower.load(None, self._advance)
+            raise
+        self.follower.load(channel, self._advance)
+        return channel
+
     def _route(self, channel: Channel) -> Route:
         pointer = self._pointer(channel)
         version = resolve(self.options.target, channel.directory, pointer)
         self.view.target_version = version
+        self._unblock_due()
         return self.follower.route(channel, pointer, version, exact=self.options.target.exact)
+
+    def _unblock_due(self) -> None:
+        local, now = self.follower.local, self._clock()
+        if local is None:
+            return
+        kept: list[Blocked] = []
+        for one in local.state.blocked:
+            if self._retry_at.setdefault(one.digest, now + retry_delay(one.attempts)) > now:
+                kept.append(one)
+            else:
+                self._attempts[one.digest] = one.attempts
+                del self._retry_at[one.digest]
+        if len(kept) < len(local.state.blocked):
+            local.save(local.state.but(blocked=tuple(kept)))
 
     def _pointer(self, channel: Channel) -> Pointer:
         """Before the first version the target is the base, so that a host is ready when that comes."""
@@ -312,6 +380,7 @@ class Sync:
         self._watch.enter("lock")
         with local.patching():
             self._watch.enter("")
+            require_files(local)
             version = local.state.position.version
             results = self.engines.reload(local, version, only=due, report=self._tell)
             self._watch.take(results)
@@ -335,10 +404,12 @@ class Sync:
             self.follower.forget_undo()
 
     def _go_back(self, local: LocalCheckpoint, results: Sequence[EngineResult]) -> None:
-        """To the version before the refused one, which is never tried again."""
+        """To the version before the refused one."""
         refused = local.state.position
         reason = "; ".join(f"{result.name}: {result.reason}" for result in results if result.reason)
-        blocked = block(local.state.blocked, refused.version, refused.digest, reason)
+        attempts = self._attempts.pop(refused.digest, 0) + 1
+        one = Blocked(refused.version, refused.digest, reason[:REASON_LIMIT], attempts)
+        blocked = block(local.state.blocked, one)
         local.save(local.state.but(blocked=blocked, engines=unaligned(local.state.engines)))
         self._degrade(f"version {refused.version} was refused by the engines: {reason}")
         self.engines.retry_at_once()
@@ -381,10 +452,14 @@ class Sync:
         self.view.state, self.view.progress_bytes = state, 0
         self._tell()
 
+    def _wait(self, seconds: float) -> None:
+        if self._stop(seconds):
+            raise Stopped("the process ends", remedy="the next start continues")
+
     def _advance(self, nbytes: int) -> None:
-        if self._stop_requested():
-            raise Stopped("the daemon ends", remedy="the next start continues")
+        self._wait(0.0)
         self.view.progress_bytes += nbytes
+        self._on_bytes(nbytes)
         if self.now() - self._shown > _SHOW_EVERY_SECONDS:
             self._tell()
 
@@ -397,3 +472,13 @@ class Sync:
         self._shown = self.now()
         self.view.local = self._state()
         self._show(self)
+
+
+def _known(error: BaseException) -> WeightcastError:
+    if isinstance(error, WeightcastError):
+        return error
+    if isinstance(error, OSError):
+        return RetryLater(
+            f"{error.filename or 'a file'}: {error.strerror or error}", remedy="nothing is lost"
+        )
+    return WeightcastError(f"{type(error).__name__}: {error}", remedy="see the log for the traceback")

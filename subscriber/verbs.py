@@ -2,16 +2,127 @@
 
 from __future__ import annotations
 
-import typer
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
 
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from weightcast.shared.errors import EngineFailed
 from weightcast.shared.service.cli import group
+from weightcast.shared.service.logs import setup_logs
 from weightcast.shared.service.options import settings_command
-from weightcast.subscriber.daemon import run_subscriber
+from weightcast.shared.service.output import ChannelOption, JsonOption, Output, printable
+from weightcast.shared.service.settings import load_settings
+from weightcast.subscriber.board import Board
+from weightcast.subscriber.daemon import open_engines, options_of, run_subscriber
 from weightcast.subscriber.settings import SubscriberSettings
+from weightcast.subscriber.status import HostStatus
+from weightcast.subscriber.sync import Sync
 
 
 def register(app: typer.Typer) -> None:
-    subscriber = group(app, "subscriber", "Keep a rollout host's checkpoint and engines on a channel.")
+    subscriber = group(app, "subscriber", "The rollout hosts' side.")
     settings_command(
         subscriber, "run", SubscriberSettings, "Follow a channel and reload the engines, until stopped."
     )(run_subscriber)
+    app.command("sync")(sync)
+
+
+def sync(
+    channel: ChannelOption,
+    local: Annotated[
+        Path,
+        typer.Option("--local", envvar="WEIGHTCAST_LOCAL", help="Local checkpoint: what engines load from."),
+    ],
+    base: Annotated[
+        Path | None,
+        typer.Option("--base", envvar="WEIGHTCAST_BASE", help="HF checkpoint that the run starts from."),
+    ] = None,
+    engine: Annotated[
+        list[str] | None, typer.Option("--engine", help="Inference engine kind=URL[,...]; repeatable.")
+    ] = None,
+    target: Annotated[str, typer.Option("--target", help="latest, a version or a tag.")] = "latest",
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, help="Working threads; unset: every core allowed.")
+    ] = None,
+    rehash: Annotated[bool, typer.Option("--rehash", help="Read every byte back in the end.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Bring a local checkpoint (and engines) to the target once, then end."""
+    flags: dict[str, object] = {
+        "channel": channel,
+        "local": local,
+        "base": base,
+        "engine": engine or None,
+        "target": target,
+        "threads": threads,
+    }
+    setup_logs(level="error")
+    settings = load_settings(SubscriberSettings, flags)
+    output = Output(json=as_json)
+    with _term_as_interrupt():
+        status = _sync(settings, output, rehash)
+    output.result(status, lambda console: _show(console, status))
+    _judge(status)
+
+
+def _sync(settings: SubscriberSettings, output: Output, rehash: bool) -> HostStatus:
+    options = options_of(settings)
+    board = Board(options)
+    with output.progress(f"{settings.local}", None) as advance:
+        one = Sync(options, open_engines(settings), show=board.show, advance=advance)
+        try:
+            one.sync_once()
+            if rehash:
+                one.rehash()
+            return board.status.get()
+        finally:
+            one.close()
+
+
+@contextmanager
+def _term_as_interrupt() -> Iterator[None]:
+    """An engine that is paused is resumed before the process ends."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _judge(status: HostStatus) -> None:
+    """Raises EngineFailed when an engine does not hold the target."""
+    if status.blocked and status.local_version != status.target_version:
+        refused = status.blocked[-1]
+        raise EngineFailed(
+            f"version {refused.version} was refused: {refused.reason}", remedy="publish a newer version"
+        )
+    if status.not_ready_reasons:
+        raise EngineFailed(
+            "; ".join(status.not_ready_reasons), remedy="see the engines' logs, then sync again"
+        )
+
+
+def _show(console: Console, status: HostStatus) -> None:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_row("local", printable(status.local))
+    table.add_row("run", printable(status.run_id or "-"))
+    table.add_row("version", f"{status.local_version} (target {status.target_version})")
+    table.add_row("root", status.local_root or "-")
+    for update in status.updates:
+        table.add_row(
+            update.kind, f"to {update.version}, {update.bytes} bytes, {update.seconds['total']:.2f} s"
+        )
+    for engine in status.engines:
+        table.add_row(printable(engine.name), f"{engine.mark} {engine.version} {printable(engine.reason)}")
+    console.print(table)

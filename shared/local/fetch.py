@@ -47,6 +47,7 @@ def fetch(
     *,
     visible_seconds: float,
     advance: Advance | None = None,
+    wait: Callable[[float], None] = time.sleep,
 ) -> Fetched:
     """Copies what `index` names from `version_dir`. Raises RetryLater when a file does not show within
     `visible_seconds`, DamagedFile when it does and is not what the index says."""
@@ -55,7 +56,7 @@ def fetch(
     deadline = time.monotonic() + visible_seconds
     for record in _records(index, version_dir):
         if not _have(target / record.name, record):
-            _copy_until(version_dir / record.name, target / record.name, record, deadline, advance)
+            _copy_until(version_dir / record.name, target / record.name, record, deadline, advance, wait)
     return Fetched(index, target)
 
 
@@ -71,7 +72,12 @@ def _have(path: Path, record: FileRecord) -> bool:
 
 
 def _copy_until(
-    source: Path, target: Path, record: FileRecord, deadline: float, advance: Advance | None
+    source: Path,
+    target: Path,
+    record: FileRecord,
+    deadline: float,
+    advance: Advance | None,
+    wait: Callable[[float], None],
 ) -> None:
     pause = _RETRY_FIRST
     while True:
@@ -90,7 +96,7 @@ def _copy_until(
         if time.monotonic() + pause > deadline:
             raise failure from cause
         # short, stale and torn reads of network file systems heal by themselves
-        time.sleep(pause)
+        wait(pause)
         pause = min(2 * pause, _RETRY_MOST)
 
 

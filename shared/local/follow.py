@@ -6,6 +6,7 @@ In which order they are taken, and what engines do in between, is decided by the
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +40,8 @@ class FollowOptions:
     visible_seconds: float = 120.0
     pre_read: PreRead | None = None
     on_phase: OnPhase | None = None
+    wait: Callable[[float], None] = time.sleep
+    """between two looks for a file that is not visible yet; may raise to give up"""
 
 
 class Follower:
@@ -75,9 +78,9 @@ class Follower:
             self.local.close()
             self.local = None
 
-    def load(self, channel: Channel, advance: Advance | None = None) -> None:
+    def load(self, channel: Channel | None, advance: Advance | None = None) -> None:
         """Opens the local checkpoint and finishes what a kill left behind. WrongRun when it is another run's
-        (nothing is changed then)."""
+        (nothing is changed then). `channel`: None when it cannot be reached now."""
         if self.local is not None:
             self._check_run(channel, self.local.state)
             return
@@ -97,7 +100,9 @@ class Follower:
             self.release()
         self.state = read_state(self.paths.state)
 
-    def _check_run(self, channel: Channel, state: LocalState) -> None:
+    def _check_run(self, channel: Channel | None, state: LocalState) -> None:
+        if channel is None:
+            return
         if channel.foreign != state.foreign:
             kinds = {True: "a foreign channel", False: "one of weightcast's"}
             raise WrongRun(
@@ -127,6 +132,7 @@ class Follower:
             exact=exact,
             base=self._base_digest(channel),
             visible_seconds=self.options.visible_seconds,
+            wait=self.options.wait,
         )
 
     def _base_digest(self, channel: Channel) -> str | None:
@@ -205,6 +211,7 @@ class Follower:
                     index,
                     visible_seconds=self.options.visible_seconds,
                     advance=advance,
+                    wait=self.options.wait,
                 )
             )
         self._enter("stage")

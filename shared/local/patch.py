@@ -34,11 +34,21 @@ def patch(local: LocalCheckpoint, step: Step) -> None:
     """
     if local.state.phase is not Phase.CLEAN or local.state.position.root != step.base.root:
         raise NeedsReseed("the checkpoint is no longer at the version that was staged")
-    local.check_files()
+    require_files(local)
     local.save(local.state.but(phase=Phase.PATCHING, active=step))
     _write_all(local, step, _Way.FORWARD, replay=False)
-    local.check_files()
+    require_files(local)
     local.save(_arrived(local.state, step.target, (*local.state.undo, step)))
+
+
+def require_files(local: LocalCheckpoint) -> None:
+    """Raises NeedsReseed, with state `dirty`, when a file is no longer the one that is mapped: what lies
+    there now was never checked. The caller holds the patch lock."""
+    try:
+        local.check_files()
+    except NeedsReseed:
+        local.save(local.state.but(phase=Phase.DIRTY))
+        raise
 
 
 def relabel(local: LocalCheckpoint, target: Position) -> None:
@@ -171,6 +181,14 @@ def _require_bytes(local: LocalCheckpoint, position: Position, threads: int, adv
             f"{local.directory}: {', '.join(report.differing[:3])} differ from version {position.version}",
             remedy="it is seeded again",
         )
+
+
+def rehash(local: LocalCheckpoint, *, threads: int = 1, advance: Advance | None = None) -> None:
+    """Reads every byte and records that it agrees. Raises NeedsReseed, with state `dirty`, when it does not.
+    The caller holds the patch lock."""
+    require_files(local)
+    _require_bytes(local, local.state.position, threads, advance)
+    local.save(local.state.but(last_full_hash=time.time()))
 
 
 def drop_strays(local: LocalCheckpoint) -> None:
