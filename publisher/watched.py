@@ -85,7 +85,12 @@ class Watched:
     def _look(self) -> looks.Look:
         self._arrived |= dict.fromkeys(self._arrivals.take())
         found = looks.look(self.directory, self._inbox.rules.marker, self._inbox.is_known, self._has_arrived)
-        self._arrived = {name: files for name, files in self._arrived.items() if name in found.names}
+        # Nothing in it yet: what comes is written in its place.
+        self._arrived = {
+            name: frozenset() if files is None else files
+            for name, files in self._arrived.items()
+            if name in found.names
+        }
         return found
 
     def _has_arrived(self, name: str, files: Marks) -> bool:

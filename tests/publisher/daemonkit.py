@@ -1,0 +1,233 @@
+"""Checkpoints, desks and daemons for the tests of the publisher's daemon."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from numpy.typing import NDArray
+
+Tensors = dict[str, tuple[str, tuple[int, ...], NDArray[np.uint8]]]
+"""name to dtype, shape, bytes"""
+
+INDEX = "model.safetensors.index.json"
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 40.0) -> Any:
+    pause, deadline = threading.Event(), time.monotonic() + seconds
+    while True:
+        found = condition()
+        if found:
+            return found
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not reached within {seconds} s")
+        pause.wait(0.02)
+
+
+def base_tensors(seed: int = 0) -> Tensors:
+    random = np.random.default_rng(seed)
+
+    def of(dtype: str, width: int, *shape: int) -> tuple[str, tuple[int, ...], NDArray[np.uint8]]:
+        return dtype, shape, random.integers(0, 256, int(np.prod(shape)) * width, dtype=np.uint8)
+
+    return {
+        "embed.weight": of("BF16", 2, 33, 17),
+        "layer.0.up": of("BF16", 2, 64, 40),
+        "layer.0.quantised": of("F8_E4M3", 1, 31),
+        "layer.0.scale": of("F32", 4),
+        "layer.1.empty": of("BF16", 2, 0, 4),
+        "layer.1.up": of("BF16", 2, 64, 40),
+    }
+
+
+def changed(tensors: Tensors, seed: int, share: float = 0.02) -> Tensors:
+    random = np.random.default_rng(seed)
+    new = {}
+    for name, (dtype, shape, data) in tensors.items():
+        data = data.copy()
+        flips = random.random(len(data)) < share
+        data[flips] ^= 1
+        new[name] = (dtype, shape, data)
+    return new
+
+
+def shard(tensors: Mapping[str, tuple[str, tuple[int, ...], NDArray[np.uint8]]]) -> bytes:
+    header, at = {}, 0
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + len(data)]}
+        at += len(data)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + b"".join(data.tobytes() for _, _, data in tensors.values())
+
+
+def files_of(tensors: Tensors, shards: int = 2) -> dict[str, bytes]:
+    """File name to content, in the order in which a trainer writes them."""
+    if shards == 1:
+        return {"config.json": b"{}", "model.safetensors": shard(tensors)}
+    names = [f"model-{at + 1:05}-of-{shards:05}.safetensors" for at in range(shards)]
+    shared = {name: dict(list(tensors.items())[at::shards]) for at, name in enumerate(names)}
+    weight_map = {tensor: name for name, some in shared.items() for tensor in some}
+    return {
+        "config.json": b"{}",
+        **{name: shard(some) for name, some in shared.items()},
+        INDEX: json.dumps({"metadata": {}, "weight_map": weight_map}).encode(),
+    }
+
+
+def write(directory: Path, tensors: Tensors, shards: int = 2) -> Path:
+    """In its place, file by file."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, data in files_of(tensors, shards).items():
+        (directory / name).write_bytes(data)
+    return directory
+
+
+def rename_in(directory: Path, tensors: Tensors, shards: int = 2) -> Path:
+    unfinished = directory.with_name(f".{directory.name}.unfinished")
+    write(unfinished, tensors, shards)
+    # The rename must be later than the writes even where the file system's clock ticks slowly.
+    wait_until(lambda: _ticked(unfinished))
+    unfinished.rename(directory)
+    return directory
+
+
+def _ticked(directory: Path) -> bool:
+    probe = directory.parent / ".probe"
+    probe.write_bytes(b"")
+    ticked = probe.stat().st_mtime_ns > max(path.stat().st_mtime_ns for path in directory.iterdir())
+    return ticked
+
+
+def snapshot(directory: Path) -> dict[str, bytes]:
+    """Every file below, without the claims, which tell the time."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.parent.name != "publishers"
+    }
+
+
+def local_bytes(local: Path, tensors: Tensors) -> dict[str, bytes]:
+    """The tensors' bytes as they lie in a local checkpoint."""
+    found: dict[str, bytes] = {}
+    for path in local.glob("*.safetensors"):
+        data = path.read_bytes()
+        start = 8 + int.from_bytes(data[:8], "little")
+        for name, entry in json.loads(data[8:start]).items():
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                found[name] = data[start + begin : start + end]
+    return {name: found[name] for name in tensors}
+
+
+def plain(tensors: Tensors) -> dict[str, bytes]:
+    return {name: data.tobytes() for name, (_, _, data) in tensors.items()}
+
+
+@dataclass
+class Places:
+    root: Path
+
+    @property
+    def base(self) -> Path:
+        return self.root / "base"
+
+    @property
+    def channel(self) -> Path:
+        return self.root / "channel"
+
+    @property
+    def local(self) -> Path:
+        return self.root / "local"
+
+    @property
+    def watch(self) -> Path:
+        return self.root / "watch"
+
+    @classmethod
+    def made(cls, root: Path) -> Places:
+        places = cls(root)
+        write(places.base, base_tensors())
+        places.watch.mkdir()
+        return places
+
+    def latest(self) -> str:
+        path = self.channel / "latest"
+        return path.read_text() if path.exists() else ""
+
+
+@dataclass
+class Daemon:
+    """A publisher's daemon as a process of its own."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    url: str
+
+    @classmethod
+    def start(cls, places: Places, *flags: str) -> Daemon:
+        port_file, log = places.root / "port", places.root / "log"
+        port_file.unlink(missing_ok=True)
+        with log.open("ab") as stream:
+            process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "weightcast.shared.service.cli", "publisher", "run"),
+                    *("--channel", str(places.channel), "--base", str(places.base)),
+                    *("--local", str(places.local), "--watch", str(places.watch)),
+                    *("--port", "0", "--port-file", str(port_file), "--threads", "1"),
+                    *("--poll-seconds", "0.1", "--settle-seconds", "0.3", *flags),
+                ],
+                stderr=stream,
+                env={**os.environ, "WEIGHTCAST_TOKEN": ""},
+            )
+        daemon = cls(process, log, "")
+        try:
+            wait_until(lambda: port_file.exists() or process.poll() is not None)
+            assert process.poll() is None, log.read_text()
+            daemon.url = f"http://127.0.0.1:{int(port_file.read_text())}"
+        except BaseException:
+            daemon.kill()
+            raise
+        return daemon
+
+    def ready(self) -> Daemon:
+        wait_until(lambda: self.get("/readyz").status_code == 200 or self.process.poll() is not None)
+        assert self.process.poll() is None, self.log.read_text()
+        return self
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, trust_env=False, timeout=20)
+
+    def post(self, path: str, json: Any, **headers: str) -> httpx.Response:
+        return httpx.post(self.url + path, json=json, headers=headers, trust_env=False, timeout=20)
+
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.get("/v1/status").json()
+        return found
+
+    def wait_for_version(self, version: int) -> dict[str, Any]:
+        found: dict[str, Any] = wait_until(
+            lambda: status if (status := self.status())["version"] == version else None
+        )
+        return found
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(30)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(30)

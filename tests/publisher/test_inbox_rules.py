@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightcast.publisher.inbox import (
+    Entry,
+    FileMark,
+    Inbox,
+    InboxRules,
+    Outcome,
+    Sighting,
+    is_candidate,
+    pack_entries,
+    parse_entries,
+    step_of,
+)
+from weightcast.shared.errors import DamagedFile
+from weightcast.shared.service.snapshot import Failure
+
+DAMAGED = Failure(error="DamagedFile", message="cut short")
+
+
+def seen(name: str, at: int = 0, *, finished: bool = True, content: int = 1, whole: bool = True) -> Sighting:
+    weights = frozenset({FileMark("model.safetensors", content, 10, content)})
+    files = weights | {FileMark("config.json", 9, 2, 9)}
+    if whole:
+        return Sighting(name, files, weights, at, finished)
+    return Sighting(name, files, frozenset(), at, finished, DAMAGED)
+
+
+def test_newest_of_several_is_chosen_and_older_ones_are_passed_over() -> None:
+    inbox = Inbox(InboxRules())
+    looks = [seen("step_3", 3, content=3), seen("step_1", 1, content=1), seen("step_2", 2, content=2)]
+    choice = inbox.choose(looks, 0.0)
+    assert choice.chosen is looks[0] and {each.name for each in choice.passed} == {"step_1", "step_2"}
+    inbox.begin(choice, 7)
+    inbox.succeed("step_3", 8)
+    assert all(inbox.is_known(each.name, each.files) for each in looks)
+
+
+def test_every_checkpoint_in_order_of_completion_whatever_the_names() -> None:
+    inbox = Inbox(InboxRules(every=True))
+    looks = [seen("a", 3, content=3), seen("b", 1, content=1), seen("c", 2, content=2)]
+    published = []
+    while looks:
+        choice = inbox.choose(looks, 0.0)
+        assert choice.chosen is not None and choice.passed == ()
+        inbox.begin(choice, len(published))
+        inbox.succeed(choice.chosen.name, len(published) + 1)
+        published.append(choice.chosen.name)
+        looks = [each for each in looks if not inbox.is_known(each.name, each.files)]
+    assert published == ["b", "c", "a"]
+
+
+def test_completed_in_one_tick_of_the_clock_numbers_in_names_decide() -> None:
+    choice = Inbox(InboxRules()).choose([seen("step_9", 1, content=1), seen("step_10", 1, content=2)], 0.0)
+    assert choice.chosen is not None and choice.chosen.name == "step_10"
+
+
+def test_what_is_written_in_its_place_needs_two_equal_looks() -> None:
+    inbox = Inbox(InboxRules(settle_seconds=2.0))
+    look = seen("step_1", finished=False)
+    assert inbox.choose([look], 10.0).chosen is None
+    assert inbox.choose([look], 11.9).chosen is None
+    assert inbox.choose([seen("step_1", finished=False, content=2)], 12.5).chosen is None
+    assert inbox.choose([seen("step_1", finished=False, content=2)], 14.4).chosen is None
+    choice = inbox.choose([seen("step_1", finished=False, content=2)], 14.5)
+    assert choice.chosen is not None and choice.waiting == ()
+
+
+def test_even_without_a_settle_time_one_look_is_not_enough() -> None:
+    inbox = Inbox(InboxRules(settle_seconds=0.0))
+    assert inbox.choose([seen("step_1", finished=False)], 10.0).chosen is None
+    assert inbox.choose([seen("step_1", finished=False)], 10.1).chosen is not None
+
+
+def test_with_a_marker_only_the_marker_counts() -> None:
+    inbox = Inbox(InboxRules(marker="DONE", settle_seconds=0.0))
+    old, new = seen("step_1", 1, finished=False), seen("step_2", 2, content=2)
+    for now in (0.0, 100.0, 200.0):
+        choice = inbox.choose([old], now)
+        assert choice.chosen is None and "DONE" in choice.waiting[0].reason
+    # It is not complete, so a newer one does not pass it over: its marker may still come.
+    choice = inbox.choose([old, new], 300.0)
+    assert choice.chosen is new and choice.passed == ()
+
+
+def test_every_waits_for_an_older_one_that_only_has_to_settle() -> None:
+    inbox = Inbox(InboxRules(every=True, settle_seconds=1.0))
+    old, new = seen("step_1", 1, finished=False), seen("step_2", 2, content=2)
+    assert inbox.choose([old, new], 0.0).chosen is None
+    assert inbox.choose([old, new], 1.0).chosen is old
+
+
+def test_newest_passes_over_an_older_one_that_only_has_to_settle() -> None:
+    inbox = Inbox(InboxRules())
+    old, new = seen("step_1", 1, finished=False), seen("step_2", 2, content=2)
+    choice = inbox.choose([old, new], 0.0)
+    assert choice.chosen is new and choice.passed == (old,)
+
+
+def test_a_refused_newest_gives_way_to_the_next_newest() -> None:
+    inbox = Inbox(InboxRules())
+    looks = [seen("step_1", 1, content=1), seen("step_2", 2, content=2)]
+    inbox.begin(inbox.choose(looks, 0.0), 0)
+    inbox.refuse(looks[1], DAMAGED)
+    left = [each for each in looks if not inbox.is_known(each.name, each.files)]
+    choice = inbox.choose(left, 0.0)
+    assert choice.chosen is looks[0] and inbox.refused() == [("step_2", DAMAGED)]
+
+
+def test_refused_until_anything_in_it_changes() -> None:
+    inbox = Inbox(InboxRules())
+    inbox.refuse(seen("step_1"), DAMAGED)
+    assert inbox.is_known("step_1", seen("step_1").files)
+    other_config = seen("step_1").weights | {FileMark("config.json", 9, 3, 10)}
+    assert not inbox.is_known("step_1", other_config)
+
+
+def test_files_beside_the_weights_make_no_new_checkpoint() -> None:
+    inbox = Inbox(InboxRules())
+    inbox.begin(inbox.choose([seen("step_1")], 0.0), 0)
+    inbox.succeed("step_1", 1)
+    assert inbox.is_known("step_1", seen("step_1").files | {FileMark("optimizer.pt", 5, 5, 5)})
+    assert inbox.is_known("renamed", seen("step_1").files)
+    assert not inbox.is_known("step_1", seen("step_1", content=2).files)
+
+
+def test_finished_and_damaged_is_refused_but_not_what_holds_no_weights() -> None:
+    inbox = Inbox(InboxRules())
+    assert inbox.choose([seen("step_1", whole=False)], 0.0).refused[0].name == "step_1"
+    logs = Sighting("logs", frozenset({FileMark("a.txt", 1, 1, 1)}), frozenset(), 0, True, DAMAGED)
+    choice = inbox.choose([logs, seen("step_2", whole=False, finished=False)], 0.0)
+    assert choice.refused == () and {each.name for each in choice.waiting} == {"logs", "step_2"}
+
+
+@pytest.mark.parametrize(("version", "known"), [(4, False), (5, True)])
+def test_a_kill_while_publishing_is_judged_by_the_channel(version: int, known: bool) -> None:
+    inbox = Inbox(InboxRules())
+    looks = [seen("step_1", 1, content=1), seen("step_2", 2, content=2)]
+    inbox.begin(inbox.choose(looks, 0.0), 4)
+    woken = Inbox(InboxRules(), parse_entries(pack_entries(inbox.entries), "memory"))
+    woken.resume(version)
+    assert [woken.is_known(each.name, each.files) for each in looks] == [known, known]
+
+
+def test_memory_is_bounded_and_keeps_what_is_there() -> None:
+    inbox = Inbox(InboxRules())
+    looks = [seen(f"step_{n}", n, content=n) for n in range(1, 5000)]
+    inbox.ignore_existing(looks)
+    inbox.forget_vanished(frozenset({"step_1"}))
+    assert len(inbox.entries) == 4097 and {"step_1", "step_4999"} <= inbox.entries.keys()
+
+
+def test_names() -> None:
+    assert [is_candidate(name) for name in ("step_1", ".step_1", "step_1.tmp", "a\nb")] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert [step_of(n) for n in ("step_000120", "checkpoint-7", "final", "7b")] == [120, 7, None, None]
+
+
+marks = st.builds(
+    FileMark,
+    st.sampled_from(["model.safetensors", "a", "ü"]),
+    st.integers(0, (1 << 64) - 1),
+    st.integers(0, 1 << 50),
+    st.integers(-(1 << 63), 1 << 62),
+)
+failures = st.builds(Failure, error=st.text(max_size=9), message=st.text(max_size=30))
+entries = st.dictionaries(
+    st.text("abc_019é", min_size=1, max_size=8),
+    st.builds(
+        Entry,
+        st.sampled_from(Outcome),
+        st.frozensets(marks, max_size=3),
+        st.none() | st.integers(0, 1 << 40),
+        st.just("") | st.just("other"),
+        st.none() | failures,
+    ),
+    max_size=5,
+)
+
+
+@given(entries)
+def test_memory_survives_its_file(some: dict[str, Entry]) -> None:
+    assert parse_entries(pack_entries(some), "memory") == some
+
+
+def test_memory_golden_bytes() -> None:
+    packed = pack_entries({"step_1": Entry(Outcome.PUBLISHED, frozenset({FileMark("m", 2, 3, 4)}), 8)})
+    assert packed == (
+        b'{"format":1,"entries":[{"name":"step_1","outcome":"published","files":[["m",2,3,4]],'
+        b'"version":8,"behind":"","failure":null}]}'
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"format":1', b'"format":2'),
+        (b'"name":"step_1"', b'"name":"../step_1"'),
+        (b'"published"', b'"eaten"'),
+        (b'[["m",2,3,4]]', b'[["m",2,3]]'),
+        (b'[["m",2,3,4]]', b'[["m",2,3,true]]'),
+        (b'[["m",2,3,4]]', b'[["../m",2,3,4]]'),
+        (b'"version":8', b'"version":-1'),
+        (b'"failure":null', b'"failure":{"error":1}'),
+        (b'"version":8', b'"version":8,"version":9'),
+        (b"}]}", b"}"),
+    ],
+)
+def test_a_damaged_memory_is_refused(old: bytes, new: bytes) -> None:
+    packed = pack_entries({"step_1": Entry(Outcome.PUBLISHED, frozenset({FileMark("m", 2, 3, 4)}), 8)})
+    assert old in packed
+    with pytest.raises(DamagedFile):
+        parse_entries(packed.replace(old, new), "memory")
