@@ -5,6 +5,7 @@ It is complete only with its footer, and counts only while the state names it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
@@ -18,6 +19,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from weightcast.shared.errors import DamagedFile
+from weightcast.shared.files.durable import open_regular
+from weightcast.shared.files.strict_json import Members, parse_object
 from weightcast.shared.words import TensorTable, Words
 
 _MAGIC = b"wcjrnl1\n"
@@ -83,7 +86,9 @@ class JournalWriter:
         self._file.close()
 
     def abandon(self) -> None:
-        self._file.close()
+        # on a full disk closing fails like the write before it
+        with contextlib.suppress(OSError):
+            self._file.close()
         Path(self._file.name).unlink(missing_ok=True)
 
 
@@ -99,7 +104,7 @@ class JournalReader:
         self.path = path
         self._table = table
         try:
-            self._file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb")
+            self._file = os.fdopen(open_regular(path), "rb")
         except FileNotFoundError as error:
             raise DamagedFile(f"{path}: the journal is gone") from error
         try:
@@ -136,10 +141,17 @@ class JournalReader:
         (length,) = struct.unpack("<I", self._read(4))
         if length > _HEADER_LIMIT:
             raise self._bad("header too long")
-        try:
-            return JournalHeader(**json.loads(self._read(length)))
-        except (ValueError, TypeError) as error:
-            raise self._bad("header cannot be parsed") from error
+        members = Members(parse_object(self._read(length), str(self.path)), str(self.path))
+        return JournalHeader(
+            run_id=members.text("run_id"),
+            journal=members.text("journal"),
+            base_version=members.integer("base_version"),
+            base_root=members.text("base_root"),
+            generation=members.integer("generation"),
+            target_version=members.integer("target_version"),
+            target_root=members.text("target_root"),
+            target_digest=members.text("target_digest"),
+        )
 
     def _check_footer(self) -> None:
         tail = _RECORD.size + len(_END)
@@ -172,8 +184,10 @@ class JournalReader:
         if len(escaped) != escapes:
             raise self._bad("record damaged")
         gaps[escaped] = np.frombuffer(payload, "<u4", escapes, count)
+        if gaps[0] != 0 or not gaps[1:].all():
+            raise self._bad("record out of order")
         index = np.cumsum(gaps) + np.uint64(first)
-        if int(index[-1]) >= self._table[tensor].words:
+        if first >= self._table[tensor].words or int(index[-1]) >= self._table[tensor].words:
             raise self._bad("record past the end of its tensor")
         begin = count + 4 * escapes
         old = np.frombuffer(payload, dtype, count, begin)

@@ -126,7 +126,11 @@ def plan(facts: Facts) -> Plan:
             return refusal
         if here is not None and target.root and target.root == here.root:
             return Relabel(facts.target)
-    return _patch(facts) if here is not None and facts.target > here.version else _seed(facts, "")
+    if here is None:
+        return _seed(facts, "")
+    if facts.target < here.version:
+        return _seed(facts, f"going back from version {here.version}")
+    return _patch(facts, here)
 
 
 def _refusal(facts: Facts, target: Link) -> Refuse | None:
@@ -156,10 +160,7 @@ def _same_version(facts: Facts, here: Here) -> Plan:
     return Stay()
 
 
-def _patch(facts: Facts) -> Plan:
-    here = facts.here
-    if here is None:
-        return _seed(facts, "")
+def _patch(facts: Facts, here: Here) -> Plan:
     walk = _back(facts, stop_at=here.version)
     if walk.need is not None:
         return Need(walk.need)

@@ -16,10 +16,13 @@ from numpy.typing import NDArray
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.errors import DamagedFile, UnknownFormat
 from weightcast.shared.files import durable
+from weightcast.shared.files.strict_json import parse_object
 from weightcast.shared.local.host import UNKNOWN_HOST, Host
 
 STATE_FORMAT = 1
 _LIMIT = 256 << 20
+_LANES_BYTES = 16
+"""of one tensor"""
 
 
 class Phase(StrEnum):
@@ -130,8 +133,8 @@ def read_state(path: Path) -> LocalState | None:
     except FileNotFoundError:
         return None
     try:
-        return _from_json(json.loads(data))
-    except (ValueError, KeyError, TypeError) as error:
+        return _from_json(parse_object(data, str(path)))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedFile(
             f"{path}: not a state of a local checkpoint ({error})",
             remedy="move the local checkpoint away and seed it again",
@@ -168,7 +171,7 @@ def _to_json(state: LocalState) -> dict[str, Any]:
     }
 
 
-def _from_json(data: dict[str, Any]) -> LocalState:
+def _from_json(data: Mapping[str, Any]) -> LocalState:
     if data["format"] != STATE_FORMAT:
         raise UnknownFormat(f"state format {data['format']!r}", remedy="use the release that wrote it")
     return LocalState(
@@ -207,6 +210,8 @@ def _position_json(position: Position) -> dict[str, Any]:
 
 def _position(data: dict[str, Any]) -> Position:
     lanes = base64.b64decode(data["lanes"], validate=True)
+    if len(lanes) % _LANES_BYTES:
+        raise ValueError(f"{len(lanes)} bytes of lanes")
     return Position(int(data["version"]), str(data["digest"]), str(data["root"]), int(data["epoch"]), lanes)
 
 

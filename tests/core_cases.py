@@ -1,0 +1,211 @@
+"""Models as plain bytes, checkpoints of them, and what lies in a directory: written and read without weightcast."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+ITEM_SIZES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "F32": 4,
+    "I64": 8,
+    "F64": 8,
+}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """`data`: uint8, little-endian elements."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: NDArray[np.uint8]
+
+    def changed(self, rng: np.random.Generator, elements: int) -> Tensor:
+        """With `elements` of its elements different."""
+        size = ITEM_SIZES[self.dtype]
+        data = self.data.copy().reshape(-1, size)
+        for row in rng.choice(len(data), min(elements, len(data)), replace=False):
+            data[row, 0] ^= 1 if self.dtype == "BOOL" else rng.integers(1, 256)
+        return Tensor(self.dtype, self.shape, data.reshape(-1))
+
+
+Model = dict[str, Tensor]
+
+
+def tensor(rng: np.random.Generator, dtype: str, *shape: int) -> Tensor:
+    count = int(np.prod(shape, dtype=np.int64))
+    if dtype == "BOOL":
+        data = rng.integers(0, 2, count, np.uint8)
+    elif dtype in ("BF16", "F16", "F32"):
+        values = (rng.standard_normal(count) * 0.02).astype(np.float32)
+        halves = values.astype(np.float16) if dtype == "F16" else (values.view(np.uint32) >> 16).astype("<u2")
+        data = (values if dtype == "F32" else halves).view(np.uint8)
+    else:
+        data = rng.integers(0, 256, count * ITEM_SIZES[dtype], np.uint8)
+    return Tensor(dtype, shape, data)
+
+
+def every_dtype(rng: np.random.Generator) -> Model:
+    """Each dtype, 0-dim and empty tensors, odd sizes; in this order most offsets in the file are unaligned."""
+    model = {"odd.first": tensor(rng, "I8", 3)}
+    for dtype in ITEM_SIZES:
+        model[f"{dtype.lower()}.matrix"] = tensor(rng, dtype, 23, 17)
+        model[f"{dtype.lower()}.odd"] = tensor(rng, "U8", 5)
+    model["scalar"] = tensor(rng, "F32")
+    model["wide.scalar"] = tensor(rng, "F64")
+    model["empty"] = tensor(rng, "BF16", 0, 7)
+    model["long"] = tensor(rng, "BF16", 3, 4099)
+    return model
+
+
+def some_changed(model: Model, rng: np.random.Generator, elements: int = 3) -> Model:
+    """Every second tensor changed; at least one."""
+    names = [name for name, one in model.items() if len(one.data)]
+    moved = set(names[int(rng.integers(0, 2)) :: 2])
+    return {n: one.changed(rng, elements) if n in moved else one for n, one in model.items()}
+
+
+def all_changed(model: Model, rng: np.random.Generator, elements: int = 3) -> Model:
+    return {name: one.changed(rng, elements) for name, one in model.items()}
+
+
+def write_file(path: Path, model: Mapping[str, Tensor]) -> None:
+    header: dict[str, object] = {}
+    end = 0
+    for name, one in model.items():
+        header[name] = {
+            "dtype": one.dtype,
+            "shape": one.shape,
+            "data_offsets": [end, end + len(one.data)],
+        }
+        end += len(one.data)
+    text = json.dumps(header).encode()
+    path.write_bytes(
+        len(text).to_bytes(8, "little") + text + b"".join(one.data.tobytes() for one in model.values())
+    )
+
+
+def write_checkpoint(directory: Path, model: Model, *, files: int = 1, config: str = "{}") -> Path:
+    """A single file without an index, or `files` shards with one."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(config)
+    (directory / "tokenizer.json").write_text('{"version": "1.0"}')
+    if files == 1:
+        write_file(directory / "model.safetensors", model)
+        return directory
+    names = list(model)
+    weight_map = {}
+    for number in range(files):
+        shard = f"model-{number + 1:05d}-of-{files:05d}.safetensors"
+        own = {name: model[name] for name in names[number::files]}
+        write_file(directory / shard, own)
+        weight_map.update(dict.fromkeys(own, shard))
+    total = sum(len(one.data) for one in model.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return directory
+
+
+def read_checkpoint(directory: Path) -> dict[str, bytes]:
+    """Tensor bytes of all safetensors files."""
+    found: dict[str, bytes] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        data = path.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        for name, entry in json.loads(data[8 : 8 + length]).items():
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                found[name] = data[8 + length + begin : 8 + length + end]
+    return found
+
+
+def bytes_of(model: Model) -> dict[str, bytes]:
+    return {name: one.data.tobytes() for name, one in model.items()}
+
+
+def place_of(directory: Path, name: str) -> tuple[Path, int]:
+    """File and offset of a tensor's first byte."""
+    for path in sorted(directory.glob("*.safetensors")):
+        data = path.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        if name in header:
+            return path, 8 + length + header[name]["data_offsets"][0]
+    raise LookupError(name)
+
+
+def flip(directory: Path, name: str, byte: int = 0) -> None:
+    """Changes one byte of a tensor in place, in the same inode."""
+    path, offset = place_of(directory, name)
+    with path.open("r+b") as file:
+        file.seek(offset + byte)
+        old = file.read(1)[0]
+        file.seek(offset + byte)
+        file.write(bytes([old ^ 0x10]))
+
+
+NOT_STATE = ("owner", "patch", "publishers", ".trash")
+"""locks, claims: change without anything being published or patched"""
+
+
+def snapshot(directory: Path, leave_out: Sequence[str] = NOT_STATE) -> dict[str, str]:
+    """Every file and directory below, by content."""
+    found = {}
+    for root, directories, files in os.walk(directory):
+        directories[:] = [name for name in directories if name not in leave_out]
+        for name in directories:
+            found[str((Path(root) / name).relative_to(directory))] = "directory"
+        for name in files:
+            path = Path(root) / name
+            if name not in leave_out:
+                found[str(path.relative_to(directory))] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found
+
+
+def until(true: Callable[[], object], what: str, seconds: float = 60.0, every: float = 0.0005) -> None:
+    """Polls; AssertionError names `what` when it does not come true."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds} s: {what}")
+        time.sleep(every)
+
+
+def start(script: Path, *arguments: object) -> subprocess.Popen[str]:
+    """A child process whose stdout is read by line."""
+    command = [sys.executable, str(script), *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def ended(child: subprocess.Popen[str]) -> tuple[int, str]:
+    """Waits; exit status and what it wrote."""
+    out, err = child.communicate(timeout=120)
+    return child.returncode, out + err
+
+
+def kill(child: subprocess.Popen[str]) -> None:
+    """SIGKILL, and waits for the end."""
+    child.kill()
+    child.communicate(timeout=60)
