@@ -14,9 +14,9 @@ from weightcast.subscriber.settings import SubscriberSettings
 
 WIDTH = 110
 HEAD = """\
-# Settings of weightcast's daemons, read by the units in deploy/systemd. Copy it to /etc/weightcast/weightcast.env,
-# readable by root alone (0600): the token is a secret. What differs between daemons on one machine goes into
-# /etc/weightcast/publisher.env and /etc/weightcast/subscriber-NAME.env, which win over this file.
+# Settings of weightcast's daemons, for the units in deploy/systemd. Copy it to /etc/weightcast/weightcast.env
+# and let root alone read it (0600): the token is a secret. What differs between daemons on one machine goes
+# into /etc/weightcast/publisher.env and /etc/weightcast/subscriber-NAME.env, which win over this file.
 #
 # A line with # in front shows the default, or nothing where there is none. Flags win over the environment.
 # A list is separated by spaces. A size may carry a unit (512MiB). The units themselves set WEIGHTCAST_LOCAL.
