@@ -1,0 +1,177 @@
+"""The versions of a channel as one chain: what each says of itself, and whether the files bear it out.
+
+Reads only. Everything found wrong is listed; nothing stops at the first problem.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
+
+from weightcast.shared.channel.index import FileRecord, ForeignIndex, Index
+from weightcast.shared.channel.layout import version_of
+from weightcast.shared.channel.pointer import Pointer
+from weightcast.shared.channel.store import Channel, FullVersion
+from weightcast.shared.errors import WeightcastError
+from weightcast.shared.files.durable import open_regular
+from weightcast.shared.words import TensorTable
+
+AnyIndex = Index | ForeignIndex | FullVersion
+Advance = Callable[[int], None]
+_BLOCK = 4 << 20
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One version directory. `index` is None where it cannot be read: `problem` says why."""
+
+    version: int
+    directory: Path
+    index: AnyIndex | None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Problem:
+    version: int | None
+    message: str
+
+
+def entries(channel: Channel, pointer: Pointer | None) -> Iterator[Entry]:
+    """The versions up to the pointer that are there, in order. Beyond it nothing was announced."""
+    if pointer is None:
+        return
+    for version, directory in sorted(_versions(pointer.prefix)):
+        if version <= pointer.version:
+            yield read_entry(channel, pointer, version, directory)
+
+
+def _versions(prefix: Path) -> Iterator[tuple[int, Path]]:
+    for path in prefix.iterdir() if prefix.is_dir() else ():
+        version = version_of(path.name)
+        if version is not None and path.is_dir() and not path.is_symlink():
+            yield version, path
+
+
+def read_entry(channel: Channel, pointer: Pointer, version: int, directory: Path) -> Entry:
+    table = TensorTable(()) if channel.base is None else channel.base.table
+    try:
+        index = channel.index(pointer, version, table)
+    except (WeightcastError, OSError) as error:
+        return Entry(version, directory, None, _text(error))
+    return Entry(version, directory, index, "" if index is not None else "its index is missing")
+
+
+def verify(channel: Channel, advance: Advance | None = None) -> list[Problem]:
+    """Every file of every version and anchor against its size and BLAKE3, and every version against the one
+    that it continues. A foreign channel states neither: there only the presence of files is checked."""
+    try:
+        pointer = channel.pointer()
+    except WeightcastError as error:
+        return [Problem(None, _text(error))]
+    found = list(entries(channel, pointer))
+    problems = [Problem(entry.version, entry.problem) for entry in found if entry.problem]
+    problems += _links(channel, pointer, found)
+    for entry in found:
+        problems += [Problem(entry.version, text) for text in _files(entry, advance)]
+        problems += [Problem(entry.version, text) for text in _anchor(channel, entry, advance)]
+    return sorted(problems, key=lambda problem: (problem.version or 0, problem.message))
+
+
+def _links(channel: Channel, pointer: Pointer | None, found: Sequence[Entry]) -> Iterator[Problem]:
+    known = {entry.version: entry.index for entry in found}
+    if pointer is not None and pointer.version > 0 and pointer.version not in known:
+        yield Problem(pointer.version, "the pointer names it, and it is not there")
+    horizon = 0 if channel.file is None else channel.file.horizon
+    epoch = 0
+    for entry in found:
+        if isinstance(entry.index, Index):
+            for text in _link(channel, entry.index, known, horizon, epoch):
+                yield Problem(entry.version, text)
+            epoch = max(epoch, entry.index.epoch)
+        elif isinstance(entry.index, ForeignIndex) and entry.index.base_version not in (0, *known):
+            yield Problem(entry.version, f"it starts from {entry.index.base_version}, which is not there")
+
+
+def _link(
+    channel: Channel, index: Index, known: Mapping[int, AnyIndex | None], horizon: int, epoch: int
+) -> Iterator[str]:
+    if index.epoch < epoch:
+        yield f"its epoch {index.epoch} is lower than an earlier version's {epoch}"
+    if index.kind == "anchor":
+        return
+    base, start = known.get(index.base_version), channel.base
+    if index.base_version == 0 and start is not None:
+        if (index.parent, index.base_root) != (start.digest, start.root):
+            yield "it does not start from base.json"
+    elif isinstance(base, Index):
+        if index.parent != base.digest:
+            yield f"it continues another version {base.version} than the one that is there"
+        if index.base_root != base.root:
+            yield f"it starts from another root than that of version {base.version}"
+    elif index.base_version >= horizon:
+        yield f"it starts from version {index.base_version}, which is not there"
+
+
+def _files(entry: Entry, advance: Advance | None) -> Iterator[str]:
+    if isinstance(entry.index, Index):
+        yield from check_files(entry.directory, entry.index.files, advance)
+    elif isinstance(entry.index, ForeignIndex):
+        for name in sorted(set(entry.index.weight_map.values())):
+            if not (entry.directory / name).is_file():
+                yield f"{name} is missing"
+
+
+def _anchor(channel: Channel, entry: Entry, advance: Advance | None) -> Iterator[str]:
+    """Full weights beside a delta must be those of the same version."""
+    if channel.base is None or not isinstance(entry.index, Index):
+        return
+    try:
+        anchor = channel.anchor(entry.version, channel.base.table)
+    except (WeightcastError, OSError) as error:
+        yield _text(error)
+        return
+    if anchor is None:
+        return
+    if anchor.root != entry.index.root:
+        yield "its anchor has another root"
+    directory = channel.layout.anchor_dir(entry.version)
+    yield from (f"anchor: {text}" for text in check_files(directory, anchor.files, advance))
+
+
+def check_files(
+    directory: Path, files: Sequence[FileRecord], advance: Advance | None = None
+) -> Iterator[str]:
+    """What is wrong with the files that an index lists."""
+    for record in files:
+        try:
+            size, digest = _digest(directory / record.name, advance)
+        except FileNotFoundError:
+            yield f"{record.name} is missing"
+        except (WeightcastError, OSError) as error:
+            yield _text(error)
+        else:
+            if (size, digest) != (record.size, record.blake3):
+                yield (
+                    f"{record.name}: {size} bytes with BLAKE3 {digest[:16]}, "
+                    f"its index says {record.size} bytes and {record.blake3[:16]}"
+                )
+
+
+def _digest(path: Path, advance: Advance | None) -> tuple[int, str]:
+    hasher, size = blake3(), 0
+    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
+        while block := file.read(_BLOCK):
+            hasher.update(block)
+            size += len(block)
+            if advance is not None:
+                advance(len(block))
+    return size, hasher.hexdigest()
+
+
+def _text(error: Exception) -> str:
+    return error.message if isinstance(error, WeightcastError) else str(error)
