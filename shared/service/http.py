@@ -24,6 +24,9 @@ from weightcast.shared.errors import RetryLater, WeightcastError
 from weightcast.shared.service.snapshot import Failure, Readiness
 
 BODY_LIMIT = 1 << 20
+DISCARD_LIMIT = 16 << 20
+"""A body up to here is read to its end before it is refused: an answer to a peer that still sends is lost
+in the reset of its connection."""
 OPEN_PATH = "/healthz"
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
@@ -194,16 +197,21 @@ def _is_plain_host(host: str) -> bool:
 async def _read_body(headers: Headers, receive: Receive) -> bytes | None:
     """The whole body, or None when it is longer than BODY_LIMIT, whatever its length header says."""
     announced = headers.get("content-length", "0")
-    if not announced.isdecimal() or int(announced[:20]) > BODY_LIMIT:
+    if not announced.isdecimal() or int(announced[:20]) > DISCARD_LIMIT:
         return None
-    body = bytearray()
-    while True:
+    body, size = bytearray(), 0
+    while size <= DISCARD_LIMIT:
         message = await receive()
-        body += message.get("body", b"")
-        if len(body) > BODY_LIMIT:
+        if message["type"] == "http.disconnect":
+            # Half a body is no body; nobody is there to read the answer.
             return None
+        piece = message.get("body", b"")
+        size += len(piece)
+        if size <= BODY_LIMIT:
+            body += piece
         if not message.get("more_body", False):
-            return bytes(body)
+            return bytes(body) if size <= BODY_LIMIT else None
+    return None
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request
 from pydantic import BaseModel
 
 from weightcast.shared.errors import EngineFailed, Refused, RetryLater, WeightcastError
@@ -126,7 +126,7 @@ def test_bodies_have_a_limit_with_and_without_a_length(serve: Serve) -> None:
         fitting = b'{"version": 3' + b" " * (BODY_LIMIT - 14) + b"}"
         assert client.post("/v1/order", content=fitting).status_code == 200
         assert client.post("/v1/order", content=fitting + b" ").status_code == 413
-        chunked = iter([b" " * 65536] * 17)
+        chunked = iter([b" " * 65536] * 40)
         answer = client.post("/v1/order", content=chunked)
         assert answer.status_code == 413
         assert str(BODY_LIMIT) in answer.json()["message"]
@@ -137,6 +137,25 @@ def test_a_false_length_is_refused_before_the_body_comes(serve: Serve) -> None:
     with socket.create_connection((address.hostname, address.port), timeout=20) as peer:
         peer.sendall(b"POST /v1/wake HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999999\r\n\r\n")
         assert peer.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
+def test_half_a_body_reaches_no_handler(serve: Serve) -> None:
+    seen: list[bytes] = []
+
+    def take(app: FastAPI) -> None:
+        @app.post("/v1/take")
+        async def handler(request: Request) -> None:
+            seen.append(await request.body())
+
+    served = serve(prepare=take)
+    address = urlsplit(served.url)
+    with socket.create_connection((address.hostname, address.port), timeout=20) as peer:
+        peer.sendall(b"POST /v1/take HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\nhalf")
+        peer.shutdown(socket.SHUT_WR)
+        assert not peer.recv(100).startswith(b"HTTP/1.1 2")
+    with served.client() as client:
+        assert client.post("/v1/take", content=b"whole").status_code == 200
+    assert seen == [b"whole"]
 
 
 def test_errors_keep_their_status_message_and_remedy(serve: Serve) -> None:
