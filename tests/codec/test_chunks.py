@@ -241,3 +241,56 @@ def test_a_count_that_no_payload_can_hold() -> None:
     blob[8:12] = struct.pack("<I", 1 << 22)
     with pytest.raises(DamagedFile, match="shorter"):
         decode_chunk(resealed(bytes(blob)), chunk, old)
+
+
+def one_step(dtype: str, place: int, old: int, new: int) -> bytes:
+    """A `fast` blob of 200 words, one of them changed."""
+    chunk = cases.chunk_of(dtype, [200])
+    before = np.zeros(chunk.words, chunk.kind.numpy)
+    before[place] = old
+    after = before.copy()
+    after[place] = new
+    return encode_chunk(chunk, before, after, compare(before, after))
+
+
+def test_a_position_behind_the_last_word() -> None:
+    chunk = cases.chunk_of("BF16", [128])
+    old = np.zeros(128, np.uint16)
+    for place in (128, 150):
+        blob = one_step("BF16", place, 0, 1)
+        smaller = blob[:4] + struct.pack("<I", 128) + blob[8:]
+        with pytest.raises(DamagedFile, match="behind the chunk's last word"):
+            decode_chunk(resealed(smaller), chunk, old)
+
+
+@pytest.mark.parametrize(("old", "new", "base"), [(0x7FFE, 0x7FFF, 0x7FFF), (0xFFFE, 0xFFFF, 0xFFFF)])
+def test_a_step_out_of_the_floats(old: int, new: int, base: int) -> None:
+    chunk = cases.chunk_of("BF16", [200])
+    other = np.full(chunk.words, base, np.uint16)
+    with pytest.raises(DamagedFile, match="leaves the range"):
+        decode_chunk(one_step("BF16", 7, old, new), chunk, other)
+
+
+@pytest.mark.parametrize("step", [129, 256, 512])
+def test_a_step_longer_than_an_integer(step: int) -> None:
+    blob = resealed(b"\1\1" + one_step("I16", 7, 0, step)[2:])
+    chunk = cases.chunk_of("I8", [200])
+    with pytest.raises(DamagedFile):
+        decode_chunk(blob, chunk, np.zeros(chunk.words, np.uint8))
+
+
+def test_raw_words_that_change_another_number_than_the_header_says() -> None:
+    chunk = cases.chunk_of("BF16", [40])
+    rng = np.random.default_rng(13)
+    old, new = cases.random_words(chunk, rng), cases.random_words(chunk, rng)
+    blob = encode_chunk(chunk, old, new, compare(old, new))
+    assert blob[0] == RAW
+    with pytest.raises(DamagedFile, match="40 words change where 39 should"):
+        decode_chunk(resealed(blob[:8] + struct.pack("<I", 39) + blob[12:]), chunk, old)
+
+
+def test_old_words_of_another_chunk_are_a_callers_error() -> None:
+    chunk, old, blob = SAMPLES[0]
+    for wrong in (old[:-64], old.astype(np.uint32)):
+        with pytest.raises(ValueError, match="old words"):
+            decode_chunk(blob, chunk, wrong)
