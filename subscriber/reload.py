@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from weightcast.shared.errors import EngineFailed, NeedsReseed
@@ -132,6 +132,8 @@ class Engines:
             except EngineFailed:
                 del records[engine.spec.name]
             else:
+                known = self._known[engine.spec.name]
+                known.facts = replace(known.facts, label=label_of(version))
                 records[engine.spec.name] = EngineState(
                     Mark.SERVED, version, confirmed, record.process, record.reason
                 )

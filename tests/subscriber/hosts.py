@@ -1,0 +1,297 @@
+"""A run to follow and a host that follows it: real files, a real publisher, engines over real HTTP."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from doubles import Answer, Double, SGLangDouble, WebhookDouble, serve
+
+from weightcast.publisher.channel_init import init_channel
+from weightcast.publisher.publisher import Publisher
+from weightcast.shared.local.state import LocalState, read_state
+from weightcast.subscriber.board import Board
+from weightcast.subscriber.engines.align import Pace
+from weightcast.subscriber.engines.base import Timeouts, parse_engines
+from weightcast.subscriber.engines.kinds import open_engine
+from weightcast.subscriber.reload import Engines
+from weightcast.subscriber.status import HostStatus
+from weightcast.subscriber.sync import Outcome, Sync, SyncOptions
+from weightcast.subscriber.target import parse_target
+
+WIDTHS = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "I64": 8, "U16": 2, "F16": 2, "BOOL": 1}
+QUICK = Timeouts(connect=5, probe=5, control=5, drain=1, reload=5)
+CONFIG = b'{"architectures": ["Tiny"]}'
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    pause, deadline = threading.Event(), time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"not reached within {seconds} s")
+        pause.wait(0.01)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Tensors by name: dtype, shape, bytes. Odd sizes on purpose."""
+
+    tensors: Mapping[str, tuple[str, tuple[int, ...], bytes]]
+
+    @classmethod
+    def make(cls, seed: int = 0) -> Weights:
+        random = np.random.default_rng(seed)
+
+        def tensor(dtype: str, *shape: int) -> tuple[str, tuple[int, ...], bytes]:
+            return dtype, shape, random.bytes(int(np.prod(shape)) * WIDTHS[dtype])
+
+        return cls(
+            {
+                "model.embed.weight": tensor("BF16", 67, 33),
+                "model.layers.0.up.weight": tensor("F32", 251),
+                "model.layers.0.down.weight": tensor("F8_E4M3", 17, 3),
+                "model.layers.0.scale": tensor("F32"),
+                "model.none": tensor("BF16", 0, 4),
+                "model.steps": tensor("I64", 3),
+            }
+        )
+
+    def changed(self, seed: int, *names: str) -> Weights:
+        """Some bytes of the named tensors (default: the first three) are others."""
+        random = np.random.default_rng(seed)
+        tensors = dict(self.tensors)
+        for name in names or list(tensors)[:3]:
+            dtype, shape, data = tensors[name]
+            array = np.frombuffer(data, np.uint8).copy()
+            at = random.choice(array.size, max(1, array.size // 50), replace=False)
+            array[at] ^= random.integers(1, 256, at.size, dtype=np.uint8)
+            tensors[name] = dtype, shape, array.tobytes()
+        return Weights(tensors)
+
+    def write(self, directory: Path, shards: int = 2) -> Path:
+        directory.mkdir(parents=True, exist_ok=True)
+        names = list(self.tensors)
+        weight_map = {}
+        for number in range(shards):
+            mine = {name: self.tensors[name] for name in names[number::shards]}
+            file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
+            (directory / file).write_bytes(pack(mine))
+            weight_map |= dict.fromkeys(mine, file)
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        (directory / "config.json").write_bytes(CONFIG)
+        return directory
+
+    def digest(self) -> str:
+        return digest({name: data for name, (_, _, data) in self.tensors.items()})
+
+
+def pack(tensors: Mapping[str, tuple[str, tuple[int, ...], bytes]]) -> bytes:
+    """A safetensors file, written from its documentation."""
+    header: dict[str, Any] = {}
+    at = 0
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + len(data)]}
+        at += len(data)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + b"".join(data for _, _, data in tensors.values())
+
+
+def unpack(data: bytes) -> dict[str, bytes]:
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header.pop("__metadata__", None)
+    body = data[8 + length :]
+    return {name: body[slice(*entry["data_offsets"])] for name, entry in header.items()}
+
+
+def digest(tensors: Mapping[str, bytes]) -> str:
+    text = "".join(f"{name} {hashlib.sha256(tensors[name]).hexdigest()}\n" for name in sorted(tensors))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def on_disk(directory: Path) -> str:
+    """Digest of the tensors that lie in a checkpoint directory."""
+    tensors: dict[str, bytes] = {}
+    for file in sorted(directory.glob("model*.safetensors")):
+        tensors |= unpack(file.read_bytes())
+    return digest(tensors)
+
+
+class _Loads(Double):
+    """Holds the digest of the tensors that it loaded, as an engine that copies them."""
+
+    def load(self, directory: str) -> bool:
+        if not Path(directory).is_dir():
+            return False
+        self.held = on_disk(Path(directory))
+        self.broken = False
+        return True
+
+
+class SGLang(_Loads, SGLangDouble):
+    pass
+
+
+class Mapping_(_Loads, WebhookDouble):
+    """Maps the files: what it held at each phase is what lay on disk then."""
+
+    def __init__(self, local: Path) -> None:
+        super().__init__()
+        self.local = local
+        self.seen: list[tuple[str, str]] = []
+        self.pauses = True
+
+    def behave(self, call: Any) -> Any:
+        if not self.pauses and call.method == "POST" and call.body["phase"] == "pause":
+            return Answer(500)
+        answer = super().behave(call)
+        if call.method == "POST":
+            self.seen.append((call.body["phase"], on_disk(self.local)))
+        return answer
+
+
+@dataclass
+class Clock:
+    at: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.at
+
+
+class Run:
+    """A channel and its publisher."""
+
+    def __init__(self, root: Path, stack: ExitStack, encoding: Any = "fast") -> None:
+        self.root = root
+        self.base = Weights.make()
+        self.base_dir = self.base.write(root / "base")
+        self.channel = root / "channel"
+        self.versions = [self.base]
+        init_channel(self.channel, self.base_dir)
+        self._publisher = stack.enter_context(
+            Publisher.open(self.channel, local=root / "publisher", base=self.base_dir, encoding=encoding)
+        )
+
+    def publish(self, weights: Weights | None = None) -> int:
+        """A version with a few changes, or with these weights."""
+        number = len(self.versions)
+        new = self.versions[-1].changed(number) if weights is None else weights
+        directory = new.write(self.root / f"given{number}")
+        report = self._publisher.publish_checkpoint(directory, step=number)
+        self.versions.append(new)
+        assert report.version == number
+        return number
+
+    def digest(self, version: int) -> str:
+        return self.versions[version].digest()
+
+
+@dataclass
+class Host:
+    """A host's parts as the daemon wires them; `step` is what its loop calls."""
+
+    options: SyncOptions
+    urls: tuple[str, ...]
+    stack: ExitStack
+    timeouts: Timeouts = QUICK
+    clock: Clock = field(default_factory=Clock)
+
+    def __post_init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        specs = parse_engines(self.urls, self.options.local)
+        engines = [open_engine(spec, timeouts=self.timeouts) for spec in specs]
+        pace = Pace(attempts=2, first=0.0, longest=0.0)
+        self.board = Board(self.options)
+        self.sync = Sync(
+            self.options,
+            Engines(engines, pace=pace, clock=self.clock),
+            show=self.board.show,
+            clock=self.clock,
+        )
+        self.stack.callback(self.sync.close)
+
+    def restart(self) -> None:
+        self.sync.close()
+        self.start()
+
+    def step(self) -> Outcome:
+        return self.sync.sync_once()
+
+    def retry(self) -> Outcome:
+        """A step after every wait for a failed engine has passed."""
+        self.clock.at += 61
+        return self.step()
+
+    @property
+    def local(self) -> Path:
+        return self.options.local
+
+    @property
+    def state(self) -> LocalState:
+        state = read_state(self.local / ".weightcast" / "state.json")
+        assert state is not None
+        return state
+
+    @property
+    def status(self) -> HostStatus:
+        return self.board.status.get()
+
+    @property
+    def journals(self) -> list[str]:
+        return sorted(path.name for path in (self.local / ".weightcast" / "journal").iterdir())
+
+    @property
+    def spool(self) -> list[Path]:
+        return list((self.local / ".weightcast" / "spool").rglob("*"))
+
+    def at(self, run: Run, version: int) -> bool:
+        """What is on disk is this version, in state and bytes, and nothing is left over."""
+        state = self.state
+        assert (state.position.version, state.phase.value) == (version, "clean")
+        assert on_disk(self.local) == run.digest(version)
+        assert self.spool == []
+        return True
+
+
+class Site:
+    """Makes runs, engines and hosts of a test, and ends them."""
+
+    def __init__(self, root: Path, stack: ExitStack) -> None:
+        self.root, self.stack = root, stack
+
+    def run(self, name: str = "run", encoding: Any = "fast") -> Run:
+        return Run(self.root / name, self.stack, encoding)
+
+    def serve(self, double: Double, port: int = 0) -> str:
+        return self.stack.enter_context(serve(double, port))
+
+    def host(
+        self,
+        run: Run,
+        *engines: Double | str,
+        name: str = "host",
+        timeouts: Timeouts = QUICK,
+        target: str = "latest",
+        **options: Any,
+    ) -> Host:
+        urls = tuple(each if isinstance(each, str) else self.option(each) for each in engines)
+        known = SyncOptions(
+            run.channel, self.root / name, run.base_dir, parse_target(target), visible_seconds=0.2
+        )
+        return Host(replace(known, **options), urls, self.stack, timeouts)
+
+    def option(self, double: Double) -> str:
+        kind = "webhook" if isinstance(double, WebhookDouble) else "sglang"
+        return f"{kind}={self.serve(double)}"

@@ -1,0 +1,243 @@
+"""A host that follows its channel: seeded, patched, folded, engines reloaded once each."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from doubles import Answer
+from hosts import Mapping_, SGLang, Site, on_disk
+
+from weightcast.shared.errors import DamagedFile, EngineFailed, RetryLater
+from weightcast.subscriber.target import BadTarget, parse_target
+
+
+def test_before_the_first_version_a_host_is_seeded_and_ready(site: Site) -> None:
+    run, engine = site.run(), SGLang()
+    host = site.host(run, engine)
+    outcome = host.step()
+    assert outcome.ready and outcome.version == 0
+    assert host.at(run, 0)
+    assert (engine.held, engine.label, engine.paused) == (run.digest(0), "0", False)
+    assert (host.status.served_version, host.status.confirmed_by, host.status.ready) == (0, "label", True)
+
+
+def test_three_versions_are_followed_one_by_one(site: Site) -> None:
+    run, engine = site.run(), SGLang()
+    host = site.host(run, engine)
+    host.step()
+    for version in (1, 2, 3):
+        run.publish()
+        engine.calls.clear()
+        outcome = host.step()
+        assert outcome.moved and outcome.ready
+        assert host.at(run, version)
+        assert (engine.held, engine.label) == (run.digest(version), str(version))
+        assert engine.paths() == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+        assert host.journals == []
+    assert [(u.kind, u.version, u.folded) for u in host.status.updates if u.kind == "patch"] == [
+        ("patch", 1, 1),
+        ("patch", 2, 1),
+        ("patch", 3, 1),
+    ]
+    newest = host.status.updates[-1]
+    assert {"plan", "fetch", "stage", "lock", "patch", "pause", "reload", "resume", "total"} <= set(
+        newest.seconds
+    )
+    assert newest.bytes > 0 and host.status.bytes_read >= newest.bytes and newest.pause_seconds
+
+
+def test_a_host_several_versions_behind_reloads_once(site: Site) -> None:
+    run, engine = site.run(), SGLang()
+    host = site.host(run, engine)
+    host.step()
+    engine.calls.clear()
+    for _ in range(3):
+        run.publish()
+    assert host.step().ready
+    assert host.at(run, 3)
+    assert len(engine.of("/update_weights_from_disk")) == 1
+    assert host.status.updates[-1].folded == 3
+
+
+def test_a_late_host_is_seeded_and_patched_with_one_reload(site: Site) -> None:
+    run, engine = site.run(), SGLang()
+    run.publish()
+    run.publish()
+    host = site.host(run, engine)
+    assert host.step().ready
+    assert host.at(run, 2)
+    assert len(engine.of("/update_weights_from_disk")) == 1
+
+
+def test_nothing_new_touches_no_engine(site: Site) -> None:
+    run, engine = site.run(), SGLang()
+    run.publish()
+    host = site.host(run, engine)
+    host.step()
+    engine.calls.clear()
+    before = host.state
+    outcome = host.step()
+    assert outcome.ready and not outcome.moved
+    assert engine.paths() == [] and host.state == before
+
+
+def test_a_version_without_changes_is_a_new_label_and_no_reload(site: Site) -> None:
+    run, engine = site.run(), SGLang()
+    host = site.host(run, engine)
+    run.publish()
+    host.step()
+    engine.calls.clear()
+    run.publish(run.versions[1])
+    assert host.step().ready
+    assert engine.paths() == ["/update_weight_version"]
+    assert (engine.label, host.status.served_version) == ("2", 2)
+    assert host.at(run, 2)
+    engine.calls.clear()
+    run.publish()
+    assert host.step().ready
+    assert host.at(run, 3) and engine.held == run.digest(3)
+
+
+def test_a_failing_relabel_ends_in_a_reload(site: Site) -> None:
+    run, engine = site.run(), SGLang()
+    host = site.host(run, engine)
+    run.publish()
+    host.step()
+    run.publish(run.versions[1])
+    engine.script("/update_weight_version", Answer(500))
+    assert host.step().ready
+    assert (engine.label, engine.paths()[-1]) == ("2", "/continue_generation")
+
+
+def test_without_engines_served_is_what_lies_here(site: Site) -> None:
+    run = site.run()
+    run.publish()
+    host = site.host(run)
+    assert host.step().ready
+    assert (host.status.served_version, host.status.local_version, host.journals) == (1, 1, [])
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_the_fields_encodings_are_followed_too(site: Site, encoding: str) -> None:
+    run, engine = site.run(encoding=encoding), SGLang()
+    host = site.host(run, engine)
+    for version in (1, 2):
+        run.publish()
+        assert host.step().ready
+        assert host.at(run, version) and engine.held == run.digest(version)
+
+
+def test_an_engine_that_comes_later_is_reloaded_then(site: Site) -> None:
+    run, engine = site.run(), SGLang()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    host = site.host(run, f"sglang=http://127.0.0.1:{port}")
+    run.publish()
+    outcome = host.step()
+    assert outcome.version == 1 and not outcome.ready and "does not answer" in outcome.waiting[0]
+    assert host.at(run, 1) and host.status.served_version is None
+    site.serve(engine, port)
+    assert host.step().ready
+    assert (engine.held, engine.label) == (run.digest(1), "1")
+
+
+def test_a_restarted_engine_is_reloaded_whatever_it_says(site: Site) -> None:
+    run, engine = site.run(), SGLang()
+    host = site.host(run, engine)
+    run.publish()
+    host.step()
+    engine.restart()
+    engine.label, engine.held = "1", "a mix"
+    engine.calls.clear()
+    assert host.step().ready
+    assert engine.held == run.digest(1) and len(engine.of("/update_weights_from_disk")) == 1
+
+
+def test_an_engine_without_identity_is_reloaded_once_per_process_of_ours(site: Site) -> None:
+    run, engine = site.run(), SGLang()
+    engine.missing.add("/metrics")
+    host = site.host(run, engine)
+    host.step()
+    engine.calls.clear()
+    host.step()
+    assert engine.paths() == []
+    host.restart()
+    host.step()
+    assert len(engine.of("/update_weights_from_disk")) == 1
+    host.step()
+    assert len(engine.of("/update_weights_from_disk")) == 1
+
+
+def test_a_restarted_daemon_leaves_a_known_engine_alone(site: Site) -> None:
+    run, engine = site.run(), SGLang()
+    host = site.host(run, engine)
+    run.publish()
+    host.step()
+    engine.calls.clear()
+    host.restart()
+    assert host.step().ready and engine.paths() == []
+
+
+def test_an_engine_that_maps_the_files_is_patched_inside_its_pause(site: Site) -> None:
+    run = site.run()
+    engine, copying = Mapping_(site.root / "host"), SGLang()
+    host = site.host(run, engine, copying)
+    host.step()
+    engine.seen.clear()
+    run.publish()
+    run.publish()
+    assert host.step().ready
+    old, new = run.digest(0), run.digest(2)
+    assert engine.seen == [("pause", old), ("reload", new), ("resume", new)]
+    assert copying.held == new
+
+
+def test_an_engine_that_maps_the_files_and_does_not_pause_is_not_patched_under(site: Site) -> None:
+    run = site.run()
+    engine = Mapping_(site.root / "host")
+    host = site.host(run, engine)
+    host.step()
+    run.publish()
+    engine.pauses = False
+    with pytest.raises(EngineFailed, match="not patched in"):
+        host.step()
+    assert on_disk(host.local) == run.digest(0) and not engine.paused
+    engine.pauses = True
+    assert host.retry().ready
+    assert host.at(run, 1)
+
+
+def test_a_target_by_number_goes_back_too(site: Site) -> None:
+    run, engine = site.run(), SGLang()
+    for _ in range(3):
+        run.publish()
+    host = site.host(run, engine)
+    host.step()
+    assert host.at(run, 3)
+    host.sync.close()
+    back = site.host(run, site.option(engine), target="1")
+    assert back.step().ready
+    assert back.at(run, 1) and engine.held == run.digest(1)
+
+
+def test_a_tag_stands_for_a_version(site: Site) -> None:
+    run = site.run()
+    for _ in range(3):
+        run.publish()
+    host = site.host(run, target="evaluated")
+    with pytest.raises(RetryLater, match="no such tag"):
+        host.step()
+    (run.channel / "tags").mkdir()
+    (run.channel / "tags" / "evaluated").write_text("000002")
+    assert host.step().ready and host.at(run, 2)
+    (run.channel / "tags" / "evaluated").write_text("two")
+    with pytest.raises(DamagedFile):
+        host.step()
+    assert host.at(run, 2)
+
+
+@pytest.mark.parametrize("text", ["", ".", "..", "../x", "a/b", ".hidden", "a\nb"])
+def test_targets_that_are_none(text: str) -> None:
+    with pytest.raises(BadTarget):
+        parse_target(text)
