@@ -78,6 +78,14 @@ def test_damaged_bases_are_refused(case: str) -> None:
         parse_base(edited(BAD_EDITS[case]))
 
 
+@pytest.mark.parametrize("names", [("a", "a"), ("b", "a")])
+def test_a_right_root_does_not_excuse_a_wrong_order(names: tuple[str, str]) -> None:
+    table = TensorTable(tuple(TensorSpec(name, "U8", (1,), 1) for name in names))
+    lanes = (Lanes(1, 2), Lanes(1, 2))
+    with pytest.raises(DamagedFile, match="sorted"):
+        parse_base(write_base(Base("run", table, lanes, root(table, lanes), ())))
+
+
 def test_bases_of_later_releases_are_named() -> None:
     with pytest.raises(UnknownFormat, match="format 2"):
         parse_base(edited(lambda base: base.update(format=2)))

@@ -292,6 +292,7 @@ def test_duplicate_keys_are_refused() -> None:
         replace(DELTA, parts=(Part(1, ()),)),
         replace(DELTA, chunks=(replace(DELTA.chunks[0], file="other"),)),
         replace(DELTA, base_version=8),
+        replace(DELTA, base_version=-1),
         replace(DELTA, root=""),
     ],
 )
