@@ -22,7 +22,8 @@ COMPOSE = REPOSITORY / "docker-compose.yml"
 DOCKERFILE = REPOSITORY / "deploy" / "Dockerfile"
 _VARIABLE = re.compile(r"\$\{(\w+)(?::([-?])([^}]*))?\}")
 _HOST_AND_PORT = re.compile(r"http://([\w.-]+):(\d+)")
-_POLL_SECONDS = 0.1
+START_SECONDS = 240.0
+_POLL_SECONDS = 0.2
 
 
 @dataclass
@@ -164,18 +165,28 @@ class Stack:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.order: list[str] = []
         self._free_port = free_port
+        self._started: dict[str, float] = {}
+        self._healthy: set[str] = set()
         self._ports: dict[tuple[str, str], int] = {}
         for service in services.values():
             for volume in service.mounts.values():
                 (root / "volumes" / volume).mkdir(parents=True, exist_ok=True)
 
     def up(self) -> None:
-        """Starts every service as soon as its conditions hold."""
-        for name in self.services:
-            self._start(name)
+        """Starts every service as soon as its conditions hold, and returns when all are healthy."""
+        self.wait(self._all_are_up, "all services up", START_SECONDS)
+
+    def _all_are_up(self) -> bool:
         for name, service in self.services.items():
-            if service.healthcheck:
-                self.wait_healthy(name)
+            if name not in self.processes and all(self._holds(*each) for each in service.after.items()):
+                self._start(name)
+        checked = [name for name, service in self.services.items() if service.healthcheck]
+        return len(self.processes) == len(self.services) and all(map(self.is_healthy, checked))
+
+    def _holds(self, name: str, condition: str) -> bool:
+        if name not in self.processes:
+            return False
+        return self.is_healthy(name) if condition == "service_healthy" else self.is_done(name)
 
     def port(self, service: str, inside: str | int) -> int:
         key = (service, str(inside))
@@ -186,19 +197,28 @@ class Stack:
     def volume(self, name: str) -> Path:
         return self.root / "volumes" / name
 
-    def wait_healthy(self, name: str) -> None:
+    def is_healthy(self, name: str) -> bool:
+        """Whether the service's own check was ever passed. Fails when it ended or is late."""
+        if name in self._healthy:
+            return True
+        assert self.processes[name].poll() is None, self.log(name)
         service = self.services[name]
+        late = time.monotonic() - self._started[name] > service.health_seconds
         probe = [self._local(name, word) for word in service.healthcheck]
+        if subprocess.run(probe, env=self._environment(name), check=False).returncode == 0:
+            self._healthy.add(name)
+            return True
+        assert not late, f"{name} is not healthy within {service.health_seconds:g} s\n{self.log(name)}"
+        return False
 
-        def healthy() -> bool:
-            assert self.processes[name].poll() is None, self.log(name)
-            return subprocess.run(probe, env=self._environment(name), check=False).returncode == 0
-
-        self.wait(healthy, f"{name} healthy", service.health_seconds)
+    def is_done(self, name: str) -> bool:
+        """Fails unless it ended well."""
+        code = self.processes[name].poll()
+        assert code in (None, 0), self.log(name)
+        return code == 0
 
     def wait_done(self, name: str, seconds: float) -> None:
-        self.wait(lambda: self.processes[name].poll() is not None, f"{name} ended", seconds)
-        assert self.processes[name].returncode == 0, self.log(name)
+        self.wait(lambda: self.is_done(name), f"{name} ended", seconds)
 
     def wait(self, condition: Callable[[], bool], what: str, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -227,15 +247,7 @@ class Stack:
         return "\n".join(map(self.log, self.order))
 
     def _start(self, name: str) -> None:
-        if name in self.processes:
-            return
         service = self.services[name]
-        for other, condition in service.after.items():
-            self._start(other)
-            if condition == "service_healthy":
-                self.wait_healthy(other)
-            else:
-                self.wait_done(other, 120.0)
         with (self.root / f"{name}.log").open("wb") as log:
             self.processes[name] = subprocess.Popen(
                 [self._local(name, word) for word in service.command],
@@ -247,6 +259,7 @@ class Stack:
                 start_new_session=True,
             )
         self.order.append(name)
+        self._started[name] = time.monotonic()
 
     def _directory(self, service: Service) -> Path:
         """Where the image has the repository's files, the repository; else a place without any."""
