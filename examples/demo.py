@@ -13,11 +13,12 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import httpx
 from rich.console import Console
 
 from examples import checkpoint, observe
@@ -31,7 +32,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 MARKER = ".weightcast-demo"
 HOSTS = ("a", "b")
 ENDING = ("prepare", "trainer")
-START_SECONDS = 90.0
+START_SECONDS = 180.0
+TRAIN_SECONDS = 600.0
 END_SECONDS = 60.0
 
 
@@ -185,11 +187,12 @@ class Demo:
         trainer = self._children.start("trainer", trainer_command(self._paths, urls, self._options))
         if not self._options.freeze:
             half = self._options.steps // 2
-            self._wait(
-                lambda: len(observe.read_steps(self._paths.metrics)) >= half, "half of the steps", 180.0
-            )
+            self._wait(lambda: self._steps_done() >= half, "half of the steps", TRAIN_SECONDS)
             self._kill_publisher()
-        self._wait(lambda: not trainer.running, "the end of the training", 240.0)
+        self._wait(lambda: not trainer.running, "the end of the training", TRAIN_SECONDS)
+
+    def _steps_done(self) -> int:
+        return len(observe.read_steps(self._paths.metrics))
 
     def _kill_publisher(self) -> None:
         """While it has something to publish, if it can be caught at that."""
@@ -261,7 +264,7 @@ def run_demo(paths: Paths, options: Options, console: Console) -> Summary:
     demo = Demo(paths, children, screen, options)
     try:
         return demo.run()
-    except (ProcessDied, TimeoutError):
+    except (ProcessDied, TimeoutError, httpx.HTTPError):
         screen.close()
         console.print(children.tails(), markup=False, highlight=False)
         raise
@@ -288,27 +291,31 @@ def main() -> int:
         return 2
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))
-    summary, reason = None, ""
     try:
         summary = run_demo(paths, Options(given.steps, given.seed, given.freeze), console)
-    except ProcessDied as error:
-        reason = str(error)
-    except TimeoutError as error:
-        reason = str(error)
-    return _finish(summary, reason, paths, given, console)
+    except (ProcessDied, TimeoutError, httpx.HTTPError) as error:
+        return _finish(None, {"died": str(error)}, paths, given, console)
+    except KeyboardInterrupt:
+        return 130
+    return _finish(summary, summary.failures, paths, given, console)
 
 
 def _finish(
-    summary: Summary | None, reason: str, paths: Paths, given: argparse.Namespace, console: Console
+    summary: Summary | None,
+    failures: Mapping[str, str],
+    paths: Paths,
+    given: argparse.Namespace,
+    console: Console,
 ) -> int:
-    failures = {"died": reason} if summary is None else dict(summary.failures)
     if given.json is not None:
-        facts = {} if summary is None else asdict(replace(summary, failures=failures))
-        given.json.write_text(json.dumps({**facts, "failures": failures}, indent=1) + "\n")
+        facts = {"failures": dict(failures)} if summary is None else asdict(summary)
+        given.json.write_text(json.dumps(facts, indent=1) + "\n")
     if summary is not None:
         console.print(render(summary))
     if failures:
-        console.print(f"FAILED ({', '.join(failures)}) {reason}; logs: {paths.run / 'logs'}", style="red")
+        for check, reason in failures.items():
+            console.print(f"FAILED, {check}: {reason}", style="red", markup=False)
+        console.print(f"logs: {paths.run / 'logs'}", markup=False, soft_wrap=True)
         return 1
     if not given.keep:
         shutil.rmtree(paths.run)

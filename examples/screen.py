@@ -45,7 +45,7 @@ class Screen:
             return
         self._shown = now
         if self._live is None:
-            self._console.print(line(view()), markup=False, highlight=False)
+            self._console.print(line(view()), markup=False, highlight=False, soft_wrap=True)
         else:
             self._live.update(table(view()), refresh=True)
 

@@ -214,7 +214,6 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
     rows += [
         (f"bits: {place}", "equal" if same else "DIFFERENT") for place, same in summary.bit_exact.items()
     ]
-    rows += [(f"FAILED: {check}", reason) for check, reason in summary.failures.items()]
     return [*rows, ("wall clock", f"{summary.seconds:.0f} s")]
 
 

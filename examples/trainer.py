@@ -260,7 +260,6 @@ def prepare(directory: Path, seed: int, steps: int, config: Config) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
     plan = Plan(options.steps, options.seed, options.questions, options.group, options.rate, options.max_lead)
     model = CausalLM(checkpoint.load_config(options.dir / "base"))
     model.load_state_dict(load_file(options.dir / MASTERS))
@@ -285,15 +284,16 @@ def main() -> None:
     )
     second.add_argument("--pointer", type=Path, help="file with the number of the newest published version")
     second.add_argument("--steps", type=int, default=32)
-    second.add_argument("--questions", type=int, default=32, help="per step")
+    second.add_argument("--questions", type=int, default=24, help="per step")
     second.add_argument("--group", type=int, default=16, help="answers per question")
-    second.add_argument("--rate", type=float, default=1.2e-5, help="AdamW's learning rate")
+    second.add_argument("--rate", type=float, default=1.5e-5, help="AdamW's learning rate")
     second.add_argument("--max-lead", type=int, default=3, help="versions ahead of the slowest engine")
     second.add_argument("--freeze", action="store_true", help="keep all updates to itself")
     for verb in (first, second):
         verb.add_argument("--dir", type=Path, required=True, help="the trainer's own directory")
         verb.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    torch.set_num_threads(1)
     if options.verb == "prepare":
         prepare(options.dir, options.seed, options.warm_steps, Config())
     else:
