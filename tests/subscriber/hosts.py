@@ -149,10 +149,12 @@ class Mapping_(_Loads, WebhookDouble):
         super().__init__()
         self.local = local
         self.seen: list[tuple[str, str]] = []
-        self.pauses = True
+        self.pauses = self.loads = True
 
     def behave(self, call: Any) -> Any:
         if not self.pauses and call.method == "POST" and call.body["phase"] == "pause":
+            return Answer(500)
+        if not self.loads and call.method == "POST" and call.body["phase"] == "reload":
             return Answer(500)
         answer = super().behave(call)
         if call.method == "POST":
