@@ -1,0 +1,41 @@
+"""Prints the README's table of settings from the code: python docs/make_settings.py"""
+
+from __future__ import annotations
+
+from weightcast.publisher.settings import PublisherSettings
+from weightcast.shared.service.settings import ServiceSettings, SettingDoc, describe_settings
+from weightcast.subscriber.settings import SubscriberSettings
+
+HEAD = "| flag | environment | default | |\n|---|---|---|---|\n"
+
+
+def table(cls: type[ServiceSettings], *, leave_out: frozenset[str] = frozenset()) -> str:
+    return HEAD + "".join(_row(doc) for doc in describe_settings(cls) if doc.name not in leave_out)
+
+
+def _row(doc: SettingDoc) -> str:
+    flag = f"`{doc.flag}`" if doc.flag else "(no flag)"
+    default = "required" if doc.required else f"`{doc.default}`" if doc.default else ""
+    return f"| {flag} | `{doc.env}` | {default} | {doc.help} |\n"
+
+
+def both() -> str:
+    """Settings of both daemons, then those of one."""
+    publisher = {doc.name: doc for doc in describe_settings(PublisherSettings)}
+    subscriber = {doc.name: doc for doc in describe_settings(SubscriberSettings)}
+    shared = frozenset(name for name, doc in publisher.items() if subscriber.get(name) == doc)
+    own = frozenset(set(subscriber) - shared)
+    return "\n".join(
+        (
+            "**Both daemons**\n",
+            table(SubscriberSettings, leave_out=own),
+            "**`weightcast publisher run`**\n",
+            table(PublisherSettings, leave_out=shared),
+            "**`weightcast subscriber run`**\n",
+            table(SubscriberSettings, leave_out=shared),
+        )
+    )
+
+
+if __name__ == "__main__":
+    print(both(), end="")
