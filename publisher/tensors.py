@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from weightcast.shared.errors import Refused
+from weightcast.shared.errors import Refused, RetryLater
 from weightcast.shared.files.checkpoint import Checkpoint, identities, open_checkpoint
-from weightcast.shared.local.seed import MappedCheckpoint
+from weightcast.shared.local.seed import ReadCheckpoint
 from weightcast.shared.words import TensorSpec, TensorTable, Words, kind_of
 
 
@@ -38,32 +38,38 @@ class CheckpointWeights:
 
     def __init__(self, directory: Path) -> None:
         try:
-            self._checkpoint: Checkpoint = open_checkpoint(directory, follow_links=True)
-            self._before = identities(self._checkpoint)
+            self._before = identities(open_checkpoint(directory, follow_links=True))
+            # headers read before the identities were taken may be of other files
+            self.checkpoint: Checkpoint = open_checkpoint(directory, follow_links=True)
+            self._read = ReadCheckpoint(self.checkpoint)
         except FileNotFoundError as error:
             raise Refused(
                 f"{error.filename or directory} is not there", remedy="give a checkpoint directory"
             ) from error
-        self.checkpoint = self._checkpoint
-        self.table = self._checkpoint.table
-        self._mapped = MappedCheckpoint(self._checkpoint).__enter__()
+        self.table = self.checkpoint.table
 
     def words_in(self, name: str, start: int, stop: int) -> Words:
-        return self._mapped.words(self.table.numbers[name])[start:stop]
+        try:
+            return self._read.words_in(self.table.numbers[name], start, stop)
+        except RetryLater as error:
+            raise self._changed() from error
 
     def finish(self) -> None:
         try:
-            same = identities(self._checkpoint) == self._before
+            same = identities(self.checkpoint) == self._before
         except FileNotFoundError:
             same = False
         if not same:
-            raise Refused(
-                f"{self._checkpoint.directory} changed while it was read; nothing was published",
-                remedy="rename complete checkpoints in, or publish them after they are written",
-            )
+            raise self._changed()
+
+    def _changed(self) -> Refused:
+        return Refused(
+            f"{self.checkpoint.directory} changed while it was read; nothing was published",
+            remedy="rename complete checkpoints in, or publish them after they are written",
+        )
 
     def close(self) -> None:
-        self._mapped.close()
+        self._read.close()
 
 
 @dataclass(frozen=True)

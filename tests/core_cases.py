@@ -1,4 +1,4 @@
-"""Models as plain bytes, checkpoints of them, and what lies in a directory: written and read without weightcast."""
+"""Models as plain bytes, checkpoints of them, what lies in a directory: without any of weightcast's code."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def tensor(rng: np.random.Generator, dtype: str, *shape: int) -> Tensor:
 
 
 def every_dtype(rng: np.random.Generator) -> Model:
-    """Each dtype, 0-dim and empty tensors, odd sizes; in this order most offsets in the file are unaligned."""
+    """Each dtype, 0-dim and empty tensors, odd sizes; in this order most offsets are unaligned."""
     model = {"odd.first": tensor(rng, "I8", 3)}
     for dtype in ITEM_SIZES:
         model[f"{dtype.lower()}.matrix"] = tensor(rng, dtype, 23, 17)

@@ -6,6 +6,7 @@ tensor. Both carry, per changed chunk, the sums over the touched 8-byte words (d
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -102,11 +103,16 @@ class _Shard:
             raise DamagedFile(f"{self.path}: header of {len(header)} bytes outgrew {self.data_start}")
         os.pwrite(self._fd, header, 0)
         os.fsync(self._fd)
-        os.close(self._fd)
+        self._close()
         return file_record(self.path)
 
+    def _close(self) -> None:
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
     def discard(self) -> None:
-        os.close(self._fd)
+        self._close()
         self.path.unlink(missing_ok=True)
 
 
@@ -166,7 +172,7 @@ class _OpenTensor:
         self._begin = 0
 
     def step(self, old: ByteArray, new: ByteArray, changed: bool) -> None:
-        self._digest.update(new)
+        self._digest.update(new.tobytes())
         if changed and self._writer is None:
             self._begin = self._shard.end
             self._writer = PayloadWriter(self._encoding, self._nbytes, self._shard.write)
@@ -190,10 +196,14 @@ class _OpenTensor:
         length = self._shard.end - self._begin
         return Entry(self.name, "U8", (length,), self._begin, self._shard.end), self._digest.hexdigest()
 
+    def abandon(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
 
 class _FieldShard:
     def __init__(self, path: Path, table: TensorTable, encoding: FieldEncoding) -> None:
-        room = sum(2 * len(spec.name.encode()) * 6 + _ENTRY_ROOM + 48 for spec in table)
+        room = sum(2 * len(json.dumps(spec.name).encode()) + _ENTRY_ROOM + 48 for spec in table)
         self._shard = _Shard(path, 64 + room)
         self._table, self._encoding = table, encoding
         self._open: tuple[int, _OpenTensor] | None = None
@@ -241,6 +251,8 @@ class _FieldShard:
         return PartFiles((record,), tuple(self._records), self._checksums)
 
     def abandon(self) -> None:
+        if self._open is not None:
+            self._open[1].abandon()
         self._shard.discard()
 
 
@@ -454,7 +466,7 @@ class _TensorStream:
 
     def step(self, old: ByteArray, last: bool) -> ByteArray:
         new = self._payload.step(old)
-        self._digest.update(new)
+        self._digest.update(new.tobytes())
         return new
 
     def finish(self) -> None:

@@ -15,7 +15,7 @@ from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.channel.layout import version_name
 from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.store import Channel, FullVersion
-from weightcast.shared.errors import Forked, NeedsReseed, Refused, RetryLater, WrongRun
+from weightcast.shared.errors import DamagedFile, Forked, NeedsReseed, Refused, RetryLater, WrongRun
 from weightcast.shared.files.checkpoint import Checkpoint, open_checkpoint
 from weightcast.shared.local import patch as patching
 from weightcast.shared.local.fetch import check_space, fetch
@@ -59,6 +59,8 @@ class Follower:
         self.trouble = ""
         """why the local checkpoint must be seeded again"""
         self._owner: FileLock | None = None
+        self._intact: int | None = None
+        """the generation whose bytes were all read and found right"""
 
     def own(self) -> None:
         """Takes the owner lock, for the follower's life. RetryLater when another writer has it."""
@@ -217,8 +219,20 @@ class Follower:
         self._enter("stage")
         try:
             return stage(self.local, fetched, threads=self.options.threads)
+        except DamagedFile:
+            self._rehash(advance)
+            raise
         finally:
             self._clear_spool()
+
+    def _rehash(self, advance: Advance | None) -> None:
+        """Verified shards that do not fit: they were made badly, or other words lie here than the state says.
+        NeedsReseed for the latter. Bytes are read once per generation."""
+        local = self._require()
+        if self._intact != local.state.generation:
+            with local.patching():
+                patching.rehash(local, threads=self.options.threads, advance=advance)
+            self._intact = local.state.generation
 
     def _enter(self, phase: str) -> None:
         if self.options.on_phase is not None:

@@ -11,12 +11,12 @@ from weightcast.shared.codec.parallel import ordered
 from weightcast.shared.digest.hash import hash_bytes
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.root import root
-from weightcast.shared.local.local_checkpoint import LocalCheckpoint, WordsOf
-from weightcast.shared.local.state import lanes_list, pack_list
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint, WordsIn
+from weightcast.shared.local.state import lanes_list
 from weightcast.shared.words import TensorTable
 
-_PIECE = 32 << 20
-"""bytes hashed at a time; a multiple of 8"""
+_PIECE = 8 << 20
+"""words hashed at a time; a multiple of 8"""
 
 Advance = Callable[[int], None]
 
@@ -29,26 +29,26 @@ class _Piece:
 
 
 def hash_tensors(
-    table: TensorTable, words_of: WordsOf, *, threads: int = 1, advance: Advance | None = None
+    table: TensorTable, words_in: WordsIn, *, threads: int = 1, advance: Advance | None = None
 ) -> list[Lanes]:
     """Raw lanes of every tensor, in table order, from all of its bytes."""
     lanes = [Lanes()] * len(table)
 
     def work(piece: _Piece) -> tuple[_Piece, Lanes]:
-        data = words_of(piece.tensor).view(np.uint8)[piece.start : piece.stop]
-        return piece, hash_bytes(data, piece.start // 8)
+        words = words_in(piece.tensor, piece.start, piece.stop)
+        return piece, hash_bytes(words.view(np.uint8), piece.start * words.itemsize // 8)
 
     for piece, part in ordered(work, _pieces(table), threads):
         lanes[piece.tensor] = lanes[piece.tensor].plus(part)
         if advance is not None:
-            advance(piece.stop - piece.start)
+            advance((piece.stop - piece.start) * table[piece.tensor].kind.width)
     return lanes
 
 
 def _pieces(table: TensorTable) -> Iterator[_Piece]:
     for number, spec in enumerate(table):
-        for start in range(0, spec.nbytes, _PIECE):
-            yield _Piece(number, start, min(start + _PIECE, spec.nbytes))
+        for start in range(0, spec.words, _PIECE):
+            yield _Piece(number, start, min(start + _PIECE, spec.words))
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def full_hash(
 ) -> HashReport:
     """Hashes all bytes and compares them with the recorded position (or with packed lanes `expected`)."""
     position = local.state.position
-    found = hash_tensors(local.table, local.words, threads=threads, advance=advance)
+    found = hash_tensors(local.table, local.words_in, threads=threads, advance=advance)
     packed = position.lanes if expected is None else expected
     names = tuple(
         spec.name
@@ -78,10 +78,3 @@ def full_hash(
         if got != wanted
     )
     return HashReport(position.version, root(local.table, found), position.root, names)
-
-
-def lanes_of(
-    table: TensorTable, words_of: WordsOf, *, threads: int = 1, advance: Advance | None = None
-) -> bytes:
-    """Packed lanes of all tensors."""
-    return pack_list(hash_tensors(table, words_of, threads=threads, advance=advance))

@@ -16,21 +16,19 @@ from pathlib import Path
 
 import numpy as np
 
-from weightcast.shared.channel.base import Base, parse_base
-from weightcast.shared.errors import DamagedFile, NeedsReseed, Refused, RetryLater
+from weightcast.shared.channel.base import BASE_LIMIT, Base, parse_base
+from weightcast.shared.errors import NeedsReseed, Refused, RetryLater
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import Checkpoint, open_checkpoint
 from weightcast.shared.local.host import Host
 from weightcast.shared.local.locks import FileLock, holder, owner_text
-from weightcast.shared.local.state import LocalState, read_state, write_state
+from weightcast.shared.local.state import LANES_BYTES, LocalState, read_state, write_state
 from weightcast.shared.words import Chunk, TensorTable, Words
 
-WordsOf = Callable[[int], Words]
-"""tensor number to all of its words"""
 WordsIn = Callable[[int, int, int], Words]
 """tensor number, start, stop to these words"""
 
-_BASE_LIMIT = 256 << 20
+_SEEDED_AGAIN = "it is seeded again from base or anchor"
 PATCH_LOCK_SECONDS = 60.0
 
 
@@ -125,13 +123,18 @@ class LocalCheckpoint:
         state = read_state(paths.state)
         if state is None:
             return None
-        base = parse_base(durable.read_file(paths.base, _BASE_LIMIT))
         try:
+            base = parse_base(durable.read_file(paths.base, BASE_LIMIT))
             checkpoint = open_checkpoint(directory, follow_links=False)
-        except DamagedFile as error:
-            raise NeedsReseed(error.message, remedy="it is seeded again from base or anchor") from error
-        if checkpoint.table != base.table:
-            raise NeedsReseed(f"{directory}: its tensors are no longer those of the run's base")
+        except FileNotFoundError as error:
+            raise NeedsReseed(f"{error.filename} is gone", remedy=_SEEDED_AGAIN) from error
+        except Refused as error:
+            # a kill while seeding may leave no weights at all, which is no damage but no checkpoint either
+            raise NeedsReseed(error.message, remedy=_SEEDED_AGAIN) from error
+        if checkpoint.table != base.table or len(state.position.lanes) != LANES_BYTES * len(base.table):
+            raise NeedsReseed(
+                f"{directory}: its tensors are no longer those of the run's base", remedy=_SEEDED_AGAIN
+            )
         return cls(paths, base, state, checkpoint)
 
     @property

@@ -62,8 +62,10 @@ def undo(local: LocalCheckpoint) -> None:
     """Goes back over all kept steps, newest first. The caller holds the patch lock."""
     while local.state.undo:
         step = local.state.undo[-1]
+        require_files(local)
         local.save(local.state.but(phase=Phase.UNDOING, active=step))
         _write_all(local, step, _Way.BACK, replay=False)
+        require_files(local)
         local.save(_arrived(local.state, step.base, local.state.undo[:-1]))
         local.paths.journal(step.journal).unlink(missing_ok=True)
 
@@ -90,7 +92,9 @@ def _arrived(state: LocalState, position: Position, undo_steps: tuple[Step, ...]
 def _write_all(local: LocalCheckpoint, step: Step, way: _Way, *, replay: bool) -> None:
     with JournalReader(local.paths.journal(step.journal), local.table) as journal:
         header = journal.header
-        if (header.run_id, header.base_root) != (local.state.run_id, step.base.root):
+        named = (header.run_id, header.journal, header.base_version, header.base_root, header.target_digest)
+        base, target = step.base, step.target
+        if named != (local.state.run_id, step.journal, base.version, base.root, target.digest):
             raise DamagedFile(f"{journal.path}: belongs to another run or version")
         for record in journal.records():
             _write(local, record, way, replay=replay)

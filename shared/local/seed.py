@@ -7,11 +7,10 @@ what was written; killed in between, seeding starts over into the same files.
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +20,10 @@ from weightcast.shared.channel.base import Base, parse_base, write_base
 from weightcast.shared.channel.delta import file_record
 from weightcast.shared.channel.index import FileRecord
 from weightcast.shared.digest.root import root
-from weightcast.shared.errors import NeedsReseed, RetryLater, WrongRun
+from weightcast.shared.errors import NeedsReseed, Refused, RetryLater, WrongRun
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import Checkpoint
+from weightcast.shared.files.durable import open_regular
 from weightcast.shared.local.hashing import hash_tensors
 from weightcast.shared.local.host import Host
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
@@ -31,6 +31,8 @@ from weightcast.shared.local.state import LocalState, Phase, Position, pack_list
 from weightcast.shared.words import TensorTable, Words
 
 _BLOCK = 8 << 20
+_SPARE = 1 << 20
+"""bytes of free space asked for beside the weights: state, config, tokenizer"""
 Advance = Callable[[int], None]
 
 
@@ -60,14 +62,16 @@ def seed(
     when there is no space.
     """
     check_source(source, threads=threads, advance=advance)
+    _check_room(paths, source.checkpoint)
     state = _seeding_state(source, keep)
-    durable.replace(paths.base, write_base(source.base))
-    write_state(paths.state, state)
-    _copy_files(paths, source.checkpoint, advance)
+    with _errors_of(paths.directory):
+        durable.replace(paths.base, write_base(source.base))
+        write_state(paths.state, state)
+        _copy_files(paths, source.checkpoint, advance)
     opened = LocalCheckpoint.open(paths.directory)
     if opened is None:
         raise NeedsReseed(f"{paths.state} vanished while seeding")
-    found = hash_tensors(opened.table, opened.words, threads=threads, advance=advance)
+    found = hash_tensors(opened.table, opened.words_in, threads=threads, advance=advance)
     if pack_list(found) != source.position.lanes:
         opened.close()
         raise NeedsReseed(
@@ -95,8 +99,8 @@ def check_source(source: Source, *, threads: int = 1, advance: Advance | None = 
     where = source.checkpoint.directory
     check_table(where, source.checkpoint.table, source.base.table)
     check_other_files(where, source.checkpoint.other_files, source.base.files)
-    with MappedCheckpoint(source.checkpoint) as mapped:
-        found = hash_tensors(source.base.table, mapped.words, threads=threads, advance=advance)
+    with ReadCheckpoint(source.checkpoint) as read:
+        found = hash_tensors(source.base.table, read.words_in, threads=threads, advance=advance)
     if root(source.base.table, found) != source.position.root:
         expected = np.frombuffer(source.position.lanes, "<u8").reshape(-1, 2).tolist()
         names = [
@@ -155,38 +159,76 @@ def check_other_files(where: Path, files: Sequence[Path], expected: Sequence[Fil
             )
 
 
-class MappedCheckpoint:
-    """A checkpoint's files mapped read-only for the duration of one pass."""
+class ReadCheckpoint:
+    """A checkpoint's files open for one pass. Read, never mapped: a writer beside us is an error then, not a
+    SIGBUS."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._maps: dict[Path, mmap.mmap] = {}
-
-    def __enter__(self) -> MappedCheckpoint:
+        self._fds: dict[Path, int] = {}
         with ExitStack() as undo:
             undo.callback(self.close)
-            for path in self._checkpoint.weight_files:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    self._maps[path] = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
-                finally:
-                    os.close(fd)
+            for path in checkpoint.weight_files:
+                self._fds[path] = open_regular(path, follow_links=checkpoint.links)
             undo.pop_all()
+
+    def __enter__(self) -> ReadCheckpoint:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
-        for path in list(self._maps):
-            mapped = self._maps.pop(path)
-            # a view may still be held by an error's traceback; the map goes with it
-            with suppress(BufferError):
-                mapped.close()
+        while self._fds:
+            os.close(self._fds.popitem()[1])
 
-    def words(self, tensor: int) -> Words:
+    def words_in(self, tensor: int, start: int, stop: int) -> Words:
+        """Raises RetryLater when the file has become shorter than its header says."""
         spec, place = self._checkpoint.table[tensor], self._checkpoint.places[tensor]
-        return np.frombuffer(self._maps[place.file], spec.kind.numpy, spec.words, place.offset)
+        width = spec.kind.width
+        words = np.empty(stop - start, spec.kind.numpy)
+        self._fill(place.file, words.view(np.uint8).data, place.offset + start * width)
+        return words
+
+    def _fill(self, file: Path, view: memoryview, offset: int) -> None:
+        while view:
+            got = os.preadv(self._fds[file], [view], offset)
+            if not got:
+                raise RetryLater(f"{file} was cut short while it was read", remedy="is something writing it?")
+            view, offset = view[got:], offset + got
+
+
+def _check_room(paths: LocalPaths, checkpoint: Checkpoint) -> None:
+    """Raises Refused for a target that is not a file of this directory alone, RetryLater when what is to be
+    written does not fit. Nothing is changed."""
+    wanted = _SPARE
+    for path in checkpoint.weight_files:
+        target = paths.directory / path.name
+        wanted += path.stat().st_size
+        if target.is_symlink() or (target.exists() and target.stat().st_nlink > 1):
+            raise Refused(
+                f"{target} is a link: writing it would change another directory's file",
+                remedy="remove it, or choose an empty directory for --local",
+            )
+        if target.exists():
+            wanted -= min(target.stat().st_blocks * 512, path.stat().st_size)
+    free = os.statvfs(paths.directory)
+    if free.f_bavail * free.f_frsize < wanted:
+        raise RetryLater(
+            f"{paths.directory}: {free.f_bavail * free.f_frsize >> 20} MiB free, "
+            f"seeding needs {wanted >> 20} MiB",
+            remedy="free space on the local disk; nothing was changed",
+        )
+
+
+@contextmanager
+def _errors_of(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RetryLater(
+            f"{error.filename or directory}: {error.strerror}", remedy="check the local disk and its space"
+        ) from error
 
 
 def _copy_files(paths: LocalPaths, checkpoint: Checkpoint, advance: Advance | None) -> None:
@@ -210,27 +252,24 @@ def _copy_into(source: Path, target: Path, advance: Advance | None) -> None:
     try:
         write = os.open(target, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
-            _copy_all(read, write, target, advance)
+            _copy_all(read, write, advance)
         finally:
             os.close(write)
     finally:
         os.close(read)
 
 
-def _copy_all(read: int, write: int, target: Path, advance: Advance | None) -> None:
+def _copy_all(read: int, write: int, advance: Advance | None) -> None:
     size = os.fstat(read).st_size
-    try:
-        os.ftruncate(write, size)
-        if size:
-            os.posix_fallocate(write, 0, size)
-        at = 0
-        while block := os.pread(read, _BLOCK, at):
-            at += _write_block(write, block, at)
-            if advance is not None:
-                advance(len(block))
-        os.fsync(write)
-    except OSError as error:
-        raise RetryLater(f"{target}: {error.strerror}", remedy="free space on the local disk") from error
+    os.ftruncate(write, size)
+    if size:
+        os.posix_fallocate(write, 0, size)
+    at = 0
+    while block := os.pread(read, _BLOCK, at):
+        at += _write_block(write, block, at)
+        if advance is not None:
+            advance(len(block))
+    os.fsync(write)
 
 
 def _write_block(fd: int, block: bytes, at: int) -> int:
@@ -246,8 +285,8 @@ def describe(
 ) -> Base:
     """What a run starts from: the tensors of a checkpoint with lanes and root, digests of its other files.
     Reads every byte."""
-    with MappedCheckpoint(checkpoint) as mapped:
-        lanes = hash_tensors(checkpoint.table, mapped.words, threads=threads, advance=advance)
+    with ReadCheckpoint(checkpoint) as read:
+        lanes = hash_tensors(checkpoint.table, read.words_in, threads=threads, advance=advance)
     files = tuple(file_record(path) for path in checkpoint.other_files)
     base = Base(run_id, checkpoint.table, tuple(lanes), root(checkpoint.table, lanes), files)
     return parse_base(write_base(base))

@@ -19,7 +19,7 @@ from weightcast.shared.codec.changes import Changes
 from weightcast.shared.codec.parallel import ordered
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.root import root
-from weightcast.shared.errors import DamagedFile, Forked
+from weightcast.shared.errors import DamagedFile, Forked, RetryLater
 from weightcast.shared.local.journal import JournalHeader, JournalWriter, Record
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.state import Position, Step, lanes_list, pack_list
@@ -86,6 +86,11 @@ def stage(
                 reader.finish()
         target = _settle(local, base, versions, ledger)
         writer.close()
+    except OSError as error:
+        writer.abandon()
+        raise RetryLater(
+            f"{local.paths.room}: {error.strerror}", remedy="check the local disk and its space"
+        ) from error
     except BaseException:
         writer.abandon()
         raise

@@ -21,7 +21,7 @@ from weightcast.shared.local.host import UNKNOWN_HOST, Host
 
 STATE_FORMAT = 1
 _LIMIT = 256 << 20
-_LANES_BYTES = 16
+LANES_BYTES = 16
 """of one tensor"""
 
 
@@ -210,7 +210,7 @@ def _position_json(position: Position) -> dict[str, Any]:
 
 def _position(data: dict[str, Any]) -> Position:
     lanes = base64.b64decode(data["lanes"], validate=True)
-    if len(lanes) % _LANES_BYTES:
+    if len(lanes) % LANES_BYTES:
         raise ValueError(f"{len(lanes)} bytes of lanes")
     return Position(int(data["version"]), str(data["digest"]), str(data["root"]), int(data["epoch"]), lanes)
 

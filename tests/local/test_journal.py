@@ -45,7 +45,7 @@ def read(path: Path) -> list[Record]:
 def same(one: Record, other: Record) -> bool:
     return one.tensor == other.tensor and all(
         np.array_equal(a, b)
-        for a, b in zip((one.index, one.old, one.new), (other.index, other.old, other.new))
+        for a, b in zip((one.index, one.old, one.new), (other.index, other.old, other.new), strict=True)
     )
 
 
