@@ -375,6 +375,8 @@ class Sync:
             return
         due = self.engines.due(local.state)
         if not due:
+            if self._confirmed():
+                self.follower.forget_undo()
             return
         self._enter("reloading")
         self._watch.enter("lock")
@@ -391,10 +393,10 @@ class Sync:
         """After a reload, under its lock: is the way back taken, kept or dropped?"""
         local = self._local()
         position = local.state.position
-        names = [engine.spec.name for engine in self.engines.engines]
-        if is_confirmed(local.state.engines, names, position.version):
+        if self._confirmed():
             self._failures.clear()
             self.follower.forget_undo()
+            self._unblock(position.digest)
             return
         failures = self._failures.get(position.digest, 0) + any(r.attempts > 0 for r in results)
         self._failures = {position.digest: failures}
@@ -402,6 +404,18 @@ class Sync:
             self._go_back(local, results)
         elif not needs_undo(results) or len(local.state.undo) > MOST_UNDO_STEPS:
             self.follower.forget_undo()
+
+    def _confirmed(self) -> bool:
+        """Whether an engine took the version that lies here; without engines nobody is asked."""
+        state = self._local().state
+        names = [engine.spec.name for engine in self.engines.engines]
+        return not names or is_confirmed(state.engines, names, state.position.version)
+
+    def _unblock(self, digest: str) -> None:
+        local = self._local()
+        kept = tuple(one for one in local.state.blocked if one.digest != digest)
+        if kept != local.state.blocked:
+            local.save(local.state.but(blocked=kept))
 
     def _go_back(self, local: LocalCheckpoint, results: Sequence[EngineResult]) -> None:
         """To the version before the refused one."""

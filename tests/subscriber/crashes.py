@@ -1,0 +1,42 @@
+"""A step in a process of its own that kills itself at a chosen place."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+
+def killed(step: Callable[[], object], event: str, number: int, part: str = "") -> bool:
+    """Runs `step` in a fork that dies by SIGKILL right before the `number`-th (from 1) audit event `event`
+    whose first argument ends with `part`. False when the step ended before it came to that."""
+    child = os.fork()
+    if child == 0:
+        _die_at(event, number, part)
+        try:
+            step()
+        except BaseException as error:
+            os.write(2, f"{type(error).__name__}: {error}\n".encode())
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return True
+    assert os.WEXITSTATUS(status) == 0, "the step failed"
+    return False
+
+
+def _die_at(event: str, number: int, part: str) -> None:
+    seen = 0
+
+    def watch(name: str, arguments: tuple[object, ...]) -> None:
+        nonlocal seen
+        if name != event or not any(str(one).endswith(part) for one in arguments[:2]):
+            return
+        seen += 1
+        if seen == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)

@@ -1,0 +1,224 @@
+"""Killed at named places, rebooted, disturbed: the next start ends where an undisturbed host would be."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from crashes import killed
+from doubles import Answer, Drop
+from hosts import Host, Run, SGLang, Site, on_disk
+
+from weightcast.shared.errors import NeedsReseed, RetryLater
+from weightcast.shared.local.state import Mark
+
+UPDATE = "/update_weights_from_disk"
+MOST_KILLS = 40
+
+
+def recovered(run: Run, host: Host, engine: SGLang, version: int) -> None:
+    host.restart()
+    outcome = host.step()
+    assert outcome.ready and outcome.version == version
+    assert host.at(run, version) and host.journals == []
+    assert (engine.held, engine.label) == (run.digest(version), str(version))
+    assert not engine.paused and not engine.resumed_broken
+    assert host.status.served_version == version
+
+
+@pytest.mark.parametrize(
+    ("event", "part"),
+    [("os.rename", "state.json"), ("socket.connect", ""), ("os.remove", ""), ("open", "owner")],
+)
+def test_killed_at_every_durable_step_of_a_version(site: Site, event: str, part: str) -> None:
+    """Before each replacement of the state, each call to the engine, each removal of a file."""
+    run, engine = site.run(), SGLang()
+    host = site.host(run, engine)
+    host.step()
+    kills = 0
+    for number in range(1, MOST_KILLS):
+        version = run.publish()
+        host.sync.close()
+        if not killed(lambda: _one_step(host), event, number, part):
+            break
+        kills += 1
+        recovered(run, host, engine, version)
+    else:
+        pytest.fail("never came to an end")
+    assert kills >= 1
+    recovered(run, host, engine, len(run.versions) - 1)
+
+
+def _one_step(host: Host) -> None:
+    host.start()
+    host.step()
+
+
+@pytest.mark.parametrize("number", range(1, 6))
+def test_killed_while_going_back(site: Site, number: int) -> None:
+    run, engine = site.run(), SGLang()
+    host = site.host(run, engine)
+    host.step()
+    run.publish()
+    engine.script(UPDATE, Answer(400, SGLang.reply(False, "Failed to get weights iterator: no.")))
+    host.sync.close()
+    # patching, patched, pausing, refused, then: blocked, undoing, undone, pausing, served
+    assert killed(lambda: _one_step(host), "os.rename", 4 + number, "state.json")
+    engine._scripts.clear()
+    host.start()
+    outcome = host.step()
+    assert outcome.ready
+    assert host.at(run, 0 if number > 2 else 1), "before the undo began, the engine is asked again"
+    assert engine.held == on_disk(host.local) and not engine.paused
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_killed_while_seeding(site: Site, number: int) -> None:
+    run, engine = site.run(), SGLang()
+    run.publish()
+    host = site.host(run, engine)
+    host.sync.close()
+    assert killed(lambda: _one_step(host), "os.rename", number, ".json")
+    recovered(run, host, engine, 1)
+
+
+def test_a_paused_engine_goes_on_although_the_channel_is_gone(site: Site) -> None:
+    run, engine = site.run(), SGLang()
+    host = site.host(run, engine)
+    host.step()
+    run.publish()
+    engine.script("/continue_generation", Drop(), Drop(), Drop(), Drop())
+    assert not host.step().ready and engine.paused
+    run.channel.rename(run.root / "unmounted")
+    host.restart()
+    with pytest.raises(RetryLater):
+        host.step()
+    assert not engine.paused and engine.held == run.digest(1)
+    assert host.status.ready and host.status.last_error is not None
+    assert host.status.last_error.error == "RetryLater"
+
+
+def test_an_engine_killed_over_before_its_reload_is_not_resumed_on_what_it_has(site: Site) -> None:
+    run, engine = site.run(), SGLang()
+    host = site.host(run, engine)
+    host.step()
+    run.publish()
+    host.sync.close()
+    number = 1
+    while killed(lambda: _one_step(host), "socket.connect", number) and not engine.paused:
+        number += 1
+    assert engine.paused and [e.mark for e in host.state.engines.values()] == [Mark.PAUSING]
+    engine.calls.clear()
+    recovered(run, host, engine, 1)
+    assert engine.paths()[:2] == ["/pause_generation", UPDATE], "no resume before the reload"
+
+
+def test_after_a_reboot_every_byte_is_read(site: Site) -> None:
+    run, engine = site.run(), SGLang()
+    run.publish()
+    host = site.host(run, engine)
+    host.step()
+    hashed = host.state.last_full_hash
+    host.sync.close()
+    _other_boot(host.local)
+    recovered(run, host, engine, 1)
+    assert host.state.last_full_hash != hashed
+
+
+def test_after_a_reboot_lost_pages_are_seeded_again(site: Site) -> None:
+    run, engine = site.run(), SGLang()
+    run.publish()
+    host = site.host(run, engine)
+    host.step()
+    host.sync.close()
+    _other_boot(host.local)
+    _flip(host.local)
+    recovered(run, host, engine, 1)
+    assert "seed" in [update.kind for update in host.status.updates]
+
+
+def _other_boot(local: Path) -> None:
+    path = local / ".weightcast" / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"boot_id": "another"}))
+
+
+def _flip(local: Path) -> None:
+    path = min(local.glob("model-*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    with path.open("r+b") as file:
+        file.write(data)
+
+
+def test_a_rehash_finds_what_no_patch_touches(site: Site) -> None:
+    run, engine = site.run(), SGLang()
+    host = site.host(run, engine)
+    host.step()
+    _flip(host.local)
+    with pytest.raises(NeedsReseed, match="differ"):
+        host.sync.rehash()
+    assert host.state.phase.value == "dirty"
+    engine.calls.clear()
+    recovered(run, host, engine, 0)
+    assert len(engine.of(UPDATE)) == 1, "what it loaded before may have been damaged"
+
+
+def test_a_file_that_was_replaced_is_never_patched_or_loaded(site: Site) -> None:
+    run, engine = site.run(), SGLang()
+    host = site.host(run, engine)
+    host.step()
+    path = min(host.local.glob("model-*.safetensors"))
+    shutil.copy(path, host.local / "copy")
+    (host.local / "copy").rename(path)
+    run.publish()
+    with pytest.raises(NeedsReseed, match="replaced"):
+        host.step()
+    assert engine.held == run.digest(0) and on_disk(host.local) == run.digest(0)
+    assert host.step().ready
+    assert host.at(run, 1) and engine.held == run.digest(1)
+
+
+def test_a_word_that_is_not_the_expected_one_ends_in_a_new_seed(site: Site) -> None:
+    run, engine = site.run(), SGLang()
+    host = site.host(run, engine)
+    host.step()
+    run.publish()
+    for path in host.local.glob("model-*.safetensors"):
+        size = int.from_bytes(path.read_bytes()[:8], "little") + 8
+        with path.open("r+b") as file:
+            file.seek(size)
+            file.write(bytes(path.stat().st_size - size))
+    with pytest.raises(Exception, match=r"."):
+        host.step()
+    assert engine.held == run.digest(0), "no engine loads what was not proven"
+    while not host.step().ready:
+        pass
+    assert host.at(run, 1) and engine.held == run.digest(1)
+
+
+def test_a_full_disk_changes_nothing(site: Site) -> None:
+    run, engine = site.run(), SGLang()
+    host = site.host(run, engine)
+    host.step()
+    before = host.state
+    run.publish()
+    host.sync.close()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+        try:
+            _one_step(host)
+        except RetryLater:
+            os._exit(75)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WEXITSTATUS(status) == 75
+    assert on_disk(host.local) == run.digest(0) and host.state == before
+    assert (engine.held, engine.paused) == (run.digest(0), False)
+    recovered(run, host, engine, 1)
