@@ -34,7 +34,7 @@ from weightcast.publisher.watched import Arrivals, Watched
 from weightcast.shared.channel.claims import current_epoch
 from weightcast.shared.channel.reports import read_reports
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import NeedsReseed, Refused, RetryLater
+from weightcast.shared.errors import NeedsReseed, NotInTime, Refused, RetryLater
 from weightcast.shared.local.follow import open_base
 from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.seed import check_other_files, check_table
@@ -71,6 +71,8 @@ class Desk:
         self._publisher: Publisher | None = None
         self._watched: Watched | None = None
         self._recovered = False
+        self._poison = ""
+        """job whose publication crashed: not tried again"""
         self._hosts_read = -_HOSTS_SECONDS
         self._ended: deque[Publication] = deque(maxlen=PUBLICATIONS_SHOWN)
         self._full_bytes = 0
@@ -99,17 +101,24 @@ class Desk:
             self._publisher = open_publisher(settings)
         finally:
             self._meter.end()
-        self.queue = Queue(paths.room / _QUEUE)
-        if self._watched is not None:
-            self._watched.start(self._publisher.version)
-        self.queue.resume(self._publisher.version)
-        self._recovered = True
-        self._show()
+        try:
+            self._take_up(self._publisher, Queue(paths.room / _QUEUE))
+        except BaseException:
+            self.close()
+            raise
         log.info("channel taken", channel=str(settings.channel), epoch=self._publisher.epoch)
+
+    def _take_up(self, publisher: Publisher, queue: Queue) -> None:
+        if self._watched is not None:
+            self._watched.start(publisher.version)
+        queue.resume(publisher.version)
+        self.queue, self._recovered = queue, True
+        self._show()
 
     def close(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
+            self._publisher = None
 
     def step(self, stop: Stop) -> None:
         try:
@@ -139,6 +148,9 @@ class Desk:
     def _recover(self, publisher: Publisher, queue: Queue) -> None:
         publisher.recover()
         queue.resume(publisher.version)
+        poison = queue.get(self._poison)
+        if poison is not None and poison.state == "queued":
+            queue.change(poison, state="failed")
         if self._watched is not None:
             self._watched.resume(publisher.version)
         self._recovered = True
@@ -147,8 +159,9 @@ class Desk:
         job = queue.change(job, state="running", before=publisher.version)
         try:
             ended = self._publish(publisher, Path(job.checkpoint), job.step, job.checkpoint)
-        except RetryLater as error:
+        except Exception as error:
             queue.change(job, error=failure_of(error))
+            self._poison = "" if isinstance(error, RetryLater | NotInTime) else job.id
             raise
         if isinstance(ended, Publication):
             queue.change(job, state="done", report=ended, error=None)
@@ -158,6 +171,9 @@ class Desk:
 
     def _run_inbox(self, publisher: Publisher, watched: Watched) -> None:
         choice = watched.next()
+        for broken in choice.refused:
+            if broken.problem is not None:
+                self._note(broken.problem)
         if choice.chosen is not None:
             self._publish_chosen(publisher, watched, choice, choice.chosen)
             self._wakeup.set()

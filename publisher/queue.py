@@ -135,7 +135,7 @@ def _read(path: Path) -> Iterable[Job]:
         return ()
     try:
         return _Stored.model_validate(parse_object(data, str(path))).jobs
-    except ValidationError as error:
+    except (ValidationError, DamagedFile) as error:
         raise DamagedFile(
             f"{path} does not hold publications",
             remedy="remove it: keys of earlier requests are then forgotten",

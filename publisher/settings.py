@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.files.paths import file_name
@@ -52,13 +52,13 @@ class PublisherSettings(ServiceSettings):
         600.0, gt=0, le=86400, allow_inf_nan=False, description="Deadline of one publication."
     )
 
-    @model_validator(mode="after")
-    def _needs_watch(self) -> Self:
-        given = {"marker": self.marker is not None, "every": self.every, "existing": self.existing}
-        idle = [name for name, is_given in {**given, "consume": self.consume}.items() if is_given]
-        if self.watch is None and idle:
-            raise ValueError(f"{', '.join(idle)} means nothing without a directory to watch (--watch)")
-        return self
+    @field_validator("marker", "every", "existing", "consume", mode="after")
+    @classmethod
+    def _needs_watch(cls, value: object, info: ValidationInfo) -> object:
+        # What is wrong with `watch` itself is said elsewhere, and it is then absent here.
+        if value and "watch" in info.data and info.data["watch"] is None:
+            raise ValueError("means nothing without a directory to watch (--watch)")
+        return value
 
     @property
     def roots(self) -> tuple[Path, ...]:

@@ -69,7 +69,8 @@ def shard(tensors: Mapping[str, tuple[str, tuple[int, ...], NDArray[np.uint8]]])
         at += len(data)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + b"".join(data.tobytes() for _, _, data in tensors.values())
+    payload = b"".join(data.tobytes() for _, _, data in tensors.values())
+    return len(text).to_bytes(8, "little") + text + payload
 
 
 def files_of(tensors: Tensors, shards: int = 2) -> dict[str, bytes]:
@@ -174,7 +175,7 @@ class Daemon:
 
     process: subprocess.Popen[bytes]
     log: Path
-    url: str
+    client: httpx.Client
 
     @classmethod
     def start(cls, places: Places, *flags: str) -> Daemon:
@@ -192,11 +193,11 @@ class Daemon:
                 stderr=stream,
                 env={**os.environ, "WEIGHTCAST_TOKEN": ""},
             )
-        daemon = cls(process, log, "")
+        daemon = cls(process, log, httpx.Client(trust_env=False, timeout=20))
         try:
             wait_until(lambda: port_file.exists() or process.poll() is not None)
             assert process.poll() is None, log.read_text()
-            daemon.url = f"http://127.0.0.1:{int(port_file.read_text())}"
+            daemon.client.base_url = httpx.URL(f"http://127.0.0.1:{int(port_file.read_text())}")
         except BaseException:
             daemon.kill()
             raise
@@ -208,10 +209,10 @@ class Daemon:
         return self
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, trust_env=False, timeout=20)
+        return self.client.get(path)
 
     def post(self, path: str, json: Any, **headers: str) -> httpx.Response:
-        return httpx.post(self.url + path, json=json, headers=headers, trust_env=False, timeout=20)
+        return self.client.post(path, json=json, headers=headers)
 
     def status(self) -> dict[str, Any]:
         found: dict[str, Any] = self.get("/v1/status").json()
@@ -224,10 +225,12 @@ class Daemon:
         return found
 
     def stop(self) -> int:
+        self.client.close()
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(30)
 
     def kill(self) -> None:
+        self.client.close()
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait(30)

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from daemonkit import INDEX, base_tensors, files_of, rename_in, wait_until, write
+
+from weightcast.publisher.inbox import Marks, Sighting
+from weightcast.publisher.looks import bury_leftovers, consume, look, marks, was_moved_in
+from weightcast.shared.errors import Refused, RetryLater
+
+
+def sightings(watch: Path, marker: str | None = None, arrived: bool = False) -> dict[str, Sighting]:
+    found = look(watch, marker, lambda name, files: False, lambda name, files: arrived)
+    return {each.name: each for each in found.unknown}
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_complete_checkpoint_is_known_by_its_weights(tmp_path: Path, shards: int) -> None:
+    write(tmp_path / "step_1", base_tensors(), shards)
+    seen = sightings(tmp_path)["step_1"]
+    names = {mark.name for mark in seen.weights}
+    assert names == set(files_of(base_tensors(), shards)) - {"config.json"}
+    assert seen.problem is None and seen.completed_ns > 0
+
+
+def test_hidden_and_temporary_directories_and_files_are_not_looked_at(tmp_path: Path) -> None:
+    for name in (".step_1", "step_2.tmp"):
+        write(tmp_path / name, base_tensors())
+    (tmp_path / "step_3").write_bytes(b"a file")
+    (tmp_path / "step_4").mkdir()
+    found = look(tmp_path, None, lambda name, files: False, lambda name, files: False)
+    assert found.unknown == () and found.names == {"step_4"}
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_written_shard_by_shard_it_is_complete_only_at_the_end(tmp_path: Path, shards: int) -> None:
+    directory = tmp_path / "step_1"
+    directory.mkdir()
+    files = files_of(base_tensors(), shards)
+    pieces = [(name, data[:cut]) for name, data in files.items() for cut in (0, 5, len(data) // 2, len(data))]
+    for name, data in pieces:
+        assert not sightings(tmp_path, arrived=True).get("step_1", _NOTHING).weights
+        (directory / name).write_bytes(data)
+    assert sightings(tmp_path)["step_1"].weights
+
+
+def test_an_index_written_first_waits_for_its_shards(tmp_path: Path) -> None:
+    files = files_of(base_tensors(), 2)
+    directory = tmp_path / "step_1"
+    directory.mkdir()
+    for name in (INDEX, *(name for name in files if name != INDEX)):
+        assert not sightings(tmp_path).get("step_1", _NOTHING).weights
+        (directory / name).write_bytes(files[name])
+    assert sightings(tmp_path)["step_1"].weights
+
+
+def test_a_rename_is_told_from_writing_in_place(tmp_path: Path) -> None:
+    assert was_moved_in(rename_in(tmp_path / "step_1", base_tensors()))
+    assert not was_moved_in(write(tmp_path / "step_2", base_tensors()))
+    touched = tmp_path / "step_1" / "config.json"
+    wait_until(lambda: (os.utime(touched), not was_moved_in(tmp_path / "step_1"))[1])
+
+
+def test_a_marker_is_what_counts(tmp_path: Path) -> None:
+    rename_in(tmp_path / "step_1", base_tensors())
+    assert not sightings(tmp_path, "DONE")["step_1"].finished
+    (tmp_path / "step_1" / "DONE").touch()
+    assert sightings(tmp_path, "DONE")["step_1"].finished
+
+
+def test_links_are_followed(tmp_path: Path) -> None:
+    store = write(tmp_path / "store" / "blobs", base_tensors())
+    watch = tmp_path / "watch"
+    (watch / "step_1").mkdir(parents=True)
+    for path in store.iterdir():
+        (watch / "step_1" / path.name).symlink_to(path)
+    (watch / "newest").symlink_to(store, target_is_directory=True)
+    (watch / "lost").symlink_to(tmp_path / "nowhere")
+    seen = sightings(watch)
+    assert seen["step_1"].weights == seen["newest"].weights and len(seen) == 2
+
+
+def test_known_directories_are_not_opened(tmp_path: Path) -> None:
+    write(tmp_path / "step_1", base_tensors())
+    (tmp_path / "step_1" / INDEX).write_bytes(b"not JSON")
+    found = look(tmp_path, None, lambda name, files: True, lambda name, files: False)
+    assert found.unknown == () and found.names == {"step_1"}
+
+
+def test_a_missing_directory_may_come(tmp_path: Path) -> None:
+    with pytest.raises(RetryLater, match="not a directory"):
+        sightings(tmp_path / "nowhere")
+
+
+def weights(directory: Path) -> Marks:
+    return frozenset(mark for mark in marks(directory) if mark.name != "config.json")
+
+
+def test_consuming_deletes_the_directory(tmp_path: Path) -> None:
+    directory = write(tmp_path / "step_1", base_tensors())
+    consume(tmp_path, "step_1", weights(directory))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_consuming_never_follows_links_or_deletes_other_things(tmp_path: Path) -> None:
+    outside = write(tmp_path / "outside", base_tensors())
+    watch = tmp_path / "watch"
+    watch.mkdir()
+    (watch / "link").symlink_to(outside, target_is_directory=True)
+    inner = write(watch / "inner", base_tensors())
+    (inner / "notes").symlink_to(outside / "config.json")
+    deep = write(watch / "deep", base_tensors())
+    (deep / "optimizer").mkdir()
+    changed = write(watch / "changed", base_tensors())
+    before = weights(changed)
+    write(changed, base_tensors(3))
+    cases = {
+        "link": weights(outside),
+        "inner": weights(inner),
+        "deep": weights(deep),
+        "changed": before,
+    }
+    everything = sorted(tmp_path.rglob("*"))
+    for name, known in cases.items():
+        with pytest.raises(Refused, match="not consumed"):
+            consume(watch, name, known)
+    assert sorted(tmp_path.rglob("*")) == everything
+
+
+def test_a_kill_while_consuming_leaves_nothing_for_ever(tmp_path: Path) -> None:
+    write(tmp_path / ".weightcast-consumed-0123456789abcdef", base_tensors())
+    write(tmp_path / ".mine", base_tensors())
+    bury_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".mine"]
+
+
+_NOTHING = Sighting("", frozenset(), frozenset(), 0, False)

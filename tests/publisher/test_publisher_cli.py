@@ -1,0 +1,133 @@
+"""The publisher's one-shot verbs, run in this process through the command's own entry."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemonkit import Places, base_tensors, changed, local_bytes, plain, snapshot, write
+
+from weightcast.shared.service.cli import run
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Places:
+    return Places.made(tmp_path)
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Any:
+    def run_verb(*arguments: object) -> tuple[int, str, str]:
+        code = run([str(each) for each in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run_verb
+
+
+def init(places: Places, *more: object) -> tuple[object, ...]:
+    return "channel", "init", "--channel", places.channel, "--base", places.base, *more
+
+
+def publish(places: Places, checkpoint: Path, *more: object) -> tuple[object, ...]:
+    return "publish", checkpoint, "--channel", places.channel, "--local", places.local, *more
+
+
+def test_init_is_idempotent_and_describes_the_channel(places: Places, call: Any) -> None:
+    code, out, _ = call(
+        *init(places, "--frozen", "layer.0.*", "--alias", "lm_head.weight=embed.weight", "--json")
+    )
+    facts = json.loads(out)
+    assert code == 0 and facts["tensors"] == 6 and facts["aliases"] == {"lm_head.weight": "embed.weight"}
+    assert facts["frozen"] == ["layer.0.*"] and facts["full_bytes"] == sum(
+        map(len, plain(base_tensors()).values())
+    )
+    before = snapshot(places.channel)
+    code, out, _ = call(*init(places))
+    assert code == 0 and facts["run_id"] in out and facts["root"] in out
+    assert snapshot(places.channel) == before
+
+
+def test_init_refuses_another_base_and_foreign_channels(places: Places, call: Any) -> None:
+    assert call(*init(places))[0] == 0
+    write(places.base, changed(base_tensors(), 1))
+    before = snapshot(places.channel)
+    code, out, _ = call(*init(places, "--json"))
+    assert (code, json.loads(out)["error"]) == (3, "WrongRun")
+    assert snapshot(places.channel) == before
+    foreign = Places(places.root / "foreign")
+    (foreign.channel / "weight_v000001").mkdir(parents=True)
+    code, _, err = call("channel", "init", "--channel", foreign.channel, "--base", places.base)
+    assert code == 3 and "another system" in err and "remedy:" in err
+    assert [path.name for path in foreign.channel.iterdir()] == ["weight_v000001"]
+
+
+@pytest.mark.parametrize(
+    "bad", [("--alias", "only-one"), ("--alias", "=b"), ("--threads", "0")], ids=" ".join
+)
+def test_usage_errors_change_nothing(places: Places, call: Any, bad: tuple[str, str]) -> None:
+    assert call(*init(places, *bad))[0] == 2
+    assert not places.channel.exists()
+
+
+@pytest.mark.parametrize("encoding", ["fast", "xor", "overwrite"])
+def test_publish_one_checkpoint(places: Places, call: Any, encoding: str) -> None:
+    call(*init(places))
+    first = write(places.root / "one", changed(base_tensors(), 1))
+    code, out, _ = call(
+        *publish(places, first, "--base", places.base, "--step", 5, "--encoding", encoding, "--json")
+    )
+    report = json.loads(out)
+    assert (code, report["version"], report["step"]) == (0, 1, 5)
+    assert report["changed_elements"] > 0 and report["delta_bytes"] > 0
+    second = write(places.root / "two", changed(base_tensors(), 2))
+    code, out, _ = call(*publish(places, second, "--encoding", encoding))
+    shown = dict(line.split(None, 1) for line in out.splitlines())
+    assert code == 0 and shown["version"].strip() == "2" and "bits per change" in out and "ratio" in out
+    assert places.latest() == "000002"
+    assert local_bytes(places.local, base_tensors()) == plain(changed(base_tensors(), 2))
+
+
+def test_publish_refuses_what_does_not_fit(places: Places, call: Any) -> None:
+    call(*init(places))
+    bad = base_tensors()
+    del bad["layer.0.scale"], bad["layer.1.up"]
+    code, _, err = call(*publish(places, write(places.root / "bad", bad), "--base", places.base))
+    assert code == 3 and "layer.0.scale is missing" in err and "layer.1.up is missing" in err
+    assert places.latest() == ""
+
+
+def test_publish_says_what_is_missing(places: Places, call: Any) -> None:
+    one = write(places.root / "one", changed(base_tensors(), 1))
+    assert call(*publish(places, one))[0] == 75
+    call(*init(places))
+    code, _, err = call(*publish(places, one, "--encoding", "zip"))
+    assert code == 2 and "zip" in err
+    code, out, _ = call(*publish(places, places.root / "nowhere", "--base", places.base, "--json"))
+    answer = json.loads(out)
+    assert code == 3 and "nowhere" in answer["message"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (("--marker", "a/b"), "marker"),
+        (("--encoding", "zip"), "encoding"),
+        (("--host", "0.0.0.0"), "token"),
+        (("--settle-seconds", "-1"), "settle_seconds"),
+    ],
+)
+def test_run_names_the_wrong_setting(places: Places, call: Any, wrong: tuple[str, str], named: str) -> None:
+    directories = ("--channel", places.channel, "--base", places.base, "--local", places.local)
+    code, _, err = call("publisher", "run", *directories, "--watch", places.watch, *wrong)
+    assert code == 2 and named in err
+    assert not places.channel.exists() and not places.local.exists()
+
+
+def test_run_needs_a_directory_to_watch_for_what_says_how(places: Places, call: Any) -> None:
+    directories = ("--channel", places.channel, "--base", places.base, "--local", places.local)
+    code, _, err = call("publisher", "run", *directories, "--every", "--consume")
+    assert code == 2 and "every: " in err and "consume: " in err and "--watch" in err
+    assert call("publisher", "run", "--channel", places.channel)[0] == 2

@@ -1,0 +1,509 @@
+"""The daemon's step, called directly: real publisher, channel and files, no processes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemonkit import (
+    INDEX,
+    Places,
+    Tensors,
+    base_tensors,
+    changed,
+    files_of,
+    local_bytes,
+    plain,
+    rename_in,
+    shard,
+    snapshot,
+    wait_until,
+    write,
+)
+from prometheus_client import CollectorRegistry, generate_latest
+
+from weightcast.publisher.desk import Desk
+from weightcast.publisher.settings import PublisherSettings
+from weightcast.publisher.watched import Arrivals
+from weightcast.shared.channel.claims import claim, this_process
+from weightcast.shared.channel.reports import Report, write_report
+from weightcast.shared.errors import DamagedFile, Refused, RetryLater, WrongRun
+from weightcast.shared.service.daemon import Stop, Wakeup
+
+
+class Office:
+    """A desk with its places."""
+
+    def __init__(self, places: Places, **settings: Any) -> None:
+        self.places, self.stop, self.arrivals = places, Stop(), Arrivals()
+        self.registry = CollectorRegistry()
+        values: dict[str, Any] = {
+            "channel": places.channel,
+            "base": places.base,
+            "local": places.local,
+            "watch": places.watch,
+            "threads": 1,
+            "settle_seconds": 0.0,
+            **settings,
+        }
+        self.desk = Desk(PublisherSettings(**values), self.registry, Wakeup(), self.stop, self.arrivals)
+
+    def step(self) -> None:
+        self.desk.step(self.stop)
+
+    def settle(self) -> None:
+        """Steps until two looks have seen nothing new."""
+        for _ in range(2):
+            before = ""
+            while before != self.places.latest() or not before:
+                before = self.places.latest() or "none"
+                self.step()
+                if before == "none" and not self.places.latest():
+                    break
+
+    def published(self) -> list[tuple[int, int | None]]:
+        """(version, step), oldest first."""
+        return [(each.version, each.step) for each in reversed(self.desk.status().publications)]
+
+
+Opening = Callable[..., Office]
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Places:
+    return Places.made(tmp_path)
+
+
+@pytest.fixture
+def opened(places: Places) -> Iterator[Opening]:
+    offices: list[Office] = []
+
+    def start(**settings: Any) -> Office:
+        office = Office(places, **settings)
+        offices.append(office)
+        office.desk.start()
+        return office
+
+    yield start
+    for office in offices:
+        office.desk.close()
+
+
+def weights(step: int) -> Tensors:
+    return changed(base_tensors(), step)
+
+
+def test_a_renamed_checkpoint_is_a_version_and_the_local_checkpoint_follows(
+    places: Places, opened: Opening
+) -> None:
+    office = opened()
+    office.step()
+    assert places.latest() == "" and office.desk.status().ready
+    for step in (1, 2):
+        rename_in(places.watch / f"step_{step}", weights(step), shards=step)
+        office.step()
+        assert places.latest() == f"00000{step}"
+        assert local_bytes(places.local, weights(step)) == plain(weights(step))
+    assert office.published() == [(1, 1), (2, 2)]
+
+
+def test_a_rename_that_was_seen_needs_no_second_look(places: Places, opened: Opening) -> None:
+    office = opened(settle_seconds=3600.0)
+    write(places.watch / "step_1", weights(1))
+    office.step()
+    assert places.latest() == ""
+    office.arrivals.note("step_1")
+    office.step()
+    assert places.latest() == "000001"
+
+
+def test_an_arrival_counts_until_the_directory_changes(places: Places, opened: Opening) -> None:
+    office = opened(settle_seconds=3600.0, marker=None)
+    (places.watch / "step_1").mkdir()
+    office.arrivals.note("step_1")
+    office.step()
+    write(places.watch / "step_1", weights(1))
+    office.step()
+    assert places.latest() == ""
+    assert "second look" in office.desk.status().inbox.waiting[0].reason  # type: ignore[union-attr]
+
+
+def test_nothing_changed_is_published_once(places: Places, opened: Opening) -> None:
+    office = opened()
+    rename_in(places.watch / "step_1", base_tensors())
+    office.settle()
+    assert places.latest() == "000001"
+    assert office.desk.status().publications[0].changed_elements == 0
+
+
+def test_written_in_place_with_pauses_it_is_never_torn(places: Places, opened: Opening) -> None:
+    office = opened()
+    directory = places.watch / "step_1"
+    directory.mkdir()
+    for name, data in files_of(weights(1), 3).items():
+        for cut in (len(data) // 2, len(data)):
+            (directory / name).write_bytes(data[:cut])
+            if name != INDEX or cut != len(data):
+                office.settle()
+                assert places.latest() == ""
+    office.settle()
+    assert places.latest() == "000001"
+    assert local_bytes(places.local, weights(1)) == plain(weights(1))
+
+
+def test_the_marker_alone_decides(places: Places, opened: Opening) -> None:
+    office = opened(marker="DONE")
+    rename_in(places.watch / "step_1", weights(1))
+    office.settle()
+    assert places.latest() == ""
+    (places.watch / "step_1" / "DONE").touch()
+    office.step()
+    assert places.latest() == "000001"
+
+
+def test_newest_only(places: Places, opened: Opening) -> None:
+    office = opened()
+    for step in (1, 2, 3):
+        rename_in(places.watch / f"step_{step}", weights(step))
+    office.settle()
+    assert office.published() == [(1, 3)]
+    assert local_bytes(places.local, weights(3)) == plain(weights(3))
+
+
+def test_every_one_in_order_of_completion(places: Places, opened: Opening) -> None:
+    office = opened(every=True)
+    for step in (3, 1, 2):
+        rename_in(places.watch / f"step_{step}", weights(step))
+    office.settle()
+    assert office.published() == [(1, 3), (2, 1), (3, 2)]
+
+
+@pytest.mark.parametrize(("existing", "expected"), [(False, []), (True, [(1, 2)])])
+def test_what_lay_there_before(
+    places: Places, opened: Opening, existing: bool, expected: list[tuple[int, int]]
+) -> None:
+    for step in (1, 2):
+        rename_in(places.watch / f"step_{step}", weights(step))
+    office = opened(existing=existing)
+    office.settle()
+    assert office.published() == expected
+
+
+def test_a_restart_publishes_nothing_again(places: Places, opened: Opening) -> None:
+    office = opened()
+    rename_in(places.watch / "step_1", weights(1))
+    office.settle()
+    office.desk.close()
+    rename_in(places.watch / "step_2", weights(2))
+    later = opened()
+    later.settle()
+    assert later.published() == [(2, 2)]
+
+
+def test_the_same_name_with_new_content_is_a_new_checkpoint(places: Places, opened: Opening) -> None:
+    office = opened()
+    rename_in(places.watch / "step_1", weights(1))
+    office.settle()
+    shutil.rmtree(places.watch / "step_1")
+    rename_in(places.watch / "step_1", weights(5))
+    office.settle()
+    assert office.published() == [(1, 1), (2, 1)]
+    assert local_bytes(places.local, weights(5)) == plain(weights(5))
+
+
+def test_renamed_after_publishing_it_is_the_same(places: Places, opened: Opening) -> None:
+    office = opened()
+    rename_in(places.watch / "step_1", weights(1))
+    office.settle()
+    (places.watch / "step_1").rename(places.watch / "best_1")
+    (places.watch / "newest").symlink_to(places.watch / "best_1")
+    office.settle()
+    assert office.published() == [(1, 1)]
+
+
+def test_consume_deletes_what_was_published_and_nothing_else(places: Places, opened: Opening) -> None:
+    rename_in(places.watch / "before", weights(9))
+    office = opened(consume=True)
+    rename_in(places.watch / "step_1", weights(1))
+    (places.watch / "notes").mkdir()
+    office.settle()
+    assert sorted(path.name for path in places.watch.iterdir() if path.name != ".probe") == [
+        "before",
+        "notes",
+    ]
+    assert office.published() == [(1, 1)]
+
+
+def test_a_kill_between_version_and_memory_publishes_nothing_twice(places: Places, opened: Opening) -> None:
+    office = opened()
+    rename_in(places.watch / "step_1", weights(1))
+    rename_in(places.watch / "step_2", weights(2))
+    memory = places.local / ".weightcast" / "inbox.json"
+    writes: list[bytes] = []
+    begin = office.desk._watched.begin  # type: ignore[union-attr]
+
+    def spy(*arguments: Any) -> None:
+        begin(*arguments)
+        writes.append(memory.read_bytes())
+
+    office.desk._watched.begin = spy  # type: ignore[union-attr, method-assign]
+    office.settle()
+    office.desk.close()
+    memory.write_bytes(writes[0])
+    later = opened()
+    later.settle()
+    assert later.published() == [] and places.latest() == "000001"
+
+
+def odd(name: str) -> Tensors:
+    tensors = base_tensors()
+    match name:
+        case "missing and extra":
+            tensors["other.weight"] = tensors.pop("layer.0.up")
+        case "retyped":
+            dtype, shape, data = tensors["layer.0.up"]
+            tensors["layer.0.up"] = ("F16", shape, data)
+        case "reshaped":
+            dtype, shape, data = tensors["layer.1.up"]
+            tensors["layer.1.up"] = (dtype, shape[::-1], data)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("missing and extra", ["layer.0.up", "other.weight"]),
+        ("retyped", ["layer.0.up"]),
+        ("reshaped", ["layer.1.up"]),
+    ],
+)
+def test_tensors_that_do_not_fit_are_all_listed_and_change_nothing(
+    places: Places, opened: Opening, kind: str, names: list[str]
+) -> None:
+    office = opened()
+    office.settle()
+    channel, local = snapshot(places.channel), local_bytes(places.local, base_tensors())
+    rename_in(places.watch / "step_1", odd(kind))
+    office.settle()
+    refused = office.desk.status().inbox.refused  # type: ignore[union-attr]
+    assert [each.name for each in refused] == ["step_1"]
+    assert all(name in refused[0].error.message for name in names)
+    assert snapshot(places.channel) == channel
+    assert local_bytes(places.local, base_tensors()) == local
+    assert office.desk.status().totals.failures == 1
+    shutil.rmtree(places.watch / "step_1")
+    rename_in(places.watch / "step_1", weights(1))
+    office.settle()
+    assert places.latest() == "000001"
+
+
+@pytest.mark.parametrize("damage", ["header", "shard", "index", "config"])
+def test_damaged_checkpoints_change_nothing(places: Places, opened: Opening, damage: str) -> None:
+    office = opened()
+    office.settle()
+    channel = snapshot(places.channel)
+    hidden = write(places.watch / ".step_1", weights(1))
+    first = hidden / "model-00001-of-00002.safetensors"
+    match damage:
+        case "header":
+            first.write_bytes(first.read_bytes()[:40])
+        case "shard":
+            first.unlink()
+        case "index":
+            (hidden / INDEX).write_bytes(b'{"weight_map": {"a": "../../etc/passwd"}}')
+        case "config":
+            (hidden / "config.json").write_bytes(b'{"hidden_size": 9}')
+    hidden.rename(places.watch / "step_1")
+    office.arrivals.note("step_1")
+    office.settle()
+    assert snapshot(places.channel) == channel
+    assert [each.name for each in office.desk.status().inbox.refused] == ["step_1"]  # type: ignore[union-attr]
+    assert office.desk.status().last_error is not None
+
+
+def test_a_checkpoint_rewritten_while_it_is_read_is_tried_again(places: Places, opened: Opening) -> None:
+    office = opened()
+    rename_in(places.watch / "step_1", weights(1))
+    shown: list[str] = []
+    phase = office.desk._meter.phase
+
+    def rewrite_once(name: str) -> None:
+        phase(name)
+        if name == "diff" and not shown:
+            shown.append(name)
+            for file, data in files_of(weights(2)).items():
+                _write_later(places.watch / "step_1" / file, data)
+
+    office.desk._meter.phase = rewrite_once  # type: ignore[method-assign]
+    office.step()
+    assert shown and places.latest() == ""
+    office.settle()
+    assert places.latest() == "000001"
+    assert local_bytes(places.local, weights(2)) == plain(weights(2))
+
+
+def _write_later(path: Path, data: bytes) -> None:
+    """Until the file system's clock shows it."""
+    before = path.stat().st_mtime_ns
+
+    def written() -> bool:
+        path.write_bytes(data)
+        return path.stat().st_mtime_ns > before
+
+    wait_until(written)
+
+
+def test_a_job_and_its_key(places: Places, opened: Opening, tmp_path: Path) -> None:
+    elsewhere = write(tmp_path / "elsewhere", weights(4))
+    office = opened()
+    queue = office.desk.queue
+    assert queue is not None
+    job = queue.ask(str(elsewhere), 4, "key")
+    assert queue.ask(str(elsewhere), 4, "key") == job
+    office.step()
+    ended = queue.get(job.id)
+    assert ended is not None and ended.state == "done" and ended.report is not None
+    assert (ended.report.version, ended.report.step) == (1, 4)
+    office.desk.close()
+    later = opened()
+    assert later.desk.queue is not None and later.desk.queue.ask(str(elsewhere), 4, "key") == ended
+    later.settle()
+    assert places.latest() == "000001"
+
+
+def test_a_job_that_fails_says_why_and_the_next_one_runs(
+    places: Places, opened: Opening, tmp_path: Path
+) -> None:
+    office = opened()
+    queue = office.desk.queue
+    assert queue is not None
+    bad = queue.ask(str(write(tmp_path / "bad", odd("retyped"))), None, None)
+    gone = queue.ask(str(tmp_path / "gone"), None, None)
+    good = queue.ask(str(write(tmp_path / "good", weights(1))), 1, None)
+    for _ in range(3):
+        office.step()
+    states = [queue.get(job.id).state for job in (bad, gone, good)]  # type: ignore[union-attr]
+    assert states == ["failed", "failed", "done"]
+    assert "layer.0.up" in queue.get(bad.id).error.message  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("moved", "state"), [(True, "done"), (False, "queued")])
+def test_a_job_cut_off_by_a_kill(
+    places: Places, opened: Opening, tmp_path: Path, moved: bool, state: str
+) -> None:
+    office = opened()
+    queue = office.desk.queue
+    assert queue is not None
+    if moved:
+        rename_in(places.watch / "step_1", weights(1))
+        office.settle()
+    job = queue.change(queue.ask(str(tmp_path / "c"), None, None), state="running", before=0)
+    office.desk.close()
+    later = opened()
+    found = later.desk.queue.get(job.id)  # type: ignore[union-attr]
+    assert found is not None and found.state == state
+
+
+def test_a_hook_that_asks_for_a_retry_delays_and_does_not_repeat(
+    places: Places, opened: Opening, tmp_path: Path
+) -> None:
+    gate, calls = tmp_path / "gate", tmp_path / "calls"
+    hook = tmp_path / "hook.sh"
+    hook.write_text(
+        f'#!/bin/sh\necho "$WEIGHTCAST_PHASE $WEIGHTCAST_VERSION" >> {calls}\n[ -e {gate} ] || exit 1\n'
+    )
+    hook.chmod(0o755)
+    office = opened(post_write=str(hook))
+    rename_in(places.watch / "step_1", weights(1))
+    with pytest.raises(Refused, match="hook"):
+        office.step()
+    assert not office.desk.status().ready and places.latest() == ""
+    gate.touch()
+    office.settle()
+    assert places.latest() == "000001"
+    assert calls.read_text().splitlines()[-1] == "pointer 1"
+
+
+def test_another_base_is_refused(places: Places, opened: Opening) -> None:
+    opened().desk.close()
+    places.local.rename(places.root / "elsewhere")
+    write(places.base, base_tensors(7))
+    channel = snapshot(places.channel)
+    with pytest.raises(WrongRun, match="base"):
+        opened()
+    assert snapshot(places.channel) == channel and not places.local.exists()
+
+
+def test_another_table_is_refused_without_reading_weights(places: Places, opened: Opening) -> None:
+    opened().desk.close()
+    write(places.base, odd("reshaped"))
+    with pytest.raises(WrongRun, match=r"layer\.1\.up"):
+        opened()
+
+
+def test_two_publishers_of_one_local_checkpoint(places: Places, opened: Opening) -> None:
+    opened()
+    with pytest.raises(RetryLater, match="already has a writer"):
+        opened()
+
+
+def test_a_publisher_whose_channel_was_taken_stops(places: Places, opened: Opening) -> None:
+    office = opened()
+    claim(places.channel, this_process(), take_over=True)
+    rename_in(places.watch / "step_1", weights(1))
+    with pytest.raises(Refused, match="belongs to"):
+        office.step()
+    assert office.stop.requested and office.desk.superseded is not None and places.latest() == ""
+    memory = (places.local / ".weightcast" / "inbox.json").read_bytes()
+    assert b'"refused"' not in memory
+
+
+def test_a_damaged_memory_says_what_to_do(places: Places, opened: Opening) -> None:
+    opened().desk.close()
+    for name in ("inbox.json", "publications.json"):
+        path = places.local / ".weightcast" / name
+        kept = path.read_bytes() if path.exists() else None
+        path.write_bytes(b'{"format":1')
+        with pytest.raises(DamagedFile, match=name) as caught:
+            opened()
+        assert "remove" in caught.value.remedy
+        path.unlink()
+        if kept is not None:
+            path.write_bytes(kept)
+
+
+def test_a_watched_directory_that_comes_later(places: Places, opened: Opening) -> None:
+    places.watch.rmdir()
+    office = opened()
+    with pytest.raises(RetryLater, match="not a directory"):
+        office.step()
+    assert not office.desk.status().ready
+    rename_in(places.watch / "step_1", weights(1))
+    office.settle()
+    assert places.latest() == "000001"
+
+
+def test_hosts_and_metrics(places: Places, opened: Opening) -> None:
+    office = opened()
+    report = Report("host-a", "/l", "run", "clean", 3, 2, "latest", 1, "", (), 5, "weightcast 0")
+    write_report(places.channel, report)
+    rename_in(places.watch / "step_1", weights(1))
+    office.desk._hosts_read = -1000.0
+    office.settle()
+    [host] = office.desk.status().hosts
+    assert (host.host, host.local_version, host.served_version, host.lag) == ("host-a", 3, 2, 1)
+    assert host.age_seconds >= 0
+    text = generate_latest(office.registry).decode()
+    assert 'weightcast_publications_total{outcome="done"} 1.0' in text
+    assert "weightcast_version 1.0" in text and "weightcast_publish_seconds_count 1.0" in text
+
+
+def test_shards_of_another_split_are_the_same_weights(places: Places, opened: Opening) -> None:
+    office = opened()
+    rename_in(places.watch / "step_1", weights(1), shards=3)
+    office.settle()
+    assert local_bytes(places.local, weights(1)) == plain(weights(1))
+    assert len(shard({})) == 16
