@@ -1,0 +1,93 @@
+"""docs/operations.md, engines.md, security.md against the code they speak of."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from pydantic import BaseModel
+
+from weightcast.publisher import status as publisher_status
+from weightcast.publisher.queue import Publication
+from weightcast.shared import errors
+from weightcast.shared.service.cli import VERBS, new_app, register_sides
+from weightcast.shared.service.snapshot import LoopStatus
+from weightcast.subscriber import status as host_status
+from weightcast.subscriber.engines.base import KINDS, OPTIONS, POLICIES
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = ("operations.md", "engines.md", "security.md")
+OPERATIONS = (DOCS / "operations.md").read_text()
+SHOWN: tuple[type[BaseModel], ...] = (
+    host_status.HostStatus,
+    host_status.EngineStatus,
+    host_status.UpdateStatus,
+    host_status.BlockedStatus,
+    host_status.LastError,
+    publisher_status.PublisherStatus,
+    publisher_status.Progress,
+    publisher_status.HostStatus,
+    publisher_status.InboxStatus,
+    publisher_status.Totals,
+    Publication,
+    LoopStatus,
+)
+
+
+@pytest.mark.parametrize("model", SHOWN, ids=lambda model: model.__qualname__)
+def test_every_field_of_the_status_is_explained(model: type[BaseModel]) -> None:
+    assert [name for name in model.model_fields if f"`{name}`" not in OPERATIONS] == []
+
+
+def error_classes(root: type[errors.WeightcastError]) -> list[type[errors.WeightcastError]]:
+    here = [each for each in root.__subclasses__() if each.__module__ == errors.__name__]
+    return [*here, *(below for each in here for below in error_classes(each))]
+
+
+def test_every_error_and_exit_code_has_a_line() -> None:
+    for error in error_classes(errors.WeightcastError):
+        assert f"\n| `{error.__name__}` |" in OPERATIONS
+        assert re.search(rf"\n\| {error.exit_code} \| .*{error.http_status}", OPERATIONS)
+
+
+def test_every_engine_option_has_a_line() -> None:
+    text = (DOCS / "engines.md").read_text()
+    assert [option for option in OPTIONS if f"\n| `{option}` |" not in text] == []
+    assert [word for word in (*KINDS, *POLICIES) if f"`{word}`" not in text] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", (DOCS / page).read_text()):
+        path, _, anchor = target.partition("#")
+        text = (DOCS / path).read_text() if path else ""
+        titles = [title.lower().replace(" ", "-") for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
+        assert not anchor or anchor in titles, target
+
+
+def commands() -> list[list[str]]:
+    blocks = re.findall(r"```sh\n(.*?)```", OPERATIONS, re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [shlex.split(line)[1:] for line in lines if line.startswith("weightcast ")]
+
+
+def test_command_lines_are_understood() -> None:
+    app = new_app()
+    assert register_sides(app, entry_points(group=VERBS)) == []
+    assert len(commands()) > 5
+    for words in commands():
+        verb, rest = found(typer.main.get_command(app), words)
+        # Parses and judges the options; the verb itself is not run.
+        verb.make_context(verb.name, rest)
+
+
+def found(command: Any, words: list[str]) -> tuple[Any, list[str]]:
+    """The verb that `words` begin with, and the words after its name."""
+    while (verbs := getattr(command, "commands", None)) is not None:
+        command, words = verbs[words[0]], words[1:]
+    return command, words
