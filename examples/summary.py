@@ -179,11 +179,16 @@ def _failures(
     if min(published, fewest) < LEAST_VERSIONS:
         failures["versions"] = f"{published} published, {fewest} served; {LEAST_VERSIONS} are needed"
     if reward is None or reward.rise <= LEAST_RISE * reward.standard_error:
-        failures["reward"] = "did not rise" if reward is None else f"rose by {reward.rise:+.4f} only"
+        failures["reward"] = "did not rise" if reward is None else _too_little(reward)
     different = [place for place, same in exact.items() if not same]
     if different or not exact:
         failures["bits"] = f"not the trainer's last export: {', '.join(different) or 'nothing was compared'}"
     return failures
+
+
+def _too_little(reward: Reward) -> str:
+    least = LEAST_RISE * reward.standard_error
+    return f"rose by {reward.rise:+.4f}; {LEAST_RISE:.0f} standard errors are {least:.4f}"
 
 
 def render(summary: Summary) -> Table:

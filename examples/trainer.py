@@ -208,6 +208,9 @@ class Plan:
     group: int
     rate: float
     max_lead: int
+    """versions ahead of the slowest engine"""
+    lead_seconds: float = 120.0
+    """how long the engines may take to come within that"""
 
 
 def train(
@@ -227,13 +230,15 @@ def train(
             before, weights = weights, trainer.export()
             outbox.put(step, trainer.model.config, weights)
             _note(metrics, step, rollouts, newest, checkpoint.changed_share(before, weights))
-            _bound_lead(outbox, fleet, plan.max_lead)
+            _bound_lead(outbox, fleet, plan)
     return weights
 
 
-def _bound_lead(outbox: Outbox, fleet: Fleet, most: int) -> None:
-    what = f"engines within {most} versions of the trainer"
-    wait_until(lambda: outbox.newest_version() - fleet.slowest_version() <= most, what, 60.0)
+def _bound_lead(outbox: Outbox, fleet: Fleet, plan: Plan) -> None:
+    what = f"engines within {plan.max_lead} versions of the trainer"
+    wait_until(
+        lambda: outbox.newest_version() - fleet.slowest_version() <= plan.max_lead, what, plan.lead_seconds
+    )
 
 
 def _note(metrics: Path, step: int, rollouts: Rollouts, newest: int, density: float) -> None:

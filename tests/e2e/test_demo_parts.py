@@ -529,21 +529,30 @@ class TestTrainer:
         assert [len(step.rewards) for step in steps] == [4, 4, 4]
         assert [step.lags for step in steps] == [{0: 8}, {1: 8}, {2: 8}]
 
-    def test_waits_when_the_engines_fall_behind(
+    def test_does_not_run_ahead_of_the_engines(self, client: httpx.Client, tmp_path: Path) -> None:
+        fleet = trainer.Fleet([str(client.base_url)])
+        outbox = trainer.Outbox(tmp_path / "watch", tmp_path / "latest")
+        plan = trainer.Plan(3, seed=0, questions=2, group=2, rate=1e-3, max_lead=1, lead_seconds=0.1)
+        learner = trainer.Trainer(tiny_model(1), 1e-3)
+        with pytest.raises(TimeoutError, match="engines within 1 versions"):
+            trainer.train(plan, learner, fleet, outbox, tmp_path / "metrics")
+        fleet.close()
+        assert len(list((tmp_path / "watch").iterdir())) == 2
+
+    def test_goes_on_when_the_engines_follow(
         self, client: httpx.Client, tmp_path: Path, background: ThreadPoolExecutor
     ) -> None:
         fleet = trainer.Fleet([str(client.base_url)])
         outbox = trainer.Outbox(tmp_path / "watch", tmp_path / "latest")
-        plan = trainer.Plan(steps=3, seed=0, questions=2, group=2, rate=1e-3, max_lead=1)
+        plan = trainer.Plan(3, seed=0, questions=2, group=2, rate=1e-3, max_lead=1)
         learner = trainer.Trainer(tiny_model(1), 1e-3)
         training = background.submit(trainer.train, plan, learner, fleet, outbox, tmp_path / "metrics")
         eventually((tmp_path / "watch" / "step_000002").exists)
-        assert not training.done()
         request = {"new_version": "2", "abort_all_requests": False}
         client.post("/update_weight_version", json=request).raise_for_status()
         training.result(20)
         fleet.close()
-        assert (tmp_path / "watch" / "step_000003").exists()
+        assert observe.read_steps(tmp_path / "metrics")[-1].step == 3
 
     def test_frozen_exports_nothing(self, tmp_path: Path) -> None:
         outbox = trainer.Outbox(None, tmp_path / "latest")
