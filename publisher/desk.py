@@ -16,6 +16,7 @@ from weightcast.publisher.inbox import Choice, InboxRules, Sighting, step_of
 from weightcast.publisher.progress import Meter
 from weightcast.publisher.publisher import Publisher
 from weightcast.publisher.queue import Job, Publication, Queue
+from weightcast.publisher.routes import check_checkpoint
 from weightcast.publisher.settings import PublisherSettings
 from weightcast.publisher.status import (
     PUBLICATIONS_SHOWN,
@@ -30,8 +31,11 @@ from weightcast.publisher.status import (
     publication,
     waiting_status,
 )
+from weightcast.publisher.tensors import NewWeights
 from weightcast.publisher.watched import Arrivals, Watched
+from weightcast.publisher.work import Work, report_of
 from weightcast.shared.channel.claims import current_epoch
+from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.reports import read_reports
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import NeedsReseed, NotInTime, Refused, RetryLater
@@ -111,7 +115,7 @@ class Desk:
     def _take_up(self, publisher: Publisher, queue: Queue) -> None:
         if self._watched is not None:
             self._watched.start(publisher.version)
-        queue.resume(publisher.version)
+        queue.resume(publisher.version, lambda source: self._read_back(publisher, source))
         self.queue, self._recovered = queue, True
         self._show()
 
@@ -147,7 +151,7 @@ class Desk:
 
     def _recover(self, publisher: Publisher, queue: Queue) -> None:
         publisher.recover()
-        queue.resume(publisher.version)
+        queue.resume(publisher.version, lambda source: self._read_back(publisher, source))
         poison = queue.get(self._poison)
         if poison is not None and poison.state == "queued":
             queue.change(poison, state="failed")
@@ -158,7 +162,7 @@ class Desk:
     def _run_job(self, publisher: Publisher, queue: Queue, job: Job) -> None:
         job = queue.change(job, state="running", before=publisher.version)
         try:
-            ended = self._publish(publisher, Path(job.checkpoint), job.step, job.checkpoint)
+            ended = self._publish_asked(publisher, job)
         except Exception as error:
             queue.change(job, error=failure_of(error))
             self._poison = "" if isinstance(error, RetryLater | NotInTime) else job.id
@@ -168,6 +172,17 @@ class Desk:
         else:
             queue.change(job, state="failed", error=ended)
         self._wakeup.set()
+
+    def _publish_asked(self, publisher: Publisher, job: Job) -> Publication | Failure:
+        try:
+            directory = check_checkpoint(job.checkpoint, self._settings.roots)
+        except Refused as error:
+            return failure_of(error)
+        seen = None if self._watched is None else self._watched.see(directory)
+        ended = self._publish(publisher, directory, job.step, job.checkpoint)
+        if self._watched is not None and seen is not None and isinstance(ended, Publication):
+            self._watched.adopt(seen, ended.version)
+        return ended
 
     def _run_inbox(self, publisher: Publisher, watched: Watched) -> None:
         choice = watched.next()
@@ -200,7 +215,7 @@ class Desk:
                 directory, step=step, advance=self._meter.advance, watching=self._meter.phase
             )
         except (Refused, NeedsReseed, FileNotFoundError) as error:
-            return self._judge(publisher, error, before, step, source)
+            return self._judge(publisher, error, before, source)
         except OSError as error:
             raise RetryLater(
                 f"{source}: {error}", remedy="look at disk and mounts of the publisher"
@@ -210,15 +225,13 @@ class Desk:
         return self._done(publication(report, source))
 
     def _judge(
-        self, publisher: Publisher, error: Exception, before: int, step: int | None, source: str
+        self, publisher: Publisher, error: Exception, before: int, source: str
     ) -> Publication | Failure:
         """An error after the commit point leaves a version to be finished, not a failure."""
         self._check_owner(publisher, error)
         publisher.recover()
         if publisher.version > before:
-            return self._done(
-                Publication(version=publisher.version, step=step, source=source, at=time.time())
-            )
+            return self._done(self._read_back(publisher, source))
         failure = failure_of(error)
         self._numbers.failed()
         self._note(failure)
@@ -227,6 +240,21 @@ class Desk:
         totals = status.totals.model_copy(update={"failures": status.totals.failures + 1})
         self._status.set(status.model_copy(update={"totals": totals}))
         return failure
+
+    def _read_back(self, publisher: Publisher, source: str) -> Publication:
+        """The channel's version, where the call that published it did not live to report."""
+        channel = Channel.open(self._settings.channel)
+        _, base = channel.require_ours()
+        pointer = channel.pointer()
+        index = None if pointer is None else channel.index(pointer, pointer.version, base.table)
+        if not isinstance(index, Index):
+            raise RetryLater(
+                f"the index of version {publisher.version} is not there", remedy="is it visible?"
+            )
+        work = Work(read=_nothing_to_read, step=index.step)
+        return publication(
+            report_of(index, base.table, work, channel.layout.version_dir(index.version)), source
+        )
 
     def _check_owner(self, publisher: Publisher, error: Exception) -> None:
         if current_epoch(self._settings.channel) > publisher.epoch:
@@ -318,6 +346,10 @@ def open_publisher(settings: PublisherSettings) -> Publisher:
         anchor_every=settings.anchor_every,
         deadline_seconds=settings.publish_seconds,
     )
+
+
+def _nothing_to_read() -> NewWeights:
+    raise NotImplementedError
 
 
 def _hook(command: str, deadline_seconds: float) -> PostWrite:

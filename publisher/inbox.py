@@ -76,6 +76,10 @@ class Entry:
     """passed over for this one, whose publication has not ended"""
     failure: Failure | None = None
 
+    def holds(self, files: Marks) -> bool:
+        """Whether these are the weights that this entry is about."""
+        return self.outcome is not Outcome.REFUSED and bool(self.files) and self.files <= files
+
 
 @dataclass(frozen=True)
 class InboxRules:
@@ -128,11 +132,8 @@ class Inbox:
         own = self.entries.get(name)
         if own is not None and own.outcome is Outcome.REFUSED and own.files == files:
             return True
-        return any(
-            entry.files and entry.files <= files
-            for entry in self.entries.values()
-            if entry.outcome is not Outcome.REFUSED
-        )
+        others = self.entries.values()
+        return any(entry.holds(files) for entry in (others if own is None else (own, *others)))
 
     def ignore_existing(self, sightings: Iterable[Sighting]) -> None:
         """At the very first start: what is complete now was there before."""
@@ -195,6 +196,9 @@ class Inbox:
         for other, entry in self.entries.items():
             if entry.behind == name:
                 self.entries[other] = replace(entry, behind="")
+
+    def adopt(self, sighting: Sighting, version: int) -> None:
+        self.entries[sighting.name] = Entry(Outcome.PUBLISHED, sighting.weights, version)
 
     def give_up(self, name: str) -> None:
         """The publication did not happen: it and those passed over for it are new again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +25,8 @@ class Publication(Frozen):
     """A version as status and answers show it; sizes in bytes, `seconds` by phase."""
 
     version: int
+    kind: str = ""
+    """delta or anchor"""
     step: int | None = None
     source: str = ""
     """the checkpoint's name or path"""
@@ -42,6 +44,7 @@ class Publication(Frozen):
 class Job(Frozen):
     id: str
     checkpoint: str
+    """as it was asked for"""
     step: int | None = None
     key: str | None = None
     state: Literal["queued", "running", "done", "failed"] = "queued"
@@ -77,16 +80,19 @@ class Queue:
     def ask(self, checkpoint: str, step: int | None, key: str | None) -> Job:
         """The job, or the one that was made for this key. Raises QueueFull and KeyReused."""
         with self._lock:
-            known = self._of_key(key)
+            known = self._of_key(checkpoint, step, key)
             if known is not None:
-                if (known.checkpoint, known.step) != (checkpoint, step):
-                    raise KeyReused
                 return known
             if len(self._open()) >= QUEUE_LIMIT:
                 raise QueueFull
             job = Job(id=secrets.token_hex(8), checkpoint=checkpoint, step=step, key=key)
             self._put(job)
             return job
+
+    def known(self, checkpoint: str, step: int | None, key: str | None) -> Job | None:
+        """What was asked with this key before. Raises KeyReused."""
+        with self._lock:
+            return self._of_key(checkpoint, step, key)
 
     def get(self, id: str) -> Job | None:
         return self._jobs.get(id)
@@ -102,19 +108,22 @@ class Queue:
             self._put(changed)
             return changed
 
-    def resume(self, version: int) -> None:
-        """After a kill: a job that ran has become a version if the channel has moved on since."""
+    def resume(self, version: int, describe: Callable[[str], Publication]) -> None:
+        """After a kill: a job that ran has become `version` if the channel moved on since. `describe` gives
+        that version as published from a checkpoint."""
         for job in self.open():
             if job.state != "running":
                 continue
             if job.before is not None and version > job.before:
-                report = Publication(version=version, step=job.step, source=job.checkpoint)
-                self.change(job, state="done", report=report)
+                self.change(job, state="done", report=describe(job.checkpoint), error=None)
             else:
                 self.change(job, state="queued")
 
-    def _of_key(self, key: str | None) -> Job | None:
-        return None if key is None else next((job for job in self._jobs.values() if job.key == key), None)
+    def _of_key(self, checkpoint: str, step: int | None, key: str | None) -> Job | None:
+        known = next((job for job in self._jobs.values() if key is not None and job.key == key), None)
+        if known is not None and (known.checkpoint, known.step) != (checkpoint, step):
+            raise KeyReused
+        return known
 
     def _open(self) -> tuple[Job, ...]:
         return tuple(job for job in self._jobs.values() if job.state in ("queued", "running"))

@@ -106,6 +106,7 @@ class PublisherStatus(Frozen):
 def publication(report: PublishReport, source: str) -> Publication:
     return Publication(
         version=report.version,
+        kind=report.kind,
         step=report.step,
         source=source,
         changed_elements=report.changed_elements,

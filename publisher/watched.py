@@ -17,6 +17,7 @@ from weightcast.publisher.inbox import (
     Marks,
     Sighting,
     Waiting,
+    is_candidate,
     pack_entries,
     parse_entries,
 )
@@ -127,6 +128,21 @@ class Watched:
         self._store()
         if self._consume:
             self._remove(sighting)
+
+    def see(self, directory: Path) -> Sighting | None:
+        """A directory that is about to be published on request; None unless it is one of the watched."""
+        try:
+            if directory.parent != self.directory.resolve() or not is_candidate(directory.name):
+                return None
+            return looks.sight(directory, looks.marks(directory), None, arrived=False)
+        except OSError:
+            return None
+
+    def adopt(self, sighting: Sighting, version: int) -> None:
+        """It was published on request: not once more for lying here."""
+        if sighting.weights:
+            self._inbox.adopt(sighting, version)
+            self._store()
 
     def fail(self, sighting: Sighting, failure: Failure) -> None:
         """Refused for good, unless it is not the checkpoint any more that was chosen."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -135,6 +136,8 @@ def test_publications_over_http(places: Places, started: Starting) -> None:
     for bad in ({}, {"checkpoint": 3}, {"checkpoint": inside, "step": -1}, {"checkpoint": inside, "more": 1}):
         assert daemon.post("/v1/publish", bad).status_code == 422
     assert places.latest() == "000001"
+    shutil.rmtree(inside)
+    assert daemon.post("/v1/publish", {**body, "key": "one"}).json() == daemon.get(url).json()
 
 
 def test_the_queue_is_bounded_and_survives_a_restart(places: Places, started: Starting) -> None:

@@ -358,7 +358,7 @@ def _write_later(path: Path, data: bytes) -> None:
 
 def test_a_job_and_its_key(places: Places, opened: Opening, tmp_path: Path) -> None:
     elsewhere = write(tmp_path / "elsewhere", weights(4))
-    office = opened()
+    office = opened(allow=[tmp_path])
     queue = office.desk.queue
     assert queue is not None
     job = queue.ask(str(elsewhere), 4, "key")
@@ -368,7 +368,7 @@ def test_a_job_and_its_key(places: Places, opened: Opening, tmp_path: Path) -> N
     assert ended is not None and ended.state == "done" and ended.report is not None
     assert (ended.report.version, ended.report.step) == (1, 4)
     office.desk.close()
-    later = opened()
+    later = opened(allow=[tmp_path])
     assert later.desk.queue is not None and later.desk.queue.ask(str(elsewhere), 4, "key") == ended
     later.settle()
     assert places.latest() == "000001"
@@ -377,7 +377,7 @@ def test_a_job_and_its_key(places: Places, opened: Opening, tmp_path: Path) -> N
 def test_a_job_that_fails_says_why_and_the_next_one_runs(
     places: Places, opened: Opening, tmp_path: Path
 ) -> None:
-    office = opened()
+    office = opened(allow=[tmp_path])
     queue = office.desk.queue
     assert queue is not None
     bad = queue.ask(str(write(tmp_path / "bad", odd("retyped"))), None, None)
@@ -394,7 +394,7 @@ def test_a_job_that_fails_says_why_and_the_next_one_runs(
 def test_a_job_cut_off_by_a_kill(
     places: Places, opened: Opening, tmp_path: Path, moved: bool, state: str
 ) -> None:
-    office = opened()
+    office = opened(allow=[tmp_path])
     queue = office.desk.queue
     assert queue is not None
     if moved:
@@ -405,6 +405,39 @@ def test_a_job_cut_off_by_a_kill(
     later = opened()
     found = later.desk.queue.get(job.id)  # type: ignore[union-attr]
     assert found is not None and found.state == state
+
+
+def test_a_job_that_crashes_is_not_tried_again(places: Places, opened: Opening, tmp_path: Path) -> None:
+    office = opened(allow=[tmp_path])
+    queue = office.desk.queue
+    assert queue is not None
+    job = queue.ask(str(write(tmp_path / "c", weights(1))), None, None)
+    phase, crashed = office.desk._meter.phase, []
+
+    def crash_once(name: str) -> None:
+        phase(name)
+        if not crashed:
+            crashed.append(name)
+            raise ZeroDivisionError("a bug")
+
+    office.desk._meter.phase = crash_once  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        office.step()
+    assert not office.desk.status().ready
+    office.step()
+    ended = queue.get(job.id)
+    assert ended is not None and ended.state == "failed" and ended.error is not None
+    assert ended.error.error == "ZeroDivisionError"
+    assert office.desk.status().ready and places.latest() == ""
+
+
+def test_asked_for_and_watched_it_is_one_version(places: Places, opened: Opening) -> None:
+    office = opened()
+    rename_in(places.watch / "step_1", weights(1))
+    assert office.desk.queue is not None
+    office.desk.queue.ask(str(places.watch / "step_1"), 1, None)
+    office.settle()
+    assert office.published() == [(1, 1)]
 
 
 def test_a_hook_that_asks_for_a_retry_delays_and_does_not_repeat(
@@ -425,6 +458,27 @@ def test_a_hook_that_asks_for_a_retry_delays_and_does_not_repeat(
     office.settle()
     assert places.latest() == "000001"
     assert calls.read_text().splitlines()[-1] == "pointer 1"
+
+
+def test_a_hook_that_fails_after_the_commit_delays_a_job_and_its_report_is_whole(
+    places: Places, opened: Opening, tmp_path: Path
+) -> None:
+    gate, hook = tmp_path / "gate", tmp_path / "hook.sh"
+    hook.write_text(f"#!/bin/sh\n[ -e {gate} ]\n")
+    hook.chmod(0o755)
+    office = opened(post_write=str(hook), allow=[tmp_path])
+    queue = office.desk.queue
+    assert queue is not None
+    job = queue.ask(str(write(tmp_path / "c", weights(1))), 3, None)
+    with pytest.raises(Refused, match="hook"):
+        office.step()
+    assert queue.get(job.id).state == "running"  # type: ignore[union-attr]
+    gate.touch()
+    office.step()
+    ended = queue.get(job.id)
+    assert ended is not None and ended.state == "done" and ended.report is not None
+    assert (ended.report.version, ended.report.step, ended.report.kind) == (1, 3, "delta")
+    assert ended.report.changed_elements > 0 and ended.report.delta_bytes > 0 and ended.error is None
 
 
 def test_another_base_is_refused(places: Places, opened: Opening) -> None:
