@@ -128,6 +128,8 @@ class Sync:
         self._clock = clock
         self._watch = Stopwatch()
         self._pointer_seen = False
+        self._usable = False
+        """the local checkpoint is a version of this run, although it may be closed after an error"""
         self._retry_at: dict[str, float] = {}
         self._attempts: dict[str, int] = {}
         self._failures: dict[str, int] = {}
@@ -144,6 +146,7 @@ class Sync:
     def close(self) -> None:
         self.follower.close()
         self.engines.close()
+        self.view.not_ready = ("stopped",)
         self._enter("stopped")
 
     def sync_once(self) -> Outcome:
@@ -185,10 +188,9 @@ class Sync:
 
     def _reasons_not_ready(self) -> tuple[str, ...]:
         state = self._state()
-        if state is None or self.follower.trouble:
-            return (self.follower.trouble or "the local checkpoint is not seeded",)
-        if state.phase is not Phase.CLEAN:
-            return (f"the local checkpoint is {state.phase.value}",)
+        if state is None or not self._usable:
+            error = self.view.error
+            return ("the local checkpoint is not seeded" if error is None else error.message,)
         aligned = self.engines.aligned(state)
         names = [engine.spec.name for engine in self.engines.engines if engine.spec.name not in aligned]
         return tuple(f"engine {name}: {self.engines.reason(name) or 'not reloaded yet'}" for name in names)
@@ -203,7 +205,10 @@ class Sync:
             self._resume_noted()
         try:
             self._follow()
-        except (NeedsReseed, Stopped):
+        except NeedsReseed:
+            self._usable = False
+            raise
+        except Stopped:
             raise
         except WeightcastError:
             # the channel's troubles are not the engines'
@@ -230,10 +235,15 @@ class Sync:
         try:
             channel = Channel.open(self.options.channel)
         except WeightcastError:
-            self.follower.load(None, self._advance)
+            self._load(None)
             raise
-        self.follower.load(channel, self._advance)
+        self._load(channel)
         return channel
+
+    def _load(self, channel: Channel | None) -> None:
+        self._usable = False
+        self.follower.load(channel, self._advance)
+        self._usable = self.follower.local is not None
 
     def _route(self, channel: Channel) -> Route:
         pointer = self._pointer(channel)
@@ -304,10 +314,11 @@ class Sync:
     def _seed(self, channel: Channel, route: Route, plan: Seed) -> None:
         before = self._state()
         self._stand_back()
-        self.view.not_ready = (f"seeding: {plan.reason}",)
+        self._usable, self.view.not_ready = False, (f"seeding: {plan.reason}",)
         self._enter("seeding")
         with self._watch.timed("seed"):
             self.follower.seed(channel, route, plan, self._advance)
+        self._usable = True
         self._watch.bytes = self._local().table.nbytes
         self._moved("seed", None if before is None else before.position.version, 1)
         if plan.then.legs:

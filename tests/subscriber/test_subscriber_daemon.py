@@ -1,0 +1,228 @@
+"""The daemon as a process of its own: status over HTTP, signals, verbs beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from doubles import Hang
+from hosts import Run, SGLang, Site, on_disk, wait_until
+
+from weightcast.shared.channel.reports import read_reports
+from weightcast.shared.service.cli import run as run_command
+
+COMMAND = [sys.executable, "-m", "weightcast.shared.service.cli"]
+TOKEN = "correct-horse"
+
+
+class Daemon:
+    def __init__(self, site: Site, run: Run, *engines: SGLang, token: str | None = None) -> None:
+        self.local = site.root / "host"
+        self.port_file = site.root / "port"
+        self.port_file.unlink(missing_ok=True)
+        self.log = (site.root / "log").open("ab")
+        self.token = token
+        arguments = [
+            *("subscriber", "run", "--channel", str(run.channel), "--base", str(run.base_dir)),
+            *("--local", str(self.local), "--port", "0", "--port-file", str(self.port_file)),
+            *("--poll-seconds", "0.1", "--threads", "1", "--stop-seconds", "20"),
+        ]
+        for engine in engines:
+            arguments += ["--engine", site.option(engine)]
+        environment = dict(os.environ) | ({} if token is None else {"WEIGHTCAST_TOKEN": token})
+        self.process = subprocess.Popen([*COMMAND, *arguments], env=environment, stderr=self.log)
+        site.stack.callback(self.end)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self.log.close()
+
+    def get(self, path: str) -> httpx.Response:
+        headers = {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
+        port = int(self.port_file.read_text())
+        return httpx.get(f"http://127.0.0.1:{port}{path}", headers=headers, trust_env=False, timeout=10)
+
+    def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = self.get("/v1/status").json()
+        return status
+
+    def serves(self, version: int) -> bool:
+        assert self.process.poll() is None, "the daemon ended"
+        return self.port_file.exists() and self.status()["served_version"] == version
+
+    def term(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(30)
+
+
+@pytest.fixture
+def run(site: Site) -> Iterator[Run]:
+    yield site.run()
+
+
+@dataclass(frozen=True)
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def weightcast(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """The command, in this process: its start would take longer than what it does."""
+
+    def call(*arguments: str) -> Done:
+        capsys.readouterr()
+        code = run_command(list(arguments))
+        printed = capsys.readouterr()
+        return Done(code, printed.out, printed.err)
+
+    return call
+
+
+def test_a_daemon_follows_tells_and_ends(site: Site, run: Run, weightcast: Callable[..., Done]) -> None:
+    engine = SGLang()
+    daemon = Daemon(site, run, engine)
+    wait_until(lambda: daemon.serves(0))
+    run.publish()
+    wait_until(lambda: daemon.serves(1))
+    wait_until(lambda: daemon.status()["state"] == "idle")
+    assert on_disk(daemon.local) == run.digest(1) == engine.held
+
+    status = daemon.status()
+    assert (status["local_version"], status["target_version"], status["lag_versions"]) == (1, 1, 0)
+    assert status["assurance"] == "full" and status["ready"] and status["last_error"] is None
+    assert status["last_full_hash_age_seconds"] >= 0 and status["bytes_read"] > 0
+    [shown] = status["engines"]
+    assert (shown["mark"], shown["version"], shown["confirmed_by"]) == ("served", 1, "label")
+    assert {"plan", "total"} <= set(status["updates"][0]["seconds"])
+    assert daemon.get("/readyz").status_code == 200 and daemon.get("/healthz").status_code == 200
+    metrics = daemon.get("/metrics").text
+    assert "weightcast_local_version 1.0" in metrics and "weightcast_served_version 1.0" in metrics
+    assert 'weightcast_updates_total{kind="patch"} 1.0' in metrics
+    schema = daemon.get("/openapi.json").json()
+    assert "HostStatus" in schema["components"]["schemas"]
+
+    wait_until(lambda: [r.served_version for r in read_reports(run.channel)] == [1])
+    [report] = read_reports(run.channel)
+    assert (report.local, report.state, report.lag) == (str(daemon.local), "ready", 0)
+    before = report.counter
+
+    beside = weightcast(
+        "sync", "--channel", str(run.channel), "--local", str(daemon.local), "--base", str(run.base_dir)
+    )
+    assert beside.returncode == 75 and "already has a writer" in beside.stderr and "remedy" in beside.stderr
+    verified = weightcast("local", "verify", "--local", str(daemon.local))
+    assert verified.returncode == 0, verified.stderr
+
+    assert daemon.term() == 0
+    assert not daemon.port_file.exists()
+    [report] = read_reports(run.channel)
+    assert report.counter > before
+
+
+def test_a_daemon_that_is_told_to_end_resumes_the_engine_it_paused(site: Site, run: Run) -> None:
+    engine = SGLang()
+    daemon = Daemon(site, run, engine)
+    wait_until(lambda: daemon.serves(0))
+    engine.script("/update_weights_from_disk", Hang())
+    run.publish()
+    engine.wait_until_hanging()
+    assert engine.paused
+    daemon.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: daemon.get("/readyz").status_code == 503)
+    engine.release()
+    assert daemon.process.wait(30) == 0
+    assert (engine.paused, engine.held, engine.label) == (False, run.digest(1), "1")
+
+
+def test_a_killed_daemon_goes_on_where_it_was(site: Site, run: Run) -> None:
+    engine = SGLang()
+    daemon = Daemon(site, run, engine)
+    wait_until(lambda: daemon.serves(0))
+    engine.script("/update_weights_from_disk", Hang())
+    run.publish()
+    engine.wait_until_hanging()
+    daemon.process.kill()
+    daemon.process.wait()
+    engine.release()
+    again = Daemon(site, run, engine)
+    wait_until(lambda: again.port_file.exists() and again.serves(1))
+    assert (engine.paused, engine.held) == (False, run.digest(1))
+    assert again.term() == 0
+
+
+def test_a_channel_that_cannot_be_read_is_told_and_outlived(site: Site, run: Run) -> None:
+    engine = SGLang()
+    daemon = Daemon(site, run, engine, token=TOKEN)
+    wait_until(lambda: daemon.serves(0))
+    (run.channel / "latest").write_text("nonsense")
+    wait_until(lambda: daemon.status()["last_error"] is not None)
+    error = daemon.status()["last_error"]
+    assert error["error"] == "DamagedFile" and error["remedy"] and abs(error["at"] - time.time()) < 60
+    assert daemon.get("/readyz").status_code == 200
+    daemon.token = None
+    assert daemon.get("/v1/status").status_code == 401
+    assert daemon.term() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--local", "L"), "channel"),
+        (("--channel", "C"), "local"),
+        (("--channel", "C", "--local", "L", "--engine", "ollama=http://x"), "no engine kind"),
+        (("--channel", "C", "--local", "L", "--target", "../x"), "target"),
+        (("--channel", "C", "--local", "L", "--host", "0.0.0.0"), "token"),
+    ],
+)
+def test_usage_errors(weightcast: Callable[..., Done], arguments: tuple[str, ...], told: str) -> None:
+    done = weightcast("subscriber", "run", *arguments)
+    assert done.returncode == 2 and told in done.stderr
+
+
+def test_sync_as_a_verb(site: Site, run: Run, weightcast: Callable[..., Done]) -> None:
+    engine, local = SGLang(), site.root / "host"
+    run.publish()
+    common = ("sync", "--channel", str(run.channel), "--base", str(run.base_dir), "--local", str(local))
+    option = site.option(engine)
+    done = weightcast(*common, "--engine", option, "--rehash", "--json")
+    assert done.returncode == 0, done.stderr
+    status = json.loads(done.stdout)
+    assert (status["local_version"], status["served_version"], status["ready"]) == (1, 1, True)
+    assert on_disk(local) == run.digest(1) == engine.held
+    assert weightcast(*common).returncode == 0
+    absent = weightcast(*common, "--engine", "sglang=http://127.0.0.1:9")
+    assert absent.returncode == 5 and "does not answer" in absent.stderr
+    _flip(local)
+    damaged = weightcast("local", "verify", "--local", str(local), "--json")
+    assert damaged.returncode == 3
+    assert len(json.loads(damaged.stdout)["differing"]) == 1
+    assert weightcast(*common, "--rehash").returncode == 3
+    assert weightcast(*common, "--rehash").returncode == 0, "seeded again"
+    assert on_disk(local) == run.digest(1)
+
+
+def _flip(local: Path) -> None:
+    path = min(local.glob("model-*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    with path.open("r+b") as file:
+        file.write(data)
+
+
+def test_local_verify_refuses_what_is_none(site: Site, weightcast: Callable[..., Done]) -> None:
+    done = weightcast("local", "verify", "--local", str(site.root))
+    assert done.returncode == 3 and "no local checkpoint" in done.stderr
