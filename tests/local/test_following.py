@@ -418,9 +418,10 @@ def test_the_field_s_state_is_taken_away_and_its_lock_held(run: Run, local: Path
     (room / "state.json").write_text('{"version": "000001"}')
     at_version(run, local, 2)
     assert not (room / "state.json").exists()
-    with LocalCheckpoint.open(local) as opened, opened.patching():  # type: ignore[union-attr]
-        with pytest.raises(RetryLater):
-            FileLock(room / "lock").acquire()
-    with FileLock(room / "lock").holding(), LocalCheckpoint.open(local) as opened:  # type: ignore[union-attr]
-        with pytest.raises(RetryLater), opened.patching(seconds=0.05):
-            pass
+    opened = LocalCheckpoint.open(local)
+    assert opened is not None
+    with opened.patching(), pytest.raises(RetryLater):
+        FileLock(room / "lock").acquire()
+    with FileLock(room / "lock").holding(), pytest.raises(RetryLater), opened.patching(seconds=0.05):
+        pass
+    opened.close()

@@ -1,0 +1,48 @@
+"""Run inside user and mount namespaces of its own: full_disk_child.py WHAT CHANNEL BASE MOUNT MEBIBYTES FREE.
+
+Mounts a small tmpfs, brings a local checkpoint there to version 0 (WHAT `stage`) or not (`seed`), fills it up
+to FREE KiB, tries to follow, prints what happened; then makes room and tries again.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from core_cases import snapshot
+
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import RetryLater
+from weightcast.shared.local import follow
+from weightcast.shared.local.plan import Seed
+
+what, channel_dir, base, mount = sys.argv[1], *map(Path, sys.argv[2:5])
+size, free = int(sys.argv[5]), int(sys.argv[6])
+subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}m", "tmpfs", str(mount)], check=True)
+local = mount / "local"
+follower = follow.Follower(channel_dir, local, base, follow.FollowOptions(visible_seconds=0.2))
+channel = Channel.open(channel_dir)
+follower.load(channel)
+if what == "stage":
+    pointer = channel.pointer()
+    assert pointer is not None
+    route = follower.route(channel, pointer, 0, exact=True)
+    assert isinstance(route.plan, Seed)
+    follower.seed(channel, route, route.plan)
+filler = mount / "filler"
+left = os.statvfs(mount)
+filler.write_bytes(bytes(max(0, left.f_bavail * left.f_frsize - free * 1024)))
+before = snapshot(local)
+try:
+    follower.catch_up(channel)
+    outcome = "no error"
+except RetryLater as error:
+    outcome = str(error)
+same = snapshot(local) == before
+follower.release()
+filler.unlink()
+follower.catch_up(channel)
+assert follower.local is not None
+print(json.dumps([outcome, same, follower.local.state.position.version]))
+follower.close()

@@ -1,0 +1,178 @@
+"""Real processes, SIGKILLed while they seed, patch and undo; what the next process makes of it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from core_cases import (
+    Model,
+    all_changed,
+    bytes_of,
+    flip,
+    kill,
+    place_of,
+    read_checkpoint,
+    start,
+    tensor,
+    until,
+    write_checkpoint,
+)
+from local_cases import Run, catch_up, edit_state, following, phase_of, publish, state_of
+
+from weightcast.publisher import init_channel
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.local.hashing import full_hash
+
+CHILD = Path(__file__).with_name("patching_child.py")
+TENSORS = 1500
+"""every one is a record of the journal, so that patching takes long enough to be caught at it"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    rng = np.random.default_rng(11)
+    base: Model = {f"layer.{n}": tensor(rng, "BF16", 3, 29) for n in range(TENSORS)}
+    base |= {f"large.{n}": tensor(rng, "F32", 1 << 18) for n in range(3)}
+    run = Run(tmp_path_factory.mktemp("killed"), [base, all_changed(base, rng)])
+    write_checkpoint(run.base, base, files=2)
+    init_channel(run.channel, run.base)
+    publish(run)
+    return run
+
+
+@pytest.fixture(scope="module")
+def seeded(run: Run) -> Path:
+    local = run.root / "seeded"
+    with following(run, local) as follower:
+        channel = Channel.open(run.channel)
+        pointer = channel.pointer()
+        assert pointer is not None
+        follower.load(channel)
+        route = follower.route(channel, pointer, 0, exact=True)
+        follower.seed(channel, route, route.plan)  # type: ignore[arg-type]
+    return local
+
+
+@pytest.fixture
+def local(seeded: Path, tmp_path: Path) -> Path:
+    """At version 0."""
+    shutil.copytree(seeded, tmp_path / "local")
+    return tmp_path / "local"
+
+
+def killed_in(run: Run, local: Path, way: str, phase: str, more: Callable[[], object] = lambda: True) -> None:
+    """Starts a child and kills it in the phase; `more` says when in the phase."""
+    child = start(CHILD, way, run.channel, local, run.base)
+    try:
+        assert child.stdout is not None and child.stdout.readline() == "ready\n"
+        until(lambda: (phase_of(local) == phase and more()) or child.poll() is not None, phase, every=0)
+    finally:
+        kill(child)
+    assert phase_of(local) == phase, "the child was faster than its killer"
+
+
+def holds(run: Run, local: Path, version: int) -> None:
+    assert read_checkpoint(local) == bytes_of(run.models[version])
+    assert phase_of(local) == "clean"
+    assert state_of(local)["position"]["version"] == version
+
+
+def changed_so_far(run: Run, local: Path) -> int:
+    now, old = read_checkpoint(local), bytes_of(run.models[0])
+    return sum(now[name] != old[name] for name in old)
+
+
+def begun(run: Run, local: Path) -> Callable[[], bool]:
+    """Whether the journal's first record was written."""
+    path, offset = place_of(local, "layer.0")
+    old = bytes_of(run.models[0])["layer.0"]
+
+    def look() -> bool:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(len(old)) != old
+
+    return look
+
+
+def test_patching_is_replayed_forward(run: Run, local: Path) -> None:
+    killed_in(run, local, "patch", "patching", begun(run, local))
+    assert 0 < changed_so_far(run, local) < len(run.models[0])
+    with following(run, local) as follower:
+        follower.load(Channel.open(run.channel))
+        assert follower.local is not None and follower.local.state.position.version == 1
+        assert full_hash(follower.local).intact
+        assert follower.local.state.last_full_hash is not None
+        assert len(follower.local.state.undo) == 1
+    holds(run, local, 1)
+
+
+def test_a_replay_that_is_killed_is_replayed(run: Run, local: Path) -> None:
+    killed_in(run, local, "patch", "patching")
+    for _ in range(2):
+        child = start(CHILD, "patch", run.channel, local, run.base)
+        until(lambda: (local / ".weightcast/owner").read_text().startswith(f"pid {child.pid} "), "owned")
+        kill(child)
+    with following(run, local) as follower:
+        catch_up(follower)
+    holds(run, local, 1)
+
+
+def test_undoing_is_replayed_backwards(run: Run, local: Path) -> None:
+    killed_in(run, local, "undo", "undoing")
+    with following(run, local) as follower:
+        follower.load(Channel.open(run.channel))
+        assert follower.local is not None and follower.local.state.position.version == 0
+        assert follower.local.state.undo == () and full_hash(follower.local).intact
+    holds(run, local, 0)
+    assert list((local / ".weightcast/journal").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["layer.17", "large.2"])
+def test_a_word_changed_while_nobody_looked_is_found_at_the_replay(run: Run, local: Path, name: str) -> None:
+    killed_in(run, local, "patch", "patching")
+    new, old = bytes_of(run.models[1])[name], bytes_of(run.models[0])[name]
+    flip(local, name, next(place for place in range(len(old)) if old[place] != new[place]))
+    with following(run, local) as follower:
+        follower.load(Channel.open(run.channel))
+        assert follower.local is None and name in follower.trouble
+        assert phase_of(local) == "dirty"
+        catch_up(follower)
+    holds(run, local, 1)
+
+
+def test_an_untouched_word_changed_is_found_by_the_full_hash(run: Run, local: Path) -> None:
+    killed_in(run, local, "patch", "patching")
+    new, old = bytes_of(run.models[1])["large.1"], bytes_of(run.models[0])["large.1"]
+    same = next(place for place in range(0, len(old), 4) if old[place : place + 4] == new[place : place + 4])
+    flip(local, "large.1", same)
+    with following(run, local) as follower:
+        follower.load(Channel.open(run.channel))
+        assert follower.local is None and "large.1" in follower.trouble
+        catch_up(follower)
+    holds(run, local, 1)
+
+
+def test_after_a_reboot_half_a_patch_is_no_version(run: Run, local: Path) -> None:
+    killed_in(run, local, "patch", "patching", begun(run, local))
+    edit_state(local, boot_id="another boot")
+    with following(run, local) as follower:
+        follower.load(Channel.open(run.channel))
+        assert follower.local is None and "restart of the machine" in follower.trouble
+        catch_up(follower)
+    holds(run, local, 1)
+
+
+def test_seeding_starts_over(run: Run, tmp_path: Path) -> None:
+    local = tmp_path / "local"
+    killed_in(run, local, "seed", "seeding")
+    killed_in(run, local, "seed", "seeding", lambda: any(local.glob("*.safetensors")))
+    inodes = {path.name: path.stat().st_ino for path in local.glob("*.safetensors")}
+    with following(run, local) as follower:
+        catch_up(follower)
+    holds(run, local, 1)
+    assert inodes.items() <= {path.name: path.stat().st_ino for path in local.glob("*.safetensors")}.items()
