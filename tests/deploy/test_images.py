@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
+import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -63,6 +65,16 @@ def test_daemon_images_start_their_daemon_and_ask_for_its_health(stages: dict[st
         assert [*stages[name].entrypoint, *stages[name].command] == ["weightcast", name, "run"]
         assert stages[name].environment["WEIGHTCAST_PORT"] == port
         assert stages[name].healthcheck[-1] == f"http://127.0.0.1:{port}/healthz"
+
+
+def test_what_images_run_while_they_are_built_exists() -> None:
+    programs = set(re.findall(r'RUN python -c "([^"]+)"', DOCKERFILE.read_text()))
+    assert programs
+    for program in programs:
+        imports, _, call = program.partition("; ")
+        _, module, _, name = imports.split()
+        assert call == f"{name}()"
+        assert callable(getattr(importlib.import_module(module), name))
 
 
 def test_torch_comes_only_where_it_is_asked_for() -> None:
