@@ -52,6 +52,7 @@ def label(stack: Stack, engine: str) -> str:
     return str(httpx.get(url, trust_env=False).json()["weight_version"])
 
 
+@pytest.mark.slow
 def test_trains_serves_on_both_hosts_and_stops_cleanly(stack: Stack) -> None:
     stack.up()
     stack.wait_done("trainer", 120.0)
