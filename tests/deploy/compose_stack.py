@@ -56,7 +56,7 @@ def read_dockerfile(path: Path = DOCKERFILE) -> dict[str, Stage]:
         elif word == "CMD":
             stage.command = json.loads(rest)
         elif word == "ENV":
-            stage.environment.update(pair.split("=", 1) for pair in rest.split())
+            stage.environment |= {pair.partition("=")[0]: pair.partition("=")[2] for pair in rest.split()}
         elif word == "WORKDIR":
             stage.directory = rest
         elif word == "HEALTHCHECK":
