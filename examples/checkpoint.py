@@ -43,7 +43,8 @@ def decode(tokens: list[int]) -> str:
 def save(directory: Path, config: Config, tensors: Mapping[str, torch.Tensor], shards: int = 2) -> None:
     """Writes a complete bf16 checkpoint; `directory` appears by one rename, so nobody sees half of it."""
     unfinished = directory.with_name(f".{directory.name}.unfinished")
-    shutil.rmtree(unfinished) if unfinished.exists() else None
+    if unfinished.exists():
+        shutil.rmtree(unfinished)
     unfinished.mkdir(parents=True)
     _write_json(
         unfinished / "config.json", {"model_type": "llama", "torch_dtype": "bfloat16", **asdict(config)}
