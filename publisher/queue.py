@@ -71,9 +71,10 @@ class KeyReused(Exception):
 class Queue:
     """Any thread may ask; one thread takes and ends. Every change is on disk before the call returns."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, remembered: int = REMEMBERED) -> None:
         """Raises DamagedFile when the file at `path` is not one of ours."""
         self._path = path
+        self._remembered = remembered
         self._lock = threading.Lock()
         self._jobs = {job.id: job for job in _read(path)}
 
@@ -131,7 +132,7 @@ class Queue:
     def _put(self, job: Job) -> None:
         jobs = {**self._jobs, job.id: job}
         ended = [each.id for each in jobs.values() if each.state in ("done", "failed")]
-        for id in ended[: max(0, len(ended) - REMEMBERED)]:
+        for id in ended[: max(0, len(ended) - self._remembered)]:
             del jobs[id]
         durable.replace(self._path, _Stored(jobs=tuple(jobs.values())).model_dump_json().encode())
         self._jobs = jobs

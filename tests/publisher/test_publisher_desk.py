@@ -340,6 +340,7 @@ def test_a_checkpoint_rewritten_while_it_is_read_is_tried_again(places: Places, 
     office.desk._meter.phase = rewrite_once  # type: ignore[method-assign]
     office.step()
     assert shown and places.latest() == ""
+    assert office.desk.status().inbox.refused == ()  # type: ignore[union-attr]
     office.settle()
     assert places.latest() == "000001"
     assert local_bytes(places.local, weights(2)) == plain(weights(2))

@@ -1,0 +1,158 @@
+"""Publications over HTTP, without a publisher behind the queue."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from daemonkit import base_tensors, wait_until, write
+from prometheus_client import CollectorRegistry
+
+from weightcast.publisher.queue import QUEUE_LIMIT, Publication, Queue
+from weightcast.publisher.routes import check_checkpoint, publication_routes
+from weightcast.shared.errors import Refused
+from weightcast.shared.service.daemon import Stop, Wakeup, run_daemon
+from weightcast.shared.service.http import make_app
+from weightcast.shared.service.settings import ServiceSettings
+from weightcast.shared.service.snapshot import LoopStatus, Readiness
+
+
+class Door:
+    """The routes on a real port; the queue comes when the test says so."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.queue: Queue | None = None
+        self.woken = 0
+        self._stop = Stop()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        wait_until((root / "port").exists)
+        url = f"http://127.0.0.1:{int((root / 'port').read_text())}"
+        self.client = httpx.Client(base_url=url, trust_env=False, timeout=20)
+
+    def _run(self) -> None:
+        app = make_app(
+            "test", LoopStatus, lambda: Readiness(ready=True), CollectorRegistry(), None, lambda: None
+        )
+        app.include_router(publication_routes(lambda: self.queue, (self.root / "watch",), self._wake))
+        settings = ServiceSettings(port_file=self.root / "port", poll_seconds=0.05)
+        run_daemon(app, lambda stop: None, Wakeup(), settings, stop=self._stop)
+
+    def _wake(self) -> None:
+        self.woken += 1
+
+    def open_queue(self) -> Queue:
+        self.queue = Queue(self.root / "publications.json")
+        return self.queue
+
+    def close(self) -> None:
+        self.client.close()
+        self._stop.request()
+        self._thread.join(20)
+
+    def post(self, body: Any, **headers: str) -> httpx.Response:
+        return self.client.post("/v1/publish", json=body, headers=headers)
+
+
+@pytest.fixture
+def door(tmp_path: Path) -> Iterator[Door]:
+    write(tmp_path / "watch" / "step_1", base_tensors())
+    found = Door(tmp_path)
+    yield found
+    found.close()
+
+
+def test_while_the_publisher_starts_it_asks_for_patience(door: Door) -> None:
+    answer = door.post({"checkpoint": str(door.root / "watch" / "step_1")})
+    assert answer.status_code == 503 and "starting" in answer.json()["message"]
+    assert door.client.get("/v1/publications/00").status_code == 503
+
+
+def test_the_queue_is_bounded_and_survives_a_restart(door: Door) -> None:
+    door.open_queue()
+    body = {"checkpoint": str(door.root / "watch" / "step_1"), "step": 1}
+    answers = [door.post({**body, "key": str(n)}) for n in range(QUEUE_LIMIT + 1)]
+    assert [answer.status_code for answer in answers] == [202] * QUEUE_LIMIT + [429]
+    assert answers[-1].headers["retry-after"] and door.woken == QUEUE_LIMIT
+    reopened = door.open_queue()
+    assert [job.model_dump() for job in reopened.open()] == [answer.json() for answer in answers[:-1]]
+    # A key that is known needs no room.
+    assert door.post({**body, "key": "3"}).json() == answers[3].json()
+
+
+def test_a_key_belongs_to_one_request(door: Door) -> None:
+    door.open_queue()
+    body = {"checkpoint": str(door.root / "watch" / "step_1"), "step": 1}
+    first = door.post(body, **{"Idempotency-Key": "one"}).json()
+    assert door.post({**body, "key": "one"}).json() == first
+    other = door.post({**body, "step": 2, "key": "one"})
+    assert other.status_code == 409 and "key" in other.json()["message"]
+    assert door.post(body).json()["id"] != first["id"]
+    assert door.client.get(f"/v1/publications/{first['id']}").json() == first
+    assert door.client.get("/v1/publications/0000").status_code == 404
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"checkpoint": 3},
+        {"checkpoint": ""},
+        {"checkpoint": "x" * 5000},
+        {"checkpoint": "/a", "step": -1},
+        {"checkpoint": "/a", "step": True},
+        {"checkpoint": "/a", "more": 1},
+        {"checkpoint": "/a", "key": ""},
+        [],
+    ],
+)
+def test_requests_of_another_form(door: Door, body: Any) -> None:
+    queue = door.open_queue()
+    assert door.post(body).status_code == 422 and queue.open() == ()
+
+
+def test_only_checkpoints_below_a_root(door: Door) -> None:
+    queue, watch = door.open_queue(), door.root / "watch"
+    outside = write(door.root / "outside", base_tensors())
+    (watch / "link").symlink_to(outside)
+    (watch / "loop").symlink_to(watch / "loop")
+    (door.root / "watching").mkdir()
+    for path in (
+        str(outside),
+        str(door.root / "watching"),
+        str(watch / "link"),
+        str(watch / "loop"),
+        str(watch),
+        f"{watch}/../outside",
+        "watch/step_1",
+        "/nowhere/at/all",
+        "/etc/passwd",
+        f"{watch}/step_1/config.json",
+        f"{watch}/step\x01",
+    ):
+        refused = door.post({"checkpoint": path})
+        assert (refused.status_code, refused.json()["error"]) == (422, "Refused"), path
+    assert queue.open() == ()
+    assert door.post({"checkpoint": f"{watch}/../watch/step_1"}).status_code == 202
+
+
+def test_without_roots_any_directory(tmp_path: Path) -> None:
+    assert check_checkpoint(str(tmp_path), ()) == tmp_path.resolve()
+    with pytest.raises(Refused):
+        check_checkpoint(str(tmp_path / "nowhere"), ())
+
+
+def test_ended_publications_are_forgotten_at_last(tmp_path: Path) -> None:
+    queue = Queue(tmp_path / "publications.json", remembered=3)
+    first = queue.ask("/c", 1, "first")
+    queue.change(first, state="done", report=Publication(version=1))
+    assert queue.get(first.id) is not None
+    for number in range(3):
+        queue.change(queue.ask("/c", number, None), state="failed")
+    assert queue.get(first.id) is None
+    assert queue.ask("/c", 1, "first").id != first.id
