@@ -9,6 +9,8 @@ from pathlib import Path
 
 from fastapi import FastAPI
 
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import WeightcastError
 from weightcast.shared.local.follow import PreRead
 from weightcast.shared.service.daemon import Stop, Wakeup, run_daemon
 from weightcast.shared.service.hooks import run_hook
@@ -31,7 +33,6 @@ from weightcast.subscriber.sync import Outcome, Sync, SyncOptions
 from weightcast.subscriber.target import parse_target
 
 ATTEMPTS = 2
-PROBE_SECONDS = 2.0
 
 log = get_log("sync")
 
@@ -59,9 +60,19 @@ def _hook(command: str, seconds: float) -> PreRead:
 def open_engines(settings: SubscriberSettings) -> Engines:
     """Connects to nothing yet. Raises BadEngineOption."""
     specs = parse_engines(settings.engine, settings.local)
-    limits = Timeouts(probe=PROBE_SECONDS, connect=PROBE_SECONDS, reload=settings.engine_deadline)
+    limits = Timeouts(reload=settings.engine_deadline)
     pace = Pace(attempts=ATTEMPTS, total=settings.engine_deadline)
-    return Engines([open_engine(spec, timeouts=limits) for spec in specs], pace=pace)
+    run = _run_id(settings.channel)
+    return Engines([open_engine(spec, run_id=run, timeouts=limits) for spec in specs], pace=pace)
+
+
+def _run_id(channel: Path) -> str:
+    """For the engines' information; empty while the channel cannot be read, or is foreign."""
+    try:
+        file = Channel.open(channel).file
+    except (WeightcastError, OSError):
+        return ""
+    return "" if file is None else file.run_id
 
 
 class Subscriber:
@@ -76,6 +87,7 @@ class Subscriber:
         self.registry = new_registry()
         watch_loop(self.registry, self.loop)
         self.figures = Figures(self.registry)
+        self._troubles: tuple[str, ...] = ()
         self.reporter = Reporter(settings.channel) if settings.report else None
         self.sync = Sync(self.options, open_engines(settings), show=self._show, stop=self.stop.wait)
 
@@ -88,10 +100,21 @@ class Subscriber:
             outcome = self.sync.sync_once()
         finally:
             self._report()
-        _log(outcome)
+        self._log(outcome)
         if outcome.moved:
             # another version may have come meanwhile
             self.wakeup.set()
+
+    def _log(self, outcome: Outcome) -> None:
+        if outcome.moved:
+            log.info("version", version=outcome.version, target=outcome.target)
+        troubles = (*outcome.waiting, *outcome.degraded)
+        if troubles != self._troubles:
+            self._troubles = troubles
+            if troubles:
+                log.warning("not where it should be", version=outcome.version, reasons=list(troubles))
+            else:
+                log.info("all engines serve", version=outcome.version)
 
     def _report(self) -> None:
         if self.reporter is not None:
@@ -141,11 +164,6 @@ class Subscriber:
                 loop=self.loop,
                 stop=self.stop,
             )
-
-
-def _log(outcome: Outcome) -> None:
-    if outcome.moved:
-        log.info("version", version=outcome.version, target=outcome.target, not_ready=list(outcome.waiting))
 
 
 def run_subscriber(

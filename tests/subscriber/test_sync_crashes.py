@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from crashes import killed
 from doubles import Answer, Drop
-from hosts import Host, Run, SGLang, Site, on_disk
+from hosts import Host, Mapping_, Run, SGLang, Site, on_disk
 
-from weightcast.shared.errors import NeedsReseed, RetryLater
+from weightcast.shared.errors import EngineFailed, NeedsReseed, RetryLater
 from weightcast.shared.local.state import Mark
 
 UPDATE = "/update_weights_from_disk"
@@ -166,6 +166,27 @@ def test_a_rehash_finds_what_no_patch_touches(site: Site) -> None:
     engine.calls.clear()
     recovered(run, host, engine, 0)
     assert len(engine.of(UPDATE)) == 1, "what it loaded before may have been damaged"
+
+
+def test_files_are_not_seeded_under_an_engine_that_maps_them(site: Site) -> None:
+    run = site.run()
+    engine = Mapping_(site.root / "host")
+    host = site.host(run, engine)
+    host.step()
+    _flip(host.local)
+    damaged = on_disk(host.local)
+    with pytest.raises(NeedsReseed):
+        host.sync.rehash()
+    engine.seen.clear()
+    engine.pauses = False
+    with pytest.raises(EngineFailed):
+        host.retry()
+    assert on_disk(host.local) == damaged
+    engine.pauses = True
+    assert host.retry().ready
+    right = run.digest(0)
+    assert engine.seen[0] == ("pause", damaged)
+    assert engine.seen[-2:] == [("reload", right), ("resume", right)] and not engine.paused
 
 
 def test_a_file_that_was_replaced_is_never_patched_or_loaded(site: Site) -> None:

@@ -1,0 +1,154 @@
+"""Rules over engines' records, and the host's report."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.reports import read_reports
+from weightcast.shared.local.state import Blocked, EngineState, Mark
+from weightcast.subscriber.aligned import (
+    MOST_BLOCKED,
+    Sight,
+    block,
+    is_aligned,
+    needs_undo,
+    retry_delay,
+    rolls_back,
+    unaligned,
+)
+from weightcast.subscriber.engines.base import EngineFacts
+from weightcast.subscriber.engines.roster import EngineResult
+from weightcast.subscriber.engines.roster import EngineState as Came
+from weightcast.subscriber.report import EVERY_SECONDS, Reporter
+from weightcast.subscriber.status import EngineStatus, HostStatus, served, weakest
+
+SERVED = EngineState(Mark.SERVED, 7, "label", "p1")
+FACTS = EngineFacts(reachable=True, label="7", process="p1")
+states: st.SearchStrategy[Came] = st.sampled_from(("served", "refused", "suspect", "failed"))
+
+
+def result(state: Came, attempts: int = 1) -> EngineResult:
+    return EngineResult("e", state, 7, "7", attempts=attempts)
+
+
+@pytest.mark.parametrize(
+    ("record", "facts", "steady", "aligned"),
+    [
+        (SERVED, FACTS, False, True),
+        (None, FACTS, True, False),
+        (replace(SERVED, version=6), FACTS, True, False),
+        (replace(SERVED, mark=Mark.PAUSING), FACTS, True, False),
+        (replace(SERVED, mark=Mark.SUSPECT), FACTS, True, False),
+        (SERVED, replace(FACTS, process="p2"), True, False),
+        (SERVED, replace(FACTS, label="default"), True, False),
+        (SERVED, replace(FACTS, reachable=False), True, False),
+        (SERVED, replace(FACTS, process=None), False, False),
+        (SERVED, replace(FACTS, process=None), True, True),
+        (replace(SERVED, process=None), FACTS, False, False),
+        (replace(SERVED, confirmed_by="status-only"), replace(FACTS, label="x"), False, True),
+    ],
+)
+def test_who_is_aligned(record: EngineState | None, facts: EngineFacts, steady: bool, aligned: bool) -> None:
+    assert is_aligned(record, Sight(facts, steady), 7) is aligned
+
+
+@given(st.lists(states, max_size=4), st.integers(0, 1), st.integers(0, 5))
+def test_going_back_needs_the_way_back(came: list[Came], attempts: int, failures: int) -> None:
+    results = [result(state, attempts) for state in came]
+    if rolls_back(results, failures):
+        assert needs_undo(results) and attempts > 0
+
+
+def test_going_back_at_once_and_later() -> None:
+    assert rolls_back([result("refused"), result("refused")], 1)
+    assert not rolls_back([result("refused"), result("failed")], 2)
+    assert rolls_back([result("refused"), result("failed")], 3)
+    assert not rolls_back([result("refused", attempts=0), result("failed", attempts=0)], 9)
+    assert not rolls_back([], 9)
+
+
+def test_unaligned_keeps_what_may_be_paused() -> None:
+    records = {"a": SERVED, "b": EngineState(Mark.PAUSING), "c": EngineState(Mark.SUSPECT)}
+    assert set(unaligned(records)) == {"b", "c"}
+
+
+@given(st.lists(st.integers(0, 100), max_size=200))
+def test_the_list_of_refused_versions_is_bounded(versions: list[int]) -> None:
+    blocked: tuple[Blocked, ...] = ()
+    for version in versions:
+        blocked = block(blocked, Blocked(version, f"d{version}", ""))
+        assert blocked[-1].version == version
+    assert len(blocked) <= MOST_BLOCKED + 1
+    assert len({one.digest for one in blocked}) == len(blocked)
+
+
+def test_refused_versions_are_tried_ever_more_rarely() -> None:
+    delays = [retry_delay(attempts) for attempts in range(1, 100)]
+    assert delays[:3] == [60.0, 240.0, 960.0] and delays == sorted(delays) and delays[-1] == 6 * 3600
+
+
+def engine(mark: str, version: int | None, confirmed_by: str = "label") -> EngineStatus:
+    return EngineStatus.model_validate(
+        {
+            "name": "e",
+            "kind": "sglang",
+            "url": "u",
+            "mark": mark,
+            "version": version,
+            "confirmed_by": confirmed_by,
+            "process": None,
+            "aligned": True,
+            "reachable": True,
+            "reason": "",
+        }
+    )
+
+
+def test_served_is_the_lowest_that_is_sure() -> None:
+    assert served([], 4) == 4
+    assert served([engine("served", 7), engine("served", 6)], 7) == 6
+    assert served([engine("served", 7), engine("suspect", 7)], 7) is None
+    assert weakest(["digest", "status-only", "label"]) == "status-only" and weakest([]) == ""
+
+
+STATUS = HostStatus(
+    software="weightcast 0", host="h", channel="/c", local="/l", target="latest", run_id="r", local_version=3
+)
+
+
+def test_reports_are_written_on_change_and_when_time_is_up(tmp_path: Path) -> None:
+    now = [0.0]
+    reporter = Reporter(tmp_path, lambda: now[0])
+    reporter.report(STATUS)
+    [first] = read_reports(tmp_path)
+    reporter.report(STATUS)
+    assert read_reports(tmp_path) == [first]
+    reporter.report(STATUS.model_copy(update={"local_version": 4}))
+    [second] = read_reports(tmp_path)
+    assert (second.local_version, second.counter) == (4, first.counter + 1)
+    now[0] += 2 * EVERY_SECONDS
+    reporter.report(STATUS.model_copy(update={"local_version": 4}))
+    [third] = read_reports(tmp_path)
+    assert third == replace(second, counter=second.counter + 1)
+
+
+def test_a_report_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    Layout(tmp_path).hosts_dir.write_text("in the way")
+    reporter = Reporter(tmp_path)
+    reporter.report(STATUS)
+    assert "no report of this host can be written" in reporter.error
+    Layout(tmp_path).hosts_dir.unlink()
+    reporter.report(STATUS)
+    assert reporter.error == "" and len(read_reports(tmp_path)) == 1
+
+
+def test_nothing_is_reported_before_the_run_is_known_or_without_a_channel(tmp_path: Path) -> None:
+    Reporter(tmp_path).report(STATUS.model_copy(update={"run_id": None}))
+    Reporter(tmp_path / "gone").report(STATUS)
+    assert list(tmp_path.iterdir()) == []
