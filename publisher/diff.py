@@ -154,6 +154,8 @@ def check_ties(weights: NewWeights, matched: Matched, table: TensorTable, piece:
     for name, tensor in matched.ties:
         spec = table[tensor]
         source = matched.sources.get(tensor, name)
+        if weights.table[weights.table.numbers[name]].words != spec.words:
+            raise Refused(f"{name} is tied to {spec.name} and has another shape", remedy="tie the weights")
         for start in range(0, spec.words, piece):
             stop = min(start + piece, spec.words)
             same = np.array_equal(weights.words_in(name, start, stop), weights.words_in(source, start, stop))

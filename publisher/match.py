@@ -72,9 +72,9 @@ def _source(name: str, given: TensorTable, aliases: Mapping[str, str]) -> str | 
 def _check_form(problems: list[str], given: TensorTable, name: str, table: TensorTable, number: int) -> None:
     found, wanted = given[given.numbers[name]], table[number]
     if (found.dtype, found.shape) != (wanted.dtype, wanted.shape):
+        tied = "" if name == wanted.name else f" (tied to {wanted.name})"
         problems.append(
-            f"{wanted.name} is {found.dtype} {list(found.shape)}, "
-            f"expected {wanted.dtype} {list(wanted.shape)}"
+            f"{name}{tied} is {found.dtype} {list(found.shape)}, expected {wanted.dtype} {list(wanted.shape)}"
         )
 
 
@@ -91,4 +91,7 @@ def _ties(
         else:
             _check_form(problems, given, spec.name, table, number)
             ties.append((spec.name, number))
+    # where the base stores both, both may be given; they are tied all the same
+    both = table.numbers.keys() & given.numbers.keys()
+    ties.extend((alias, table.numbers[name]) for alias, name in aliases.items() if {alias, name} <= both)
     return ties

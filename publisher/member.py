@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from weightcast.publisher.report import PublishReport
 from weightcast.publisher.work import PartWriter, PublishOptions, Rank, Work, matched_to_run, report_of
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import NotInTime, RetryLater, WeightcastError
+from weightcast.shared.errors import NeedsReseed, NotInTime, RetryLater
 from weightcast.shared.local.follow import Follower
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.words import TensorTable
@@ -24,18 +25,32 @@ class Member:
         self._follower, self._rank, self._options = follower, rank, options
 
     def publish(self, work: Work) -> PublishReport:
+        try:
+            return self._publish(work)
+        except OSError as error:
+            self._follower.release()
+            raise RetryLater(
+                f"{error.filename or self._follower.channel_dir}: {error.strerror or error}",
+                remedy="check the mounts and the space on them; rank 0 may have given up",
+            ) from error
+
+    def _publish(self, work: Work) -> PublishReport:
         deadline = time.monotonic() + self._options.deadline_seconds
         channel = Channel.open(self._follower.channel_dir)
         with work.phase("ranks"):
             directory, attempt = rendezvous.find_attempt(
-                channel.layout, work.step, self._rank.world_size, _pointed(channel), deadline
+                channel.layout,
+                work.step,
+                self._rank.number,
+                self._rank.world_size,
+                _pointed(channel),
+                deadline,
             )
         try:
             local, shared = self._local(channel, attempt, work, deadline)
             self._leave_part(channel, local, attempt, directory, work)
-        except WeightcastError as error:
-            rendezvous.leave_failure(directory, self._rank.number, str(error)[:500])
-            self._follower.release()
+        except BaseException as error:
+            self._tell_failure(directory, error)
             raise
         table = local.table
         if shared:
@@ -49,6 +64,16 @@ class Member:
             with work.phase("patch"):
                 self._follower.catch_up(channel)
         return report_of(index, table, work, channel.layout.version_dir(index.version))
+
+    def _tell_failure(self, directory: Path, error: BaseException) -> None:
+        """Rank 0 need not wait for a part that will not come; a drifted local checkpoint is its to seed again
+        where it is shared."""
+        drifted = isinstance(error, NeedsReseed)
+        with contextlib.suppress(OSError):
+            rendezvous.leave_failure(directory, self._rank.number, error, drifted and not self._follower.owns)
+        if drifted and self._follower.owns:
+            self._follower.distrust(str(error))
+        self._follower.release()
 
     def _local(
         self, channel: Channel, attempt: rendezvous.Attempt, work: Work, deadline: float

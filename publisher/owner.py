@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,11 +36,10 @@ from weightcast.shared.channel.index import INDEX_NAME, Index, parse_index, writ
 from weightcast.shared.channel.layout import version_of
 from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import DamagedFile, NeedsReseed, Refused
+from weightcast.shared.errors import DamagedFile, NeedsReseed, Refused, RetryLater, WrongRun
 from weightcast.shared.local.follow import Follower, open_base
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.stage import Fetched, Staged, stage
-from weightcast.shared.local.state import Phase
 from weightcast.shared.words import TensorTable, Words
 
 
@@ -54,11 +54,20 @@ class Owner:
         self._finish_committed(channel)
         drop_parts(channel.layout)
         try:
-            self._follower.catch_up(channel, advance)
+            self._catch_up(channel, advance)
+        except WrongRun:
+            raise
         except Refused as error:
             # the next publication begins a new chain with an anchor
             self._follower.release()
             self._follower.trouble = error.message
+
+    def _catch_up(self, channel: Channel, advance: Advance | None) -> None:
+        try:
+            self._follower.catch_up(channel, advance)
+        except NeedsReseed as error:
+            self._follower.distrust(error.message)
+            self._follower.catch_up(channel, advance)
 
     def _channel(self) -> Channel:
         return Channel.open(self._follower.channel_dir)
@@ -67,29 +76,43 @@ class Owner:
         _, base = channel.require_ours()
         at = _pointed(channel)
         for version in sorted(v for v in committed(channel) if v > at):
-            index = channel.index(Pointer(version, None, channel.directory), version, base.table)
-            if isinstance(index, Index) and _follows(channel, at, index):
-                verify_files(channel.layout.version_dir(version), index)
+            try:
+                index = channel.index(Pointer(version, None, channel.directory), version, base.table)
+                finish = isinstance(index, Index) and _follows(channel, at, index)
+                if isinstance(index, Index) and finish:
+                    verify_files(channel.layout.version_dir(version), index)
+            except DamagedFile:
+                # its number is lost: the next publication begins a new chain behind it
+                continue
+            if finish:
                 advance_pointer(channel.layout, version, self._claim, self._options.post_write)
                 at = version
 
     def publish(self, work: Work) -> PublishReport:
         try:
+            return self._publish_once(work)
+        except NeedsReseed:
+            # the local checkpoint is brought anew. Other ranks have seen this attempt end: their next call
+            # meets ours
+            if not self._rank.alone:
+                raise
+        return self._publish_once(work)
+
+    def _publish_once(self, work: Work) -> PublishReport:
+        try:
             return self._publish(work)
         except NeedsReseed as error:
-            self._distrust_local(error)
-            return self._publish(work)
+            self._follower.distrust(error.message)
+            raise
+        except OSError as error:
+            self._follower.release()
+            raise RetryLater(
+                f"{error.filename or self._follower.channel_dir}: {error.strerror or error}",
+                remedy="check the mounts and the space on them",
+            ) from error
         except BaseException:
             self._follower.release()
             raise
-
-    def _distrust_local(self, error: NeedsReseed) -> None:
-        """The local checkpoint is not what it claims: it is brought anew before the one retry."""
-        local = self._follower.local
-        if local is not None and local.state.phase is Phase.CLEAN:
-            local.save(local.state.but(phase=Phase.DIRTY))
-        self._follower.release()
-        self._follower.trouble = error.message
 
     def _publish(self, work: Work) -> PublishReport:
         self._claim.check()
@@ -162,7 +185,9 @@ class Owner:
             still = frozen_tensors(local.table, file.frozen)
             return assemble(local.table, frame.base, [own, *others], still), parts
         except BaseException as error:
-            rendezvous.close_attempt(parts, str(error)[:500])
+            # the error counts, not that it could not be told
+            with contextlib.suppress(OSError):
+                rendezvous.close_attempt(parts, rendezvous.reason_of(error))
             raise
 
     def _prove(

@@ -6,6 +6,7 @@ State that must survive lies in the channel and in the local checkpoint; after a
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -140,10 +141,12 @@ class Publisher:
         """Publishes the next version from (HF name, torch tensor on any device or numpy array).
 
         The tensors must stand still until this returns. With several ranks each gives the tensors that it
-        owns, for the same `step`. Nothing is published when this raises, except NotInTime on a rank other
-        than 0 (rank 0 may still commit; the next call catches up).
+        owns, for the same `step`. When this raises, nothing is published that was not wholly proven: what is
+        already committed (a hook failed, or NotInTime on a rank other than 0) is finished by the next call.
         """
-        return self._publish(Work(lambda: GivenWeights(named_tensors), step, advance, watching))
+        # once: a second look at an iterator would see nothing
+        read = functools.cache(lambda: GivenWeights(named_tensors))
+        return self._publish(Work(read, step, advance, watching))
 
     def publish_checkpoint(
         self,

@@ -6,6 +6,7 @@ exactly the drafts it has verified. The other ranks learn the outcome from the c
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -15,8 +16,9 @@ from pathlib import Path
 from weightcast.publisher.draft import Frame
 from weightcast.shared.channel.index import INDEX_LIMIT, Index, parse_index, write_index
 from weightcast.shared.channel.layout import Layout
-from weightcast.shared.errors import NotInTime, Refused
+from weightcast.shared.errors import NeedsReseed, NotInTime, Refused, WeightcastError
 from weightcast.shared.files import durable
+from weightcast.shared.files.strict_json import Members, parse_object
 from weightcast.shared.words import TensorTable
 
 _POLL_SECONDS = 0.05
@@ -64,11 +66,27 @@ def close_attempt(directory: Path, reason: str) -> None:
 
 
 def leave_draft(directory: Path, rank: int, draft: Index, table: TensorTable) -> None:
-    durable.replace(directory / f"part-{rank:05d}.json", write_index(draft, table))
+    durable.replace(_draft(directory, rank), write_index(draft, table))
 
 
-def leave_failure(directory: Path, rank: int, reason: str) -> None:
-    durable.replace(directory / f"part-{rank:05d}.failed.json", json.dumps({"reason": reason}).encode())
+def leave_failure(directory: Path, rank: int, error: BaseException, drifted: bool) -> None:
+    """`drifted`: rank 0's local checkpoint, which this rank shares, is not what it claims."""
+    facts = {"reason": reason_of(error), "drifted": drifted}
+    durable.replace(_failure(directory, rank), json.dumps(facts).encode())
+
+
+def reason_of(error: BaseException) -> str:
+    kind = "" if isinstance(error, WeightcastError) else f"{type(error).__name__}: "
+    text = f"{kind}{error}"[:500]
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def _draft(directory: Path, rank: int) -> Path:
+    return directory / f"part-{rank:05d}.json"
+
+
+def _failure(directory: Path, rank: int) -> Path:
+    return directory / f"part-{rank:05d}.failed.json"
 
 
 def collect_drafts(directory: Path, attempt: Attempt, table: TensorTable, deadline: float) -> list[Index]:
@@ -80,7 +98,7 @@ def collect_drafts(directory: Path, attempt: Attempt, table: TensorTable, deadli
         for rank in range(1, attempt.world_size):
             _raise_failure(directory, rank)
             if rank not in drafts:
-                data = _read(directory / f"part-{rank:05d}.json", INDEX_LIMIT)
+                data = _read(_draft(directory, rank), INDEX_LIMIT)
                 if data is not None:
                     drafts[rank] = _checked(parse_index(data, table), attempt, rank)
         return len(drafts) == attempt.world_size - 1
@@ -112,20 +130,23 @@ def _checked(draft: Index, attempt: Attempt, rank: int) -> Index:
 
 
 def _raise_failure(directory: Path, rank: int) -> None:
-    data = _read(directory / f"part-{rank:05d}.failed.json", _LIMIT)
-    if data is not None:
-        raise Refused(f"rank {rank} failed: {json.loads(data)['reason']}", remedy="nothing was published")
+    failure = _members(_failure(directory, rank))
+    if failure is not None:
+        text = f"rank {rank} failed: {failure.text('reason')}"
+        if failure.boolean("drifted"):
+            raise NeedsReseed(text, remedy="nothing was published; publish again on all ranks")
+        raise Refused(text, remedy="nothing was published")
 
 
 def find_attempt(
-    layout: Layout, step: int | None, world_size: int, above: int, deadline: float
+    layout: Layout, step: int | None, rank: int, world_size: int, above: int, deadline: float
 ) -> tuple[Path, Attempt]:
-    """The newest open attempt at a version above `above` for this step."""
+    """The newest open attempt at a version above `above` for this step, where the rank took no part yet."""
     found: list[tuple[Path, Attempt]] = []
 
     def look() -> bool:
         found[:] = sorted(
-            (one for one in _open_attempts(layout) if one[1].version > above and one[1].step == step),
+            (one for one in _open_attempts(layout, rank) if one[1].version > above and one[1].step == step),
             key=lambda one: (one[1].epoch, one[1].created),
         )
         return bool(found)
@@ -144,14 +165,33 @@ def find_attempt(
     return directory, attempt
 
 
-def _open_attempts(layout: Layout) -> list[tuple[Path, Attempt]]:
+def _open_attempts(layout: Layout, rank: int) -> list[tuple[Path, Attempt]]:
     attempts = []
-    for room in sorted(layout.channel.glob("weight_v*.parts")):
-        for directory in room.iterdir():
-            data = _read(directory / _OPEN, _LIMIT)
-            if data is not None and not (directory / _CLOSED).exists():
-                attempts.append((directory, Attempt(**json.loads(data))))
+    for directory in _entries(layout.channel, "weight_v*.parts/*"):
+        facts = _members(directory / _OPEN)
+        over = (directory / _CLOSED, _draft(directory, rank), _failure(directory, rank))
+        if facts is not None and not any(path.exists() for path in over):
+            attempts.append((directory, _attempt(facts)))
     return attempts
+
+
+def _entries(directory: Path, pattern: str) -> list[Path]:
+    """Rank 0 clears attempts away while others look."""
+    with contextlib.suppress(FileNotFoundError):
+        return sorted(directory.glob(pattern))
+    return []
+
+
+def _attempt(facts: Members) -> Attempt:
+    return Attempt(
+        version=facts.integer("version"),
+        epoch=facts.integer("epoch"),
+        base_digest=facts.text("base_digest", 64),
+        step=facts.optional_integer("step"),
+        world_size=facts.integer("world_size", 1),
+        encoding=facts.text("encoding", 32),
+        created=facts.number("created"),
+    )
 
 
 def wait_for_commit(
@@ -165,9 +205,9 @@ def wait_for_commit(
         if index is not None:
             seen[:] = [index]
             return True
-        data = _read(directory / _CLOSED, _LIMIT)
-        if data is not None:
-            raise Refused(f"rank 0 gave up: {json.loads(data)['reason']}", remedy="nothing was published")
+        closed = _members(directory / _CLOSED)
+        if closed is not None:
+            raise Refused(f"rank 0 gave up: {closed.text('reason')}", remedy="nothing was published")
         return False
 
     if not _until(done, deadline):
@@ -189,6 +229,12 @@ def _until(done: Callable[[], bool], deadline: float) -> bool:
             return False
         time.sleep(_POLL_SECONDS)
     return True
+
+
+def _members(path: Path) -> Members | None:
+    """None when the file is not there. Raises DamagedFile."""
+    data = _read(path, _LIMIT)
+    return None if data is None else Members(parse_object(data, str(path)), str(path))
 
 
 def _read(path: Path, limit: int) -> bytes | None:

@@ -18,6 +18,9 @@ from weightcast.shared.files.checkpoint import Checkpoint, identities, open_chec
 from weightcast.shared.local.seed import ReadCheckpoint
 from weightcast.shared.words import TensorSpec, TensorTable, Words, kind_of
 
+_PIECE = 1 << 22
+"""words compared at a time"""
+
 
 class NewWeights(Protocol):
     """What is to be published, by the names that its owner gives."""
@@ -105,6 +108,11 @@ def _spec(name: str, tensor: Any) -> TensorSpec:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in _NUMPY_NAMES:
         raise Refused(f"{name}: dtype {tensor.dtype} has no place in a safetensors file", remedy="cast it")
+    if hasattr(tensor, "full_tensor"):
+        raise Refused(
+            f"{name} is a shard of a distributed tensor",
+            remedy="give tensor.full_tensor(), or whole tensors per rank",
+        )
     shape = tuple(int(size) for size in tensor.shape)
     itemsize = int(tensor.dtype.itemsize)
     return TensorSpec(name, _NUMPY_NAMES[dtype], shape, int(np.prod(shape, dtype=np.int64)) * itemsize)
@@ -175,5 +183,10 @@ def _equal(one: _Given, other: _Given) -> bool:
         return False
     if one.tensor is other.tensor:
         return True
-    words = [_host_words(_flat(given.tensor), given.spec, 0, given.spec.words) for given in (one, other)]
-    return bool(np.array_equal(words[0], words[1]))
+    flats = [_flat(given.tensor) for given in (one, other)]
+    for start in range(0, one.spec.words, _PIECE):
+        stop = min(start + _PIECE, one.spec.words)
+        words = [_host_words(flat, one.spec, start, stop) for flat in flats]
+        if not np.array_equal(words[0], words[1]):
+            return False
+    return True

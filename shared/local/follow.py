@@ -118,6 +118,17 @@ class Follower:
                 remedy="use another --local directory, or remove this one",
             )
 
+    def distrust(self, reason: str) -> None:
+        """The local checkpoint is not what it claims: it is seeded again. Only for its owner."""
+        if self.local is not None and self.local.state.phase is Phase.CLEAN:
+            self.local.save(self.local.state.but(phase=Phase.DIRTY))
+        self.release()
+        self.trouble = reason
+
+    @property
+    def owns(self) -> bool:
+        return self._owner is not None
+
     def route(self, channel: Channel, pointer: Pointer, target: int, *, exact: bool) -> Route:
         if self.local is not None:
             self.state = self.local.state

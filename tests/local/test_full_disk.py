@@ -22,7 +22,7 @@ UNSHARE = ["unshare", "--user", "--map-root-user", "--mount"]
 def namespaces_work(directory: Path) -> bool:
     command = [*UNSHARE, "mount", "-t", "tmpfs", "tmpfs", str(directory)]
     try:
-        return subprocess.run(command, capture_output=True).returncode == 0
+        return subprocess.run(command, check=False, capture_output=True).returncode == 0
     except FileNotFoundError:
         return False
 
@@ -47,7 +47,7 @@ def on_a_full_disk(run: Run, mount: Path, what: str, *, free_kib: int) -> tuple[
     command = [*UNSHARE, sys.executable, str(CHILD), what, run.channel, run.base, mount, "24", str(free_kib)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, env=environment, timeout=120
+        list(map(str, command)), check=False, capture_output=True, text=True, env=environment, timeout=120
     )
     assert done.returncode == 0, done.stderr
     outcome, same, version = json.loads(done.stdout.splitlines()[-1])

@@ -115,7 +115,8 @@ def test_a_replay_that_is_killed_is_replayed(run: Run, local: Path) -> None:
     killed_in(run, local, "patch", "patching")
     for _ in range(2):
         child = start(CHILD, "patch", run.channel, local, run.base)
-        until(lambda: (local / ".weightcast/owner").read_text().startswith(f"pid {child.pid} "), "owned")
+        mark = f"pid {child.pid} "
+        until(lambda mark=mark: (local / ".weightcast/owner").read_text().startswith(mark), "owned")
         kill(child)
     with following(run, local) as follower:
         catch_up(follower)

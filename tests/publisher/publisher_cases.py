@@ -1,0 +1,100 @@
+"""Channels to publish to, and hosts that prove what was published."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from core_cases import Model, Tensor, bytes_of, every_dtype, read_checkpoint, write_checkpoint
+
+from weightcast.publisher import Publisher, init_channel
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.local.follow import Follower, FollowOptions
+from weightcast.shared.local.hashing import full_hash
+
+NUMPY_TYPES = {
+    "BOOL": "?",
+    "U8": "<u1",
+    "I8": "<i1",
+    "I16": "<i2",
+    "F16": "<f2",
+    "I32": "<i4",
+    "F32": "<f4",
+    "I64": "<i8",
+    "F64": "<f8",
+}
+ENCODINGS = ("fast", "xor", "overwrite")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A run's directories."""
+
+    root: Path
+    model: Model
+
+    @property
+    def channel(self) -> Path:
+        return self.root / "channel"
+
+    @property
+    def base(self) -> Path:
+        return self.root / "base"
+
+    @property
+    def pub(self) -> Path:
+        return self.root / "pub"
+
+    @property
+    def host(self) -> Path:
+        return self.root / "host"
+
+    @contextlib.contextmanager
+    def publisher(self, **options: Any) -> Iterator[Publisher]:
+        options = {"local": self.pub, "base": self.base, **options}
+        with Publisher.open(self.channel, **options) as publisher:
+            yield publisher
+
+    def publish(self, model: Model, **options: Any) -> int:
+        with self.publisher(**options) as publisher:
+            return publisher.publish_checkpoint(self.new(model)).version
+
+    def new(self, model: Model) -> Path:
+        """A complete checkpoint of the trainer's, under a name of its own."""
+        number = sum(1 for _ in self.root.glob("new-*"))
+        return write_checkpoint(self.root / f"new-{number}", model)
+
+    def follow(self, host: Path | None = None, base: Path | None = None) -> Follower:
+        options = FollowOptions(visible_seconds=0.2)
+        return Follower(self.channel, host or self.host, self.base if base is None else base, options)
+
+    def arrives(self, model: Model, version: int, host: Path | None = None) -> None:
+        """A host follows the pointer, and holds exactly these bytes afterwards."""
+        host = self.host if host is None else host
+        follower = self.follow(host)
+        try:
+            follower.catch_up(Channel.open(self.channel))
+            assert follower.local is not None and full_hash(follower.local).intact
+            assert follower.local.state.position.version == version
+        finally:
+            follower.close()
+        assert read_checkpoint(host) == bytes_of(model)
+
+
+def make_place(root: Path, model: Model | None = None, *, config: str = "{}", **options: Any) -> Place:
+    place = Place(root, every_dtype(np.random.default_rng(3)) if model is None else model)
+    write_checkpoint(place.base, place.model, config=config)
+    init_channel(place.channel, place.base, run_id="run-under-test", **options)
+    return place
+
+
+def as_numpy(one: Tensor) -> np.ndarray[Any, Any]:
+    return one.data.view(NUMPY_TYPES[one.dtype]).reshape(one.shape)
+
+
+def numpy_model(rng: np.random.Generator) -> Model:
+    return {name: one for name, one in every_dtype(rng).items() if one.dtype in NUMPY_TYPES}

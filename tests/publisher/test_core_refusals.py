@@ -1,0 +1,282 @@
+"""Bad input changes nothing, byte for byte: not the channel, not the publisher's local checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from core_cases import Model, all_changed, snapshot, some_changed, tensor, write_checkpoint
+from publisher_cases import ENCODINGS, Place, make_place
+
+from weightcast.publisher import Publisher, init_channel
+from weightcast.shared.errors import DamagedFile, Refused, RetryLater, WeightcastError, WrongRun
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(77)
+
+
+@pytest.fixture
+def place(tmp_path: Path, rng: np.random.Generator) -> Place:
+    place = make_place(tmp_path)
+    place.publish(some_changed(place.model, rng))
+    return place
+
+
+def refuses(place: Place, new: Path, kind: type[WeightcastError], *texts: str) -> None:
+    """`new` is refused with every text in one message, and changes nothing; good weights pass afterwards."""
+    before = snapshot(place.channel), snapshot(place.pub)
+    with place.publisher() as publisher:
+        with pytest.raises(kind) as caught:
+            publisher.publish_checkpoint(new)
+        assert (snapshot(place.channel), snapshot(place.pub)) == before
+        for text in texts:
+            assert text in str(caught.value)
+        good = all_changed(place.model, np.random.default_rng(0))
+        assert publisher.publish_checkpoint(place.new(good)).version == 2
+    place.arrives(good, 2)
+
+
+def test_everything_that_does_not_fit_is_listed_at_once(place: Place, rng: np.random.Generator) -> None:
+    model = dict(place.model)
+    del model["long"]
+    model["renamed"] = model.pop("scalar")
+    model["bf16.matrix"] = tensor(rng, "F16", 23, 17)
+    model["f32.matrix"] = tensor(rng, "F32", 17, 23)
+    refuses(
+        place,
+        place.new(model),
+        Refused,
+        "long is missing",
+        "scalar is missing",
+        "renamed is not part of the run",
+        "bf16.matrix is F16 [23, 17], expected BF16 [23, 17]",
+        "f32.matrix is F32 [17, 23], expected F32 [23, 17]",
+    )
+
+
+def cut_tail(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def cut_header(path: Path) -> None:
+    os.truncate(path, 40)
+
+
+def no_bytes(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def longer_header(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes((1 << 60).to_bytes(8, "little") + data[8:])
+
+
+def overlap(path: Path) -> None:
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["f32.matrix"]["data_offsets"] = header["i32.matrix"]["data_offsets"]
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+def other_shape(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'"dtype": "F32", "shape": [23, 17]', b'"dtype": "F32", "shape": [23, 18]'))
+
+
+def twice(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'"f32.matrix"', b'"i32.matrix"'))
+
+
+@pytest.mark.parametrize(
+    "damage", [cut_tail, cut_header, no_bytes, longer_header, overlap, other_shape, twice]
+)
+def test_lying_safetensors_files(place: Place, damage: Callable[[Path], None]) -> None:
+    new = place.new(all_changed(place.model, np.random.default_rng(1)))
+    damage(new / "model.safetensors")
+    refuses(place, new, DamagedFile, "model.safetensors")
+
+
+def test_an_index_that_names_a_missing_shard(place: Place, tmp_path: Path) -> None:
+    new = write_checkpoint(tmp_path / "split", place.model, files=3)
+    (new / "model-00002-of-00003.safetensors").unlink()
+    refuses(place, new, DamagedFile, "model-00002-of-00003.safetensors")
+
+
+def test_an_index_that_names_a_short_shard(place: Place, tmp_path: Path) -> None:
+    new = write_checkpoint(tmp_path / "split", place.model, files=3)
+    cut_tail(new / "model-00003-of-00003.safetensors")
+    refuses(place, new, DamagedFile, "model-00003-of-00003.safetensors")
+
+
+def test_an_index_that_places_a_tensor_wrongly(place: Place, tmp_path: Path) -> None:
+    new = write_checkpoint(tmp_path / "split", place.model, files=2)
+    index = new / "model.safetensors.index.json"
+    text = index.read_text()
+    found = json.loads(text)["weight_map"]["long"]
+    other = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"} - {found}
+    index.write_text(text.replace(f'"long": "{found}"', f'"long": "{other.pop()}"'))
+    refuses(place, new, DamagedFile, "long")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_another_config_or_tokenizer(place: Place, name: str) -> None:
+    new = place.new(place.model)
+    (new / name).write_text('{"other": true}')
+    refuses(place, new, WrongRun, name)
+
+
+def test_a_checkpoint_without_config_is_taken(place: Place, rng: np.random.Generator) -> None:
+    model = all_changed(place.model, rng)
+    new = place.new(model)
+    (new / "config.json").unlink()
+    (new / "tokenizer.json").unlink()
+    with place.publisher() as publisher:
+        assert publisher.publish_checkpoint(new).version == 2
+    place.arrives(model, 2)
+
+
+@pytest.mark.parametrize("what", ["nothing there", "an empty directory", "a file", "a delta"])
+def test_what_is_no_checkpoint(place: Place, tmp_path: Path, what: str) -> None:
+    new = tmp_path / "thing"
+    if what == "an empty directory":
+        new.mkdir()
+    elif what == "a file":
+        new.write_text("weights")
+    elif what == "a delta":
+        new = place.channel / "weight_v000001"
+    refuses(place, new, WeightcastError)
+
+
+@pytest.mark.parametrize("how", ["in place", "cut short", "by rename", "removed", "config"])
+def test_a_checkpoint_that_changes_while_it_is_read(place: Place, rng: np.random.Generator, how: str) -> None:
+    model = all_changed(place.model, rng)
+    new = place.new(model)
+    file = new / "model.safetensors"
+    other = place.new(all_changed(model, rng)) / "model.safetensors"
+
+    def change(phase: str) -> None:
+        if phase != "diff":
+            return
+        if how == "in place":
+            file.write_bytes(other.read_bytes())
+        elif how == "cut short":
+            os.truncate(file, 200)
+        elif how == "by rename":
+            other.rename(file)
+        elif how == "removed":
+            file.unlink()
+        else:
+            (new / "config.json").write_text('{"a": 1}')
+
+    before = snapshot(place.channel), snapshot(place.pub)
+    with place.publisher() as publisher:
+        with pytest.raises(Refused, match="changed while it was read"):
+            publisher.publish_checkpoint(new, watching=change)
+        after = snapshot(place.channel, leave_out=("publishers", ".trash", "weight_v000002.parts"))
+        assert (after, snapshot(place.pub)) == before
+        assert publisher.publish_checkpoint(place.new(model)).version == 2
+    place.arrives(model, 2)
+
+
+# opening
+
+
+def test_a_local_directory_of_another_run(place: Place, tmp_path: Path) -> None:
+    other = make_place(tmp_path / "other", {"w": tensor(np.random.default_rng(0), "F32", 3)})
+    for name in ("channel.json", "base.json"):
+        path = other.channel / name
+        path.write_text(path.read_text().replace("run-under-test", "another-run"))
+    before = snapshot(place.pub), snapshot(other.channel)
+    with pytest.raises(WrongRun, match="run-under-test"), other.publisher(local=place.pub):
+        pass
+    assert (snapshot(place.pub), snapshot(other.channel)) == before
+
+
+def test_a_local_directory_with_somebody_s_files(place: Place, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "mine", place.model)
+    before = snapshot(tmp_path / "mine")
+    with pytest.raises(Refused, match="not empty"), place.publisher(local=tmp_path / "mine"):
+        pass
+    assert snapshot(tmp_path / "mine") == before
+
+
+def test_another_base(place: Place, tmp_path: Path, rng: np.random.Generator) -> None:
+    base = write_checkpoint(tmp_path / "wrong", all_changed(place.model, rng))
+    with (
+        pytest.raises(WrongRun, match="do not have the bytes"),
+        place.publisher(local=tmp_path / "pub2", base=base),
+    ):
+        pass
+
+
+def test_no_channel(tmp_path: Path, place: Place) -> None:
+    with pytest.raises(RetryLater), Publisher.open(tmp_path / "nowhere", local=tmp_path / "l"):
+        pass
+    (tmp_path / "plain").mkdir()
+    with (
+        pytest.raises(Refused, match="channel init"),
+        Publisher.open(tmp_path / "plain", local=tmp_path / "l"),
+    ):
+        pass
+
+
+def test_a_publisher_in_the_same_local_directory(place: Place) -> None:
+    with place.publisher(), pytest.raises(RetryLater, match="already has a writer"), place.publisher():
+        pass
+
+
+# making channels
+
+
+def test_a_channel_is_made_once(place: Place, tmp_path: Path, rng: np.random.Generator) -> None:
+    before = snapshot(place.channel)
+    assert init_channel(place.channel, place.base).run_id == "run-under-test"
+    other = write_checkpoint(tmp_path / "other", all_changed(place.model, rng))
+    with pytest.raises(WrongRun):
+        init_channel(place.channel, other)
+    assert snapshot(place.channel) == before
+
+
+def test_a_channel_is_not_made_over_another_system_s(tmp_path: Path, place: Place) -> None:
+    channel = tmp_path / "theirs"
+    (channel / "weight_v000001").mkdir(parents=True)
+    (channel / "latest").write_text("000001")
+    before = snapshot(channel)
+    with pytest.raises(Refused, match="another system"):
+        init_channel(channel, place.base)
+    assert snapshot(channel) == before
+
+
+@pytest.mark.parametrize("aliases", [{"a": "nowhere"}, {"a": "long", "long": "scalar"}])
+def test_aliases_lead_to_tensors(tmp_path: Path, place: Place, aliases: dict[str, str]) -> None:
+    with pytest.raises(Refused, match="alias"):
+        init_channel(tmp_path / "new", place.base, aliases=aliases)
+    assert not (tmp_path / "new" / "channel.json").exists()
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_an_error_while_writing_leaves_no_file_open(
+    place: Place, rng: np.random.Generator, encoding: str
+) -> None:
+    """Refused in the middle of the diff: half-written shards go away."""
+    model: Model = all_changed(place.model, rng, 200)
+    new = place.new(model)
+
+    def change(phase: str) -> None:
+        if phase == "diff":
+            os.truncate(new / "model.safetensors", (new / "model.safetensors").stat().st_size - 9000)
+
+    with place.publisher(encoding=encoding) as publisher:
+        with pytest.raises(Refused):
+            publisher.publish_checkpoint(new, watching=change)
+        assert not list(place.channel.rglob("*.safetensors"))[2:]
+        assert publisher.publish_checkpoint(place.new(model)).version == 2
