@@ -70,9 +70,10 @@ def test_killed_while_going_back(site: Site, number: int) -> None:
     # patching, patched, pausing, refused, then: blocked, undoing, undone, pausing, served
     assert killed(lambda: _one_step(host), "os.rename", 4 + number, "state.json")
     engine._scripts.clear()
+    engine.calls.clear()
     host.start()
     outcome = host.step()
-    assert outcome.ready
+    assert outcome.ready and engine.of(UPDATE), "aligned only by a reload"
     assert host.at(run, 0 if number > 2 else 1), "before the undo began, the engine is asked again"
     assert engine.held == on_disk(host.local) and not engine.paused
 
@@ -202,6 +203,21 @@ def test_a_file_that_was_replaced_is_never_patched_or_loaded(site: Site) -> None
     assert engine.held == run.digest(0) and on_disk(host.local) == run.digest(0)
     assert host.step().ready
     assert host.at(run, 1) and engine.held == run.digest(1)
+
+
+def test_a_file_that_was_replaced_is_not_given_to_an_engine_that_restarts(site: Site) -> None:
+    run, engine = site.run(), SGLang()
+    host = site.host(run, engine)
+    host.step()
+    path = min(host.local.glob("model-*.safetensors"))
+    shutil.copy(path, host.local / "copy")
+    (host.local / "copy").rename(path)
+    engine.restart()
+    engine.calls.clear()
+    with pytest.raises(NeedsReseed, match="replaced"):
+        host.step()
+    assert engine.paths() == [] and not host.status.ready
+    assert host.step().ready and host.at(run, 0)
 
 
 def test_a_word_that_is_not_the_expected_one_ends_in_a_new_seed(site: Site) -> None:
