@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from weightcast.shared.errors import WeightcastError
 from weightcast.shared.service.snapshot import Frozen, LoopStatus, Readiness
 
 KEPT_UPDATES = 32
-PHASES = ("plan", "fetch", "stage", "lock", "patch", "pause", "reload", "read_back", "resume", "total")
 
 State = Literal[
     "starting", "waiting", "loading", "planning", "seeding", "fetching", "staging", "patching", "reloading",
@@ -60,7 +58,8 @@ class UpdateStatus(Frozen):
     changes: int
     """words changed"""
     seconds: Mapping[str, float]
-    """by phase: see PHASES; of several engines the slowest"""
+    """by phase: plan, seed, fetch, stage, lock, patch, pause, reload, read_back, resume, total; of several
+    engines the slowest"""
     pause_seconds: float | None
     """longest time that an engine was paused"""
     at: float
@@ -135,7 +134,3 @@ def served(engines: Iterable[EngineStatus], local_version: int | None) -> int | 
 
 def readiness(status: HostStatus) -> Readiness:
     return Readiness(ready=status.ready, reasons=status.not_ready_reasons)
-
-
-def last_error(error: WeightcastError, at: float) -> LastError:
-    return LastError(error=type(error).__name__, message=error.message, remedy=error.remedy, at=at)

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from doubles import Answer, Double, SGLangDouble, WebhookDouble, serve
 
 from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.publisher import Publisher
+from weightcast.publisher.report import PublishReport
 from weightcast.shared.local.state import LocalState, read_state
 from weightcast.subscriber.board import Board
 from weightcast.subscriber.engines.align import Pace
@@ -193,6 +195,25 @@ class Run:
         self.versions.append(new)
         assert report.version == number
         return number
+
+    def publish_by_two(self) -> int:
+        """A version whose parts two ranks write; the last one that this run publishes."""
+        self._publisher.close()
+        number = len(self.versions)
+        new = self.versions[-1].changed(number)
+        with ThreadPoolExecutor(2) as ranks:
+            reports = list(ranks.map(lambda rank: self._publish_as(rank, new), (0, 1)))
+        self.versions.append(new)
+        assert {report.version for report in reports} == {number}
+        return number
+
+    def _publish_as(self, rank: int, new: Weights) -> PublishReport:
+        mine = Weights({name: new.tensors[name] for name in list(new.tensors)[rank::2]})
+        directory = mine.write(self.root / f"rank{rank}", shards=1)
+        with Publisher.open(
+            self.channel, local=self.root / "publisher", rank=rank, world_size=2, deadline_seconds=30
+        ) as publisher:
+            return publisher.publish_checkpoint(directory)
 
     def digest(self, version: int) -> str:
         return self.versions[version].digest()

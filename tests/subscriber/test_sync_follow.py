@@ -241,3 +241,19 @@ def test_a_tag_stands_for_a_version(site: Site) -> None:
 def test_targets_that_are_none(text: str) -> None:
     with pytest.raises(BadTarget):
         parse_target(text)
+
+
+def test_versions_of_another_split_are_patched_in_turn_with_one_reload(site: Site) -> None:
+    """Two ranks write other parts than one: their versions do not fold onto each other."""
+    run, engine, mapping = site.run(), SGLang(), Mapping_(site.root / "host")
+    host = site.host(run, engine, mapping)
+    host.step()
+    engine.calls.clear()
+    mapping.seen.clear()
+    run.publish()
+    run.publish_by_two()
+    assert host.step().ready
+    assert host.at(run, 2) and engine.held == run.digest(2) == mapping.held
+    assert len(engine.of("/update_weights_from_disk")) == 1
+    assert [seen for phase, seen in mapping.seen if phase == "pause"] == [run.digest(0), run.digest(1)]
+    assert host.status.updates[-1].folded == 2
