@@ -135,9 +135,10 @@ class Owner:
     ) -> PublishReport:
         frame = self._frame(local, work.step)
         assembled, parts = self._gather_parts(channel, local, frame, weights, matched, work)
+        self._claim.check()
         directory = move_shards(channel.layout, frame.version, parts, assembled.sources)
         with work.phase("stage"):
-            index, staged = self._prove(channel, local, assembled, directory)
+            index, staged = self._prove(local, assembled, directory)
         with work.phase("commit"):
             commit_index(channel.layout, index, local.table, self._claim, directory)
             advance_pointer(channel.layout, index.version, self._claim, self._options.post_write)
@@ -190,17 +191,12 @@ class Owner:
                 rendezvous.close_attempt(parts, rendezvous.reason_of(error))
             raise
 
-    def _prove(
-        self, channel: Channel, local: LocalCheckpoint, assembled: Assembled, directory: Path
-    ) -> tuple[Index, Staged]:
+    def _prove(self, local: LocalCheckpoint, assembled: Assembled, directory: Path) -> tuple[Index, Staged]:
         """Stages the written files as a host would: no host sees a version that did not pass."""
         index = parse_index(write_index(assembled.index, local.table), local.table)
-        try:
-            verify_files(directory, index)
-            return index, stage(local, [Fetched(index, directory)], threads=self._options.threads)
-        except BaseException:
-            discard(channel.layout, directory)
-            raise
+        # what fails is left for the next attempt to move away: after a takeover it may be another owner's
+        verify_files(directory, index)
+        return index, stage(local, [Fetched(index, directory)], threads=self._options.threads)
 
     def _patch(self, local: LocalCheckpoint, staged: Staged) -> None:
         with local.patching():
@@ -228,23 +224,23 @@ class Owner:
             )
         _, base = channel.require_ours()
         version = self._free_number(channel)
-        directory = channel.layout.version_dir(version)
-        if directory.exists():
-            discard(channel.layout, directory)
-        directory.mkdir()
+        parts = new_parts_dir(channel.layout, version, self._claim.epoch)
         try:
             with work.phase("diff"):
                 words_in = _by_number(weights, matched)
                 others = self._other_files()
-                written = write_weights(directory, base.table, words_in, others, advance=work.advance)
+                written = write_weights(parts, base.table, words_in, others, advance=work.advance)
                 weights.finish()
             index = anchor_index(base.run_id, version, self._claim.epoch, work.step, base.table, written)
         except BaseException:
-            discard(channel.layout, directory)
+            discard(channel.layout, parts)
             raise
+        self._claim.check()
+        directory = move_shards(channel.layout, version, parts, {f.name: f.name for f in index.files})
         with work.phase("commit"):
             commit_index(channel.layout, index, base.table, self._claim, directory)
             advance_pointer(channel.layout, version, self._claim, self._options.post_write)
+        drop_parts(channel.layout)
         with work.phase("patch"):
             self.recover(work.advance)
         return report_of(index, base.table, work, directory)

@@ -83,7 +83,13 @@ class Publisher:
         with contextlib.ExitStack() as undo:
             undo.callback(follower.close)
             follower.own()
-            claimed = claim(directory, this_process(), take_over=take_over, patience=take_over_seconds)
+            claimed = claim(
+                directory,
+                this_process(),
+                take_over=take_over,
+                patience=take_over_seconds,
+                above=follower.epoch,
+            )
             publisher = cls(follower, Rank(0, world_size), options, claimed)
             undo.callback(publisher.close)
             publisher.recover()

@@ -167,12 +167,14 @@ def claim(
     *,
     take_over: bool,
     patience: float = PATIENCE_SECONDS,
+    above: int = 0,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Claim:
-    """Makes the next epoch. A present owner gives way when it released the channel, when its process is known
-    to be dead, when its file does not change for `patience` seconds of `clock`, or at once to `take_over`.
-    Raises Refused, naming the owner, when it lives, and OSError."""
+    """Makes the next epoch, higher than `above` (one known from before the channel was restored). A present
+    owner gives way when it released the channel, when its process is known to be dead, when its file does not
+    change for `patience` seconds of `clock`, or at once to `take_over`. Raises Refused, naming the owner, when
+    it lives, and OSError."""
     layout = Layout(channel)
     layout.publishers_dir.mkdir(exist_ok=True)
     durable.sync_directory(channel)
@@ -180,14 +182,15 @@ def claim(
     if epoch and not take_over and not _is_over(channel, epoch, claimant):
         _outwait(channel, epoch, patience, clock, sleep)
     record = ClaimRecord(claimant, time.time())
+    following = max(epoch, above) + 1
     try:
-        durable.create(layout.claim(epoch + 1), write_claim(record))
+        durable.create(layout.claim(following), write_claim(record))
     except FileExistsError as error:
         raise Refused(
-            f"{_owner(channel, epoch + 1)} claimed {channel} at the same moment",
+            f"{_owner(channel, following)} claimed {channel} at the same moment",
             remedy="stop one of the two",
         ) from error
-    return Claim(channel, epoch + 1, record)
+    return Claim(channel, following, record)
 
 
 def _read(channel: Path, epoch: int) -> bytes:

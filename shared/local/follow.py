@@ -126,6 +126,12 @@ class Follower:
         self.trouble = reason
 
     @property
+    def epoch(self) -> int:
+        """The highest epoch that was ever followed here."""
+        state = read_state(self.paths.state)
+        return 0 if state is None else state.position.epoch
+
+    @property
     def owns(self) -> bool:
         return self._owner is not None
 
