@@ -11,6 +11,7 @@ from weightcast.publisher.status import PublisherStatus
 from weightcast.publisher.watched import Arrivals
 from weightcast.shared.service.daemon import Stop, Wakeup, run_daemon
 from weightcast.shared.service.http import make_app
+from weightcast.shared.service.kernels import warm_up_in_background
 from weightcast.shared.service.metrics import new_registry, watch_loop
 from weightcast.shared.service.snapshot import LoopStatus, Snapshot
 from weightcast.shared.service.watch import Watcher
@@ -38,6 +39,7 @@ def run_publisher(settings: PublisherSettings) -> None:
         PublisherStatus,
     )
     app.include_router(publication_routes(lambda: desk.queue, settings.roots, wakeup.set))
+    warm_up_in_background()
     with ExitStack() as around:
         if settings.watch is not None:
             around.enter_context(Watcher(settings.watch, wakeup, arrivals.note))

@@ -17,7 +17,7 @@ from weightcast.publisher.progress import Meter
 from weightcast.publisher.publisher import Publisher
 from weightcast.publisher.queue import Job, Publication, Queue
 from weightcast.publisher.routes import check_checkpoint
-from weightcast.publisher.settings import PublisherSettings
+from weightcast.publisher.settings import THREADS, PublisherSettings
 from weightcast.publisher.status import (
     PUBLICATIONS_SHOWN,
     REFUSED_SHOWN,
@@ -45,7 +45,7 @@ from weightcast.shared.local.seed import check_other_files, check_table
 from weightcast.shared.service.daemon import Stop, Wakeup, failure_of
 from weightcast.shared.service.hooks import run_hook
 from weightcast.shared.service.logs import get_log
-from weightcast.shared.service.settings import usable_cores
+from weightcast.shared.service.settings import working_threads
 from weightcast.shared.service.snapshot import Failure, Snapshot
 
 _HOSTS_SECONDS = 5.0
@@ -324,7 +324,7 @@ class Desk:
 def ready_channel(settings: PublisherSettings, meter: Meter) -> int:
     """Makes the channel from the base, or checks that it was. Returns the bytes of a version. Weights
     are compared as long as nothing is seeded from them: later the base is no longer read. Raises Refused."""
-    threads = usable_cores() if settings.threads is None else settings.threads
+    threads = working_threads(settings.threads, settings.memory_budget, default=THREADS)
     if not (settings.channel / "channel.json").exists() or not LocalPaths(settings.local).state.exists():
         init_channel(settings.channel, settings.base, threads=threads, advance=meter.advance)
     _, base = Channel.open(settings.channel).require_ours()
@@ -340,7 +340,7 @@ def open_publisher(settings: PublisherSettings) -> Publisher:
         local=settings.local,
         base=settings.base,
         encoding=settings.encoding,
-        threads=usable_cores() if settings.threads is None else settings.threads,
+        threads=working_threads(settings.threads, settings.memory_budget, default=THREADS),
         take_over=settings.take_over,
         post_write=None if settings.post_write is None else _hook(settings.post_write, settings.hook_seconds),
         anchor_every=settings.anchor_every,

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, PositiveInt, ValidationInfo, field_validator
 
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.files.paths import file_name
 from weightcast.shared.service.settings import PUBLISHER_PORT, ServiceSettings
 
+THREADS = 2
+"""at most, unless told: the trainer needs the cores"""
 Encoding = Literal["fast", "xor", "overwrite"]
 
 
@@ -44,6 +46,9 @@ class PublisherSettings(ServiceSettings):
         default_factory=list,
         description="Directory whose checkpoints may be published over HTTP, repeatable; unset: the watched "
         "one, or any if none is watched.",
+    )
+    threads: PositiveInt | None = Field(
+        None, description=f"Working threads, as far as the memory goes; unset: {THREADS} at most."
     )
     encoding: Encoding = Field("fast", description="Of the deltas; xor and overwrite are the field's.")
     anchor_every: int = Field(0, ge=0, description="Versions from one anchor to the next; 0 makes none.")

@@ -20,7 +20,7 @@ from weightcast.shared.service.cli import group
 from weightcast.shared.service.logs import setup_logs
 from weightcast.shared.service.options import settings_command
 from weightcast.shared.service.output import ChannelOption, JsonOption, Output
-from weightcast.shared.service.settings import usable_cores
+from weightcast.shared.service.settings import working_threads
 
 ThreadsOption = Annotated[
     int | None, typer.Option("--threads", min=1, help="Working threads; unset: every core allowed.")
@@ -59,7 +59,12 @@ def init(
     output = Output(json=as_json)
     with output.progress("reading the base", None) as advance:
         made = init_channel(
-            channel, base, frozen=frozen or (), aliases=aliases, threads=_threads(threads), advance=advance
+            channel,
+            base,
+            frozen=frozen or (),
+            aliases=aliases,
+            threads=working_threads(threads),
+            advance=advance,
         )
     _, described = Channel.open(channel).require_ours()
     facts = {
@@ -100,7 +105,7 @@ def publish(
             local=local,
             base=base,
             encoding=_encoding(encoding),
-            threads=_threads(threads),
+            threads=working_threads(threads),
             take_over=take_over,
         ) as publisher,
         output.progress(f"publishing {checkpoint.name}", described.table.nbytes) as advance,
@@ -114,10 +119,6 @@ def _encoding(text: str) -> Encoding:
     if text in ("fast", "xor", "overwrite"):
         return text  # type: ignore[return-value]
     raise typer.BadParameter(f"{text} is not one of fast, xor, overwrite", param_hint="--encoding")
-
-
-def _threads(given: int | None) -> int:
-    return usable_cores() if given is None else given
 
 
 def _alias(text: str) -> tuple[str, str]:

@@ -15,9 +15,10 @@ from weightcast.shared.local.follow import PreRead
 from weightcast.shared.service.daemon import Stop, Wakeup, run_daemon
 from weightcast.shared.service.hooks import run_hook
 from weightcast.shared.service.http import make_app
+from weightcast.shared.service.kernels import warm_up_in_background
 from weightcast.shared.service.logs import get_log, setup_logs
 from weightcast.shared.service.metrics import new_registry, watch_loop
-from weightcast.shared.service.settings import usable_cores
+from weightcast.shared.service.settings import working_threads
 from weightcast.shared.service.snapshot import LoopStatus, Readiness, Snapshot
 from weightcast.shared.service.watch import Watcher
 from weightcast.subscriber.board import Board
@@ -44,7 +45,7 @@ def options_of(settings: SubscriberSettings) -> SyncOptions:
         local=settings.local.absolute(),
         base=settings.base,
         target=parse_target(settings.target),
-        threads=usable_cores() if settings.threads is None else settings.threads,
+        threads=working_threads(settings.threads, settings.memory_budget),
         visible_seconds=settings.visible_deadline,
         pre_read=None if settings.pre_read is None else _hook(settings.pre_read, settings.hook_seconds),
     )
@@ -152,6 +153,7 @@ class Subscriber:
 
     def run(self) -> None:
         """Until SIGTERM, SIGINT or `stop`. Raises what `run_daemon` raises."""
+        warm_up_in_background()
         with ExitStack() as stack:
             if self.settings.channel.is_dir():
                 stack.enter_context(Watcher(self.settings.channel, self.wakeup))

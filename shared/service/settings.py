@@ -47,6 +47,11 @@ def _header_text(token: SecretStr) -> SecretStr:
 Token = Annotated[SecretStr, AfterValidator(_header_text)]
 
 
+MEMORY_BUDGET = 256 << 20
+SCRATCH_BYTES = 128 << 20
+"""of working buffers per thread: a chunk of 4 Mi words as old and new words, changes and code"""
+
+
 class ServiceSettings(BaseSettings):
     """What both daemons have. Building an instance directly reads no environment: see `load_settings`."""
 
@@ -61,9 +66,11 @@ class ServiceSettings(BaseSettings):
     log_format: Literal["console", "json"] = Field("console", description="Form of the log on stderr.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level logged.")
     memory_budget: ByteSize = Field(
-        ByteSize(256 << 20), ge=16 << 20, description="Memory for working buffers, e.g. 512MiB."
+        ByteSize(MEMORY_BUDGET), ge=16 << 20, description="Memory for working buffers, e.g. 512MiB."
     )
-    threads: PositiveInt | None = Field(None, description="Working threads; unset: every core allowed.")
+    threads: PositiveInt | None = Field(
+        None, description="Working threads, as far as the memory goes; unset: every core allowed."
+    )
     poll_seconds: float = Field(
         1.0, gt=0, le=3600, allow_inf_nan=False, description="Longest pause between two looks at the channel."
     )
@@ -139,6 +146,15 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def working_threads(
+    threads: int | None, memory_budget: int = MEMORY_BUDGET, *, default: int | None = None
+) -> int:
+    """Threads asked for (else `default`, else every core), as many as the budget has buffers for."""
+    cores = usable_cores()
+    wanted = threads if threads is not None else cores if default is None else min(cores, default)
+    return max(1, min(wanted, memory_budget // SCRATCH_BYTES))
 
 
 def usable_cores() -> int:

@@ -15,7 +15,7 @@ from weightcast.shared.local.locks import FileLock
 from weightcast.shared.local.state import Phase
 from weightcast.shared.service.cli import group
 from weightcast.shared.service.output import Advance, JsonOption, Output, printable
-from weightcast.shared.service.settings import usable_cores
+from weightcast.shared.service.settings import working_threads
 
 LOCK_SECONDS = 60.0
 
@@ -36,7 +36,7 @@ def verify(
     """Read every byte of a local checkpoint and compare it with the version that it claims to be."""
     output = Output(json=as_json)
     with output.progress(f"reading {local}", None) as advance:
-        report = hash_local(local, usable_cores() if threads is None else threads, advance)
+        report = hash_local(local, working_threads(threads), advance)
     facts = {
         "local": str(local),
         "version": report.version,
