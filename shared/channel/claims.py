@@ -173,8 +173,8 @@ def claim(
 ) -> Claim:
     """Makes the next epoch, higher than `above` (one known from before the channel was restored). A present
     owner gives way when it released the channel, when its process is known to be dead, when its file does not
-    change for `patience` seconds of `clock`, or at once to `take_over`. Raises Refused, naming the owner, when
-    it lives, and OSError."""
+    change for `patience` seconds of `clock`, or at once to `take_over`. Raises Refused, naming an owner that
+    lives, and OSError."""
     layout = Layout(channel)
     layout.publishers_dir.mkdir(exist_ok=True)
     durable.sync_directory(channel)

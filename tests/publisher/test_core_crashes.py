@@ -165,7 +165,7 @@ def test_lost_beyond_repair(place: Place, rng: np.random.Generator) -> None:
 
 
 def test_a_local_checkpoint_ahead_of_the_channel(place: Place, rng: np.random.Generator) -> None:
-    """The channel was restored from a snapshot: numbers are not used twice, hosts on the old future follow."""
+    """The channel was restored from a snapshot: no number is used twice, hosts on the old future follow."""
     models = committed(place, rng, 1)
     shutil.copytree(place.channel, place.root / "snapshot")
     for _ in range(3):
@@ -255,9 +255,7 @@ def verified(place: Place) -> bool:
 # two publishers
 
 
-def test_the_second_publisher_is_refused_and_told_of_the_first(
-    place: Place, rng: np.random.Generator
-) -> None:
+def test_a_second_publisher_is_refused_and_told_of_the_first(place: Place, rng: np.random.Generator) -> None:
     first = claim(place.channel, this_process(), take_over=False)
     over = threading.Event()
 

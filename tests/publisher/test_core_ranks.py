@@ -1,0 +1,186 @@
+"""Several processes publish one version: real processes, real files, no collectives."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from core_cases import Model, all_changed, ended, flip, snapshot, start
+from publisher_cases import ENCODINGS, Place, as_numpy, make_place, numpy_model
+
+from weightcast.publisher import Publisher
+from weightcast.shared.channel.chain import verify
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import NotInTime, Refused
+
+CHILD = Path(__file__).with_name("rank_child.py")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return make_place(tmp_path, numpy_model(np.random.default_rng(3)))
+
+
+def model_at(step: int) -> Model:
+    """What all ranks' children together publish."""
+    model, rng = numpy_model(np.random.default_rng(3)), np.random.default_rng(4)
+    for _ in range(step):
+        model = all_changed(model, rng, 3)
+    return model
+
+
+def start_ranks(
+    place: Place,
+    world: int,
+    *,
+    steps: int = 1,
+    encoding: str = "fast",
+    separate: bool = False,
+    how: dict[int, str] | None = None,
+    deadline: float = 60.0,
+    only: int | None = None,
+) -> list[subprocess.Popen[str]]:
+    return [
+        start(
+            CHILD,
+            place.channel,
+            place.root / f"pub-{rank if separate else 0}",
+            place.base,
+            rank,
+            world,
+            steps,
+            encoding,
+            (how or {}).get(rank, "well"),
+            deadline,
+        )
+        for rank in range(world)
+        if only in (None, rank)
+    ]
+
+
+def outcomes(children: list[subprocess.Popen[str]]) -> list[list[Any]]:
+    """What each rank printed of its last step."""
+    found = []
+    for child in children:
+        code, text = ended(child)
+        lines = text.splitlines()
+        assert code == 0, text
+        found.append(json.loads(lines[-1]) if lines[-1] != "ready" else [])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "separate", "encoding"), [(4, False, "fast"), (4, True, "xor"), (2, True, "overwrite")]
+)
+def test_ranks_publish_disjoint_tensors(place: Place, world: int, separate: bool, encoding: str) -> None:
+    found = outcomes(start_ranks(place, world, steps=3, separate=separate, encoding=encoding))
+    assert {tuple(one) for one in found} == {tuple(found[0])}
+    assert found[0][0] == 3
+    shards = list((place.channel / "weight_v000003").glob("*.safetensors"))
+    assert len(shards) == world
+    assert not list(place.channel.glob("*.parts"))
+    place.arrives(model_at(3), 3)
+    assert verify(Channel.open(place.channel)) == []
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_versions_of_one_rank_and_of_several_follow_each_other(place: Place, encoding: str) -> None:
+    outcomes(start_ranks(place, 2, encoding=encoding))
+    model = all_changed(model_at(1), np.random.default_rng(0))
+    assert place.publish(model, local=place.root / "pub-0", encoding=encoding) == 2
+    place.arrives(model, 2)
+
+
+def test_missing_ranks_are_named(place: Place) -> None:
+    before = snapshot(place.channel)
+    children = start_ranks(place, 4, how={1: "absent", 3: "absent"}, deadline=6.0)
+    first, _, third, _ = outcomes(children)
+    assert first[0] == "NotInTime" and "ranks 1, 3 of 4" in first[1]
+    assert third[0] in ("Refused", "NotInTime")
+    after = snapshot(place.channel, leave_out=("publishers", ".trash", "weight_v000001.parts"))
+    assert after == before
+
+
+def test_a_failing_rank_is_known_to_all(place: Place) -> None:
+    first, second, third = outcomes(start_ranks(place, 3, how={2: "failing"}))
+    assert first[0] == "Refused" and "rank 2 failed: ValueError: the tensors are away" in first[1]
+    assert second[0] == "Refused" and "rank 2 failed" in second[1]
+    assert third == ["ValueError", "the tensors\nare away"]
+
+
+def test_a_tensor_of_two_ranks_is_refused(place: Place) -> None:
+    before = snapshot(place.channel)
+    for outcome in outcomes(start_ranks(place, 3, how={1: "greedy"})):
+        assert outcome[0] == "Refused" and "came from part 1 and part 2" in outcome[1]
+    after = snapshot(place.channel, leave_out=("publishers", ".trash", "weight_v000001.parts"))
+    assert after == before
+
+
+def test_ranks_must_agree_on_the_encoding(place: Place) -> None:
+    first, _ = outcomes(start_ranks(place, 2, how={1: "other-encoding"}))
+    assert first[0] == "Refused" and "same encoding" in first[1]
+
+
+def test_ranks_must_agree_on_the_step(place: Place) -> None:
+    first, second = outcomes(start_ranks(place, 2, how={1: "other-step"}, deadline=5.0))
+    assert first[0] == second[0] == "NotInTime" and "step 8" in second[1]
+
+
+def test_a_tensor_of_no_rank_is_refused(place: Place) -> None:
+    """Rank 1 does not come; rank 0 alone in its world of two."""
+    model = model_at(1)
+    given = {name: as_numpy(one) for name, one in model.items()}
+    name, array = given.popitem()
+    with place.publisher(world_size=2, deadline_seconds=0.3) as publisher:
+        with pytest.raises(NotInTime, match="rank 1 of 2"):
+            publisher.publish(given, step=1)
+    with place.publisher() as publisher:
+        with pytest.raises(Refused, match=f"{name} is missing"):
+            publisher.publish(given)
+        assert publisher.publish({**given, name: array}).version == 1
+    place.arrives(model, 1)
+
+
+def test_the_world_must_have_one_size(place: Place) -> None:
+    with pytest.raises(Refused, match="rank 2 of world_size 2"):
+        Publisher.open(place.channel, local=place.pub, rank=2, world_size=2)
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_a_drifted_rank_heals_by_the_next_publication(place: Place, separate: bool) -> None:
+    outcomes(start_ranks(place, 2, steps=1, separate=separate))
+    drifted = place.root / ("pub-1" if separate else "pub-0")
+    # the second tensor in order is rank 1's
+    flip(drifted, list(place.model)[1], 0)
+    children = start_ranks(place, 2, steps=1, separate=separate)
+    kinds = {outcome[0] for outcome in outcomes(children)}
+    assert kinds <= {"NeedsReseed", "Refused"}
+    found = outcomes(start_ranks(place, 2, steps=1, separate=separate))
+    assert [one[0] for one in found] == [2, 2]
+    assert verify(Channel.open(place.channel)) == []
+
+
+def test_a_rank_may_try_again_at_once(place: Place) -> None:
+    """Its failure stands in the open attempt; the next try waits for the next attempt."""
+    mine = {name: as_numpy(one) for name, one in list(model_at(1).items())[1::2]}
+    with Publisher.open(
+        place.channel,
+        local=place.root / "pub-1",
+        base=place.base,
+        rank=1,
+        world_size=2,
+        deadline_seconds=60.0,
+    ) as member:
+        first = start_ranks(place, 2, only=0)[0]
+        with pytest.raises(Refused, match="does not fit|do not fit"):
+            member.publish({"nothing": np.zeros(3, np.float32)}, step=1)
+        code, text = ended(first)
+        assert code == 0 and "rank 1 failed" in text
+        second = start_ranks(place, 2, only=0)[0]
+        assert member.publish(mine, step=1).version == 1
+        ended(second)
+    place.arrives(model_at(1), 1)
