@@ -1,8 +1,8 @@
 """One rank of a publication: rank_child.py CHANNEL LOCAL BASE RANK WORLD STEPS ENCODING HOW DEADLINE.
 
-Publishes its share of the tensors for steps 1..STEPS and prints a line of JSON for each. HOW: `well`; `absent`
-(publishes nothing); `failing` (an error of its own); `greedy` (gives a tensor of another rank's too);
-`other-encoding`; `other-step`.
+Publishes its share of the tensors for steps 1..STEPS and prints a line of JSON for each. HOW: `well`;
+`absent` (publishes nothing); `failing` (an error of its own); `greedy` (gives a tensor of another rank's
+too); `other-encoding`; `other-step`.
 """
 
 import json

@@ -135,9 +135,9 @@ def test_a_tensor_of_no_rank_is_refused(place: Place) -> None:
     model = model_at(1)
     given = {name: as_numpy(one) for name, one in model.items()}
     name, array = given.popitem()
-    with place.publisher(world_size=2, deadline_seconds=0.3) as publisher:
-        with pytest.raises(NotInTime, match="rank 1 of 2"):
-            publisher.publish(given, step=1)
+    alone = place.publisher(world_size=2, deadline_seconds=0.3)
+    with alone as publisher, pytest.raises(NotInTime, match="rank 1 of 2"):
+        publisher.publish(given, step=1)
     with place.publisher() as publisher:
         with pytest.raises(Refused, match=f"{name} is missing"):
             publisher.publish(given)
@@ -176,7 +176,7 @@ def test_a_rank_may_try_again_at_once(place: Place) -> None:
         deadline_seconds=60.0,
     ) as member:
         first = start_ranks(place, 2, only=0)[0]
-        with pytest.raises(Refused, match="does not fit|do not fit"):
+        with pytest.raises(Refused, match="do not fit"):
             member.publish({"nothing": np.zeros(3, np.float32)}, step=1)
         code, text = ended(first)
         assert code == 0 and "rank 1 failed" in text

@@ -1,0 +1,83 @@
+"""A writer of the field's plain format, for channels that weightcast did not make: none of weightcast's code."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import xxhash
+import zstandard
+from field_reader import INDEX, digest
+
+
+def write_version(
+    directory: Path,
+    version: int,
+    old: dict[str, bytes],
+    new: dict[str, bytes],
+    *,
+    encoding: str = "xor",
+    checksum: str = "xxh3-128",
+    shards: int = 1,
+) -> None:
+    """`shards`: source ranks, each with every n-th changed tensor."""
+    directory.mkdir(parents=True)
+    changed = [name for name in new if new[name] != old[name]]
+    files = min(shards, len(changed))
+    weight_map = {}
+    for number in range(files):
+        name = f"model-{number:05d}-of-{files:05d}.safetensors"
+        mine = changed[number::files]
+        weight_map.update(dict.fromkeys(mine, name))
+        frames = {tensor: frame(payload(encoding, old[tensor], new[tensor])) for tensor in mine}
+        write_shard(directory / name, frames, {tensor: digest(checksum, new[tensor]) for tensor in mine})
+    metadata = {
+        "version": f"{version:06d}",
+        "base_version": f"{version - 1:06d}",
+        "delta_encoding": encoding,
+        "compression_format": "zstd",
+        "checksum_format": checksum,
+    }
+    (directory / INDEX).write_text(json.dumps({"metadata": metadata, "weight_map": weight_map}))
+
+
+def payload(encoding: str, old: bytes, new: bytes) -> bytes:
+    before, after = np.frombuffer(old, np.uint8), np.frombuffer(new, np.uint8)
+    if encoding == "xor":
+        return (before ^ after).tobytes()
+    places = np.flatnonzero(before != after)
+    if encoding == "overwrite":
+        return struct.pack("<I", len(places)) + places.astype("<u4").tobytes() + after[places].tobytes()
+    assert encoding == "xor_sparse"
+    values = (before ^ after)[places].tobytes()
+    return struct.pack("<Q", len(places)) + places.astype("<u8").tobytes() + values
+
+
+def frame(data: bytes) -> bytes:
+    return zstandard.ZstdCompressor(level=1, write_content_size=True).compress(data)
+
+
+def write_shard(path: Path, frames: dict[str, bytes], checksums: dict[str, str]) -> None:
+    header: dict[str, object] = {"__metadata__": checksums}
+    end = 0
+    for name, data in frames.items():
+        header[name] = {"dtype": "U8", "shape": [len(data)], "data_offsets": [end, end + len(data)]}
+        end += len(data)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(frames.values()))
+
+
+def write_pointer(channel: Path, version: int, run: str | None = None) -> None:
+    """In the plain dialect, or with a run's name."""
+    name = f"{version:06d}" if run is None else f"{run}/weight_v{version:06d}"
+    (channel / "latest").write_text(name)
+
+
+def root_of(tensors: dict[str, bytes]) -> str:
+    """A digest of all tensor bytes, for records of what a channel leads to."""
+    state = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        state.update(name.encode() + b"\0" + len(tensors[name]).to_bytes(8, "little") + tensors[name])
+    return state.hexdigest()

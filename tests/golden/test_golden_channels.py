@@ -1,0 +1,192 @@
+"""Channels as they were written once: read to the same root and bytes by every release."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from core_cases import (
+    Model,
+    all_changed,
+    bytes_of,
+    every_dtype,
+    flip,
+    read_checkpoint,
+    some_changed,
+    tensor,
+    write_checkpoint,
+)
+from field_reader import follow
+from field_writer import root_of, write_pointer, write_version
+
+from weightcast.publisher import Publisher, init_channel
+from weightcast.shared.channel.chain import verify
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import DamagedFile, NeedsReseed, RetryLater
+from weightcast.shared.local.follow import Follower, FollowOptions
+from weightcast.shared.local.hashing import full_hash
+
+CHANNELS = Path(__file__).parent / "channels"
+BASE = CHANNELS / "base"
+EXPECTED = json.loads((CHANNELS / "expected.json").read_text())
+OURS = ("fast", "xor", "overwrite")
+FIELD = ("field-plain", "field-run")
+
+
+def bring(channel: Path, local: Path, base: Path | None = BASE) -> str:
+    """Follows to the pointer; the root that lies there."""
+    follower = Follower(channel, local, base, FollowOptions(visible_seconds=0.2))
+    try:
+        follower.catch_up(Channel.open(channel))
+        assert follower.local is not None
+        report = full_hash(follower.local)
+        assert report.intact
+        return report.root
+    finally:
+        follower.close()
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_host_reads_what_was_written_once(tmp_path: Path, name: str) -> None:
+    assert bring(CHANNELS / name, tmp_path / "local") == EXPECTED["roots"][name]
+    assert root_of(read_checkpoint(tmp_path / "local")) == EXPECTED["bytes"]
+    assert verify(Channel.open(CHANNELS / name)) == []
+
+
+@pytest.mark.parametrize("name", FIELD)
+def test_a_host_reads_the_field_s_channels(tmp_path: Path, name: str) -> None:
+    assert bring(CHANNELS / name, tmp_path / "local") == EXPECTED["roots"]["fast"]
+    assert root_of(read_checkpoint(tmp_path / "local")) == EXPECTED["bytes"]
+
+
+@pytest.mark.parametrize("name", ["xor", "overwrite", *FIELD])
+def test_another_reader_agrees(name: str) -> None:
+    assert root_of(follow(CHANNELS / name, BASE / "model.safetensors")) == EXPECTED["bytes"]
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_another_reader_follows_what_is_written_today(tmp_path: Path, encoding: str) -> None:
+    rng = np.random.default_rng(12)
+    model: Model = {
+        **every_dtype(rng),
+        "wide": tensor(rng, "BF16", 300, 1000),
+        '1/ü"\\': tensor(rng, "U8", 9),
+    }
+    base = write_checkpoint(tmp_path / "base", model)
+    init_channel(tmp_path / "channel", base)
+    steps = [some_changed(model, rng), all_changed(model, rng, 700), all_changed(model, rng, 700), model]
+    with Publisher.open(
+        tmp_path / "channel", local=tmp_path / "pub", base=base, encoding=encoding
+    ) as publisher:  # type: ignore[arg-type]
+        for number, new in enumerate(steps):
+            publisher.publish_checkpoint(write_checkpoint(tmp_path / f"new-{number}", new))
+            assert follow(tmp_path / "channel", base / "model.safetensors") == bytes_of(new)
+
+
+# foreign channels, made by the other writer
+
+
+def foreign(
+    tmp_path: Path, *, run: str | None = None, count: int = 3, **options: str
+) -> tuple[Path, Path, list[Model]]:
+    rng = np.random.default_rng(13)
+    models = [every_dtype(rng)]
+    channel = tmp_path / "channel"
+    prefix = channel if run is None else channel / "updates"
+    for version in range(1, count + 1):
+        models.append(some_changed(models[-1], rng))
+        directory = prefix / f"weight_v{version:06d}"
+        write_version(directory, version, bytes_of(models[-2]), bytes_of(models[-1]), shards=3, **options)  # type: ignore[arg-type]
+    write_pointer(channel, count, run)
+    return channel, write_checkpoint(tmp_path / "base", models[0]), models
+
+
+@pytest.mark.parametrize("run", [None, "run-a"])
+@pytest.mark.parametrize("encoding", ["xor", "overwrite", "xor_sparse"])
+@pytest.mark.parametrize("checksum", ["xxh3-128", "blake3", "adler32"])
+def test_foreign_channels(tmp_path: Path, run: str | None, encoding: str, checksum: str) -> None:
+    channel, base, models = foreign(tmp_path, run=run, encoding=encoding, checksum=checksum)
+    write_pointer(channel, 1, run)
+    bring(channel, tmp_path / "local", base)
+    assert read_checkpoint(tmp_path / "local") == bytes_of(models[1])
+    write_pointer(channel, 3, run)
+    bring(channel, tmp_path / "local", base)
+    assert read_checkpoint(tmp_path / "local") == bytes_of(models[3])
+
+
+@pytest.mark.parametrize("name", ["model-00000-of-00003.safetensors", "model-00002-of-00003.safetensors"])
+def test_a_damaged_foreign_shard_changes_nothing(tmp_path: Path, name: str) -> None:
+    channel, base, models = foreign(tmp_path)
+    write_pointer(channel, 2)
+    bring(channel, tmp_path / "local", base)
+    write_pointer(channel, 3)
+    shard = channel / "weight_v000003" / name
+    good = shard.read_bytes()
+    shard.write_bytes(good[:-3] + bytes([good[-3] ^ 4]) + good[-2:])
+    with pytest.raises(DamagedFile):
+        bring(channel, tmp_path / "local", base)
+    assert read_checkpoint(tmp_path / "local") == bytes_of(models[2])
+    shard.write_bytes(good)
+    bring(channel, tmp_path / "local", base)
+    assert read_checkpoint(tmp_path / "local") == bytes_of(models[3])
+
+
+def test_a_new_run_in_a_foreign_channel_starts_over(tmp_path: Path) -> None:
+    channel, base, models = foreign(tmp_path, run="run-a")
+    bring(channel, tmp_path / "local", base)
+    shutil.rmtree(channel / "updates")
+    other = all_changed(models[0], np.random.default_rng(5))
+    write_version(channel / "updates/weight_v000001", 1, bytes_of(models[0]), bytes_of(other))
+    write_pointer(channel, 1, "run-b")
+    bring(channel, tmp_path / "local", base)
+    assert read_checkpoint(tmp_path / "local") == bytes_of(other)
+
+
+def test_a_foreign_trainer_that_rewinds(tmp_path: Path) -> None:
+    """Its receivers would stay on version 3 of the old weights."""
+    channel, base, models = foreign(tmp_path)
+    bring(channel, tmp_path / "local", base)
+    shutil.rmtree(channel / "weight_v000002")
+    shutil.rmtree(channel / "weight_v000003")
+    other = all_changed(models[1], np.random.default_rng(5))
+    write_version(channel / "weight_v000002", 2, bytes_of(models[1]), bytes_of(other))
+    write_pointer(channel, 2)
+    bring(channel, tmp_path / "local", base)
+    assert read_checkpoint(tmp_path / "local") == bytes_of(other)
+
+
+def test_drift_under_a_foreign_channel_is_found_where_it_is_touched(tmp_path: Path) -> None:
+    channel, base, models = foreign(tmp_path)
+    write_pointer(channel, 2)
+    bring(channel, tmp_path / "local", base)
+    old, new = bytes_of(models[2]), bytes_of(models[3])
+    flip(tmp_path / "local", next(name for name in old if old[name] != new[name]))
+    write_pointer(channel, 3)
+    follower = Follower(channel, tmp_path / "local", base, FollowOptions(visible_seconds=0.2))
+    with pytest.raises(NeedsReseed):
+        follower.catch_up(Channel.open(channel))
+    follower.release()
+    follower.catch_up(Channel.open(channel))
+    follower.close()
+    assert read_checkpoint(tmp_path / "local") == new
+
+
+@pytest.mark.parametrize("what", ["shard missing", "index missing"])
+def test_a_foreign_version_that_is_not_whole_waits(tmp_path: Path, what: str) -> None:
+    channel, base, models = foreign(tmp_path)
+    write_pointer(channel, 2)
+    bring(channel, tmp_path / "local", base)
+    write_pointer(channel, 3)
+    name = "model-00001-of-00003.safetensors" if what == "shard missing" else "model.safetensors.index.json"
+    gone = channel / "weight_v000003" / name
+    data = gone.read_bytes()
+    gone.unlink()
+    with pytest.raises(RetryLater, match=name):
+        bring(channel, tmp_path / "local", base)
+    assert read_checkpoint(tmp_path / "local") == bytes_of(models[2])
+    gone.write_bytes(data)
+    bring(channel, tmp_path / "local", base)
+    assert read_checkpoint(tmp_path / "local") == bytes_of(models[3])
