@@ -1,4 +1,4 @@
-"""A writer of the field's plain format, for channels that weightcast did not make: none of weightcast's code."""
+"""A writer of the field's plain format, for channels that weightcast did not make."""
 
 from __future__ import annotations
 

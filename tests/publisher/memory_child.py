@@ -1,0 +1,64 @@
+"""Publishes and follows a large checkpoint, and says how much its own memory grew: memory_child.py ROOT ENCODING.
+
+Counted is RssAnon: pages of mapped files are the page cache's.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+
+from weightcast.publisher import Publisher
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.local.follow import Follower
+
+
+def rss_anon() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) << 10
+    raise LookupError("RssAnon")
+
+
+class Highest:
+    """The most that was seen while it was watching."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.01):
+            self.seen = max(self.seen, rss_anon())
+
+    def __enter__(self) -> Highest:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+root, encoding = Path(sys.argv[1]), sys.argv[2]
+idle = rss_anon()
+grown = {}
+with Publisher.open(
+    root / "channel",
+    local=root / "pub",
+    base=root / "base",
+    encoding=encoding,  # type: ignore[arg-type]
+    threads=2,
+) as publisher:
+    with Highest() as highest:
+        report = publisher.publish_checkpoint(root / "new")
+    grown["publish"] = highest.seen - idle
+follower = Follower(root / "channel", root / "host", root / "base")
+with Highest() as highest:
+    follower.catch_up(Channel.open(root / "channel"))
+grown["sync"] = highest.seen - idle
+follower.close()
+print(json.dumps([grown, report.changed_elements, report.elements]))

@@ -1,0 +1,157 @@
+"""The package as it is installed: its list, its wheel, and a host without torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SIDES = ("shared", "publisher", "subscriber")
+
+
+def folders() -> list[str]:
+    """Every folder with an __init__.py, as the package that it is mapped to."""
+    found = [path.parent.relative_to(ROOT) for side in SIDES for path in (ROOT / side).rglob("__init__.py")]
+    return sorted("weightcast." + ".".join(path.parts) for path in found)
+
+
+def modules(side: str) -> list[str]:
+    found = sorted((ROOT / side).rglob("*.py"))
+    names = ["weightcast." + ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in found]
+    return [name.removesuffix(".__init__") for name in names]
+
+
+def settings() -> dict[str, object]:
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    found: dict[str, object] = tools["setuptools"]
+    return found
+
+
+def test_the_package_list_is_the_folders() -> None:
+    assert settings()["packages"] == folders()
+
+
+def test_no_module_lies_outside_a_package() -> None:
+    for side in SIDES:
+        for path in (ROOT / side).rglob("*.py"):
+            assert (path.parent / "__init__.py").exists(), path
+
+
+def test_every_side_is_typed() -> None:
+    assert all((ROOT / side / "py.typed").exists() for side in SIDES)
+
+
+def run(code: str, *arguments: str, cwd: Path, path: str = "") -> str:
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, *arguments, "-c", code],
+        check=False,
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+NO_TORCH = """
+import sys
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "safetensors"):
+            raise ModuleNotFoundError(f"No module named {name!r}")
+sys.meta_path.insert(0, NoTorch())
+"""
+SEEN_NONE = """
+assert not any(name.partition(".")[0] in ("torch", "safetensors") for name in sys.modules)
+print("done")
+"""
+ROUND_TRIP = """
+import numpy as np
+from pathlib import Path
+from core_cases import tensor, write_checkpoint, read_checkpoint
+from weightcast.publisher import Publisher, init_channel
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.local.follow import Follower
+here = Path.cwd()
+write_checkpoint(here / "base", {"w": tensor(np.random.default_rng(0), "F32", 9, 5)})
+init_channel(here / "channel", here / "base")
+new = np.full((9, 5), 2.5, np.float32)
+with Publisher.open(here / "channel", local=here / "pub", base=here / "base") as publisher:
+    publisher.publish({"w": new})
+follower = Follower(here / "channel", here / "host", here / "base")
+follower.catch_up(Channel.open(here / "channel"))
+follower.close()
+assert read_checkpoint(here / "host") == {"w": new.tobytes()}
+"""
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_all_modules_import_without_torch(side: str, tmp_path: Path) -> None:
+    """The publisher's too: a sidecar reads checkpoint directories."""
+    imports = "\n".join(f"import {name}" for name in modules(side))
+    assert run(NO_TORCH + imports + SEEN_NONE, cwd=tmp_path) == "done\n"
+
+
+def test_publishing_and_following_without_torch(tmp_path: Path) -> None:
+    assert run(NO_TORCH + ROUND_TRIP + SEEN_NONE, cwd=tmp_path, path=str(ROOT / "tests")) == "done\n"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy: building leaves files beside its sources."""
+    room = tmp_path_factory.mktemp("wheel")
+    source = room / "source"
+    for side in SIDES:
+        shutil.copytree(ROOT / side, source / side, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", source)
+    (source / "README.md").touch()
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(room), str(source)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = room.glob("*.whl")
+    return built
+
+
+def test_the_wheel_holds_every_module(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    expected = {
+        f"weightcast/{path.relative_to(ROOT).as_posix()}"
+        for side in SIDES
+        for path in [*(ROOT / side).rglob("*.py"), ROOT / side / "py.typed"]
+    }
+    assert {name for name in names if name.startswith("weightcast/")} == expected
+    assert not [name for name in names if name.split("/")[0] in (*SIDES, "tests", "examples")]
+
+
+def test_the_wheel_s_command_runs_from_an_install_of_its_own(wheel: Path, tmp_path: Path) -> None:
+    target = tmp_path / "site"
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target"]
+    subprocess.run([*install, str(target), str(wheel)], check=True, timeout=120, capture_output=True)
+    code = (
+        "import weightcast.publisher, weightcast.subscriber.sync, weightcast.shared as s; print(s.__file__)"
+    )
+    found = Path(run(code, cwd=tmp_path, path=str(target)).strip())
+    assert found.is_relative_to(target)
+    entries = next(target.glob("weightcast-*.dist-info")) / "entry_points.txt"
+    assert "weightcast.shared.service.cli:main" in entries.read_text()
+    command = "import sys; from weightcast.shared.service.cli import main; sys.argv[1:] = ['--help']; main()"
+    environment = {**os.environ, "PYTHONPATH": str(target), "COLUMNS": "120"}
+    done = subprocess.run(
+        [sys.executable, "-c", command],
+        check=False,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "publisher" in done.stdout and "subscriber" in done.stdout, done.stderr
