@@ -1,4 +1,4 @@
-"""Publishes and follows a large checkpoint, and says how much its own memory grew: memory_child.py ROOT ENCODING.
+"""Publishes and follows a large checkpoint, and says how much its memory grew: memory_child.py ROOT ENCODING.
 
 Counted is RssAnon: pages of mapped files are the page cache's.
 """
