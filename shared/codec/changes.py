@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.shared.codec.bits import bits
+from weightcast.shared.codec.kernels import kernels
 from weightcast.shared.words import Words
 
 
@@ -24,11 +24,12 @@ class Changes:
         return len(self.index)
 
     def apply(self, words: Words) -> None:
-        words[self.index] = self.new
+        """`words`: contiguous, of the dtype of those compared."""
+        kernels().scatter(words, self.index, self.new)
 
 
 def compare(old: Words, new: Words) -> Changes:
     """Changes between two 1-D arrays of equal length and dtype, by bits."""
     if old.shape != new.shape or old.dtype != new.dtype:
         raise ValueError(f"{old.shape} words of {old.dtype} against {new.shape} of {new.dtype}")
-    return Changes(*bits().compared(np.ascontiguousarray(old), np.ascontiguousarray(new)))
+    return Changes(*kernels().compared(np.ascontiguousarray(old), np.ascontiguousarray(new)))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from weightcast.shared.codec.changes import compare
+from weightcast.shared.codec.choose import StepEncoding
 from weightcast.shared.codec.container import decode_chunk, encode_chunk
 from weightcast.shared.digest.touched import span_sums
-from weightcast.shared.words import Chunk, Span
+from weightcast.shared.words import Chunk, Span, Words
 
 _WORDS = 1 << 14
-_DTYPES = ("U8", "BF16", "F32")
-"""one of each width, two with contexts"""
+_DTYPES = ("F8_E4M3", "BF16", "F32")
+"""one of each width, all with contexts and classes"""
 
 
 def warm_up() -> None:
@@ -22,5 +23,14 @@ def warm_up() -> None:
         new = old.copy()
         new[::5] += 1  # runs
         new[::640] += 5
-        changes = compare(old, new)
-        span_sums(chunk, old, decode_chunk(encode_chunk(chunk, old, new, changes), chunk, old))
+        _both_ways(chunk, old, new, "fast")
+        _both_ways(chunk, old, new, "small")
+        new[::2] ^= 1  # step bytes
+        _both_ways(chunk, old, new, "fast")
+
+
+def _both_ways(chunk: Chunk, old: Words, new: Words, encoding: StepEncoding) -> None:
+    blob = encode_chunk(chunk, old, new, compare(old, new), encoding)
+    changes = decode_chunk(blob, chunk, old)
+    span_sums(chunk, old, changes)
+    changes.apply(old.copy())

@@ -8,24 +8,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.shared.digest.lanes import MIX_A, MIX_B, Lanes
-from weightcast.shared.digest.native import I64, U64, frozen, inlined, kernel, load64, unwritable
+from weightcast.shared.digest.native import I64, U64, frozen, inlined, kernel, load64, prefetch, unwritable
 from weightcast.shared.words import ByteArray, Words
 
 A0, A1, A2 = (U64(value) for value in MIX_A)
 B0, B1, B2 = (U64(value) for value in MIX_B)
 
 
+_BATCH = 1024
+"""8-byte words that are collected before they are mixed together: mixing many at once is what is quick"""
+_AHEAD = 32
+
+
 @inlined
-def _mix_a(word: Any, number: Any) -> Any:
-    x = word ^ (number * A0)
+def _rounds_a(x: Any) -> Any:
     x = (x ^ (x >> U64(32))) * A1
     x = (x ^ (x >> U64(29))) * A2
     return x ^ (x >> U64(32))
 
 
 @inlined
-def _mix_b(word: Any, number: Any) -> Any:
-    x = word + number * B0
+def _rounds_b(x: Any) -> Any:
     x = (x ^ (x >> U64(31))) * B1
     x = (x ^ (x >> U64(33))) * B2
     return x ^ (x >> U64(30))
@@ -33,18 +36,22 @@ def _mix_b(word: Any, number: Any) -> Any:
 
 @kernel
 def _hash(data: ByteArray, first: Any) -> Any:
+    """Products of word numbers are kept by adding: multiplications are what this waits for."""
     a, b = U64(0), U64(0)
     whole = data.size >> 3
+    number_a, number_b = first * A0, first * B0
     for i in range(whole):
-        word, number = load64(data, i << 3), U64(i) + first
-        a += _mix_a(word, number)
-        b += _mix_b(word, number)
+        word = load64(data, i << 3)
+        a += _rounds_a(word ^ number_a)
+        b += _rounds_b(word + number_b)
+        number_a += A0
+        number_b += B0
     if data.size & 7:
         tail = U64(0)
         for i in range(whole << 3, data.size):
             tail |= U64(data[i]) << U64((i & 7) << 3)
-        a += _mix_a(tail, U64(whole) + first)
-        b += _mix_b(tail, U64(whole) + first)
+        a += _rounds_a(tail ^ number_a)
+        b += _rounds_b(tail + number_b)
     return a, b
 
 
@@ -53,31 +60,49 @@ def hash_bytes(data: ByteArray, first_word: int) -> Lanes:
     return Lanes(int(a), int(b))
 
 
+@inlined
+def _add(words: Any, places: Any, count: Any, first: Any, sums: Any, span: Any, column: Any) -> None:
+    a, b = U64(0), U64(0)
+    for i in range(count):
+        a += _rounds_a(words[i] ^ ((places[i] + first) * A0))
+    for i in range(count):
+        b += _rounds_b(words[i] + (places[i] + first) * B0)
+    sums[span, column] += a
+    sums[span, column + 1] += b
+
+
 @kernel
 def _touched(
     old: ByteArray, index: Any, new: Any, shift: int, ends: Any, numbers: Any, sums: Any, changed: Any
 ) -> None:
     """`shift`: log2 of the words per 8 bytes. `ends`, `numbers`: per span its end in the chunk and the number
     of the chunk's 8-byte word 0 in its tensor's count. `sums`: uint64[spans, 4], old a, b, new a, b."""
-    span, i = 0, 0
-    width = 8 >> shift
-    lane_mask = ~U64(0) >> U64(64 - 8 * width)
-    while i < index.size:
-        while I64(index[i]) >= ends[span]:
-            span += 1
-        place = I64(index[i]) >> shift
-        before = load64(old, place << 3)
-        after = before
-        while i < index.size and (I64(index[i]) >> shift) == place:
-            lane = U64((I64(index[i]) & ((1 << shift) - 1)) * 8 * width)
-            after = (after & ~(lane_mask << lane)) | (U64(new[i]) << lane)
-            changed[span] += 1
+    before, after = np.empty(_BATCH, np.uint64), np.empty(_BATCH, np.uint64)
+    places = np.empty(_BATCH, np.uint64)
+    bits, last = U64(64 >> shift), index.size - 1
+    kept = ~(~U64(0) >> (U64(64) - bits))
+    in_word = (I64(1) << shift) - 1
+    i = 0
+    for span in range(ends.size):
+        begin, count, open_place = i, 0, I64(-1)
+        while i < index.size and I64(index[i]) < ends[span]:
+            prefetch(old, I64(index[min(i + _AHEAD, last)]) >> shift, places)
+            place = I64(index[i]) >> shift
+            if place != open_place:
+                if count == _BATCH:
+                    _add(before, places, count, U64(numbers[span]), sums, span, 0)
+                    _add(after, places, count, U64(numbers[span]), sums, span, 2)
+                    count = 0
+                before[count] = after[count] = load64(old, place << 3)
+                places[count] = U64(place)
+                count, open_place = count + 1, place
+            lane = U64(I64(index[i]) & in_word) * bits
+            others = (kept << lane) | ~(~U64(0) << lane)
+            after[count - 1] = (after[count - 1] & others) | (U64(new[i]) << lane)
             i += 1
-        number = U64(place + numbers[span])
-        sums[span, 0] += _mix_a(before, number)
-        sums[span, 1] += _mix_b(before, number)
-        sums[span, 2] += _mix_a(after, number)
-        sums[span, 3] += _mix_b(after, number)
+        _add(before, places, count, U64(numbers[span]), sums, span, 0)
+        _add(after, places, count, U64(numbers[span]), sums, span, 2)
+        changed[span] = i - begin
 
 
 def touched(

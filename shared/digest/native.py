@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import numba
 import numpy as np
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
@@ -87,18 +87,101 @@ def trailing_zeros(typing: Any, value: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def differing64(typing: Any, one: Any, other: Any, first: Any) -> Any:
-    """Bit j says whether word first + j differs in two contiguous arrays of the same unsigned dtype."""
+def set_bits(typing: Any, value: Any) -> Any:
+    """How many bits of a uint64 are one."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        bits = signature.args[0].dtype.bitwidth
-        lanes = ir.VectorType(ir.IntType(bits), 64)
-        offset = builder.mul(args[2], ir.Constant(ir.IntType(64), bits // 8))
+        return builder.ctpop(args[0])
 
-        def load(number: int) -> Any:
-            start = _address(context, builder, signature.args[number], args[number], offset, 8)
-            return builder.load(builder.bitcast(start, lanes.as_pointer()), align=1)
+    return types.int64(types.uint64), build
 
-        return builder.bitcast(builder.icmp_unsigned("!=", load(0), load(1)), ir.IntType(64))
 
-    return types.uint64(one, other, types.int64), build
+@intrinsic  # type: ignore[untyped-decorator]
+def word_at(typing: Any, data: Any, position: Any, like: Any) -> Any:
+    """Word `position` of bytes that hold words of `like`'s dtype, aligned or not."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(_word_address(context, builder, signature, args, signature.args[2]), align=1)
+
+    return like.dtype(data, types.int64, like), build
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def set_word(typing: Any, data: Any, position: Any, word: Any) -> Any:
+    """Writes a word into bytes that hold words of its dtype, aligned or not."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = _word_address(context, builder, signature, args, None)
+        builder.store(args[2], place, align=1)
+        return context.get_dummy_value()
+
+    return types.none(data, types.int64, word), build
+
+
+def _word_address(context: Any, builder: Any, signature: Any, args: Any, like: Any) -> Any:
+    bits = (signature.args[2] if like is None else like.dtype).bitwidth
+    offset = builder.mul(args[1], ir.Constant(ir.IntType(64), bits // 8))
+    return _address(context, builder, signature.args[0], args[0], offset, bits)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch(typing: Any, data: Any, position: Any, like: Any) -> Any:
+    """Asks for the cache line of `word_at(data, position, like)`."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        offset = builder.mul(args[1], ir.Constant(ir.IntType(64), signature.args[2].dtype.bitwidth // 8))
+        place = _address(context, builder, signature.args[0], args[0], offset, 8)
+        number = ir.IntType(32)
+        form = ir.FunctionType(ir.VoidType(), [place.type, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, form, "llvm.prefetch.p0")
+        builder.call(function, [place, *(ir.Constant(number, flag) for flag in _READ_INTO_ALL_CACHES)])
+        return context.get_dummy_value()
+
+    return types.none(data, types.int64, like), build
+
+
+_READ_INTO_ALL_CACHES = (0, 3, 1)
+
+
+def _lanes64(context: Any, builder: Any, array_type: Any, array: Any, first: Any, bits: int) -> Any:
+    """64 words from word `first` on as a vector."""
+    offset = builder.mul(first, ir.Constant(ir.IntType(64), bits // 8))
+    start = _address(context, builder, array_type, array, offset, 8)
+    lanes = ir.VectorType(ir.IntType(bits), 64)
+    return builder.load(builder.bitcast(start, lanes.as_pointer()), align=1)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def differing64(typing: Any, one: Any, other: Any, first: Any, like: Any) -> Any:
+    """Bit j says whether word first + j differs in two byte arrays that hold words of `like`'s dtype."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = signature.args[3].dtype.bitwidth
+        left, right = (_lanes64(context, builder, signature.args[n], args[n], args[2], bits) for n in (0, 1))
+        return builder.bitcast(builder.icmp_unsigned("!=", left, right), ir.IntType(64))
+
+    return types.uint64(one, other, types.int64, like), build
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def reaching64(typing: Any, data: Any, first: Any, like: Any, mask: Any, least: Any) -> Any:
+    """Bit j says whether word first + j, under `mask`, is at least `least`."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = signature.args[2].dtype.bitwidth
+        words = _lanes64(context, builder, signature.args[0], args[0], args[1], bits)
+        masked = builder.and_(words, _repeated(builder, args[3], bits))
+        reached = builder.icmp_unsigned(">=", masked, _repeated(builder, args[4], bits))
+        return builder.bitcast(reached, ir.IntType(64))
+
+    return types.uint64(data, types.int64, like, types.uint64, types.uint64), build
+
+
+def _repeated(builder: Any, value: Any, bits: int) -> Any:
+    """The low `bits` of a uint64 in each of 64 lanes."""
+    lane, number = ir.IntType(bits), ir.IntType(32)
+    lanes = ir.VectorType(lane, 64)
+    single = builder.insert_element(
+        ir.Constant(lanes, ir.Undefined), builder.trunc(value, lane), ir.Constant(number, 0)
+    )
+    return builder.shuffle_vector(single, single, ir.Constant(ir.VectorType(number, 64), [0] * 64))

@@ -1,0 +1,89 @@
+"""Which mode a chunk is written in: from counts, without encoding it twice.
+
+`fast` means quick: where a quarter of the words changes, a byte per word is quicker than a code per change.
+`small` takes what is expected to be smallest. Unrelated words go as planes with both. Whatever comes out
+longer than the raw words is written raw instead.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from weightcast.shared.codec import dense, magnitudes, positions, sparse, steps
+from weightcast.shared.codec.changes import Changes
+from weightcast.shared.codec.padding import Counted
+from weightcast.shared.words import WordKind, Words
+
+StepEncoding = Literal["fast", "small"]
+
+RAW, FAST, SMALL, STEPS, PLANES = range(5)
+"""Mode bytes of a blob."""
+
+_WORTH_FRAMES = 4096
+"""words from which tables of a frame pay for themselves"""
+_WORTH_CLASSES = 256
+"""changes from which headers of classes do"""
+_MANY = 1 / 4
+"""share of changed words from which step bytes are quicker"""
+_FEW_LONGER = 1 / 16
+"""share of changes that may be too long for a step byte"""
+_CLASSES_SAVE = 0.4
+"""bits per change that classes save at such shares"""
+_UNRELATED = 1 / 2
+"""share of the raw size from which planes are looked at"""
+
+
+def encode(
+    changes: Changes, old: Words, new: Words, counted: Counted, kind: WordKind, encoding: StepEncoding
+) -> tuple[int, bytes]:
+    """Mode and payload, never longer than the raw words of the spans. `old`, `new`: with padding."""
+    most = counted.words * kind.width
+    many = len(changes) >= _MANY * counted.words and counted.words >= _WORTH_FRAMES
+    found = _stepwise(changes, old, new, counted, kind, encoding) if many else None
+    if found is None:
+        found = _changewise(changes, old, new, counted, kind, encoding)
+    if found is None or len(found[1]) >= most:
+        return RAW, counted.pick(new).tobytes()
+    return found
+
+
+_Found = tuple[int, bytes] | None
+
+
+def _stepwise(
+    changes: Changes, old: Words, new: Words, counted: Counted, kind: WordKind, encoding: StepEncoding
+) -> _Found:
+    after = counted.pick(new)
+    taken = dense.step_bytes(counted.pick(old), after, kind)
+    share = len(changes) / counted.words
+    gap_bits = positions.expected_gap_bits(len(changes), counted.words) / counted.words
+    expected = gap_bits + share * (1 + taken.length_bits)
+    if encoding == "small":
+        expected -= share * _CLASSES_SAVE
+    if taken.longer > _FEW_LONGER * len(changes) or taken.bits > expected:
+        return None
+    return STEPS, dense.encode_steps(taken, after)
+
+
+def _changewise(
+    changes: Changes, old: Words, new: Words, counted: Counted, kind: WordKind, encoding: StepEncoding
+) -> _Found:
+    most = counted.words * kind.width
+    measured = steps.measure(changes, kind)
+    grouped = magnitudes.grouped(measured, kind)
+    if len(changes) > _MANY * counted.words and counted.words >= _WORTH_FRAMES:
+        expected = positions.expected_gap_bits(len(changes), counted.words)
+        expected += len(changes) + grouped.expected_bits
+        after = counted.pick(new)
+        if expected > _UNRELATED * 8 * most and dense.expected_plane_bits(after) < expected:
+            return PLANES, dense.encode_planes(after)
+    if encoding == "small" and kind.exponent_mask and len(changes) >= _WORTH_CLASSES:
+        for exact in (False, True):
+            classes = positions.classify(measured, old, counted, kind, exact=exact)
+            payload = sparse.encode_small(changes.index, old, counted, classes, measured, grouped, kind, most)
+            if payload is not None or classes.exact:
+                break
+        if payload is not None:
+            return SMALL, payload
+    fast = sparse.encode_fast(changes.index, counted, measured, grouped, most)
+    return None if fast is None else (FAST, fast)

@@ -1,0 +1,34 @@
+"""The codec's compiled kernels: the same doors as `plain`, which explains them."""
+
+from __future__ import annotations
+
+from weightcast.shared.codec.native_classes import exponents_of_all, put_classes, take_classes
+from weightcast.shared.codec.native_dense import add_steps, escaped, step_bytes
+from weightcast.shared.codec.native_rice import (
+    put_gaps,
+    put_magnitudes,
+    put_values,
+    take_gaps,
+    take_steps,
+    take_values,
+)
+from weightcast.shared.codec.native_scan import compared, group, scatter, split
+
+__all__ = [
+    "add_steps",
+    "compared",
+    "escaped",
+    "exponents_of_all",
+    "group",
+    "put_classes",
+    "put_gaps",
+    "put_magnitudes",
+    "put_values",
+    "scatter",
+    "split",
+    "step_bytes",
+    "take_classes",
+    "take_gaps",
+    "take_steps",
+    "take_values",
+]

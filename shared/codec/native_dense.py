@@ -1,0 +1,86 @@
+"""A byte for the step of every word. The doors are explained in `plain`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from weightcast.shared.codec.native_ordinals import facts, in_range, step_between, stepped
+from weightcast.shared.digest.native import U64, frozen, kernel, reaching64, trailing_zeros, unwritable
+from weightcast.shared.words import ByteArray, WordKind, Words
+
+_LONG = 255
+
+
+@kernel
+def _step_bytes(old: Any, new: Any, kind: Any, out: Any) -> Any:
+    longer = 0
+    for i in range(old.size):
+        step = step_between(old[i], new[i], kind)
+        byte = min((step << 1) ^ (step >> 63), _LONG)
+        out[i] = byte
+        longer += byte == _LONG
+    return longer
+
+
+def step_bytes(old: Words, new: Words, kind: WordKind, out: ByteArray) -> int:
+    return int(_step_bytes(unwritable(old), unwritable(new), facts(kind), out))
+
+
+@kernel
+def _escaped(steps: Any, new: Any, like: Any, kept: Any) -> None:
+    found, whole = 0, steps.size & ~63
+    for first in range(0, whole, 64):
+        mask = reaching64(steps, first, like, U64(_LONG), U64(_LONG))
+        while mask != U64(0):
+            kept[found] = new[first + int(trailing_zeros(mask))]
+            found += 1
+            mask &= mask - U64(1)
+    for i in range(whole, steps.size):
+        if steps[i] == _LONG:
+            kept[found] = new[i]
+            found += 1
+
+
+def escaped(steps: ByteArray, new: Words, count: int) -> Words:
+    kept = np.empty(count, new.dtype)
+    _escaped(frozen(steps), unwritable(new), np.empty(0, np.uint8), kept)
+    return kept
+
+
+@kernel
+def _add_steps(old: Any, steps: Any, kind: Any, new: Any) -> Any:
+    good, longer = True, 0
+    for i in range(old.size):
+        byte = np.int64(steps[i])
+        long = byte == _LONG
+        step = 0 if long else (byte >> 1) ^ -(byte & 1)
+        good &= in_range(old[i], step, kind)
+        new[i] = stepped(old[i], step, kind)
+        longer += long
+    return longer if good else -1
+
+
+@kernel
+def _put_escaped(steps: Any, like: Any, kept: Any, new: Any) -> None:
+    found, whole = 0, steps.size & ~63
+    for first in range(0, whole, 64):
+        mask = reaching64(steps, first, like, U64(_LONG), U64(_LONG))
+        while mask != U64(0):
+            new[first + int(trailing_zeros(mask))] = kept[found]
+            found += 1
+            mask &= mask - U64(1)
+    for i in range(whole, steps.size):
+        if steps[i] == _LONG:
+            new[i] = kept[found]
+            found += 1
+
+
+def add_steps(old: Words, steps: ByteArray, kept: Words, kind: WordKind) -> Words | None:
+    new = np.empty(len(old), old.dtype)
+    if _add_steps(unwritable(old), unwritable(steps), facts(kind), new) != len(kept):
+        return None
+    if len(kept):
+        _put_escaped(frozen(steps), np.empty(0, np.uint8), unwritable(kept), new)
+    return new

@@ -1,0 +1,137 @@
+"""From words to changes, and from changes to steps in their contexts. The doors are explained in `plain`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightcast.shared.codec.native_ordinals import exponent, facts, step_between
+from weightcast.shared.codec.scratch import scratch
+from weightcast.shared.digest.native import (
+    I64,
+    U64,
+    differing64,
+    frozen,
+    kernel,
+    prefetch,
+    set_bits,
+    set_word,
+    store64,
+    trailing_zeros,
+    unwritable,
+    word_at,
+)
+from weightcast.shared.words import ByteArray, WordKind, Words
+
+Array32 = NDArray[np.uint32]
+Tallies = NDArray[np.int64]
+
+_BLOCK = 1 << 14
+"""words compared before those that differ are gathered: they still lie in the nearest caches"""
+_AHEAD = 48
+"""changes between asking for a cache line and using it"""
+
+
+@kernel
+def _compared(old: Any, new: Any, size: Any, index: Any, before: Any, after: Any) -> Any:
+    """`index` has room for three more than all positions: three are written for every mask, needed or not."""
+    found, taken = 0, 0
+    for start in range(0, size, _BLOCK):
+        stop = min(size, start + _BLOCK)
+        whole = start + ((stop - start) & ~63)
+        for first in range(start, whole, 64):
+            mask = differing64(old, new, first, before)
+            if mask != U64(0):
+                place, found = found, found + set_bits(mask)
+                for j in range(place, place + 3):
+                    index[j] = first + I64(trailing_zeros(mask))
+                    mask &= mask - U64(1)
+                for j in range(place + 3, found):
+                    index[j] = first + I64(trailing_zeros(mask))
+                    mask &= mask - U64(1)
+        for i in range(whole, stop):
+            if word_at(old, i, before) != word_at(new, i, before):
+                index[found] = i
+                found += 1
+        for j in range(taken, found):
+            before[j] = word_at(old, I64(index[j]), before)
+            after[j] = word_at(new, I64(index[j]), before)
+        taken = found
+    return found
+
+
+def compared(old: Words, new: Words) -> tuple[Array32, Words, Words]:
+    room = scratch()
+    index = room.take("index", np.uint32, len(old) + 3)
+    before, after = room.take("before", old.dtype, len(old)), room.take("after", old.dtype, len(old))
+    count = _compared(frozen(old), frozen(new), len(old), index, before, after)
+    return index[:count].copy(), before[:count].copy(), after[:count].copy()
+
+
+@kernel
+def _scatter(words: Any, index: Any, new: Any) -> None:
+    last = index.size - 1
+    for i in range(index.size):
+        prefetch(words, I64(index[min(i + _AHEAD, last)]), new)
+        set_word(words, I64(index[i]), new[i])
+
+
+def scatter(words: Words, index: Array32, new: Words) -> None:
+    if len(index) and index[-1] >= len(words):
+        raise IndexError(f"a change of word {index[-1]} in {len(words)} words")
+    if len(index):
+        _scatter(words.view(np.uint8), unwritable(index), unwritable(new))
+
+
+@kernel
+def _split(old: Any, new: Any, kind: Any, magnitude: Any, exponents: Any, signs: Any, tallies: Any) -> None:
+    """Four tallies, so that equal neighbours do not wait for each other."""
+    bits = U64(0)
+    for i in range(old.size):
+        step = step_between(old[i], new[i], kind)
+        magnitude[i] = abs(step) - 1
+        bits |= U64(step < 0) << U64(i & 63)
+        if i & 63 == 63:
+            store64(signs, (i >> 3) & ~7, bits)
+            bits = U64(0)
+        power = exponent(old[i], kind)
+        exponents[i] = power
+        tallies[i & 3, power] += 1
+    store64(signs, (old.size >> 6) << 3, bits)
+
+
+def split(
+    old: Words, new: Words, kind: WordKind, magnitude: Array32, exponents: ByteArray, signs: ByteArray
+) -> Tallies:
+    tallies = np.zeros((4, 256), np.int64)
+    _split(unwritable(old), unwritable(new), facts(kind), magnitude, exponents, signs, tallies)
+    summed: Tallies = tallies.sum(axis=0)
+    return summed
+
+
+@kernel
+def _group(magnitude: Any, exponents: Any, table: Any, ends: Any, grouped: Any, sums: Any) -> None:
+    places = np.zeros(ends.size, np.int64)
+    places[1:] = ends[:-1]
+    for i in range(magnitude.size):
+        context = table[exponents[i]]
+        grouped[places[context]] = magnitude[i]
+        places[context] += 1
+    start = 0
+    for context in range(ends.size):
+        total, longer = U64(0), 0
+        for i in range(start, ends[context]):
+            total += U64(grouped[i])
+            longer += grouped[i] != 0
+        sums[context, 0], sums[context, 1] = I64(total), longer
+        start = ends[context]
+
+
+def group(
+    magnitude: Array32, exponents: ByteArray, table: ByteArray, ends: Tallies, grouped: Array32
+) -> Tallies:
+    sums = np.empty((len(ends), 2), np.int64)
+    _group(magnitude, exponents, unwritable(table), ends, grouped, sums)
+    return sums

@@ -1,0 +1,51 @@
+"""Positions in a chunk with and without the padding between its spans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightcast.shared.words import Chunk, Words
+
+Index = NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The words of a chunk that count. `spans`: int64[n, 2], offset and words of each span; `starts`: where
+    they begin with no padding counted."""
+
+    spans: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    words: int
+
+    @classmethod
+    def of(cls, chunk: Chunk) -> Counted:
+        spans = np.array([(span.offset, span.words) for span in chunk.spans], np.int64).reshape(-1, 2)
+        ends = np.cumsum(spans[:, 1])
+        return cls(spans, ends - spans[:, 1], int(ends[-1]) if len(ends) else 0)
+
+    @property
+    def _unpadded(self) -> bool:
+        """Nothing lies between the spans, so that positions are the same both ways."""
+        return bool((self.spans[:, 0] == self.starts).all())
+
+    def without_padding(self, index: Index) -> Index:
+        return index if self._unpadded else index - self._shifts(index, self.spans[:, 0])
+
+    def with_padding(self, index: Index) -> Index:
+        return index if self._unpadded else index + self._shifts(index, self.starts)
+
+    def _shifts(self, index: Index, firsts: NDArray[np.int64]) -> Index:
+        """How much padding lies before the span of each position."""
+        borders = np.searchsorted(index, firsts.astype(np.uint32))
+        shifts = (self.spans[:, 0] - self.starts).astype(np.uint32)
+        return np.repeat(shifts, np.diff(borders, append=len(index)))
+
+    def pick(self, words: Words) -> Words:
+        """The words of the spans, one after the other; a view where no padding lies between them."""
+        if self._unpadded:
+            return words[: self.words]
+        return np.concatenate([words[offset : offset + count] for offset, count in self.spans.tolist()])

@@ -1,0 +1,335 @@
+"""The codec's kernels by numpy, for where numba is missing. The same doors as `native`.
+
+Positions are uint32 and ascend; `out` has room for `most` + rice.MARGIN bytes; what is written has to be at
+most `most` bytes long, else a writer returns -1 or None. Readers answer damage with -1, False or None.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightcast.shared.codec.rice import ESCAPE, GREATEST, LONGEST, NOTHING, RICE, RUNS, SLACK
+from weightcast.shared.words import ByteArray, WordKind, Words
+
+Array32 = NDArray[np.uint32]
+Counts = NDArray[np.int64]
+
+_LONG = 255
+
+
+def compared(old: Words, new: Words) -> tuple[Array32, Words, Words]:
+    """Positions where two arrays differ, and the words there."""
+    index = np.flatnonzero(old != new).astype(np.uint32)
+    return index, old[index], new[index]
+
+
+def scatter(words: Words, index: Array32, new: Words) -> None:
+    words[index] = new
+
+
+def split(
+    old: Words, new: Words, kind: WordKind, magnitude: Array32, exponents: ByteArray, signs: ByteArray
+) -> Counts:
+    """Steps from `old` to `new` into |step| - 1, the exponent of the old word, and bits that say step < 0
+    (room for 8 bytes more). Returns how many old words have each of 256 exponents."""
+    steps = _steps(old, new, kind)
+    magnitude[:] = np.abs(steps) - 1
+    exponents[:] = (old >> kind.exponent_shift) & kind.exponent_mask
+    packed = np.packbits(steps < 0, bitorder="little")
+    signs[: len(packed)] = packed
+    return np.bincount(exponents, minlength=256).astype(np.int64)
+
+
+def _steps(old: Words, new: Words, kind: WordKind) -> Counts:
+    steps = _ordinals(new, kind) - _ordinals(old, kind)
+    half = 1 << (8 * kind.width - 1)
+    return steps if kind.sign_bit else (steps + half) % (2 * half) - half
+
+
+def _ordinals(words: Words, kind: WordKind) -> Counts:
+    wide = words.astype(np.int64)
+    return np.where(wide & kind.sign_bit, -1 - (wide ^ kind.sign_bit), wide)
+
+
+def _stepped(old: Words, steps: Counts, kind: WordKind) -> Words | None:
+    """New words; None where a step leaves the words of the kind."""
+    half = 1 << (8 * kind.width - 1)
+    moved = _ordinals(old, kind) + steps
+    bounded = moved if kind.sign_bit else np.where(np.abs(steps) <= half, 0, half)
+    if ((bounded < -half) | (bounded >= half)).any():
+        return None
+    below = np.where(moved < 0, (-1 - moved) | half, moved) if kind.sign_bit else moved % (2 * half)
+    return below.astype(old.dtype)
+
+
+def group(
+    magnitude: Array32, exponents: ByteArray, table: ByteArray, ends: Counts, grouped: Array32
+) -> Counts:
+    """`magnitude` by ascending context, which `table` (256 long) gives each exponent, in their order within
+    each. `ends`: where each context ends. Returns int64[contexts, 2]: sum, how many are not 0."""
+    grouped[:] = magnitude[np.argsort(table[exponents], kind="stable")]
+    pieces = np.split(grouped, ends[:-1])
+    return np.array([(piece.sum(dtype=np.int64), np.count_nonzero(piece)) for piece in pieces], np.int64)
+
+
+def put_gaps(index: Array32, k: int, out: ByteArray, most: int) -> int:
+    """Rice codes of the distances between positions, less one; the first is counted from 0. Returns bytes."""
+    gaps = index.copy()
+    gaps[1:] -= index[:-1] + np.uint32(1)
+    return put_values(gaps, k, out, most)
+
+
+def put_values(values: Array32, k: int, out: ByteArray, most: int) -> int:
+    return _put(_coded(values, np.full(len(values), k, np.uint64)), out, most)
+
+
+def _put(data: ByteArray, out: ByteArray, most: int) -> int:
+    if len(data) > most:
+        return -1
+    out[: len(data)] = data
+    return len(data)
+
+
+def put_magnitudes(
+    grouped: Array32, ends: Counts, plan: Counts, out: ByteArray, most: int
+) -> list[int] | None:
+    """`plan`: int64[contexts, 3], coding, k, k of what ends a run. Returns the bytes of each context.
+
+    RUNS are for values that are mostly 0: the length of a run of zeros, then alternately the value - 1 that
+    ends it and the length of the next; the last run has no such value."""
+    pieces = []
+    for values, (coding, k, k_rest) in zip(np.split(grouped, ends[:-1]), plan.tolist(), strict=True):
+        if coding == RUNS:
+            pieces.append(_runs(values, k, k_rest))
+        elif coding == RICE:
+            pieces.append(_coded(values, np.full(len(values), k, np.uint64)))
+        else:
+            pieces.append(np.zeros(0, np.uint8))
+    if _put(np.concatenate(pieces), out, most) < 0:
+        return None
+    return [len(piece) for piece in pieces]
+
+
+def _runs(values: Array32, k: int, k_rest: int) -> ByteArray:
+    ends = np.flatnonzero(values)
+    alternating = np.zeros(2 * len(ends) + 1, np.uint32)
+    alternating[0::2] = np.diff(ends, prepend=-1, append=len(values)) - 1
+    alternating[1::2] = values[ends] - np.uint32(1)
+    parameters = np.full(len(alternating), k, np.uint64)
+    parameters[1::2] = k_rest
+    return _coded(alternating, parameters)
+
+
+def _coded(values: Array32, k: NDArray[np.uint64]) -> ByteArray:
+    """`values` with a parameter of its own for each."""
+    wide, one = values.astype(np.uint64), np.uint64(1)
+    zeros = wide >> k
+    escaped = zeros >= ESCAPE
+    zeros[escaped] = ESCAPE
+    low = np.where(escaped, wide, wide & ((one << k) - one))
+    codes = (one << zeros) | (low << (zeros + one))
+    return _packed(codes, np.where(escaped, LONGEST, (zeros + one + k).astype(np.int64)))
+
+
+def _packed(codes: NDArray[np.uint64], lengths: Counts) -> ByteArray:
+    ends = np.cumsum(lengths)
+    bits = int(ends[-1]) if len(ends) else 0
+    places = ends - lengths
+    word, shift = places >> 6, (places & 63).astype(np.uint64)
+    packed = np.zeros((bits >> 6) + 2, "<u8")
+    np.bitwise_or.at(packed, word, codes << shift)
+    np.bitwise_or.at(packed, word + 1, (codes >> np.uint64(1)) >> (np.uint64(63) - shift))
+    return packed.view(np.uint8)[: (bits + 7) >> 3]
+
+
+def take_gaps(data: ByteArray, start: int, stop: int, k: int, index: Array32) -> int:
+    """Positions whose gaps fill bytes [start, stop) of `data`; rice.SLACK bytes follow them. Returns where
+    the next one could be at the earliest."""
+    gaps = np.empty(len(index), np.uint32)
+    if not take_values(data, start, stop, k, gaps):
+        return -1
+    ends = np.cumsum(gaps, dtype=np.uint64) + np.arange(1, len(gaps) + 1, dtype=np.uint64)
+    index[:] = (ends - np.uint64(1)).astype(np.uint32)
+    return int(ends[-1]) if len(ends) else 0
+
+
+def take_values(data: ByteArray, start: int, stop: int, k: int, values: Array32) -> bool:
+    stream = _Stream(data, start, stop)
+    try:
+        for i in range(len(values)):
+            values[i] = stream.take(k)
+    except ValueError:
+        return False
+    return stream.used_up
+
+
+class _Stream:
+    """Rice codes from bytes [start, stop), one after the other."""
+
+    def __init__(self, data: ByteArray, start: int, stop: int) -> None:
+        self._data = data[: stop + SLACK].tobytes()
+        self._at, self._stop = 8 * start, stop
+
+    def take(self, k: int) -> int:
+        at = self._at
+        if at >= 8 * self._stop:
+            raise ValueError("a stream ends early")
+        bits = int.from_bytes(self._data[at >> 3 : (at >> 3) + 8], "little") >> (at & 7)
+        zeros = (bits & -bits).bit_length() - 1
+        if not 0 <= zeros <= ESCAPE:
+            raise ValueError("a stream holds no code where one must begin")
+        if zeros == ESCAPE:
+            self._at = at + LONGEST
+            return bits >> (ESCAPE + 1) & GREATEST
+        self._at = at + zeros + 1 + k
+        value = zeros << k | bits >> (zeros + 1) & ((1 << k) - 1)
+        if value > GREATEST:
+            raise ValueError("a value is too great")
+        return value
+
+    @property
+    def used_up(self) -> bool:
+        return (self._at + 7) >> 3 == self._stop
+
+
+def take_steps(
+    data: ByteArray, signs: int, streams: Counts, first: int, old: Words, index: Array32, kind: WordKind
+) -> tuple[Words, Words] | None:
+    """Old and new words at `index`. `signs`: where their bits begin. `streams`: int64[contexts, 5], coding,
+    k, k of what ends a run, start, stop. The context of a word is its exponent - `first`, within bounds."""
+    before = old[index]
+    exponents = ((before >> kind.exponent_shift) & kind.exponent_mask).astype(np.int64)
+    context = np.clip(exponents - first, 0, len(streams) - 1)
+    magnitude = np.zeros(len(index), np.int64)
+    try:
+        for number, stream in enumerate(streams.tolist()):
+            hit = context == number
+            magnitude[hit] = _magnitudes(data, stream, int(hit.sum()))
+    except ValueError:
+        return None
+    negative = np.unpackbits(data[signs:], count=len(index), bitorder="little").astype(np.bool_)
+    after = _stepped(before, np.where(negative, -1 - magnitude, 1 + magnitude), kind)
+    return None if after is None else (before, after)
+
+
+def _magnitudes(data: ByteArray, stream_row: list[int], count: int) -> Counts:
+    coding, k, k_rest, start, stop = stream_row
+    if (coding == NOTHING) != (count == 0):
+        raise ValueError("the magnitudes of a context are missing or too many")
+    values = np.zeros(count, np.int64)
+    stream = _Stream(data, start, stop)
+    if coding == RICE:
+        values[:] = [stream.take(k) for _ in range(count)]
+    elif coding == RUNS:
+        filled = stream.take(k)
+        while filled < count:
+            values[filled] = stream.take(k_rest) + 1
+            filled += 1 + stream.take(k)
+        if filled > count:
+            raise ValueError("a run is longer than what it counts")
+    if not stream.used_up:
+        raise ValueError("a stream is longer than its values")
+    return values
+
+
+def exponents_of_all(old: Words, spans: Counts, every: int, kind: WordKind) -> Counts:
+    """How many words of the spans (int64[n, 2], offset and words) have each of 256 exponents; of their blocks
+    of 64 words only one of `every` is looked at."""
+    tallies = np.zeros(256, np.int64)
+    for offset, words in spans.tolist():
+        chosen = (np.arange(words) // 64) % every == 0
+        exponents = (old[offset : offset + words][chosen] >> kind.exponent_shift) & kind.exponent_mask
+        tallies += np.bincount(exponents, minlength=256)
+    return tallies
+
+
+def put_classes(
+    old: Words,
+    spans: Counts,
+    index: Array32,
+    least: NDArray[np.uint64],
+    inverted: Counts,
+    table: ByteArray,
+    kind: WordKind,
+    room: Counts,
+    gaps: Array32,
+) -> Counts | None:
+    """Per class of the words of the spans, ranks within the class of its events, as gaps: of changed words,
+    of unchanged ones where `inverted`. `least` (8 long): the lowest word of each class without its sign;
+    `table`: classes by exponent. `gaps` has `room[c]` for class c, one class behind the other; None where
+    that is not enough. Returns how many there are of each."""
+    places, classes = _classes_of(old, spans, least, kind)
+    changed = np.zeros(len(old), np.bool_)
+    changed[index] = True
+    counts, start = np.zeros(len(room), np.int64), 0
+    for c in range(len(room)):
+        events = np.flatnonzero(changed[places[classes == c]] != bool(inverted[c]))
+        if len(events) > room[c]:
+            return None
+        gaps[start : start + len(events)] = np.diff(events, prepend=-1) - 1
+        counts[c], start = len(events), start + int(room[c])
+    return counts
+
+
+def _classes_of(
+    old: Words, spans: Counts, least: NDArray[np.uint64], kind: WordKind
+) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Positions of all words of the spans, and their classes."""
+    places = np.concatenate([np.arange(offset, offset + words) for offset, words in spans.tolist()])
+    low = kind.sign_bit - 1
+    return places, np.searchsorted(least[1:], (old[places] & low).astype(np.uint64), side="right")
+
+
+def take_classes(
+    old: Words,
+    spans: Counts,
+    least: NDArray[np.uint64],
+    inverted: Counts,
+    kind: WordKind,
+    gaps: Array32,
+    ends: Counts,
+    index: Array32,
+) -> int:
+    """The positions that `put_classes` was given. `gaps`: class after class, an unused one behind each;
+    `ends`: where those lie. `index` has room for 64 more than may come. Returns how many there are, -1 for
+    more than that or events behind the last word of a class."""
+    places, classes = _classes_of(old, spans, least, kind)
+    changed, start = np.zeros(len(old), np.bool_), 0
+    for c, end in enumerate(ends.tolist()):
+        mine = places[classes == c]
+        ranks = np.cumsum(gaps[start:end], dtype=np.int64) + np.arange(end - start)
+        if len(ranks) and ranks[-1] >= len(mine):
+            return -1
+        changed[mine] = bool(inverted[c])
+        changed[mine[ranks]] = not inverted[c]
+        start = end + 1
+    found = np.flatnonzero(changed)
+    if len(found) > len(index) - 64:
+        return -1
+    index[: len(found)] = found
+    return len(found)
+
+
+def step_bytes(old: Words, new: Words, kind: WordKind, out: ByteArray) -> int:
+    """Of every word: 2 |step|, less one for a step down, or 255 for all that are longer; how many are."""
+    steps = _steps(old, new, kind)
+    out[:] = np.minimum((steps << 1) ^ (steps >> 63), _LONG)
+    return int(np.count_nonzero(out == _LONG))
+
+
+def escaped(steps: ByteArray, new: Words, count: int) -> Words:
+    """The new words whose step byte is 255."""
+    kept: Words = new[steps == _LONG]
+    return kept
+
+
+def add_steps(old: Words, steps: ByteArray, kept: Words, kind: WordKind) -> Words | None:
+    """New words after step bytes and the words that `escaped` gave."""
+    longer = steps == _LONG
+    wide = np.where(longer, 0, steps).astype(np.int64)
+    new = _stepped(old, (wide >> 1) ^ -(wide & 1), kind)
+    if new is None or np.count_nonzero(longer) != len(kept):
+        return None
+    new[longer] = kept
+    return new

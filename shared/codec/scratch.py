@@ -1,0 +1,32 @@
+"""Memory that a thread uses again for every chunk. Its size is bounded by the chunk's: about 25 bytes a word,
+touched only as far as words change."""
+
+from __future__ import annotations
+
+import threading
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+
+class Scratch(threading.local):
+    def __init__(self) -> None:
+        self._bytes: dict[str, NDArray[np.uint8]] = {}
+
+    def take(self, name: str, dtype: type[Scalar] | np.dtype[Scalar], count: int) -> NDArray[Scalar]:
+        """Uninitialised; overwritten by the thread's next `take` of the same name."""
+        size = count * np.dtype(dtype).itemsize
+        if len(self._bytes.get(name, ())) < size:
+            self._bytes[name] = np.empty(size, np.uint8)
+        return self._bytes[name][:size].view(dtype)
+
+
+_SCRATCH = Scratch()
+
+
+def scratch() -> Scratch:
+    """This thread's."""
+    return _SCRATCH

@@ -1,0 +1,132 @@
+"""Payloads that hold changed words only: `fast` and `small`. docs/FORMAT.md, Chunk blob.
+
+0  u8   `fast`: k of the gaps; `small`: classes, 1 to 8
+1  u8   contexts: 1, or 16 for a dtype with an exponent
+2  u8   first exponent: old words with this exponent or a lower one have context 0
+3  u8   0
+4  u32  bytes of the gaps
+8  8 bytes per context, `magnitudes.CONTEXT`
+.. `small`: 12 bytes per class, `positions.CLASS`
+.. gaps
+.. signs: a bit per change, least significant first, 1 where the step goes down; filled to a byte
+.. magnitudes, context after context
+.. 8 zero bytes, so that readers may load 8 bytes anywhere
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightcast.shared.codec import positions
+from weightcast.shared.codec.changes import Changes
+from weightcast.shared.codec.kernels import kernels
+from weightcast.shared.codec.magnitudes import CONTEXT, Grouped, read_contexts
+from weightcast.shared.codec.padding import Counted, Index
+from weightcast.shared.codec.rice import MARGIN, SLACK
+from weightcast.shared.codec.scratch import scratch
+from weightcast.shared.codec.steps import Steps
+from weightcast.shared.words import ByteArray, WordKind, Words
+
+_HEAD = struct.Struct("<BBBBI")
+
+
+@dataclass(frozen=True)
+class _Where:
+    """Positions, coded. `first`: the payload's first byte."""
+
+    first: int
+    heads: bytes
+    size: int
+
+
+def encode_fast(index: Index, counted: Counted, steps: Steps, grouped: Grouped, most: int) -> bytes | None:
+    """`index`: positions with padding. None where the payload would be longer than `most` bytes."""
+    out = _room(most)
+    k, size = positions.put_gaps(counted.without_padding(index), counted.words, out, most)
+    return _joined(_Where(k, b"", size), steps, grouped, out, most) if 0 <= size <= most else None
+
+
+def encode_small(
+    index: Index,
+    old: Words,
+    counted: Counted,
+    classes: positions.Classes,
+    steps: Steps,
+    grouped: Grouped,
+    kind: WordKind,
+    most: int,
+) -> bytes | None:
+    """As `encode_fast`; also None where `classes` come from a sample that misled."""
+    out = _room(most)
+    done = positions.put_classes(classes, index, old, counted, kind, out, most)
+    return None if done is None else _joined(_Where(len(classes.each), *done), steps, grouped, out, most)
+
+
+def _room(most: int) -> ByteArray:
+    return scratch().take("out", np.uint8, most + MARGIN)
+
+
+def _joined(where: _Where, steps: Steps, grouped: Grouped, out: ByteArray, most: int) -> bytes | None:
+    start = where.size
+    done = grouped.put(out[start:], most - start)
+    if done is None:
+        return None
+    heads, size = done
+    head = _HEAD.pack(where.first, len(grouped.plan), grouped.first, 0, start)
+    gaps, magnitudes = out[:start].data, out[start : start + size].data
+    return b"".join((head, heads, where.heads, gaps, steps.signs.data, magnitudes, bytes(SLACK)))
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where things lie in a payload. `gaps`: [start, stop); `streams`: as `magnitudes.read_contexts`."""
+
+    first: int
+    first_exponent: int
+    classes_at: int
+    gaps: tuple[int, int]
+    streams: NDArray[np.int64]
+
+
+def decode_fast(payload: ByteArray, old: Words, counted: Counted, kind: WordKind, changed: int) -> Changes:
+    layout = _layout(payload, changed, small=False)
+    near = positions.take_gaps(payload, *layout.gaps, layout.first, changed, counted.words)
+    return _changes(payload, layout, old, counted.with_padding(near), kind)
+
+
+def decode_small(payload: ByteArray, old: Words, counted: Counted, kind: WordKind, changed: int) -> Changes:
+    if not kind.exponent_mask:
+        raise ValueError("words without exponents have no classes")
+    layout = _layout(payload, changed, small=True)
+    place = (layout.classes_at, layout.first, *layout.gaps)
+    index = positions.take_classes(payload, *place, old, counted, kind, changed)
+    return _changes(payload, layout, old, index, kind)
+
+
+def _changes(payload: ByteArray, layout: _Layout, old: Words, index: Index, kind: WordKind) -> Changes:
+    found = kernels().take_steps(
+        payload, layout.gaps[1], layout.streams, layout.first_exponent, old, index, kind
+    )
+    if found is None:
+        raise ValueError("a stream of steps is damaged, or a step leaves the range of its word")
+    return Changes(index, *found)
+
+
+def _layout(payload: ByteArray, changed: int, *, small: bool) -> _Layout:
+    if len(payload) < _HEAD.size + CONTEXT.size + SLACK:
+        raise ValueError("the payload is shorter than its header")
+    first, contexts, first_exponent, zero, gap_bytes = _HEAD.unpack_from(payload.data)
+    if zero or (small and not 1 <= first <= positions.MOST_CLASSES):
+        raise ValueError("the payload's header is damaged")
+    classes_at = _HEAD.size + contexts * CONTEXT.size
+    gaps = classes_at + (first * positions.CLASS.size if small else 0)
+    signs = gaps + gap_bytes
+    magnitudes = signs + (changed + 7) // 8
+    if magnitudes > len(payload) - SLACK:
+        raise ValueError("the payload is shorter than its header says")
+    streams = read_contexts(payload, _HEAD.size, contexts, magnitudes)
+    return _Layout(first, first_exponent, classes_at, (gaps, signs), streams)

@@ -1,0 +1,42 @@
+"""Steps: how far each changed word moves, on the scale on which neighbours in value are neighbours.
+
+step = ordinal(new) - ordinal(old). The ordinal of a float is its bits if its sign bit is clear, else
+-1 - (bits ^ sign bit): order is kept, -0.0 comes before 0.0, NaNs keep their payloads. The ordinal of an
+integer is its bits, and its step is taken modulo 2**width into [-2**(width-1), 2**(width-1)).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightcast.shared.codec.changes import Changes
+from weightcast.shared.codec.kernels import kernels
+from weightcast.shared.codec.scratch import scratch
+from weightcast.shared.words import ByteArray, WordKind
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Of each change: |step| - 1 and the exponent of the old word; `signs` has a bit each, least significant
+    first, 1 for a step down. `histogram`: changes per exponent. In the thread's scratch: good until it
+    measures again."""
+
+    magnitude: NDArray[np.uint32]
+    exponents: ByteArray
+    signs: ByteArray
+    histogram: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.magnitude)
+
+
+def measure(changes: Changes, kind: WordKind) -> Steps:
+    count, room = len(changes), scratch()
+    magnitude = room.take("magnitude", np.uint32, count)
+    exponents = room.take("exponents", np.uint8, count)
+    signs = room.take("signs", np.uint8, count // 8 + 8)
+    histogram = kernels().split(changes.old, changes.new, kind, magnitude, exponents, signs)
+    return Steps(magnitude, exponents, signs[: (count + 7) // 8], histogram)
