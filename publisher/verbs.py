@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast, get_args
 
 import typer
 from rich.console import Console
@@ -13,8 +13,9 @@ from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.daemon import run_publisher
 from weightcast.publisher.publisher import Publisher
 from weightcast.publisher.queue import Publication
-from weightcast.publisher.settings import Encoding, PublisherSettings
+from weightcast.publisher.settings import PublisherSettings
 from weightcast.publisher.status import publication, total_seconds
+from weightcast.shared.channel.index import Encoding
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.service.cli import group
 from weightcast.shared.service.logs import setup_logs
@@ -88,7 +89,7 @@ def publish(
     base: Annotated[
         Path | None, typer.Option("--base", help="The run's base; needed the first time.")
     ] = None,
-    encoding: Annotated[str, typer.Option("--encoding", metavar="fast|xor|overwrite")] = "fast",
+    encoding: Annotated[str, typer.Option("--encoding", metavar="fast|small|xor|overwrite")] = "fast",
     step: Annotated[int | None, typer.Option("--step", min=0, help="The trainer's step.")] = None,
     threads: ThreadsOption = None,
     take_over: Annotated[
@@ -116,9 +117,9 @@ def publish(
 
 
 def _encoding(text: str) -> Encoding:
-    if text in ("fast", "xor", "overwrite"):
-        return text  # type: ignore[return-value]
-    raise typer.BadParameter(f"{text} is not one of fast, xor, overwrite", param_hint="--encoding")
+    if text in get_args(Encoding):
+        return cast(Encoding, text)
+    raise typer.BadParameter(f"{text} is not one of {', '.join(get_args(Encoding))}", param_hint="--encoding")
 
 
 def _alias(text: str) -> tuple[str, str]:

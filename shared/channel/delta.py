@@ -1,7 +1,7 @@
 """The shards of a delta: written chunk by chunk in grid order, read chunk by chunk.
 
-Encoding `fast` stores one blob per changed chunk; the field's encodings store one zstd frame per changed
-tensor. Both carry, per changed chunk, the sums over the touched 8-byte words (docs/FORMAT.md, Chunks).
+Encodings `fast` and `small` store one blob per changed chunk, the field's encodings one zstd frame per
+changed tensor. All carry, per changed chunk, the sums over its touched 8-byte words (docs/FORMAT.md, Chunks).
 """
 
 from __future__ import annotations
@@ -17,8 +17,16 @@ from typing import Literal, Protocol
 import numpy as np
 from blake3 import blake3
 
-from weightcast.shared.channel.index import ChunkRecord, Encoding, FileRecord, ForeignIndex, Index
+from weightcast.shared.channel.index import (
+    STEP_ENCODINGS,
+    ChunkRecord,
+    Encoding,
+    FileRecord,
+    ForeignIndex,
+    Index,
+)
 from weightcast.shared.codec.changes import Changes, compare
+from weightcast.shared.codec.choose import StepEncoding
 from weightcast.shared.codec.container import decode_chunk, encode_chunk
 from weightcast.shared.codec.field import PayloadReader, PayloadWriter, digest_stream, open_payload
 from weightcast.shared.digest.touched import SpanSums, span_sums, total
@@ -66,8 +74,8 @@ class ShardWriter(Protocol):
 
 def open_shard_writer(encoding: Encoding, path: Path, table: TensorTable, chunks: int) -> ShardWriter:
     """`chunks`: how many chunks the part has at most."""
-    if encoding == "fast":
-        return _BlobShard(path, chunks)
+    if encoding == "fast" or encoding == "small":
+        return _BlobShard(path, encoding, chunks)
     return _FieldShard(path, table, encoding)
 
 
@@ -127,13 +135,14 @@ def file_record(path: Path) -> FileRecord:
 
 
 class _BlobShard:
-    def __init__(self, path: Path, chunks: int) -> None:
+    def __init__(self, path: Path, encoding: StepEncoding, chunks: int) -> None:
+        self._encoding = encoding
         self._shard = _Shard(path, 64 + chunks * (_ENTRY_ROOM + 32))
         self._entries: list[Entry] = []
         self._records: list[ChunkRecord] = []
 
     def prepare(self, chunk: Chunk, old: Words, new: Words, changes: Changes) -> bytes:
-        return encode_chunk(chunk, old, new, changes)
+        return encode_chunk(chunk, old, new, changes, self._encoding)
 
     def append(self, chunk: Chunk, prepared: bytes, new: Words, step: ChunkStep | None) -> None:
         if step is None:
@@ -324,7 +333,7 @@ def _check_sums(record: ChunkRecord, sums: Sequence[SpanSums], changes: Changes,
 
 
 class BlobReader:
-    """Encoding `fast`."""
+    """Encodings `fast` and `small`: each blob says how it is to be read."""
 
     sequential = False
 
@@ -356,7 +365,7 @@ class BlobReader:
 
 
 def payload_encoding(index: Index | ForeignIndex) -> PayloadEncoding:
-    if index.encoding is None or index.encoding == "fast":
+    if index.encoding is None or index.encoding == "fast" or index.encoding == "small":
         raise DamagedFile(f"version {index.version}: encoding {index.encoding} has no payloads per tensor")
     return index.encoding
 
@@ -480,7 +489,7 @@ class _TensorStream:
 
 def open_delta(index: Index | ForeignIndex, table: TensorTable, directory: Path) -> DeltaReader:
     """`directory` holds the version's fetched and verified shards."""
-    if isinstance(index, Index) and index.encoding == "fast":
+    if isinstance(index, Index) and index.encoding in STEP_ENCODINGS:
         return BlobReader(index, directory)
     return FieldReader(index, table, directory)
 

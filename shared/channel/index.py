@@ -25,6 +25,7 @@ from weightcast.shared.channel.records import (
     run_id,
     write_file_records,
 )
+from weightcast.shared.codec.choose import StepEncoding
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.errors import DamagedFile, UnknownFormat
 from weightcast.shared.files.paths import file_name, is_plain
@@ -35,11 +36,13 @@ INDEX_NAME = "model.safetensors.index.json"
 INDEX_LIMIT = 256 << 20
 
 Kind = Literal["delta", "anchor"]
-Encoding = Literal["fast", "xor", "overwrite"]
+Encoding = Literal["fast", "small", "xor", "overwrite"]
 ForeignEncoding = Literal["xor", "overwrite", "xor_sparse"]
 ChecksumFormat = Literal["xxh3-128", "blake3", "adler32"]
 
 _OURS = "weightcast"
+STEP_ENCODINGS: tuple[StepEncoding, ...] = ("fast", "small")
+"""Chunks of both may be in any mode, so that one reader reads them: `step` in the index's metadata."""
 _WIRE_ENCODINGS: Mapping[str, Encoding] = {"step": "fast", "xor": "xor", "overwrite": "overwrite"}
 _FIELD_FORMATS = {"compression_format": "zstd", "checksum_format": "xxh3-128"}
 _FOREIGN_VALUES = {
@@ -60,7 +63,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class ChunkRecord:
-    """A changed chunk. `file`, `offset`, `length` place its blob (encoding `fast`); in the field's encodings
+    """A changed chunk. `file`, `offset`, `length` place its blob (`fast`, `small`); in the field's encodings
     payloads lie per tensor and `length` is 0. `changed` counts words."""
 
     key: ChunkKey
@@ -157,7 +160,7 @@ def _metadata(index: Index) -> dict[str, str]:
     if index.encoding is None:
         return metadata
     metadata["base_version"] = f"{index.base_version:06d}"
-    if index.encoding == "fast":
+    if index.encoding in STEP_ENCODINGS:
         return {**metadata, "delta_encoding": "step"}
     return {**metadata, "delta_encoding": index.encoding, **_FIELD_FORMATS}
 
@@ -177,6 +180,7 @@ def _facts(index: Index, table: TensorTable, names: Iterable[str]) -> dict[str, 
         "parent": index.parent,
         "step": index.step,
         "created": index.created,
+        **({"encoding": index.encoding} if index.encoding == "small" else {}),
         "totals": [totals.changed, totals.elements, totals.nbytes, totals.delta_bytes],
         "files": write_file_records(index.files),
         "parts": write_parts(index.parts, table),
@@ -221,7 +225,7 @@ def parse_index(data: bytes, table: TensorTable, *, what: str = INDEX_NAME) -> I
         root=facts.hex("root", 64),
         parent=facts.text("parent", 64),
         epoch=facts.integer("epoch"),
-        encoding=_encoding(top, what),
+        encoding=_encoding(top, facts, what),
         step=facts.optional_integer("step"),
         created=facts.number("created"),
         weight_map=top.text_map("weight_map"),
@@ -246,14 +250,19 @@ def _kind(facts: Members, what: str) -> Kind:
     return cast(Kind, kind)
 
 
-def _encoding(top: Members, what: str) -> Encoding | None:
+def _encoding(top: Members, facts: Members, what: str) -> Encoding | None:
     metadata = top.object("metadata")
     if "delta_encoding" not in metadata:
         return None
     name = metadata["delta_encoding"]
     if type(name) is not str or name not in _WIRE_ENCODINGS:
         raise _unknown(name, _WIRE_ENCODINGS, what)
-    return _WIRE_ENCODINGS[name]
+    if name != "step" or "encoding" not in facts:
+        return _WIRE_ENCODINGS[name]
+    own = facts.text("encoding", 32)
+    if own not in STEP_ENCODINGS:
+        raise _unknown(own, STEP_ENCODINGS, what)
+    return cast(Encoding, own)
 
 
 def _unknown(value: object, known: Iterable[str], what: str) -> UnknownFormat:
@@ -365,7 +374,7 @@ def _check_places(index: Index, what: str) -> None:
     for chunk in sorted(index.chunks, key=lambda chunk: chunk.offset):
         if chunk.file not in sizes:
             raise DamagedFile(f"{what}: a chunk lies in {chunk.file[:80]!r}, which is not listed")
-        if index.encoding != "fast":
+        if index.encoding not in STEP_ENCODINGS:
             fits = chunk.offset == chunk.length == 0
         else:
             fits = end.get(chunk.file, 0) <= chunk.offset < chunk.offset + chunk.length <= sizes[chunk.file]

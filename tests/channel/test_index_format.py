@@ -106,7 +106,12 @@ def test_golden_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    "index", [DELTA, FIELD, ANCHOR, EMPTY, PIECES, replace(DELTA, step=0, version=1_000_000)]
+    "index",
+    [
+        *(DELTA, FIELD, ANCHOR, EMPTY, PIECES),
+        replace(DELTA, encoding="small"),
+        replace(DELTA, step=0, version=1_000_000),
+    ],
 )
 def test_an_index_comes_back(index: Index) -> None:
     data = write_index(index, TABLE)
@@ -125,6 +130,8 @@ def test_what_readers_of_the_field_see() -> None:
     }
     assert delta["weight_map"] == FIELD.weight_map
     assert json.loads(write_index(DELTA, TABLE))["metadata"]["delta_encoding"] == "step"
+    small = json.loads(write_index(replace(DELTA, encoding="small"), TABLE))
+    assert (small["metadata"]["delta_encoding"], small["weightcast"]["encoding"]) == ("step", "small")
     assert json.loads(write_index(ANCHOR, TABLE))["metadata"] == {"version": "000007"}
 
 
@@ -259,12 +266,13 @@ def test_many_parts_of_everything_are_refused_before_they_fill_memory() -> None:
     [
         facts(format=2),
         facts(kind="fold"),
+        facts(encoding="smaller"),
         lambda top: top["metadata"].update(delta_encoding="small2"),
         lambda top: top["metadata"].update(delta_encoding=["step"]),
     ],
 )
 def test_later_formats_are_named(edit: Callable[[Any], object]) -> None:
-    with pytest.raises(UnknownFormat, match=r"2|fold|small2|step"):
+    with pytest.raises(UnknownFormat, match=r"2|fold|smaller|small2|step"):
         parse_index(edited(DELTA, edit), TABLE)
 
 

@@ -72,7 +72,7 @@ def test_usage_errors_change_nothing(places: Places, call: Any, bad: tuple[str, 
     assert not places.channel.exists()
 
 
-@pytest.mark.parametrize("encoding", ["fast", "xor", "overwrite"])
+@pytest.mark.parametrize("encoding", ["fast", "small", "xor", "overwrite"])
 def test_publish_one_checkpoint(places: Places, call: Any, encoding: str) -> None:
     call(*init(places))
     first = write(places.root / "one", changed(base_tensors(), 1))

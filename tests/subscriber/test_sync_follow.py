@@ -118,8 +118,8 @@ def test_without_engines_served_is_what_lies_here(site: Site) -> None:
     assert (host.status.served_version, host.status.local_version, host.journals) == (1, 1, [])
 
 
-@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
-def test_the_fields_encodings_are_followed_too(site: Site, encoding: str) -> None:
+@pytest.mark.parametrize("encoding", ["small", "xor", "overwrite"])
+def test_other_encodings_are_followed_too(site: Site, encoding: str) -> None:
     run, engine = site.run(encoding=encoding), SGLang()
     host = site.host(run, engine)
     for version in (1, 2):
