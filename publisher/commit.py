@@ -92,7 +92,7 @@ def verify_files(directory: Path, index: Index) -> None:
     """Every file that the index names is there and what it says."""
     for record in index.files:
         path = directory / record.name
-        if not path.is_file() or file_record(path) != record:
+        if path.is_symlink() or not path.is_file() or file_record(path) != record:
             raise DamagedFile(
                 f"{path} is missing or damaged",
                 remedy="the version is not served; run `weightcast channel verify`",
@@ -100,10 +100,15 @@ def verify_files(directory: Path, index: Index) -> None:
 
 
 def drop_parts(layout: Layout) -> None:
-    """Parts of attempts that came to nothing: only the channel's owner may call this."""
+    """Parts of attempts that came to nothing, and what a kill left half deleted: only the channel's owner may
+    call this."""
     for entry in layout.channel.iterdir():
         if entry.name.endswith(".parts") and entry.is_dir() and not entry.is_symlink():
             discard(layout, entry)
+    for entry in layout.trash.iterdir() if layout.trash.is_dir() else ():
+        if entry.is_dir() and not entry.is_symlink():
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(entry)
 
 
 def new_parts_dir(layout: Layout, version: int, epoch: int) -> Path:

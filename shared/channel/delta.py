@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -332,6 +332,16 @@ def _check_sums(record: ChunkRecord, sums: Sequence[SpanSums], changes: Changes,
         )
 
 
+def _check_used(records: Mapping[ChunkKey, ChunkRecord], used: set[ChunkKey], version: int) -> None:
+    """The index may list only chunks of the grid that its parts make."""
+    if len(used) != len(records):
+        key = min(records.keys() - used)
+        raise DamagedFile(
+            f"version {version}: {chunk_entry_name(key)} is listed, and no such chunk changes",
+            remedy="the index is damaged: run `weightcast channel verify`",
+        )
+
+
 class BlobReader:
     """Encodings `fast` and `small`: each blob says how it is to be read."""
 
@@ -341,6 +351,7 @@ class BlobReader:
         self._records = {record.key: record for record in index.chunks}
         self._files = _ShardFiles(directory)
         self._version = index.version
+        self._used: set[ChunkKey] = set()
 
     def touches(self, chunk: Chunk) -> bool:
         return chunk.key in self._records
@@ -355,10 +366,11 @@ class BlobReader:
             raise DamagedFile(f"{where}: {error.message}", remedy=error.remedy) from error
         sums = span_sums(chunk, old, changes)
         _check_sums(record, sums, changes, where)
+        self._used.add(chunk.key)
         return ChunkStep(changes, sums)
 
     def finish(self) -> None:
-        pass  # every chunk is checked by itself; that all were used is proved by the tensors' lanes
+        _check_used(self._records, self._used, self._version)
 
     def close(self) -> None:
         self._files.close()
@@ -394,6 +406,7 @@ class FieldReader:
             self._records = {record.key: record for record in index.chunks}
         self._headers: dict[str, Header] = {}
         self._open: dict[int, _TensorStream] = {}
+        self._used: set[ChunkKey] = set()
         self._done: set[str] = set()
         unknown = sorted(set(self._weight_map) - set(table.numbers))
         if unknown:
@@ -426,6 +439,7 @@ class FieldReader:
             raise DamagedFile(f"{where}: changes that the index does not list")
         if record is not None:
             _check_sums(record, sums, changes, where)
+            self._used.add(chunk.key)
 
     def _stream(self, number: int) -> _TensorStream:
         if number not in self._open:
@@ -461,6 +475,8 @@ class FieldReader:
         } - self._done
         if missing:
             raise DamagedFile(f"version {self._version}: {sorted(missing)[0]} was not read to its end")
+        if self._records is not None:
+            _check_used(self._records, self._used, self._version)
 
     def close(self) -> None:
         self._files.close()

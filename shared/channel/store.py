@@ -90,13 +90,16 @@ class Channel:
     def index(
         self, pointer: Pointer, version: int, table: TensorTable
     ) -> Index | ForeignIndex | FullVersion | None:
-        """The main index of a version at or below the pointer. None when it is not there."""
+        """The main index of a version at or below the pointer. None when it is not there, or not wholly: a
+        network mount may show the size of a moment ago."""
         if version > pointer.version:
             raise RetryLater(f"version {version} is not published yet: the pointer says {pointer.version}")
         directory = pointer.prefix / version_name(version)
         data = _read(directory / INDEX_NAME, INDEX_LIMIT)
         if data is None:
             return _single_file(directory, version) if self.foreign else None
+        if not data.rstrip().endswith(b"}"):
+            return None
         return self._parse(data, directory, version, table)
 
     def _parse(

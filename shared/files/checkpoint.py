@@ -64,10 +64,12 @@ def identities(checkpoint: Checkpoint) -> tuple[FileIdentity, ...]:
     Raises FileNotFoundError."""
     index = () if checkpoint.index_file is None else (checkpoint.index_file,)
     files = (*checkpoint.weight_files, *checkpoint.other_files, *index)
-    return tuple(_identity(path, path.stat()) for path in files)
+    return tuple(file_identity(path) for path in files)
 
 
-def _identity(path: Path, at: os.stat_result) -> FileIdentity:
+def file_identity(path: Path) -> FileIdentity:
+    """Through links. Raises FileNotFoundError."""
+    at = path.stat()
     return FileIdentity(path.name, at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns)
 
 

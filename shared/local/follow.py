@@ -63,7 +63,10 @@ class Follower:
         """the generation whose bytes were all read and found right"""
 
     def own(self) -> None:
-        """Takes the owner lock, for the follower's life. RetryLater when another writer has it."""
+        """Takes the owner lock, for the follower's life; again when the directory was removed meanwhile.
+        RetryLater when another writer has it."""
+        if self._owner is not None and not self._owner.in_place:
+            self.close()
         if self._owner is None:
             self._owner = own(self.paths)
 
@@ -83,10 +86,11 @@ class Follower:
     def load(self, channel: Channel | None, advance: Advance | None = None) -> None:
         """Opens the local checkpoint and finishes what a kill left behind. WrongRun when it is another run's
         (nothing is changed then). `channel`: None when it cannot be reached now."""
+        self.own()
         if self.local is not None:
             self._check_run(channel, self.local.state)
+            self._check_base(channel)
             return
-        self.own()
         self.trouble = ""
         self.state = read_state(self.paths.state)
         if self.state is None:
@@ -95,6 +99,7 @@ class Follower:
         try:
             self.local = LocalCheckpoint.open(self.paths.directory)
             if self.local is not None:
+                self._check_base(channel)
                 with self.local.patching():
                     patching.recover(self.local, threads=self.options.threads, advance=advance)
         except NeedsReseed as error:
@@ -118,6 +123,18 @@ class Follower:
                 remedy="use another --local directory, or remove this one",
             )
 
+    def _check_base(self, channel: Channel | None) -> None:
+        """Versions of the channel are read by its table and applied by the local one."""
+        if channel is None or channel.base is None or self.local is None:
+            return
+        ours, theirs = self.local.base, channel.base
+        if (ours.table, ours.root) != (theirs.table, theirs.root):
+            self.release()
+            raise WrongRun(
+                f"{channel.layout.base_json} is not the base that {self.paths.directory} was seeded from",
+                remedy="restore the channel's base.json; a run keeps its base",
+            )
+
     def distrust(self, reason: str) -> None:
         """The local checkpoint is not what it claims: it is seeded again. Only for its owner."""
         if self.local is not None and self.local.state.phase is Phase.CLEAN:
@@ -129,7 +146,7 @@ class Follower:
     def epoch(self) -> int:
         """The highest epoch that was ever followed here."""
         state = read_state(self.paths.state)
-        return 0 if state is None else state.position.epoch
+        return 0 if state is None else state.epoch
 
     @property
     def owns(self) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 from weightcast.shared.channel.base import BASE_LIMIT, Base, parse_base
 from weightcast.shared.errors import NeedsReseed, Refused, RetryLater
 from weightcast.shared.files import durable
-from weightcast.shared.files.checkpoint import Checkpoint, open_checkpoint
+from weightcast.shared.files.checkpoint import Checkpoint, FileIdentity, file_identity, open_checkpoint
 from weightcast.shared.local.host import Host
 from weightcast.shared.local.locks import FileLock, holder, owner_text
 from weightcast.shared.local.state import LANES_BYTES, LocalState, read_state, write_state
@@ -86,8 +86,11 @@ def ensure_room(paths: LocalPaths) -> None:
             f"{paths.directory} is not empty and is not a weightcast local checkpoint",
             remedy="choose an empty or new directory for --local",
         )
-    for directory in (paths.directory, paths.room, paths.journals, paths.spool):
-        directory.mkdir(parents=True, exist_ok=True)
+    paths.directory.mkdir(parents=True, exist_ok=True)
+    for directory in (paths.room, paths.journals, paths.spool):
+        if directory.is_symlink():
+            raise Refused(f"{directory} is a symbolic link", remedy="remove it; links are refused here")
+        directory.mkdir(exist_ok=True)
 
 
 def own(paths: LocalPaths) -> FileLock:
@@ -185,6 +188,10 @@ class LocalCheckpoint:
                     f"{mapped.path} was replaced while it was in use",
                     remedy="nothing else may write a local checkpoint; it is re-hashed and seeded again",
                 )
+
+    def file_identities(self) -> tuple[FileIdentity, ...]:
+        """Of the weight files."""
+        return tuple(file_identity(path) for path in self.checkpoint.weight_files)
 
     def words(self, tensor: int) -> Words:
         """A writable view of a tensor's words in its mapped file; may be unaligned."""

@@ -14,9 +14,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from weightcast.shared.errors import RetryLater
+from weightcast.shared.errors import RetryLater, WeightcastError
+from weightcast.shared.files.durable import read_file
 
 _TRY_EVERY = 0.02
+_TEXT_LIMIT = 4096
 
 
 class FileLock:
@@ -29,6 +31,16 @@ class FileLock:
     @property
     def held(self) -> bool:
         return self._fd is not None
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the lock is held on the file that others would lock too."""
+        if self._fd is None:
+            return False
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.lstat(self.path))
+        except FileNotFoundError:
+            return False
 
     def acquire(self, *, shared: bool = False, seconds: float = 0.0, text: str = "") -> None:
         """Raises RetryLater, naming the holder, when the lock is not free within `seconds`."""
@@ -78,6 +90,6 @@ def owner_text() -> str:
 def holder(path: Path) -> str:
     """The text its last holder left; for messages only."""
     try:
-        return path.read_text(errors="replace")[:200].strip()
-    except OSError:
+        return read_file(path, _TEXT_LIMIT).decode(errors="replace")[:200].strip()
+    except (OSError, WeightcastError):
         return ""

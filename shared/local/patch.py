@@ -38,7 +38,7 @@ def patch(local: LocalCheckpoint, step: Step) -> None:
     local.save(local.state.but(phase=Phase.PATCHING, active=step))
     _write_all(local, step, _Way.FORWARD, replay=False)
     require_files(local)
-    local.save(_arrived(local.state, step.target, (*local.state.undo, step)))
+    local.save(_arrived(local, step.target, (*local.state.undo, step)))
 
 
 def require_files(local: LocalCheckpoint) -> None:
@@ -55,7 +55,8 @@ def relabel(local: LocalCheckpoint, target: Position) -> None:
     """Records a version with the same bytes: equal roots need no patch."""
     if target.root != local.state.position.root:
         raise DamagedFile(f"version {target.version} has another root than the local checkpoint")
-    local.save(local.state.but(position=target, generation=local.state.generation + 1))
+    state = local.state
+    local.save(state.but(position=target, epoch=state.followed(target), generation=state.generation + 1))
 
 
 def undo(local: LocalCheckpoint) -> None:
@@ -66,7 +67,7 @@ def undo(local: LocalCheckpoint) -> None:
         local.save(local.state.but(phase=Phase.UNDOING, active=step))
         _write_all(local, step, _Way.BACK, replay=False)
         require_files(local)
-        local.save(_arrived(local.state, step.base, local.state.undo[:-1]))
+        local.save(_arrived(local, step.base, local.state.undo[:-1]))
         local.paths.journal(step.journal).unlink(missing_ok=True)
 
 
@@ -79,12 +80,15 @@ def forget_undo(local: LocalCheckpoint) -> None:
             local.paths.journal(step.journal).unlink(missing_ok=True)
 
 
-def _arrived(state: LocalState, position: Position, undo_steps: tuple[Step, ...]) -> LocalState:
+def _arrived(local: LocalCheckpoint, position: Position, undo_steps: tuple[Step, ...]) -> LocalState:
+    state = local.state
     return state.but(
         phase=Phase.CLEAN,
         active=None,
         position=position,
         undo=undo_steps,
+        epoch=state.followed(position),
+        files=local.file_identities(),
         generation=state.generation + 1,
     )
 
@@ -127,7 +131,8 @@ def recover(local: LocalCheckpoint, *, threads: int = 1, advance: Advance | None
     """Finishes what a kill left behind. The caller holds the patch lock.
 
     After a kill while patching or undoing in the same boot, the journal is replayed and everything is
-    re-hashed. After a reboot (or where the boot is unknown) no journal is trusted: everything is re-hashed.
+    re-hashed. After a reboot (or where the boot is unknown) no journal is trusted: everything is re-hashed,
+    also when the files are not the ones that were left.
     Raises NeedsReseed when the bytes are no version that the state knows.
     """
     state = local.state
@@ -138,6 +143,8 @@ def recover(local: LocalCheckpoint, *, threads: int = 1, advance: Advance | None
         _after_reboot(local, threads, advance)
     elif state.phase is not Phase.CLEAN:
         _replay(local, threads, advance)
+    elif state.files != local.file_identities():
+        rehash(local, threads=threads, advance=advance)
     drop_strays(local)
 
 
@@ -154,7 +161,7 @@ def _replay(local: LocalCheckpoint, threads: int, advance: Advance | None) -> No
     position = step.target if forward else step.base
     _require_bytes(local, position, threads, advance)
     kept = tuple(known for known in local.state.undo if known != step)
-    arrived = _arrived(local.state, position, (*kept, step) if forward else kept)
+    arrived = _arrived(local, position, (*kept, step) if forward else kept)
     local.save(arrived.but(last_full_hash=time.time()))
 
 
@@ -167,7 +174,7 @@ def _after_reboot(local: LocalCheckpoint, threads: int, advance: Advance | None)
     report = full_hash(local, threads=threads, advance=advance, expected=candidates[0].lanes)
     for position in candidates:
         if report.root == position.root:
-            arrived = _arrived(state, position, ())
+            arrived = _arrived(local, position, ())
             local.save(arrived.but(last_full_hash=time.time()))
             return
     local.save(state.but(phase=Phase.DIRTY))
@@ -192,7 +199,7 @@ def rehash(local: LocalCheckpoint, *, threads: int = 1, advance: Advance | None 
     The caller holds the patch lock."""
     require_files(local)
     _require_bytes(local, local.state.position, threads, advance)
-    local.save(local.state.but(last_full_hash=time.time()))
+    local.save(local.state.but(last_full_hash=time.time(), files=local.file_identities()))
 
 
 def drop_strays(local: LocalCheckpoint) -> None:

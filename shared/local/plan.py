@@ -50,6 +50,8 @@ class Facts:
     anchors: frozenset[int] = frozenset()
     exact: bool = False
     blocked: frozenset[str] = frozenset()
+    epoch: int = 0
+    """the highest that was ever followed here, also before a reseed"""
 
 
 @dataclass(frozen=True)
@@ -138,13 +140,23 @@ def _refusal(facts: Facts, target: Link) -> Refuse | None:
         return Refuse(
             f"version {target.version} was refused by the engines", "publish a newer version", waits=True
         )
-    if facts.here is not None and target.epoch < facts.here.epoch:
+    lowest = _lowest_epoch(facts)
+    if target.epoch < lowest:
         return Refuse(
             f"version {target.version} was written by a publisher of epoch {target.epoch}, "
-            f"this host already follows epoch {facts.here.epoch}",
-            "stop the old publisher",
+            f"this host already follows epoch {lowest}",
+            "stop the old publisher; if the channel was restored from a backup, remove the local checkpoint",
         )
     return None
+
+
+def _lowest_epoch(facts: Facts) -> int:
+    """Of a target. Versions asked for by number may be of earlier publishers, unless they would continue what
+    lies here."""
+    here = facts.here
+    if facts.exact:
+        return here.epoch if here is not None and facts.target > here.version else 0
+    return max(facts.epoch, here.epoch if here is not None else 0)
 
 
 def _same_version(facts: Facts, here: Here) -> Plan:

@@ -53,6 +53,7 @@ def find_route(
         base=base,
         exact=exact or channel.foreign,
         blocked=frozenset(b.digest for b in state.blocked) if state is not None else frozenset(),
+        epoch=0 if state is None else state.epoch,
     )
     reader = _IndexReader(channel, pointer, table, time.monotonic() + visible_seconds, wait)
     answer = _ask(facts, reader, indexes)

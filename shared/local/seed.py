@@ -55,8 +55,8 @@ def seed(
     advance: Advance | None = None,
     keep: LocalState | None = None,
 ) -> LocalCheckpoint:
-    """Seeds into `paths` (owner and patch lock held). `keep`: engines and blocked versions of an earlier
-    state survive.
+    """Seeds into `paths` (owner and patch lock held). `keep`: epoch, engines and blocked versions of an
+    earlier state survive.
 
     Raises WrongRun when the source is not what the channel describes (nothing is written then), RetryLater
     when there is no space.
@@ -77,7 +77,7 @@ def seed(
         raise NeedsReseed(
             f"{paths.directory}: what was written is not what was read", remedy="check the disk"
         )
-    opened.save(state.but(phase=Phase.CLEAN, last_full_hash=time.time()))
+    opened.save(state.but(phase=Phase.CLEAN, last_full_hash=time.time(), files=opened.file_identities()))
     return opened
 
 
@@ -86,12 +86,18 @@ def _seeding_state(source: Source, keep: LocalState | None) -> LocalState:
         run_id=source.run_id,
         position=source.position,
         phase=Phase.SEEDING,
+        epoch=source.position.epoch,
         host=Host.here(),
         foreign=source.foreign,
     )
     if keep is None:
         return state
-    return state.but(generation=keep.generation + 1, engines=keep.engines, blocked=keep.blocked)
+    return state.but(
+        generation=keep.generation + 1,
+        epoch=keep.followed(source.position),
+        engines=keep.engines,
+        blocked=keep.blocked,
+    )
 
 
 def check_source(source: Source, *, threads: int = 1, advance: Advance | None = None) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.errors import DamagedFile, UnknownFormat
 from weightcast.shared.files import durable
+from weightcast.shared.files.checkpoint import FileIdentity
 from weightcast.shared.files.strict_json import parse_object
 from weightcast.shared.local.host import UNKNOWN_HOST, Host
 
@@ -94,6 +95,10 @@ class LocalState:
     undo: tuple[Step, ...] = ()
     """steps from the served version to `position`, oldest first; their journals are kept"""
     generation: int = 0
+    epoch: int = 0
+    """the highest that was ever followed here; seeding does not lower it"""
+    files: tuple[FileIdentity, ...] = ()
+    """the weight files when their bytes were last known to be those of `position`"""
     host: Host = UNKNOWN_HOST
     foreign: bool = False
     engines: Mapping[str, EngineState] = field(default_factory=dict)
@@ -103,6 +108,10 @@ class LocalState:
 
     def but(self, **changes: Any) -> LocalState:
         return replace(self, **changes)
+
+    def followed(self, position: Position) -> int:
+        """`epoch` when `position` is arrived at."""
+        return max(self.epoch, position.epoch)
 
 
 def pack_lanes(lanes: NDArray[np.uint64]) -> bytes:
@@ -134,7 +143,7 @@ def read_state(path: Path) -> LocalState | None:
         return None
     try:
         return _from_json(parse_object(data, str(path)))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DamagedFile(
             f"{path}: not a state of a local checkpoint ({error})",
             remedy="move the local checkpoint away and seed it again",
@@ -150,6 +159,8 @@ def _to_json(state: LocalState) -> dict[str, Any]:
         "active": None if state.active is None else _step_json(state.active),
         "undo": [_step_json(step) for step in state.undo],
         "generation": state.generation,
+        "epoch": state.epoch,
+        "files": [[one.name, one.device, one.inode, one.size, one.mtime_ns] for one in state.files],
         "boot_id": state.host.boot_id,
         "machine_id": state.host.machine_id,
         "foreign": state.foreign,
@@ -181,6 +192,8 @@ def _from_json(data: Mapping[str, Any]) -> LocalState:
         active=None if data["active"] is None else _step(data["active"]),
         undo=tuple(_step(step) for step in data["undo"]),
         generation=int(data["generation"]),
+        epoch=int(data["epoch"]),
+        files=tuple(FileIdentity(str(name), *map(int, numbers)) for name, *numbers in data["files"]),
         host=Host(str(data["boot_id"]), str(data["machine_id"])),
         foreign=bool(data["foreign"]),
         engines={name: _engine(engine) for name, engine in data["engines"].items()},

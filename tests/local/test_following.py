@@ -208,8 +208,9 @@ def test_a_drifted_word_inside_a_change_is_found_and_seeded_again(run: Run, loca
     at_version(run, local, 1)
     changed = next(n for n in run.models[1] if bytes_of(run.models[2])[n] != bytes_of(run.models[1])[n])
     old, new = (bytes_of(run.models[v])[changed] for v in (1, 2))
-    flip(local, changed, next(i for i in range(len(old)) if old[i] != new[i]))
     with following(run, local) as follower:
+        follower.load(None)
+        flip(local, changed, next(i for i in range(len(old)) if old[i] != new[i]))
         with pytest.raises(NeedsReseed):
             catch_up(follower)
         assert phase_of(local) == "dirty"

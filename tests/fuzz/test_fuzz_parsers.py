@@ -1,0 +1,232 @@
+"""Whatever lies in a file of a channel or a local checkpoint: a value comes of it, or one of our errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from weightcast.shared.channel.base import Base, parse_base, write_base
+from weightcast.shared.channel.channel_file import parse_channel_file
+from weightcast.shared.channel.claims import Claimant, ClaimRecord, parse_claim, write_claim
+from weightcast.shared.channel.index import (
+    ChunkRecord,
+    Index,
+    TensorRecord,
+    Totals,
+    parse_foreign,
+    parse_index,
+    write_index,
+)
+from weightcast.shared.channel.pointer import parse_pointer
+from weightcast.shared.channel.records import FileRecord
+from weightcast.shared.channel.reports import Report, pack_report, parse_report
+from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.root import root
+from weightcast.shared.errors import WeightcastError
+from weightcast.shared.files.safetensors import parse_header
+from weightcast.shared.local.journal import JournalHeader, JournalReader, JournalWriter, Record
+from weightcast.shared.local.state import (
+    Blocked,
+    EngineState,
+    LocalState,
+    Mark,
+    Phase,
+    Position,
+    Step,
+    read_state,
+    write_state,
+)
+from weightcast.shared.words import ChunkKey, Part, Segment, TensorSpec, TensorTable
+
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+TABLE = TensorTable.of(
+    [
+        TensorSpec("a", "BF16", (3, 100), 600),
+        TensorSpec("b", "F32", (7,), 28),
+        TensorSpec("c", "I64", (0,), 0),
+        TensorSpec("d", "F8_E4M3", (), 1),
+    ]
+)
+LANES = (Lanes(1, 2), Lanes(3, 4), Lanes(), Lanes(5, 6))
+BASE = write_base(
+    Base("run", TABLE, LANES, root(TABLE, list(LANES)), (FileRecord("config.json", 2, "0" * 64),))
+)
+CHANNEL_FILE = (
+    b'{"format":1,"run_id":"run","component":"main","created":1.5,"frozen":["x.*"],"aliases":{"y":"a"},'
+    b'"horizon":0}'
+)
+PARTS = (Part(0, (Segment(0, 0, 128), Segment(1, 0, 7))), Part(1, (Segment(0, 128, 300), Segment(3, 0, 1))))
+INDEX = write_index(
+    Index(
+        run_id="run",
+        version=2,
+        kind="delta",
+        base_version=1,
+        base_root="1" * 64,
+        root="2" * 64,
+        parent="3" * 64,
+        epoch=1,
+        encoding="fast",
+        step=5,
+        created=1.5,
+        weight_map={"a": "s"},
+        files=(FileRecord("s", 100, "4" * 64),),
+        tensors={"a": TensorRecord(Lanes(9, 9), 2)},
+        parts=PARTS,
+        chunks=(ChunkRecord(ChunkKey(1, "BF16", 0), "s", 10, 20, 2, Lanes(1, 1), Lanes(2, 2)),),
+        totals=Totals(2, 308, 629, 100),
+    ),
+    TABLE,
+)
+FOREIGN = (
+    b'{"metadata":{"version":"000002","base_version":"000001","delta_encoding":"xor",'
+    b'"compression_format":"zstd","checksum_format":"adler32"},"weight_map":{"a":"s.safetensors"}}'
+)
+CLAIM = write_claim(ClaimRecord(Claimant("h", 7, "b", "n", "12"), 1.0))
+REPORT = pack_report(
+    Report("h", "/l", "run", "idle", 1, None, "latest", 0, "", ({"name": "e"},), 3, "weightcast 1")
+)
+HEADER = b'{"__metadata__":{"format":"pt"},"a":{"dtype":"BF16","shape":[3],"data_offsets":[0,6]}}'
+SAFETENSORS = len(HEADER).to_bytes(8, "little") + HEADER
+STATE = LocalState(
+    "run",
+    Position(3, "d", "r", 1, bytes(64)),
+    Phase.PATCHING,
+    active=Step("ab12", Position(3, "d", "r", 1, bytes(64)), Position(4, "e", "s", 1, bytes(64))),
+    engines={"e": EngineState(Mark.SERVED, 3, "label", "p")},
+    blocked=(Blocked(2, "x", "why"),),
+    last_full_hash=1.0,
+)
+
+PARSERS: dict[str, tuple[bytes, Callable[[bytes], object]]] = {
+    "base": (BASE, parse_base),
+    "channel.json": (CHANNEL_FILE, parse_channel_file),
+    "index": (INDEX, lambda data: parse_index(data, TABLE)),
+    "foreign index": (FOREIGN, parse_foreign),
+    "claim": (CLAIM, lambda data: parse_claim(data, "claim")),
+    "report": (REPORT, lambda data: parse_report(data, "report")),
+    "header": (SAFETENSORS, lambda data: parse_header(data, len(SAFETENSORS) + 6)),
+    "pointer": (b"weights/weight_v000007", lambda data: parse_pointer(data, Path("channel"))),
+}
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 300),
+    st.sampled_from([1 << 31, 1 << 63, -(1 << 70), 10**400, 0.5, 1e308, -0.0]),
+    st.text(max_size=4),
+    st.sampled_from(["main", "..", "a/b", "\x00", "\ud800", "0" * 64, "ab" * 16]),
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+    max_leaves=5,
+)
+TOKENS = st.sampled_from([b"1e999", b"-1", b"[" * 5000, b"NaN", b"\\ud800", b"9" * 5000, b"{}", b"\xff", b""])
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) in a JSON value."""
+    found: list[tuple[Any, Any]] = []
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        found.append((value, key))
+        found += places(inner)
+    return found
+
+
+@st.composite
+def damaged_json(draw: st.DrawFn, good: bytes) -> bytes:
+    """Well formed, with some values replaced, removed or doubled."""
+    value = json.loads(good)
+    for _ in range(draw(st.integers(1, 3))):
+        all_places = places(value)
+        if not all_places:
+            break
+        holder, key = all_places[draw(st.integers(0, len(all_places) - 1))]
+        kind = draw(st.sampled_from(["replace", "remove", "double"]))
+        if kind == "replace":
+            holder[key] = draw(VALUES)
+        elif kind == "remove":
+            del holder[key]
+        elif isinstance(holder, list):
+            holder.append(holder[key])
+    return json.dumps(value).encode()
+
+
+@st.composite
+def damaged_bytes(draw: st.DrawFn, good: bytes) -> bytes:
+    """Cut, with bytes replaced, with tokens put in."""
+    data = bytearray(good)
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, max(len(data) - 1, 0)))
+        kind = draw(st.sampled_from(["byte", "cut", "token"]))
+        if kind == "cut":
+            del data[at:]
+        elif kind == "token":
+            data[at : at + draw(st.integers(0, 9))] = draw(TOKENS)
+        elif data:
+            data[at] = draw(st.integers(0, 255))
+    return bytes(data)
+
+
+def damaged(data: st.DataObject, good: bytes) -> bytes:
+    kinds = [damaged_bytes(good)]
+    if good.startswith(b"{"):
+        kinds.append(damaged_json(good))
+    return data.draw(st.one_of(kinds))
+
+
+def tolerates(parse: Callable[[bytes], object], data: bytes) -> None:
+    try:
+        parse(data)
+    except WeightcastError as error:
+        assert error.message.isprintable()
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_the_examples_are_right(name: str) -> None:
+    good, parse = PARSERS[name]
+    assert parse(good) is not None
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@QUICK
+@given(data=st.data())
+def test_files_of_the_channel(name: str, data: st.DataObject) -> None:
+    good, parse = PARSERS[name]
+    tolerates(parse, damaged(data, good))
+
+
+@QUICK
+@given(data=st.data())
+def test_a_state(tmp_path: Path, data: st.DataObject) -> None:
+    path = tmp_path / "state.json"
+    write_state(path, STATE)
+    path.write_bytes(damaged(data, path.read_bytes()))
+    tolerates(lambda _: read_state(path), b"")
+
+
+@QUICK
+@given(data=st.data())
+def test_a_journal(tmp_path: Path, data: st.DataObject) -> None:
+    path = tmp_path / "ab12.journal"
+    path.unlink(missing_ok=True)
+    writer = JournalWriter(path, JournalHeader("run", "ab12", 1, "r", 1, 2, "s", "d"))
+    words = np.arange(2, dtype=np.uint16)
+    writer.add(Record(0, np.array([3, 299], np.uint64), words, words + 1))
+    writer.add(Record(1, np.array([6], np.uint64), np.zeros(1, np.uint32), np.ones(1, np.uint32)))
+    writer.close()
+    path.write_bytes(data.draw(damaged_bytes(path.read_bytes())))
+
+    def read(_: bytes) -> object:
+        with JournalReader(path, TABLE) as journal:
+            return [(r.tensor, int(r.index.max()) < TABLE[r.tensor].words) for r in journal.records()]
+
+    tolerates(read, b"")

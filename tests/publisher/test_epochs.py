@@ -1,0 +1,93 @@
+"""Epochs: who wrote a version, and what a host that knows a newer publisher makes of it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from core_cases import Model, all_changed, bytes_of, flip, read_checkpoint
+from publisher_cases import Place, make_place, numpy_model
+
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import Refused
+from weightcast.shared.local.plan import Facts, Here, Link, Refuse, Seed, plan
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return make_place(tmp_path, numpy_model(np.random.default_rng(3)))
+
+
+def changed(model: Model, seed: int) -> Model:
+    return all_changed(model, np.random.default_rng(seed))
+
+
+def test_a_reseed_does_not_forget_the_newest_publisher(place: Place) -> None:
+    """A copy of the channel from before a takeover shows up again while the host must be seeded."""
+    first = changed(place.model, 1)
+    place.publish(first)
+    old = place.root / "old-channel"
+    shutil.copytree(place.channel, old)
+    second = changed(first, 2)
+    place.publish(second)
+    place.arrives(second, 2)
+    newest = place.root / "newest"
+    place.channel.rename(newest)
+    old.rename(place.channel)
+    flip(place.host, "f32.matrix", 3)
+    with pytest.raises(Refused, match=r"epoch 1.*already follows epoch 2"):
+        place.arrives(first, 1)
+    place.channel.rename(old)
+    newest.rename(place.channel)
+    place.arrives(second, 2)
+
+
+def test_an_earlier_publisher_s_version_may_be_asked_for(place: Place) -> None:
+    first = changed(place.model, 1)
+    place.publish(first)
+    second = changed(first, 2)
+    place.publish(second)
+    place.arrives(second, 2)
+    follower = place.follow()
+    try:
+        channel = Channel.open(place.channel)
+        pointer = channel.pointer()
+        assert pointer is not None
+        follower.load(channel)
+        route = follower.route(channel, pointer, 1, exact=True)
+        assert isinstance(route.plan, Seed)
+        follower.seed(channel, route, route.plan)
+        assert follower.state is not None and (follower.state.epoch, follower.epoch) == (2, 2)
+        staged = follower.prepare(route, route.plan.then.legs[0], channel)
+        assert follower.local is not None
+        with follower.local.patching():
+            follower.patch(staged)
+    finally:
+        follower.close()
+    assert read_checkpoint(place.host) == bytes_of(first)
+    place.arrives(second, 2)
+
+
+def link(version: int, epoch: int) -> Link:
+    return Link(version, "delta", version - 1, f"d{version - 1}", f"d{version}", f"r{version}", epoch, "g", 1)
+
+
+@pytest.mark.parametrize(
+    ("here", "target", "exact", "refused"),
+    [
+        (Here(2, "d2", "r2", 3), 3, False, True),
+        (Here(2, "d2", "r2", 3), 3, True, True),
+        (Here(2, "d2", "r2", 3), 1, True, False),
+        (Here(2, "d2", "r2", 1), 3, False, True),
+        (Here(2, "d2", "r2", 1), 3, True, False),
+        (None, 3, False, True),
+        (None, 3, True, False),
+    ],
+)
+def test_whose_versions_are_followed(here: Here | None, target: int, exact: bool, refused: bool) -> None:
+    """All links are of epoch 2; epoch 3 was followed before."""
+    links = {version: link(version, 2) for version in (1, 2, 3)}
+    answer = plan(Facts(here, target, links, base="d0", exact=exact, epoch=3))
+    assert isinstance(answer, Refuse) == refused
