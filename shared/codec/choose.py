@@ -1,8 +1,8 @@
 """Which mode a chunk is written in: from counts, without encoding it twice.
 
-`fast` means quick: where a quarter of the words changes, a byte per word is quicker than a code per change.
-`small` takes what is expected to be smallest. Unrelated words go as planes with both. Whatever comes out
-longer than the raw words is written raw instead.
+`fast` means quick: where half of the words change, a byte per word is twice as quick as a code per change,
+and about as long. `small` takes what is expected to be smallest. Unrelated words go as planes with both.
+Whatever comes out longer than the raw words is written raw instead.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _WORTH_FRAMES = 4096
 """words from which tables of a frame pay for themselves"""
 _WORTH_CLASSES = 256
 """changes from which headers of classes do"""
-_MANY = 1 / 4
-"""share of changed words from which step bytes are quicker"""
+_MANY = 0.45
+"""share of changed words from which step bytes are looked at"""
 _FEW_LONGER = 1 / 16
 """share of changes that may be too long for a step byte"""
 _CLASSES_SAVE = 0.4
@@ -55,7 +55,7 @@ def _stepwise(
 ) -> _Found:
     after = counted.pick(new)
     taken = dense.step_bytes(counted.pick(old), after, kind)
-    share = len(changes) / counted.words
+    share = len(changes) / counted.words  # contexts, which shorten lengths by up to an eighth, are left out
     gap_bits = positions.expected_gap_bits(len(changes), counted.words) / counted.words
     expected = gap_bits + share * (1 + taken.length_bits)
     if encoding == "small":
@@ -68,22 +68,41 @@ def _stepwise(
 def _changewise(
     changes: Changes, old: Words, new: Words, counted: Counted, kind: WordKind, encoding: StepEncoding
 ) -> _Found:
-    most = counted.words * kind.width
     measured = steps.measure(changes, kind)
     grouped = magnitudes.grouped(measured, kind)
-    if len(changes) > _MANY * counted.words and counted.words >= _WORTH_FRAMES:
+    if 4 * len(changes) > counted.words and counted.words >= _WORTH_FRAMES:
         expected = positions.expected_gap_bits(len(changes), counted.words)
         expected += len(changes) + grouped.expected_bits
-        after = counted.pick(new)
-        if expected > _UNRELATED * 8 * most and dense.expected_plane_bits(after) < expected:
-            return PLANES, dense.encode_planes(after)
+        planes = _planes(expected, counted.pick(new))
+        if planes is not None:
+            return PLANES, planes
     if encoding == "small" and kind.exponent_mask and len(changes) >= _WORTH_CLASSES:
-        for exact in (False, True):
-            classes = positions.classify(measured, old, counted, kind, exact=exact)
-            payload = sparse.encode_small(changes.index, old, counted, classes, measured, grouped, kind, most)
-            if payload is not None or classes.exact:
-                break
-        if payload is not None:
-            return SMALL, payload
+        small = _small(changes, old, counted, kind, measured, grouped)
+        if small is not None:
+            return SMALL, small
+    most = counted.words * kind.width
     fast = sparse.encode_fast(changes.index, counted, measured, grouped, most)
     return None if fast is None else (FAST, fast)
+
+
+def _planes(expected: float, new: Words) -> bytes | None:
+    if expected <= _UNRELATED * 8 * new.nbytes or dense.expected_plane_bits(new) >= expected:
+        return None
+    return dense.encode_planes(new)
+
+
+def _small(
+    changes: Changes,
+    old: Words,
+    counted: Counted,
+    kind: WordKind,
+    measured: steps.Steps,
+    grouped: magnitudes.Grouped,
+) -> bytes | None:
+    most = counted.words * kind.width
+    for exact in (False, True):
+        classes = positions.classify(measured, old, counted, kind, exact=exact)
+        payload = sparse.encode_small(changes.index, old, counted, classes, measured, grouped, kind, most)
+        if payload is not None or classes.exact:
+            return payload
+    return None

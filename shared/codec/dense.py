@@ -50,12 +50,14 @@ class StepBytes:
     longer: int
     shares: NDArray[np.float64]
     """of each byte among all, from a sample"""
+    width: int
 
     @property
     def bits(self) -> float:
         """About what a word takes: no Huffman code is shorter than one bit."""
         used = self.shares[self.shares > 0]
-        return float((used * np.maximum(1.0, -np.log2(used))).sum())
+        coded = float((used * np.maximum(1.0, -np.log2(used))).sum())
+        return coded + 8 * self.width * self.longer / len(self.each)
 
     @property
     def length_bits(self) -> float:
@@ -68,7 +70,7 @@ def step_bytes(old: Words, new: Words, kind: WordKind) -> StepBytes:
     each = scratch().take("out", np.uint8, len(old))
     longer = kernels().step_bytes(old, new, kind, each)
     sample = _sampled(each)
-    return StepBytes(each, longer, np.bincount(sample, minlength=256) / len(sample))
+    return StepBytes(each, longer, np.bincount(sample, minlength=256) / len(sample), kind.width)
 
 
 def expected_plane_bits(new: Words) -> float:

@@ -1,0 +1,99 @@
+"""bf16 weights before and after an optimizer step: simulated, or those of a small transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Words = NDArray[np.uint16]
+
+_STD = 0.02
+"""of the weights"""
+_UPDATE = 0.3
+"""standard deviation of Adam's update in units of the learning rate"""
+_PROBE = 1 << 18
+
+
+@dataclass(frozen=True)
+class Case:
+    """Words of one tensor before and after a step."""
+
+    name: str
+    old: Words
+    new: Words
+
+    @property
+    def density(self) -> float:
+        return float(np.count_nonzero(self.old != self.new)) / len(self.old)
+
+
+def rounded(values: NDArray[np.float32]) -> Words:
+    """The nearest bf16, ties to even."""
+    bits = values.view(np.uint32)
+    return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16).astype(np.uint16)
+
+
+def simulated(words: int, density: float, seed: int) -> Case:
+    """fp32 masters from N(0, 0.02) move by N(0, 0.3 lr); lr such that about `density` of the words change."""
+    rng = np.random.default_rng(seed)
+    masters = (rng.standard_normal(words) * _STD).astype(np.float32)
+    update = (rng.standard_normal(words) * _UPDATE).astype(np.float32)
+    rate = _rate(masters[:_PROBE], update[:_PROBE], density)
+    return Case(f"{density:.1%}", rounded(masters), rounded(masters + update * np.float32(rate)))
+
+
+def _rate(masters: NDArray[np.float32], update: NDArray[np.float32], density: float) -> float:
+    low, high = 1e-9, 1.0
+    old = rounded(masters)
+    for _ in range(40):
+        middle = (low * high) ** 0.5
+        changed = np.count_nonzero(old != rounded(masters + update * np.float32(middle))) / len(old)
+        low, high = (middle, high) if changed < density else (low, middle)
+    return low
+
+
+def trained(rates: tuple[float, ...], warm_steps: int = 150) -> Iterator[Case]:
+    """Steps of a transformer that learns a Markov chain, fp32 masters under AdamW: after `warm_steps` at a
+    high rate, one case for each of `rates`, when its moments have settled. Needs torch."""
+    import torch
+
+    torch.manual_seed(0)
+    vocabulary, width, length = 512, 384, 64
+    layer = torch.nn.TransformerEncoderLayer(width, 6, 4 * width, dropout=0.0, batch_first=True)
+    parts = torch.nn.ModuleDict(
+        {
+            "embed": torch.nn.Embedding(vocabulary, width),
+            "body": torch.nn.TransformerEncoder(layer, 6, enable_nested_tensor=False),
+            "head": torch.nn.Linear(width, vocabulary),
+        }
+    )
+    likely = torch.randint(vocabulary, (vocabulary, 4))
+    optimizer = torch.optim.AdamW(parts.parameters(), lr=3e-4)
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(length)
+
+    def step() -> None:
+        tokens = torch.randint(vocabulary, (16, 1))
+        for _ in range(length):
+            following = likely[tokens[:, -1:], torch.randint(4, (16, 1))]
+            tokens = torch.cat([tokens, following], 1)
+        hidden = parts["body"](parts["embed"](tokens[:, :-1]), mask=mask, is_causal=True)
+        scores = parts["head"](hidden).flatten(0, 1)
+        torch.nn.functional.cross_entropy(scores, tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def words() -> Words:
+        return np.concatenate([rounded(p.detach().numpy().reshape(-1)) for p in parts.parameters()])
+
+    for _ in range(warm_steps):
+        step()
+    for rate in rates:
+        optimizer.param_groups[0]["lr"] = rate
+        for _ in range(5):
+            step()
+        old = words()
+        step()
+        yield Case(f"trained, lr {rate:g}", old, words())

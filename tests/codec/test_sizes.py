@@ -1,0 +1,38 @@
+"""How near the encodings come to the entropy of what they carry, on simulated optimizer steps."""
+
+from __future__ import annotations
+
+import codec_cases as cases
+import pytest
+
+from benchmarks.bounds import bounds
+from benchmarks.steps import simulated
+from weightcast.shared.codec.changes import compare
+from weightcast.shared.codec.choose import FAST, SMALL
+from weightcast.shared.codec.container import encode_chunk
+
+WORDS = 1 << 20
+
+
+@pytest.mark.parametrize("density", [0.003, 0.014, 0.04])
+def test_bits_per_change(density: float) -> None:
+    case = simulated(WORDS, density, seed=3)
+    chunk = cases.chunk_of("BF16", [WORDS])
+    changes = compare(case.old, case.new)
+    fast = encode_chunk(chunk, case.old, case.new, changes)
+    small = encode_chunk(chunk, case.old, case.new, changes, "small")
+    ideal = bounds(case)
+    assert (fast[0], small[0]) == (FAST, SMALL)
+    header_bits = 8 * 200 / len(changes)
+    assert 8 * len(fast) / len(changes) < 1.04 * ideal.fast + header_bits
+    assert 8 * len(small) / len(changes) < 1.06 * ideal.small + 2 * header_bits
+
+
+def test_the_bounds_are_below_what_any_blob_takes() -> None:
+    case = simulated(WORDS // 4, 0.4, seed=4)
+    changes = compare(case.old, case.new)
+    chunk = cases.chunk_of("BF16", [WORDS // 4])
+    ideal = bounds(case)
+    for encoding, bound in (("fast", ideal.fast), ("small", ideal.small)):
+        blob = encode_chunk(chunk, case.old, case.new, changes, encoding)  # type: ignore[arg-type]
+        assert bound < 8 * len(blob) / len(changes) < 1.1 * bound
