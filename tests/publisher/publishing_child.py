@@ -12,6 +12,7 @@ import numpy as np
 from publisher_cases import as_numpy, numpy_model
 
 from weightcast.publisher import Publisher
+from weightcast.shared.codec.warm_up import warm_up
 
 channel, local, base = map(Path, sys.argv[1:4])
 seed = int(sys.argv[4])
@@ -27,6 +28,7 @@ def watching(phase: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+warm_up()
 with Publisher.open(channel, local=local, base=base) as publisher:
     print("ready", publisher.version, flush=True)
     while True:
