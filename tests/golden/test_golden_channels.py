@@ -13,8 +13,8 @@ from core_cases import (
     all_changed,
     bytes_of,
     every_dtype,
-    flip,
     read_checkpoint,
+    rot,
     some_changed,
     tensor,
     write_checkpoint,
@@ -163,7 +163,7 @@ def test_drift_under_a_foreign_channel_is_found_where_it_is_touched(tmp_path: Pa
     write_pointer(channel, 2)
     bring(channel, tmp_path / "local", base)
     old, new = bytes_of(models[2]), bytes_of(models[3])
-    flip(tmp_path / "local", next(name for name in old if old[name] != new[name]))
+    rot(tmp_path / "local", next(name for name in old if old[name] != new[name]))
     write_pointer(channel, 3)
     follower = Follower(channel, tmp_path / "local", base, FollowOptions(visible_seconds=0.2))
     with pytest.raises(NeedsReseed):

@@ -10,9 +10,9 @@ import pytest
 from core_cases import (
     bytes_of,
     every_dtype,
-    flip,
     place_of,
     read_checkpoint,
+    rot,
     snapshot,
     write_checkpoint,
 )
@@ -147,7 +147,7 @@ def edit_channel_run(run: Run) -> None:
 @pytest.mark.parametrize("name", ["long", "odd.first", "scalar"])
 def test_a_base_with_another_byte_is_refused(run: Run, local: Path, tmp_path: Path, name: str) -> None:
     base = write_checkpoint(tmp_path / "base", run.models[0])
-    flip(base, name)
+    rot(base, name)
     with following(run, local, base) as follower, pytest.raises(WrongRun, match=name):
         catch_up(follower)
     assert read_checkpoint(local) == {}
@@ -210,7 +210,7 @@ def test_a_drifted_word_inside_a_change_is_found_and_seeded_again(run: Run, loca
     old, new = (bytes_of(run.models[v])[changed] for v in (1, 2))
     with following(run, local) as follower:
         follower.load(None)
-        flip(local, changed, next(i for i in range(len(old)) if old[i] != new[i]))
+        rot(local, changed, next(i for i in range(len(old)) if old[i] != new[i]))
         with pytest.raises(NeedsReseed):
             catch_up(follower)
         assert phase_of(local) == "dirty"
@@ -230,7 +230,7 @@ def test_a_word_changed_between_stage_and_patch_makes_it_dirty(run: Run, local: 
         staged = follower.prepare(route, (3,), channel)
         old, new = bytes_of(run.models[2]), bytes_of(run.models[3])
         name = next(n for n in old if old[n] != new[n])
-        flip(local, name, next(i for i in range(len(old[name])) if old[name][i] != new[name][i]))
+        rot(local, name, next(i for i in range(len(old[name])) if old[name][i] != new[name][i]))
         with follower.local.patching(), pytest.raises(NeedsReseed, match=name):
             follower.patch(staged)
         assert phase_of(local) == "dirty"
@@ -285,7 +285,7 @@ def test_after_a_reboot_intact_bytes_are_kept(run: Run, local: Path) -> None:
 @pytest.mark.parametrize("boot_id", ["another boot", ""])
 def test_after_a_reboot_lost_pages_are_found(run: Run, local: Path, boot_id: str) -> None:
     at_version(run, local, 2)
-    flip(local, "long", 4000)
+    rot(local, "long", 4000)
     edit_state(local, boot_id=boot_id)
     with following(run, local) as follower:
         catch_up(follower)

@@ -12,10 +12,10 @@ from core_cases import (
     Model,
     all_changed,
     bytes_of,
-    flip,
     kill,
     place_of,
     read_checkpoint,
+    rot,
     start,
     tensor,
     until,
@@ -137,7 +137,7 @@ def test_undoing_is_replayed_backwards(run: Run, local: Path) -> None:
 def test_a_word_changed_while_nobody_looked_is_found_at_the_replay(run: Run, local: Path, name: str) -> None:
     killed_in(run, local, "patch", "patching")
     new, old = bytes_of(run.models[1])[name], bytes_of(run.models[0])[name]
-    flip(local, name, next(place for place in range(len(old)) if old[place] != new[place]))
+    rot(local, name, next(place for place in range(len(old)) if old[place] != new[place]))
     with following(run, local) as follower:
         follower.load(Channel.open(run.channel))
         assert follower.local is None and name in follower.trouble
@@ -150,7 +150,7 @@ def test_an_untouched_word_changed_is_found_by_the_full_hash(run: Run, local: Pa
     killed_in(run, local, "patch", "patching")
     new, old = bytes_of(run.models[1])["large.1"], bytes_of(run.models[0])["large.1"]
     same = next(place for place in range(0, len(old), 4) if old[place : place + 4] == new[place : place + 4])
-    flip(local, "large.1", same)
+    rot(local, "large.1", same)
     with following(run, local) as follower:
         follower.load(Channel.open(run.channel))
         assert follower.local is None and "large.1" in follower.trouble

@@ -16,14 +16,14 @@ from core_cases import (
     Model,
     all_changed,
     bytes_of,
-    flip,
     kill,
     read_checkpoint,
+    rot,
     snapshot,
     some_changed,
     start,
 )
-from publisher_cases import Place, make_place, numpy_model
+from publisher_cases import Place, as_numpy, make_place, numpy_model
 
 from weightcast.publisher import Publisher
 from weightcast.shared.channel.chain import verify
@@ -207,7 +207,7 @@ def test_a_drifted_local_checkpoint_publishes_nothing_wrong(
     changed = int(np.flatnonzero(old.data != model["f32.matrix"].data)[0])
     inode = (place.pub / "model.safetensors").stat().st_ino
     with place.publisher() as publisher:
-        flip(place.pub, "f32.matrix", changed if inside else (changed + 40) % len(old.data))
+        rot(place.pub, "f32.matrix", changed if inside else (changed + 40) % len(old.data))
         report = publisher.publish_checkpoint(place.new(model))
         assert (report.version, report.kind, report.changed_elements) == (3, "delta", 1)
     place.arrives(model, 3)
@@ -225,10 +225,20 @@ def read_models(place: Place) -> Model:
     }
 
 
+def test_an_iterator_survives_the_second_try_after_a_drift(place: Place, rng: np.random.Generator) -> None:
+    committed(place, rng, 1)
+    model = all_changed(place.model, rng)
+    with place.publisher() as publisher:
+        rot(place.pub, "f32.matrix", 9)
+        report = publisher.publish((name, as_numpy(one)) for name, one in model.items())
+    assert (report.version, report.kind) == (2, "delta")
+    place.arrives(model, 2)
+
+
 @pytest.mark.parametrize("inside", [True, False])
 def test_drift_in_a_tensor_that_does_not_change(place: Place, rng: np.random.Generator, inside: bool) -> None:
     models = committed(place, rng)
-    flip(place.pub, "i32.matrix", 5)
+    rot(place.pub, "i32.matrix", 5)
     model = models[2] if inside else all_changed(models[2], rng)
     assert place.publish(model) == 3
     place.arrives(model, 3)
@@ -242,7 +252,7 @@ def test_drift_found_while_catching_up(place: Place, rng: np.random.Generator) -
     shutil.rmtree(place.pub)
     (place.root / "behind").rename(place.pub)
     old = read_models(place)["f32.matrix"].data
-    flip(place.pub, "f32.matrix", int(np.flatnonzero(old != model["f32.matrix"].data)[0]))
+    rot(place.pub, "f32.matrix", int(np.flatnonzero(old != model["f32.matrix"].data)[0]))
     with place.publisher() as publisher:
         assert (publisher.version, publisher.local_version) == (2, 2)
     continues(place, rng, 3)
@@ -432,7 +442,7 @@ def test_a_damaged_anchor_is_refused(place: Place, rng: np.random.Generator, dam
     anchor = place.channel / "weight_v000001" / "anchor"
     shard = anchor / "model-00000-of-00001.safetensors"
     if damage == "byte":
-        flip(anchor, "f32.matrix", 7)
+        rot(anchor, "f32.matrix", 7)
     elif damage == "cut":
         os.truncate(shard, shard.stat().st_size - 1)
     elif damage == "index":
@@ -459,7 +469,7 @@ def test_a_joiner_without_base_and_anchor_is_told_what_to_do(place: Place, rng: 
 def test_an_anchor_is_not_written_of_drifted_weights(place: Place, rng: np.random.Generator) -> None:
     committed(place, rng, 1)
     with place.publisher() as publisher:
-        flip(place.pub, "f32.matrix", 3)
+        rot(place.pub, "f32.matrix", 3)
         with pytest.raises(DamagedFile, match="does not hold version 1"):
             publisher.write_anchor()
         assert not (place.channel / "weight_v000001" / "anchor").exists()

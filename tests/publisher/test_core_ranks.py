@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_cases import Model, all_changed, ended, flip, snapshot, start
+from core_cases import Model, all_changed, ended, rot, snapshot, start
 from publisher_cases import ENCODINGS, Place, as_numpy, make_place, numpy_model
 
 from weightcast.publisher import Publisher
@@ -155,7 +155,7 @@ def test_a_drifted_rank_heals_by_the_next_publication(place: Place, separate: bo
     outcomes(start_ranks(place, 2, steps=1, separate=separate))
     drifted = place.root / ("pub-1" if separate else "pub-0")
     # the second tensor in order is rank 1's
-    flip(drifted, list(place.model)[1], 0)
+    rot(drifted, list(place.model)[1], 0)
     children = start_ranks(place, 2, steps=1, separate=separate)
     kinds = {outcome[0] for outcome in outcomes(children)}
     assert kinds <= {"NeedsReseed", "Refused"}
