@@ -27,7 +27,7 @@ NUMPY_TYPES = {
     "I64": "<i8",
     "F64": "<f8",
 }
-ENCODINGS = ("fast", "xor", "overwrite")
+ENCODINGS = ("fast", "small", "xor", "overwrite")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from core_cases import (
     some_changed,
     start,
 )
-from publisher_cases import Place, as_numpy, make_place, numpy_model
+from publisher_cases import ENCODINGS, Place, as_numpy, make_place, numpy_model
 
 from weightcast.publisher import Publisher
 from weightcast.shared.channel.chain import verify
@@ -514,7 +514,7 @@ def damaged_versions(place: Place) -> Iterator[str]:
     second.write_bytes(good[1])
 
 
-@pytest.mark.parametrize("encoding", ["fast", "xor", "overwrite"])
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_versions_damaged_in_the_channel(place: Place, rng: np.random.Generator, encoding: str) -> None:
     models = [place.model]
     with place.publisher(encoding=encoding) as publisher:
