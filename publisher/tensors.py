@@ -105,6 +105,11 @@ _NUMPY_NAMES: Mapping[str, str] = {
 
 
 def _spec(name: str, tensor: Any) -> TensorSpec:
+    if not hasattr(tensor, "dtype") or not hasattr(tensor, "shape"):
+        raise Refused(
+            f"{name} is no tensor but of type {type(tensor).__name__}",
+            remedy="give torch tensors or numpy arrays",
+        )
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in _NUMPY_NAMES:
         raise Refused(f"{name}: dtype {tensor.dtype} has no place in a safetensors file", remedy="cast it")

@@ -67,7 +67,9 @@ def read_tag(channel: Path, name: str) -> int:
     try:
         data = read_file(path, _TAG_LIMIT)
     except FileNotFoundError as error:
-        raise RetryLater(f"{path}: there is no such tag", remedy="set it, or follow latest") from error
+        raise RetryLater(
+            f"{path}: there is no such tag", remedy="write a version in six digits there, or follow latest"
+        ) from error
     if not _TAGGED.fullmatch(data):
         raise DamagedFile(f"{path} does not hold a version of six digits", remedy="set the tag again")
     return int(data)

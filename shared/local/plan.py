@@ -214,7 +214,9 @@ def _back(facts: Facts, *, stop_at: int | None) -> _Walk:
             walk.met = version
             return walk
         if version <= 0 or (stop_at is not None and version < stop_at):
-            walk.stopped = walk.stopped or "no way from the local version to the target"
+            walk.stopped = (
+                "no full weights to start from" if stop_at is None else f"no deltas from version {stop_at}"
+            )
             return walk
         if version not in facts.links:
             walk.need = version
@@ -252,8 +254,9 @@ def _seed(facts: Facts, reason: str) -> Plan:
     if walk.need is not None:
         return Need(walk.need)
     if walk.met is None:
+        why = [reason] if reason == walk.stopped else [reason, walk.stopped]
         return Refuse(
-            reason or walk.stopped or f"no full weights from which version {facts.target} can be reached",
+            ": ".join([f"version {facts.target} cannot be reached", *filter(None, why)]),
             "give --base with the run's base checkpoint, or have the publisher write an anchor",
         )
     return Seed(walk.met, _legs(walk), reason or "no local checkpoint yet")

@@ -175,3 +175,11 @@ def test_no_way_is_a_refusal_with_a_remedy(known: Facts) -> None:
 def test_a_hole_below_an_anchor_does_no_harm() -> None:
     known = gone(facts(here(0), 8, anchor(7), delta(8), base=None), 6)
     assert isinstance(plan(known), Seed)
+
+
+def test_a_refusal_names_the_target_and_why() -> None:
+    answer = plan(replace(facts(here(3), 2, *THREE, exact=True), base=None))
+    assert isinstance(answer, Refuse)
+    assert answer.reason == (
+        "version 2 cannot be reached: going back from version 3: no full weights to start from"
+    )

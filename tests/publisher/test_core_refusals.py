@@ -96,6 +96,16 @@ def twice(path: Path) -> None:
     path.write_bytes(data.replace(b'"f32.matrix"', b'"i32.matrix"'))
 
 
+def test_what_is_no_tensor_is_named(place: Place) -> None:
+    before = snapshot(place.channel)
+    with (
+        place.publisher() as publisher,
+        pytest.raises(Refused, match="scalar is no tensor but of type float"),
+    ):
+        publisher.publish({"scalar": 3.0})
+    assert snapshot(place.channel) == before
+
+
 @pytest.mark.parametrize(
     "damage", [cut_tail, cut_header, no_bytes, longer_header, overlap, other_shape, twice]
 )
