@@ -20,7 +20,7 @@ from weightcast.shared.channel.store import Channel
 from weightcast.shared.service.cli import group
 from weightcast.shared.service.logs import setup_logs
 from weightcast.shared.service.options import settings_command
-from weightcast.shared.service.output import ChannelOption, JsonOption, Output
+from weightcast.shared.service.output import ChannelOption, JsonOption, Output, time_text
 from weightcast.shared.service.settings import working_threads
 
 ThreadsOption = Annotated[
@@ -79,7 +79,12 @@ def init(
         "full_bytes": described.table.nbytes,
         "root": described.root,
     }
-    output.result(facts, lambda console: _show_facts(console, facts))
+    shown = facts | {
+        "created": time_text(made.created),
+        "frozen": ", ".join(made.frozen) or "-",
+        "aliases": ", ".join(f"{name}={target}" for name, target in made.aliases.items()) or "-",
+    }
+    output.result(facts, lambda console: _show_facts(console, shown))
 
 
 def publish(
@@ -87,7 +92,8 @@ def publish(
     channel: ChannelOption,
     local: Annotated[Path, typer.Option("--local", help="The publisher's own local checkpoint.")],
     base: Annotated[
-        Path | None, typer.Option("--base", help="The run's base; needed the first time.")
+        Path | None,
+        typer.Option("--base", help="The run's base; needed the first time. The channel must be there."),
     ] = None,
     encoding: Annotated[str, typer.Option("--encoding", metavar="fast|small|xor|overwrite")] = "fast",
     step: Annotated[int | None, typer.Option("--step", min=0, help="The trainer's step.")] = None,

@@ -124,5 +124,8 @@ def _show(console: Console, status: HostStatus) -> None:
             update.kind, f"to {update.version}, {update.bytes} bytes, {update.seconds['total']:.2f} s"
         )
     for engine in status.engines:
-        table.add_row(printable(engine.name), f"{engine.mark} {engine.version} {printable(engine.reason)}")
+        table.add_row(
+            printable(engine.name),
+            f"{engine.mark} {'-' if engine.version is None else engine.version} {printable(engine.reason)}",
+        )
     console.print(table)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -102,6 +103,14 @@ def printable(text: str) -> str:
         char if char == "\n" or char.isprintable() else char.encode("unicode_escape").decode()
         for char in text
     )
+
+
+def time_text(unix: float) -> str:
+    """Seconds since 1970 as a date and time in UTC."""
+    try:
+        return datetime.fromtimestamp(unix, UTC).isoformat(" ", "seconds")
+    except (ValueError, OverflowError, OSError):
+        return "-"
 
 
 def to_json(data: BaseModel | Mapping[str, Any] | DataclassInstance) -> str:

@@ -14,11 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 from weightcast.shared.errors import NotInTime, Refused, RetryLater
-from weightcast.shared.service.output import JsonOption, Output, printable
+from weightcast.shared.service.output import JsonOption, Output, printable, time_text
 from weightcast.shared.service.settings import is_token
 
 STATUS_LIMIT = 16 << 20
 _ROOMS = ("channel", "local")
+_TIMES = ("at", "since", "created", "last_full_hash")
 
 TokenOption = Annotated[
     str | None, typer.Option("--token", envvar="WEIGHTCAST_TOKEN", help="Bearer token of the daemon.")
@@ -122,17 +123,29 @@ def _show(console: Console, answer: dict[str, Any]) -> None:
 
 
 def _flat(prefix: str, value: Any) -> list[tuple[str, str]]:
-    """Nested members as dotted names."""
+    """Nested members as dotted names; an object in a list is one row, or a long history hides the rest."""
     if isinstance(value, dict) and value:
         return [
             row for name, each in value.items() for row in _flat(f"{prefix}.{name}" if prefix else name, each)
         ]
     if isinstance(value, list) and any(isinstance(each, (dict, list)) for each in value):
-        return [row for number, each in enumerate(value) for row in _flat(f"{prefix}[{number}]", each)]
-    return [(printable(prefix), _cell(value))]
+        return [(printable(f"{prefix}[{number}]"), _inline(each)) for number, each in enumerate(value)]
+    return [(printable(prefix), _member(prefix, value))]
+
+
+def _inline(value: Any) -> str:
+    return ", ".join(f"{name} {cell}".strip() for name, cell in _flat("", value))
+
+
+def _member(name: str, value: Any) -> str:
+    if isinstance(value, float) and name.rpartition(".")[2] in _TIMES:
+        return time_text(value)
+    return _cell(value)
 
 
 def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
     if isinstance(value, list):
         return ", ".join(map(_cell, value)) or "-"
     if value is None or value == {}:

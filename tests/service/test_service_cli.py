@@ -15,6 +15,7 @@ import typer
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from pydantic import Field
+from rich.console import Console
 
 from weightcast.shared.errors import (
     EngineFailed,
@@ -30,6 +31,7 @@ from weightcast.shared.service.daemon import listen
 from weightcast.shared.service.options import settings_command
 from weightcast.shared.service.output import JsonOption, Output
 from weightcast.shared.service.settings import ServiceSettings
+from weightcast.shared.service.verbs import _show
 
 Serve = Callable[..., Any]
 SHARED = EntryPoint("shared", "weightcast.shared.service.verbs:register", VERBS)
@@ -271,3 +273,16 @@ def test_a_bar_on_a_terminal() -> None:
     out, _ = process.communicate(timeout=60)
     assert out == b"{}\n"
     assert b"fetch [x]" in seen
+
+
+def test_status_is_short_and_has_dates(capsys: pytest.CaptureFixture[str]) -> None:
+    updates = [{"kind": "patch", "seconds": {"total": 0.123456789}, "at": 0.0}, {"kind": "seed", "at": 1.5}]
+    _show(Console(width=200), {"last_full_hash": 60.0, "lag": None, "updates": updates, "loop": {"steps": 3}})
+    shown = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert [(name, text.rstrip()) for name, text in shown] == [
+        ("last_full_hash", "1970-01-01 00:01:00+00:00"),
+        ("lag", "-"),
+        ("updates[0]", "kind patch, seconds.total 0.1235, at 1970-01-01 00:00:00+00:00"),
+        ("updates[1]", "kind seed, at 1970-01-01 00:00:01+00:00"),
+        ("loop.steps", "3"),
+    ]
