@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +15,7 @@ from weightcast.shared.channel.layout import version_name
 from weightcast.shared.channel.store import Channel, FullVersion
 from weightcast.shared.errors import DamagedFile, Refused
 from weightcast.shared.service.cli import group
-from weightcast.shared.service.output import ChannelOption, JsonOption, Output, printable
+from weightcast.shared.service.output import ChannelOption, JsonOption, Output, printable, time_text
 
 LIMIT_SHOWN_TENSORS = 50
 
@@ -117,13 +116,6 @@ def _log_table(console: Console, facts: dict[str, Any], rows: list[Row]) -> None
 
 def _or_dash(value: float | int | None, form: str = "{}") -> str:
     return "-" if value is None else form.format(value)
-
-
-def time_text(unix: float) -> str:
-    try:
-        return datetime.fromtimestamp(unix, UTC).isoformat(" ", "seconds")
-    except (ValueError, OverflowError, OSError):
-        return "-"
 
 
 def show(
@@ -229,6 +221,10 @@ def check(channel: ChannelOption, as_json: JsonOption = False) -> None:
     """Check every file of every version, and the chain of versions."""
     output = Output(json=as_json)
     opened = Channel.open(channel)
+    if opened.foreign and opened.pointer() is None:
+        raise Refused(
+            f"{channel} is no channel: it has neither channel.json nor latest", remedy="check --channel"
+        )
     with output.progress(f"reading {channel}", None) as advance:
         problems = verify(opened, advance)
     if problems and not as_json:

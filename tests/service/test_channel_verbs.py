@@ -196,3 +196,8 @@ def test_a_foreign_channel_is_listed(tmp_path: Path, weightcast: Callable[..., D
     assert weightcast("channel", "show", "1", "--channel", tmp_path, "--json").json["encoding"] == "xor"
     checked = weightcast("channel", "verify", "--channel", tmp_path)
     assert checked.code == 3 and "is missing" in checked.out
+
+
+def test_verify_of_a_directory_that_is_no_channel(tmp_path: Path, weightcast: Callable[..., Done]) -> None:
+    done = weightcast("channel", "verify", "--channel", tmp_path, "--json")
+    assert done.code == 3 and "is no channel" in done.json["message"]
