@@ -110,7 +110,9 @@ def _add_error_answers(app: FastAPI) -> None:
     def invalid(request: Request, error: RequestValidationError) -> Response:
         # Places and messages only: the values may be anything, a secret too.
         problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
-        return _failure(422, "InvalidRequest", "; ".join(problems), "see /docs", None)
+        is_json = request.headers.get("content-type", "").startswith("application/json")
+        remedy = "see /docs" if is_json or request.method != "POST" else "send Content-Type: application/json"
+        return _failure(422, "InvalidRequest", "; ".join(problems), remedy, None)
 
 
 def _failure(status: int, error: str, message: str, remedy: str, headers: Any) -> JSONResponse:

@@ -112,8 +112,8 @@ S = TypeVar("S", bound=ServiceSettings)
 
 
 def load_settings(cls: type[S], flags: Mapping[str, object], config: Path | None = None) -> S:
-    """Flags (None: not given) over environment over the TOML file `config`, whose keys are the setting
-    names. Raises BadSettings with every problem and the place it comes from."""
+    """Flags (None: not given) over environment over the TOML file `config`, whose keys are the flags
+    with - or _ between words. Raises BadSettings with every problem and the place it comes from."""
     sources: tuple[tuple[str, Mapping[str, Any]], ...] = (
         (f"file {config}", {} if config is None else _read_toml(config)),
         ("environment", EnvSettingsSource(cls)()),
@@ -271,7 +271,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
             data = file.read(CONFIG_LIMIT + 1)
         if len(data) > CONFIG_LIMIT:
             raise BadSettings(f"configuration file {path} is larger than {CONFIG_LIMIT} bytes")
-        return tomllib.loads(data.decode())
+        return {name.replace("-", "_"): value for name, value in tomllib.loads(data.decode()).items()}
     except OSError as error:
         raise BadSettings(f"configuration file {path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -179,6 +179,8 @@ def test_wrong_input_and_wrong_paths_have_the_same_form(serve: Serve) -> None:
         assert invalid.json()["error"] == "InvalidRequest"
         assert "body.version" in invalid.json()["message"]
         assert "secret-text" not in invalid.text
+        unnamed = client.post("/v1/order", content=b'{"version": 3}')
+        assert unnamed.status_code == 422 and "Content-Type" in unnamed.json()["remedy"]
         assert client.get("/nothing").json()["error"] == "NotFound"
         assert client.get("/v1/wake").status_code == 405
 

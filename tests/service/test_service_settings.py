@@ -39,6 +39,12 @@ def test_flags_win_over_environment_over_file(tmp_path: Path, monkeypatch: pytes
     assert settings.memory_budget == 256 << 20
 
 
+def test_a_file_may_spell_settings_as_flags_do(tmp_path: Path) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text("poll-seconds = 2\n")
+    assert load_settings(ExampleSettings, {"port": 0, "local": "x"}, config).poll_seconds == 2.0
+
+
 def test_empty_environment_is_unset_and_lists_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIGHTCAST_TOKEN", "")
     monkeypatch.setenv("WEIGHTCAST_ENGINE", "sglang=http://a,path=/x  vllm=http://b")
