@@ -79,44 +79,41 @@ def _put_classes(
     book: Any,
     gaps: Any,
 ) -> Any:
-    """`book`: int64[3, 8], per class: where its next gap goes, where its room ends, rank behind its last."""
+    """`book`: int64[2, 8], per class: where its next gap goes, where its room ends."""
     masks, base = np.zeros(CLASSES, np.uint64), np.zeros(CLASSES, np.int64)
-    low, any_inverted = U64(kind[LOW]), False
-    for c in range(CLASSES):
-        any_inverted |= inverted[c] != 0
-    j = 0
+    at, behind = book[0].copy(), np.zeros(CLASSES, np.int64)
+    low, j, most = U64(kind[LOW]), I64(0), index.size
     for n in range(spans.shape[0]):
         stop = spans[n, 0] + spans[n, 1]
         for first in range(spans[n, 0], stop, 64):
             _masks(old, first, _valid(stop - first), low, least, like, masks)
             changed = U64(0)
-            while j < index.size and I64(index[j]) < first + 64:
+            while j < most and I64(index[j]) < first + 64:
                 lane = U64(I64(index[j]) - first)
                 changed |= U64(1) << lane
                 c = table[exponent(word_at(old, first + I64(lane), like), kind)]
                 if inverted[c] == 0:
-                    rank = base[c] + set_bits(masks[c] & ((U64(1) << lane) - U64(1)))
-                    if book[0, c] >= book[1, c]:
+                    if at[c] >= book[1, c]:
                         return False
-                    gaps[book[0, c]] = rank - book[2, c]
-                    book[0, c] += 1
-                    book[2, c] = rank + 1
+                    rank = base[c] + set_bits(masks[c] & ((U64(1) << lane) - U64(1)))
+                    gaps[at[c]] = rank - behind[c]
+                    at[c] += 1
+                    behind[c] = rank + 1
                 j += 1
-            if any_inverted:
-                for c in range(CLASSES):
-                    if inverted[c] != 0:
-                        still = masks[c] & ~changed
-                        while still != U64(0):
-                            below = (still & (U64(0) - still)) - U64(1)
-                            rank = base[c] + set_bits(masks[c] & below)
-                            if book[0, c] >= book[1, c]:
-                                return False
-                            gaps[book[0, c]] = rank - book[2, c]
-                            book[0, c] += 1
-                            book[2, c] = rank + 1
-                            still &= still - U64(1)
             for c in range(CLASSES):
+                if inverted[c] != 0:
+                    still = masks[c] & ~changed
+                    if at[c] + 64 > book[1, c] and at[c] + set_bits(still) > book[1, c]:
+                        return False
+                    while still != U64(0):
+                        below = (still & (U64(0) - still)) - U64(1)
+                        rank = base[c] + set_bits(masks[c] & below)
+                        gaps[at[c]] = rank - behind[c]
+                        at[c] += 1
+                        behind[c] = rank + 1
+                        still &= still - U64(1)
                 base[c] += set_bits(masks[c])
+    book[0] = at
     return True
 
 
@@ -132,7 +129,7 @@ def put_classes(
     gaps: Array32,
 ) -> Counts | None:
     ends = np.cumsum(room)
-    book = np.stack([ends - room, ends, np.zeros(CLASSES, np.int64)])
+    book = np.stack([ends - room, ends])
     like = np.empty(0, old.dtype)
     done = _put_classes(
         frozen(old),

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from weightcast.shared.codec.native_ordinals import facts, in_range, step_between, stepped
+from weightcast.shared.codec.native_ordinals import HALF, excess, facts, ordinal, step_between, word_of
 from weightcast.shared.digest.native import U64, frozen, kernel, reaching64, trailing_zeros, unwritable
 from weightcast.shared.words import ByteArray, WordKind, Words
 
@@ -51,15 +51,16 @@ def escaped(steps: ByteArray, new: Words, count: int) -> Words:
 
 @kernel
 def _add_steps(old: Any, steps: Any, kind: Any, new: Any) -> Any:
-    good, longer = True, 0
+    over, longer = U64(0), 0
     for i in range(old.size):
         byte = np.int64(steps[i])
         long = byte == _LONG
         step = 0 if long else (byte >> 1) ^ -(byte & 1)
-        good &= in_range(old[i], step, kind)
-        new[i] = stepped(old[i], step, kind)
+        moved = ordinal(old[i], kind) + step
+        over |= excess(moved, abs(step), kind)
+        new[i] = word_of(moved, kind)
         longer += long
-    return longer if good else -1
+    return longer if over < U64(2 * kind[HALF]) else -1
 
 
 @kernel

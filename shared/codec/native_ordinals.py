@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightcast.shared.digest.native import I64, inlined
+from weightcast.shared.digest.native import I64, U64, inlined
 from weightcast.shared.words import WordKind
 
-SIGN, LOW, HALF, SHIFT, MASK = range(5)
+SIGN, LOW, HALF, SHIFT, MASK, FLOATS = range(6)
 
 
-def facts(kind: WordKind) -> tuple[int, int, int, int, int]:
-    """Sign bit (0: integers), the bits below it, half of all words, shift and mask of the exponent."""
+def facts(kind: WordKind) -> tuple[int, int, int, int, int, int]:
+    """Sign bit (0: integers), the bits that an ordinal keeps of its word, half of all words, shift and mask
+    of the exponent, -1 for floats and 0 for integers."""
     half = 1 << (8 * kind.width - 1)
-    low = half - 1 if kind.sign_bit else 2 * half - 1
-    return kind.sign_bit, low, half, kind.exponent_shift, kind.exponent_mask
+    low, floats = (half - 1, -1) if kind.sign_bit else (2 * half - 1, 0)
+    return kind.sign_bit, low, half, kind.exponent_shift, kind.exponent_mask, floats
 
 
 @inlined
@@ -30,19 +31,17 @@ def step_between(old: Any, new: Any, kind: Any) -> Any:
 
 
 @inlined
-def stepped(old: Any, step: Any, kind: Any) -> Any:
-    """The new word, as int64."""
-    moved = ordinal(old, kind) + step
-    below = moved >> 63
-    return ((moved ^ below) | (below & kind[SIGN])) if kind[SIGN] else moved & kind[LOW]
+def word_of(ordinal_: Any, kind: Any) -> Any:
+    """As int64; of integers modulo their width. Without branches, which keeps loops around it quick."""
+    below = (ordinal_ >> 63) & kind[FLOATS]
+    return ((ordinal_ ^ below) & kind[LOW]) | (below & kind[SIGN])
 
 
 @inlined
-def in_range(old: Any, step: Any, kind: Any) -> Any:
-    """Whether a step leads to a word of the kind."""
-    moved = ordinal(old, kind) + step
-    floats = (moved >= -kind[HALF]) & (moved < kind[HALF])
-    return floats if kind[SIGN] else (step >= -kind[HALF]) & (step <= kind[HALF])
+def excess(ordinal_: Any, length: Any, kind: Any) -> Any:
+    """Has bits from 2 * HALF on if a step of `length` (0: none) leads to no word. May be collected by or."""
+    reached = (ordinal_ & kind[FLOATS]) | ((length - 1) & ~kind[FLOATS])
+    return U64(reached + kind[HALF])
 
 
 @inlined

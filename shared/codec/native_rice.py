@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.shared.codec.native_ordinals import MASK, SHIFT, facts, in_range, stepped
+from weightcast.shared.codec.native_ordinals import HALF, excess, exponent, facts, ordinal, word_of
 from weightcast.shared.codec.rice import ESCAPE, GREATEST, LONGEST, RICE, RUNS
 from weightcast.shared.digest.native import (
     I64,
@@ -28,8 +28,8 @@ Array32 = NDArray[np.uint32]
 Plan = NDArray[np.int64]
 
 _AHEAD = 48
-_NO_CODE = 1 << 40
-"""bits that lead behind every stream"""
+_NO_VALUE = 1 << 40
+"""greater than any gap, step or run may be: readers refuse what comes of it without looking for it"""
 
 
 @inlined
@@ -131,15 +131,15 @@ def put_magnitudes(grouped: Array32, ends: Plan, plan: Plan, out: ByteArray, mos
 
 @inlined
 def _take(data: Any, at: Any, k: Any) -> Any:
-    """The value at bit `at` and the number of its bits."""
+    """The value at bit `at`, and the bit behind its code. Where no code begins: a value over GREATEST."""
     bits = load64(data, at >> 3) >> U64(at & 7)
     zeros = trailing_zeros(bits)
     if zeros < U64(ESCAPE):
         low = (bits >> (zeros + U64(1))) & ((U64(1) << k) - U64(1))
-        return I64((zeros << k) | low), I64(zeros + U64(1) + k)
-    return I64((bits >> U64(ESCAPE + 1)) & U64(GREATEST)), I64(LONGEST) if zeros == U64(ESCAPE) else I64(
-        _NO_CODE
-    )
+        return I64((zeros << k) | low), at + I64(zeros + U64(1) + k)
+    if zeros > U64(ESCAPE):
+        return I64(_NO_VALUE), at + I64(LONGEST)
+    return I64((bits >> U64(ESCAPE + 1)) & U64(GREATEST)), at + I64(LONGEST)
 
 
 @kernel
@@ -148,8 +148,7 @@ def _take_gaps(data: Any, start: Any, stop: Any, k: Any, index: Any) -> Any:
     for i in range(index.size):
         if at >= end:
             return I64(-1)
-        gap, length = _take(data, at, k)
-        at += length
+        gap, at = _take(data, at, k)
         index[i] = least + gap
         least += gap + 1
     return least if (at + 7) >> 3 == stop else I64(-1)
@@ -165,8 +164,7 @@ def _take_values(data: Any, start: Any, stop: Any, k: Any, values: Any) -> Any:
     for i in range(values.size):
         if at >= end:
             return False
-        value, length = _take(data, at, k)
-        at += length
+        value, at = _take(data, at, k)
         values[i] = value
         most |= value
     return (at + 7) >> 3 == stop and most <= GREATEST
@@ -180,50 +178,47 @@ def take_values(data: ByteArray, start: int, stop: int, k: int, values: Array32)
 def _take_steps(
     data: Any, signs: Any, streams: Any, first: Any, old: Any, index: Any, kind: Any, before: Any, after: Any
 ) -> Any:
-    """`streams`: int64[contexts, 5], coding, k, k of what ends a run, start, stop."""
+    """`streams`: int64[contexts, 5], coding, k, k of what ends a run, start, stop. `run`: single units left
+    in the run of a context, -1 where it has none. One loop, so that loads and codes overlap."""
     contexts, last = streams.shape[0], index.size - 1
-    at, end, run = streams[:, 3] << 3, streams[:, 4] << 3, np.zeros(contexts, np.int64)
-    coding, k, k_rest = streams[:, 0].copy(), streams[:, 1].astype(np.uint64), streams[:, 2].astype(np.uint64)
+    at, end, run = streams[:, 3] << 3, streams[:, 4] << 3, np.full(contexts, -1, np.int64)
+    k, k_rest = streams[:, 1].astype(np.uint64), streams[:, 2].astype(np.uint64)
     for c in range(contexts):
-        if coding[c] == RUNS:
-            run[c], length = _take(data, at[c], k[c])
-            at[c] += length
+        if streams[c, 0] == RUNS:
+            run[c], at[c] = _take(data, at[c], k[c])
     opened, first_run = at.copy(), run.copy()
-    good, bits = True, U64(0)
+    over, bits = U64(0), U64(0)
     for i in range(index.size):
         if i & 63 == 0:
             bits = load64(signs, i >> 3)
-        position = I64(index[i])
         prefetch(old, I64(index[min(i + _AHEAD, last)]), before)
-        word = word_at(old, position, before)
-        c = min(max(((I64(word) >> kind[SHIFT]) & kind[MASK]) - first, 0), contexts - 1)
-        magnitude = I64(0)
-        if coding[c] == RUNS:
-            if run[c] == 0:
-                if at[c] >= end[c]:
-                    return False
-                rest, length = _take(data, at[c], k_rest[c])
-                magnitude = rest + 1
-                run[c], more = _take(data, min(at[c] + length, end[c]), k[c])
-                at[c] += length + more
-            else:
-                run[c] -= 1
+        word = word_at(old, I64(index[i]), before)
+        c = min(max(exponent(word, kind) - first, 0), contexts - 1)
+        length = I64(1)
+        if run[c] > 0:
+            run[c] -= 1
+        elif at[c] >= end[c]:
+            return False
+        elif run[c] < 0:
+            value, at[c] = _take(data, at[c], k[c])
+            length = value + 1
         else:
-            if at[c] >= end[c]:
+            value, behind = _take(data, at[c], k_rest[c])
+            length = value + 2
+            if behind >= end[c]:
                 return False
-            magnitude, length = _take(data, at[c], k[c])
-            at[c] += length
+            run[c], at[c] = _take(data, behind, k[c])
         negative = I64(bits & U64(1))
         bits >>= U64(1)
-        step = ((magnitude + 1) ^ -negative) + negative
-        good &= in_range(word, step, kind)
+        moved = ordinal(word, kind) + (length ^ -negative) + negative
+        over |= excess(moved, length, kind)
         before[i] = word
-        after[i] = stepped(word, step, kind)
+        after[i] = word_of(moved, kind)
     for c in range(contexts):
-        unused = coding[c] != 0 and at[c] == opened[c] and first_run[c] == 0
-        if run[c] != 0 or (at[c] + 7) >> 3 != streams[c, 4] or unused:
+        unused = streams[c, 0] == RUNS and at[c] == opened[c] and first_run[c] == 0
+        if run[c] > 0 or (at[c] + 7) >> 3 != streams[c, 4] or unused:
             return False
-    return good
+    return over < U64(2 * kind[HALF])
 
 
 def take_steps(

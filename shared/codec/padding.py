@@ -23,6 +23,9 @@ class Counted:
 
     @classmethod
     def of(cls, chunk: Chunk) -> Counted:
+        if len(chunk.spans) == 1:
+            (span,) = chunk.spans
+            return cls(np.array([[span.offset, span.words]]), np.zeros(1, np.int64), span.words)
         spans = np.array([(span.offset, span.words) for span in chunk.spans], np.int64).reshape(-1, 2)
         ends = np.cumsum(spans[:, 1])
         return cls(spans, ends - spans[:, 1], int(ends[-1]) if len(ends) else 0)
