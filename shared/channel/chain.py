@@ -12,7 +12,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from weightcast.shared.channel.index import FileRecord, ForeignIndex, Index
+from weightcast.shared.channel.index import INDEX_NAME, FileRecord, ForeignIndex, Index
 from weightcast.shared.channel.layout import version_of
 from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.store import Channel, FullVersion
@@ -63,7 +63,10 @@ def read_entry(channel: Channel, pointer: Pointer, version: int, directory: Path
         index = channel.index(pointer, version, table)
     except (WeightcastError, OSError) as error:
         return Entry(version, directory, None, _text(error))
-    return Entry(version, directory, index, "" if index is not None else "its index is missing")
+    if index is None:
+        cut = (directory / INDEX_NAME).exists()
+        return Entry(version, directory, None, f"its index is {'cut short' if cut else 'missing'}")
+    return Entry(version, directory, index, "")
 
 
 def verify(channel: Channel, advance: Advance | None = None) -> list[Problem]:

@@ -142,7 +142,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], int | None, str]] = {
     "flipped shard": (lambda c: _flip(_shard(c, 3)), 3, "its index says"),
     "shard gone": (lambda c: _shard(c, 1).unlink(), 1, "is missing"),
     "index gone": (lambda c: (c / "weight_v000002" / INDEX).unlink(), 2, "its index is missing"),
-    "index cut": (lambda c: (c / "weight_v000002" / INDEX).write_bytes(b"{"), 2, "not valid JSON"),
+    "index cut": (lambda c: (c / "weight_v000002" / INDEX).write_bytes(b"{"), 2, "cut short"),
     "version gone": (lambda c: shutil.rmtree(c / "weight_v000002"), 3, "which is not there"),
     "newest gone": (lambda c: shutil.rmtree(c / "weight_v000003"), 3, "the pointer names it"),
     "anchor flipped": (
