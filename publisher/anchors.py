@@ -144,10 +144,21 @@ def write_anchor_beside(layout: Layout, local: LocalCheckpoint, claim: Claim) ->
     if directory.exists():
         discard(layout, directory)
     directory.mkdir()
+    try:
+        _write_beside(directory, local, claim)
+    except BaseException:
+        # not to fill a disk that is full already
+        discard(layout, directory)
+        raise
+    durable.sync_directory(directory.parent)
+    return True
+
+
+def _write_beside(directory: Path, local: LocalCheckpoint, claim: Claim) -> None:
+    position = local.state.position
     with local.standing_still():
         written = write_weights(directory, local.table, local.words_in, local.checkpoint.other_files)
     if written[2] != lanes_list(position.lanes):
-        discard(layout, directory)
         raise DamagedFile(
             f"{local.directory} does not hold version {position.version} any more; no anchor was written",
             remedy="run `weightcast local verify`",
@@ -156,5 +167,3 @@ def write_anchor_beside(layout: Layout, local: LocalCheckpoint, claim: Claim) ->
     claim.check()
     durable.sync_directory(directory)
     durable.create(directory / INDEX_NAME, write_index(index, local.table))
-    durable.sync_directory(directory.parent)
-    return True

@@ -211,17 +211,26 @@ class Desk:
         before = publisher.version
         self._meter.begin(source, self._full_bytes)
         try:
+            # what an earlier call left to be finished is not this publication
+            publisher.recover(self._meter.advance)
+            before = publisher.version
             report = publisher.publish_checkpoint(
                 directory, step=step, advance=self._meter.advance, watching=self._meter.phase
             )
         except (Refused, NeedsReseed, FileNotFoundError) as error:
             return self._judge(publisher, error, before, source)
+        except RetryLater:
+            if publisher.version > before:
+                return self._done(self._read_back(publisher, source))
+            raise
         except OSError as error:
             raise RetryLater(
                 f"{source}: {error}", remedy="look at disk and mounts of the publisher"
             ) from error
         finally:
             self._meter.end()
+        if report.anchor_problem:
+            log.warning("no anchor", version=report.version, error=report.anchor_problem)
         return self._done(publication(report, source))
 
     def _judge(

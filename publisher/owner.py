@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from weightcast.publisher import rendezvous
@@ -36,7 +37,7 @@ from weightcast.shared.channel.index import INDEX_NAME, Index, parse_index, writ
 from weightcast.shared.channel.layout import version_of
 from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import DamagedFile, NeedsReseed, Refused, RetryLater, WrongRun
+from weightcast.shared.errors import DamagedFile, NeedsReseed, Refused, RetryLater, WeightcastError, WrongRun
 from weightcast.shared.local.follow import Follower, open_base
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.stage import Fetched, Staged, stage
@@ -46,6 +47,7 @@ from weightcast.shared.words import TensorTable, Words
 class Owner:
     def __init__(self, follower: Follower, claim: Claim, rank: Rank, options: PublishOptions) -> None:
         self._follower, self._claim, self._rank, self._options = follower, claim, rank, options
+        self._anchor_due = False
 
     def recover(self, advance: Advance | None = None) -> None:
         """Finishes a version that was committed and never pointed to; brings the local checkpoint to the
@@ -145,10 +147,23 @@ class Owner:
         with work.phase("patch"):
             self._patch(local, staged)
         drop_parts(channel.layout)
-        if self._options.anchor_every > 0 and index.version % self._options.anchor_every == 0:
+        problem = self._anchor_if_due(channel, local, work)
+        return replace(report_of(index, local.table, work, directory), anchor_problem=problem)
+
+    def _anchor_if_due(self, channel: Channel, local: LocalCheckpoint, work: Work) -> str:
+        """Returns why there is none. The version is out whatever becomes of its anchor; one that could not be
+        written is made up for beside the next version."""
+        every, version = self._options.anchor_every, local.state.position.version
+        self._anchor_due |= every > 0 and version % every == 0
+        if not self._anchor_due:
+            return ""
+        try:
             with work.phase("anchor"):
                 write_anchor_beside(channel.layout, local, self._claim)
-        return report_of(index, local.table, work, directory)
+        except (OSError, WeightcastError) as error:
+            return rendezvous.reason_of(error)
+        self._anchor_due = False
+        return ""
 
     def _frame(self, local: LocalCheckpoint, step: int | None) -> Frame:
         position = local.state.position

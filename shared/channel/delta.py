@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Protocol
 
 import numpy as np
@@ -31,6 +30,7 @@ from weightcast.shared.codec.container import decode_chunk, encode_chunk
 from weightcast.shared.codec.field import PayloadReader, PayloadWriter, digest_stream, open_payload
 from weightcast.shared.digest.touched import SpanSums, span_sums, total
 from weightcast.shared.errors import DamagedFile
+from weightcast.shared.files.durable import open_regular
 from weightcast.shared.files.safetensors import Entry, Header, pack_header, read_header
 from weightcast.shared.words import ByteArray, Chunk, ChunkKey, TensorTable, Words
 
@@ -283,38 +283,32 @@ class DeltaReader(Protocol):
     def finish(self) -> None:
         """Raises DamagedFile when something of the version was not used up or does not add up."""
 
-    def close(self) -> None: ...
-
 
 class _ShardFiles:
-    """The version's fetched shards, opened once; read with pread, never mapped."""
+    """The version's fetched shards; read with pread, never mapped. Opened for each read: a host far behind
+    folds more of them than a process may hold open."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._fds: dict[str, int] = {}
-
-    def fd(self, name: str) -> int:
-        if name not in self._fds:
-            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._fds[name] = os.open(self._directory / name, flags)
-        return self._fds[name]
 
     def read(self, name: str, offset: int, length: int) -> bytes:
-        data = os.pread(self.fd(name), length, offset)
+        fd = open_regular(self._directory / name)
+        try:
+            return self._read(fd, name, offset, length)
+        finally:
+            os.close(fd)
+
+    def _read(self, fd: int, name: str, offset: int, length: int) -> bytes:
+        data = os.pread(fd, length, offset)
         while len(data) < length:
-            more = os.pread(self.fd(name), length - len(data), offset + len(data))
+            more = os.pread(fd, length - len(data), offset + len(data))
             if not more:
                 raise DamagedFile(f"{self._directory / name}: ends {length - len(data)} bytes early")
             data += more
         return data
 
     def header(self, name: str) -> Header:
-        return read_header(self.fd(name))
-
-    def close(self) -> None:
-        for fd in self._fds.values():
-            os.close(fd)
-        self._fds.clear()
+        return read_header(self._directory / name)
 
 
 def _check_sums(record: ChunkRecord, sums: Sequence[SpanSums], changes: Changes, where: str) -> None:
@@ -371,9 +365,6 @@ class BlobReader:
 
     def finish(self) -> None:
         _check_used(self._records, self._used, self._version)
-
-    def close(self) -> None:
-        self._files.close()
 
 
 def payload_encoding(index: Index | ForeignIndex) -> PayloadEncoding:
@@ -478,9 +469,6 @@ class FieldReader:
         if self._records is not None:
             _check_used(self._records, self._used, self._version)
 
-    def close(self) -> None:
-        self._files.close()
-
 
 class _TensorStream:
     def __init__(self, where: str, payload: PayloadReader, checksum_format: str, expected: str | None):
@@ -508,22 +496,6 @@ def open_delta(index: Index | ForeignIndex, table: TensorTable, directory: Path)
     if isinstance(index, Index) and index.encoding in STEP_ENCODINGS:
         return BlobReader(index, directory)
     return FieldReader(index, table, directory)
-
-
-class Closing:
-    """Closes readers together."""
-
-    def __init__(self, readers: Iterable[DeltaReader]) -> None:
-        self._readers = list(readers)
-
-    def __enter__(self) -> list[DeltaReader]:
-        return self._readers
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for reader in self._readers:
-            reader.close()
 
 
 Advance = Callable[[int], None]

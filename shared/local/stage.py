@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from weightcast.shared.channel.delta import ChunkStep, Closing, DeltaReader, open_delta
+from weightcast.shared.channel.delta import ChunkStep, DeltaReader, open_delta
 from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.codec.changes import Changes
 from weightcast.shared.codec.parallel import ordered
@@ -75,15 +75,15 @@ def stage(
     writer = JournalWriter(local.paths.journal(journal), _header(local, versions, journal))
     try:
         ledger = [_Ledger(local.table) for _ in versions]
-        with Closing(open_delta(v.index, local.table, v.directory) for v in versions) as readers:
-            for folded in _walk(local, readers, versions[0].parts, threads):
-                _write(writer, folded)
-                for book, step in zip(ledger, folded.steps, strict=True):
-                    book.add(step)
-                if advance is not None:
-                    advance(folded.chunk.words * folded.chunk.kind.width)
-            for reader in readers:
-                reader.finish()
+        readers = [open_delta(v.index, local.table, v.directory) for v in versions]
+        for folded in _walk(local, readers, versions[0].parts, threads):
+            _write(writer, folded)
+            for book, step in zip(ledger, folded.steps, strict=True):
+                book.add(step)
+            if advance is not None:
+                advance(folded.chunk.words * folded.chunk.kind.width)
+        for reader in readers:
+            reader.finish()
         target = _settle(local, base, versions, ledger)
         writer.close()
     except OSError as error:

@@ -1,0 +1,36 @@
+"""A host that is many versions behind: bounded by nothing but time and disk."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from core_cases import bytes_of, read_checkpoint
+from local_cases import Run, catch_up, following, make_run, step_to
+
+VERSIONS = 20
+
+
+@pytest.fixture
+def few_files() -> Iterator[None]:
+    """Fewer files may be open than there are versions."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + VERSIONS // 2, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("encoding", ["fast", "xor"])
+def test_more_versions_than_open_files(tmp_path: Path, encoding: str, request: pytest.FixtureRequest) -> None:
+    run: Run = make_run(tmp_path, VERSIONS, encoding=encoding)
+    local = tmp_path / "local"
+    with following(run, local) as follower:
+        step_to(follower, 0)
+        request.getfixturevalue("few_files")
+        catch_up(follower)
+    assert read_checkpoint(local) == bytes_of(run.latest)

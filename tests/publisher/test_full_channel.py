@@ -1,0 +1,120 @@
+"""A disk that is full at a step of a publication: nothing half done is seen, the next one goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from core_cases import Model, all_changed, bytes_of, read_checkpoint
+from publisher_cases import Place, make_place, numpy_model
+
+from weightcast.shared.channel.chain import verify
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import RetryLater
+
+POINTER_BYTES = 6
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return make_place(tmp_path, numpy_model(np.random.default_rng(3)))
+
+
+@pytest.fixture
+def disk() -> Iterator[Disk]:
+    found = Disk()
+    yield found
+    found.grow()
+
+
+class Disk:
+    """Files that may not become longer stand for a disk that is full."""
+
+    def __init__(self) -> None:
+        self._before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def shrink(self, most: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, self._before[1]))
+
+    def grow(self) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self._before)
+
+
+def changed(model: Model, seed: int) -> Model:
+    return all_changed(model, np.random.default_rng(seed), 2)
+
+
+def pointed(place: Place) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        return int((place.channel / "latest").read_text())
+    return 0
+
+
+@pytest.mark.parametrize(("phase", "published"), [("diff", 0), ("commit", 0), ("patch", 1)])
+def test_full_in_a_phase(place: Place, disk: Disk, phase: str, published: int) -> None:
+    model = changed(place.model, 1)
+    with place.publisher() as publisher:
+        new = place.new(model)
+        with pytest.raises(RetryLater):
+            publisher.publish_checkpoint(new, watching=lambda now: disk.shrink(4) if now == phase else None)
+        disk.grow()
+        assert pointed(place) == published
+        report = publisher.publish_checkpoint(new)
+    assert (report.version, report.kind) == (published + 1, "delta")
+    place.arrives(model, report.version)
+    assert read_checkpoint(place.pub) == bytes_of(model)
+    assert verify(Channel.open(place.channel)) == []
+    assert not list(place.channel.glob("*.parts"))
+
+
+def test_full_between_index_and_pointer(place: Place, disk: Disk) -> None:
+    def hook(version: int, directory: Path, phase: str) -> None:
+        if phase == "version" and version == 1 and not full:
+            full.append(version)
+            disk.shrink(POINTER_BYTES - 1)
+
+    full: list[int] = []
+    model = changed(place.model, 1)
+    with place.publisher(post_write=hook) as publisher:
+        with pytest.raises(RetryLater):
+            publisher.publish_checkpoint(place.new(model))
+        assert pointed(place) == 0
+        disk.grow()
+        publisher.recover()
+        assert publisher.version == 1
+        place.arrives(model, 1)
+        model = changed(model, 2)
+        assert publisher.publish_checkpoint(place.new(model)).version == 2
+    place.arrives(model, 2)
+
+
+def test_an_anchor_that_does_not_fit_is_written_beside_the_next_version(place: Place, disk: Disk) -> None:
+    model, done = place.model, list[int]()
+    with place.publisher(anchor_every=2) as publisher:
+        for version in (1, 2, 3):
+            model = changed(model, version)
+            new = place.new(model)
+            report = publisher.publish_checkpoint(
+                new, watching=lambda now: disk.shrink(9999) if (now, len(done)) == ("anchor", 0) else None
+            )
+            disk.grow()
+            assert report.version == version
+            assert bool(report.anchor_problem) == (version == 2)
+            if version == 2:
+                assert not list(place.channel.glob("*/anchor"))
+                done.append(version)
+    assert [path.parent.name for path in place.channel.glob("*/anchor")] == ["weight_v000003"]
+    place.arrives(model, 3)
+    assert verify(Channel.open(place.channel)) == []
+
+
+def test_what_a_kill_left_half_deleted_is_deleted(place: Place) -> None:
+    grave = place.channel / ".trash" / "weight_v000001-ab"
+    grave.mkdir(parents=True)
+    (grave / "model.safetensors").write_bytes(b"half")
+    with place.publisher():
+        assert list((place.channel / ".trash").iterdir()) == []
