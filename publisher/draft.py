@@ -52,7 +52,7 @@ def draft(frame: Frame, table: TensorTable, part: Part, difference: Difference) 
         encoding=frame.encoding,
         step=frame.step,
         created=frame.created,
-        weight_map={name: difference.files.files[0].name for name in names.values()},
+        weight_map=dict.fromkeys(names.values(), difference.files.files[0].name),
         files=difference.files.files,
         tensors={
             name: TensorRecord(difference.lanes[tensor], difference.changed[tensor])

@@ -9,7 +9,7 @@ WeightcastError                 exit 1,  HTTP 500
 ├── NeedsReseed                 exit 3,  HTTP 409   the local checkpoint cannot be patched on; bring it anew
 ├── NotInTime                   exit 4,  HTTP 504   a deadline passed
 ├── EngineFailed                exit 5,  HTTP 502   the local checkpoint is right, an engine is not
-└── RetryLater                  exit 75, HTTP 503   busy, not visible yet, no space: the same call may succeed later
+└── RetryLater                  exit 75, HTTP 503   busy, not visible yet, no space: try again later
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def whole_part(table: TensorTable) -> Part:
 
 @dataclass(frozen=True)
 class Span:
-    """The piece of a tensor that lies in a chunk: words [start, stop) of `tensor` at `offset` in the chunk."""
+    """A tensor's piece in a chunk: words [start, stop) of `tensor`, at `offset` in the chunk."""
 
     tensor: int
     start: int

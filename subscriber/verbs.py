@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +52,10 @@ def sync(
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="Working threads; unset: every core allowed.")
     ] = None,
+    visible_deadline: Annotated[
+        float | None,
+        typer.Option("--visible-deadline", min=0.1, help="Seconds to wait for what the pointer names; 120."),
+    ] = None,
     rehash: Annotated[bool, typer.Option("--rehash", help="Read every byte back in the end.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -62,6 +67,7 @@ def sync(
         "engine": engine or None,
         "target": target,
         "threads": threads,
+        "visible_deadline": visible_deadline,
     }
     setup_logs(level="error")
     settings = load_settings(SubscriberSettings, flags)
@@ -76,7 +82,8 @@ def _sync(settings: SubscriberSettings, output: Output, rehash: bool) -> HostSta
     options = options_of(settings)
     board = Board(options)
     with output.progress(f"{settings.local}", None) as advance:
-        one = Sync(options, open_engines(settings), show=board.show, advance=advance)
+        patience = _Patience(settings.visible_deadline)
+        one = Sync(options, open_engines(settings), show=board.show, stop=patience.wait, advance=advance)
         try:
             one.sync_once()
             if rehash:
@@ -84,6 +91,22 @@ def _sync(settings: SubscriberSettings, output: Output, rehash: bool) -> HostSta
             return board.status.get()
         finally:
             one.close()
+
+
+class _Patience:
+    """Waits, and says so once: a person looks on."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._told = seconds, False
+
+    def wait(self, seconds: float) -> bool:
+        if seconds > 0 and not self._told:
+            self._told = True
+            typer.echo(
+                f"something is not there yet; waiting up to {self._seconds:g} s", err=True
+            )
+        time.sleep(seconds)
+        return False
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from weightcast.shared.words import Chunk, TensorTable, Words
 WordsIn = Callable[[int, int, int], Words]
 """tensor number, start, stop to these words"""
 
-_SEEDED_AGAIN = "it is seeded again from base or anchor"
+_SEEDED_AGAIN = "the next sync seeds it again from base or anchor"
 PATCH_LOCK_SECONDS = 60.0
 
 
@@ -186,7 +186,7 @@ class LocalCheckpoint:
             if not same:
                 raise NeedsReseed(
                     f"{mapped.path} was replaced while it was in use",
-                    remedy="nothing else may write a local checkpoint; it is re-hashed and seeded again",
+                    remedy="nothing else may write here; the next sync reads all of it, or seeds it again",
                 )
 
     def file_identities(self) -> tuple[FileIdentity, ...]:

@@ -123,7 +123,7 @@ def _dirty(local: LocalCheckpoint, record: Record, word: int) -> None:
     name = local.table[record.tensor].name
     raise NeedsReseed(
         f"{local.directory}: word {word} of {name} is not what the journal expects",
-        remedy="something else wrote to the local checkpoint; it is seeded again",
+        remedy="something else wrote to the local checkpoint; the next sync seeds it again",
     )
 
 
@@ -137,7 +137,7 @@ def recover(local: LocalCheckpoint, *, threads: int = 1, advance: Advance | None
     """
     state = local.state
     if state.phase in (Phase.SEEDING, Phase.DIRTY):
-        raise NeedsReseed(f"{local.directory} is {state.phase.value}", remedy="it is seeded again")
+        raise NeedsReseed(f"{local.directory} is {state.phase.value}", remedy="the next sync seeds it again")
     rebooted = not state.host.same_boot(local.host)
     if rebooted:
         _after_reboot(local, threads, advance)
@@ -157,7 +157,7 @@ def _replay(local: LocalCheckpoint, threads: int, advance: Advance | None) -> No
         _write_all(local, step, _Way.FORWARD if forward else _Way.BACK, replay=True)
     except DamagedFile as error:
         local.save(local.state.but(phase=Phase.DIRTY))
-        raise NeedsReseed(error.message, remedy="it is seeded again") from error
+        raise NeedsReseed(error.message, remedy="the next sync seeds it again") from error
     position = step.target if forward else step.base
     _require_bytes(local, position, threads, advance)
     kept = tuple(known for known in local.state.undo if known != step)
@@ -180,7 +180,7 @@ def _after_reboot(local: LocalCheckpoint, threads: int, advance: Advance | None)
     local.save(state.but(phase=Phase.DIRTY))
     raise NeedsReseed(
         f"{local.directory}: after a restart of the machine {len(report.differing)} tensors differ",
-        remedy="it is seeded again",
+        remedy="the next sync seeds it again",
     )
 
 
@@ -190,7 +190,7 @@ def _require_bytes(local: LocalCheckpoint, position: Position, threads: int, adv
         local.save(local.state.but(phase=Phase.DIRTY))
         raise NeedsReseed(
             f"{local.directory}: {', '.join(report.differing[:3])} differ from version {position.version}",
-            remedy="it is seeded again",
+            remedy="the next sync seeds it again",
         )
 
 
