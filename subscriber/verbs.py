@@ -102,9 +102,7 @@ class _Patience:
     def wait(self, seconds: float) -> bool:
         if seconds > 0 and not self._told:
             self._told = True
-            typer.echo(
-                f"something is not there yet; waiting up to {self._seconds:g} s", err=True
-            )
+            typer.echo(f"something is not there yet; waiting up to {self._seconds:g} s", err=True)
         time.sleep(seconds)
         return False
 

@@ -206,7 +206,7 @@ def test_sync_as_a_verb(site: Site, run: Run, weightcast: Callable[..., Done]) -
     assert weightcast(*common).returncode == 0
     absent = weightcast(*common, "--engine", "sglang=http://127.0.0.1:9")
     assert absent.returncode == 5 and "does not answer" in absent.stderr
-    _flip(local)
+    _rot(local)
     damaged = weightcast("local", "verify", "--local", str(local), "--json")
     assert damaged.returncode == 3
     assert len(json.loads(damaged.stdout)["differing"]) == 1
@@ -215,12 +215,15 @@ def test_sync_as_a_verb(site: Site, run: Run, weightcast: Callable[..., Done]) -
     assert on_disk(local) == run.digest(1)
 
 
-def _flip(local: Path) -> None:
+def _rot(local: Path) -> None:
+    """A byte goes bad without a trace in the file's times, as on a failing disk."""
     path = min(local.glob("model-*.safetensors"))
+    times = path.stat()
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     with path.open("r+b") as file:
         file.write(data)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def test_local_verify_refuses_what_is_none(site: Site, weightcast: Callable[..., Done]) -> None:
