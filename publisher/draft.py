@@ -52,7 +52,8 @@ def draft(frame: Frame, table: TensorTable, part: Part, difference: Difference) 
         encoding=frame.encoding,
         step=frame.step,
         created=frame.created,
-        weight_map=dict.fromkeys(names.values(), difference.files.files[0].name),
+        # a part has one shard, or none where nothing changed
+        weight_map={name: file.name for file in difference.files.files for name in names.values()},
         files=difference.files.files,
         tensors={
             name: TensorRecord(difference.lanes[tensor], difference.changed[tensor])
