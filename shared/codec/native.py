@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weightcast.shared.codec.native_classes import exponents_of_all, put_classes, take_classes
 from weightcast.shared.codec.native_dense import add_steps, escaped, step_bytes
+from weightcast.shared.codec.native_exchange import exchange
 from weightcast.shared.codec.native_rice import (
     put_gaps,
     put_magnitudes,
@@ -18,6 +19,7 @@ __all__ = [
     "add_steps",
     "compared",
     "escaped",
+    "exchange",
     "exponents_of_all",
     "group",
     "put_classes",

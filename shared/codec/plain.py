@@ -28,6 +28,22 @@ def scatter(words: Words, index: Array32, new: Words) -> None:
     words[index] = new
 
 
+def exchange(
+    words: Words, index: NDArray[np.uint64], before: Words, after: Words, *, again: bool
+) -> int | None:
+    """Writes `after` where `words` holds `before` (or, `again`, already `after`) and reads it back. Returns
+    the first change at which that fails; some of those before it are written then."""
+    found = words[index]
+    expected = found == before
+    if again:
+        expected |= found == after
+    if not expected.all():
+        return int(np.argmin(expected))
+    words[index] = after
+    taken = words[index] == after
+    return None if taken.all() else int(np.argmin(taken))
+
+
 def split(
     old: Words, new: Words, kind: WordKind, magnitude: Array32, exponents: ByteArray, signs: ByteArray
 ) -> Counts:

@@ -7,6 +7,7 @@ import numpy as np
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.choose import StepEncoding
 from weightcast.shared.codec.container import decode_chunk, encode_chunk
+from weightcast.shared.codec.kernels import kernels
 from weightcast.shared.digest.touched import span_sums
 from weightcast.shared.words import Chunk, Span, Words
 
@@ -33,4 +34,7 @@ def _both_ways(chunk: Chunk, old: Words, new: Words, encoding: StepEncoding) -> 
     blob = encode_chunk(chunk, old, new, compare(old, new), encoding)
     changes = decode_chunk(blob, chunk, old)
     span_sums(chunk, old, changes)
-    changes.apply(old.copy())
+    written = old.copy()
+    changes.apply(written)
+    index = changes.index.astype(np.uint64)
+    kernels().exchange(written, index, changes.new, changes.old, again=False)

@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable
 from enum import Enum
 
-import numpy as np
-
+from weightcast.shared.codec.kernels import kernels
 from weightcast.shared.errors import DamagedFile, NeedsReseed
 from weightcast.shared.local.hashing import full_hash
 from weightcast.shared.local.journal import JournalReader, Record
@@ -107,15 +106,9 @@ def _write_all(local: LocalCheckpoint, step: Step, way: _Way, *, replay: bool) -
 def _write(local: LocalCheckpoint, record: Record, way: _Way, *, replay: bool) -> None:
     words = local.words(record.tensor)
     before, after = (record.old, record.new) if way is _Way.FORWARD else (record.new, record.old)
-    found = words[record.index]
-    expected = found == before
-    if replay:
-        expected |= found == after
-    if not expected.all():
-        _dirty(local, record, int(record.index[int(np.argmin(expected))]))
-    words[record.index] = after
-    if not np.array_equal(words[record.index], after):
-        _dirty(local, record, int(record.index[0]))
+    failed = kernels().exchange(words, record.index, before, after, again=replay)
+    if failed is not None:
+        _dirty(local, record, int(record.index[failed]))
 
 
 def _dirty(local: LocalCheckpoint, record: Record, word: int) -> None:
