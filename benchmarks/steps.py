@@ -55,14 +55,14 @@ def _rate(masters: NDArray[np.float32], update: NDArray[np.float32], density: fl
     return low
 
 
-def trained(rates: tuple[float, ...], warm_steps: int = 150) -> Iterator[Case]:
+def trained(rates: tuple[float, ...], warm_steps: int = 100) -> Iterator[Case]:
     """Steps of a transformer that learns a Markov chain, fp32 masters under AdamW: after `warm_steps` at a
     high rate, one case for each of `rates`, when its moments have settled. Needs torch."""
     import torch
 
     torch.manual_seed(0)
-    vocabulary, width, length = 512, 384, 64
-    layer = torch.nn.TransformerEncoderLayer(width, 6, 4 * width, dropout=0.0, batch_first=True)
+    vocabulary, width, length, batch = 512, 256, 32, 8
+    layer = torch.nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
     parts = torch.nn.ModuleDict(
         {
             "embed": torch.nn.Embedding(vocabulary, width),
@@ -75,9 +75,9 @@ def trained(rates: tuple[float, ...], warm_steps: int = 150) -> Iterator[Case]:
     mask = torch.nn.Transformer.generate_square_subsequent_mask(length)
 
     def step() -> None:
-        tokens = torch.randint(vocabulary, (16, 1))
+        tokens = torch.randint(vocabulary, (batch, 1))
         for _ in range(length):
-            following = likely[tokens[:, -1:], torch.randint(4, (16, 1))]
+            following = likely[tokens[:, -1:], torch.randint(4, (batch, 1))]
             tokens = torch.cat([tokens, following], 1)
         hidden = parts["body"](parts["embed"](tokens[:, :-1]), mask=mask, is_causal=True)
         scores = parts["head"](hidden).flatten(0, 1)

@@ -334,6 +334,30 @@ def test_raw_words_that_change_another_number_than_the_header_says() -> None:
         decode_chunk(resealed(blob[:8] + struct.pack("<I", 39) + blob[12:]), chunk, old)
 
 
+def unchanged(mode: int, payload: bytes) -> bytes:
+    """A blob that says that nothing changes in 64 words of BF16."""
+    facts = struct.pack("<BBHIII", mode, 2, 0, 64, 0, len(payload))
+    return resealed(facts + bytes(8) + payload)
+
+
+def test_streams_that_nothing_reads_are_refused() -> None:
+    chunk = cases.chunk_of("BF16", [64])
+    old = np.zeros(64, np.uint16)
+    nothing, end = bytes(8), bytes(8)
+    empty_run = struct.pack("<BBBBI", 2, 0, 0, 0, 1)
+    gap_of_100 = bytes([1 | 100 << 1])
+    beyond = struct.pack("<BBBBII", 0, 7, 0, 0, 1, 1)
+    payloads = {
+        FAST: struct.pack("<BBBBI", 0, 1, 0, 0, 0) + empty_run + b"\1" + end,
+        SMALL: struct.pack("<BBBBI", 1, 1, 0, 0, 1) + nothing + beyond + gap_of_100 + end,
+    }
+    for mode, payload in payloads.items():
+        with pytest.raises(DamagedFile):
+            decode_chunk(unchanged(mode, payload), chunk, old)
+    lawful = struct.pack("<BBBBI", 0, 1, 0, 0, 0) + nothing + end
+    assert len(decode_chunk(unchanged(FAST, lawful), chunk, old)) == 0
+
+
 def test_old_words_of_another_chunk_are_a_callers_error() -> None:
     chunk, old, blob = SAMPLES[0]
     for wrong in (old[:-64], old.astype(np.uint32)):
