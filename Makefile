@@ -13,7 +13,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "python3-venv is missing: apt install python3-venv"; exit 2; }
 	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,demo]'
-	@echo "compiling kernels once (about 15 s)"
+	@echo "compiling kernels once (about a minute)"
 	@$(BIN)/python -c 'from weightcast.shared.codec.warm_up import warm_up; warm_up()'
 	@touch $(STAMP)
 
