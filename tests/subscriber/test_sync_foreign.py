@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from field_writer import Dialect, Encoding, FieldChannel, payload
+from field_channel import Dialect, Encoding, FieldChannel, payload
 from hosts import Host, SGLang, Site, Weights, on_disk
 
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater, WeightcastError
