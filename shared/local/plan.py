@@ -10,6 +10,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 
+MOST_FOLDED = 64
+"""versions in one leg: what is held of their indexes while they fold stays bounded"""
+
+
 @dataclass(frozen=True)
 class Link:
     """What planning needs of a version's index."""
@@ -242,7 +246,7 @@ def _legs(walk: _Walk) -> Patch:
     legs: list[list[int]] = []
     grid: str | None = None
     for link in reversed(walk.versions):
-        if link.grid != grid:
+        if link.grid != grid or len(legs[-1]) == MOST_FOLDED:
             legs.append([])
             grid = link.grid
         legs[-1].append(link.version)

@@ -60,6 +60,11 @@ ROWS: list[tuple[str, Facts, Plan]] = [
     ("at the target, which is pruned", gone(facts(here(3), 3), 3), Stay()),
     ("one behind", facts(here(2), 3, *THREE), Patch(((3,),), 10)),
     ("several behind fold", facts(here(0), 3, *THREE), Patch(((1, 2, 3),), 30)),
+    (
+        "far behind: legs of bounded length",
+        facts(here(0), 130, *map(delta, range(1, 131))),
+        Patch((tuple(range(1, 65)), tuple(range(65, 129)), (129, 130)), 1300),
+    ),
     ("other grids are other legs", facts(here(0), 3, *SPLIT), Patch(((1,), (2, 3)), 30)),
     ("a delta from an older version", facts(here(1), 3, delta(3, 1)), Patch(((3,),), 10)),
     (
