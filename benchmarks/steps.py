@@ -45,6 +45,23 @@ def simulated(words: int, density: float, seed: int) -> Case:
     return Case(f"{density:.1%}", rounded(masters), rounded(masters + update * np.float32(rate)))
 
 
+class Masters:
+    """fp32 weights of one tensor that take steps as in `simulated`; `words` are their bf16."""
+
+    def __init__(self, words: int, density: float, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._values = self._rng.standard_normal(words, dtype=np.float32) * np.float32(_STD)
+        probe = self._rng.standard_normal(_PROBE, dtype=np.float32) * np.float32(_UPDATE)
+        self._rate = np.float32(_UPDATE * _rate(self._values[:_PROBE], probe[:words], density))
+        self.words = rounded(self._values)
+
+    def step(self) -> None:
+        update = self._rng.standard_normal(len(self._values), dtype=np.float32)
+        update *= self._rate
+        self._values += update
+        self.words[:] = rounded(self._values)
+
+
 def _rate(masters: NDArray[np.float32], update: NDArray[np.float32], density: float) -> float:
     low, high = 1e-9, 1.0
     old = rounded(masters)
