@@ -194,18 +194,35 @@ def padded(words: int) -> int:
 
 
 def grid(table: TensorTable, part: Part, chunk_words: int = CHUNK_WORDS) -> Iterator[Chunk]:
-    """The chunks of a part: its segments grouped by dtype (names in ascending order), each padded to a
-    multiple of BLOCK_WORDS, concatenated and cut every `chunk_words`. The same for every version with the
-    same parts, whatever changed. Chunks without words do not exist."""
+    """The chunks of a part, the same for every version with the same parts, whatever changed.
+
+    Its segments are grouped by dtype (names in ascending order). In a group the segments shorter than
+    `chunk_words` come first: each padded to a multiple of BLOCK_WORDS, concatenated, cut every `chunk_words`.
+    Each longer one follows in chunks of its own, so that these lie in one run of a file. Chunks without
+    words do not exist."""
     groups: dict[str, list[Segment]] = {}
     for segment in part.segments:
         groups.setdefault(table[segment.tensor].dtype, []).append(segment)
     for dtype in sorted(groups):
-        yield from _cut(dtype, part.number, groups[dtype], chunk_words)
+        pieces = _cut_group(groups[dtype], chunk_words)
+        for number, (spans, words) in enumerate(pieces):
+            yield Chunk(part.number, dtype, number, spans, words)
 
 
-def _cut(dtype: str, part: int, segments: Sequence[Segment], chunk_words: int) -> Iterator[Chunk]:
-    number, filled = 0, 0
+_Cut = tuple[tuple[Span, ...], int]
+"""spans and words of a chunk"""
+
+
+def _cut_group(segments: Sequence[Segment], chunk_words: int) -> Iterator[_Cut]:
+    short = [segment for segment in segments if segment.stop - segment.start < chunk_words]
+    yield from _cut(short, chunk_words)
+    for segment in segments:
+        if segment.stop - segment.start >= chunk_words:
+            yield from _cut([segment], chunk_words)
+
+
+def _cut(segments: Sequence[Segment], chunk_words: int) -> Iterator[_Cut]:
+    filled = 0
     spans: list[Span] = []
     for segment in segments:
         start = segment.start
@@ -214,7 +231,7 @@ def _cut(dtype: str, part: int, segments: Sequence[Segment], chunk_words: int) -
             spans.append(Span(segment.tensor, start, start + take, filled))
             start, filled = start + take, filled + padded(take)
             if filled == chunk_words:
-                yield Chunk(part, dtype, number, tuple(spans), filled)
-                number, filled, spans = number + 1, 0, []
+                yield tuple(spans), filled
+                filled, spans = 0, []
     if spans:
-        yield Chunk(part, dtype, number, tuple(spans), filled)
+        yield tuple(spans), filled

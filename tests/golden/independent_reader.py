@@ -214,8 +214,10 @@ def spans_of(part: list[list[int]], table: list[list[Any]], widths: list[int]) -
     chunks: dict[Any, Any] = {}
     for dtype, group in groupby(sorted(segments, key=lambda s: table[s[0]][1]), lambda s: table[s[0]][1]):
         number = filled = 0
-        for tensor, start, stop in group:
+        for tensor, start, stop in sorted(group, key=lambda s: s[2] - s[1] >= CHUNK):
             assert start % 64 == 0
+            if stop - start >= CHUNK and filled:
+                number, filled = number + 1, 0
             while start < stop:
                 if filled == CHUNK:
                     number, filled = number + 1, 0

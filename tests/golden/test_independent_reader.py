@@ -114,9 +114,11 @@ def test_every_mode_is_read(tmp_path: Path, encoding: Encoding, expected: set[in
 
 @pytest.mark.parametrize("encoding", ["fast", "small"])
 def test_chunks_larger_than_one_are_read(tmp_path: Path, encoding: Encoding) -> None:
-    """Two tensors of one dtype share the first chunk, the second of them ends in the next."""
+    """Short tensors fill a chunk and end in the next; a long one has two of its own."""
     rng = np.random.default_rng(SEED)
-    big = {"a": tensor(rng, "U8", 70), "b": tensor(rng, "U8", (1 << 22) + 1000), "c": tensor(rng, "BF16", 5)}
+    sizes = {"a": 70, "b": (1 << 22) + 1000, "d": (1 << 22) - 100, "e": 300}
+    big = {name: tensor(rng, "U8", size) for name, size in sizes.items()}
+    big["c"] = tensor(rng, "BF16", 5)
     run = Run(tmp_path, big)
     run.publish(some_changed(big, rng, 2000), 1, encoding)
     run.is_read()
