@@ -291,6 +291,8 @@ def main() -> int:
         return 2
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))
+    # a shell's background jobs start with SIGINT ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         summary = run_demo(paths, Options(given.steps, given.seed, given.freeze), console)
     except (ProcessDied, TimeoutError, httpx.HTTPError) as error:

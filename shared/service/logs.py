@@ -88,4 +88,9 @@ def _adopt_standard_logging(level: int) -> None:
         if isinstance(handler, _ToStructlog):
             root.removeHandler(handler)
     root.addHandler(_ToStructlog())
+    for name in ("uvicorn", "uvicorn.error"):
+        # a server that was set up elsewhere in this process keeps its records to itself
+        library = logging.getLogger(name)
+        library.handlers.clear()
+        library.propagate = True
     root.setLevel(level)

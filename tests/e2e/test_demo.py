@@ -92,6 +92,7 @@ def test_no_process_outlives_it(tmp_path: Path, number: signal.Signals) -> None:
         demo.communicate(timeout=60)
     finally:
         demo.kill()
+        demo.communicate()
     assert demo.returncode != 0
     eventually(lambda: processes_of(tmp_path) == [])
 

@@ -75,6 +75,7 @@ def test_a_traceback_shows_no_local_values() -> None:
 
 def test_records_of_libraries_come_along() -> None:
     stream = io.StringIO()
+    logging.getLogger("uvicorn").propagate = False  # as uvicorn's own set-up leaves it
     setup_logs("json", "info", stream)
     setup_logs("json", "info", stream)
     logging.getLogger("uvicorn.error").error("bad %s", "request")
