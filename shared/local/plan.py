@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-
 MOST_FOLDED = 64
 """versions in one leg: what is held of their indexes while they fold stays bounded"""
 
