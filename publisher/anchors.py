@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +26,11 @@ from weightcast.shared.files import durable
 from weightcast.shared.files.safetensors import Entry, pack_header
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, WordsIn
 from weightcast.shared.local.state import lanes_list
+from weightcast.shared.progress import Advance
 from weightcast.shared.words import TensorTable, whole_part
 
 SHARD_BYTES = 4 << 30
 _PIECE_BYTES = 8 << 20
-Advance = Callable[[int], None]
 
 
 def write_weights(

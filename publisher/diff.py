@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,9 +18,8 @@ from weightcast.shared.digest.touched import span_sums
 from weightcast.shared.errors import NeedsReseed, Refused
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, gather
 from weightcast.shared.local.state import lanes_list
+from weightcast.shared.progress import Advance
 from weightcast.shared.words import Chunk, Part, Span, TensorTable, Words, grid
-
-Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Member:
                 work.step,
                 self._rank.number,
                 self._rank.world_size,
-                _pointed(channel),
+                channel.pointed(),
                 deadline,
             )
         try:
@@ -137,11 +137,6 @@ def _at_base(local: LocalCheckpoint | None, attempt: rendezvous.Attempt) -> Loca
             remedy="is its mount stale? publish again",
         )
     return local
-
-
-def _pointed(channel: Channel) -> int:
-    pointer = channel.pointer()
-    return 0 if pointer is None else pointer.version
 
 
 def _seen(channel: Channel, version: int, table: TensorTable) -> Index | None:

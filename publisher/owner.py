@@ -24,7 +24,6 @@ from weightcast.publisher.match import Matched, frozen_tensors
 from weightcast.publisher.report import PublishReport
 from weightcast.publisher.tensors import NewWeights
 from weightcast.publisher.work import (
-    Advance,
     PartWriter,
     PublishOptions,
     Rank,
@@ -41,6 +40,7 @@ from weightcast.shared.errors import DamagedFile, NeedsReseed, Refused, RetryLat
 from weightcast.shared.local.follow import Follower, open_base
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.stage import Fetched, Staged, stage
+from weightcast.shared.progress import Advance
 from weightcast.shared.words import TensorTable, Words
 
 
@@ -76,8 +76,8 @@ class Owner:
 
     def _finish_committed(self, channel: Channel) -> None:
         _, base = channel.require_ours()
-        at = _pointed(channel)
-        for version in sorted(v for v in committed(channel) if v > at):
+        at = channel.pointed()
+        for version in sorted(_committed(channel, above=at)):
             try:
                 index = channel.index(Pointer(version, None, channel.directory), version, base.table)
                 finish = isinstance(index, Index) and _follows(channel, at, index)
@@ -222,7 +222,7 @@ class Owner:
         """Full weights of the current version beside it. False when they exist."""
         self.recover()
         channel, local = self._channel(), self._follower.local
-        if local is None or _pointed(channel) == 0:
+        if local is None or channel.pointed() == 0:
             raise Refused("there is no version to anchor", remedy="publish one first")
         return write_anchor_beside(channel.layout, local, self._claim)
 
@@ -262,7 +262,8 @@ class Owner:
 
     def _free_number(self, channel: Channel) -> int:
         state = self._follower.state
-        taken = {_pointed(channel), *committed(channel)}
+        at = channel.pointed()
+        taken = {at, *_committed(channel, above=at)}
         return max(taken | ({state.position.version} if state is not None else set())) + 1
 
     def _other_files(self) -> Sequence[Path]:
@@ -280,24 +281,19 @@ def _by_number(weights: NewWeights, matched: Matched) -> Callable[[int, int, int
     return lambda tensor, start, stop: weights.words_in(matched.sources[tensor], start, stop)
 
 
-def _pointed(channel: Channel) -> int:
-    pointer = channel.pointer()
-    return 0 if pointer is None else pointer.version
-
-
 def _next_is_free(channel: Channel, local: LocalCheckpoint) -> bool:
     """False when the local checkpoint is not at the pointer, or the next number is taken by a version that no
     pointer may ever lead to."""
-    at = _pointed(channel)
-    return local.state.position.version == at and at + 1 not in committed(channel)
+    at = channel.pointed()
+    return local.state.position.version == at and not channel.layout.index(at + 1).exists()
 
 
-def committed(channel: Channel) -> set[int]:
-    """Versions with an index, whatever the pointer says. Only the owner may look there."""
+def _committed(channel: Channel, *, above: int) -> set[int]:
+    """Versions with an index that the pointer does not reach yet. Only the owner may look there."""
     found = set()
     for entry in channel.directory.iterdir():
         version = version_of(entry.name)
-        if version is not None and (entry / INDEX_NAME).exists():
+        if version is not None and version > above and (entry / INDEX_NAME).exists():
             found.add(version)
     return found
 

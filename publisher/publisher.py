@@ -17,13 +17,14 @@ from weightcast.publisher.member import Member
 from weightcast.publisher.owner import Owner
 from weightcast.publisher.report import PublishReport
 from weightcast.publisher.tensors import CheckpointWeights, GivenWeights, NewWeights
-from weightcast.publisher.work import Advance, PublishOptions, Rank, Watching, Work
+from weightcast.publisher.work import PublishOptions, Rank, Watching, Work
 from weightcast.shared.channel.claims import Claim, claim, this_process
 from weightcast.shared.channel.index import Encoding
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import Refused
 from weightcast.shared.local.follow import Follower, FollowOptions
 from weightcast.shared.local.seed import check_other_files
+from weightcast.shared.progress import Advance
 
 _BEAT_SECONDS = 10.0
 _VISIBLE_SECONDS = 30.0
@@ -114,8 +115,7 @@ class Publisher:
     @property
     def version(self) -> int:
         """The version that the pointer names, 0 before the first."""
-        pointer = Channel.open(self._follower.channel_dir).pointer()
-        return 0 if pointer is None else pointer.version
+        return Channel.open(self._follower.channel_dir).pointed()
 
     @property
     def epoch(self) -> int:

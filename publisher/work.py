@@ -19,9 +19,9 @@ from weightcast.shared.channel.delta import open_shard_writer
 from weightcast.shared.channel.index import INDEX_NAME, Encoding, Index
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
+from weightcast.shared.progress import Advance
 from weightcast.shared.words import Part, Segment, TensorTable, grid, whole_part
 
-Advance = Callable[[int], None]
 Watching = Callable[[str], None]
 """Called with the name of each phase as it begins."""
 

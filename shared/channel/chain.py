@@ -6,7 +6,7 @@ Reads only. Everything found wrong is listed; nothing stops at the first problem
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +18,10 @@ from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.store import Channel, FullVersion
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.files.durable import open_regular
+from weightcast.shared.progress import Advance
 from weightcast.shared.words import TensorTable
 
 AnyIndex = Index | ForeignIndex | FullVersion
-Advance = Callable[[int], None]
 _BLOCK = 4 << 20
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -496,7 +496,3 @@ def open_delta(index: Index | ForeignIndex, table: TensorTable, directory: Path)
     if isinstance(index, Index) and index.encoding in STEP_ENCODINGS:
         return BlobReader(index, directory)
     return FieldReader(index, table, directory)
-
-
-Advance = Callable[[int], None]
-"""Called with bytes done, for progress bars and status."""

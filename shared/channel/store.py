@@ -87,6 +87,11 @@ class Channel:
     def pointer(self) -> Pointer | None:
         return read_pointer(self.directory)
 
+    def pointed(self) -> int:
+        """The version that the pointer names; 0 before the first."""
+        pointer = self.pointer()
+        return 0 if pointer is None else pointer.version
+
     def index(
         self, pointer: Pointer, version: int, table: TensorTable
     ) -> Index | ForeignIndex | FullVersion | None:

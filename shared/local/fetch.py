@@ -18,12 +18,12 @@ from weightcast.shared.errors import DamagedFile, RetryLater
 from weightcast.shared.files.durable import open_regular
 from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.stage import Fetched
+from weightcast.shared.progress import Advance
 
 _BLOCK = 4 << 20
 _RETRY_FIRST, _RETRY_MOST = 0.05, 2.0
 _JOURNAL_BYTES = 10
 """of a journal per changed word, at most: old and new word of 4 bytes, the gap, a share of record heads"""
-Advance = Callable[[int], None]
 
 
 def check_space(paths: LocalPaths, versions: Sequence[Index | ForeignIndex]) -> None:

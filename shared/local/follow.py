@@ -19,15 +19,15 @@ from weightcast.shared.errors import DamagedFile, Forked, NeedsReseed, Refused, 
 from weightcast.shared.files.checkpoint import Checkpoint, open_checkpoint
 from weightcast.shared.local import patch as patching
 from weightcast.shared.local.fetch import check_space, fetch
-from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths, own
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths, empty_spool, own
 from weightcast.shared.local.locks import FileLock
 from weightcast.shared.local.plan import Patch, Plan, Refuse, Relabel, Seed, Stay
 from weightcast.shared.local.route import Route, find_route
 from weightcast.shared.local.seed import Source, describe, seed, start_of
 from weightcast.shared.local.stage import Staged, stage
 from weightcast.shared.local.state import LocalState, Phase, Position, pack_list, read_state
+from weightcast.shared.progress import Advance
 
-Advance = Callable[[int], None]
 PreRead = Callable[[int, Path], None]
 """Called with version and channel directory before the version's files are read."""
 OnPhase = Callable[[str], None]
@@ -257,7 +257,7 @@ class Follower:
             self._rehash(advance)
             raise
         finally:
-            self._clear_spool()
+            empty_spool(self.paths)
 
     def _rehash(self, advance: Advance | None) -> None:
         """Verified shards that do not fit: they were made badly, or other words lie here than the state says.
@@ -271,10 +271,6 @@ class Follower:
     def _enter(self, phase: str) -> None:
         if self.options.on_phase is not None:
             self.options.on_phase(phase)
-
-    def _clear_spool(self) -> None:
-        for path in sorted(self.paths.spool.rglob("*"), reverse=True):
-            path.rmdir() if path.is_dir() else path.unlink()
 
     def patch(self, staged: Staged) -> None:
         """The caller holds the patch lock."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,12 +13,11 @@ from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.root import root
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, WordsIn
 from weightcast.shared.local.state import lanes_list
+from weightcast.shared.progress import Advance
 from weightcast.shared.words import TensorTable
 
 _PIECE = 8 << 20
 """words hashed at a time; a multiple of 8"""
-
-Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,12 @@ def ensure_room(paths: LocalPaths) -> None:
         directory.mkdir(exist_ok=True)
 
 
+def empty_spool(paths: LocalPaths) -> None:
+    """Fetched shards are of no use once they are staged, or when their fetcher was killed."""
+    for path in sorted(paths.spool.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
 def own(paths: LocalPaths) -> FileLock:
     """The owner lock, taken; RetryLater when another writer lives."""
     ensure_room(paths)

@@ -7,17 +7,15 @@ position. Killed in between, the journal is replayed: each word is old or new, e
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from enum import Enum
 
 from weightcast.shared.codec.kernels import kernels
 from weightcast.shared.errors import DamagedFile, NeedsReseed
 from weightcast.shared.local.hashing import full_hash
 from weightcast.shared.local.journal import JournalReader, Record
-from weightcast.shared.local.local_checkpoint import LocalCheckpoint
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint, empty_spool
 from weightcast.shared.local.state import LocalState, Phase, Position, Step
-
-Advance = Callable[[int], None]
+from weightcast.shared.progress import Advance
 
 
 class _Way(Enum):
@@ -202,5 +200,4 @@ def drop_strays(local: LocalCheckpoint) -> None:
     for path in local.paths.journals.iterdir():
         if path.stem not in named:
             path.unlink()
-    for path in sorted(local.paths.spool.rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
+    empty_spool(local.paths)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,12 +28,12 @@ from weightcast.shared.local.hashing import hash_tensors
 from weightcast.shared.local.host import Host
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.local.state import LocalState, Phase, Position, pack_list, write_state
+from weightcast.shared.progress import Advance
 from weightcast.shared.words import TensorTable, Words
 
 _BLOCK = 8 << 20
 _SPARE = 1 << 20
 """bytes of free space asked for beside the weights: state, config, tokenizer"""
-Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from rich.progress import (
 )
 
 from weightcast.shared.errors import WeightcastError
+from weightcast.shared.progress import Advance
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -34,7 +35,6 @@ ChannelOption = Annotated[
     Path, typer.Option("--channel", envvar="WEIGHTCAST_CHANNEL", help="The channel's directory.")
 ]
 
-Advance = Callable[[int], None]
 _PIPE_COLUMNS = 200
 """rich cuts tables at 80 columns where there is no terminal: digests would be lost in pipes and logs"""
 

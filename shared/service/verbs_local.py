@@ -13,8 +13,9 @@ from weightcast.shared.local.hashing import HashReport, full_hash
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.local.locks import FileLock
 from weightcast.shared.local.state import Phase
+from weightcast.shared.progress import Advance
 from weightcast.shared.service.cli import group
-from weightcast.shared.service.output import Advance, JsonOption, Output, printable
+from weightcast.shared.service.output import JsonOption, Output, printable
 from weightcast.shared.service.settings import working_threads
 
 LOCK_SECONDS = 60.0
