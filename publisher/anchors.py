@@ -22,6 +22,7 @@ from weightcast.shared.digest.hash import hash_bytes
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.root import root
 from weightcast.shared.errors import DamagedFile
+from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
 from weightcast.shared.files.safetensors import Entry, pack_header
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, WordsIn
@@ -144,6 +145,7 @@ def write_anchor_beside(layout: Layout, local: LocalCheckpoint, claim: Claim) ->
     if directory.exists():
         discard(layout, directory)
     directory.mkdir()
+    failpoint("anchor.begun", directory)
     try:
         _write_beside(directory, local, claim)
     except BaseException:
@@ -166,4 +168,6 @@ def _write_beside(directory: Path, local: LocalCheckpoint, claim: Claim) -> None
     index = anchor_index(local.state.run_id, position.version, claim.epoch, None, local.table, written)
     claim.check()
     durable.sync_directory(directory)
+    failpoint("anchor.written", directory)
     durable.create(directory / INDEX_NAME, write_index(index, local.table))
+    failpoint("anchor.committed", directory)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from weightcast.publisher.inbox import FileMark, Marks, Sighting, is_candidate
 from weightcast.shared.errors import Refused, RetryLater, WeightcastError
+from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.checkpoint import Checkpoint, open_checkpoint
 from weightcast.shared.service.daemon import failure_of
 
@@ -125,6 +126,7 @@ def consume(watch: Path, name: str, weights: Marks) -> None:
         raise Refused(f"{directory} is not consumed: {problem}", remedy="remove it by hand")
     grave = watch / f"{_CONSUMED}{secrets.token_hex(8)}"
     directory.rename(grave)
+    failpoint("inbox.buried", directory)
     _remove(grave)
 
 

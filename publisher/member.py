@@ -13,6 +13,7 @@ from weightcast.publisher.work import PartWriter, PublishOptions, Rank, Work, ma
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import NeedsReseed, NotInTime, RetryLater
+from weightcast.shared.failpoints import failpoint
 from weightcast.shared.local.follow import Follower
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.words import TensorTable
@@ -46,6 +47,7 @@ class Member:
                 channel.pointed(),
                 deadline,
             )
+        failpoint("part.begun", directory)
         try:
             local, shared = self._local(channel, attempt, work, deadline)
             self._leave_part(channel, local, attempt, directory, work)
@@ -127,7 +129,9 @@ class Member:
                 own = writer.write(weights, matched, work.advance)
         finally:
             weights.close()
+        failpoint("part.written", directory)
         rendezvous.leave_draft(directory, self._rank.number, own, local.table)
+        failpoint("part.left", directory)
 
 
 def _at_base(local: LocalCheckpoint | None, attempt: rendezvous.Attempt) -> LocalCheckpoint:

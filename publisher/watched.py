@@ -22,6 +22,7 @@ from weightcast.publisher.inbox import (
     parse_entries,
 )
 from weightcast.shared.errors import DamagedFile, Refused
+from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
 from weightcast.shared.service.logs import get_log
 from weightcast.shared.service.snapshot import Failure
@@ -122,8 +123,10 @@ class Watched:
         """`version`: the channel's before the publication."""
         self._inbox.begin(choice, version)
         self._store()
+        failpoint("inbox.chosen", self.directory)
 
     def succeed(self, sighting: Sighting, version: int) -> None:
+        failpoint("inbox.published", self.directory)
         self._inbox.succeed(sighting.name, version)
         self._store()
         if self._consume:

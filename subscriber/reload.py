@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from weightcast.shared.errors import EngineFailed, NeedsReseed
+from weightcast.shared.failpoints import failpoint
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.state import EngineState, LocalState, Mark, Phase
 from weightcast.subscriber.aligned import Sight, after, in_doubt, is_aligned, label_of
@@ -258,11 +259,13 @@ class _Ledger:
         with self._lock:
             known = self.local.state.engines.get(name)
             self._save(name, _noted(known, Mark(mark)))
+        failpoint("engine.noted")
 
     def record(self, result: EngineResult) -> None:
         with self._lock:
             name = result.name
             self._save(name, after(self._before.get(name), result, self.local.state.engines.get(name)))
+            failpoint("engine.recorded")
             self._report()
 
     def _save(self, name: str, record: EngineState | None) -> None:

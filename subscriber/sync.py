@@ -14,6 +14,7 @@ from pathlib import Path
 from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import NeedsReseed, Refused, RetryLater, WeightcastError
+from weightcast.shared.failpoints import failpoint
 from weightcast.shared.local.follow import Follower, FollowOptions, PreRead
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.patch import rehash, require_files
@@ -201,6 +202,7 @@ class Sync:
     def _step(self) -> None:
         self.follower.own()
         self.engines.look()
+        failpoint("engine.looked")
         if self.follower.local is None:
             self._resume_noted()
         try:
@@ -436,10 +438,12 @@ class Sync:
         one = Blocked(refused.version, refused.digest, reason[:REASON_LIMIT], attempts)
         blocked = block(local.state.blocked, one)
         local.save(local.state.but(blocked=blocked, engines=unaligned(local.state.engines)))
+        failpoint("refused.blocked")
         self._degrade(f"version {refused.version} was refused by the engines: {reason}")
         self.engines.retry_at_once()
         self._watch = Stopwatch()
         self._bring(local.state.undo[0].base.version, self._undo, everyone=True)
+        failpoint("refused.served")
         self._moved("undo", refused.version, 0)
 
     def _undo(self) -> None:

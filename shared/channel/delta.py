@@ -30,6 +30,7 @@ from weightcast.shared.codec.container import decode_chunk, encode_chunk
 from weightcast.shared.codec.field import PayloadReader, PayloadWriter, digest_stream, open_payload
 from weightcast.shared.digest.touched import SpanSums, span_sums, total
 from weightcast.shared.errors import DamagedFile
+from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.durable import open_regular
 from weightcast.shared.files.safetensors import Entry, Header, pack_header, read_header
 from weightcast.shared.words import ByteArray, Chunk, ChunkKey, TensorTable, Words
@@ -110,8 +111,10 @@ class _Shard:
         if len(header) != self.data_start:
             raise DamagedFile(f"{self.path}: header of {len(header)} bytes outgrew {self.data_start}")
         os.pwrite(self._fd, header, 0)
+        failpoint("shard.written", self.path)
         os.fsync(self._fd)
         self._close()
+        failpoint("shard.synced", self.path)
         return file_record(self.path)
 
     def _close(self) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater
+from weightcast.shared.failpoints import failpoint
 
 _TEMPORARY_PREFIX = ".weightcast-tmp-"
 _BLOCK = 1 << 20
@@ -24,15 +25,16 @@ def is_temporary(name: str) -> bool:
 
 def replace(path: Path, data: bytes) -> None:
     """Puts `data` at `path` by rename. Raises OSError; `path` then holds what it held before."""
-    with _temporary(path.parent, data) as temporary:
+    with _temporary(path, data) as temporary:
         temporary.rename(path)
+        failpoint("file.renamed", path)
     sync_directory(path.parent)
 
 
 def create(path: Path, data: bytes) -> None:
     """Puts `data` at `path` by link. Raises FileExistsError when something is there, which is then
     untouched, and Refused on a file system without hard links."""
-    with _temporary(path.parent, data) as temporary:
+    with _temporary(path, data) as temporary:
         try:
             os.link(temporary, path, follow_symlinks=False)
         except FileExistsError:
@@ -43,6 +45,7 @@ def create(path: Path, data: bytes) -> None:
             if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise _no_links(path) from error
             raise
+        failpoint("file.linked", path)
     sync_directory(path.parent)
 
 
@@ -54,16 +57,19 @@ def _no_links(path: Path) -> Refused:
 
 
 @contextmanager
-def _temporary(directory: Path, data: bytes) -> Iterator[Path]:
-    path = directory / f"{_TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+def _temporary(target: Path, data: bytes) -> Iterator[Path]:
+    failpoint("file.begun", target)
+    path = target.parent / f"{_TEMPORARY_PREFIX}{secrets.token_hex(8)}"
     # Not mkstemp: its 0600 would hide channel files from hosts that run as other users.
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         try:
             _write_all(fd, data)
+            failpoint("file.written", target)
             os.fsync(fd)
         finally:
             os.close(fd)
+        failpoint("file.synced", target)
         yield path
     finally:
         path.unlink(missing_ok=True)
@@ -93,6 +99,7 @@ def sync_directory(path: Path) -> None:
             raise
     finally:
         os.close(fd)
+    failpoint("directory.synced", path)
 
 
 def read_file(path: Path, limit: int, *, follow_links: bool = False) -> bytes:

@@ -19,6 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from weightcast.shared.errors import DamagedFile
+from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.durable import open_regular
 from weightcast.shared.files.strict_json import Members, parse_object
 from weightcast.shared.words import TensorTable, Words
@@ -60,6 +61,7 @@ class JournalWriter:
         self._records = 0
         self.changes = 0
         self._file.write(_prefix(header))
+        failpoint("journal.begun", path)
 
     def add(self, record: Record) -> None:
         gaps = np.diff(record.index, prepend=record.index[:1])
@@ -80,10 +82,12 @@ class JournalWriter:
         self._file.write(payload)
         self._records += 1
         self.changes += count
+        failpoint("journal.record", Path(self._file.name))
 
     def close(self) -> None:
         self._file.write(_RECORD.pack(_FOOTER_TENSOR, 0, self._records, 0, 0, 0) + _END)
         self._file.close()
+        failpoint("journal.complete", Path(self._file.name))
 
     def abandon(self) -> None:
         # on a full disk closing fails like the write before it

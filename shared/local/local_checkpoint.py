@@ -18,6 +18,7 @@ import numpy as np
 
 from weightcast.shared.channel.base import BASE_LIMIT, Base, parse_base
 from weightcast.shared.errors import NeedsReseed, Refused, RetryLater
+from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import Checkpoint, FileIdentity, file_identity, open_checkpoint
 from weightcast.shared.local.host import Host
@@ -97,6 +98,7 @@ def empty_spool(paths: LocalPaths) -> None:
     """Fetched shards are of no use once they are staged, or when their fetcher was killed."""
     for path in sorted(paths.spool.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
+        failpoint("spool.removed", path)
 
 
 def own(paths: LocalPaths) -> FileLock:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from weightcast.shared.errors import RetryLater, WeightcastError
+from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.durable import read_file
 
 _TRY_EVERY = 0.02
@@ -46,6 +47,7 @@ class FileLock:
         """Raises RetryLater, naming the holder, when the lock is not free within `seconds`."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(self.path, flags, 0o644)
+        failpoint("lock.wanted", self.path)
         try:
             self._wait(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, seconds)
             if text:
@@ -55,6 +57,7 @@ class FileLock:
             os.close(fd)
             raise
         self._fd = fd
+        failpoint("lock.taken", self.path)
 
     def _wait(self, fd: int, kind: int, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -73,6 +76,7 @@ class FileLock:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+            failpoint("lock.released", self.path)
 
     @contextlib.contextmanager
     def holding(self, *, shared: bool = False, seconds: float = 0.0) -> Iterator[None]:

@@ -21,6 +21,7 @@ from weightcast.shared.channel.delta import file_record
 from weightcast.shared.channel.index import FileRecord
 from weightcast.shared.digest.root import root
 from weightcast.shared.errors import NeedsReseed, Refused, RetryLater, WrongRun
+from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import Checkpoint
 from weightcast.shared.files.durable import open_regular
@@ -64,6 +65,7 @@ def seed(
     check_source(source, threads=threads, advance=advance)
     _check_room(paths, source.checkpoint)
     state = _seeding_state(source, keep)
+    failpoint("seed.checked", paths.directory)
     with _errors_of(paths.directory):
         durable.replace(paths.base, write_base(source.base))
         write_state(paths.state, state)
@@ -77,6 +79,7 @@ def seed(
         raise NeedsReseed(
             f"{paths.directory}: what was written is not what was read", remedy="check the disk"
         )
+    failpoint("seed.hashed", paths.directory)
     opened.save(state.but(phase=Phase.CLEAN, last_full_hash=time.time(), files=opened.file_identities()))
     return opened
 
@@ -244,6 +247,7 @@ def _copy_files(paths: LocalPaths, checkpoint: Checkpoint, advance: Advance | No
         if stray.name not in wanted and stray.suffix in (".safetensors", ".json") and stray.is_file():
             # of an earlier run with other shards: engines would read it
             stray.unlink()
+            failpoint("seed.stray", stray)
     for path in (*checkpoint.other_files, *index):
         durable.replace(paths.directory / path.name, path.read_bytes())
     for path in checkpoint.weight_files:
@@ -258,24 +262,27 @@ def _copy_into(source: Path, target: Path, advance: Advance | None) -> None:
     try:
         write = os.open(target, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
-            _copy_all(read, write, advance)
+            _copy_all(read, write, target, advance)
         finally:
             os.close(write)
     finally:
         os.close(read)
 
 
-def _copy_all(read: int, write: int, advance: Advance | None) -> None:
+def _copy_all(read: int, write: int, target: Path, advance: Advance | None) -> None:
     size = os.fstat(read).st_size
     os.ftruncate(write, size)
     if size:
         os.posix_fallocate(write, 0, size)
+    failpoint("seed.allocated", target)
     at = 0
     while block := os.pread(read, _BLOCK, at):
         at += _write_block(write, block, at)
         if advance is not None:
             advance(len(block))
+    failpoint("seed.copied", target)
     os.fsync(write)
+    failpoint("seed.synced", target)
 
 
 def _write_block(fd: int, block: bytes, at: int) -> int:

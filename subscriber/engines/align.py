@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from weightcast.shared.errors import EngineFailed, WeightcastError
+from weightcast.shared.failpoints import failpoint
 from weightcast.subscriber.engines.base import Confirmation, Done, Engine, EngineFacts, Intact, Suspect
 from weightcast.subscriber.engines.roster import EngineResult, EngineState, PhaseSeconds, reload_order
 
@@ -83,10 +84,12 @@ def align(
             engine.pause()
     except EngineFailed as failure:
         return run.step_back(str(failure))
+    failpoint("engine.paused")
     if before_reload is not None:
         hindrance = run.patch(before_reload)
         if hindrance is not None:
             return run.step_back(hindrance)
+        failpoint("engine.patched")
     outcome = run.reload()
     if isinstance(outcome, Suspect):
         return run.result("failed", outcome.reason)
@@ -186,13 +189,16 @@ class _Alignment:
     def reload_once(self) -> Confirmation | Intact | Suspect:
         with self.timed("reload"):
             outcome = self.engine.reload(self.path, self.version, self.label)
+        failpoint("engine.reloaded")
         if not isinstance(outcome, Done):
             return outcome
         try:
             with self.timed("read_back"):
-                return self.engine.read_back(self.label)
+                confirmed = self.engine.read_back(self.label)
         except EngineFailed as failure:
             return Suspect(str(failure))
+        failpoint("engine.read-back")
+        return confirmed
 
     def doubt(self) -> None:
         if not self.suspect:
@@ -233,6 +239,7 @@ class _Alignment:
                 failure = error
             else:
                 self.resumed = self.pace.clock()
+                failpoint("engine.resumed")
                 return None
         return failure
 

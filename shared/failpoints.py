@@ -1,0 +1,72 @@
+"""Named places at which a test stops, disturbs or merely counts a process.
+
+Nothing happens there unless code inside the process called `watch`. No module of weightcast does, and no
+environment variable, setting or file leads to it (a test reads every module), so that a daemon in service
+passes each place at the price of one comparison. tests/crash is who calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+Watcher = Callable[[str, Path | None], None]
+"""Called with the name of a failpoint, in the thread that passes it, and the file or directory concerned."""
+
+FAILPOINTS: Mapping[str, str] = {
+    "file.begun": "a small file is about to be made: nothing is written",
+    "file.written": "its bytes lie in a temporary file, not synced",
+    "file.synced": "they are durable under the temporary name",
+    "file.renamed": "it has its name; the directory is not synced",
+    "file.linked": "the same, for a file that must not have existed",
+    "directory.synced": "names made or changed in a directory are durable",
+    "lock.wanted": "a lock file is open, the lock not taken",
+    "lock.taken": "the lock is held",
+    "lock.released": "the lock is free again",
+    "shard.written": "a shard of a version has all its bytes, not synced",
+    "shard.synced": "it is durable",
+    "part.begun": "a rank found its attempt and has written nothing",
+    "part.written": "its shard lies there, without its draft",
+    "part.left": "its draft lies there; rank 0 may commit",
+    "anchor.begun": "the anchor's directory is there, empty",
+    "anchor.written": "all its files are durable, it has no index",
+    "anchor.committed": "it has its index",
+    "journal.begun": "a journal has its header",
+    "journal.record": "one of its records is written",
+    "journal.complete": "it has its footer; no state names it",
+    "seed.checked": "the source was compared, nothing is written",
+    "seed.stray": "a file of an earlier run was removed",
+    "seed.allocated": "a weight file has its size and no bytes",
+    "seed.copied": "it has its bytes, not synced",
+    "seed.synced": "it is durable",
+    "seed.hashed": "what was written was read back; the state still says `seeding`",
+    "spool.removed": "a fetched shard was removed",
+    "engine.looked": "the engines said what they are",
+    "engine.noted": "the state names an engine that is about to be paused, or is in doubt",
+    "engine.paused": "an engine is paused, on the weights from before",
+    "engine.patched": "an engine that maps the files is paused on patched files",
+    "engine.reloaded": "an engine answered to its reload",
+    "engine.read-back": "it was asked what it holds",
+    "engine.resumed": "it serves again; the state still says `pausing`",
+    "engine.recorded": "the state says what became of it",
+    "refused.blocked": "a refused version is blocked, nothing is undone",
+    "refused.served": "the version before it is served again",
+    "inbox.chosen": "a watched checkpoint is noted as being published",
+    "inbox.published": "it is out; the note still says that it is being published",
+    "inbox.buried": "a published checkpoint was renamed to be deleted",
+}
+"""Every failpoint, and what lies behind a process that dies there."""
+
+_watcher: Watcher | None = None
+
+
+def failpoint(name: str, where: Path | None = None) -> None:
+    """Marks a place; `name` stands in FAILPOINTS. Raises what a test has asked for, normally nothing."""
+    if _watcher is not None:
+        _watcher(name, where)
+
+
+def watch(watcher: Watcher | None) -> None:
+    """Only for tests: from now on `watcher` is called at every failpoint of this process."""
+    global _watcher
+    _watcher = watcher
