@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from fastapi import FastAPI
 
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import WeightcastError
-from weightcast.shared.local.follow import PreRead
+from weightcast.shared.local.prepare import PreRead
 from weightcast.shared.service.daemon import Stop, Wakeup, run_daemon
 from weightcast.shared.service.hooks import run_hook
 from weightcast.shared.service.http import make_app
@@ -81,7 +82,7 @@ class Subscriber:
 
     def __init__(self, settings: SubscriberSettings) -> None:
         self.settings = settings
-        self.options = options_of(settings)
+        self.options = replace(options_of(settings), fetch_ahead=True)
         self.wakeup, self.stop = Wakeup(), Stop()
         self.loop = Snapshot(LoopStatus())
         self.board = Board(self.options)

@@ -15,10 +15,11 @@ from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import NeedsReseed, Refused, RetryLater, WeightcastError
 from weightcast.shared.failpoints import failpoint
-from weightcast.shared.local.follow import Follower, FollowOptions, PreRead
+from weightcast.shared.local.follow import Follower, FollowOptions
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.patch import rehash, require_files
 from weightcast.shared.local.plan import Patch, Refuse, Relabel, Seed, Stay
+from weightcast.shared.local.prepare import PreRead
 from weightcast.shared.local.route import Route
 from weightcast.shared.local.stage import Staged
 from weightcast.shared.local.state import (
@@ -61,6 +62,8 @@ class SyncOptions:
     threads: int = 1
     visible_seconds: float = 120.0
     pre_read: PreRead | None = None
+    fetch_ahead: bool = False
+    """fetch the next version while one is patched and engines reload"""
 
 
 @dataclass
@@ -357,6 +360,10 @@ class Sync:
 
     def _apply(self, staged: Staged, *, last: bool, before: int = 0, folded: int = 0) -> None:
         """Engines that map the files are paused for every leg; the others are reloaded once, at the last."""
+        if self.options.fetch_ahead or not last:
+            target = self.options.target
+            limit = self.view.target_version if target.exact else None
+            self.follower.fetch_ahead(staged.step.target.version, limit)
         self._watch.enter("lock")
         with self._local().patching():
             self._watch.enter("")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -287,14 +287,20 @@ class DeltaReader(Protocol):
         """Raises DamagedFile when something of the version was not used up or does not add up."""
 
 
-class _ShardFiles:
-    """The version's fetched shards; read with pread, never mapped. Opened for each read: a host far behind
-    folds more of them than a process may hold open."""
+Arrived = Callable[[str, int | None], None]
+"""Returns once the first so many bytes of a shard are there, None: once all of the version is there."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+
+class _ShardFiles:
+    """The version's shards; read with pread, never mapped. Opened for each read: a host far behind folds more
+    of them than a process may hold open."""
+
+    def __init__(self, directory: Path, arrived: Arrived | None) -> None:
+        self._directory, self._arrived = directory, arrived
 
     def read(self, name: str, offset: int, length: int) -> bytes:
+        if self._arrived is not None:
+            self._arrived(name, offset + length)
         fd = open_regular(self._directory / name)
         try:
             return self._read(fd, name, offset, length)
@@ -311,6 +317,8 @@ class _ShardFiles:
         return data
 
     def header(self, name: str) -> Header:
+        if self._arrived is not None:
+            self._arrived(name, None)
         return read_header(self._directory / name)
 
 
@@ -344,9 +352,9 @@ class BlobReader:
 
     sequential = False
 
-    def __init__(self, index: Index, directory: Path) -> None:
+    def __init__(self, index: Index, directory: Path, arrived: Arrived | None = None) -> None:
         self._records = {record.key: record for record in index.chunks}
-        self._files = _ShardFiles(directory)
+        self._files = _ShardFiles(directory, arrived)
         self._version = index.version
         self._used: set[ChunkKey] = set()
 
@@ -386,9 +394,10 @@ class FieldReader:
         index: Index | ForeignIndex,
         table: TensorTable,
         directory: Path,
+        arrived: Arrived | None = None,
     ) -> None:
         self._table = table
-        self._files = _ShardFiles(directory)
+        self._files = _ShardFiles(directory, arrived)
         self._weight_map = index.weight_map
         self._encoding = payload_encoding(index)
         self._version = index.version
@@ -494,8 +503,11 @@ class _TensorStream:
             )
 
 
-def open_delta(index: Index | ForeignIndex, table: TensorTable, directory: Path) -> DeltaReader:
-    """`directory` holds the version's fetched and verified shards."""
+def open_delta(
+    index: Index | ForeignIndex, table: TensorTable, directory: Path, arrived: Arrived | None = None
+) -> DeltaReader:
+    """`directory` holds the version's shards; what `arrived` waits for is on its way there. Their digests are
+    checked by who fetches them."""
     if isinstance(index, Index) and index.encoding in STEP_ENCODINGS:
-        return BlobReader(index, directory)
-    return FieldReader(index, table, directory)
+        return BlobReader(index, directory, arrived)
+    return FieldReader(index, table, directory, arrived)

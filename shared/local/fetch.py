@@ -1,7 +1,8 @@
 """Fetch: the shards of a version from the channel into the spool, sizes and BLAKE3 checked on the way.
 
-No lock is held. Channel files are read, never mapped. What is not there yet is retried until a deadline;
-what is there and wrong after that is an error that names the file.
+No lock is held. Channel files are read, never mapped. Readers may follow block by block, before a file's
+digest is known: what they decode counts only once `fetch` has returned. What is not there yet is retried
+until a deadline; what is there and wrong after that is an error that names the file.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 from blake3 import blake3
@@ -17,7 +20,7 @@ from weightcast.shared.channel.index import FileRecord, ForeignIndex, Index
 from weightcast.shared.errors import DamagedFile, RetryLater
 from weightcast.shared.files.durable import open_regular
 from weightcast.shared.local.local_checkpoint import LocalPaths
-from weightcast.shared.local.stage import Fetched
+from weightcast.shared.local.spool import Arrivals, Spool
 from weightcast.shared.progress import Advance
 
 _BLOCK = 4 << 20
@@ -41,83 +44,95 @@ def check_space(paths: LocalPaths, versions: Sequence[Index | ForeignIndex]) -> 
 
 
 def fetch(
-    paths: LocalPaths,
+    spool: Spool,
     version_dir: Path,
     index: Index | ForeignIndex,
+    arrivals: Arrivals,
     *,
     visible_seconds: float,
     advance: Advance | None = None,
     wait: Callable[[float], None] = time.sleep,
-) -> Fetched:
-    """Copies what `index` names from `version_dir`. Raises RetryLater when a file does not show within
-    `visible_seconds`, DamagedFile when it does and is not what the index says."""
-    target = paths.spool / f"{index.version}-{index.digest[:8]}"
+) -> None:
+    """Copies what `index` names from `version_dir`, telling `arrivals` block by block. Raises RetryLater when
+    a file does not show within `visible_seconds`, DamagedFile when it does and is not what the index says."""
+    target = spool.directory(index)
     target.mkdir(exist_ok=True)
-    deadline = time.monotonic() + visible_seconds
-    for record in _records(index, version_dir):
-        if not _have(target / record.name, record):
-            _copy_until(version_dir / record.name, target / record.name, record, deadline, advance, wait)
-    return Fetched(index, target)
+    copy = _Copy(arrivals, time.monotonic() + visible_seconds, advance, wait)
+    for record in _records(index):
+        path = target / record.name
+        if not spool.has(path):
+            copy.run(version_dir / record.name, path, record)
+            spool.verified(path)
+        elif advance is not None:
+            advance(record.size if record.size >= 0 else path.stat().st_size)
+    arrivals.complete()
 
 
-def _records(index: Index | ForeignIndex, version_dir: Path) -> list[FileRecord]:
+def _records(index: Index | ForeignIndex) -> list[FileRecord]:
     """A foreign index states no sizes and digests: its tensors' digests are checked while staging."""
     if isinstance(index, Index):
         return list(index.files)
     return [FileRecord(name, -1, "") for name in sorted(set(index.weight_map.values()))]
 
 
-def _have(path: Path, record: FileRecord) -> bool:
-    return record.size >= 0 and path.exists() and path.stat().st_size == record.size
+@dataclass(frozen=True)
+class _Copy:
+    """Into the spool, again and again until a file is right or the deadline has passed."""
 
+    arrivals: Arrivals
+    deadline: float
+    advance: Advance | None
+    wait: Callable[[float], None]
 
-def _copy_until(
-    source: Path,
-    target: Path,
-    record: FileRecord,
-    deadline: float,
-    advance: Advance | None,
-    wait: Callable[[float], None],
-) -> None:
-    pause = _RETRY_FIRST
-    while True:
-        try:
-            return _copy(source, target, record, advance)
-        except FileNotFoundError as error:
-            failure: Exception = RetryLater(
-                f"{source} is not there", remedy="is the mount stale, or was the version pruned?"
+    def run(self, source: Path, target: Path, record: FileRecord) -> None:
+        pause = _RETRY_FIRST
+        while True:
+            try:
+                return self._once(source, target, record)
+            except FileNotFoundError as error:
+                failure: Exception = RetryLater(
+                    f"{source} is not there", remedy="is the mount stale, or was the version pruned?"
+                )
+                cause: Exception = error
+            except DamagedFile as error:
+                failure = cause = error
+            except OSError as error:
+                failure = RetryLater(
+                    f"{source}: {error.strerror}", remedy="check the mount and the local disk"
+                )
+                cause = error
+            if time.monotonic() + pause > self.deadline:
+                raise failure from cause
+            # short, stale and torn reads of network file systems heal by themselves
+            self.arrivals.restart(target.name)
+            self.wait(pause)
+            pause = min(2 * pause, _RETRY_MOST)
+
+    def _once(self, source: Path, target: Path, record: FileRecord) -> None:
+        digest = blake3()
+        size = 0
+        with (
+            os.fdopen(open_regular(source), "rb", buffering=0) as read,
+            target.open("wb", buffering=0) as write,
+        ):
+            while block := read.read(_BLOCK):
+                size += len(block)
+                if 0 <= record.size < size:
+                    break
+                digest.update(block)
+                _write(write, block)
+                self.arrivals.extend(target.name, size)
+                if self.advance is not None:
+                    self.advance(len(block))
+        if record.size >= 0 and (size != record.size or digest.hexdigest() != record.blake3):
+            raise DamagedFile(
+                f"{source}: {size} bytes with digest {digest.hexdigest()[:16]}, "
+                f"the index says {record.size} bytes and {record.blake3[:16]}",
+                remedy="the file is damaged or not wholly visible yet; run `weightcast channel verify`",
             )
-            cause: Exception = error
-        except DamagedFile as error:
-            failure = cause = error
-        except OSError as error:
-            failure = RetryLater(f"{source}: {error.strerror}", remedy="check the mount and the local disk")
-            cause = error
-        if time.monotonic() + pause > deadline:
-            raise failure from cause
-        # short, stale and torn reads of network file systems heal by themselves
-        wait(pause)
-        pause = min(2 * pause, _RETRY_MOST)
 
 
-def _copy(source: Path, target: Path, record: FileRecord, advance: Advance | None) -> None:
-    part = target.with_name(target.name + ".part")
-    digest = blake3()
-    size = 0
-    with os.fdopen(open_regular(source), "rb", buffering=0) as read, part.open("wb") as write:
-        while block := read.read(_BLOCK):
-            size += len(block)
-            if 0 <= record.size < size:
-                break
-            digest.update(block)
-            write.write(block)
-            if advance is not None:
-                advance(len(block))
-    if record.size >= 0 and (size != record.size or digest.hexdigest() != record.blake3):
-        part.unlink()
-        raise DamagedFile(
-            f"{source}: {size} bytes with digest {digest.hexdigest()[:16]}, "
-            f"the index says {record.size} bytes and {record.blake3[:16]}",
-            remedy="the file is damaged or not wholly visible yet; run `weightcast channel verify`",
-        )
-    part.rename(target)
+def _write(file: FileIO, block: bytes) -> None:
+    view = memoryview(block)
+    while view:
+        view = view[file.write(view) :]

@@ -7,7 +7,7 @@ In which order they are taken, and what engines do in between, is decided by the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,18 +18,17 @@ from weightcast.shared.channel.store import Channel, FullVersion
 from weightcast.shared.errors import DamagedFile, Forked, NeedsReseed, Refused, RetryLater, WrongRun
 from weightcast.shared.files.checkpoint import Checkpoint, open_checkpoint
 from weightcast.shared.local import patch as patching
-from weightcast.shared.local.fetch import check_space, fetch
-from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths, empty_spool, own
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths, own
 from weightcast.shared.local.locks import FileLock
 from weightcast.shared.local.plan import Patch, Plan, Refuse, Relabel, Seed, Stay
+from weightcast.shared.local.prepare import Fetching, Prefetch, PreRead, Shipment, prepare
 from weightcast.shared.local.route import Route, find_route
 from weightcast.shared.local.seed import Source, describe, seed, start_of
-from weightcast.shared.local.stage import Staged, stage
+from weightcast.shared.local.spool import Spool
+from weightcast.shared.local.stage import Staged
 from weightcast.shared.local.state import LocalState, Phase, Position, pack_list, read_state
 from weightcast.shared.progress import Advance
 
-PreRead = Callable[[int, Path], None]
-"""Called with version and channel directory before the version's files are read."""
 OnPhase = Callable[[str], None]
 """Called with `fetch` and `stage` when a leg's preparation comes to them."""
 
@@ -59,6 +58,8 @@ class Follower:
         self.trouble = ""
         """why the local checkpoint must be seeded again"""
         self._owner: FileLock | None = None
+        self._spool = Spool(self.paths)
+        self._prefetch: Prefetch | None = None
         self._intact: int | None = None
         """the generation whose bytes were all read and found right"""
 
@@ -78,6 +79,8 @@ class Follower:
 
     def release(self) -> None:
         """Forgets what is in memory; the next `load` reads the disk again."""
+        self._stop_prefetch()
+        self._spool.forget()
         if self.local is not None:
             self.state = self.local.state
             self.local.close()
@@ -229,35 +232,49 @@ class Follower:
         self, route: Route, leg: Sequence[int], channel: Channel, advance: Advance | None = None
     ) -> Staged:
         """Fetches and stages the versions of a leg; nothing of the checkpoint is written."""
-        if self.local is None:
-            raise NeedsReseed(f"{self.paths.directory} is not seeded")
-        indexes = [route.indexes[version] for version in leg]
-        deltas = [index for index in indexes if isinstance(index, Index | ForeignIndex)]
-        check_space(self.paths, deltas)
-        fetched = []
-        self._enter("fetch")
-        for index in deltas:
-            directory = route.pointer.prefix / version_name(index.version)
-            if self.options.pre_read is not None:
-                self.options.pre_read(index.version, directory)
-            fetched.append(
-                fetch(
-                    self.paths,
-                    directory,
-                    index,
-                    visible_seconds=self.options.visible_seconds,
-                    advance=advance,
-                    wait=self.options.wait,
-                )
-            )
-        self._enter("stage")
+        self._finish_prefetch()
         try:
-            return stage(self.local, fetched, threads=self.options.threads)
+            return prepare(
+                self._require(),
+                list(_shipments(route, leg)),
+                self._fetching(advance),
+                threads=self.options.threads,
+                on_phase=self._enter,
+            )
         except DamagedFile:
             self._rehash(advance)
             raise
-        finally:
-            empty_spool(self.paths)
+
+    def _fetching(self, advance: Advance | None = None) -> Fetching:
+        options = self.options
+        return Fetching(self._spool, options.visible_seconds, options.pre_read, options.wait, advance)
+
+    def fetch_ahead(self, after: int, most: int | None = None) -> None:
+        """Begins to fetch the version after `after`, if it is there already and not above `most`, beside what
+        is done next."""
+        self._stop_prefetch()
+        if most is None or after < most:
+            self._prefetch = Prefetch(self.paths, lambda: self._next(after), self._fetching())
+
+    def _next(self, after: int) -> Shipment | None:
+        channel = Channel.open(self.channel_dir)
+        pointer = channel.pointer()
+        if pointer is None or pointer.version <= after or channel.base is None:
+            return None
+        index = channel.index(pointer, after + 1, channel.base.table)
+        if not isinstance(index, Index) or index.base_version != after:
+            return None
+        return Shipment(index, pointer.prefix / version_name(index.version))
+
+    def _finish_prefetch(self) -> None:
+        if self._prefetch is not None:
+            prefetch, self._prefetch = self._prefetch, None
+            prefetch.finish(self.options.wait)
+
+    def _stop_prefetch(self) -> None:
+        if self._prefetch is not None:
+            prefetch, self._prefetch = self._prefetch, None
+            prefetch.stop()
 
     def _rehash(self, advance: Advance | None) -> None:
         """Verified shards that do not fit: they were made badly, or other words lie here than the state says.
@@ -334,6 +351,13 @@ class Follower:
         if self.local is None:
             raise NeedsReseed(f"{self.paths.directory} is not seeded")
         return self.local
+
+
+def _shipments(route: Route, leg: Sequence[int]) -> Iterator[Shipment]:
+    for version in leg:
+        index = route.indexes[version]
+        if isinstance(index, Index | ForeignIndex):
+            yield Shipment(index, route.pointer.prefix / version_name(index.version))
 
 
 def _as_here(state: LocalState | None, known: LocalState | None) -> LocalState | None:

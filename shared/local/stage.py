@@ -22,16 +22,18 @@ from weightcast.shared.digest.root import root
 from weightcast.shared.errors import DamagedFile, Forked, RetryLater
 from weightcast.shared.local.journal import JournalHeader, JournalWriter, Record
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
+from weightcast.shared.local.spool import Arrivals
 from weightcast.shared.local.state import Position, Step, lanes_list, pack_list
 from weightcast.shared.words import Chunk, Part, Span, TensorTable, Words, grid, whole_part
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """A delta whose shards lie, verified, in `directory`."""
+    """A delta whose shards lie in `directory`, verified, or are on their way there (`arrivals`)."""
 
     index: Index | ForeignIndex
     directory: Path
+    arrivals: Arrivals | None = None
 
     @property
     def parts(self) -> tuple[Part, ...] | None:
@@ -75,7 +77,7 @@ def stage(
     writer = JournalWriter(local.paths.journal(journal), _header(local, versions, journal))
     try:
         ledger = [_Ledger(local.table) for _ in versions]
-        readers = [open_delta(v.index, local.table, v.directory) for v in versions]
+        readers = [_reader(local, version) for version in versions]
         for folded in _walk(local, readers, versions[0].parts, threads):
             _write(writer, folded)
             for book, step in zip(ledger, folded.steps, strict=True):
@@ -85,6 +87,9 @@ def stage(
         for reader in readers:
             reader.finish()
         target = _settle(local, base, versions, ledger)
+        for version in versions:
+            if version.arrivals is not None:
+                version.arrivals.wait("", None)
         writer.close()
     except OSError as error:
         writer.abandon()
@@ -96,6 +101,11 @@ def stage(
         raise
     size = local.paths.journal(journal).stat().st_size
     return Staged(Step(journal, base, target), writer.changes, size)
+
+
+def _reader(local: LocalCheckpoint, version: Fetched) -> DeltaReader:
+    arrived = None if version.arrivals is None else version.arrivals.wait
+    return open_delta(version.index, local.table, version.directory, arrived)
 
 
 def _check_start(base: Position, first: Index | ForeignIndex) -> None:

@@ -1,0 +1,151 @@
+"""From the channel to a journal: fetching and staging side by side, and fetching ahead.
+
+Staging follows the fetch block by block. A version's files are verified as a whole before its journal is
+complete; where a file had to be fetched twice, staging starts over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightcast.shared.channel.index import ForeignIndex, Index
+from weightcast.shared.errors import DamagedFile, RetryLater, WeightcastError
+from weightcast.shared.local.fetch import check_space, fetch
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
+from weightcast.shared.local.spool import Arrivals, Spool
+from weightcast.shared.local.stage import Fetched, Staged, stage
+from weightcast.shared.progress import Advance
+
+PreRead = Callable[[int, Path], None]
+"""Called with version and channel directory before the version's files are read."""
+_LOOK_EVERY = 0.05
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """One version and the channel directory that holds its shards."""
+
+    index: Index | ForeignIndex
+    directory: Path
+
+
+@dataclass(frozen=True)
+class Fetching:
+    """How versions are fetched. `wait` sleeps, and may raise to give up."""
+
+    spool: Spool
+    visible_seconds: float
+    pre_read: PreRead | None
+    wait: Callable[[float], None]
+    advance: Advance | None = None
+
+    def fetch(self, shipment: Shipment, arrivals: Arrivals) -> None:
+        if self.pre_read is not None:
+            self.pre_read(shipment.index.version, shipment.directory)
+        fetch(
+            self.spool,
+            shipment.directory,
+            shipment.index,
+            arrivals,
+            visible_seconds=self.visible_seconds,
+            advance=self.advance,
+            wait=self.wait,
+        )
+
+
+def prepare(
+    local: LocalCheckpoint,
+    shipments: Sequence[Shipment],
+    fetching: Fetching,
+    *,
+    threads: int,
+    on_phase: Callable[[str], None],
+) -> Staged:
+    """Fetches and stages consecutive versions into one journal. Nothing of the checkpoint is written; what
+    was fetched is dropped. Raises what fetching or staging raise."""
+    check_space(local.paths, [shipment.index for shipment in shipments])
+    on_phase("fetch")
+    fetched = [
+        Fetched(shipment.index, fetching.spool.directory(shipment.index), Arrivals())
+        for shipment in shipments
+    ]
+    try:
+        with _staging(local, fetched, threads) as staging:
+            for shipment, one in zip(shipments, fetched, strict=True):
+                fetching.fetch(shipment, _arrivals(one))
+            on_phase("stage")
+            return _staged(local, fetched, threads, staging)
+    finally:
+        for shipment in shipments:
+            fetching.spool.drop(shipment.index)
+
+
+@contextlib.contextmanager
+def _staging(local: LocalCheckpoint, fetched: Sequence[Fetched], threads: int) -> Iterator[Future[Staged]]:
+    """Stages in a thread of its own, which ends with the block."""
+    with ThreadPoolExecutor(1, thread_name_prefix="stage") as pool:
+        try:
+            yield pool.submit(stage, local, fetched, threads=threads)
+        except BaseException as failure:
+            for one in fetched:
+                _arrivals(one).fail(failure)
+            raise
+
+
+def _staged(
+    local: LocalCheckpoint, fetched: Sequence[Fetched], threads: int, staging: Future[Staged]
+) -> Staged:
+    try:
+        return staging.result()
+    except DamagedFile:
+        if not any(_arrivals(one).restarted for one in fetched):
+            raise
+    return stage(local, fetched, threads=threads)
+
+
+def _arrivals(fetched: Fetched) -> Arrivals:
+    return Arrivals(complete=True) if fetched.arrivals is None else fetched.arrivals
+
+
+class Prefetch:
+    """Fetches one version ahead while another is patched and engines reload. A failure is nobody's: the step
+    that needs the version meets it again."""
+
+    def __init__(self, paths: LocalPaths, find: Callable[[], Shipment | None], fetching: Fetching) -> None:
+        self._stop = threading.Event()
+        self._paths, self._find = paths, find
+        self._fetching = Fetching(fetching.spool, 0.0, fetching.pre_read, self._wait, self._block)
+        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(WeightcastError, OSError):
+            shipment = self._find()
+            if shipment is not None:
+                check_space(self._paths, [shipment.index])
+                self._fetching.fetch(shipment, Arrivals())
+
+    def _wait(self, seconds: float) -> None:
+        if self._stop.wait(seconds):
+            raise RetryLater("fetching ahead was stopped")
+
+    def _block(self, nbytes: int) -> None:
+        self._wait(0.0)
+
+    def finish(self, wait: Callable[[float], None]) -> None:
+        """Lets it end. `wait` may raise: then it is stopped."""
+        try:
+            while self._thread.is_alive():
+                wait(_LOOK_EVERY)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()

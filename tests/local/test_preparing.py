@@ -1,0 +1,143 @@
+"""Fetching and staging side by side, and fetching ahead."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from core_cases import bytes_of, read_checkpoint
+from local_cases import Run, catch_up, following, make_run, state_of, step_to
+
+from weightcast.shared.channel.index import Index
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import DamagedFile, RetryLater
+from weightcast.shared.local.follow import Follower, FollowOptions
+from weightcast.shared.local.spool import Arrivals
+from weightcast.shared.local.stage import Fetched, stage
+
+WAIT = 20.0
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return make_run(tmp_path_factory.mktemp("run"))
+
+
+def index_of(run: Run, version: int) -> Index:
+    channel = Channel.open(run.channel)
+    pointer = channel.pointer()
+    assert pointer is not None and channel.base is not None
+    index = channel.index(pointer, version, channel.base.table)
+    assert isinstance(index, Index)
+    return index
+
+
+def shard(run: Run, version: int) -> Path:
+    (found,) = run.channel.glob(f"weight_v{version:06d}/*.safetensors")
+    return found
+
+
+def test_chunks_are_staged_while_others_are_still_on_their_way(run: Run, tmp_path: Path) -> None:
+    index, path = index_of(run, 1), shard(run, 1)
+    chunks = sorted(index.chunks, key=lambda chunk: chunk.offset)
+    data, first_end = path.read_bytes(), chunks[0].offset + chunks[0].length
+    arrived, arrivals, staged_one = tmp_path / "spool", Arrivals(), threading.Event()
+    arrived.mkdir()
+    with following(run, tmp_path / "local") as follower:
+        step_to(follower, 0)
+        assert follower.local is not None
+        with ThreadPoolExecutor(1) as pool:
+            staging = pool.submit(
+                stage,
+                follower.local,
+                [Fetched(index, arrived, arrivals)],
+                advance=lambda nbytes: staged_one.set(),
+            )
+            (arrived / path.name).write_bytes(data[:first_end])
+            arrivals.extend(path.name, first_end)
+            assert staged_one.wait(WAIT)
+            (arrived / path.name).write_bytes(data)
+            arrivals.extend(path.name, len(data))
+            assert not staging.done()
+            arrivals.complete()
+            assert staging.result(WAIT).step.target.root == index.root
+
+
+def test_a_journal_is_not_complete_before_the_shard_is_verified(run: Run, tmp_path: Path) -> None:
+    index, path, arrivals = index_of(run, 1), shard(run, 1), Arrivals()
+    with following(run, tmp_path / "local") as follower:
+        step_to(follower, 0)
+        assert follower.local is not None
+        arrivals.extend(path.name, path.stat().st_size)
+        arrivals.fail(DamagedFile("another digest"))
+        with pytest.raises(DamagedFile, match="another digest"):
+            stage(follower.local, [Fetched(index, path.parent, arrivals)])
+        assert list(follower.paths.journals.iterdir()) == []
+
+
+def test_a_shard_that_heals_is_staged_from_its_second_copy(run: Run, tmp_path: Path) -> None:
+    channel = tmp_path / "channel"
+    shutil.copytree(run.channel, channel)
+    damaged = channel / shard(run, 1).relative_to(run.channel)
+    whole = damaged.read_bytes()
+    at = index_of(run, 1).chunks[0].offset + 20
+    damaged.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    looks = []
+
+    def heal(seconds: float) -> None:
+        looks.append(seconds)
+        damaged.write_bytes(whole)
+
+    local = tmp_path / "local"
+    follower = Follower(channel, local, run.base, FollowOptions(visible_seconds=WAIT, wait=heal))
+    try:
+        catch_up(follower)
+    finally:
+        follower.close()
+    assert looks and read_checkpoint(local) == bytes_of(run.latest)
+
+
+def test_what_was_fetched_ahead_is_not_read_again(run: Run, tmp_path: Path) -> None:
+    channel = tmp_path / "channel"
+    shutil.copytree(run.channel, channel)
+    follower = Follower(channel, tmp_path / "local", run.base, FollowOptions(visible_seconds=0.0))
+    try:
+        step_to(follower, 1)
+        follower.fetch_ahead(1)
+        follower._finish_prefetch()
+        shutil.rmtree(channel / "weight_v000003")
+        shard_of_2 = channel / shard(run, 2).relative_to(run.channel)
+        shard_of_2.unlink()
+        step_to(follower, 2)
+        assert read_checkpoint(tmp_path / "local") == bytes_of(run.models[2])
+        assert list(follower.paths.spool.iterdir()) == []
+    finally:
+        follower.close()
+
+
+@pytest.mark.parametrize("most", [None, 1])
+def test_fetching_ahead_past_the_end_does_nothing(run: Run, tmp_path: Path, most: int | None) -> None:
+    with following(run, tmp_path / "local") as follower:
+        step_to(follower, 3 if most is None else 1)
+        follower.fetch_ahead(3 if most is None else 1, most)
+        catch_up(follower)
+        assert state_of(tmp_path / "local")["position"]["version"] == 3
+
+
+def test_a_failed_fetch_ahead_is_told_by_the_step_that_needs_it(run: Run, tmp_path: Path) -> None:
+    channel = tmp_path / "channel"
+    shutil.copytree(run.channel, channel)
+    (channel / shard(run, 2).relative_to(run.channel)).unlink()
+    follower = Follower(channel, tmp_path / "local", run.base, FollowOptions(visible_seconds=0.0))
+    try:
+        step_to(follower, 1)
+        follower.fetch_ahead(1)
+        with pytest.raises(RetryLater, match="is not there"):
+            step_to(follower, 2)
+        assert state_of(tmp_path / "local")["position"]["version"] == 1
+        assert list(follower.paths.spool.iterdir()) == []
+    finally:
+        follower.close()
