@@ -315,6 +315,8 @@ class Sync:
             self.follower.relabel(channel, route, plan)
             self.engines.relabel(local, before)
         self._moved("relabel", before, 1)
+        if plan.then.legs:
+            self._patch(channel, route, plan.then)
 
     def _seed(self, channel: Channel, route: Route, plan: Seed) -> None:
         before = self._state()

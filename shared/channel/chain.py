@@ -15,6 +15,7 @@ from blake3 import blake3
 from weightcast.shared.channel.index import INDEX_NAME, FileRecord, ForeignIndex, Index
 from weightcast.shared.channel.layout import version_of
 from weightcast.shared.channel.pointer import Pointer
+from weightcast.shared.channel.shown import look
 from weightcast.shared.channel.store import Channel, FullVersion
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.files.durable import open_regular
@@ -79,9 +80,11 @@ def verify(channel: Channel, advance: Advance | None = None) -> list[Problem]:
     found = list(entries(channel, pointer))
     problems = [Problem(entry.version, entry.problem) for entry in found if entry.problem]
     problems += _links(channel, pointer, found)
+    known = {entry.version: entry.index for entry in found if isinstance(entry.index, Index)}
     for entry in found:
         problems += [Problem(entry.version, text) for text in _files(entry, advance)]
         problems += [Problem(entry.version, text) for text in _anchor(channel, entry, advance)]
+        problems += [Problem(entry.version, text) for text in _skips(channel, entry, known, advance)]
     return sorted(problems, key=lambda problem: (problem.version or 0, problem.message))
 
 
@@ -144,6 +147,31 @@ def _anchor(channel: Channel, entry: Entry, advance: Advance | None) -> Iterator
         yield "its anchor has another root"
     directory = channel.layout.anchor_dir(entry.version)
     yield from (f"anchor: {text}" for text in check_files(directory, anchor.files, advance))
+
+
+def _skips(
+    channel: Channel, entry: Entry, known: Mapping[int, Index], advance: Advance | None
+) -> Iterator[str]:
+    """Deltas from older versions lead to the same bytes, and start from versions of this chain."""
+    main, shown = known.get(entry.version), look(entry.directory)
+    if channel.base is None or main is None or shown is None:
+        return
+    for base_version in sorted(shown.skips):
+        try:
+            skip = channel.skip(entry.version, base_version, channel.base.table)
+        except (WeightcastError, OSError) as error:
+            yield _text(error)
+            continue
+        if skip is None:
+            continue
+        base = known.get(base_version)
+        start = channel.base if base_version == 0 else base
+        if (skip.main, skip.root) != (main.digest, main.root):
+            yield f"its delta from version {base_version} leads to another version {entry.version}"
+        if start is not None and (skip.parent, skip.base_root) != (start.digest, start.root):
+            yield f"its delta from version {base_version} starts from another one than the one that is there"
+        directory = channel.layout.from_dir(entry.version, base_version)
+        yield from (f"{directory.name}: {text}" for text in check_files(directory, skip.files, advance))
 
 
 def check_files(

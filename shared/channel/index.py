@@ -115,7 +115,14 @@ class Index:
     totals: Totals
     checksums: Mapping[str, str] = field(default_factory=dict)
     """field encodings only: xxh3-128 hex of each changed tensor's new bytes, as in the shard's metadata"""
+    main: str = ""
+    """of a delta from an older version or an anchor beside a version: digest of that version's own index"""
     digest: str = ""
+
+    @property
+    def version_digest(self) -> str:
+        """By which a version is known, whichever of its indexes led there."""
+        return self.main or self.digest
 
 
 @dataclass(frozen=True)
@@ -128,6 +135,10 @@ class ForeignIndex:
     checksum_format: ChecksumFormat
     weight_map: Mapping[str, str]
     digest: str
+
+    @property
+    def version_digest(self) -> str:
+        return self.digest
 
 
 def describe(data: bytes) -> Literal["ours", "foreign delta", "full"]:
@@ -181,6 +192,7 @@ def _facts(index: Index, table: TensorTable, names: Iterable[str]) -> dict[str, 
         "step": index.step,
         "created": index.created,
         **({"encoding": index.encoding} if index.encoding == "small" else {}),
+        **({"main": index.main} if index.main else {}),
         "totals": [totals.changed, totals.elements, totals.nbytes, totals.delta_bytes],
         "files": write_file_records(index.files),
         "parts": write_parts(index.parts, table),
@@ -235,6 +247,7 @@ def parse_index(data: bytes, table: TensorTable, *, what: str = INDEX_NAME) -> I
         chunks=_chunk_records(facts.array("chunks"), files, what),
         totals=_totals(facts),
         checksums=_checksums(rows, what),
+        main=facts.hex("main", 64) if "main" in facts else "",
         digest=blake3(data).hexdigest(),
     )
     if not top.object("metadata").items() >= _metadata(index).items():
@@ -332,7 +345,7 @@ def _check_lineage(index: Index, what: str) -> None:
     else:
         fits = 0 <= index.base_version < index.version and index.encoding is not None
         fits = fits and is_hex(index.base_root, 64) and is_hex(index.parent, 64)
-    if not fits or not is_hex(index.root, 64):
+    if not fits or not is_hex(index.root, 64) or not (index.main == "" or is_hex(index.main, 64)):
         raise DamagedFile(
             f"{what}: base, parent, root or encoding do not fit a version of kind {index.kind!r}"
         )

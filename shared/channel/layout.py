@@ -11,7 +11,9 @@ from blake3 import blake3
 from weightcast.shared.channel.index import INDEX_NAME
 from weightcast.shared.files.paths import file_name
 
+ANCHOR = "anchor"
 _VERSION = re.compile(r"weight_v(\d{6,15})", re.ASCII)
+_FROM = re.compile(r"from_v(\d{6,15})", re.ASCII)
 _NOT_IN_HOST_NAMES = re.compile(r"[^A-Za-z0-9._-]")
 _HOST_LIMIT = 100
 
@@ -29,6 +31,18 @@ def version_of(name: str) -> int | None:
     """The version whose directory has this name; None for any other name."""
     match = _VERSION.fullmatch(name)
     if match is None or version_name(int(match[1])) != name:
+        return None
+    return int(match[1])
+
+
+def from_name(base_version: int) -> str:
+    return f"from_v{digits(base_version)}"
+
+
+def base_of(name: str) -> int | None:
+    """The base version of the delta in a directory of this name beside a version's; None for other names."""
+    match = _FROM.fullmatch(name)
+    if match is None or from_name(int(match[1])) != name:
         return None
     return int(match[1])
 
@@ -60,10 +74,10 @@ class Layout:
 
     def from_dir(self, version: int, base_version: int) -> Path:
         """The delta of `version` from a version older than the one before it."""
-        return self.version_dir(version) / f"from_v{digits(base_version)}"
+        return self.version_dir(version) / from_name(base_version)
 
     def anchor_dir(self, version: int) -> Path:
-        return self.version_dir(version) / "anchor"
+        return self.version_dir(version) / ANCHOR
 
     @property
     def publishers_dir(self) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from weightcast.shared.channel.index import (
 )
 from weightcast.shared.channel.layout import Layout, version_name, version_of
 from weightcast.shared.channel.pointer import Pointer, read_pointer
+from weightcast.shared.channel.shown import Shown, look
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater, UnknownFormat
 from weightcast.shared.files.durable import read_file
 from weightcast.shared.words import TensorTable
@@ -115,6 +117,7 @@ class Channel:
             index = parse_index(data, table)
             _require(index.version == version, f"{directory}: its index is of version {index.version}")
             _require(index.run_id == self.file.run_id, f"{directory}: its index is of run {index.run_id}")
+            _require(not index.main, f"{directory}: its index belongs beside another")
             return index
         if kind == "ours":
             raise UnknownFormat(
@@ -131,23 +134,48 @@ class Channel:
 
     def anchor(self, version: int, table: TensorTable) -> Index | None:
         """The index of the anchor beside a version."""
-        data = _read(self.layout.anchor_dir(version) / INDEX_NAME, INDEX_LIMIT)
-        if data is None:
-            return None
-        index = parse_index(data, table)
-        _require(index.kind == "anchor" and index.version == version, f"anchor of {version}: wrong index")
+        index = self._beside(self.layout.anchor_dir(version), version, table)
+        _require(index is None or index.kind == "anchor", f"anchor of {version}: wrong index")
         return index
+
+    def skip(self, version: int, base_version: int, table: TensorTable) -> Index | None:
+        """The index of the delta to a version from one older than the version before it."""
+        directory = self.layout.from_dir(version, base_version)
+        index = self._beside(directory, version, table)
+        fits = index is None or (index.main != "" and index.base_version == base_version)
+        _require(fits, f"{directory}: not the index of a delta from version {base_version}")
+        return index
+
+    def _beside(self, directory: Path, version: int, table: TensorTable) -> Index | None:
+        data = _read(directory / INDEX_NAME, INDEX_LIMIT)
+        if data is None or not data.rstrip().endswith(b"}"):
+            return None
+        index, file = parse_index(data, table), self.require_ours()[0]
+        _require(index.version == version, f"{directory}: its index is of version {index.version}")
+        _require(index.run_id == file.run_id, f"{directory}: its index is of run {index.run_id}")
+        return index
+
+    def shown(self, pointer: Pointer, *, above: int = 0, up_to: int | None = None) -> dict[int, Shown]:
+        """What the directories of the versions in (above, up_to] show, as far as the pointer leads."""
+        last = pointer.version if up_to is None else min(up_to, pointer.version)
+        found: dict[int, Shown] = {}
+        for name in _names(pointer.prefix):
+            version = version_of(name)
+            if version is not None and above < version <= last:
+                seen = look(pointer.prefix / name)
+                if seen is not None:
+                    found[version] = seen
+        return found
 
     def anchored(self, pointer: Pointer) -> frozenset[int]:
         """Versions up to the pointer that have an anchor beside them."""
-        found = set()
-        for entry in self.directory.iterdir():
-            version = version_of(entry.name)
-            if version is None or version > pointer.version:
-                continue
-            if (self.layout.anchor_dir(version) / INDEX_NAME).exists():
-                found.add(version)
-        return frozenset(found)
+        found = self.shown(pointer)
+        return frozenset(version for version, seen in found.items() if seen.anchor is not None)
+
+
+def _names(directory: Path) -> list[str]:
+    with os.scandir(directory) as scan:
+        return [entry.name for entry in scan]
 
 
 def _require(holds: bool, problem: str) -> None:

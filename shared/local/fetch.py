@@ -101,7 +101,8 @@ class _Copy:
                     f"{source}: {error.strerror}", remedy="check the mount and the local disk"
                 )
                 cause = error
-            if time.monotonic() + pause > self.deadline:
+            # a directory whose index was read is no longer late but gone: another way is planned
+            if time.monotonic() + pause > self.deadline or not source.parent.is_dir():
                 raise failure from cause
             # short, stale and torn reads of network file systems heal by themselves
             self.arrivals.restart(target.name)

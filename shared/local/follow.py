@@ -7,12 +7,11 @@ In which order they are taken, and what engines do in between, is decided by the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from weightcast.shared.channel.index import ForeignIndex, Index
-from weightcast.shared.channel.layout import version_name
+from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.store import Channel, FullVersion
 from weightcast.shared.errors import DamagedFile, Forked, NeedsReseed, Refused, RetryLater, WrongRun
@@ -236,7 +235,7 @@ class Follower:
         try:
             return prepare(
                 self._require(),
-                list(_shipments(route, leg)),
+                [Shipment(*route.delta(version)) for version in leg],
                 self._fetching(advance),
                 threads=self.options.threads,
                 on_phase=self._enter,
@@ -335,6 +334,7 @@ class Follower:
                 return
             case Relabel():
                 self.relabel(channel, route, plan)
+                self._carry_out(channel, route, plan.then, advance)
             case Seed():
                 self.seed(channel, route, plan, advance)
                 self._carry_out(channel, route, plan.then, advance)
@@ -351,13 +351,6 @@ class Follower:
         if self.local is None:
             raise NeedsReseed(f"{self.paths.directory} is not seeded")
         return self.local
-
-
-def _shipments(route: Route, leg: Sequence[int]) -> Iterator[Shipment]:
-    for version in leg:
-        index = route.indexes[version]
-        if isinstance(index, Index | ForeignIndex):
-            yield Shipment(index, route.pointer.prefix / version_name(index.version))
 
 
 def _as_here(state: LocalState | None, known: LocalState | None) -> LocalState | None:

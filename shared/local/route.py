@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from blake3 import blake3
 
 from weightcast.shared.channel.index import ForeignIndex, Index
+from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.store import Channel, FullVersion
-from weightcast.shared.errors import RetryLater
-from weightcast.shared.local.plan import Facts, Here, Link, Need, Plan, Refuse, Seed, plan
+from weightcast.shared.errors import Refused, RetryLater
+from weightcast.shared.local.plan import Facts, Here, Link, Look, Need, Patch, Plan, Relabel, Seed, plan
 from weightcast.shared.local.state import LocalState, Phase
 from weightcast.shared.words import Part, TensorTable
 
@@ -23,11 +25,24 @@ AnyIndex = Index | ForeignIndex | FullVersion
 
 @dataclass(frozen=True)
 class Route:
-    """A plan and the indexes it speaks of."""
+    """A plan and the indexes it speaks of: `indexes` are the versions' own, `skips` those of deltas from
+    older versions, by version and base version."""
 
     plan: Plan
     pointer: Pointer
     indexes: dict[int, AnyIndex]
+    skips: dict[tuple[int, int], Index] = field(default_factory=dict)
+
+    def delta(self, version: int) -> tuple[Index | ForeignIndex, Path]:
+        """What a leg of the plan reads to arrive at `version`, and the directory it lies in."""
+        then = self.plan.then if isinstance(self.plan, Seed | Relabel) else self.plan
+        base = then.skips.get(version) if isinstance(then, Patch) else None
+        if base is not None:
+            return self.skips[version, base], Layout(self.pointer.prefix).from_dir(version, base)
+        index = self.indexes[version]
+        if isinstance(index, FullVersion):
+            raise RetryLater(f"version {version} is full weights, no delta", remedy="it is planned again")
+        return index, Layout(self.pointer.prefix).version_dir(version)
 
 
 def find_route(
@@ -45,36 +60,43 @@ def find_route(
     """`base`: digest of version 0 when its weights are at hand; `table`: None while a foreign run's tensors
     are unknown. An index that the pointer implies and that does not show within `visible_seconds` is
     RetryLater for the target, and taken as pruned below it."""
-    indexes: dict[int, AnyIndex] = {}
     facts = Facts(
         here=_here(state),
         target=target,
         links={},
         base=base,
+        looked=0 if channel.foreign else target,
         exact=exact or channel.foreign,
         blocked=frozenset(b.digest for b in state.blocked) if state is not None else frozenset(),
         epoch=0 if state is None else state.epoch,
     )
     reader = _IndexReader(channel, pointer, table, time.monotonic() + visible_seconds, wait)
-    answer = _ask(facts, reader, indexes)
-    if isinstance(answer, Seed | Refuse) and not channel.foreign:
-        anchored = channel.anchored(pointer)
-        if anchored and not (isinstance(answer, Seed) and answer.version in anchored):
-            better = _ask(replace(facts, links=_links(indexes), anchors=anchored), reader, indexes)
-            answer = better if isinstance(answer, Refuse) and not answer.waits else answer
-    return Route(answer, pointer, indexes)
+    route = Route(plan(facts), pointer, {})
+    while isinstance(route.plan, Need | Look):
+        facts = _answered(facts, route, reader)
+        route = replace(route, plan=plan(facts))
+    return route
 
 
-def _ask(facts: Facts, reader: _IndexReader, indexes: dict[int, AnyIndex]) -> Plan:
-    links = dict(facts.links)
-    while True:
-        answer = plan(replace(facts, links=links))
-        if not isinstance(answer, Need):
-            return answer
-        index = reader.read(answer.version, required=answer.version == facts.target)
-        links[answer.version] = None if index is None else link_of(index)
-        if index is not None:
-            indexes[answer.version] = index
+def _answered(facts: Facts, route: Route, reader: _IndexReader) -> Facts:
+    """`facts` and what the plan asked for; indexes go into the route's too."""
+    asked = route.plan
+    if isinstance(asked, Look):
+        shown = reader.channel.shown(route.pointer, above=asked.above, up_to=facts.looked)
+        return replace(facts, shown={**facts.shown, **shown}, looked=asked.above)
+    links, skips = dict(facts.links), dict(facts.skips)
+    for need in (asked, *asked.also) if isinstance(asked, Need) else ():
+        if need.base_version is None:
+            main = reader.read(need.version, required=need.version == facts.target)
+            links[need.version] = None if main is None else link_of(main)
+            if main is not None:
+                route.indexes[need.version] = main
+        else:
+            skip = reader.skip(need.version, need.base_version)
+            skips[need.version, need.base_version] = None if skip is None else link_of(skip)
+            if skip is not None:
+                route.skips[need.version, need.base_version] = skip
+    return replace(facts, links=links, skips=skips)
 
 
 def _here(state: LocalState | None) -> Here | None:
@@ -82,10 +104,6 @@ def _here(state: LocalState | None) -> Here | None:
         return None
     position = state.position
     return Here(position.version, position.digest, position.root, position.epoch)
-
-
-def _links(indexes: dict[int, AnyIndex]) -> dict[int, Link | None]:
-    return {version: link_of(index) for version, index in indexes.items()}
 
 
 @dataclass
@@ -112,6 +130,13 @@ class _IndexReader:
             )
         return None
 
+    def skip(self, version: int, base_version: int) -> Index | None:
+        """None also for one that cannot be used: there are other ways."""
+        try:
+            return self.channel.skip(version, base_version, self.table or TensorTable(()))
+        except Refused:
+            return None
+
     def _pruned(self, version: int) -> bool:
         return self.channel.file is not None and version < self.channel.file.horizon
 
@@ -126,7 +151,7 @@ def link_of(index: AnyIndex) -> Link:
         index.kind,
         index.base_version,
         index.parent,
-        index.digest,
+        index.version_digest,
         index.root,
         index.epoch,
         grid_digest(index.parts),

@@ -128,7 +128,7 @@ def _header(local: LocalCheckpoint, versions: Sequence[Fetched], journal: str) -
         generation=local.state.generation,
         target_version=last.version,
         target_root=last.root if isinstance(last, Index) else "",
-        target_digest=last.digest,
+        target_digest=last.version_digest,
     )
 
 
@@ -215,7 +215,7 @@ def _settle(
             _check_version(version.index, local.table, lanes, book, found)
     last = versions[-1].index
     epoch = last.epoch if isinstance(last, Index) else 0
-    return Position(last.version, last.digest, found, epoch, pack_list(lanes))
+    return Position(last.version, last.version_digest, found, epoch, pack_list(lanes))
 
 
 def _check_version(index: Index, table: TensorTable, lanes: list[Lanes], book: _Ledger, found: str) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from weightcast.shared.channel.shown import Shown
 from weightcast.shared.local.plan import (
     Facts,
     Here,
@@ -82,8 +83,13 @@ ROWS: list[tuple[str, Facts, Plan]] = [
     ("new, nothing published", facts(None, 0), Seed(0, Patch((), 0), "no local checkpoint yet")),
     ("new", facts(None, 3, *THREE), Seed(0, Patch(((1, 2, 3),), 30), "no local checkpoint yet")),
     (
-        "new, with an anchor beside version 2",
-        facts(None, 3, *THREE, anchors=frozenset({2})),
+        "new, with a base and few deltas since",
+        facts(None, 3, *THREE, shown={2: Shown(10, anchor=100)}),
+        Seed(0, Patch(((1, 2, 3),), 30), "no local checkpoint yet"),
+    ),
+    (
+        "new, with an anchor of fewer bytes than the deltas since the base",
+        facts(None, 3, *THREE, shown={2: Shown(10, anchor=15)}),
         Seed(2, Patch(((3,),), 10), "no local checkpoint yet"),
     ),
     (
@@ -93,7 +99,7 @@ ROWS: list[tuple[str, Facts, Plan]] = [
     ),
     (
         "new, without a base",
-        facts(None, 3, *THREE, anchors=frozenset({3}), base=None),
+        facts(None, 3, *THREE, shown={3: Shown(10, anchor=100)}, base=None),
         Seed(3, Patch((), 0), "no local checkpoint yet"),
     ),
     (
