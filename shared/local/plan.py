@@ -389,8 +389,9 @@ def _unread_of(facts: Facts, here: Here | None, hop: _Hop) -> Iterator[Need]:
     if hop.beside and (hop.version, hop.base_version) not in facts.skips:
         yield Need(hop.version, hop.base_version)
     link = _link(facts, hop)
-    nameless = link is not None and link.parent is None and here is not None
-    if nameless and hop.base_version == here.version > 0 and hop.base_version not in facts.links:
+    if here is None or link is None or link.parent is not None:
+        return
+    if hop.base_version == here.version > 0 and hop.base_version not in facts.links:
         yield Need(hop.base_version)
 
 
