@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weightcast.shared.channel.index import Index
+from weightcast.shared.channel.layout import version_name
 from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.store import Channel, FullVersion
 from weightcast.shared.errors import DamagedFile, Forked, NeedsReseed, Refused, RetryLater, WrongRun
