@@ -26,7 +26,7 @@ from weightcast.shared.channel.index import (
 )
 from weightcast.shared.codec.changes import Changes, compare
 from weightcast.shared.codec.choose import StepEncoding
-from weightcast.shared.codec.container import decode_chunk, encode_chunk
+from weightcast.shared.codec.container import decode_step, encode_chunk
 from weightcast.shared.codec.field import PayloadReader, PayloadWriter, digest_stream, open_payload
 from weightcast.shared.digest.touched import SpanSums, span_sums, total
 from weightcast.shared.errors import DamagedFile
@@ -366,10 +366,9 @@ class BlobReader:
         blob = self._files.read(record.file, record.offset, record.length)
         where = f"{record.file} of version {self._version}, {chunk_entry_name(chunk.key)}"
         try:
-            changes = decode_chunk(blob, chunk, old)
+            changes, sums = decode_step(blob, chunk, old)
         except DamagedFile as error:
             raise DamagedFile(f"{where}: {error.message}", remedy=error.remedy) from error
-        sums = span_sums(chunk, old, changes)
         _check_sums(record, sums, changes, where)
         self._used.add(chunk.key)
         return ChunkStep(changes, sums)

@@ -24,6 +24,8 @@ from weightcast.shared.codec import choose, dense, sparse
 from weightcast.shared.codec.changes import Changes, compare
 from weightcast.shared.codec.choose import StepEncoding
 from weightcast.shared.codec.padding import Counted
+from weightcast.shared.codec.sparse import Step
+from weightcast.shared.digest.touched import span_sums
 from weightcast.shared.errors import DamagedFile, UnknownFormat
 from weightcast.shared.words import ByteArray, Chunk, Words
 
@@ -55,27 +57,31 @@ def _checksum(facts: bytes | memoryview, payload: bytes | memoryview) -> int:
 
 
 def decode_chunk(blob: bytes | memoryview, chunk: Chunk, old: Words) -> Changes:
-    """`old`: word[chunk.words] as when it was encoded; with other words the result is wrong without an error,
-    which only the sums in the index show. Raises DamagedFile, UnknownFormat."""
+    """The changes of `decode_step`."""
+    return decode_step(blob, chunk, old)[0]
+
+
+def decode_step(blob: bytes | memoryview, chunk: Chunk, old: Words) -> Step:
+    """What changes, and the sums over the touched words as `weightcast.shared.digest.touched.span_sums` has
+    them. `old`: word[chunk.words] as when it was encoded; with other words the result is wrong without an
+    error, which only the sums show. Raises DamagedFile, UnknownFormat."""
     if len(old) != chunk.words or old.dtype != chunk.kind.numpy:
         raise ValueError(f"{len(old)} old words of {old.dtype} for {_name(chunk)}")
     counted = Counted.of(chunk)
     mode, changed = _checked_header(memoryview(blob), chunk, counted.words)
     payload = np.frombuffer(blob, np.uint8, offset=HEADER)
     try:
-        return _changes(mode, payload, chunk, old, counted, changed)
+        return _step(mode, payload, chunk, old, counted, changed)
     except ValueError as error:
         raise DamagedFile(f"{_name(chunk)}: {error}", remedy=_REMEDY) from error
 
 
-def _changes(
-    mode: int, payload: ByteArray, chunk: Chunk, old: Words, counted: Counted, changed: int
-) -> Changes:
+def _step(mode: int, payload: ByteArray, chunk: Chunk, old: Words, counted: Counted, changed: int) -> Step:
     match mode:
         case choose.FAST:
-            return sparse.decode_fast(payload, old, counted, chunk.kind, changed)
+            return sparse.decode_fast(payload, old, chunk, counted, changed)
         case choose.SMALL:
-            return sparse.decode_small(payload, old, counted, chunk.kind, changed)
+            return sparse.decode_small(payload, old, chunk, counted, changed)
         case choose.RAW:
             new = _raw(payload, chunk, counted)
         case choose.STEPS:
@@ -87,7 +93,8 @@ def _changes(
                 f"{_name(chunk)} is encoded in mode {mode}, which this release does not read",
                 remedy="update weightcast on this host",
             )
-    return _difference(new, old, counted, changed)
+    changes = _difference(new, old, counted, changed)
+    return changes, span_sums(chunk, old, changes)
 
 
 def _raw(payload: ByteArray, chunk: Chunk, counted: Counted) -> Words:

@@ -11,6 +11,8 @@ from weightcast.shared.words import Chunk, Words
 
 Index = NDArray[np.uint32]
 
+_NO_POSITION = 1 << 62
+
 
 @dataclass(frozen=True)
 class Counted:
@@ -35,17 +37,26 @@ class Counted:
         """Nothing lies between the spans, so that positions are the same both ways."""
         return bool((self.spans[:, 0] == self.starts).all())
 
+    @property
+    def shifts(self) -> NDArray[np.int64]:
+        """How much padding lies before each span."""
+        return self.spans[:, 0] - self.starts
+
+    @property
+    def borders(self) -> NDArray[np.int64]:
+        """`starts`, then what no position reaches."""
+        return np.append(self.starts, _NO_POSITION)
+
     def without_padding(self, index: Index) -> Index:
-        return index if self._unpadded else index - self._shifts(index, self.spans[:, 0])
+        return index if self._unpadded else index - self._shifts_of(index, self.spans[:, 0])
 
     def with_padding(self, index: Index) -> Index:
-        return index if self._unpadded else index + self._shifts(index, self.starts)
+        return index if self._unpadded else index + self._shifts_of(index, self.starts)
 
-    def _shifts(self, index: Index, firsts: NDArray[np.int64]) -> Index:
+    def _shifts_of(self, index: Index, firsts: NDArray[np.int64]) -> Index:
         """How much padding lies before the span of each position."""
         borders = np.searchsorted(index, firsts.astype(np.uint32))
-        shifts = (self.spans[:, 0] - self.starts).astype(np.uint32)
-        return np.repeat(shifts, np.diff(borders, append=len(index)))
+        return np.repeat(self.shifts.astype(np.uint32), np.diff(borders, append=len(index)))
 
     def pick(self, words: Words) -> Words:
         """The words of the spans, one after the other; a view where no padding lies between them."""

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.shared.codec.rice import ESCAPE, GREATEST, LONGEST, NOTHING, RICE, RUNS, SLACK
+from weightcast.shared.digest.lanes_plain import touched
 from weightcast.shared.words import ByteArray, WordKind, Words
 
 Array32 = NDArray[np.uint32]
@@ -159,14 +160,17 @@ def _packed(codes: NDArray[np.uint64], lengths: Counts) -> ByteArray:
     return packed.view(np.uint8)[: (bits + 7) >> 3]
 
 
-def take_gaps(data: ByteArray, start: int, stop: int, k: int, index: Array32) -> int:
-    """Positions whose gaps fill bytes [start, stop) of `data`; rice.SLACK bytes follow them. Returns where
-    the next one could be at the earliest."""
+def take_gaps(
+    data: ByteArray, start: int, stop: int, k: int, borders: Counts, shifts: Counts, index: Array32
+) -> int:
+    """Positions, with padding, whose gaps fill bytes [start, stop) of `data`; rice.SLACK bytes follow them.
+    `shifts`: the padding before each span; `borders`: where those begin without padding, then one that no
+    position reaches. Returns where the next one without padding could be at the earliest."""
     gaps = np.empty(len(index), np.uint32)
     if not take_values(data, start, stop, k, gaps):
         return -1
-    ends = np.cumsum(gaps, dtype=np.uint64) + np.arange(1, len(gaps) + 1, dtype=np.uint64)
-    index[:] = (ends - np.uint64(1)).astype(np.uint32)
+    ends = np.cumsum(gaps, dtype=np.int64) + np.arange(1, len(gaps) + 1)
+    index[:] = (ends - 1 + shifts[np.searchsorted(borders[1:], ends - 1, side="right")]).astype(np.uint32)
     return int(ends[-1]) if len(ends) else 0
 
 
@@ -210,10 +214,19 @@ class _Stream:
 
 
 def take_steps(
-    data: ByteArray, signs: int, streams: Counts, first: int, old: Words, index: Array32, kind: WordKind
-) -> tuple[Words, Words] | None:
-    """Old and new words at `index`. `signs`: where their bits begin. `streams`: int64[contexts, 5], coding,
-    k, k of what ends a run, start, stop. The context of a word is its exponent - `first`, within bounds."""
+    data: ByteArray,
+    signs: int,
+    streams: Counts,
+    first: int,
+    old: Words,
+    index: Array32,
+    kind: WordKind,
+    ends: Counts,
+    numbers: Counts,
+) -> tuple[Words, Words, NDArray[np.uint64], Counts] | None:
+    """Old and new words at `index`, then what `touched` in the digest's kernels makes of them with `ends` and
+    `numbers`. `signs`: where their bits begin. `streams`: int64[contexts, 5], coding, k, k of what ends a
+    run, start, stop. The context of a word is its exponent - `first`, within bounds."""
     before = old[index]
     exponents = ((before >> kind.exponent_shift) & kind.exponent_mask).astype(np.int64)
     context = np.clip(exponents - first, 0, len(streams) - 1)
@@ -226,7 +239,11 @@ def take_steps(
         return None
     negative = np.unpackbits(data[signs:], count=len(index), bitorder="little").astype(np.bool_)
     after = _stepped(before, np.where(negative, -1 - magnitude, 1 + magnitude), kind)
-    return None if after is None else (before, after)
+    if after is None:
+        return None
+    if not len(index):
+        return before, after, np.zeros((len(ends), 4), np.uint64), np.zeros(len(ends), np.int64)
+    return before, after, *touched(old, index, after, ends, numbers)
 
 
 def _magnitudes(data: ByteArray, stream_row: list[int], count: int) -> Counts:

@@ -46,15 +46,15 @@ def put_gaps(near: Index, words: int, out: ByteArray, most: int) -> tuple[int, i
     return k, kernels().put_gaps(near, k, out, most)
 
 
-def take_gaps(payload: ByteArray, start: int, stop: int, k: int, count: int, words: int) -> Index:
-    """`count` positions without padding, below `words`. Raises ValueError."""
+def take_gaps(payload: ByteArray, start: int, stop: int, k: int, count: int, counted: Counted) -> Index:
+    """`count` positions with padding. Raises ValueError."""
     if k > K_LIMIT or count > 8 * (stop - start):
         raise ValueError("the payload is shorter than its header says")
     index = np.empty(count, np.uint32)
-    end = kernels().take_gaps(payload, start, stop, k, index)
+    end = kernels().take_gaps(payload, start, stop, k, counted.borders, counted.shifts, index)
     if end < 0:
         raise ValueError("the stream of gaps is damaged")
-    if end > words:
+    if end > counted.words:
         raise ValueError("a position lies behind the chunk's last word")
     return index
 

@@ -19,9 +19,10 @@ class Scratch(threading.local):
     def take(self, name: str, dtype: type[Scalar] | np.dtype[Scalar], count: int) -> NDArray[Scalar]:
         """Uninitialised; overwritten by the thread's next `take` of the same name."""
         size = count * np.dtype(dtype).itemsize
-        if len(self._bytes.get(name, ())) < size:
-            self._bytes[name] = np.empty(size, np.uint8)
-        return self._bytes[name][:size].view(dtype)
+        room = self._bytes.get(name)
+        if room is None or len(room) < size:
+            room = self._bytes[name] = np.empty(size, np.uint8)
+        return room[:size].view(dtype)
 
 
 _SCRATCH = Scratch()

@@ -29,7 +29,11 @@ from weightcast.shared.codec.padding import Counted, Index
 from weightcast.shared.codec.rice import MARGIN, SLACK
 from weightcast.shared.codec.scratch import scratch
 from weightcast.shared.codec.steps import Steps
-from weightcast.shared.words import ByteArray, WordKind, Words
+from weightcast.shared.digest.touched import SpanSums, named_sums, spans_in
+from weightcast.shared.words import ByteArray, Chunk, WordKind, Words
+
+Step = tuple[Changes, list[SpanSums]]
+"""what changes, and the sums per span that prove it"""
 
 _HEAD = struct.Struct("<BBBBI")
 
@@ -92,28 +96,30 @@ class _Layout:
     streams: NDArray[np.int64]
 
 
-def decode_fast(payload: ByteArray, old: Words, counted: Counted, kind: WordKind, changed: int) -> Changes:
+def decode_fast(payload: ByteArray, old: Words, chunk: Chunk, counted: Counted, changed: int) -> Step:
     layout = _layout(payload, changed, small=False)
-    near = positions.take_gaps(payload, *layout.gaps, layout.first, changed, counted.words)
-    return _changes(payload, layout, old, counted.with_padding(near), kind)
+    index = positions.take_gaps(payload, *layout.gaps, layout.first, changed, counted)
+    return _step(payload, layout, old, index, chunk)
 
 
-def decode_small(payload: ByteArray, old: Words, counted: Counted, kind: WordKind, changed: int) -> Changes:
-    if not kind.exponent_mask:
+def decode_small(payload: ByteArray, old: Words, chunk: Chunk, counted: Counted, changed: int) -> Step:
+    if not chunk.kind.exponent_mask:
         raise ValueError("words without exponents have no classes")
     layout = _layout(payload, changed, small=True)
     place = (layout.classes_at, layout.first, *layout.gaps)
-    index = positions.take_classes(payload, *place, old, counted, kind, changed)
-    return _changes(payload, layout, old, index, kind)
+    index = positions.take_classes(payload, *place, old, counted, chunk.kind, changed)
+    return _step(payload, layout, old, index, chunk)
 
 
-def _changes(payload: ByteArray, layout: _Layout, old: Words, index: Index, kind: WordKind) -> Changes:
+def _step(payload: ByteArray, layout: _Layout, old: Words, index: Index, chunk: Chunk) -> Step:
+    streams, first = layout.streams, layout.first_exponent
     found = kernels().take_steps(
-        payload, layout.gaps[1], layout.streams, layout.first_exponent, old, index, kind
+        payload, layout.gaps[1], streams, first, old, index, chunk.kind, *spans_in(chunk)
     )
     if found is None:
         raise ValueError("a stream of steps is damaged, or a step leaves the range of its word")
-    return Changes(index, *found)
+    before, after, sums, changed = found
+    return Changes(index, before, after), named_sums(chunk, sums, changed)
 
 
 def _layout(payload: ByteArray, changed: int, *, small: bool) -> _Layout:

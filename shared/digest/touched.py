@@ -49,13 +49,22 @@ def span_sums(chunk: Chunk, old: Words, changes: ChangedWords) -> list[SpanSums]
     padding, word[chunk.words], contiguous; only touched ones are read. Positions must lie inside spans."""
     if len(changes.index) == 0:
         return []
-    per_word = 8 // old.itemsize
-    places = np.array([(span.start, span.offset, span.words) for span in chunk.spans], np.int64)
-    ends = places[:, 1] + places[:, 2]
+    ends, numbers = spans_in(chunk)
     if len(old) != chunk.words or changes.index[-1] >= ends[-1]:
         raise ValueError("old words or changes of another chunk")
-    numbers = (places[:, 0] - places[:, 1]) // per_word + 1
     sums, changed = implementation().touched(old, changes.index, changes.new, ends, numbers)
+    return named_sums(chunk, sums, changed)
+
+
+def spans_in(chunk: Chunk) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Per span its end in the chunk, and the number of the chunk's 8-byte word 0 in its tensor's count."""
+    places = np.array([(span.start, span.offset, span.words) for span in chunk.spans], np.int64)
+    numbers = (places[:, 0] - places[:, 1]) // (8 // chunk.kind.width) + 1
+    return places[:, 1] + places[:, 2], numbers
+
+
+def named_sums(chunk: Chunk, sums: NDArray[np.uint64], changed: NDArray[np.int64]) -> list[SpanSums]:
+    """`sums`: uint64[spans, 4], old a, b, new a, b; `changed`: int64[spans]. Spans without changes go."""
     return [_named(chunk, n, sums[n].tolist(), int(changed[n])) for n in np.flatnonzero(changed).tolist()]
 
 
