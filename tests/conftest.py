@@ -1,1 +1,7 @@
 """Makes the modules of this folder importable from the tests of every room."""
+
+from hypothesis import HealthCheck, settings
+
+# how fast inputs are drawn says more about the machine's other work than about a strategy
+settings.register_profile("shared-machine", suppress_health_check=[HealthCheck.too_slow], deadline=None)
+settings.load_profile("shared-machine")

@@ -24,7 +24,7 @@ from weightcast.shared.errors import NeedsReseed, Refused, RetryLater, WrongRun
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import Checkpoint
-from weightcast.shared.files.durable import open_regular
+from weightcast.shared.files.leased import LeasedFile
 from weightcast.shared.local.hashing import hash_tensors
 from weightcast.shared.local.host import Host
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
@@ -169,16 +169,15 @@ def check_other_files(where: Path, files: Sequence[Path], expected: Sequence[Fil
 
 
 class ReadCheckpoint:
-    """A checkpoint's files open for one pass. Read, never mapped: a writer beside us is an error then, not a
-    SIGBUS."""
+    """A checkpoint's files open for one pass. A writer beside us is an error then, not a SIGBUS."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._fds: dict[Path, int] = {}
+        self._files: dict[Path, LeasedFile] = {}
         with ExitStack() as undo:
             undo.callback(self.close)
             for path in checkpoint.weight_files:
-                self._fds[path] = open_regular(path, follow_links=checkpoint.links)
+                self._files[path] = LeasedFile(path, follow_links=checkpoint.links)
             undo.pop_all()
 
     def __enter__(self) -> ReadCheckpoint:
@@ -188,23 +187,16 @@ class ReadCheckpoint:
         self.close()
 
     def close(self) -> None:
-        while self._fds:
-            os.close(self._fds.popitem()[1])
+        while self._files:
+            self._files.popitem()[1].close()
 
     def words_in(self, tensor: int, start: int, stop: int) -> Words:
-        """Raises RetryLater when the file has become shorter than its header says."""
+        """Not to be kept for longer than a few seconds, and maybe not aligned. Raises RetryLater when the
+        file has become shorter than its header says."""
         spec, place = self._checkpoint.table[tensor], self._checkpoint.places[tensor]
         width = spec.kind.width
-        words = np.empty(stop - start, spec.kind.numpy)
-        self._fill(place.file, words.view(np.uint8).data, place.offset + start * width)
-        return words
-
-    def _fill(self, file: Path, view: memoryview, offset: int) -> None:
-        while view:
-            got = os.preadv(self._fds[file], [view], offset)
-            if not got:
-                raise RetryLater(f"{file} was cut short while it was read", remedy="is something writing it?")
-            view, offset = view[got:], offset + got
+        data = self._files[place.file].view(place.offset + start * width, (stop - start) * width)
+        return data.view(spec.kind.numpy)
 
 
 def _check_room(paths: LocalPaths, checkpoint: Checkpoint) -> None:

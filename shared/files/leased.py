@@ -1,0 +1,100 @@
+"""Mapping files that belong to somebody else without fear of SIGBUS.
+
+Touching a page behind the end of a truncated file kills the process. A Linux read lease excludes that: while
+we hold it, nobody else can open the file for writing or truncate it; who tries waits until the lease is given
+back, at most /proc/sys/fs/lease-break-time seconds. Where no lease is to be had (another user's file, a
+network file system, a writer that is already there) the file is read instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+from weightcast.shared.errors import RetryLater
+from weightcast.shared.files.durable import open_regular
+from weightcast.shared.words import ByteArray
+
+_BREAK_TIME = Path("/proc/sys/fs/lease-break-time")
+_MARGIN = 15.0
+"""seconds: a view that is handed out is used for less"""
+
+
+def _lease_seconds() -> float:
+    """For how long after it was taken a lease surely protects; 0: not long enough to be of use."""
+    try:
+        return max(0.0, float(_BREAK_TIME.read_text()) - _MARGIN)
+    except (OSError, ValueError):
+        return 0.0
+
+
+class LeasedFile:
+    """A regular file of somebody else's, open for reading. Views come from any thread."""
+
+    def __init__(self, path: Path, *, follow_links: bool) -> None:
+        self.path = path
+        self._fd = open_regular(path, follow_links=follow_links)
+        self._size = os.fstat(self._fd).st_size
+        self._seconds = _lease_seconds()
+        self._lock = threading.Lock()
+        self._map: mmap.mmap | None = None
+        self._taken = -self._seconds
+        self._refused = self._seconds == 0 or self._size == 0
+
+    def close(self) -> None:
+        if self._map is not None:
+            # a view that is still in use keeps the map
+            with contextlib.suppress(BufferError):
+                self._map.close()
+            self._map = None
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+    def view(self, offset: int, nbytes: int) -> ByteArray:
+        """Bytes [offset, offset + nbytes), not to be kept for longer than a few seconds. Raises RetryLater
+        when the file has become shorter than that."""
+        mapped = self._leased()
+        if mapped is None or offset + nbytes > len(mapped):
+            return self._read(offset, nbytes)
+        return np.frombuffer(mapped, np.uint8, nbytes, offset)
+
+    def _leased(self) -> mmap.mmap | None:
+        with self._lock:
+            if not self._refused and time.monotonic() - self._taken > self._seconds:
+                self._renew()
+            return None if self._refused else self._map
+
+    def _renew(self) -> None:
+        self._taken = time.monotonic()
+        try:
+            if self._map is not None:
+                fcntl.fcntl(self._fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            # a writer that waits for us sends a signal that nobody need handle
+            fcntl.fcntl(self._fd, fcntl.F_SETSIG, signal.SIGURG)
+            fcntl.fcntl(self._fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+            self._refused = os.fstat(self._fd).st_size != self._size
+            if self._map is None:
+                self._map = mmap.mmap(self._fd, self._size, prot=mmap.PROT_READ)
+        except (OSError, ValueError):
+            self._refused = True
+
+    def _read(self, offset: int, nbytes: int) -> ByteArray:
+        data = np.empty(nbytes, np.uint8)
+        view = data.data
+        while view:
+            got = os.preadv(self._fd, [view], offset)
+            if not got:
+                raise RetryLater(
+                    f"{self.path} was cut short while it was read", remedy="is something writing it?"
+                )
+            view, offset = view[got:], offset + got
+        return data
