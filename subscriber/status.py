@@ -11,9 +11,9 @@ KEPT_UPDATES = 32
 
 State = Literal[
     "starting", "waiting", "loading", "planning", "seeding", "fetching", "staging", "patching", "reloading",
-    "hashing", "idle", "stopped",
+    "hashing", "repairing", "idle", "stopped",
 ]  # fmt: skip
-MoveKind = Literal["seed", "patch", "relabel", "reload", "undo"]
+MoveKind = Literal["seed", "patch", "relabel", "reload", "undo", "repair"]
 Assurance = Literal["full", "changed-tensors"]
 """What was proven of the local bytes: all of them against the run's root, or (foreign channels state no more)
 the tensors that a version changed."""

@@ -17,7 +17,7 @@ from weightcast.shared.errors import NeedsReseed, Refused, RetryLater, Weightcas
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.local.follow import Follower, FollowOptions
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
-from weightcast.shared.local.patch import rehash, require_files
+from weightcast.shared.local.patch import require_files
 from weightcast.shared.local.plan import Patch, Refuse, Relabel, Seed, Stay
 from weightcast.shared.local.prepare import PreRead
 from weightcast.shared.local.route import Route
@@ -138,6 +138,7 @@ class Sync:
         self._attempts: dict[str, int] = {}
         self._failures: dict[str, int] = {}
         self._shown = 0.0
+        self._reads_all = False
         self.follower = Follower(
             options.channel,
             options.local,
@@ -171,14 +172,11 @@ class Sync:
             self._enter("idle" if self.view.error is None else "waiting")
         return self._outcome()
 
-    def rehash(self) -> None:
-        """Reads every byte of the local checkpoint. Raises NeedsReseed, with state `dirty`, when one is not
-        the version's."""
-        local = self._local()
-        self._enter("hashing")
-        with local.patching():
-            rehash(local, threads=self.options.threads, advance=self._advance)
-        self._enter("idle")
+    def rehash(self) -> Outcome:
+        """A step that reads every byte of the local checkpoint before anything else, and repairs what is not
+        the version's. Raises what `sync_once` raises."""
+        self._reads_all = True
+        return self.sync_once()
 
     def _outcome(self) -> Outcome:
         local = self.follower.local
@@ -243,12 +241,33 @@ class Sync:
             self._load(None)
             raise
         self._load(channel)
+        self._repair(channel)
         return channel
 
     def _load(self, channel: Channel | None) -> None:
         self._usable = False
         self.follower.load(channel, self._advance)
+        if self._reads_all:
+            self._enter("hashing")
+            self.follower.rehash(self._advance)
+            self._reads_all = False
         self._usable = self.follower.local is not None
+
+    def _repair(self, channel: Channel) -> None:
+        """Seeding is left for what cannot be repaired."""
+        if not self.follower.repairable:
+            return
+        before = self._state()
+        self._stand_back()
+        self.view.not_ready = (f"repairing: {self.follower.trouble}",)
+        self._enter("repairing")
+        with self._watch.timed("repair"):
+            repaired = self.follower.repair(channel, self._advance)
+        if repaired is None:
+            return
+        self._usable = True
+        self._watch.changes += repaired.words
+        self._moved("repair", None if before is None else before.position.version, 0)
 
     def _route(self, channel: Channel) -> Route:
         pointer = self._pointer(channel)

@@ -56,7 +56,9 @@ def sync(
         float | None,
         typer.Option("--visible-deadline", min=0.1, help="Seconds to wait for what the pointer names; 120."),
     ] = None,
-    rehash: Annotated[bool, typer.Option("--rehash", help="Read every byte back in the end.")] = False,
+    rehash: Annotated[
+        bool, typer.Option("--rehash", help="Read every byte first and repair what differs.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Bring a local checkpoint (and engines) to the target once, then end."""
@@ -85,9 +87,7 @@ def _sync(settings: SubscriberSettings, output: Output, rehash: bool) -> HostSta
         patience = _Patience(settings.visible_deadline)
         one = Sync(options, open_engines(settings), show=board.show, stop=patience.wait, advance=advance)
         try:
-            one.sync_once()
-            if rehash:
-                one.rehash()
+            one.rehash() if rehash else one.sync_once()
             return board.status.get()
         finally:
             one.close()

@@ -18,15 +18,18 @@ from weightcast.shared.channel.store import Channel, FullVersion
 from weightcast.shared.errors import DamagedFile, Forked, NeedsReseed, Refused, RetryLater, WrongRun
 from weightcast.shared.files.checkpoint import Checkpoint, open_checkpoint
 from weightcast.shared.local import patch as patching
+from weightcast.shared.local.hashing import Differs
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths, own
 from weightcast.shared.local.locks import FileLock
 from weightcast.shared.local.plan import Patch, Plan, Refuse, Relabel, Seed, Stay
 from weightcast.shared.local.prepare import Fetching, Prefetch, PreRead, Shipment, prepare
+from weightcast.shared.local.repair import Repaired, Way, repair
 from weightcast.shared.local.route import Route, find_route
 from weightcast.shared.local.seed import Source, describe, seed, start_of
 from weightcast.shared.local.spool import Spool
 from weightcast.shared.local.stage import Staged
 from weightcast.shared.local.state import LocalState, Phase, Position, pack_list, read_state
+from weightcast.shared.local.ways import ways_to
 from weightcast.shared.progress import Advance
 
 OnPhase = Callable[[str], None]
@@ -62,6 +65,8 @@ class Follower:
         self._prefetch: Prefetch | None = None
         self._intact: int | None = None
         """the generation whose bytes were all read and found right"""
+        self._damage: Differs | None = None
+        """what the last reading of all bytes found, until it is repaired or seeded over"""
 
     def own(self) -> None:
         """Takes the owner lock, for the follower's life; again when the directory was removed meanwhile.
@@ -106,9 +111,59 @@ class Follower:
                 with self.local.patching():
                     patching.recover(self.local, threads=self.options.threads, advance=advance)
         except NeedsReseed as error:
+            self._give_up(error)
+        self.state = read_state(self.paths.state)
+
+    def _give_up(self, error: NeedsReseed) -> None:
+        self.trouble = error.message
+        self._damage = error if isinstance(error, Differs) else None
+        self.release()
+
+    def rehash(self, advance: Advance | None = None) -> None:
+        """Reads every byte. What differs is found `dirty` by `repair`."""
+        if self.local is None:
+            return
+        try:
+            with self.local.patching():
+                patching.rehash(self.local, threads=self.options.threads, advance=advance)
+        except NeedsReseed as error:
+            self._give_up(error)
+            self.state = read_state(self.paths.state)
+
+    @property
+    def repairable(self) -> bool:
+        """Whether `repair` may help: there is a local checkpoint, and it is no version."""
+        return self.local is None and self.state is not None and self.state.phase is Phase.DIRTY
+
+    def repair(self, channel: Channel, advance: Advance | None = None) -> Repaired | None:
+        """Brings right the tensors in which a dirty local checkpoint differs from the version that it was.
+        None when that cannot be done: then it is seeded again."""
+        damage, self._damage = self._damage, None
+        if not self.repairable:
+            return None
+        repaired: Repaired | None = None
+        try:
+            self.local = LocalCheckpoint.open(self.paths.directory)
+            if self.local is not None:
+                self._check_base(channel)
+                repaired = self._repair(self.local, channel, damage, advance)
+                self.trouble = ""
+        except NeedsReseed as error:
             self.trouble = error.message
             self.release()
         self.state = read_state(self.paths.state)
+        return repaired
+
+    def _repair(
+        self, local: LocalCheckpoint, channel: Channel, damage: Differs | None, advance: Advance | None
+    ) -> Repaired:
+        def ways(position: Position) -> list[Way]:
+            return ways_to(channel, position.version, local.table, self.base_dir)
+
+        with local.patching():
+            repaired = repair(local, ways, damage, threads=self.options.threads, advance=advance)
+            patching.drop_strays(local)
+        return repaired
 
     def _check_run(self, channel: Channel | None, state: LocalState) -> None:
         if channel is None:
@@ -324,6 +379,7 @@ class Follower:
     def catch_up(self, channel: Channel, advance: Advance | None = None) -> None:
         """To the pointer, without engines: how the publisher keeps its own local checkpoint."""
         self.load(channel, advance)
+        self.repair(channel, advance)
         pointer = channel.pointer()
         target = 0 if pointer is None else pointer.version
         route = self.route(channel, pointer or Pointer(0, None, channel.directory), target, exact=False)

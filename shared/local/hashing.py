@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -11,10 +11,11 @@ from weightcast.shared.codec.parallel import ordered
 from weightcast.shared.digest.hash import hash_bytes
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.root import root
+from weightcast.shared.errors import NeedsReseed
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, WordsIn
-from weightcast.shared.local.state import lanes_list
+from weightcast.shared.local.state import Position, lanes_list, pack_list
 from weightcast.shared.progress import Advance
-from weightcast.shared.words import TensorTable
+from weightcast.shared.words import TensorSpec, TensorTable
 
 _PIECE = 8 << 20
 """words hashed at a time; a multiple of 8"""
@@ -44,6 +45,15 @@ def hash_tensors(
     return lanes
 
 
+def hash_tensor(spec: TensorSpec, tensor: int, words_in: WordsIn) -> Lanes:
+    """Raw lanes of one tensor, whose number is `tensor`."""
+    lanes = Lanes()
+    for start in range(0, spec.words, _PIECE):
+        words = words_in(tensor, start, min(start + _PIECE, spec.words))
+        lanes = lanes.plus(hash_bytes(words.view(np.uint8), start * words.itemsize // 8))
+    return lanes
+
+
 def _pieces(table: TensorTable) -> Iterator[_Piece]:
     for number, spec in enumerate(table):
         for start in range(0, spec.words, _PIECE):
@@ -58,6 +68,8 @@ class HashReport:
     root: str
     expected_root: str
     differing: tuple[str, ...]
+    lanes: bytes = field(default=b"", repr=False)
+    """found, packed as a position's"""
 
     @property
     def intact(self) -> bool:
@@ -70,10 +82,40 @@ def full_hash(
     """Hashes all bytes and compares them with the recorded position (or with packed lanes `expected`)."""
     position = local.state.position
     found = hash_tensors(local.table, local.words_in, threads=threads, advance=advance)
-    packed = position.lanes if expected is None else expected
-    names = tuple(
-        spec.name
-        for spec, got, wanted in zip(local.table, found, lanes_list(packed), strict=True)
-        if got != wanted
+    names = differing(local.table, found, position.lanes if expected is None else expected)
+    return HashReport(
+        position.version, root(local.table, found), position.root, tuple(names), pack_list(found)
     )
-    return HashReport(position.version, root(local.table, found), position.root, names)
+
+
+def differing(table: TensorTable, found: Sequence[Lanes], expected: bytes) -> list[str]:
+    """Names of the tensors whose lanes are not those `expected` (packed)."""
+    return [
+        spec.name
+        for spec, got, wanted in zip(table, found, lanes_list(expected), strict=True)
+        if got != wanted
+    ]
+
+
+def nearest(table: TensorTable, found: bytes, positions: Sequence[Position]) -> Position:
+    """The position from which the fewest bytes of tensors differ; the first of equals. `found`: packed
+    lanes."""
+    lanes = lanes_list(found)
+
+    def distance(position: Position) -> int:
+        return sum(table[table.numbers[name]].nbytes for name in differing(table, lanes, position.lanes))
+
+    return min(positions, key=distance)
+
+
+class Differs(NeedsReseed):
+    """What lies in the local checkpoint is no version: `tensors` are not those of `position`. `whole`: all
+    others were read and are right."""
+
+    def __init__(
+        self, message: str, position: Position, tensors: Sequence[str], *, whole: bool = True
+    ) -> None:
+        super().__init__(message, remedy="the next sync repairs it from base and channel, or seeds it again")
+        self.position = position
+        self.tensors = tuple(tensors)
+        self.whole = whole

@@ -11,10 +11,10 @@ from enum import Enum
 
 from weightcast.shared.codec.kernels import kernels
 from weightcast.shared.errors import DamagedFile, NeedsReseed
-from weightcast.shared.local.hashing import full_hash
+from weightcast.shared.local.hashing import Differs, differing, full_hash, nearest
 from weightcast.shared.local.journal import JournalReader, Record
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, empty_spool
-from weightcast.shared.local.state import LocalState, Phase, Position, Step
+from weightcast.shared.local.state import LocalState, Phase, Position, Step, lanes_list
 from weightcast.shared.progress import Advance
 
 
@@ -158,30 +158,42 @@ def _replay(local: LocalCheckpoint, threads: int, advance: Advance | None) -> No
 
 def _after_reboot(local: LocalCheckpoint, threads: int, advance: Advance | None) -> None:
     """Unsynced pages and journals may be gone: only the bytes themselves say where the checkpoint is."""
-    state = local.state
-    candidates = [state.position]
-    if state.active is not None:
-        candidates = [state.active.target, state.active.base]
-    report = full_hash(local, threads=threads, advance=advance, expected=candidates[0].lanes)
-    for position in candidates:
+    positions = known_positions(local.state)
+    report = full_hash(local, threads=threads, advance=advance)
+    for position in positions:
         if report.root == position.root:
-            arrived = _arrived(local, position, ())
-            local.save(arrived.but(last_full_hash=time.time()))
+            local.save(_arrived(local, position, ()).but(last_full_hash=time.time()))
             return
-    local.save(state.but(phase=Phase.DIRTY))
-    raise NeedsReseed(
-        f"{local.directory}: after a restart of the machine {len(report.differing)} tensors differ",
-        remedy="the next sync seeds it again",
+    local.save(local.state.but(phase=Phase.DIRTY))
+    position = nearest(local.table, report.lanes, repairable(local.state))
+    names = differing(local.table, lanes_list(report.lanes), position.lanes)
+    raise Differs(
+        f"{local.directory}: after a restart of the machine {len(names)} tensors differ", position, names
     )
+
+
+def known_positions(state: LocalState) -> tuple[Position, ...]:
+    """Versions that the bytes may be, the likeliest first."""
+    step = state.active
+    return (state.position,) if step is None else (step.target, step.base)
+
+
+def repairable(state: LocalState) -> tuple[Position, ...]:
+    """Versions to repair towards: none that engines refused, where there is another."""
+    blocked = {one.digest for one in state.blocked}
+    known = known_positions(state)
+    return tuple(position for position in known if position.digest not in blocked) or known
 
 
 def _require_bytes(local: LocalCheckpoint, position: Position, threads: int, advance: Advance | None) -> None:
     report = full_hash(local, threads=threads, advance=advance, expected=position.lanes)
     if report.root != position.root:
         local.save(local.state.but(phase=Phase.DIRTY))
-        raise NeedsReseed(
-            f"{local.directory}: {', '.join(report.differing[:3])} differ from version {position.version}",
-            remedy="the next sync seeds it again",
+        names = report.differing
+        raise Differs(
+            f"{local.directory}: {', '.join(names[:3])} differ from version {position.version}",
+            position,
+            names,
         )
 
 

@@ -55,9 +55,10 @@ def find_route(
     exact: bool,
     base: str | None,
     visible_seconds: float,
+    beside: bool = True,
     wait: Callable[[float], None] = time.sleep,
 ) -> Route:
-    """`base`: digest of version 0 when its weights are at hand; `table`: None while a foreign run's tensors
+    """`beside`: whether anchors and deltas from older versions count that lie beside versions. `base`: digest of version 0 when its weights are at hand; `table`: None while a foreign run's tensors
     are unknown. An index that the pointer implies and that does not show within `visible_seconds` is
     RetryLater for the target, and taken as pruned below it."""
     facts = Facts(
@@ -65,7 +66,7 @@ def find_route(
         target=target,
         links={},
         base=base,
-        looked=0 if channel.foreign else target,
+        looked=target if beside and not channel.foreign else 0,
         exact=exact or channel.foreign,
         blocked=frozenset(b.digest for b in state.blocked) if state is not None else frozenset(),
         epoch=0 if state is None else state.epoch,

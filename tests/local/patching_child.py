@@ -1,8 +1,9 @@
 """Moves a local checkpoint and is killed on the way: patching_child.py WAY CHANNEL LOCAL BASE.
 
-WAY: `patch` to the pointer; `undo` back from there; `seed` from the base.
+WAY: `patch` to the pointer; `undo` back from there; `seed` from the base; `repair` what differs.
 """
 
+import signal
 import sys
 from pathlib import Path
 
@@ -18,6 +19,10 @@ if way == "seed":
     follower.catch_up(channel)
     sys.exit()
 follower.load(channel)
+if way == "repair":
+    print("ready", flush=True)
+    follower.rehash()
+    follower.repair(channel, lambda nbytes: signal.pause())
 pointer = channel.pointer()
 assert pointer is not None and follower.local is not None
 route = follower.route(channel, pointer, pointer.version, exact=False)

@@ -168,6 +168,22 @@ def test_after_a_reboot_half_a_patch_is_no_version(run: Run, local: Path) -> Non
     holds(run, local, 1)
 
 
+def test_repairing_starts_over(run: Run, local: Path) -> None:
+    """Killed before the first word, with one of two tensors right by then."""
+    with following(run, local) as follower:
+        catch_up(follower)
+    for name in ("large.1", "layer.7"):
+        rot(local, name, 3)
+    killed_in(run, local, "repair", "dirty")
+    rot(local, "layer.7", 3)
+    with following(run, local) as follower:
+        channel = Channel.open(run.channel)
+        follower.load(channel)
+        done = follower.repair(channel)
+        assert done is not None and (done.tensors, done.words) == (("large.1",), 1)
+    holds(run, local, 1)
+
+
 def test_seeding_starts_over(run: Run, tmp_path: Path) -> None:
     local = tmp_path / "local"
     killed_in(run, local, "seed", "seeding")

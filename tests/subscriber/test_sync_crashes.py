@@ -131,7 +131,7 @@ def test_after_a_reboot_every_byte_is_read(site: Site) -> None:
     assert host.state.last_full_hash != hashed
 
 
-def test_after_a_reboot_lost_pages_are_seeded_again(site: Site) -> None:
+def test_after_a_reboot_lost_pages_are_repaired(site: Site) -> None:
     run, engine = site.run(), SGLang()
     run.publish()
     host = site.host(run, engine)
@@ -140,7 +140,8 @@ def test_after_a_reboot_lost_pages_are_seeded_again(site: Site) -> None:
     _other_boot(host.local)
     _flip(host.local)
     recovered(run, host, engine, 1)
-    assert "seed" in [update.kind for update in host.status.updates]
+    moves = [update for update in host.status.updates if update.kind != "reload"]
+    assert [(move.kind, move.changes) for move in moves] == [("repair", 1)]
 
 
 def _other_boot(local: Path) -> None:
@@ -161,27 +162,23 @@ def test_a_rehash_finds_what_no_patch_touches(site: Site) -> None:
     host = site.host(run, engine)
     host.step()
     _flip(host.local)
-    with pytest.raises(NeedsReseed, match="differ"):
-        host.sync.rehash()
-    assert host.state.phase.value == "dirty"
     engine.calls.clear()
-    recovered(run, host, engine, 0)
+    assert host.sync.rehash().ready
+    assert host.at(run, 0) and host.status.updates[-2].kind == "repair"
     assert len(engine.of(UPDATE)) == 1, "what it loaded before may have been damaged"
 
 
-def test_files_are_not_seeded_under_an_engine_that_maps_them(site: Site) -> None:
+def test_files_are_not_repaired_under_an_engine_that_maps_them(site: Site) -> None:
     run = site.run()
     engine = Mapping_(site.root / "host")
     host = site.host(run, engine)
     host.step()
     _flip(host.local)
     damaged = on_disk(host.local)
-    with pytest.raises(NeedsReseed):
-        host.sync.rehash()
     engine.seen.clear()
     engine.pauses = False
     with pytest.raises(EngineFailed):
-        host.retry()
+        host.sync.rehash()
     assert on_disk(host.local) == damaged
     engine.pauses = True
     assert host.retry().ready
