@@ -201,7 +201,8 @@ def until(true: Callable[[], object], what: str, seconds: float = 60.0, every: f
 def start(script: Path, *arguments: object) -> subprocess.Popen[str]:
     """A child process whose stdout is read by line."""
     command = [sys.executable, str(script), *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
