@@ -58,9 +58,10 @@ def find_route(
     beside: bool = True,
     wait: Callable[[float], None] = time.sleep,
 ) -> Route:
-    """`beside`: whether anchors and deltas from older versions count that lie beside versions. `base`: digest of version 0 when its weights are at hand; `table`: None while a foreign run's tensors
-    are unknown. An index that the pointer implies and that does not show within `visible_seconds` is
-    RetryLater for the target, and taken as pruned below it."""
+    """`base`: digest of version 0 when its weights are at hand; `table`: None while a foreign run's tensors
+    are unknown; `beside`: whether anchors and deltas from older versions, which lie beside versions, count.
+    An index that the pointer implies and that does not show within `visible_seconds` is RetryLater for the
+    target, and taken as pruned below it."""
     facts = Facts(
         here=_here(state),
         target=target,

@@ -15,8 +15,8 @@ from weightcast.shared.words import TensorTable
 
 
 def ways_to(channel: Channel, version: int, table: TensorTable, base: Path | None) -> list[Way]:
-    """At most one over each kind of source: the cheapest, anchors, the base. A version that the channel cannot
-    lead to has none."""
+    """At most one over each kind of source: the cheapest, anchors, the base. A version that the channel
+    cannot lead to has none."""
     digest = None if base is None else "" if channel.base is None else channel.base.digest
     found: list[Way] = []
     for source, beside in ((digest, True), (None, True), (digest, False)):

@@ -92,17 +92,18 @@ def test_from_an_anchor_where_there_is_no_base(anchored: Run, tmp_path: Path) ->
     holds(anchored, local)
 
 
-def test_a_way_that_is_damaged_is_left_for_another(anchored: Run, tmp_path: Path) -> None:
-    """The base's tensor is not the run's: what it leads to is not believed, and never written."""
+@pytest.mark.parametrize("damaged", ["base", "channel/weight_v000002/anchor"])
+def test_a_way_that_is_damaged_is_left_for_another(anchored: Run, tmp_path: Path, damaged: str) -> None:
+    """What full weights lead to is proven before it is written."""
     local = followed(anchored, tmp_path / "local")
     base = Path(shutil.copytree(anchored.base, tmp_path / "base"))
-    rot(base, "long", 5)
     channel = Path(shutil.copytree(anchored.channel, tmp_path / "channel"))
     rot(local, "long", 77)
     run = Run(tmp_path, anchored.models)
     assert run.channel == channel and run.base == base
+    rot(tmp_path / damaged, "long", 5)
     done = repaired(run, local, base)
-    assert done is not None and done.source.endswith("anchor")
+    assert done is not None and str(tmp_path / damaged) != done.source
     holds(anchored, local)
 
 
