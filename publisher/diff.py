@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from weightcast.publisher.match import Matched
+from weightcast.publisher.on_device import Near
 from weightcast.publisher.tensors import NewWeights
 from weightcast.shared.channel.delta import ChunkStep, PartFiles, ShardWriter
 from weightcast.shared.codec.changes import Changes, compare
+from weightcast.shared.codec.choose import FetchWords
 from weightcast.shared.codec.parallel import ordered
 from weightcast.shared.digest.hash import hash_bytes
 from weightcast.shared.digest.lanes import Lanes
@@ -35,7 +37,7 @@ class Difference:
 @dataclass(frozen=True)
 class _Compared:
     chunk: Chunk
-    new: Words
+    new: FetchWords
     full: tuple[tuple[int, Lanes], ...]
     step: ChunkStep | None
     prepared: bytes
@@ -55,7 +57,8 @@ def write_difference(
 ) -> Difference:
     """Raises Refused when a frozen tensor changed, NeedsReseed when the local checkpoint is not what its
     state says. The writer is closed on success only."""
-    comparison = _Comparison(local, weights, matched, writer)
+    near = weights.near(local, matched)
+    comparison = _Comparison(local, weights, matched, writer, near)
     full: dict[int, Lanes] = {}
     book = _Book()
     for one in ordered(comparison.compare, grid(local.table, part), threads):
@@ -67,6 +70,8 @@ def write_difference(
             advance(one.chunk.words * one.chunk.kind.width)
     _check_frozen(local.table, matched, book)
     _check_baseline(local, full, book)
+    if near is not None:
+        near.done(full)
     return Difference(writer.close(), {t: full[t] for t in book.old}, book.changed)
 
 
@@ -76,17 +81,34 @@ class _Comparison:
     weights: NewWeights
     matched: Matched
     writer: ShardWriter
+    near: Near | None
 
     def compare(self, chunk: Chunk) -> _Compared:
         old = self.local.chunk_words(chunk)
+        found = None if self.near is None else self.near.scan(chunk, old)
+        if found is not None:
+            full = tuple((span.tensor, lanes) for span, lanes in zip(chunk.spans, found.full, strict=True))
+            step = ChunkStep(found.changes, found.sums)
+            return self._encoded(chunk, old, lambda: gather(chunk, self._new_words), full, step)
         new = gather(chunk, self._new_words)
         changes = compare(old, new)
         full = tuple(_hashed(span, new) for span in chunk.spans)
-        if not len(changes):
+        return self._encoded(
+            chunk, old, lambda: new, full, ChunkStep(changes, span_sums(chunk, old, changes))
+        )
+
+    def _encoded(
+        self,
+        chunk: Chunk,
+        old: Words,
+        new: FetchWords,
+        full: tuple[tuple[int, Lanes], ...],
+        step: ChunkStep,
+    ) -> _Compared:
+        if not len(step.changes):
             return _Compared(chunk, new, full, None, b"", ())
-        step = ChunkStep(changes, span_sums(chunk, old, changes))
-        prepared = self.writer.prepare(chunk, old, new, changes)
-        return _Compared(chunk, new, full, step, prepared, tuple(self._changed(chunk, changes)))
+        prepared = self.writer.prepare(chunk, old, new, step.changes)
+        return _Compared(chunk, new, full, step, prepared, tuple(self._changed(chunk, step.changes)))
 
     def _new_words(self, tensor: int, start: int, stop: int) -> Words:
         name = self.matched.sources.get(tensor)

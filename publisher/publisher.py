@@ -14,12 +14,13 @@ from typing import Any
 
 from weightcast.publisher.commit import PostWrite
 from weightcast.publisher.member import Member
+from weightcast.publisher.on_device import Baselines, OnDevice, When
 from weightcast.publisher.owner import Owner
 from weightcast.publisher.report import PublishReport
 from weightcast.publisher.tensors import CheckpointWeights, GivenWeights, NewWeights
 from weightcast.publisher.work import PublishOptions, Rank, Watching, Work
 from weightcast.shared.channel.claims import Claim, claim, this_process
-from weightcast.shared.channel.index import Encoding
+from weightcast.shared.channel.index import STEP_ENCODINGS, Encoding
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import Refused
 from weightcast.shared.local.follow import Follower, FollowOptions
@@ -44,6 +45,10 @@ class Publisher:
         self._owner = None if claimed is None else Owner(follower, claimed, rank, options)
         self._member = Member(follower, rank, options)
         self._heart = None if claimed is None else _Heart(claimed)
+        # the field's encodings need all new words on the host, whatever changed
+        near = options.encoding in STEP_ENCODINGS
+        whole_old = options.encoding == "small"
+        self.baselines = Baselines(options.on_device, whole_old=whole_old) if near else None
 
     @classmethod
     def open(
@@ -61,10 +66,16 @@ class Publisher:
         post_write: PostWrite | None = None,
         anchor_every: int = 0,
         deadline_seconds: float = 600.0,
+        on_device: When = "auto",
+        device_baseline_bytes: int = 0,
+        pinned_baseline_bytes: int = 0,
     ) -> Publisher:
         """`channel`: made by `init_channel` or `weightcast channel init`. `local`: this publisher's own local
         checkpoint, seeded from `base` when it is new. Ranks other than 0 may share rank 0's `local` on its
-        machine.
+        machine. `on_device`: torch tensors on a CUDA device are compared there (`auto`), those on the CPU by
+        torch too (`always`), or all on the host (`never`); the version's bytes are the same.
+        What was published last may take `device_baseline_bytes` on the devices and `pinned_baseline_bytes` in
+        pinned host memory, for the next comparison (docs/operations.md, Tensors on a GPU).
 
         Raises Refused while another publisher owns the channel, WrongRun when `local` is another run's.
         """
@@ -78,7 +89,8 @@ class Publisher:
             None if base is None else Path(base),
             FollowOptions(threads=threads, visible_seconds=_VISIBLE_SECONDS),
         )
-        options = PublishOptions(encoding, threads, deadline_seconds, anchor_every, post_write)
+        near = OnDevice(on_device, device_baseline_bytes, pinned_baseline_bytes)
+        options = PublishOptions(encoding, threads, deadline_seconds, anchor_every, post_write, near)
         if rank != 0:
             return cls(follower, Rank(rank, world_size), options, None)
         with contextlib.ExitStack() as undo:
@@ -151,7 +163,7 @@ class Publisher:
         already committed (a hook failed, or NotInTime on a rank other than 0) is finished by the next call.
         """
         # once: a second look at an iterator would see nothing
-        read = functools.cache(lambda: GivenWeights(named_tensors))
+        read = functools.cache(lambda: GivenWeights(named_tensors, self.baselines))
         return self._publish(Work(read, step, advance, watching))
 
     def publish_checkpoint(

@@ -13,8 +13,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from weightcast.publisher.match import Matched
+from weightcast.publisher.on_device import Baselines, Near
 from weightcast.shared.errors import Refused, RetryLater
 from weightcast.shared.files.checkpoint import Checkpoint, identities, open_checkpoint
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.seed import ReadCheckpoint
 from weightcast.shared.words import TensorSpec, TensorTable, Words, kind_of
 
@@ -29,6 +32,9 @@ class NewWeights(Protocol):
 
     def words_in(self, name: str, start: int, stop: int) -> Words:
         """Words [start, stop) of a tensor, on the host; not to be written."""
+
+    def near(self, local: LocalCheckpoint, matched: Matched) -> Near | None:
+        """What compares tensors where they live. None: all are compared on the host."""
 
     def finish(self) -> None:
         """Raises Refused when the weights changed while they were read."""
@@ -56,6 +62,9 @@ class CheckpointWeights:
             return self._read.words_in(self.table.numbers[name], start, stop)
         except RetryLater as error:
             raise self._changed() from error
+
+    def near(self, local: LocalCheckpoint, matched: Matched) -> None:
+        return None
 
     def finish(self) -> None:
         try:
@@ -129,7 +138,12 @@ class GivenWeights:
     The same name twice is taken once when the bytes are equal, else Refused.
     """
 
-    def __init__(self, named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any],
+        baselines: Baselines | None = None,
+    ) -> None:
+        """`baselines`: of the publisher, for tensors on devices."""
         pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
         given: dict[str, _Given] = {}
         for name, tensor in pairs:
@@ -140,12 +154,22 @@ class GivenWeights:
                     remedy="give each tensor once, or tie them",
                 )
             given.setdefault(name, one)
-        self._given = given
+        self._given, self._baselines = given, baselines
         self.table = TensorTable.of([one.spec for one in given.values()])
         self._flat = functools.lru_cache(maxsize=2)(self._flat_uncached)
 
     def words_in(self, name: str, start: int, stop: int) -> Words:
         return _host_words(self._flat(name), self._given[name].spec, start, stop)
+
+    def near(self, local: LocalCheckpoint, matched: Matched) -> Near | None:
+        baselines = self._baselines
+        if baselines is None:
+            return None
+        tensors = {number: self._given[name].tensor for number, name in matched.sources.items()}
+        devices = {n: tensor.device for n, tensor in tensors.items() if baselines.options.takes(tensor)}
+        if not devices:
+            return None
+        return baselines.open(local, lambda number: self._flat(matched.sources[number]), devices)
 
     def _flat_uncached(self, name: str) -> Any:
         return _flat(self._given[name].tensor)

@@ -13,6 +13,7 @@ from weightcast.publisher.commit import PostWrite
 from weightcast.publisher.diff import check_ties, write_difference
 from weightcast.publisher.draft import Frame, draft
 from weightcast.publisher.match import Matched, match
+from weightcast.publisher.on_device import OnDevice
 from weightcast.publisher.report import PublishReport
 from weightcast.publisher.tensors import NewWeights
 from weightcast.shared.channel.delta import open_shard_writer
@@ -36,6 +37,7 @@ class PublishOptions:
     deadline_seconds: float = 600.0
     anchor_every: int = 0
     post_write: PostWrite | None = None
+    on_device: OnDevice = field(default_factory=OnDevice)
 
 
 @dataclass(frozen=True)

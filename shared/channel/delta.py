@@ -25,7 +25,7 @@ from weightcast.shared.channel.index import (
     Index,
 )
 from weightcast.shared.codec.changes import Changes, compare
-from weightcast.shared.codec.choose import StepEncoding
+from weightcast.shared.codec.choose import FetchWords, StepEncoding
 from weightcast.shared.codec.container import decode_step, encode_chunk
 from weightcast.shared.codec.field import PayloadReader, PayloadWriter, digest_stream, open_payload
 from weightcast.shared.digest.touched import SpanSums, span_sums, total
@@ -61,10 +61,10 @@ class PartFiles:
 
 
 class ShardWriter(Protocol):
-    def prepare(self, chunk: Chunk, old: Words, new: Words, changes: Changes) -> bytes:
+    def prepare(self, chunk: Chunk, old: Words, new: FetchWords, changes: Changes) -> bytes:
         """The chunk's encoded form; called from several threads at once."""
 
-    def append(self, chunk: Chunk, prepared: bytes, new: Words, step: ChunkStep | None) -> None:
+    def append(self, chunk: Chunk, prepared: bytes, new: FetchWords, step: ChunkStep | None) -> None:
         """Called once for every chunk of the part, changed or not, in grid order."""
 
     def close(self) -> PartFiles:
@@ -144,10 +144,10 @@ class _BlobShard:
         self._entries: list[Entry] = []
         self._records: list[ChunkRecord] = []
 
-    def prepare(self, chunk: Chunk, old: Words, new: Words, changes: Changes) -> bytes:
+    def prepare(self, chunk: Chunk, old: Words, new: FetchWords, changes: Changes) -> bytes:
         return encode_chunk(chunk, old, new, changes, self._encoding)
 
-    def append(self, chunk: Chunk, prepared: bytes, new: Words, step: ChunkStep | None) -> None:
+    def append(self, chunk: Chunk, prepared: bytes, new: FetchWords, step: ChunkStep | None) -> None:
         if step is None:
             return
         begin = self._shard.end
@@ -223,21 +223,22 @@ class _FieldShard:
         self._checksums: dict[str, str] = {}
         self._records: list[ChunkRecord] = []
 
-    def prepare(self, chunk: Chunk, old: Words, new: Words, changes: Changes) -> bytes:
+    def prepare(self, chunk: Chunk, old: Words, new: FetchWords, changes: Changes) -> bytes:
         return b""
 
-    def append(self, chunk: Chunk, prepared: bytes, new: Words, step: ChunkStep | None) -> None:
-        old = new
+    def append(self, chunk: Chunk, prepared: bytes, new: FetchWords, step: ChunkStep | None) -> None:
+        after = new()
+        old = after
         touched: set[int] = set()
         if step is not None:
-            old = new.copy()
+            old = after.copy()
             old[step.changes.index] = step.changes.old
             touched = {sums.tensor for sums in step.sums}
             self._records.append(_record(chunk, self._shard.path.name, 0, 0, step))
         for span in chunk.spans:
             place = slice(span.offset, span.offset + span.words)
             tensor = self._tensor(span.tensor)
-            tensor.step(_bytes(old[place]), _bytes(new[place]), span.tensor in touched)
+            tensor.step(_bytes(old[place]), _bytes(after[place]), span.tensor in touched)
 
     def _tensor(self, number: int) -> _OpenTensor:
         if self._open is None or self._open[0] != number:

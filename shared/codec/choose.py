@@ -7,6 +7,7 @@ Whatever comes out longer than the raw words is written raw instead.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 from weightcast.shared.codec import dense, magnitudes, positions, sparse, steps
@@ -15,6 +16,8 @@ from weightcast.shared.codec.padding import Counted
 from weightcast.shared.words import WordKind, Words
 
 StepEncoding = Literal["fast", "small"]
+FetchWords = Callable[[], Words]
+"""A chunk's words with padding, which may have to come from afar: called where they are needed."""
 
 RAW, FAST, SMALL, STEPS, PLANES = range(5)
 """Mode bytes of a blob."""
@@ -34,16 +37,16 @@ _UNRELATED = 1 / 2
 
 
 def encode(
-    changes: Changes, old: Words, new: Words, counted: Counted, kind: WordKind, encoding: StepEncoding
+    changes: Changes, old: Words, new: FetchWords, counted: Counted, kind: WordKind, encoding: StepEncoding
 ) -> tuple[int, bytes]:
-    """Mode and payload, never longer than the raw words of the spans. `old`, `new`: with padding."""
+    """Mode and payload, never longer than the raw words of the spans. `old`: with padding."""
     most = counted.words * kind.width
     many = len(changes) >= _MANY * counted.words and counted.words >= _WORTH_FRAMES
     found = _stepwise(changes, old, new, counted, kind, encoding) if many else None
     if found is None:
         found = _changewise(changes, old, new, counted, kind, encoding)
     if found is None or len(found[1]) >= most:
-        return RAW, counted.pick(new).tobytes()
+        return RAW, counted.pick(new()).tobytes()
     return found
 
 
@@ -51,9 +54,9 @@ _Found = tuple[int, bytes] | None
 
 
 def _stepwise(
-    changes: Changes, old: Words, new: Words, counted: Counted, kind: WordKind, encoding: StepEncoding
+    changes: Changes, old: Words, new: FetchWords, counted: Counted, kind: WordKind, encoding: StepEncoding
 ) -> _Found:
-    after = counted.pick(new)
+    after = counted.pick(new())
     taken = dense.step_bytes(counted.pick(old), after, kind)
     share = len(changes) / counted.words  # contexts, which shorten lengths by up to an eighth, are left out
     gap_bits = positions.expected_gap_bits(len(changes), counted.words) / counted.words
@@ -66,14 +69,14 @@ def _stepwise(
 
 
 def _changewise(
-    changes: Changes, old: Words, new: Words, counted: Counted, kind: WordKind, encoding: StepEncoding
+    changes: Changes, old: Words, new: FetchWords, counted: Counted, kind: WordKind, encoding: StepEncoding
 ) -> _Found:
     measured = steps.measure(changes, kind)
     grouped = magnitudes.grouped(measured, kind)
     if 4 * len(changes) > counted.words and counted.words >= _WORTH_FRAMES:
         expected = positions.expected_gap_bits(len(changes), counted.words)
         expected += len(changes) + grouped.expected_bits
-        planes = _planes(expected, counted.pick(new))
+        planes = _planes(expected, new, counted, kind)
         if planes is not None:
             return PLANES, planes
     if encoding == "small" and kind.exponent_mask and len(changes) >= _WORTH_CLASSES:
@@ -85,10 +88,11 @@ def _changewise(
     return None if fast is None else (FAST, fast)
 
 
-def _planes(expected: float, new: Words) -> bytes | None:
-    if expected <= _UNRELATED * 8 * new.nbytes or dense.expected_plane_bits(new) >= expected:
+def _planes(expected: float, new: FetchWords, counted: Counted, kind: WordKind) -> bytes | None:
+    if expected <= _UNRELATED * 8 * counted.words * kind.width:
         return None
-    return dense.encode_planes(new)
+    after = counted.pick(new())
+    return None if dense.expected_plane_bits(after) >= expected else dense.encode_planes(after)
 
 
 def _small(

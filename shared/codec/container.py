@@ -22,7 +22,7 @@ import xxhash
 
 from weightcast.shared.codec import choose, dense, sparse
 from weightcast.shared.codec.changes import Changes, compare
-from weightcast.shared.codec.choose import StepEncoding
+from weightcast.shared.codec.choose import FetchWords, StepEncoding
 from weightcast.shared.codec.padding import Counted
 from weightcast.shared.codec.sparse import Step
 from weightcast.shared.digest.touched import span_sums
@@ -36,12 +36,14 @@ _REMEDY = "fetch the file again; if it stays so, the publisher's copy is damaged
 
 
 def encode_chunk(
-    chunk: Chunk, old: Words, new: Words, changes: Changes, encoding: StepEncoding = "fast"
+    chunk: Chunk, old: Words, new: Words | FetchWords, changes: Changes, encoding: StepEncoding = "fast"
 ) -> bytes:
-    """`old`, `new`: word[chunk.words] with the zero padding; `changes` is all that differs between them. The
-    blob is at most `HEADER` bytes longer than the words of the spans."""
+    """`old`, `new`: word[chunk.words] with the zero padding, `new` fetched where the mode needs all of it;
+    `changes` is all that differs between them. The blob is at most `HEADER` bytes longer than the spans'
+    words."""
     counted = Counted.of(chunk)
-    mode, payload = choose.encode(changes, old, new, counted, chunk.kind, encoding)
+    fetch = new if callable(new) else lambda: new
+    mode, payload = choose.encode(changes, old, fetch, counted, chunk.kind, encoding)
     return _blob(mode, chunk, counted.words, len(changes), payload)
 
 

@@ -202,8 +202,10 @@ def commit_cut(run: Run, given: Path, number: int) -> None:
                 for sums in step.sums if step is not None else ():
                     lanes[sums.tensor] = lanes[sums.tensor].minus(sums.old).plus(sums.new)
                     where[sums.tensor] = name
-                prepared = writer.prepare(chunk, old, words, changes) if step is not None else b""
-                writer.append(chunk, prepared, words, step)
+                prepared = (
+                    writer.prepare(chunk, old, lambda new=words: new, changes) if step is not None else b""
+                )
+                writer.append(chunk, prepared, lambda new=words: new, step)
             written = writer.close()
             files += written.files
             chunks += written.chunks

@@ -68,8 +68,10 @@ def write_parts(run: Run, local: LocalCheckpoint, given: Path, number: int, enco
                 for sums in step.sums if step is not None else ():
                     lanes[sums.tensor] = lanes[sums.tensor].minus(sums.old).plus(sums.new)
                     changed[sums.tensor] = name
-                prepared = writer.prepare(chunk, old, words, changes) if step is not None else b""
-                writer.append(chunk, prepared, words, step)
+                prepared = (
+                    writer.prepare(chunk, old, lambda new=words: new, changes) if step is not None else b""
+                )
+                writer.append(chunk, prepared, lambda new=words: new, step)
             written = writer.close()
             files += written.files
             chunks += written.chunks

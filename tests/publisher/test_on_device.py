@@ -1,0 +1,408 @@
+"""Tensors compared where they live: torch's CPU device stands for a GPU, the same code runs on both.
+
+One property over both ways: the version directories are equal, byte for byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from core_cases import ITEM_SIZES, Model, Tensor, all_changed, every_dtype, some_changed, tensor
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from publisher_cases import Place, make_place
+
+from weightcast.publisher import Publisher
+from weightcast.shared.errors import Refused, RetryLater
+
+torch = pytest.importorskip("torch")
+
+TORCH_TYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "F64": torch.float64,
+}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HELD = {"on_device": "always", "device_baseline_bytes": 1 << 30}
+PINNED = {"on_device": "always", "pinned_baseline_bytes": 1 << 30}
+FRESH = {"on_device": "always"}
+TIGHT = {"on_device": "always", "device_baseline_bytes": 9000, "pinned_baseline_bytes": 3000}
+
+
+def as_torch(one: Tensor) -> Any:
+    if not len(one.data):
+        return torch.empty(one.shape, dtype=TORCH_TYPES[one.dtype], device=DEVICE)
+    flat = torch.from_numpy(one.data.copy())
+    return flat.view(TORCH_TYPES[one.dtype]).reshape(one.shape).to(DEVICE)
+
+
+def given_of(model: Model) -> dict[str, Any]:
+    return {name: as_torch(one) for name, one in model.items()}
+
+
+def files_of(place: Place, version: int) -> dict[str, Any]:
+    """What was published, without the times and what follows from them."""
+    found: dict[str, Any] = {}
+    for path in sorted((place.channel / f"weight_v{version:06d}").iterdir()):
+        found[path.name] = path.read_bytes()
+    index = json.loads(found["model.safetensors.index.json"])
+    for timed in ("created", "parent"):
+        del index["weightcast"][timed]
+    return {**found, "model.safetensors.index.json": index}
+
+
+@dataclass(frozen=True)
+class Both:
+    """The same run twice: compared on the host, and on the device."""
+
+    host: tuple[Place, Publisher]
+    device: tuple[Place, Publisher]
+
+    def publish(self, given: Mapping[str, Any]) -> int:
+        versions = {publisher.publish(given).version for _, publisher in (self.host, self.device)}
+        (version,) = versions
+        assert files_of(self.device[0], version) == files_of(self.host[0], version)
+        return version
+
+
+@contextlib.contextmanager
+def both(root: Path, model: Model, options: Mapping[str, Any], **shared: Any) -> Iterator[Both]:
+    host, device = (make_place(root / name, model) for name in ("host", "device"))
+    with (
+        host.publisher(on_device="never", **shared) as one,
+        device.publisher(**options, **shared) as other,
+    ):
+        yield Both((host, one), (device, other))
+
+
+def compared(publisher: Publisher) -> int:
+    """Chunks that the last publication compared on the device."""
+    assert publisher.baselines is not None
+    return publisher.baselines.compared
+
+
+def held(publisher: Publisher) -> int:
+    assert publisher.baselines is not None
+    return publisher.baselines.held_bytes
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(31)
+
+
+@pytest.mark.parametrize("encoding", ["fast", "small"])
+@pytest.mark.parametrize("options", [HELD, PINNED, FRESH, TIGHT], ids=["held", "pinned", "fresh", "tight"])
+def test_every_dtype(
+    tmp_path: Path, rng: np.random.Generator, options: Mapping[str, Any], encoding: str
+) -> None:
+    model = every_dtype(rng)
+    with both(tmp_path, model, options, encoding=encoding) as run:
+        for version in range(1, 5):
+            model = (model, some_changed(model, rng), all_changed(model, rng, 2), some_changed(model, rng))[
+                version % 4
+            ]
+            assert run.publish(given_of(model)) == version
+            assert compared(run.device[1]) > 0
+        assert (held(run.device[1]) > 0) is (options is not FRESH)
+    run.device[0].arrives(model, 4)
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_the_fields_encodings_are_made_on_the_host(
+    tmp_path: Path, rng: np.random.Generator, encoding: str
+) -> None:
+    model = every_dtype(rng)
+    with both(tmp_path, model, HELD, encoding=encoding) as run:
+        assert run.device[1].baselines is None
+        model = some_changed(model, rng)
+        run.publish(given_of(model))
+    run.device[0].arrives(model, 1)
+
+
+@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(ITEM_SIZES)), st.integers(0, 700)), min_size=1, max_size=6),
+    st.lists(st.integers(0, 40), min_size=2, max_size=3),
+    st.sampled_from([HELD, PINNED, FRESH]),
+    st.sampled_from([1, 3]),
+    st.integers(0, 1 << 32),
+)
+def test_any_model(
+    tmp_path_factory: pytest.TempPathFactory,
+    tensors: list[tuple[str, int]],
+    changes: list[int],
+    options: Mapping[str, Any],
+    threads: int,
+    seed: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    model = {f"t{n}": tensor(rng, dtype, size) for n, (dtype, size) in enumerate(tensors)}
+    with both(tmp_path_factory.mktemp("any"), model, options, threads=threads) as run:
+        for elements in changes:
+            model = all_changed(model, rng, elements)
+            run.publish(given_of(model))
+
+
+def test_odd_values_are_compared_by_their_bits(tmp_path: Path) -> None:
+    old = np.array([0x7FC0, 0x7FC1, 0x0000, 0x8000, 0x7F80, 0x3F80] * 40, "<u2")
+    new = old.copy()
+    new[[0, 2, 3]] = [0x7FC2, 0x8000, 0x0000]
+    model: Model = {"odd": Tensor("BF16", (len(old),), old.view(np.uint8))}
+    with both(tmp_path, model, HELD) as run:
+        model = {"odd": Tensor("BF16", (len(old),), new.view(np.uint8))}
+        run.publish(given_of(model))
+        assert compared(run.device[1]) == 1
+    run.device[0].arrives(model, 1)
+
+
+def test_tensors_that_lie_oddly_in_memory(tmp_path: Path, rng: np.random.Generator) -> None:
+    model: Model = {name: tensor(rng, "BF16", 40, 32) for name in ("a", "b", "c", "d")}
+    with both(tmp_path, model, HELD) as run:
+        for _ in range(2):
+            model = all_changed(model, rng)
+            plain = given_of(model)
+            wide = torch.zeros(80, 64, dtype=torch.bfloat16, device=DEVICE)
+            wide[::2, ::2] = plain["b"]
+            shifted = torch.zeros(40 * 32 + 3, dtype=torch.bfloat16, device=DEVICE)[3:].view(40, 32)
+            shifted.copy_(plain["c"])
+            odd = {
+                "a": plain["a"].t().contiguous().t(),
+                "b": wide[::2, ::2],
+                "c": shifted,
+                "d": torch.nn.Parameter(plain["d"]),
+            }
+            run.publish(odd)
+    run.device[0].arrives(model, 2)
+
+
+def test_a_tensor_of_several_chunks_that_starts_between_8_byte_words(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    size = (4 << 20) + 70
+    model: Model = {"long": tensor(rng, "U8", size), "short": tensor(rng, "U8", 9)}
+    with both(tmp_path, model, HELD) as run:
+        for start in (0, 3):
+            model = {**model, "long": model["long"].changed(rng, 50)}
+            flat = torch.zeros(size + start, dtype=torch.uint8, device=DEVICE)[start:]
+            flat.copy_(as_torch(model["long"]))
+            run.publish({"long": flat, "short": as_torch(model["short"])})
+            assert compared(run.device[1]) == 3
+        assert held(run.device[1]) == (4 << 20) + 128 + 64
+    run.device[0].arrives(model, 2)
+
+
+def test_numpy_and_torch_in_one_chunk_are_compared_on_the_host(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    model: Model = {"a": tensor(rng, "F32", 30), "b": tensor(rng, "F32", 30), "c": tensor(rng, "U8", 99)}
+    place = make_place(tmp_path, model)
+    with place.publisher(**HELD) as publisher:
+        for mixed in (True, False):
+            model = all_changed(model, rng)
+            given = given_of(model)
+            if mixed:
+                given["b"] = model["b"].data.view(np.float32)
+            publisher.publish(given)
+            assert compared(publisher) == (1 if mixed else 2)
+    place.arrives(model, 2)
+
+
+def test_dense_steps_cross_as_wholes(tmp_path: Path, rng: np.random.Generator) -> None:
+    model: Model = {"a": tensor(rng, "BF16", 9000), "b": tensor(rng, "F32", 500)}
+    with both(tmp_path, model, HELD) as run:
+        for elements, chunks in ((10, 2), (8000, 1), (10, 2), (10, 2)):
+            model = {"a": model["a"].changed(rng, elements), "b": model["b"].changed(rng, 3)}
+            run.publish(given_of(model))
+            assert compared(run.device[1]) == chunks
+    run.device[0].arrives(model, 4)
+
+
+@dataclass
+class _FailsOnce:
+    """A hook after the index or pointer was written."""
+
+    failures: int = 1
+
+    def __call__(self, *_: object) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise RetryLater("the hook has failed")
+
+
+def fail_at_commit(phase: str) -> None:
+    if phase == "commit":
+        raise RetryLater("not now")
+
+
+def test_what_was_not_published_is_forgotten(tmp_path: Path, rng: np.random.Generator) -> None:
+    """A publication that fails after its comparison changes nothing that the next one is compared with."""
+    model: Model = {"a": tensor(rng, "BF16", 5000), "f": tensor(rng, "F32", 100)}
+    place = make_place(tmp_path, model)
+    with place.publisher(**HELD) as publisher:
+        first = all_changed(model, rng)
+        publisher.publish(given_of(first))
+        lost = all_changed(first, rng)
+        with pytest.raises(RetryLater):
+            publisher.publish(given_of(lost), watching=fail_at_commit)
+        second = some_changed(first, rng)
+        publisher.publish(given_of(second))
+        assert compared(publisher) == 2
+        publisher.publish(given_of(first))
+        assert compared(publisher) == 2
+    place.arrives(first, 3)
+
+
+def test_a_committed_version_whose_hook_failed_is_known(tmp_path: Path, rng: np.random.Generator) -> None:
+    model: Model = {"a": tensor(rng, "BF16", 5000)}
+    place = make_place(tmp_path, model)
+    with place.publisher(**HELD, post_write=_FailsOnce()) as publisher:
+        model = all_changed(model, rng)
+        with pytest.raises(RetryLater):
+            publisher.publish(given_of(model))
+        model = all_changed(model, rng)
+        version = publisher.publish(given_of(model)).version
+        assert compared(publisher) == 1
+        model = all_changed(model, rng)
+        assert publisher.publish(given_of(model)).version == version + 1
+    place.arrives(model, version + 1)
+
+
+def test_a_version_from_elsewhere_makes_the_baseline_void(tmp_path: Path, rng: np.random.Generator) -> None:
+    model: Model = {"a": tensor(rng, "BF16", 5000)}
+    place = make_place(tmp_path, model)
+    with place.publisher(**HELD) as publisher:
+        model = all_changed(model, rng)
+        publisher.publish(given_of(model))
+        model = all_changed(model, rng)
+        publisher.publish_checkpoint(place.new(model))
+        for _ in range(2):
+            model = all_changed(model, rng)
+            publisher.publish(given_of(model))
+            assert compared(publisher) == 1
+    place.arrives(model, 4)
+
+
+def mapped_word(publisher: Publisher, tensor: int) -> Any:
+    local = publisher._follower.local
+    assert local is not None
+    return local.words(tensor)
+
+
+@pytest.mark.parametrize("encoding", ["fast", "small"])
+@pytest.mark.parametrize("options", [HELD, FRESH], ids=["held", "fresh"])
+def test_a_drifted_local_checkpoint_is_found(
+    tmp_path: Path, rng: np.random.Generator, encoding: str, options: Mapping[str, Any]
+) -> None:
+    """It is seeded again, and the version is that of the words the channel knows."""
+    model: Model = {"a": tensor(rng, "BF16", 5000)}
+    with both(tmp_path, model, options, encoding=encoding) as run:
+        model = all_changed(model, rng, 400)
+        run.publish(given_of(model))
+        model = all_changed(model, rng, 400)
+        place = int(np.flatnonzero(as_words(model) != mapped_word(run.device[1], 0))[7])
+        mapped_word(run.device[1], 0)[place] ^= 1 << 12
+        run.publish(given_of(model))
+        assert compared(run.device[1]) == 0
+        model = all_changed(model, rng, 400)
+        run.publish(given_of(model))
+        assert compared(run.device[1]) == 1
+    run.device[0].arrives(model, 3)
+
+
+def as_words(model: Model) -> Any:
+    return model["a"].data.view("<u2")
+
+
+def test_small_proves_the_old_words_that_do_not_change(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Its positions depend on all old words: hosts could not read what was made from others."""
+    model: Model = {"a": tensor(rng, "BF16", 5000)}
+    with both(tmp_path, model, HELD, encoding="small") as run:
+        model = all_changed(model, rng, 400)
+        run.publish(given_of(model))
+        model = all_changed(model, rng, 400)
+        place = int(np.flatnonzero(as_words(model) == mapped_word(run.device[1], 0))[7])
+        mapped_word(run.device[1], 0)[place] ^= 1 << 12
+        run.publish(given_of(model))
+        assert compared(run.device[1]) == 0
+    run.device[0].arrives(model, 2)
+
+
+def test_a_wrong_baseline_publishes_nothing_wrong(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Memory of the device that changed by itself: found, and the words are compared on the host."""
+    model: Model = {"a": tensor(rng, "BF16", 5000)}
+    with both(tmp_path, model, HELD) as run:
+        for chunks in (1, 0, 1):
+            model = all_changed(model, rng)
+            run.publish(given_of(model))
+            assert compared(run.device[1]) == chunks
+            baselines = run.device[1].baselines
+            assert baselines is not None
+            for one in baselines._held.values():
+                one.words[4321] ^= 1
+    run.device[0].arrives(model, 3)
+
+
+def test_no_memory_on_the_device(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Model = {"a": tensor(rng, "BF16", 5000), "f": tensor(rng, "F32", 100)}
+    with both(tmp_path, model, HELD) as run:
+        model = all_changed(model, rng)
+        run.publish(given_of(model))
+        assert held(run.device[1]) > 0
+
+        def full(*_: object, **__: object) -> None:
+            raise torch.cuda.OutOfMemoryError("none left")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "arange", full)
+            model = all_changed(model, rng)
+            run.publish(given_of(model))
+            assert compared(run.device[1]) == 0
+        model = all_changed(model, rng)
+        run.publish(given_of(model))
+        assert compared(run.device[1]) == 2
+        assert held(run.device[1]) == 0
+    run.device[0].arrives(model, 3)
+
+
+def test_by_itself_only_tensors_on_gpus_are_compared_on_a_device(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    model: Model = {"a": tensor(rng, "BF16", 5000)}
+    place = make_place(tmp_path, model)
+    with place.publisher() as publisher:
+        model = all_changed(model, rng)
+        publisher.publish({"a": as_torch(model["a"]).cpu()})
+        assert compared(publisher) == 0
+    place.arrives(model, 1)
+
+
+def test_a_frozen_tensor_that_changed_is_refused(tmp_path: Path, rng: np.random.Generator) -> None:
+    model: Model = {"a": tensor(rng, "BF16", 5000), "f": tensor(rng, "F32", 100)}
+    place = make_place(tmp_path, model, frozen=["f"])
+    with place.publisher(**HELD) as publisher:
+        with pytest.raises(Refused, match="frozen"):
+            publisher.publish(given_of(all_changed(model, rng)))
+        model = {**model, "a": model["a"].changed(rng, 4)}
+        for chunks in (0, 2):
+            publisher.publish(given_of(model))
+            assert compared(publisher) == chunks
+    place.arrives(model, 2)
