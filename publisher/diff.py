@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weightcast.publisher.match import Matched
-from weightcast.publisher.on_device import Near
+from weightcast.publisher.on_device import Near, drifted
 from weightcast.publisher.tensors import NewWeights
 from weightcast.shared.channel.delta import ChunkStep, PartFiles, ShardWriter
 from weightcast.shared.codec.changes import Changes, compare
@@ -89,7 +89,7 @@ class _Comparison:
         if found is not None:
             full = tuple((span.tensor, lanes) for span, lanes in zip(chunk.spans, found.full, strict=True))
             step = ChunkStep(found.changes, found.sums)
-            return self._encoded(chunk, old, lambda: gather(chunk, self._new_words), full, step)
+            return self._encoded(chunk, old, lambda: self._fetched(chunk, old, found.changes), full, step)
         new = gather(chunk, self._new_words)
         changes = compare(old, new)
         full = tuple(_hashed(span, new) for span in chunk.spans)
@@ -109,6 +109,13 @@ class _Comparison:
             return _Compared(chunk, new, full, None, b"", ())
         prepared = self.writer.prepare(chunk, old, new, step.changes)
         return _Compared(chunk, new, full, step, prepared, tuple(self._changed(chunk, step.changes)))
+
+    def _fetched(self, chunk: Chunk, old: Words, changes: Changes) -> Words:
+        """All words after all, for a mode that holds them, and with them a look at all of the old ones."""
+        new = gather(chunk, self._new_words)
+        if len(compare(old, new)) != len(changes):
+            raise drifted(chunk)
+        return new
 
     def _new_words(self, tensor: int, start: int, stop: int) -> Words:
         name = self.matched.sources.get(tensor)

@@ -48,7 +48,7 @@ _FEW = 4
 
 @dataclass(frozen=True)
 class OnDevice:
-    """`when`: auto compares tensors on CUDA devices (ROCm too) there, always also torch's tensors on the CPU.
+    """`when`: auto compares tensors on CUDA devices (ROCm's too) there, always also torch's on the CPU.
     `device_bytes`, `pinned_bytes`: how much of a baseline may be held on the devices together and in pinned
     host memory; beside it each device needs about 200 MB while a chunk is compared, for each thread."""
 
@@ -247,7 +247,7 @@ class Near:
             return None
         new = self._gathered(chunk, device := devices.pop())
         place = differing(self._baselines.words(chunk, old, device), new)
-        if _FEW * len(place) > chunk.words:
+        if _FEW * len(place) > sum(span.words for span in chunk.spans):
             return None
         changed = new[place]
         self._baselines.keep(chunk.key, place, changed)
@@ -269,7 +269,7 @@ class Near:
         """Old words come from the host's memory: what of them is not as recorded shows in the sums."""
         before = old[found.index]
         if (before == found.new).any():
-            raise _drifted(chunk)
+            raise drifted(chunk)
         changes = Changes(found.index, before, found.new)
         sums = span_sums(chunk, old, changes)
         if self._baselines.whole_old and len(changes):
@@ -281,7 +281,7 @@ def _check_whole(chunk: Chunk, old: Words, full: Iterable[Lanes], sums: list[Spa
     step = total(sums)
     expected = reduce(Lanes.plus, full).minus(step.new).plus(step.old)
     if reduce(Lanes.plus, (_lanes(span, old) for span in chunk.spans)) != expected:
-        raise _drifted(chunk)
+        raise drifted(chunk)
 
 
 def _lanes(span: Span, words: Words) -> Lanes:
@@ -289,7 +289,7 @@ def _lanes(span: Span, words: Words) -> Lanes:
     return hash_bytes(data, span.start * words.itemsize // 8)
 
 
-def _drifted(chunk: Chunk) -> NeedsReseed:
+def drifted(chunk: Chunk) -> NeedsReseed:
     return NeedsReseed(
         f"chunk {chunk.number} of {chunk.dtype}: the local checkpoint and its copy on the device differ; "
         "nothing was published",
