@@ -14,14 +14,13 @@ from weightcast.shared.channel.delta import ChunkStep, PartFiles, ShardWriter
 from weightcast.shared.codec.changes import Changes, compare
 from weightcast.shared.codec.choose import FetchWords
 from weightcast.shared.codec.parallel import ordered
-from weightcast.shared.digest.hash import hash_bytes
+from weightcast.shared.codec.scan import scan
 from weightcast.shared.digest.lanes import Lanes
-from weightcast.shared.digest.touched import span_sums
 from weightcast.shared.errors import NeedsReseed, Refused
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, gather
 from weightcast.shared.local.state import lanes_list
 from weightcast.shared.progress import Advance
-from weightcast.shared.words import Chunk, Part, Span, TensorTable, Words, grid
+from weightcast.shared.words import Chunk, Part, TensorTable, Words, grid
 
 
 @dataclass(frozen=True)
@@ -91,11 +90,9 @@ class _Comparison:
             step = ChunkStep(found.changes, found.sums)
             return self._encoded(chunk, old, lambda: self._fetched(chunk, old, found.changes), full, step)
         new = gather(chunk, self._new_words)
-        changes = compare(old, new)
-        full = tuple(_hashed(span, new) for span in chunk.spans)
-        return self._encoded(
-            chunk, old, lambda: new, full, ChunkStep(changes, span_sums(chunk, old, changes))
-        )
+        here = scan(chunk, old, new)
+        full = tuple((span.tensor, lanes) for span, lanes in zip(chunk.spans, here.full, strict=True))
+        return self._encoded(chunk, old, lambda: new, full, ChunkStep(here.changes, here.sums))
 
     def _encoded(
         self,
@@ -131,11 +128,6 @@ class _Comparison:
                 per_element = max(1, spec.nbytes // spec.elements // spec.kind.width)
                 words = changes.index[low:high]
                 yield span.tensor, high - low if per_element == 1 else len(np.unique(words // per_element))
-
-
-def _hashed(span: Span, new: Words) -> tuple[int, Lanes]:
-    data = new[span.offset : span.offset + span.words].view(np.uint8)
-    return span.tensor, hash_bytes(data, span.start * new.dtype.itemsize // 8)
 
 
 class _Book:

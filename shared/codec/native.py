@@ -6,7 +6,7 @@ from weightcast.shared.codec.native_classes import exponents_of_all, put_classes
 from weightcast.shared.codec.native_dense import add_steps, escaped, step_bytes
 from weightcast.shared.codec.native_exchange import exchange
 from weightcast.shared.codec.native_rice import put_gaps, put_magnitudes, put_values
-from weightcast.shared.codec.native_scan import compared, group, scatter, split
+from weightcast.shared.codec.native_scan import compared, group, scanned, scatter, split
 from weightcast.shared.codec.native_steps import take_gaps, take_steps, take_values
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "put_gaps",
     "put_magnitudes",
     "put_values",
+    "scanned",
     "scatter",
     "split",
     "step_bytes",

@@ -16,6 +16,7 @@ from weightcast.shared.digest.native import (
     frozen,
     kernel,
     prefetch,
+    prefetch64,
     set_bits,
     set_word,
     store64,
@@ -23,6 +24,7 @@ from weightcast.shared.digest.native import (
     unwritable,
     word_at,
 )
+from weightcast.shared.digest.native_mix import closed, empty_sums, keep8, mix64, mixed_tail, opened
 from weightcast.shared.words import ByteArray, WordKind, Words
 
 Array32 = NDArray[np.uint32]
@@ -68,6 +70,86 @@ def compared(old: Words, new: Words) -> tuple[Array32, Words, Words]:
     before, after = room.take("before", old.dtype, len(old)), room.take("after", old.dtype, len(old))
     count = _compared(frozen(old), frozen(new), len(old), index, before, after)
     return index[:count].copy(), before[:count].copy(), after[:count].copy()
+
+
+_AHEAD_WORDS = 1024
+"""words between asking for their cache lines and comparing them"""
+_NO_POSITION = (1 << 32) - 1
+
+
+@kernel
+def _masks(old: Any, new: Any, start: Any, stop: Any, like: Any, masks: Any, sums: Any) -> None:
+    """A set bit for every word that differs; the new words are added to `sums`."""
+    for first in range(start, stop, 64):
+        prefetch64(old, first + _AHEAD_WORDS, like)
+        prefetch64(new, first + _AHEAD_WORDS, like)
+        masks[(first - start) >> 6] = differing64(old, new, first, like)
+        mix64(new, first, like, sums)
+
+
+@kernel
+def _listed(masks: Any, count: Any, start: Any, index: Any, found: Any) -> Any:
+    """Writes three positions for every mask, needed or not: branches would not be foreseen."""
+    for group in range(count):
+        mask, first, place = masks[group], start + (group << 6), found
+        found += set_bits(mask)
+        for j in range(place, place + 3):
+            index[j] = first + I64(trailing_zeros(mask))
+            mask &= mask - U64(1)
+        for j in range(place + 3, found):
+            index[j] = first + I64(trailing_zeros(mask))
+            mask &= mask - U64(1)
+    return found
+
+
+@kernel
+def _scanned(
+    old: Any, new: Any, spans: Any, shift: Any, index: Any, before: Any, after: Any, book: Any
+) -> Any:
+    """`spans`: int64[n, 3], offset, words, number of the chunk's 8-byte word 0 in its tensor's count. Blocks
+    pass through here while they lie in the nearest caches; from memory they are read once. `index` begins
+    behind one that is no position."""
+    masks, found = np.empty((_BLOCK >> 6) + 1, np.uint64), I64(1)
+    for n in range(spans.shape[0]):
+        first_found, at, end = found, spans[n, 0], spans[n, 0] + spans[n, 1]
+        number = U64(spans[n, 2])
+        sums, touched = opened(number + U64(at >> shift)), empty_sums()
+        while at < end:
+            stop = min(end, at + _BLOCK)
+            whole = at + ((stop - at) & ~63)
+            _masks(old, new, at, whole, before, masks, sums)
+            count = (whole - at) >> 6
+            if whole < stop:
+                valid = (U64(1) << U64(stop - whole)) - U64(1)
+                masks[count] = differing64(old, new, whole, before) & valid
+                count += 1
+                width = 8 >> shift
+                a, b = mixed_tail(new, whole * width, stop * width, number + U64(whole >> shift))
+                book[n, 0] += a
+                book[n, 1] += b
+            taken, found = found, _listed(masks, count, at, index, found)
+            for i in range(found, found + 7):
+                index[i] = index[found - 1]
+            for i in range(taken, found, 8):
+                keep8(old, new, index, i, number, before, after, touched)
+            at = stop
+        for column, (a, b) in enumerate((closed(sums, 0), closed(touched, 0), closed(touched, 2))):
+            book[n, 2 * column] += a
+            book[n, 2 * column + 1] += b
+        book[n, 6] = found - first_found
+    return found
+
+
+def scanned(
+    old: Words, new: Words, spans: NDArray[np.int64], book: NDArray[np.uint64]
+) -> tuple[Array32, Words, Words]:
+    room, most = scratch(), len(old) + 9
+    index = room.take("index", np.uint32, most)
+    index[0] = _NO_POSITION
+    before, after = room.take("before", old.dtype, most), room.take("after", old.dtype, most)
+    shift = {1: 3, 2: 2, 4: 1}[old.itemsize]
+    end = _scanned(frozen(old), frozen(new), spans, shift, index, before, after, book)
+    return index[1:end].copy(), before[1:end].copy(), after[1:end].copy()
 
 
 @kernel

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.shared.codec.rice import ESCAPE, GREATEST, LONGEST, NOTHING, RICE, RUNS, SLACK
+from weightcast.shared.digest import lanes_plain
 from weightcast.shared.digest.lanes_plain import touched
 from weightcast.shared.words import ByteArray, WordKind, Words
 
@@ -23,6 +24,22 @@ def compared(old: Words, new: Words) -> tuple[Array32, Words, Words]:
     """Positions where two arrays differ, and the words there."""
     index = np.flatnonzero(old != new).astype(np.uint32)
     return index, old[index], new[index]
+
+
+def scanned(old: Words, new: Words, spans: Counts, book: NDArray[np.uint64]) -> tuple[Array32, Words, Words]:
+    """As `compared`. `spans`: int64[n, 3], offset, words, number of the chunk's 8-byte word 0 in the tensor's
+    count. Into `book`, uint64[n, 7], zeros, per span: lanes of its new words; lanes of the old and the new
+    8-byte words that hold changes; how many words change. What lies between spans is equal zeros."""
+    index, before, after = compared(old, new)
+    per_word = 8 // old.itemsize
+    for row, (offset, words, number) in zip(book, spans.tolist(), strict=True):
+        data = new[offset : offset + words].view(np.uint8)
+        lanes = lanes_plain.hash_bytes(data, number + offset // per_word - 1)
+        row[0], row[1] = lanes.a, lanes.b
+    if len(index):
+        ends = spans[:, 0] + spans[:, 1]
+        book[:, 2:6], book[:, 6] = lanes_plain.touched(old, index, after, ends, spans[:, 2])
+    return index, before, after
 
 
 def scatter(words: Words, index: Array32, new: Words) -> None:

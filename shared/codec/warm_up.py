@@ -8,6 +8,7 @@ from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.choose import StepEncoding
 from weightcast.shared.codec.container import decode_chunk, encode_chunk
 from weightcast.shared.codec.kernels import kernels
+from weightcast.shared.codec.scan import scan
 from weightcast.shared.digest.touched import span_sums
 from weightcast.shared.words import Chunk, Span, Words
 
@@ -31,9 +32,10 @@ def warm_up() -> None:
 
 
 def _both_ways(chunk: Chunk, old: Words, new: Words, encoding: StepEncoding) -> None:
-    blob = encode_chunk(chunk, old, new, compare(old, new), encoding)
+    blob = encode_chunk(chunk, old, new, scan(chunk, old, new).changes, encoding)
     changes = decode_chunk(blob, chunk, old)
     span_sums(chunk, old, changes)
+    compare(old, new)
     written = old.copy()
     changes.apply(written)
     index = changes.index.astype(np.uint64)

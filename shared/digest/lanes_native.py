@@ -7,52 +7,37 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.shared.digest.lanes import MIX_A, MIX_B, Lanes
-from weightcast.shared.digest.native import I64, U64, frozen, inlined, kernel, load64, prefetch, unwritable
+from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.native import (
+    I64,
+    U64,
+    frozen,
+    inlined,
+    kernel,
+    load64,
+    prefetch,
+    prefetch64,
+    unwritable,
+)
+from weightcast.shared.digest.native_mix import A0, B0, closed, mix64, mixed_tail, opened, rounds_a, rounds_b
 from weightcast.shared.words import ByteArray, Words
-
-A0, A1, A2 = (U64(value) for value in MIX_A)
-B0, B1, B2 = (U64(value) for value in MIX_B)
-
 
 _BATCH = 1024
 """8-byte words that are collected before they are mixed together: mixing many at once is what is quick"""
 _AHEAD = 32
-
-
-@inlined
-def _rounds_a(x: Any) -> Any:
-    x = (x ^ (x >> U64(32))) * A1
-    x = (x ^ (x >> U64(29))) * A2
-    return x ^ (x >> U64(32))
-
-
-@inlined
-def _rounds_b(x: Any) -> Any:
-    x = (x ^ (x >> U64(31))) * B1
-    x = (x ^ (x >> U64(33))) * B2
-    return x ^ (x >> U64(30))
+_AHEAD_BYTES = 2048
 
 
 @kernel
 def _hash(data: ByteArray, first: Any) -> Any:
-    """Products of word numbers are kept by adding: multiplications are what this waits for."""
-    a, b = U64(0), U64(0)
-    whole = data.size >> 3
-    number_a, number_b = first * A0, first * B0
-    for i in range(whole):
-        word = load64(data, i << 3)
-        a += _rounds_a(word ^ number_a)
-        b += _rounds_b(word + number_b)
-        number_a += A0
-        number_b += B0
-    if data.size & 7:
-        tail = U64(0)
-        for i in range(whole << 3, data.size):
-            tail |= U64(data[i]) << U64((i & 7) << 3)
-        a += _rounds_a(tail ^ number_a)
-        b += _rounds_b(tail + number_b)
-    return a, b
+    sums = opened(first)
+    whole = data.size & ~63
+    for place in range(0, whole, 64):
+        prefetch64(data, place + _AHEAD_BYTES, data)
+        mix64(data, place, data, sums)
+    a, b = closed(sums, 0)
+    tail_a, tail_b = mixed_tail(data, whole, data.size, first + U64(whole >> 3))
+    return a + tail_a, b + tail_b
 
 
 def hash_bytes(data: ByteArray, first_word: int) -> Lanes:
@@ -64,9 +49,9 @@ def hash_bytes(data: ByteArray, first_word: int) -> Lanes:
 def _add(words: Any, places: Any, count: Any, first: Any, sums: Any, span: Any, column: Any) -> None:
     a, b = U64(0), U64(0)
     for i in range(count):
-        a += _rounds_a(words[i] ^ ((places[i] + first) * A0))
+        a += rounds_a(words[i] ^ ((places[i] + first) * A0))
     for i in range(count):
-        b += _rounds_b(words[i] + (places[i] + first) * B0)
+        b += rounds_b(words[i] + (places[i] + first) * B0)
     sums[span, column] += a
     sums[span, column + 1] += b
 

@@ -48,7 +48,8 @@ def frozen(data: NDArray[Any]) -> NDArray[np.uint8]:
     return unwritable(np.ascontiguousarray(data).view(np.uint8))
 
 
-def _address(context: Any, builder: Any, array_type: Any, array: Any, offset: Any, bits: int) -> Any:
+def address(context: Any, builder: Any, array_type: Any, array: Any, offset: Any, bits: int) -> Any:
+    """Inside an intrinsic: where an array's byte `offset` lies, as the place of an integer of `bits`."""
     start = builder.bitcast(
         context.make_array(array_type)(context, builder, array).data, ir.IntType(8).as_pointer()
     )
@@ -60,7 +61,7 @@ def load64(typing: Any, data: Any, offset: Any) -> Any:
     """The little-endian 8 bytes at `offset` of a byte array, aligned or not. The caller keeps the bounds."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        place = _address(context, builder, signature.args[0], args[0], args[1], 64)
+        place = address(context, builder, signature.args[0], args[0], args[1], 64)
         return builder.load(place, align=1)
 
     return types.uint64(data, types.int64), build
@@ -69,7 +70,7 @@ def load64(typing: Any, data: Any, offset: Any) -> Any:
 @intrinsic  # type: ignore[untyped-decorator]
 def store64(typing: Any, data: Any, offset: Any, value: Any) -> Any:
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        place = _address(context, builder, signature.args[0], args[0], args[1], 64)
+        place = address(context, builder, signature.args[0], args[0], args[1], 64)
         builder.store(args[2], place, align=1)
         return context.get_dummy_value()
 
@@ -121,7 +122,7 @@ def set_word(typing: Any, data: Any, position: Any, word: Any) -> Any:
 def _word_address(context: Any, builder: Any, signature: Any, args: Any, like: Any) -> Any:
     bits = (signature.args[2] if like is None else like.dtype).bitwidth
     offset = builder.mul(args[1], ir.Constant(ir.IntType(64), bits // 8))
-    return _address(context, builder, signature.args[0], args[0], offset, bits)
+    return address(context, builder, signature.args[0], args[0], offset, bits)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -130,11 +131,22 @@ def prefetch(typing: Any, data: Any, position: Any, like: Any) -> Any:
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         offset = builder.mul(args[1], ir.Constant(ir.IntType(64), signature.args[2].dtype.bitwidth // 8))
-        place = _address(context, builder, signature.args[0], args[0], offset, 8)
-        number = ir.IntType(32)
-        form = ir.FunctionType(ir.VoidType(), [place.type, number, number, number])
-        function = cgutils.get_or_insert_function(builder.module, form, "llvm.prefetch.p0")
-        builder.call(function, [place, *(ir.Constant(number, flag) for flag in _READ_INTO_ALL_CACHES)])
+        _prefetched(builder, address(context, builder, signature.args[0], args[0], offset, 8))
+        return context.get_dummy_value()
+
+    return types.none(data, types.int64, like), build
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch64(typing: Any, data: Any, first: Any, like: Any) -> Any:
+    """Asks for the cache lines of 64 words from `first` on; those may lie behind the array's end."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        width = signature.args[2].dtype.bitwidth // 8
+        offset = builder.mul(args[1], ir.Constant(ir.IntType(64), width))
+        start = address(context, builder, signature.args[0], args[0], offset, 8)
+        for line in range(width):
+            _prefetched(builder, builder.gep(start, [ir.Constant(ir.IntType(64), 64 * line)]))
         return context.get_dummy_value()
 
     return types.none(data, types.int64, like), build
@@ -143,10 +155,17 @@ def prefetch(typing: Any, data: Any, position: Any, like: Any) -> Any:
 _READ_INTO_ALL_CACHES = (0, 3, 1)
 
 
+def _prefetched(builder: Any, place: Any) -> None:
+    number = ir.IntType(32)
+    form = ir.FunctionType(ir.VoidType(), [place.type, number, number, number])
+    function = cgutils.get_or_insert_function(builder.module, form, "llvm.prefetch.p0")
+    builder.call(function, [place, *(ir.Constant(number, flag) for flag in _READ_INTO_ALL_CACHES)])
+
+
 def _lanes64(context: Any, builder: Any, array_type: Any, array: Any, first: Any, bits: int) -> Any:
     """64 words from word `first` on as a vector."""
     offset = builder.mul(first, ir.Constant(ir.IntType(64), bits // 8))
-    start = _address(context, builder, array_type, array, offset, 8)
+    start = address(context, builder, array_type, array, offset, 8)
     lanes = ir.VectorType(ir.IntType(bits), 64)
     return builder.load(builder.bitcast(start, lanes.as_pointer()), align=1)
 
@@ -170,18 +189,17 @@ def reaching64(typing: Any, data: Any, first: Any, like: Any, mask: Any, least: 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         bits = signature.args[2].dtype.bitwidth
         words = _lanes64(context, builder, signature.args[0], args[0], args[1], bits)
-        masked = builder.and_(words, _repeated(builder, args[3], bits))
-        reached = builder.icmp_unsigned(">=", masked, _repeated(builder, args[4], bits))
+        masked = builder.and_(words, repeated(builder, args[3], bits, 64))
+        reached = builder.icmp_unsigned(">=", masked, repeated(builder, args[4], bits, 64))
         return builder.bitcast(reached, ir.IntType(64))
 
     return types.uint64(data, types.int64, like, types.uint64, types.uint64), build
 
 
-def _repeated(builder: Any, value: Any, bits: int) -> Any:
-    """The low `bits` of a uint64 in each of 64 lanes."""
+def repeated(builder: Any, value: Any, bits: int, count: int) -> Any:
+    """Inside an intrinsic: the low `bits` of a 64-bit integer in each of `count` lanes."""
     lane, number = ir.IntType(bits), ir.IntType(32)
-    lanes = ir.VectorType(lane, 64)
-    single = builder.insert_element(
-        ir.Constant(lanes, ir.Undefined), builder.trunc(value, lane), ir.Constant(number, 0)
-    )
-    return builder.shuffle_vector(single, single, ir.Constant(ir.VectorType(number, 64), [0] * 64))
+    narrow = value if bits == 64 else builder.trunc(value, lane)
+    lanes = ir.Constant(ir.VectorType(lane, count), ir.Undefined)
+    single = builder.insert_element(lanes, narrow, ir.Constant(number, 0))
+    return builder.shuffle_vector(single, single, ir.Constant(ir.VectorType(number, count), [0] * count))

@@ -12,7 +12,12 @@ from weightcast.shared.codec.warm_up import warm_up
 from weightcast.shared.digest.hash import kernels
 
 ROOT = Path(__file__).parent.parent.parent
-FILES = ["tests/codec/test_golden_blobs.py", "tests/codec/test_chunks.py", "tests/digest"]
+FILES = [
+    "tests/codec/test_golden_blobs.py",
+    "tests/codec/test_chunks.py",
+    "tests/codec/test_scan.py",
+    "tests/digest",
+]
 TOO_SLOW = "small_steps any_words any_table under_the_checksum random_payloads all_words with_contexts near"
 SELECTION = "not (" + " or ".join(TOO_SLOW.split()) + ")"
 

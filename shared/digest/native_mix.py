@@ -1,0 +1,224 @@
+"""The mix of 64 words at a time, in vectors as wide as the machine has them.
+
+LLVM left alone takes half of a 512-bit machine's width; vectors that the code names are not narrowed. A sum
+in progress lies in uint64[32], 8 lanes each: both sums, both products of the words' numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from weightcast.shared.digest.lanes import MIX_A, MIX_B
+from weightcast.shared.digest.native import U64, address, inlined, kernel, repeated
+
+_WORD = ir.IntType(64)
+_LANES = ir.VectorType(_WORD, 8)
+_LINE = 64
+"""bytes"""
+
+A0, A1, A2 = (U64(value) for value in MIX_A)
+B0, B1, B2 = (U64(value) for value in MIX_B)
+
+
+def _each(value: int) -> Any:
+    return ir.Constant(_LANES, [value % (1 << 64)] * 8)
+
+
+def _rounds(builder: Any, x: Any, shifts: tuple[int, int, int], factors: tuple[int, int, int]) -> Any:
+    for shift, factor in zip(shifts[:2], factors[1:], strict=True):
+        x = builder.mul(builder.xor(x, builder.lshr(x, _each(shift))), _each(factor))
+    return builder.xor(x, builder.lshr(x, _each(shifts[2])))
+
+
+def mixed_a(builder: Any, words: Any, products: Any) -> Any:
+    return _rounds(builder, builder.xor(words, products), (32, 29, 32), MIX_A)
+
+
+def mixed_b(builder: Any, words: Any, products: Any) -> Any:
+    return _rounds(builder, builder.add(words, products), (31, 33, 30), MIX_B)
+
+
+class _Sum:
+    """A sum in progress: loaded, moved on by vectors of words, stored."""
+
+    def __init__(self, context: Any, builder: Any, array_type: Any, array: Any) -> None:
+        start = address(context, builder, array_type, array, ir.Constant(_WORD, 0), 64)
+        start = builder.bitcast(start, _LANES.as_pointer())
+        self._builder = builder
+        self._places = [builder.gep(start, [ir.Constant(_WORD, row)]) for row in range(4)]
+        self._rows = [builder.load(place, align=8) for place in self._places]
+
+    def add(self, words: Any) -> None:
+        a, b, product_a, product_b = self._rows
+        builder = self._builder
+        self._rows = [
+            builder.add(a, mixed_a(builder, words, product_a)),
+            builder.add(b, mixed_b(builder, words, product_b)),
+            builder.add(product_a, _each(8 * MIX_A[0])),
+            builder.add(product_b, _each(8 * MIX_B[0])),
+        ]
+
+    def store(self) -> None:
+        for row, place in zip(self._rows, self._places, strict=True):
+            self._builder.store(row, place, align=8)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def mix64(typing: Any, data: Any, first: Any, like: Any, sums: Any) -> Any:
+    """Adds 64 words of `like`'s dtype, from word `first` of a byte array on, to a sum in progress."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        width = signature.args[2].dtype.bitwidth // 8
+        offset = builder.mul(args[1], ir.Constant(_WORD, width))
+        start = address(context, builder, signature.args[0], args[0], offset, 8)
+        running = _Sum(context, builder, signature.args[3], args[3])
+        for line in range(width):
+            place = builder.gep(start, [ir.Constant(_WORD, line * _LINE)])
+            running.add(builder.load(builder.bitcast(place, _LANES.as_pointer()), align=1))
+        running.store()
+        return context.get_dummy_value()
+
+    return types.none(data, types.int64, like, sums), build
+
+
+_OLD, _NEW, _INDEX, _AT, _FIRST, _BEFORE, _AFTER, _SUMS = range(8)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def keep8(
+    typing: Any, old: Any, new: Any, index: Any, at: Any, first: Any, before: Any, after: Any, sums: Any
+) -> Any:
+    """Words of `old` and `new` at 8 positions from index[at] on into `before` and `after`; the 8-byte words
+    that hold them, with numbers from `first` on, into `sums`: uint64[32], both sums of the old, of the new.
+    Each counts once, for the first position in it."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        touched = _Touched(context, builder, signature.args, args)
+        for row, (source, kept) in enumerate(((_OLD, _BEFORE), (_NEW, _AFTER))):
+            words = touched.gathered(source)
+            touched.keep(words, kept)
+            touched.add(words, 2 * row)
+        return context.get_dummy_value()
+
+    return types.none(old, new, index, types.int64, types.uint64, before, after, sums), build
+
+
+class _Touched:
+    """8 positions, where they lie in 8-byte words, and which of those are met first."""
+
+    def __init__(self, context: Any, builder: Any, kinds: Any, args: Any) -> None:
+        self._context, self._builder, self._kinds, self._args = context, builder, kinds, args
+        self._bits = kinds[_BEFORE].dtype.bitwidth
+        self._shift = {8: 3, 16: 2, 32: 1}[self._bits]
+        positions = self._positions(args[_AT])
+        places = builder.lshr(positions, _each(self._shift))
+        behind = self._positions(builder.sub(args[_AT], ir.Constant(_WORD, 1)))
+        self._fresh = builder.icmp_unsigned("!=", places, builder.lshr(behind, _each(self._shift)))
+        lane = builder.and_(positions, _each((1 << self._shift) - 1))
+        self._lane_bits = builder.mul(lane, _each(self._bits))
+        numbers = builder.add(places, repeated(builder, args[_FIRST], 64, 8))
+        self._products = [builder.mul(numbers, _each(mix[0])) for mix in (MIX_A, MIX_B)]
+
+    def _place(self, number: int, offset: Any, bits: int) -> Any:
+        return address(self._context, self._builder, self._kinds[number], self._args[number], offset, bits)
+
+    def _scaled(self, position: Any, size: int) -> Any:
+        return self._builder.mul(position, ir.Constant(_WORD, size))
+
+    def _positions(self, at: Any) -> Any:
+        place = self._place(_INDEX, self._scaled(at, 4), 32)
+        narrow = self._builder.load(
+            self._builder.bitcast(place, ir.VectorType(ir.IntType(32), 8).as_pointer()), align=4
+        )
+        return self._builder.zext(narrow, _LANES)
+
+    def gathered(self, source: int) -> Any:
+        """One by one: where gather instructions are patched against leaks, they are slower than that."""
+        builder, words = self._builder, ir.Constant(_LANES, ir.Undefined)
+        for lane in range(8):
+            at = builder.add(self._args[_AT], ir.Constant(_WORD, lane))
+            position = builder.zext(
+                builder.load(self._place(_INDEX, self._scaled(at, 4), 32), align=4), _WORD
+            )
+            offset = builder.shl(
+                builder.lshr(position, ir.Constant(_WORD, self._shift)), ir.Constant(_WORD, 3)
+            )
+            word = builder.load(self._place(source, offset, 64), align=1)
+            words = builder.insert_element(words, word, ir.Constant(ir.IntType(32), lane))
+        return words
+
+    def keep(self, words: Any, kept: int) -> None:
+        builder = self._builder
+        lanes = ir.VectorType(ir.IntType(self._bits), 8)
+        picked = builder.trunc(builder.lshr(words, self._lane_bits), lanes)
+        place = self._place(kept, self._scaled(self._args[_AT], self._bits // 8), 8)
+        builder.store(picked, builder.bitcast(place, lanes.as_pointer()), align=1)
+
+    def add(self, words: Any, row: int) -> None:
+        builder = self._builder
+        for lane, mixed in enumerate((mixed_a, mixed_b)):
+            place = self._place(_SUMS, ir.Constant(_WORD, (row + lane) * _LINE), 64)
+            place = builder.bitcast(place, _LANES.as_pointer())
+            counted = builder.select(self._fresh, mixed(builder, words, self._products[lane]), _each(0))
+            builder.store(builder.add(builder.load(place, align=8), counted), place, align=8)
+
+
+@kernel
+def empty_sums() -> Any:
+    """uint64[32], zeros. A vector across two cache lines would be slow to read back."""
+    room = np.zeros(40, np.uint64)
+    skipped = -(room.ctypes.data >> 3) & 7
+    return room[skipped : skipped + 32]
+
+
+@kernel
+def opened(number: Any) -> Any:
+    """A sum in progress whose next word is `number` in its tensor's count."""
+    sums = empty_sums()
+    for lane in range(8):
+        sums[16 + lane] = (number + U64(lane)) * A0
+        sums[24 + lane] = (number + U64(lane)) * B0
+    return sums
+
+
+@kernel
+def closed(sums: Any, row: Any) -> Any:
+    """Both sums from row `row` of 8 lanes on."""
+    a, b = U64(0), U64(0)
+    for lane in range(8 * row, 8 * row + 8):
+        a += sums[lane]
+        b += sums[lane + 8]
+    return a, b
+
+
+@inlined
+def rounds_a(x: Any) -> Any:
+    x = (x ^ (x >> U64(32))) * A1
+    x = (x ^ (x >> U64(29))) * A2
+    return x ^ (x >> U64(32))
+
+
+@inlined
+def rounds_b(x: Any) -> Any:
+    x = (x ^ (x >> U64(31))) * B1
+    x = (x ^ (x >> U64(33))) * B2
+    return x ^ (x >> U64(30))
+
+
+@kernel
+def mixed_tail(data: Any, start: Any, stop: Any, number: Any) -> Any:
+    """Sums over bytes [start, stop), which lie word by word; less than a word counts as filled with zeros."""
+    a, b = U64(0), U64(0)
+    for place in range(start, stop, 8):
+        word = U64(0)
+        for i in range(place, min(place + 8, stop)):
+            word |= U64(data[i]) << U64((i - place) << 3)
+        a += rounds_a(word ^ (number * A0))
+        b += rounds_b(word + number * B0)
+        number += U64(1)
+    return a, b
