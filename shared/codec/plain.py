@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.shared.codec.rice import ESCAPE, GREATEST, LONGEST, NOTHING, RICE, RUNS, SLACK
-from weightcast.shared.digest import lanes_plain
-from weightcast.shared.digest.lanes_plain import touched
+from weightcast.shared.digest.lanes_plain import hash_bytes, touched
 from weightcast.shared.words import ByteArray, WordKind, Words
 
 Array32 = NDArray[np.uint32]
@@ -34,11 +33,11 @@ def scanned(old: Words, new: Words, spans: Counts, book: NDArray[np.uint64]) -> 
     per_word = 8 // old.itemsize
     for row, (offset, words, number) in zip(book, spans.tolist(), strict=True):
         data = new[offset : offset + words].view(np.uint8)
-        lanes = lanes_plain.hash_bytes(data, number + offset // per_word - 1)
+        lanes = hash_bytes(data, number + offset // per_word - 1)
         row[0], row[1] = lanes.a, lanes.b
     if len(index):
         ends = spans[:, 0] + spans[:, 1]
-        book[:, 2:6], book[:, 6] = lanes_plain.touched(old, index, after, ends, spans[:, 2])
+        book[:, 2:6], book[:, 6] = touched(old, index, after, ends, spans[:, 2])
     return index, before, after
 
 
