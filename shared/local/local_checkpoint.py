@@ -21,6 +21,8 @@ from weightcast.shared.errors import NeedsReseed, Refused, RetryLater
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import Checkpoint, FileIdentity, file_identity, open_checkpoint
+from weightcast.shared.files.mounts import file_system
+from weightcast.shared.files.paging import populate
 from weightcast.shared.local.host import Host
 from weightcast.shared.local.locks import FileLock, holder, owner_text
 from weightcast.shared.local.state import LANES_BYTES, LocalState, read_state, write_state
@@ -78,6 +80,8 @@ class _Mapped:
     device: int
     inode: int
     size: int
+    in_memory: bool
+    """on tmpfs: pages are small and never written back"""
 
 
 def ensure_room(paths: LocalPaths) -> None:
@@ -208,7 +212,10 @@ class LocalCheckpoint:
         return np.frombuffer(mapped.map, spec.kind.numpy, spec.words, place.offset)
 
     def words_in(self, tensor: int, start: int, stop: int) -> Words:
-        return self.words(tensor)[start:stop]
+        words = self.words(tensor)[start:stop]
+        if self._maps[self.checkpoint.places[tensor].file].in_memory:
+            populate(words)
+        return words
 
     def chunk_words(self, chunk: Chunk) -> Words:
         """The chunk's words with zero padding; not to be written. A view where the chunk is one run."""
@@ -263,4 +270,5 @@ def _map(path: Path) -> _Mapped:
         mapped = mmap.mmap(fd, found.st_size)
     finally:
         os.close(fd)
-    return _Mapped(path, mapped, found.st_dev, found.st_ino, found.st_size)
+    in_memory = file_system(found.st_dev) == "tmpfs"
+    return _Mapped(path, mapped, found.st_dev, found.st_ino, found.st_size, in_memory)
