@@ -154,6 +154,12 @@ class Follower:
         self.state = read_state(self.paths.state)
         return repaired
 
+    def sources(self, channel: Channel) -> list[Path]:
+        """Directories with full weights from which the version that lies here can be had."""
+        local = self._require()
+        ways = ways_to(channel, local.state.position.version, local.table, self.base_dir)
+        return [way.directory for way in ways]
+
     def _repair(
         self, local: LocalCheckpoint, channel: Channel, damage: Differs | None, advance: Advance | None
     ) -> Repaired:

@@ -15,17 +15,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from blake3 import blake3
 
+from weightcast.shared.channel.base import BASE_LIMIT, Base, parse_base, write_base
+from weightcast.shared.channel.chain import check_files
 from weightcast.shared.channel.delta import open_delta
-from weightcast.shared.channel.index import STEP_ENCODINGS, ForeignIndex, Index
+from weightcast.shared.channel.index import STEP_ENCODINGS, FileRecord, ForeignIndex, Index
 from weightcast.shared.digest.root import root
 from weightcast.shared.errors import DamagedFile, RetryLater, WeightcastError
+from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import open_checkpoint
 from weightcast.shared.local.hashing import Differs, differing, full_hash, hash_tensor, nearest
-from weightcast.shared.local.local_checkpoint import LocalCheckpoint, gather
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths, gather
 from weightcast.shared.local.patch import repairable, require_files
 from weightcast.shared.local.seed import ReadCheckpoint, check_table
-from weightcast.shared.local.state import EngineState, Mark, Phase, Position, lanes_list
+from weightcast.shared.local.state import EngineState, Mark, Phase, Position, lanes_list, read_state
 from weightcast.shared.progress import Advance
 from weightcast.shared.words import Chunk, Part, Segment, Span, TensorTable, Words, grid
 
@@ -381,3 +385,39 @@ def _settle(local: LocalCheckpoint, damage: Differs, tensors: Sequence[int]) -> 
         raise Differs(f"{local.directory}: {', '.join(names[:3])} cannot be written", damage.position, names)
     require_files(local)
     _arrive(local, damage.position, hashed=damage.whole)
+
+
+def restore_base(paths: LocalPaths, base: Base) -> None:
+    """Writes the run's base beside a local checkpoint of this run that lost its own. The caller owns it."""
+    state = read_state(paths.state)
+    if state is None or state.foreign or state.run_id != base.run_id:
+        return
+    try:
+        parse_base(durable.read_file(paths.base, BASE_LIMIT))
+    except (DamagedFile, FileNotFoundError):
+        durable.replace(paths.base, write_base(base))
+
+
+def repair_files(local: LocalCheckpoint, sources: Sequence[Path]) -> list[str]:
+    """Copies config and tokenizer files that are not the run's from a source that has the right ones. Returns
+    the names of those that were written."""
+    written = []
+    for record in local.base.files:
+        if not any(check_files(local.directory, [record])):
+            continue
+        for source in sources:
+            if _copied(source / record.name, local.directory / record.name, record):
+                written.append(record.name)
+                break
+    return written
+
+
+def _copied(source: Path, target: Path, record: FileRecord) -> bool:
+    try:
+        data = durable.read_file(source, record.size, follow_links=True)
+    except (WeightcastError, OSError):
+        return False
+    if len(data) != record.size or blake3(data).hexdigest() != record.blake3:
+        return False
+    durable.replace(target, data)
+    return True

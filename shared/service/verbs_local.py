@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import DamagedFile, Refused
-from weightcast.shared.local.hashing import HashReport, full_hash
-from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
+from weightcast.shared.local.follow import Follower, FollowOptions
+from weightcast.shared.local.inspect import Inspection, inspect
+from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.locks import FileLock
-from weightcast.shared.local.state import Phase
+from weightcast.shared.local.repair import Repaired, repair_files, restore_base
 from weightcast.shared.progress import Advance
 from weightcast.shared.service.cli import group
 from weightcast.shared.service.output import JsonOption, Output, printable
-from weightcast.shared.service.settings import working_threads
+from weightcast.shared.service.settings import BadSettings, working_threads
 
 LOCK_SECONDS = 60.0
 
@@ -29,51 +32,86 @@ def verify(
     local: Annotated[
         Path, typer.Option("--local", envvar="WEIGHTCAST_LOCAL", help="Directory of the local checkpoint.")
     ],
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Bring right what differs; needs --channel.")
+    ] = False,
+    channel: Annotated[
+        Path | None,
+        typer.Option("--channel", envvar="WEIGHTCAST_CHANNEL", help="Channel to repair from."),
+    ] = None,
+    base: Annotated[
+        Path | None, typer.Option("--base", envvar="WEIGHTCAST_BASE", help="HF checkpoint to repair from.")
+    ] = None,
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="Working threads; unset: every core allowed.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Read every byte of a local checkpoint and compare it with the version that it claims to be."""
-    output = Output(json=as_json)
+    output, count = Output(json=as_json), working_threads(threads)
+    if repair and channel is None:
+        raise BadSettings("--repair needs --channel", remedy="give the channel that the checkpoint follows")
     with output.progress(f"reading {local}", None) as advance:
-        report = hash_local(local, working_threads(threads), advance)
-    facts = {
-        "local": str(local),
-        "version": report.version,
-        "root": report.root,
-        "expected_root": report.expected_root,
-        "intact": report.intact,
-        "differing": list(report.differing),
-    }
-    output.result(facts, lambda console: _show(console, local, report))
-    if not report.intact:
+        found = inspect_local(local, count, advance)
+        done: Repaired | None = None
+        if repair and channel is not None and found.faults:
+            done = repair_local(local, channel, base, count, advance)
+            found = inspect_local(local, count, advance)
+    output.result(_facts(local, found, done), lambda console: _show(console, local, found, done))
+    if found.faults:
         raise typer.Exit(DamagedFile.exit_code)
 
 
-def hash_local(local: Path, threads: int, advance: Advance | None = None) -> HashReport:
-    """A full hash while the checkpoint stands still. Raises Refused when there is none, or when it is not a
-    version now; RetryLater while it is being patched."""
+def inspect_local(local: Path, threads: int, advance: Advance | None = None) -> Inspection:
+    """While the checkpoint stands still. Raises Refused when there is none, RetryLater while it is being
+    patched."""
     paths = LocalPaths(local)
-    if not paths.state.is_file():
+    if not paths.room.is_dir():
         raise Refused(f"{local} is no local checkpoint", remedy="give the --local of a daemon")
     with FileLock(paths.patch).holding(shared=True, seconds=LOCK_SECONDS):
-        opened = LocalCheckpoint.open(local)
-        if opened is None:
-            raise Refused(f"{local} is no local checkpoint", remedy="give the --local of a daemon")
-        with opened:
-            if opened.state.phase is not Phase.CLEAN:
-                raise Refused(
-                    f"{local} is {opened.state.phase.value}: no version to compare it with",
-                    remedy="start its daemon, or `weightcast sync`, which repair it",
-                )
-            return full_hash(opened, threads=threads, advance=advance)
+        return inspect(local, threads=threads, advance=advance)
 
 
-def _show(console: Console, local: Path, report: HashReport) -> None:
-    for name in report.differing:
-        console.print(f"differs: {printable(name)}")
-    if report.intact:
-        console.print(f"{local}: every byte is that of version {report.version}, root {report.root}")
-    else:
-        console.print(f"{local}: {len(report.differing)} tensors are not those of version {report.version}")
+def repair_local(
+    local: Path, channel: Path, base: Path | None, threads: int, advance: Advance | None = None
+) -> Repaired | None:
+    """Engines are not told: they are noted as in doubt, and reloaded by the next sync. Raises RetryLater
+    while a daemon owns the checkpoint."""
+    opened = Channel.open(channel)
+    with closing(Follower(channel, local, base, FollowOptions(threads, visible_seconds=0.0))) as follower:
+        follower.own()
+        if opened.base is not None:
+            restore_base(LocalPaths(local), opened.base)
+        follower.load(opened, advance)
+        follower.rehash(advance)
+        done = follower.repair(opened, advance)
+        if follower.local is not None:
+            repair_files(follower.local, follower.sources(opened))
+    return done
+
+
+def _facts(local: Path, found: Inspection, done: Repaired | None) -> dict[str, Any]:
+    report = found.report
+    return {
+        "local": str(local),
+        "version": None if found.state is None else found.state.position.version,
+        "root": None if report is None else report.root,
+        "expected_root": None if found.state is None else found.state.position.root,
+        "intact": not found.faults,
+        "differing": [] if report is None else list(report.differing),
+        "faults": [vars(fault) for fault in found.faults],
+        "repaired": None if done is None else {**vars(done), "position": done.position.version},
+    }
+
+
+def _show(console: Console, local: Path, found: Inspection, done: Repaired | None) -> None:
+    if done is not None:
+        console.print(
+            f"repaired {done.words} words in {len(done.tensors)} tensors from {printable(done.source) or '-'}"
+        )
+    for fault in found.faults:
+        console.print(f"{printable(fault.file)}: {printable(fault.problem)}\n  {fault.meaning}")
+    if not found.faults and found.report is not None:
+        console.print(
+            f"{local}: every byte is that of version {found.report.version}, root {found.report.root}"
+        )

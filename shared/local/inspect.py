@@ -1,0 +1,155 @@
+"""What is wrong with a local checkpoint, file by file, and what that means for its host. Reads only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightcast.shared.channel.base import BASE_LIMIT, Base, parse_base
+from weightcast.shared.channel.chain import check_files
+from weightcast.shared.errors import WeightcastError
+from weightcast.shared.files import durable
+from weightcast.shared.files.checkpoint import open_checkpoint
+from weightcast.shared.local.hashing import HashReport, full_hash
+from weightcast.shared.local.journal import JournalReader
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
+from weightcast.shared.local.seed import table_problems
+from weightcast.shared.local.state import LANES_BYTES, LocalState, Phase, read_state
+from weightcast.shared.progress import Advance
+
+_SEEDED = "the host cannot patch it; its next start seeds it again"
+_STUCK = "the host stops here until the local checkpoint is moved away, and is then seeded again"
+_OTHER = "an engine that starts here reads another model's settings; `local verify --repair` copies the file"
+_NO_WAY_BACK = "the way back by this journal is lost; where it is needed the host repairs or seeds"
+_UNFINISHED = "the next start finishes, repairs or seeds it; engines must not load it before"
+_WRONG_WEIGHTS = "engines that load from here get wrong weights; the next sync with --rehash repairs them"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`file`: its name in the local checkpoint; `meaning`: for the host and its engines."""
+
+    file: str
+    problem: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """`report`: what reading all weights said; None where they cannot be read at all."""
+
+    faults: tuple[Fault, ...]
+    state: LocalState | None
+    report: HashReport | None
+
+
+def inspect(directory: Path, *, threads: int = 1, advance: Advance | None = None) -> Inspection:
+    """The caller holds the patch lock, shared. Raises nothing for what the files say."""
+    paths = LocalPaths(directory)
+    state, faults = _state(paths)
+    base, base_faults = _base(paths, state)
+    faults += base_faults
+    report: HashReport | None = None
+    if state is not None and base is not None:
+        found = list(_checkpoint(directory, base))
+        faults += found
+        faults += _others(directory, base)
+        faults += _journals(paths, state, base)
+        if not found and not base_faults:
+            report, wrong = _weights(directory, threads, advance)
+            faults += wrong
+    return Inspection(tuple(faults), state, report)
+
+
+def _state(paths: LocalPaths) -> tuple[LocalState | None, list[Fault]]:
+    try:
+        state = read_state(paths.state)
+    except (WeightcastError, OSError) as error:
+        return None, [Fault(_name(paths.state), _text(error), _STUCK)]
+    if state is None:
+        return None, [Fault(_name(paths.state), "is missing", "the host seeds it at its next start")]
+    if state.phase is not Phase.CLEAN:
+        return state, [Fault(_name(paths.state), f"says {state.phase.value}", _UNFINISHED)]
+    return state, []
+
+
+def _base(paths: LocalPaths, state: LocalState | None) -> tuple[Base | None, list[Fault]]:
+    try:
+        base = parse_base(durable.read_file(paths.base, BASE_LIMIT))
+    except FileNotFoundError:
+        return None, [Fault(_name(paths.base), "is missing", _SEEDED)]
+    except (WeightcastError, OSError) as error:
+        return None, [Fault(_name(paths.base), _text(error), _SEEDED)]
+    if state is not None and base.run_id != state.run_id:
+        return base, [Fault(_name(paths.base), f"is of run {base.run_id}, state.json is not", _SEEDED)]
+    if state is not None and len(state.position.lanes) != LANES_BYTES * len(base.table):
+        return base, [Fault(_name(paths.state), "has lanes of other tensors than base.json", _SEEDED)]
+    return base, []
+
+
+def _checkpoint(directory: Path, base: Base) -> Iterator[Fault]:
+    try:
+        checkpoint = open_checkpoint(directory, follow_links=False)
+    except (WeightcastError, OSError) as error:
+        yield Fault("weights", _text(error), _SEEDED)
+        return
+    for problem in table_problems(checkpoint.table, base.table)[:50]:
+        yield Fault("weights", problem, _SEEDED)
+    for path in checkpoint.weight_files:
+        if path.stat().st_nlink > 1:
+            yield Fault(path.name, "has several links", "the host refuses to patch it")
+
+
+def _others(directory: Path, base: Base) -> Iterator[Fault]:
+    for record in base.files:
+        for problem in check_files(directory, [record]):
+            yield Fault(record.name, problem, _OTHER)
+
+
+def _journals(paths: LocalPaths, state: LocalState, base: Base) -> Iterator[Fault]:
+    named = [*state.undo, *([] if state.active is None else [state.active])]
+    for step in named:
+        path = paths.journal(step.journal)
+        try:
+            with JournalReader(path, base.table) as journal:
+                header = journal.header
+                for _ in journal.records():
+                    pass
+            if (header.journal, header.target_digest) != (step.journal, step.target.digest):
+                yield Fault(_name(path), "is the journal of another step", _NO_WAY_BACK)
+        except (WeightcastError, OSError) as error:
+            yield Fault(_name(path), _text(error), _NO_WAY_BACK)
+    kept = {step.journal for step in named}
+    for path in sorted(paths.journals.iterdir()) if paths.journals.is_dir() else ():
+        if path.stem not in kept:
+            yield Fault(_name(path), "is named by no state", "nothing; the next start drops it")
+
+
+def _weights(directory: Path, threads: int, advance: Advance | None) -> tuple[HashReport | None, list[Fault]]:
+    try:
+        opened = LocalCheckpoint.open(directory)
+    except (WeightcastError, OSError) as error:
+        return None, [Fault("weights", _text(error), _SEEDED)]
+    if opened is None:
+        return None, []
+    with opened:
+        report = full_hash(opened, threads=threads, advance=advance)
+        places = opened.checkpoint.places
+        faults = [
+            Fault(places[opened.table.numbers[name]].file.name, f"{name} differs", _WRONG_WEIGHTS)
+            for name in report.differing
+        ]
+    if not report.intact and not report.differing:
+        faults = [Fault(".weightcast/state.json", "its lanes are not those of its root", _SEEDED)]
+    return report, faults
+
+
+def _name(path: Path) -> str:
+    """As seen from the checkpoint's directory."""
+    room = next((parent for parent in path.parents if parent.name == ".weightcast"), path.parent)
+    return str(path.relative_to(room.parent))
+
+
+def _text(error: Exception) -> str:
+    return error.message if isinstance(error, WeightcastError) else str(error)
