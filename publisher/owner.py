@@ -210,8 +210,8 @@ class Owner:
         """Stages the written files as a host would: no host sees a version that did not pass."""
         index = parse_index(write_index(assembled.index, local.table), local.table)
         if not self._rank.alone:
-            # digests of our own files were just read from them. What fails is left for the next attempt to move
-            # away: after a takeover it may be another owner's
+            # digests of our own files were just read from them. What fails is left for the next attempt to
+            # move away: after a takeover it may be another owner's
             verify_files(directory, index)
         return index, stage(local, [Fetched(index, directory)], threads=self._options.threads)
 

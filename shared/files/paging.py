@@ -19,8 +19,8 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 def populate(mapped: NDArray[Any]) -> None:
     """Makes the pages under a view of a writable mapping present at once. On tmpfs a fault per 4 KiB page
-    costs more than decoding and patching what lies in it. Pages become dirty: not for files that are written back.
-    Without the GIL, so that threads do it side by side."""
+    costs more than decoding and patching what lies in it. Pages become dirty: not for files that are written
+    back. Without the GIL, so that threads do it side by side."""
     if mapped.nbytes >= _LEAST:
         address = mapped.ctypes.data
         begin = address & ~(mmap.PAGESIZE - 1)
