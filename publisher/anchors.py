@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
 from weightcast.shared.files.safetensors import Entry, pack_header
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, WordsIn
-from weightcast.shared.local.state import lanes_list
+from weightcast.shared.local.state import Position, lanes_list
 from weightcast.shared.progress import Advance
 from weightcast.shared.words import TensorTable, whole_part
 
@@ -135,11 +136,31 @@ def anchor_index(
     )
 
 
+@dataclass(frozen=True)
+class Full:
+    """The full weights of a version, wherever they are read from. `other_files`: config and tokenizer."""
+
+    run_id: str
+    position: Position
+    table: TensorTable
+    words_in: WordsIn
+    other_files: Sequence[Path]
+
+
 def write_anchor_beside(layout: Layout, local: LocalCheckpoint, claim: Claim) -> bool:
-    """The anchor of the version that the local checkpoint holds. False when it exists already. Its digests
-    must equal the version's before its index is written; it appears through its index alone."""
-    position = local.state.position
-    directory = layout.anchor_dir(position.version)
+    """The anchor of the version that the local checkpoint holds. False when it exists already."""
+    with local.standing_still():
+        state = local.state
+        others = local.checkpoint.other_files
+        return write_anchor(
+            layout, Full(state.run_id, state.position, local.table, local.words_in, others), claim
+        )
+
+
+def write_anchor(layout: Layout, full: Full, claim: Claim) -> bool:
+    """The anchor beside a version. False when it exists already. Its digests must equal the version's before
+    its index is written; it appears through its index alone."""
+    directory = layout.anchor_dir(full.position.version)
     if (directory / INDEX_NAME).exists():
         return False
     if directory.exists():
@@ -147,7 +168,7 @@ def write_anchor_beside(layout: Layout, local: LocalCheckpoint, claim: Claim) ->
     directory.mkdir()
     failpoint("anchor.begun", directory)
     try:
-        _write_beside(directory, local, claim)
+        _write_beside(directory, full, claim)
     except BaseException:
         # not to fill a disk that is full already
         discard(layout, directory)
@@ -156,18 +177,18 @@ def write_anchor_beside(layout: Layout, local: LocalCheckpoint, claim: Claim) ->
     return True
 
 
-def _write_beside(directory: Path, local: LocalCheckpoint, claim: Claim) -> None:
-    position = local.state.position
-    with local.standing_still():
-        written = write_weights(directory, local.table, local.words_in, local.checkpoint.other_files)
+def _write_beside(directory: Path, full: Full, claim: Claim) -> None:
+    position = full.position
+    written = write_weights(directory, full.table, full.words_in, full.other_files)
     if written[2] != lanes_list(position.lanes):
         raise DamagedFile(
-            f"{local.directory} does not hold version {position.version} any more; no anchor was written",
+            f"the publisher's local checkpoint does not hold version {position.version}; no anchor was "
+            "written",
             remedy="run `weightcast local verify`",
         )
-    index = anchor_index(local.state.run_id, position.version, claim.epoch, None, local.table, written)
+    index = anchor_index(full.run_id, position.version, claim.epoch, None, full.table, written)
     claim.check()
     durable.sync_directory(directory)
     failpoint("anchor.written", directory)
-    durable.create(directory / INDEX_NAME, write_index(index, local.table))
+    durable.create(directory / INDEX_NAME, write_index(index, full.table))
     failpoint("anchor.committed", directory)

@@ -218,6 +218,8 @@ class Owner:
     def _patch(self, local: LocalCheckpoint, staged: Staged) -> None:
         with local.patching():
             self._follower.patch(staged)
+        if self._options.keep is not None:
+            self._options.keep(staged.step)
         self._follower.forget_undo()
 
     def write_anchor(self) -> bool:

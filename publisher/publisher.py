@@ -9,6 +9,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from weightcast.publisher.on_device import Baselines, OnDevice, When
 from weightcast.publisher.owner import Owner
 from weightcast.publisher.report import PublishReport
 from weightcast.publisher.tensors import CheckpointWeights, GivenWeights, NewWeights
+from weightcast.publisher.upkeep import Background, Upkeep, UpkeepOptions
 from weightcast.publisher.work import PublishOptions, Rank, Watching, Work
 from weightcast.shared.channel.claims import Claim, claim, this_process
 from weightcast.shared.channel.index import STEP_ENCODINGS, Encoding
@@ -39,9 +41,15 @@ class Publisher:
     """
 
     def __init__(
-        self, follower: Follower, rank: Rank, options: PublishOptions, claimed: Claim | None
+        self,
+        follower: Follower,
+        rank: Rank,
+        options: PublishOptions,
+        claimed: Claim | None,
+        upkeep: Upkeep | None = None,
     ) -> None:
-        self._follower, self._claim = follower, claimed
+        self._follower, self._claim, self._upkeep = follower, claimed, upkeep
+        self._background: Background | None = None
         self._owner = None if claimed is None else Owner(follower, claimed, rank, options)
         self._member = Member(follower, rank, options)
         self._heart = None if claimed is None else _Heart(claimed)
@@ -69,6 +77,7 @@ class Publisher:
         on_device: When = "auto",
         device_baseline_bytes: int = 0,
         pinned_baseline_bytes: int = 0,
+        upkeep: UpkeepOptions | None = None,
     ) -> Publisher:
         """`channel`: made by `init_channel` or `weightcast channel init`. `local`: this publisher's own local
         checkpoint, seeded from `base` when it is new. Ranks other than 0 may share rank 0's `local` on its
@@ -76,6 +85,8 @@ class Publisher:
         torch too (`always`), or all on the host (`never`); the version's bytes are the same.
         What was published last may take `device_baseline_bytes` on the devices and `pinned_baseline_bytes` in
         pinned host memory, for the next comparison (docs/operations.md, Tensors on a GPU).
+        `upkeep`: what rank 0 makes beside the versions, when `make_due` is called or, after
+        `work_in_background`, by itself.
 
         Raises Refused while another publisher owns the channel, WrongRun when `local` is another run's.
         """
@@ -103,7 +114,10 @@ class Publisher:
                 patience=take_over_seconds,
                 above=follower.epoch,
             )
-            publisher = cls(follower, Rank(0, world_size), options, claimed)
+            keeper = Upkeep(directory, Path(local), claimed, upkeep or UpkeepOptions())
+            if upkeep is not None:
+                options = replace(options, keep=keeper.keep)
+            publisher = cls(follower, Rank(0, world_size), options, claimed, keeper)
             undo.callback(publisher.close)
             publisher.recover()
             undo.pop_all()
@@ -116,6 +130,8 @@ class Publisher:
         self.close()
 
     def close(self) -> None:
+        if self._background is not None:
+            self._background.stop()
         if self._heart is not None:
             self._heart.stop()
         if self._claim is not None:
@@ -191,7 +207,26 @@ class Publisher:
         return weights
 
     def _publish(self, work: Work) -> PublishReport:
-        return self._member.publish(work) if self._owner is None else self._owner.publish(work)
+        if self._owner is None:
+            return self._member.publish(work)
+        report = self._owner.publish(work)
+        if self._background is not None:
+            self._background.wake()
+        return report
+
+    def make_due(self) -> list[str]:
+        """Makes what is due beside the versions, here and now; what was made, in words."""
+        made = []
+        while self._upkeep is not None and (one := self._upkeep.step()):
+            made.append(one)
+        return made
+
+    def work_in_background(self) -> Background | None:
+        """From now on what is due is made in a thread of its own. None on ranks other than 0."""
+        if self._upkeep is not None and self._background is None:
+            self._background = Background(self._upkeep)
+            self._background.wake()
+        return self._background
 
     def write_anchor(self) -> bool:
         """Full weights of the current version beside it, for hosts without a base. False when they exist."""

@@ -20,6 +20,7 @@ from weightcast.shared.channel.delta import open_shard_writer
 from weightcast.shared.channel.index import INDEX_NAME, Encoding, Index
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
+from weightcast.shared.local.state import Step
 from weightcast.shared.progress import Advance
 from weightcast.shared.words import Part, Segment, TensorTable, grid, whole_part
 
@@ -30,7 +31,8 @@ Watching = Callable[[str], None]
 @dataclass(frozen=True)
 class PublishOptions:
     """`threads`: low by default beside a trainer. `deadline_seconds`: for ranks to meet. `anchor_every`: an
-    anchor beside every Nth version, 0: none."""
+    anchor beside every Nth version, 0: none. `keep` is called with each step that was patched, while its
+    journal is still there."""
 
     encoding: Encoding = "fast"
     threads: int = 1
@@ -38,6 +40,7 @@ class PublishOptions:
     anchor_every: int = 0
     post_write: PostWrite | None = None
     on_device: OnDevice = field(default_factory=OnDevice)
+    keep: Callable[[Step], None] | None = None
 
 
 @dataclass(frozen=True)

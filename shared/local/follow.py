@@ -63,6 +63,8 @@ class Follower:
         self._owner: FileLock | None = None
         self._spool = Spool(self.paths)
         self._prefetch: Prefetch | None = None
+        self._avoided: set[tuple[int, int]] = set()
+        """deltas from older versions that were damaged: other ways are planned"""
         self._intact: int | None = None
         """the generation whose bytes were all read and found right"""
         self._damage: Differs | None = None
@@ -233,6 +235,7 @@ class Follower:
             base=self._base_digest(channel),
             visible_seconds=self.options.visible_seconds,
             wait=self.options.wait,
+            avoid=self._avoided,
         )
 
     def _base_digest(self, channel: Channel) -> str | None:
@@ -303,6 +306,7 @@ class Follower:
                 on_phase=self._enter,
             )
         except DamagedFile:
+            self._avoided.update(key for key in route.skips if key[0] in leg)
             self._rehash(advance)
             raise
 

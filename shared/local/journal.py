@@ -55,6 +55,15 @@ class Record:
     new: Words
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a record lies: its tensor, first changed word, offset in the file."""
+
+    tensor: int
+    first: int
+    offset: int
+
+
 class JournalWriter:
     def __init__(self, path: Path, header: JournalHeader) -> None:
         self._file = path.open("xb")
@@ -126,6 +135,9 @@ class JournalReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._file.close()
 
     def _bad(self, why: str) -> DamagedFile:
@@ -173,12 +185,30 @@ class JournalReader:
         if self._file.tell() != self._size - _RECORD.size - len(_END):
             raise self._bad("more records than the footer counts")
 
-    def _record(self) -> Record:
+    def places(self) -> Iterator[Place]:
+        """Of all records; their payloads are not read."""
+        self._file.seek(self._start)
+        for _ in range(self._footer[2]):
+            offset = self._file.tell()
+            tensor, width, first, count, escapes, _ = self._record_head()
+            yield Place(tensor, first, offset)
+            self._file.seek(count + 4 * escapes + 2 * width * count, os.SEEK_CUR)
+
+    def at(self, place: Place) -> Record:
+        self._file.seek(place.offset)
+        return self._record()
+
+    def _record_head(self) -> tuple[int, int, int, int, int, int]:
+        """As `_RECORD` has them."""
         tensor, width, first, count, escapes, checksum = _RECORD.unpack(self._read(_RECORD.size))
         if tensor >= len(self._table) or width != self._table[tensor].kind.width or count == 0:
             raise self._bad("record of no tensor")
         if count > self._table[tensor].words or escapes > count:
             raise self._bad("record longer than its tensor")
+        return tensor, width, first, count, escapes, checksum
+
+    def _record(self) -> Record:
+        tensor, width, first, count, escapes, checksum = self._record_head()
         payload = self._read(count + 4 * escapes + 2 * width * count)
         if xxhash.xxh3_64_intdigest(payload) != checksum:
             raise self._bad("record damaged")

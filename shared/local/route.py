@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -57,17 +57,19 @@ def find_route(
     visible_seconds: float,
     beside: bool = True,
     wait: Callable[[float], None] = time.sleep,
+    avoid: Collection[tuple[int, int]] = (),
 ) -> Route:
     """`base`: digest of version 0 when its weights are at hand; `table`: None while a foreign run's tensors
-    are unknown; `beside`: whether anchors and deltas from older versions, which lie beside versions, count.
-    An index that the pointer implies and that does not show within `visible_seconds` is RetryLater for the
-    target, and taken as pruned below it."""
+    are unknown; `beside`: whether anchors and deltas from older versions, which lie beside versions, count;
+    `avoid`: deltas from older versions not to be taken. An index that the pointer implies and that does not
+    show within `visible_seconds` is RetryLater for the target, and taken as pruned below it."""
     facts = Facts(
         here=_here(state),
         target=target,
         links={},
         base=base,
         looked=target if beside and not channel.foreign else 0,
+        skips=dict.fromkeys(avoid),
         exact=exact or channel.foreign,
         blocked=frozenset(b.digest for b in state.blocked) if state is not None else frozenset(),
         epoch=0 if state is None else state.epoch,

@@ -156,8 +156,8 @@ def _to_json(state: LocalState) -> dict[str, Any]:
         "run_id": state.run_id,
         "position": _position_json(state.position),
         "phase": state.phase,
-        "active": None if state.active is None else _step_json(state.active),
-        "undo": [_step_json(step) for step in state.undo],
+        "active": None if state.active is None else step_json(state.active),
+        "undo": [step_json(step) for step in state.undo],
         "generation": state.generation,
         "epoch": state.epoch,
         "files": [[one.name, one.device, one.inode, one.size, one.mtime_ns] for one in state.files],
@@ -189,8 +189,8 @@ def _from_json(data: Mapping[str, Any]) -> LocalState:
         run_id=str(data["run_id"]),
         position=_position(data["position"]),
         phase=Phase(data["phase"]),
-        active=None if data["active"] is None else _step(data["active"]),
-        undo=tuple(_step(step) for step in data["undo"]),
+        active=None if data["active"] is None else parse_step(data["active"]),
+        undo=tuple(parse_step(step) for step in data["undo"]),
         generation=int(data["generation"]),
         epoch=int(data["epoch"]),
         files=tuple(FileIdentity(str(name), *map(int, numbers)) for name, *numbers in data["files"]),
@@ -221,14 +221,15 @@ def _position_json(position: Position) -> dict[str, Any]:
     }
 
 
-def _position(data: dict[str, Any]) -> Position:
+def _position(data: Mapping[str, Any]) -> Position:
     lanes = base64.b64decode(data["lanes"], validate=True)
     if len(lanes) % LANES_BYTES:
         raise ValueError(f"{len(lanes)} bytes of lanes")
     return Position(int(data["version"]), str(data["digest"]), str(data["root"]), int(data["epoch"]), lanes)
 
 
-def _step_json(step: Step) -> dict[str, Any]:
+def step_json(step: Step) -> dict[str, Any]:
+    """`step` for a file of JSON; `parse_step` reads it back."""
     return {
         "journal": step.journal,
         "base": _position_json(step.base),
@@ -236,7 +237,8 @@ def _step_json(step: Step) -> dict[str, Any]:
     }
 
 
-def _step(data: dict[str, Any]) -> Step:
+def parse_step(data: Mapping[str, Any]) -> Step:
+    """Raises ValueError, KeyError, TypeError or AttributeError for what `step_json` did not write."""
     journal = str(data["journal"])
     if not journal.isalnum():
         raise ValueError(f"journal id {journal!r}")
