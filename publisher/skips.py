@@ -159,7 +159,7 @@ def _written(directory: Path, past: Past, main: Index, base: Position, encoding:
 
 def _append(writer: ShardWriter, chunk: Chunk, old: Words, new: Words, changes: Changes) -> ChunkStep:
     step = ChunkStep(changes, span_sums(chunk, old, changes))
-    writer.append(chunk, writer.prepare(chunk, old, new, changes), new, step)
+    writer.append(chunk, writer.prepare(chunk, old, lambda: new, changes), lambda: new, step)
     return step
 
 
