@@ -14,7 +14,7 @@ from weightcast.shared.channel.delta import ChunkStep, PartFiles, ShardWriter
 from weightcast.shared.codec.changes import Changes, compare
 from weightcast.shared.codec.choose import FetchWords
 from weightcast.shared.codec.parallel import ordered
-from weightcast.shared.codec.scan import scan
+from weightcast.shared.codec.scan import Scan, scan
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.errors import NeedsReseed, Refused
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, gather
@@ -84,28 +84,20 @@ class _Comparison:
 
     def compare(self, chunk: Chunk) -> _Compared:
         old = self.local.chunk_words(chunk)
-        found = None if self.near is None else self.near.scan(chunk, old)
-        if found is not None:
-            full = tuple((span.tensor, lanes) for span, lanes in zip(chunk.spans, found.full, strict=True))
-            step = ChunkStep(found.changes, found.sums)
-            return self._encoded(chunk, old, lambda: self._fetched(chunk, old, found.changes), full, step)
+        near = None if self.near is None else self.near.scan(chunk, old)
+        if near is not None:
+            changes = near.changes
+            return self._encoded(chunk, old, lambda: self._fetched(chunk, old, changes), near)
         new = gather(chunk, self._new_words)
-        here = scan(chunk, old, new)
-        full = tuple((span.tensor, lanes) for span, lanes in zip(chunk.spans, here.full, strict=True))
-        return self._encoded(chunk, old, lambda: new, full, ChunkStep(here.changes, here.sums))
+        return self._encoded(chunk, old, lambda: new, scan(chunk, old, new))
 
-    def _encoded(
-        self,
-        chunk: Chunk,
-        old: Words,
-        new: FetchWords,
-        full: tuple[tuple[int, Lanes], ...],
-        step: ChunkStep,
-    ) -> _Compared:
-        if not len(step.changes):
+    def _encoded(self, chunk: Chunk, old: Words, new: FetchWords, found: Scan) -> _Compared:
+        full = tuple((span.tensor, lanes) for span, lanes in zip(chunk.spans, found.full, strict=True))
+        if not len(found.changes):
             return _Compared(chunk, new, full, None, b"", ())
-        prepared = self.writer.prepare(chunk, old, new, step.changes)
-        return _Compared(chunk, new, full, step, prepared, tuple(self._changed(chunk, step.changes)))
+        prepared = self.writer.prepare(chunk, old, new, found.changes)
+        step = ChunkStep(found.changes, found.sums)
+        return _Compared(chunk, new, full, step, prepared, tuple(self._changed(chunk, found.changes)))
 
     def _fetched(self, chunk: Chunk, old: Words, changes: Changes) -> Words:
         """All words after all, for a mode that holds them, and with them a look at all of the old ones."""
@@ -169,18 +161,15 @@ def _check_baseline(local: LocalCheckpoint, full: Mapping[int, Lanes], book: _Bo
             )
 
 
-def check_ties(weights: NewWeights, matched: Matched, table: TensorTable, piece: int = 1 << 22) -> None:
+def check_ties(weights: NewWeights, matched: Matched, table: TensorTable) -> None:
     """Tied tensors that were given must be equal. Refused names the first that is not."""
     for name, tensor in matched.ties:
         spec = table[tensor]
         source = matched.sources.get(tensor, name)
         if weights.table[weights.table.numbers[name]].words != spec.words:
             raise Refused(f"{name} is tied to {spec.name} and has another shape", remedy="tie the weights")
-        for start in range(0, spec.words, piece):
-            stop = min(start + piece, spec.words)
-            same = np.array_equal(weights.words_in(name, start, stop), weights.words_in(source, start, stop))
-            if not same:
-                raise Refused(
-                    f"{name} is tied to {spec.name} and has other values",
-                    remedy="tie the weights before publishing, or make a channel without this alias",
-                )
+        if not weights.equal(name, source):
+            raise Refused(
+                f"{name} is tied to {spec.name} and has other values",
+                remedy="tie the weights before publishing, or make a channel without this alias",
+            )

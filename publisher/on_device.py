@@ -30,6 +30,7 @@ from weightcast.publisher.device_words import (
     words_of,
 )
 from weightcast.shared.codec.changes import Changes
+from weightcast.shared.codec.scan import Scan
 from weightcast.shared.digest.hash import hash_bytes
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.touched import SpanSums, span_sums, total
@@ -60,15 +61,6 @@ class OnDevice:
         if isinstance(tensor, np.ndarray) or self.when == "never":
             return False
         return self.when == "always" or str(tensor.device.type) == "cuda"
-
-
-@dataclass(frozen=True)
-class NearScan:
-    """A chunk as it was found on its device. `full`: lanes of each span, from all of its new words."""
-
-    changes: Changes
-    full: tuple[Lanes, ...]
-    sums: list[SpanSums]
 
 
 @dataclass
@@ -218,7 +210,7 @@ class Near:
         self._baselines, self._flat, self._devices, self._recorded = baselines, flat, devices, recorded
         self._seen: set[ChunkKey] = set()
 
-    def scan(self, chunk: Chunk, old: Words) -> NearScan | None:
+    def scan(self, chunk: Chunk, old: Words) -> Scan | None:
         """`old`: the local checkpoint's words. None: to be compared on the host, as its tensors do not lie on
         one device, too much of it changes, or the device has no memory left. From several threads at once."""
         import torch
@@ -265,19 +257,19 @@ class Near:
             words[span.offset : span.offset + span.words] = piece
         return words
 
-    def _with_old(self, chunk: Chunk, old: Words, found: Found) -> NearScan:
+    def _with_old(self, chunk: Chunk, old: Words, found: Found) -> Scan:
         """Old words come from the host's memory: what of them is not as recorded shows in the sums."""
         before = old[found.index]
         if (before == found.new).any():
             raise drifted(chunk)
         changes = Changes(found.index, before, found.new)
-        sums = span_sums(chunk, old, changes)
+        sums = tuple(span_sums(chunk, old, changes))
         if self._baselines.whole_old and len(changes):
             _check_whole(chunk, old, found.lanes, sums)
-        return NearScan(changes, found.lanes, sums)
+        return Scan(changes, found.lanes, sums)
 
 
-def _check_whole(chunk: Chunk, old: Words, full: Iterable[Lanes], sums: list[SpanSums]) -> None:
+def _check_whole(chunk: Chunk, old: Words, full: Iterable[Lanes], sums: Iterable[SpanSums]) -> None:
     step = total(sums)
     expected = reduce(Lanes.plus, full).minus(step.new).plus(step.old)
     if reduce(Lanes.plus, (_lanes(span, old) for span in chunk.spans)) != expected:

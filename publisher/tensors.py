@@ -6,13 +6,14 @@ torch is not imported unless a torch tensor is given.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from weightcast.publisher.device_words import words_of
 from weightcast.publisher.match import Matched
 from weightcast.publisher.on_device import Baselines, Near
 from weightcast.shared.errors import Refused, RetryLater
@@ -32,6 +33,9 @@ class NewWeights(Protocol):
 
     def words_in(self, name: str, start: int, stop: int) -> Words:
         """Words [start, stop) of a tensor, on the host; not to be written."""
+
+    def equal(self, name: str, other: str) -> bool:
+        """Whether two tensors have the same form and bytes."""
 
     def near(self, local: LocalCheckpoint, matched: Matched) -> Near | None:
         """What compares tensors where they live. None: all are compared on the host."""
@@ -62,6 +66,15 @@ class CheckpointWeights:
             return self._read.words_in(self.table.numbers[name], start, stop)
         except RetryLater as error:
             raise self._changed() from error
+
+    def equal(self, name: str, other: str) -> bool:
+        one, another = (self.table[self.table.numbers[each]] for each in (name, other))
+        if (one.dtype, one.shape) != (another.dtype, another.shape):
+            return False
+        return all(
+            np.array_equal(self.words_in(name, start, stop), self.words_in(other, start, stop))
+            for start, stop in _pieces(one.words)
+        )
 
     def near(self, local: LocalCheckpoint, matched: Matched) -> None:
         return None
@@ -161,6 +174,9 @@ class GivenWeights:
     def words_in(self, name: str, start: int, stop: int) -> Words:
         return _host_words(self._flat(name), self._given[name].spec, start, stop)
 
+    def equal(self, name: str, other: str) -> bool:
+        return _equal(self._given[name], self._given[other])
+
     def near(self, local: LocalCheckpoint, matched: Matched) -> Near | None:
         baselines = self._baselines
         if baselines is None:
@@ -208,14 +224,39 @@ def _as_bytes(piece: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def _equal(one: _Given, other: _Given) -> bool:
+    """By bits; tensors of one device are compared there."""
     if (one.spec.dtype, one.spec.shape) != (other.spec.dtype, other.spec.shape):
         return False
-    if one.tensor is other.tensor:
+    if one.tensor is other.tensor or _same_memory(one.tensor, other.tensor):
         return True
+    if any(isinstance(given.tensor, np.ndarray) for given in (one, other)):
+        return _equal_on_host(one, other)
+    if one.tensor.device != other.tensor.device:
+        return _equal_on_host(one, other)
+    words = [words_of(_flat(given.tensor), one.spec.kind) for given in (one, other)]
+    return all(bool(words[0][a:b].equal(words[1][a:b])) for a, b in _pieces(one.spec.words))
+
+
+def _same_memory(one: Any, other: Any) -> bool:
+    """Tied weights are mostly one tensor under two names."""
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return False
+    if one.is_conj() or other.is_conj() or one.is_neg() or other.is_neg():
+        return False
+    places = [(each.device, each.data_ptr(), each.stride()) for each in (one, other)]
+    return places[0] == places[1]
+
+
+def _equal_on_host(one: _Given, other: _Given) -> bool:
     flats = [_flat(given.tensor) for given in (one, other)]
-    for start in range(0, one.spec.words, _PIECE):
-        stop = min(start + _PIECE, one.spec.words)
-        words = [_host_words(flat, one.spec, start, stop) for flat in flats]
-        if not np.array_equal(words[0], words[1]):
-            return False
-    return True
+    return all(
+        np.array_equal(
+            _host_words(flats[0], one.spec, start, stop), _host_words(flats[1], one.spec, start, stop)
+        )
+        for start, stop in _pieces(one.spec.words)
+    )
+
+
+def _pieces(words: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, words, _PIECE):
+        yield start, min(start + _PIECE, words)

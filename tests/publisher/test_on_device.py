@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -407,6 +408,55 @@ def test_by_itself_only_tensors_on_gpus_are_compared_on_a_device(
         publisher.publish({"a": as_torch(model["a"]).cpu()})
         assert compared(publisher) == 0
     place.arrives(model, 1)
+
+
+@pytest.mark.parametrize("base_ties", [False, True])
+def test_tied_tensors_are_compared_by_bits(tmp_path: Path, rng: np.random.Generator, base_ties: bool) -> None:
+    model: Model = {"embed": tensor(rng, "BF16", 90, 8), "other": tensor(rng, "F32", 8)}
+    if base_ties:
+        model["head"] = model["embed"]
+    place = make_place(tmp_path, model, aliases={"head": "embed"})
+    with place.publisher(**HELD) as publisher:
+        for step in range(3):
+            model = {**model, "embed": model["embed"].changed(rng, 4)}
+            tied = {**model, "head": model["embed"]}
+            given = given_of(tied)
+            given["head"] = (given["embed"], given["embed"].view(90, 8), given["head"])[step]
+            publisher.publish(given)
+            untied = {**given, "head": as_torch(model["embed"].changed(rng, 1))}
+            with pytest.raises(Refused, match="tied"):
+                publisher.publish(untied)
+    place.arrives(tied if base_ties else model, 3)
+
+
+def test_the_same_name_twice(tmp_path: Path, rng: np.random.Generator) -> None:
+    place = make_place(tmp_path, {"a": tensor(rng, "F16", 90)})
+    model = all_changed(place.model, rng)
+    given = as_torch(model["a"])
+    with place.publisher(**HELD) as publisher:
+        with pytest.raises(Refused, match="twice"):
+            publisher.publish([("a", given), ("a", as_torch(place.model["a"]))])
+        publisher.publish([("a", given), ("a", given.clone())])
+    place.arrives(model, 1)
+
+
+def test_ranks_compare_what_they_own(tmp_path: Path, rng: np.random.Generator) -> None:
+    model: Model = {name: tensor(rng, "BF16", 700) for name in "abcd"}
+    place = make_place(tmp_path, model)
+    with (
+        place.publisher(world_size=2, **HELD) as zero,
+        place.publisher(rank=1, world_size=2, **HELD) as one,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        # ownership moves once: what was held is of no use then
+        for step, owned in enumerate(("ab", "ab", "ac", "ac"), 1):
+            model = all_changed(model, rng)
+            given = given_of(model)
+            first = pool.submit(zero.publish, {name: given[name] for name in owned}, step=step)
+            one.publish({name: given[name] for name in given if name not in owned}, step=step)
+            assert first.result().version == step
+            assert (compared(zero), compared(one)) == (1, 1)
+    place.arrives(model, 4)
 
 
 def test_a_frozen_tensor_that_changed_is_refused(tmp_path: Path, rng: np.random.Generator) -> None:
