@@ -11,7 +11,7 @@ from weightcast.publisher.status import PublisherStatus
 from weightcast.publisher.watched import Arrivals
 from weightcast.shared.service.daemon import Stop, Wakeup, run_daemon
 from weightcast.shared.service.http import make_app
-from weightcast.shared.service.kernels import warm_up_in_background
+from weightcast.shared.service.kernels import STATUS, warm_up_in_background
 from weightcast.shared.service.metrics import new_registry, watch_loop
 from weightcast.shared.service.snapshot import LoopStatus, Snapshot
 from weightcast.shared.service.watch import Watcher
@@ -27,7 +27,7 @@ def run_publisher(settings: PublisherSettings) -> None:
     desk = Desk(settings, registry, wakeup, stop, arrivals)
 
     def status() -> PublisherStatus:
-        return desk.status().model_copy(update={"loop": loop.get()})
+        return desk.status().model_copy(update={"loop": loop.get(), "kernels": STATUS.get()})
 
     app = make_app(
         "weightcast publisher",

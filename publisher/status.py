@@ -13,6 +13,7 @@ from weightcast.publisher.queue import Job, Publication
 from weightcast.publisher.report import PublishReport
 from weightcast.shared.channel.reports import Report
 from weightcast.shared.service import metrics
+from weightcast.shared.service.kernels import KernelStatus
 from weightcast.shared.service.snapshot import Failure, Frozen, LoopStatus, Readiness
 
 PUBLICATIONS_SHOWN = 20
@@ -97,6 +98,7 @@ class PublisherStatus(Frozen):
     last_error: DatedFailure | None = None
     ready: bool = False
     not_ready_reasons: tuple[str, ...] = ("starting",)
+    kernels: KernelStatus = KernelStatus()
     loop: LoopStatus = LoopStatus()
 
     def readiness(self) -> Readiness:

@@ -16,7 +16,7 @@ from weightcast.shared.local.prepare import PreRead
 from weightcast.shared.service.daemon import Stop, Wakeup, run_daemon
 from weightcast.shared.service.hooks import run_hook
 from weightcast.shared.service.http import make_app
-from weightcast.shared.service.kernels import warm_up_in_background
+from weightcast.shared.service.kernels import STATUS, warm_up_in_background
 from weightcast.shared.service.logs import get_log, setup_logs
 from weightcast.shared.service.metrics import new_registry, watch_loop
 from weightcast.shared.service.settings import working_threads
@@ -132,6 +132,7 @@ class Subscriber:
         return status.model_copy(
             update={
                 "loop": self.loop.get(),
+                "kernels": STATUS.get(),
                 "last_full_hash_age_seconds": None if hashed is None else max(0.0, time.time() - hashed),
                 "report_error": "" if self.reporter is None else self.reporter.error,
             }

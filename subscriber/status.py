@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
+from weightcast.shared.service.kernels import KernelStatus
 from weightcast.shared.service.snapshot import Frozen, LoopStatus, Readiness
 
 KEPT_UPDATES = 32
@@ -110,6 +111,7 @@ class HostStatus(Frozen):
     """why the report could not be written to the channel"""
     ready: bool = False
     not_ready_reasons: tuple[str, ...] = ("starting",)
+    kernels: KernelStatus = KernelStatus()
     loop: LoopStatus = LoopStatus()
 
 

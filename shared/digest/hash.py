@@ -14,17 +14,27 @@ from weightcast.shared.words import ByteArray
 
 
 @cache
-def implementation() -> ModuleType:
-    """`lanes_native` where it compiles, else `lanes_plain`. Chosen late: importing numba is slow."""
+def _chosen() -> tuple[ModuleType, str]:
+    """With why it is not the compiled one."""
     try:
         from weightcast.shared.digest import lanes_native
 
         probe = np.arange(17, dtype=np.uint8)
         if lanes_native.hash_bytes(probe, 3) == lanes_plain.hash_bytes(probe, 3):
-            return lanes_native
-    except Exception:  # numba, llvmlite and the linker fail in ways of their own; all mean the same here
-        pass
-    return lanes_plain
+            return lanes_native, ""
+        return lanes_plain, "compiled kernels compute other digests"
+    except Exception as error:  # numba, llvmlite and the linker fail in ways of their own; all mean the same
+        return lanes_plain, f"{type(error).__name__}: {error}"
+
+
+def implementation() -> ModuleType:
+    """`lanes_native` where it compiles, else `lanes_plain`. Chosen late: importing numba is slow."""
+    return _chosen()[0]
+
+
+def why_not_compiled() -> str:
+    """Empty where kernels are compiled."""
+    return _chosen()[1]
 
 
 def kernels() -> Literal["numba", "numpy"]:

@@ -1,20 +1,24 @@
 """The one door to numba: how kernels are compiled, and the machine operations it has no word for.
 
 Bit code is uint64 throughout: numba makes a float64 of int64 with uint64. Importing this module raises
-ImportError where numba is missing. After a change here, touch the files with kernels: theirs stay cached.
+ImportError where numba is missing.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
+
+from weightcast.shared.digest.kernel_cache import cache_directory
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -23,12 +27,28 @@ U64: Any = np.uint64
 I64: Any = np.int64
 
 
+if numba.config.DISABLE_JIT:
+    raise ImportError("NUMBA_DISABLE_JIT is set")
+
+
+def _cpu() -> str:
+    return f"{numba.__version__} {binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
+
+
+CACHE: Path | None = cache_directory(os.environ, _cpu())
+"""where compiled kernels are kept; None: nowhere, they are compiled by every process"""
+
+
 def kernel(function: Function) -> Function:
-    """Compiled at first call, without the GIL; kept on disk where a place for it can be written."""
+    """Compiled at first call, without the GIL; kept on disk where there is a place for it."""
+    if CACHE is None:
+        return cast(Function, numba.njit(nogil=True)(function))
+    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(CACHE)
     try:
         return cast(Function, numba.njit(nogil=True, cache=True)(function))
-    except RuntimeError:  # numba found no directory for its cache
-        return cast(Function, numba.njit(nogil=True)(function))
+    finally:
+        # the caches of others in this process are theirs
+        numba.config.CACHE_DIR = before
 
 
 def inlined(function: Function) -> Function:

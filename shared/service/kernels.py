@@ -3,10 +3,51 @@
 from __future__ import annotations
 
 import threading
+from typing import Literal
 
 from weightcast.shared.codec.warm_up import warm_up
+from weightcast.shared.digest.hash import kernels, why_not_compiled
+from weightcast.shared.service.logs import get_log
+from weightcast.shared.service.snapshot import Frozen, Snapshot
+
+log = get_log("kernels")
+
+
+class KernelStatus(Frozen):
+    """`kind`: what digest and codec run on; `numpy` gives the same bytes, many times slower."""
+
+    kind: Literal["starting", "numba", "numpy"] = "starting"
+    cached_in: str = ""
+    """directory that keeps compiled kernels; empty: every process compiles them anew"""
+    problem: str = ""
+    """why kernels are not compiled, or not kept"""
+
+
+STATUS = Snapshot(KernelStatus())
+"""of this process"""
 
 
 def warm_up_in_background() -> None:
-    """At a daemon's start: seconds where nothing is cached. The process may end before it is done."""
-    threading.Thread(target=warm_up, name="warm-up", daemon=True).start()
+    """At a daemon's start: about a minute of one core where nothing is cached. The process may end before it
+    is done."""
+    threading.Thread(target=_warm_up, name="warm-up", daemon=True).start()
+
+
+def _warm_up() -> None:
+    warm_up()
+    STATUS.set(kernel_status())
+    if STATUS.get().problem:
+        log.warning("kernels", **STATUS.get().model_dump())
+
+
+def kernel_status() -> KernelStatus:
+    """Compiles a first kernel if none is."""
+    if kernels() == "numpy":
+        return KernelStatus(kind="numpy", problem=why_not_compiled())
+    from weightcast.shared.digest.native import CACHE
+
+    if CACHE is None:
+        return KernelStatus(
+            kind="numba", problem="no private directory to keep kernels in: set WEIGHTCAST_CACHE"
+        )
+    return KernelStatus(kind="numba", cached_in=str(CACHE))

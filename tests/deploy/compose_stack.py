@@ -271,8 +271,8 @@ class Stack:
         mapped = {key: self._local(name, value) for key, value in service.environment.items()}
         # Programs of this installation; and what numba compiled before, wherever it keeps that.
         mapped["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        mapped.pop("NUMBA_CACHE_DIR", None)
-        kept = {key: os.environ[key] for key in ("NUMBA_CACHE_DIR",) if key in os.environ}
+        mapped.pop("WEIGHTCAST_CACHE", None)
+        kept = {key: os.environ[key] for key in ("WEIGHTCAST_CACHE",) if key in os.environ}
         return mapped | kept | {"HOME": str(self.root)}
 
     def _local(self, name: str, word: str) -> str:

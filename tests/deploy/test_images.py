@@ -56,7 +56,7 @@ def test_images_do_not_run_as_root_and_compile_where_they_may_write(stages: dict
     assert "USER 10001:10001" in runtime.split("FROM ")[0]
     assert "USER" not in runtime.split("FROM ", 1)[1]
     for name in IMAGES:
-        place = stages[name].environment["NUMBA_CACHE_DIR"]
+        place = stages[name].environment["WEIGHTCAST_CACHE"]
         assert place in runtime.split("FROM ")[0].split("ENV")[0]
 
 

@@ -61,7 +61,7 @@ def test_the_command_line_is_one_of_the_command(unit: str) -> None:
 def test_settings_come_from_the_environment_and_wrong_ones_stop_it_for_good(unit: str) -> None:
     """Everything is taken from the environment but one value, which no daemon takes."""
     given = environment(unit) | {"WEIGHTCAST_CHANNEL": "/c", "WEIGHTCAST_BASE": "/b", "WEIGHTCAST_PORT": "x"}
-    given.pop("NUMBA_CACHE_DIR")
+    given.pop("WEIGHTCAST_CACHE")
     done = run(start(unit), given)
     assert done.returncode == 2
     problems = [line.strip() for line in done.stderr.splitlines() if line.startswith("  ")]
@@ -90,7 +90,7 @@ def test_the_local_checkpoint_lies_where_the_unit_may_write(unit: str) -> None:
 @pytest.mark.parametrize("unit", ROLES)
 def test_the_compiler_of_numba_may_write_and_execute(unit: str) -> None:
     cache = service(unit)["CacheDirectory"][0]
-    assert environment(unit)["NUMBA_CACHE_DIR"] == f"/var/cache/{cache}"
+    assert environment(unit)["WEIGHTCAST_CACHE"] == f"/var/cache/{cache}"
     assert "MemoryDenyWriteExecute" not in service(unit)
 
 

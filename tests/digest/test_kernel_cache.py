@@ -1,0 +1,89 @@
+"""Where compiled kernels may be kept."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weightcast.shared.digest.kernel_cache import cache_directory, key
+
+CPU = "a cpu"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+
+
+def test_the_first_place_named_is_taken(tmp_path: Path) -> None:
+    environment = {"HOME": str(tmp_path / "home"), "XDG_CACHE_HOME": str(tmp_path / "xdg")}
+    name = f"kernels-{key(CPU)}"
+    own = {**environment, "WEIGHTCAST_CACHE": str(tmp_path / "own")}
+    assert cache_directory(own, CPU) == tmp_path / "own" / name
+    assert cache_directory(environment, CPU) == tmp_path / "xdg" / "weightcast" / name
+    assert cache_directory({"HOME": str(tmp_path)}, CPU) == tmp_path / ".cache" / "weightcast" / name
+    assert cache_directory({}, CPU) == tmp_path / "tmp" / f"weightcast-{os.getuid()}" / name
+
+
+def test_each_cpu_has_its_own() -> None:
+    assert key("avx2") != key("avx512") == key("avx512")
+
+
+def test_a_place_that_is_a_file_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "own").write_text("")
+    found = cache_directory({"WEIGHTCAST_CACHE": str(tmp_path / "own"), "HOME": str(tmp_path)}, CPU)
+    assert found is not None and found.parent == tmp_path / ".cache" / "weightcast"
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770])
+def test_a_place_that_others_may_write_to_is_passed_over(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own").chmod(mode)
+    found = cache_directory({"WEIGHTCAST_CACHE": str(tmp_path / "own"), "HOME": str(tmp_path)}, CPU)
+    assert found is not None and found.parent == tmp_path / ".cache" / "weightcast"
+
+
+def test_a_link_in_its_place_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / f"kernels-{key(CPU)}").symlink_to(tmp_path)
+    found = cache_directory({"WEIGHTCAST_CACHE": str(tmp_path / "own")}, CPU)
+    assert found is not None and found.is_relative_to(tmp_path / "tmp")
+
+
+def test_no_place_at_all(tmp_path: Path) -> None:
+    (tmp_path / "tmp").rmdir()
+    (tmp_path / "tmp").write_text("")
+    assert cache_directory({"HOME": str(tmp_path / "tmp")}, CPU) is None
+
+
+_HASH = """
+import numpy as np, os, numba
+from weightcast.shared.digest.hash import hash_bytes
+from weightcast.shared.service.kernels import kernel_status
+hash_bytes(np.arange(8, dtype=np.uint8))
+print(numba.config.CACHE_DIR, kernel_status().model_dump_json())
+"""
+
+
+def test_kernels_are_kept_there_and_status_says_so(tmp_path: Path) -> None:
+    environment = {**os.environ, "WEIGHTCAST_CACHE": str(tmp_path / "own")}
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", _HASH], env=environment, capture_output=True, text=True, check=True
+        )
+        kept = sorted(path.stat().st_mtime_ns for path in (tmp_path / "own").rglob("*.nbc"))
+        assert kept and str(tmp_path / "own") in done.stdout and '"numba"' in done.stdout
+    assert not done.stdout.startswith(str(tmp_path)), "other users of numba keep their own cache"
+
+
+def test_status_says_why_kernels_are_not_compiled(tmp_path: Path) -> None:
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", _HASH], env=environment, capture_output=True, text=True, check=True
+    )
+    assert '"numpy"' in done.stdout and "NUMBA_DISABLE_JIT is set" in done.stdout
