@@ -15,7 +15,7 @@ import numpy as np
 from weightcast.publisher.history import History, Kept
 from weightcast.shared.channel.base import Base
 from weightcast.shared.errors import DamagedFile, RetryLater
-from weightcast.shared.local.journal import JournalReader, Place, Record
+from weightcast.shared.local.journal import JournalReader, PackedRecord, Record
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths, WordsIn
 from weightcast.shared.local.state import Phase, Position, read_state
 from weightcast.shared.words import Chunk, TensorTable, Words
@@ -150,20 +150,20 @@ class _Undo:
             header, step = self._journal.header, kept.step
             if (header.journal, header.target_root) != (step.journal, step.target.root):
                 raise DamagedFile(f"{kept.path}: the journal of another step")
-            self._places: dict[int, list[Place]] = {}
-            for place in self._journal.places():
+            self._places: dict[int, list[PackedRecord]] = {}
+            for place in self._journal.packed():
                 self._places.setdefault(place.tensor, []).append(place)
             for places in self._places.values():
                 places.sort(key=lambda place: place.first)
         except BaseException:
             self.close()
             raise
-        self._last: tuple[Place, Record] | None = None
+        self._last: tuple[PackedRecord, Record] | None = None
 
     def close(self) -> None:
         self._journal.close()
 
-    def _between(self, tensor: int, start: int, stop: int) -> Iterator[Place]:
+    def _between(self, tensor: int, start: int, stop: int) -> Iterator[PackedRecord]:
         """Places of records that may have words in [start, stop): each ends before the next begins."""
         places = self._places.get(tensor, [])
         first = max(0, bisect.bisect_right(places, start, key=lambda place: place.first) - 1)
@@ -184,7 +184,7 @@ class _Undo:
                 raise DamagedFile(f"{self._journal.path}: not the words that lie here")
             words[index] = record.old[low:high]
 
-    def _record(self, place: Place) -> Record:
+    def _record(self, place: PackedRecord) -> Record:
         if self._last is None or self._last[0] != place:
             self._last = place, self._journal.at(place)
         return self._last[1]

@@ -1,4 +1,4 @@
-"""Writing a journal's words: compared, written, read back. The door is explained in `plain`."""
+"""A journal's words: packed; compared, written, read back. The doors are explained in `plain`."""
 
 from __future__ import annotations
 
@@ -7,40 +7,125 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.shared.digest.native import I64, kernel, prefetch, set_word, unwritable, word_at
-from weightcast.shared.words import Words
+from weightcast.shared.codec.plain import ESCAPED_GAP
+from weightcast.shared.digest.native import (
+    I64,
+    U64,
+    frozen,
+    inlined,
+    kernel,
+    prefetch,
+    set_word,
+    unwritable,
+    word_at,
+)
+from weightcast.shared.words import ByteArray, Words
 
-_BLOCK = 1 << 10
-"""changes compared before they are written: their lines are still in the nearest caches"""
-_AHEAD = 32
-"""changes between asking for a cache line and using it"""
+Array32 = NDArray[np.uint32]
+Counts = NDArray[np.int64]
+
+_BLOCK = 1 << 9
+"""changes written before they are read back; also how far ahead cache lines are asked for"""
 
 
 @kernel
-def _exchange(words: Any, index: Any, before: Any, other: Any, after: Any) -> Any:
-    last = index.size - 1
-    for start in range(0, index.size, _BLOCK):
-        stop = min(index.size, start + _BLOCK)
-        for i in range(start, stop):
-            prefetch(words, I64(index[min(i + _AHEAD, last)]), after)
-            found = word_at(words, I64(index[i]), after)
-            if found != before[i] and found != other[i]:
-                return i
-        for i in range(start, stop):
-            set_word(words, I64(index[i]), after[i])
-        for i in range(start, stop):
-            if word_at(words, I64(index[i]), after) != after[i]:
-                return i
-    return -1
+def _pack_gaps(index: Any, starts: Any, gaps: Any, escapes: Any, counts: Any) -> Any:
+    """Without branches: an escape is written for each gap, and written over unless it is one."""
+    found = U64(0)
+    for n in range(counts.size):
+        first, last = found, U64(index[starts[n]])
+        for i in range(starts[n], starts[n + 1]):
+            gap = U64(index[i]) - last
+            last += gap
+            gaps[i] = min(gap, U64(ESCAPED_GAP))
+            escapes[found] = gap
+            found += U64(gap >= U64(ESCAPED_GAP))
+        counts[n] = found - first
+    return found
 
 
-def exchange(
-    words: Words, index: NDArray[np.uint64], before: Words, after: Words, *, again: bool
+def pack_gaps(index: Array32, starts: Counts, gaps: ByteArray) -> tuple[Array32, Counts]:
+    escapes, counts = np.empty(len(index) + 1, np.uint32), np.empty(len(starts) - 1, np.int64)
+    found = _pack_gaps(unwritable(index), starts, gaps, escapes, counts)
+    return escapes[:found], counts
+
+
+@kernel
+def _distance(gaps: Any, escapes: Any, like: Any) -> Any:
+    total, escaped, still = I64(0), I64(0), I64(0)
+    for i in range(gaps.size):
+        gap = I64(gaps[i])
+        total += gap
+        escaped += gap == ESCAPED_GAP
+        still += gap == 0
+    for i in range(escapes.size >> 2):
+        value = I64(word_at(escapes, i, like))
+        if value < ESCAPED_GAP:
+            return I64(-1)
+        total += value - ESCAPED_GAP
+    if escaped != escapes.size >> 2 or gaps[0] != 0 or still != 1:
+        return I64(-1)
+    return total
+
+
+@inlined
+def _stride(gaps: Any, escapes: Any, i: Any, used: Any, like: Any) -> Any:
+    gap = I64(gaps[i])
+    if gap < ESCAPED_GAP:
+        return gap, used
+    return I64(word_at(escapes, used, like)), used + 1
+
+
+@kernel
+def _exchange(
+    words: Any, first: Any, gaps: Any, escapes: Any, like: Any, before: Any, other: Any, after: Any, word: Any
+) -> Any:
+    """`like`, `word`: arrays of the dtypes of escapes and words. While a block is exchanged, the next one's
+    places are found and asked for."""
+    here, there = np.empty(_BLOCK, np.int64), np.empty(_BLOCK, np.int64)
+    position, used, ready = I64(first), I64(0), min(_BLOCK, gaps.size)
+    for j in range(ready):
+        gap, used = _stride(gaps, escapes, j, used, like)
+        position += gap
+        there[j] = position
+        prefetch(words, position, word)
+    for start in range(0, gaps.size, _BLOCK):
+        here, there = there, here
+        count, following = ready, min(_BLOCK, gaps.size - start - ready)
+        for j in range(count):
+            if j < following:
+                gap, used = _stride(gaps, escapes, start + count + j, used, like)
+                position += gap
+                there[j] = position
+                prefetch(words, position, word)
+            found, new = word_at(words, here[j], word), word_at(after, start + j, word)
+            if found != word_at(before, start + j, word) and found != word_at(other, start + j, word):
+                return here[j]
+            set_word(words, here[j], new)
+        for j in range(count):
+            if word_at(words, here[j], word) != word_at(after, start + j, word):
+                return here[j]
+        ready = following
+    return I64(-1)
+
+
+def exchange_packed(
+    words: Words, first: int, gaps: ByteArray, escapes: Array32, before: Words, after: Words, *, again: bool
 ) -> int | None:
-    if not len(index):
-        return None
-    if index[-1] >= len(words):
-        raise IndexError(f"a change of word {index[-1]} in {len(words)} words")
-    old, new = unwritable(before), unwritable(after)
-    failed = _exchange(words.view(np.uint8), unwritable(index), old, new if again else old, new)
+    steps, longer, like = unwritable(gaps), frozen(escapes), np.empty(0, np.uint32)
+    distance = _distance(steps, longer, like)
+    if distance < 0 or first + distance >= len(words):
+        raise ValueError("changes out of order, or past the end")
+    old, new = frozen(before), frozen(after)
+    failed = _exchange(
+        words.view(np.uint8),
+        first,
+        steps,
+        longer,
+        like,
+        old,
+        new if again else old,
+        new,
+        np.empty(0, words.dtype),
+    )
     return None if failed < 0 else int(failed)

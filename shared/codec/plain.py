@@ -16,6 +16,8 @@ from weightcast.shared.words import ByteArray, WordKind, Words
 Array32 = NDArray[np.uint32]
 Counts = NDArray[np.int64]
 
+ESCAPED_GAP = 255
+"""what a journal has for this distance and all greater ones"""
 _LONG = 255
 
 
@@ -45,20 +47,47 @@ def scatter(words: Words, index: Array32, new: Words) -> None:
     words[index] = new
 
 
-def exchange(
-    words: Words, index: NDArray[np.uint64], before: Words, after: Words, *, again: bool
+def pack_gaps(index: Array32, starts: Counts, gaps: ByteArray) -> tuple[Array32, Counts]:
+    """Of records that begin at `starts` (the last is where all end): into `gaps` the distance of each change
+    from the one before in its record, at most ESCAPED_GAP; returned are those from there on, and how many of
+    them each record has."""
+    distances = np.diff(index, prepend=index[:1])
+    distances[starts[:-1]] = 0
+    gaps[:] = np.minimum(distances, ESCAPED_GAP)
+    escaped = distances >= ESCAPED_GAP
+    return distances[escaped], np.add.reduceat(escaped, starts[:-1], dtype=np.int64)
+
+
+def exchange_packed(
+    words: Words, first: int, gaps: ByteArray, escapes: Array32, before: Words, after: Words, *, again: bool
 ) -> int | None:
-    """Writes `after` where `words` holds `before` (or, `again`, already `after`) and reads it back. Returns
-    the first change at which that fails; some of those before it are written then."""
+    """Writes `after` where `words` holds `before` (or, `again`, already `after`) and reads it back, from word
+    `first` on at distances as `pack_gaps` makes them, one change at least. Returns the first word at which
+    that fails; some of those before it are written then. Raises ValueError, with nothing written, for places
+    that do not ascend, or lie past the end."""
+    index = unpack_gaps(first, gaps, escapes)
+    if index is None or index[-1] >= len(words):
+        raise ValueError("changes out of order, or past the end")
     found = words[index]
     expected = found == before
     if again:
         expected |= found == after
-    if not expected.all():
-        return int(np.argmin(expected))
-    words[index] = after
-    taken = words[index] == after
-    return None if taken.all() else int(np.argmin(taken))
+    if expected.all():
+        words[index] = after
+        expected = words[index] == after
+    return None if expected.all() else int(index[np.argmin(expected)])
+
+
+def unpack_gaps(first: int, gaps: ByteArray, escapes: Array32) -> NDArray[np.int64] | None:
+    """The words of a record; None where they do not ascend, or escapes are missing or too many."""
+    distances = gaps.astype(np.int64)
+    escaped = distances == ESCAPED_GAP
+    if np.count_nonzero(escaped) != len(escapes) or (escapes < ESCAPED_GAP).any():
+        return None
+    distances[escaped] = escapes
+    if distances[0] != 0 or not distances[1:].all():
+        return None
+    return np.cumsum(distances) + first
 
 
 def split(

@@ -359,7 +359,7 @@ class Follower:
         if self.local is None:
             raise NeedsReseed(f"{self.paths.directory} is not seeded")
         try:
-            patching.patch(self.local, staged.step)
+            patching.patch(self.local, staged.step, threads=self.options.threads)
         finally:
             self.state = self.local.state
 
@@ -377,7 +377,7 @@ class Follower:
         """Back over all kept steps. The caller holds the patch lock."""
         local = self._require()
         try:
-            patching.undo(local)
+            patching.undo(local, threads=self.options.threads)
         finally:
             self.state = local.state
 

@@ -9,20 +9,27 @@ import contextlib
 import json
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from weightcast.shared.codec.changes import Changes
+from weightcast.shared.codec.kernels import kernels
+from weightcast.shared.codec.plain import unpack_gaps
+from weightcast.shared.codec.scratch import scratch
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.durable import open_regular
 from weightcast.shared.files.strict_json import Members, parse_object
-from weightcast.shared.words import TensorTable, Words
+from weightcast.shared.words import Chunk, TensorTable, Words
 
 _MAGIC = b"wcjrnl1\n"
 _END = b"wcjend1\n"
@@ -30,7 +37,8 @@ _HEADER_LIMIT = 64 << 10
 _RECORD = struct.Struct("<IIQIIQ")
 """tensor, word width, first word, changes, escapes, xxh3-64 of the payload"""
 _FOOTER_TENSOR = 0xFFFFFFFF
-_ESCAPE = 255
+_FEW = 16
+"""records whose buffers are written as they are; more are joined first"""
 
 
 @dataclass(frozen=True)
@@ -55,13 +63,100 @@ class Record:
     new: Words
 
 
+class Way(Enum):
+    FORWARD = "forward"
+    BACK = "back"
+
+
 @dataclass(frozen=True)
-class Place:
-    """Where a record lies: its tensor, first changed word, offset in the file."""
+class PackedRecord:
+    """A record's header; its payload lies at `offset` of the journal."""
 
     tensor: int
+    width: int
     first: int
+    count: int
+    escapes: int
+    checksum: int
     offset: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of the payload."""
+        return self.count + 4 * self.escapes + 2 * self.width * self.count
+
+
+@dataclass(frozen=True)
+class _Payload:
+    gaps: NDArray[np.uint8]
+    escapes: NDArray[np.uint32]
+    old: Words
+    new: Words
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Records as they lie in a journal. `buffers` follow each other; `changes`: of all records."""
+
+    buffers: Sequence[bytes | memoryview]
+    records: int
+    changes: int
+
+
+def pack_record(record: Record) -> Packed:
+    near = (record.index - record.index[0]).astype(np.uint32)
+    bounds = [0, len(near)]
+    return _pack([(record.tensor, int(record.index[0]))], near, bounds, record.old, record.new)
+
+
+def pack_changes(chunk: Chunk, changes: Changes) -> Packed:
+    """A record for each span with changes. Safe in any thread; `changes` must stay as they are until they are
+    written."""
+    index = changes.index
+    offsets = np.array([span.offset for span in chunk.spans], np.uint32)
+    borders = [*np.searchsorted(index, offsets).tolist(), len(index)]
+    spans = [span for span, (start, end) in zip(chunk.spans, pairwise(borders), strict=True) if end > start]
+    bounds = sorted({0, *borders})
+    heads = [
+        (span.tensor, int(index[start]) + span.start - span.offset)
+        for span, start in zip(spans, bounds, strict=False)
+    ]
+    return _pack(heads, index, bounds, changes.old, changes.new)
+
+
+def _pack(
+    heads: Sequence[tuple[int, int]], index: NDArray[np.uint32], bounds: Sequence[int], old: Words, new: Words
+) -> Packed:
+    """`heads`: tensor and first word of each record, which has changes bounds[n] to bounds[n + 1]."""
+    if not len(index):
+        return Packed((), 0, 0)
+    gaps = np.empty(len(index), np.uint8)
+    escapes, counts = kernels().pack_gaps(index, np.array(bounds, np.int64), gaps)
+    gap_bytes, escape_bytes, old_bytes, new_bytes = map(_bytes_of, (gaps, escapes, old, new))
+    buffers: list[bytes | memoryview] = []
+    width, escaped = new.itemsize, 0
+    for (tensor, first), (start, end), count in zip(heads, pairwise(bounds), counts.tolist(), strict=True):
+        payload = (
+            gap_bytes[start:end],
+            escape_bytes[4 * escaped : 4 * (escaped + count)],
+            old_bytes[width * start : width * end],
+            new_bytes[width * start : width * end],
+        )
+        buffers.append(_RECORD.pack(tensor, width, first, end - start, count, _checksum(payload)))
+        buffers.extend(payload)
+        escaped += count
+    return Packed(buffers if len(heads) <= _FEW else [b"".join(buffers)], len(heads), len(index))
+
+
+def _bytes_of(array: NDArray[Any]) -> memoryview:
+    return np.ascontiguousarray(array).view(np.uint8).data
+
+
+def _checksum(pieces: Iterable[memoryview]) -> int:
+    state = xxhash.xxh3_64()
+    for piece in pieces:
+        state.update(piece)
+    return int(state.intdigest())
 
 
 class JournalWriter:
@@ -73,25 +168,23 @@ class JournalWriter:
         failpoint("journal.begun", path)
 
     def add(self, record: Record) -> None:
-        gaps = np.diff(record.index, prepend=record.index[:1])
-        escapes = gaps[gaps >= _ESCAPE].astype("<u4")
-        payload = b"".join(
-            (
-                np.minimum(gaps, _ESCAPE).astype(np.uint8).tobytes(),
-                escapes.tobytes(),
-                np.ascontiguousarray(record.old).tobytes(),
-                np.ascontiguousarray(record.new).tobytes(),
-            )
-        )
-        checksum = xxhash.xxh3_64_intdigest(payload)
-        width, count = record.new.dtype.itemsize, len(record.index)
-        self._file.write(
-            _RECORD.pack(record.tensor, width, int(record.index[0]), count, len(escapes), checksum)
-        )
-        self._file.write(payload)
-        self._records += 1
-        self.changes += count
+        self.write(pack_record(record))
+
+    def write(self, packed: Packed) -> None:
+        self._file.flush()
+        self._write(packed.buffers)
+        self._records += packed.records
+        self.changes += packed.changes
         failpoint("journal.record", Path(self._file.name))
+
+    def _write(self, buffers: Sequence[bytes | memoryview]) -> None:
+        left = [memoryview(buffer) for buffer in buffers]
+        while left:
+            done = os.writev(self._file.fileno(), left)
+            while left and done >= len(left[0]):
+                done -= len(left.pop(0))
+            if left:
+                left[0] = left[0][done:]
 
     def close(self) -> None:
         self._file.write(_RECORD.pack(_FOOTER_TENSOR, 0, self._records, 0, 0, 0) + _END)
@@ -178,51 +271,69 @@ class JournalReader:
         if self._footer[0] != _FOOTER_TENSOR or self._read(len(_END)) != _END:
             raise self._bad("incomplete")
 
-    def records(self) -> Iterator[Record]:
-        self._file.seek(self._start)
+    def packed(self) -> Iterator[PackedRecord]:
+        """Records whose headers fit the table; their payloads are left where they are."""
+        offset, end = self._start, self._size - _RECORD.size - len(_END)
         for _ in range(self._footer[2]):
-            yield self._record()
-        if self._file.tell() != self._size - _RECORD.size - len(_END):
+            record = self._head(offset, end)
+            yield record
+            offset = record.offset + record.size
+        if offset != end:
             raise self._bad("more records than the footer counts")
 
-    def places(self) -> Iterator[Place]:
-        """Of all records; their payloads are not read."""
-        self._file.seek(self._start)
-        for _ in range(self._footer[2]):
-            offset = self._file.tell()
-            tensor, width, first, count, escapes, _ = self._record_head()
-            yield Place(tensor, first, offset)
-            self._file.seek(count + 4 * escapes + 2 * width * count, os.SEEK_CUR)
-
-    def at(self, place: Place) -> Record:
-        self._file.seek(place.offset)
-        return self._record()
-
-    def _record_head(self) -> tuple[int, int, int, int, int, int]:
-        """As `_RECORD` has them."""
-        tensor, width, first, count, escapes, checksum = _RECORD.unpack(self._read(_RECORD.size))
+    def _head(self, offset: int, end: int) -> PackedRecord:
+        head = os.pread(self._file.fileno(), _RECORD.size, offset)
+        if len(head) != _RECORD.size:
+            raise self._bad("ends early")
+        tensor, width, first, count, escapes, checksum = _RECORD.unpack(head)
         if tensor >= len(self._table) or width != self._table[tensor].kind.width or count == 0:
             raise self._bad("record of no tensor")
         if count > self._table[tensor].words or escapes > count:
             raise self._bad("record longer than its tensor")
-        return tensor, width, first, count, escapes, checksum
-
-    def _record(self) -> Record:
-        tensor, width, first, count, escapes, checksum = self._record_head()
-        payload = self._read(count + 4 * escapes + 2 * width * count)
-        if xxhash.xxh3_64_intdigest(payload) != checksum:
-            raise self._bad("record damaged")
-        dtype = self._table[tensor].kind.numpy
-        gaps = np.frombuffer(payload, np.uint8, count).astype(np.uint64)
-        escaped = np.flatnonzero(gaps == _ESCAPE)
-        if len(escaped) != escapes:
-            raise self._bad("record damaged")
-        gaps[escaped] = np.frombuffer(payload, "<u4", escapes, count)
-        if gaps[0] != 0 or not gaps[1:].all():
-            raise self._bad("record out of order")
-        index = np.cumsum(gaps) + np.uint64(first)
-        if first >= self._table[tensor].words or int(index[-1]) >= self._table[tensor].words:
+        if first >= self._table[tensor].words:
             raise self._bad("record past the end of its tensor")
-        begin = count + 4 * escapes
-        old = np.frombuffer(payload, dtype, count, begin)
-        return Record(tensor, index, old, np.frombuffer(payload, dtype, count, begin + width * count))
+        record = PackedRecord(tensor, width, first, count, escapes, checksum, offset + _RECORD.size)
+        if record.offset + record.size > end:
+            raise self._bad("ends early")
+        return record
+
+    def exchange(self, record: PackedRecord, words: Words, way: Way, *, again: bool) -> int | None:
+        """Writes new words over old ones of the record's tensor, or the way back, and reads them back.
+        Returns the first word that is none of those expected (`again`: or already written); some before it
+        are written then. Raises DamagedFile with nothing of the record written. Safe in any thread."""
+        payload = self._payload(record)
+        before, after = (payload.old, payload.new) if way is Way.FORWARD else (payload.new, payload.old)
+        try:
+            failed: int | None = kernels().exchange_packed(
+                words, record.first, payload.gaps, payload.escapes, before, after, again=again
+            )
+        except ValueError as error:
+            raise self._bad(f"record with {error}") from error
+        return failed
+
+    def _payload(self, record: PackedRecord) -> _Payload:
+        """In this thread's scratch."""
+        room = scratch().take("journal", np.uint8, record.size)
+        if os.preadv(self._file.fileno(), [room.data], record.offset) != record.size:
+            raise self._bad("ends early")
+        if xxhash.xxh3_64_intdigest(room.data) != record.checksum:
+            raise self._bad("record damaged")
+        dtype, count = self._table[record.tensor].kind.numpy, record.count
+        begin = count + 4 * record.escapes
+        return _Payload(
+            room[:count],
+            np.frombuffer(room, "<u4", record.escapes, count),
+            np.frombuffer(room, dtype, count, begin),
+            np.frombuffer(room, dtype, count, begin + record.width * count),
+        )
+
+    def records(self) -> Iterator[Record]:
+        return map(self.at, self.packed())
+
+    def at(self, record: PackedRecord) -> Record:
+        """Safe in any thread."""
+        payload = self._payload(record)
+        index = unpack_gaps(record.first, payload.gaps, payload.escapes)
+        if index is None or index[-1] >= self._table[record.tensor].words:
+            raise self._bad("record out of order, or past the end of its tensor")
+        return Record(record.tensor, index.astype(np.uint64), payload.old.copy(), payload.new.copy())

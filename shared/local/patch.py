@@ -7,23 +7,21 @@ position. Killed in between, the journal is replayed: each word is old or new, e
 from __future__ import annotations
 
 import time
-from enum import Enum
+from collections.abc import Iterable, Iterator, Sequence
 
-from weightcast.shared.codec.kernels import kernels
+from weightcast.shared.codec.parallel import ordered
 from weightcast.shared.errors import DamagedFile, NeedsReseed
 from weightcast.shared.local.hashing import Differs, differing, full_hash, nearest
-from weightcast.shared.local.journal import JournalReader, Record
+from weightcast.shared.local.journal import JournalReader, PackedRecord, Way
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, empty_spool
 from weightcast.shared.local.state import LocalState, Phase, Position, Step, lanes_list
 from weightcast.shared.progress import Advance
 
-
-class _Way(Enum):
-    FORWARD = "forward"
-    BACK = "back"
+_BATCH = 256 << 10
+"""bytes of records that a thread takes at once"""
 
 
-def patch(local: LocalCheckpoint, step: Step) -> None:
+def patch(local: LocalCheckpoint, step: Step, *, threads: int = 1) -> None:
     """Moves the checkpoint from `step.base` to `step.target`. The caller holds the patch lock.
 
     The journal is kept (it is the undo) until `forget_undo`. Raises NeedsReseed, with state `dirty`, when a
@@ -33,7 +31,7 @@ def patch(local: LocalCheckpoint, step: Step) -> None:
         raise NeedsReseed("the checkpoint is no longer at the version that was staged")
     require_files(local)
     local.save(local.state.but(phase=Phase.PATCHING, active=step))
-    _write_all(local, step, _Way.FORWARD, replay=False)
+    _write_all(local, step, Way.FORWARD, replay=False, threads=threads)
     require_files(local)
     local.save(_arrived(local, step.target, (*local.state.undo, step)))
 
@@ -56,13 +54,13 @@ def relabel(local: LocalCheckpoint, target: Position) -> None:
     local.save(state.but(position=target, epoch=state.followed(target), generation=state.generation + 1))
 
 
-def undo(local: LocalCheckpoint) -> None:
+def undo(local: LocalCheckpoint, *, threads: int = 1) -> None:
     """Goes back over all kept steps, newest first. The caller holds the patch lock."""
     while local.state.undo:
         step = local.state.undo[-1]
         require_files(local)
         local.save(local.state.but(phase=Phase.UNDOING, active=step))
-        _write_all(local, step, _Way.BACK, replay=False)
+        _write_all(local, step, Way.BACK, replay=False, threads=threads)
         require_files(local)
         local.save(_arrived(local, step.base, local.state.undo[:-1]))
         local.paths.journal(step.journal).unlink(missing_ok=True)
@@ -90,30 +88,51 @@ def _arrived(local: LocalCheckpoint, position: Position, undo_steps: tuple[Step,
     )
 
 
-def _write_all(local: LocalCheckpoint, step: Step, way: _Way, *, replay: bool) -> None:
+class _UnexpectedWordError(Exception):
+    def __init__(self, tensor: int, word: int) -> None:
+        self.tensor, self.word = tensor, word
+
+
+def _write_all(local: LocalCheckpoint, step: Step, way: Way, *, replay: bool, threads: int) -> None:
     with JournalReader(local.paths.journal(step.journal), local.table) as journal:
         header = journal.header
         named = (header.run_id, header.journal, header.base_version, header.base_root, header.target_digest)
         base, target = step.base, step.target
         if named != (local.state.run_id, step.journal, base.version, base.root, target.digest):
             raise DamagedFile(f"{journal.path}: belongs to another run or version")
-        for record in journal.records():
-            _write(local, record, way, replay=replay)
+
+        def write(records: Sequence[PackedRecord]) -> None:
+            for record in records:
+                failed = journal.exchange(record, local.words(record.tensor), way, again=replay)
+                if failed is not None:
+                    raise _UnexpectedWordError(record.tensor, failed)
+
+        try:
+            for _ in ordered(write, _batches(journal.packed()), threads):
+                pass
+        except _UnexpectedWordError as found:  # no thread writes any more
+            _dirty(local, found)
 
 
-def _write(local: LocalCheckpoint, record: Record, way: _Way, *, replay: bool) -> None:
-    words = local.words(record.tensor)
-    before, after = (record.old, record.new) if way is _Way.FORWARD else (record.new, record.old)
-    failed = kernels().exchange(words, record.index, before, after, again=replay)
-    if failed is not None:
-        _dirty(local, record, int(record.index[failed]))
+def _batches(records: Iterable[PackedRecord]) -> Iterator[Sequence[PackedRecord]]:
+    """Thousands of records may hold a few changes each: a thread takes some at once."""
+    batch: list[PackedRecord] = []
+    size = 0
+    for record in records:
+        batch.append(record)
+        size += record.size
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
-def _dirty(local: LocalCheckpoint, record: Record, word: int) -> None:
+def _dirty(local: LocalCheckpoint, found: _UnexpectedWordError) -> None:
     local.save(local.state.but(phase=Phase.DIRTY))
-    name = local.table[record.tensor].name
+    name = local.table[found.tensor].name
     raise NeedsReseed(
-        f"{local.directory}: word {word} of {name} is not what the journal expects",
+        f"{local.directory}: word {found.word} of {name} is not what the journal expects",
         remedy="something else wrote to the local checkpoint; the next sync seeds it again",
     )
 
@@ -145,7 +164,7 @@ def _replay(local: LocalCheckpoint, threads: int, advance: Advance | None) -> No
         raise NeedsReseed(f"{local.directory}: its state names no journal")
     forward = local.state.phase is Phase.PATCHING
     try:
-        _write_all(local, step, _Way.FORWARD if forward else _Way.BACK, replay=True)
+        _write_all(local, step, Way.FORWARD if forward else Way.BACK, replay=True, threads=threads)
     except DamagedFile as error:
         local.save(local.state.but(phase=Phase.DIRTY))
         raise NeedsReseed(error.message, remedy="the next sync seeds it again") from error

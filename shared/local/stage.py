@@ -20,11 +20,11 @@ from weightcast.shared.codec.parallel import ordered
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.root import root
 from weightcast.shared.errors import DamagedFile, Forked, RetryLater
-from weightcast.shared.local.journal import JournalHeader, JournalWriter, Record
+from weightcast.shared.local.journal import JournalHeader, JournalWriter, Packed, pack_changes
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.spool import Arrivals
 from weightcast.shared.local.state import Position, Step, lanes_list, pack_list
-from weightcast.shared.words import Chunk, Part, Span, TensorTable, Words, grid, whole_part
+from weightcast.shared.words import Chunk, Part, TensorTable, Words, grid, whole_part
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class _Folded:
     """One chunk over all versions: net changes, and the sums of each version's step."""
 
     chunk: Chunk
-    changes: Changes
+    packed: Packed
     steps: tuple[ChunkStep | None, ...]
 
 
@@ -79,7 +79,7 @@ def stage(
         ledger = [_Ledger(local.table) for _ in versions]
         readers = [_reader(local, version) for version in versions]
         for folded in _walk(local, readers, versions[0].parts, threads):
-            _write(writer, folded)
+            writer.write(folded.packed)
             for book, step in zip(ledger, folded.steps, strict=True):
                 book.add(step)
             if advance is not None:
@@ -156,7 +156,7 @@ def _fold(local: LocalCheckpoint, readers: Sequence[DeltaReader], chunk: Chunk) 
         if step is not None and len(readers) > 1:
             words = words.copy() if words is old else words
             step.changes.apply(words)
-    return _Folded(chunk, _net(old, words, steps), tuple(steps))
+    return _Folded(chunk, pack_changes(chunk, _net(old, words, steps)), tuple(steps))
 
 
 def _net(old: Words, words: Words, steps: Sequence[ChunkStep | None]) -> Changes:
@@ -167,20 +167,6 @@ def _net(old: Words, words: Words, steps: Sequence[ChunkStep | None]) -> Changes
     index = np.unique(np.concatenate([changes.index for changes in taken]))
     index = index[old[index] != words[index]]
     return Changes(index, old[index], words[index])
-
-
-def _write(writer: JournalWriter, folded: _Folded) -> None:
-    index = folded.changes.index
-    starts = np.searchsorted(index, [span.offset for span in folded.chunk.spans])
-    ends = np.searchsorted(index, [span.offset + span.words for span in folded.chunk.spans])
-    for span, start, end in zip(folded.chunk.spans, starts.tolist(), ends.tolist(), strict=True):
-        if end > start:
-            writer.add(_span_record(span, folded.changes, slice(start, end)))
-
-
-def _span_record(span: Span, changes: Changes, place: slice) -> Record:
-    local_index = changes.index[place].astype(np.uint64) + np.uint64(span.start) - np.uint64(span.offset)
-    return Record(span.tensor, local_index, changes.old[place], changes.new[place])
 
 
 class _Ledger:

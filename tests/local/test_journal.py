@@ -7,9 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weightcast.shared.codec.changes import Changes
 from weightcast.shared.errors import DamagedFile
-from weightcast.shared.local.journal import JournalHeader, JournalReader, JournalWriter, Record
-from weightcast.shared.words import TensorSpec, TensorTable
+from weightcast.shared.local.journal import (
+    JournalHeader,
+    JournalReader,
+    JournalWriter,
+    Record,
+    Way,
+    pack_changes,
+)
+from weightcast.shared.words import Chunk, Span, TensorSpec, TensorTable, grid
 
 HEADER = JournalHeader("run-1", "abc", 3, "r3", 7, 4, "r4", "d4")
 TABLE = TensorTable.of(
@@ -67,6 +75,67 @@ def test_records_come_back(
     records = [record(tensor, sorted(index), n) for n, (tensor, index) in enumerate(wanted)]
     found = read(write(tmp_path_factory.mktemp("journal") / "x.journal", *records))
     assert len(found) == len(records) and all(map(same, records, found))
+
+
+def test_a_chunk_becomes_a_record_for_each_span_with_changes(tmp_path: Path) -> None:
+    spans = (Span(0, 128, 200, 0), Span(1, 0, 5, 128), Span(2, 64, 70, 192), Span(0, 0, 64, 256))
+    chunk = Chunk(0, "BF16", 0, spans, 320)
+    index = np.array([0, 71, 130, 256, 319], np.uint32)
+    old, new = np.arange(10, dtype="<u2").reshape(2, 5)
+    table = TensorTable.of([TensorSpec(name, "BF16", (300,), 600) for name in "abc"])
+    writer = JournalWriter(tmp_path / "x.journal", HEADER)
+    writer.write(pack_changes(chunk, Changes(index, old, new)))
+    writer.write(pack_changes(chunk, Changes(index[:0], old[:0], new[:0])))
+    writer.close()
+    with JournalReader(tmp_path / "x.journal", table) as journal:
+        found = [(r.tensor, r.index.tolist(), r.old.tolist(), r.new.tolist()) for r in journal.records()]
+    assert found == [(0, [128, 199], [0, 1], [5, 6]), (1, [2], [2], [7]), (0, [0, 63], [3, 4], [8, 9])]
+
+
+def test_many_short_records(tmp_path: Path) -> None:
+    table = TensorTable.of([TensorSpec(f"t{n:03}", "F8_E4M3", (64,), 64) for n in range(500)])
+    (chunk,) = grid(table, table.whole)
+    words = np.arange(chunk.words, dtype=np.uint32)[::7]
+    changes = Changes(words, words.astype(np.uint8), (words + 1).astype(np.uint8))
+    writer = JournalWriter(tmp_path / "x.journal", HEADER)
+    writer.write(pack_changes(chunk, changes))
+    writer.close()
+    with JournalReader(tmp_path / "x.journal", table) as journal:
+        places = [64 * r.tensor + int(word) for r in journal.records() for word in r.index]
+    assert places == words.tolist()
+
+
+def test_exchanges_there_and_back(tmp_path: Path) -> None:
+    words = np.zeros(TABLE[0].words, np.uint16)
+    index = np.arange(3, 50_000, 300)
+    old, new = np.zeros(len(index), np.uint16), np.arange(1, len(index) + 1, dtype=np.uint16)
+    path = write(tmp_path / "x.journal", Record(0, index.astype(np.uint64), old, new))
+    with JournalReader(path, TABLE) as journal:
+        (packed,) = journal.packed()
+        assert journal.exchange(packed, words, Way.FORWARD, again=False) is None
+        assert np.flatnonzero(words).tolist() == index.tolist() and words[index].tolist() == new.tolist()
+        assert journal.exchange(packed, words, Way.FORWARD, again=False) == 3
+        assert journal.exchange(packed, words, Way.FORWARD, again=True) is None
+        assert journal.exchange(packed, words, Way.BACK, again=False) is None
+        assert not words.any()
+
+
+def test_a_damaged_record_writes_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.journal", record(0, [1, 700, 701]))
+    data = bytearray(path.read_bytes())
+    data[-48] ^= 1
+    path.write_bytes(data)
+    words = np.zeros(TABLE[0].words, np.uint16)
+    with JournalReader(path, TABLE) as journal:
+        (packed,) = journal.packed()
+        with pytest.raises(DamagedFile, match="damaged"):
+            journal.exchange(packed, words, Way.FORWARD, again=False)
+    path = write(tmp_path / "y.journal", record(0, [700, 700]))
+    with JournalReader(path, TABLE) as journal:
+        (packed,) = journal.packed()
+        with pytest.raises(DamagedFile, match="out of order"):
+            journal.exchange(packed, words, Way.FORWARD, again=False)
+    assert not words.any()
 
 
 def test_gaps_around_the_escape(tmp_path: Path) -> None:
