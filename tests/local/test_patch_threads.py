@@ -1,0 +1,73 @@
+"""Patching and undoing in several threads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from core_cases import Model, all_changed, bytes_of, read_checkpoint, rot, tensor, write_checkpoint
+from local_cases import Run, catch_up, following, phase_of, publish, step_to
+
+from weightcast.publisher import init_channel
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import NeedsReseed
+from weightcast.shared.local.follow import Follower
+from weightcast.shared.local.plan import Patch
+
+THREADS = 3
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Large tensors, so that threads take their records one by one, and many small ones, taken together."""
+    rng = np.random.default_rng(12)
+    base: Model = {f"large.{n}": tensor(rng, "BF16", 90_000) for n in range(6)}
+    base |= {f"small.{n}": tensor(rng, "F32", 7) for n in range(60)}
+    run = Run(tmp_path_factory.mktemp("run"), [base, all_changed(base, rng)])
+    write_checkpoint(run.base, base, files=2)
+    init_channel(run.channel, run.base)
+    publish(run)
+    return run
+
+
+def patched(follower: Follower, run: Run, damage: str | None = None) -> None:
+    """To version 1, with the undo kept. `damage`: a tensor of which a word is written to before."""
+    follower.options = replace(follower.options, threads=THREADS)
+    step_to(follower, 0)
+    channel = Channel.open(run.channel)
+    pointer = channel.pointer()
+    assert pointer is not None and follower.local is not None
+    route = follower.route(channel, pointer, 1, exact=False)
+    assert isinstance(route.plan, Patch)
+    staged = follower.prepare(route, route.plan.legs[0], channel)
+    if damage is not None:
+        old, new = (bytes_of(model)[damage] for model in run.models)
+        rot(follower.local.directory, damage, next(n for n in range(len(old)) if old[n] != new[n]))
+    with follower.local.patching():
+        follower.patch(staged)
+
+
+def test_there_and_back(run: Run, tmp_path: Path) -> None:
+    local = tmp_path / "local"
+    with following(run, local) as follower:
+        patched(follower, run)
+        assert read_checkpoint(local) == bytes_of(run.models[1])
+        assert follower.local is not None
+        with follower.local.patching():
+            follower.undo()
+        assert read_checkpoint(local) == bytes_of(run.models[0])
+        assert phase_of(local) == "clean"
+
+
+@pytest.mark.parametrize("name", ["large.0", "large.5", "small.31"])
+def test_an_unexpected_word_makes_it_dirty(run: Run, tmp_path: Path, name: str) -> None:
+    local = tmp_path / "local"
+    with following(run, local) as follower:
+        with pytest.raises(NeedsReseed, match=f"of {name} is not what"):
+            patched(follower, run, damage=name)
+        assert phase_of(local) == "dirty"
+        follower.release()
+        catch_up(follower)
+    assert read_checkpoint(local) == bytes_of(run.models[1])
