@@ -41,12 +41,14 @@ from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import NeedsReseed, NotInTime, Refused, RetryLater
 from weightcast.shared.local.follow import open_base
 from weightcast.shared.local.local_checkpoint import LocalPaths
+from weightcast.shared.local.scrub import Scrub
 from weightcast.shared.local.seed import check_other_files, check_table
 from weightcast.shared.service.daemon import Stop, Wakeup, failure_of
 from weightcast.shared.service.hooks import run_hook
 from weightcast.shared.service.logs import get_log
 from weightcast.shared.service.settings import working_threads
 from weightcast.shared.service.snapshot import Failure, Snapshot
+from weightcast.shared.service.verify import verify_status
 
 _HOSTS_SECONDS = 5.0
 _INBOX, _QUEUE = "inbox.json", "publications.json"
@@ -75,6 +77,7 @@ class Desk:
         self._publisher: Publisher | None = None
         self._watched: Watched | None = None
         self._recovered = False
+        self._scrub = Scrub(int(settings.verify_rate), stop=lambda: stop.requested)
         self._poison = ""
         """job whose publication crashed: not tried again"""
         self._hosts_read = -_HOSTS_SECONDS
@@ -143,6 +146,7 @@ class Desk:
             self._run_job(publisher, queue, jobs[0])
         elif self._watched is not None:
             self._run_inbox(publisher, self._watched)
+        publisher.verify_some(self._scrub)
 
     def _opened(self) -> tuple[Publisher, Queue]:
         if self._publisher is None or self.queue is None:
@@ -294,6 +298,7 @@ class Desk:
         facts: dict[str, object] = {
             "publications": tuple(self._ended),
             "inbox": self._inbox_status(),
+            "verify": verify_status(self._scrub.status),
             "ready": not problem,
             "not_ready_reasons": (problem,) if problem else (),
         }

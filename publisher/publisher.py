@@ -24,8 +24,9 @@ from weightcast.publisher.work import PublishOptions, Rank, Watching, Work
 from weightcast.shared.channel.claims import Claim, claim, this_process
 from weightcast.shared.channel.index import STEP_ENCODINGS, Encoding
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import Refused
+from weightcast.shared.errors import NeedsReseed, Refused
 from weightcast.shared.local.follow import Follower, FollowOptions
+from weightcast.shared.local.scrub import Scrub
 from weightcast.shared.local.seed import check_other_files
 from weightcast.shared.progress import Advance
 
@@ -163,6 +164,17 @@ class Publisher:
         does this by itself at `open` and before every publication."""
         if self._owner is not None:
             self._owner.recover(advance)
+
+    def verify_some(self, scrub: Scrub) -> None:
+        """Reads a little of the local checkpoint; what is wrong there is repaired at once."""
+        local = self._follower.local
+        if self._owner is None or local is None:
+            return
+        try:
+            scrub.turn(local)
+        except NeedsReseed as error:
+            self._follower.doubt(error)
+            self.recover()
 
     def publish(
         self,

@@ -15,6 +15,7 @@ from weightcast.shared.channel.reports import Report
 from weightcast.shared.service import metrics
 from weightcast.shared.service.kernels import KernelStatus
 from weightcast.shared.service.snapshot import Failure, Frozen, LoopStatus, Readiness
+from weightcast.shared.service.verify import VerifyFigures, VerifyStatus
 
 PUBLICATIONS_SHOWN = 20
 WAITING_SHOWN = 20
@@ -95,6 +96,7 @@ class PublisherStatus(Frozen):
     totals: Totals = Totals()
     hosts: tuple[HostStatus, ...] = ()
     inbox: InboxStatus | None = None
+    verify: VerifyStatus | None = None
     last_error: DatedFailure | None = None
     ready: bool = False
     not_ready_reasons: tuple[str, ...] = ("starting",)
@@ -186,6 +188,7 @@ class Numbers:
         self._density = metrics.number(registry, "density_elements", "Changed share, last publication.")
         self._queue = metrics.number(registry, "queue_length", "Publications asked for and not ended.")
         self._waiting = metrics.number(registry, "inbox_waiting", "Watched checkpoints not yet complete.")
+        self._verify = VerifyFigures(registry)
         self._hosts = metrics.number(registry, "hosts", "Hosts that reported.")
 
     def published(self, done: Publication) -> None:
@@ -202,6 +205,7 @@ class Numbers:
         self._published.labels("failed").inc()
 
     def show(self, status: PublisherStatus) -> None:
+        self._verify.show(status.verify, None if status.verify is None else status.verify.full_pass)
         self._version.set(0 if status.version is None else status.version)
         self._queue.set(len(status.queue))
         self._waiting.set(0 if status.inbox is None else len(status.inbox.waiting))

@@ -10,6 +10,7 @@ from typing import Literal
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.local.state import EngineState, LocalState, Mark, Phase
 from weightcast.shared.service.snapshot import Snapshot
+from weightcast.shared.service.verify import verify_status
 from weightcast.subscriber.engines.base import Engine
 from weightcast.subscriber.reload import Engines
 from weightcast.subscriber.status import (
@@ -69,6 +70,7 @@ class Board:
                     "last_error": self._last_error(sync),
                     "ready": not view.not_ready,
                     "not_ready_reasons": view.not_ready,
+                    "verify": verify_status(view.scrub),
                     **_of_state(state),
                 }
             )

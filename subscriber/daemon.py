@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.local.prepare import PreRead
+from weightcast.shared.local.scrub import Scrub
 from weightcast.shared.service.daemon import Stop, Wakeup, run_daemon
 from weightcast.shared.service.hooks import run_hook
 from weightcast.shared.service.http import make_app
@@ -91,6 +92,7 @@ class Subscriber:
         self.figures = Figures(self.registry)
         self._troubles: tuple[str, ...] = ()
         self.reporter = Reporter(settings.channel) if settings.report else None
+        self.scrub = Scrub(int(settings.verify_rate), stop=lambda: self.stop.requested)
         self.sync = Sync(self.options, open_engines(settings), show=self._show, stop=self.stop.wait)
 
     def _show(self, sync: Sync) -> None:
@@ -100,6 +102,7 @@ class Subscriber:
     def step(self, stop: Stop) -> None:
         try:
             outcome = self.sync.sync_once()
+            self.sync.verify_some(self.scrub)
         finally:
             self._report()
         self._log(outcome)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from weightcast.shared.service.metrics import byte_count, count, duration, number
+from weightcast.shared.service.verify import VerifyFigures
 from weightcast.subscriber.status import HostStatus, UpdateStatus
 
 _NONE = -1
@@ -24,6 +25,7 @@ class Figures:
         self._updates = count(registry, "updates", "Moves of the local checkpoint and reloads.", ("kind",))
         self._seconds = duration(registry, "update_phase", "Time of an update by phase.", ("phase",))
         self._paused = duration(registry, "engine_pause", "Longest pause of an engine in an update.")
+        self._verify = VerifyFigures(registry)
         self._bytes_seen = 0
         self._newest: UpdateStatus | None = None
 
@@ -36,6 +38,7 @@ class Figures:
         self._blocked.set(len(status.blocked))
         self._read.inc(status.bytes_read - self._bytes_seen)
         self._bytes_seen = status.bytes_read
+        self._verify.show(status.verify, status.last_full_hash)
         for update in self._unseen(status):
             self._count(update)
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from weightcast.shared.service.kernels import KernelStatus
 from weightcast.shared.service.snapshot import Frozen, LoopStatus, Readiness
+from weightcast.shared.service.verify import VerifyStatus
 
 KEPT_UPDATES = 32
 
@@ -102,6 +103,8 @@ class HostStatus(Frozen):
     last_full_hash: float | None = None
     """unix time at which every byte was last read and agreed with the root"""
     last_full_hash_age_seconds: float | None = None
+    verify: VerifyStatus | None = None
+    """null until it first read"""
     assurance: Assurance = "full"
     degraded: tuple[str, ...] = ()
     """why the host is not where it should be, although it may be ready"""

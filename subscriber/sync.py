@@ -21,6 +21,7 @@ from weightcast.shared.local.patch import require_files
 from weightcast.shared.local.plan import Patch, Refuse, Relabel, Seed, Stay
 from weightcast.shared.local.prepare import PreRead
 from weightcast.shared.local.route import Route
+from weightcast.shared.local.scrub import Scrub, ScrubStatus
 from weightcast.shared.local.stage import Staged
 from weightcast.shared.local.state import (
     Blocked,
@@ -80,6 +81,7 @@ class View:
     moves: list[UpdateStatus] = field(default_factory=list)
     """of the running step"""
     error: WeightcastError | None = None
+    scrub: ScrubStatus | None = None
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,22 @@ class Sync:
         the version's. Raises what `sync_once` raises."""
         self._reads_all = True
         return self.sync_once()
+
+    def verify_some(self, scrub: Scrub) -> None:
+        """Reads a little of the local checkpoint. A fault is repaired by a step at once: raises what
+        `sync_once` raises."""
+        local = self.follower.local
+        if local is None:
+            return
+        try:
+            scrub.turn(local)
+        except NeedsReseed as error:
+            self.follower.doubt(error)
+            self._usable = False
+            self.sync_once()
+        finally:
+            self.view.scrub = scrub.status
+            self._tell()
 
     def _outcome(self) -> Outcome:
         local = self.follower.local

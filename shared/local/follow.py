@@ -201,6 +201,12 @@ class Follower:
                 remedy="restore the channel's base.json; a run keeps its base",
             )
 
+    def doubt(self, error: NeedsReseed) -> None:
+        """Somebody who read the local checkpoint found it wrong: `repair` is next. Only for its owner."""
+        self.distrust(error.message)
+        self._give_up(error)
+        self.state = read_state(self.paths.state)
+
     def distrust(self, reason: str) -> None:
         """The local checkpoint is not what it claims: it is seeded again. Only for its owner."""
         if self.local is not None and self.local.state.phase is Phase.CLEAN:

@@ -48,6 +48,7 @@ Token = Annotated[SecretStr, AfterValidator(_header_text)]
 
 
 MEMORY_BUDGET = 256 << 20
+VERIFY_RATE = 32 << 20
 SCRATCH_BYTES = 128 << 20
 """of working buffers per thread: a chunk of 4 Mi words as old and new words, changes and code"""
 
@@ -70,6 +71,11 @@ class ServiceSettings(BaseSettings):
     )
     threads: PositiveInt | None = Field(
         None, description="Working threads, as far as the memory goes; unset: every core allowed."
+    )
+    verify_rate: ByteSize = Field(
+        ByteSize(VERIFY_RATE),
+        ge=0,
+        description="Bytes of the local checkpoint read per second to find damage, at most; 0 reads none.",
     )
     poll_seconds: float = Field(
         1.0, gt=0, le=3600, allow_inf_nan=False, description="Longest pause between two looks at the channel."

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from crashes import killed
 from doubles import Answer, Drop
-from hosts import Host, Mapping_, Run, SGLang, Site, on_disk
+from hosts import Clock, Host, Mapping_, Run, SGLang, Site, on_disk
 
 from weightcast.shared.errors import EngineFailed, NeedsReseed, RetryLater
+from weightcast.shared.local.scrub import Scrub
 from weightcast.shared.local.state import Mark
 
 UPDATE = "/update_weights_from_disk"
@@ -256,3 +257,22 @@ def test_a_full_disk_changes_nothing(site: Site) -> None:
     assert on_disk(host.local) == run.digest(0) and host.state == before
     assert (engine.held, engine.paused) == (run.digest(0), False)
     recovered(run, host, engine, 1)
+
+
+def test_rot_that_the_background_verify_finds_is_repaired_and_reloaded(site: Site) -> None:
+    run, engine = site.run(), SGLang()
+    run.publish()
+    host = site.host(run, engine)
+    host.step()
+    engine.calls.clear()
+    _flip(host.local)
+    clock = Clock()
+    scrub = Scrub(1 << 20, clock=clock)
+    clock.at += 10
+    host.sync.verify_some(scrub)
+    assert host.at(run, 1) and engine.held == run.digest(1)
+    assert len(engine.of(UPDATE)) == 1, "what it loaded before may have been damaged"
+    assert [update.kind for update in host.status.updates][-2:] == ["repair", "reload"]
+    found = host.status.verify
+    assert found is not None and found.faults == 1 and "no longer that of version 1" in found.last_fault
+    assert host.status.ready

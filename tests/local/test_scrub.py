@@ -1,0 +1,158 @@
+"""The background verify: its rate, what it remembers over versions, what it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from core_cases import Model, bytes_of, every_dtype, read_checkpoint, rot, tensor, write_checkpoint
+from local_cases import Run, following, publish, state_of, step_to
+
+from weightcast.publisher import init_channel
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import NeedsReseed
+from weightcast.shared.local.follow import Follower
+from weightcast.shared.local.hashing import Differs
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint
+from weightcast.shared.local.scrub import Scrub
+
+PIECE = 8 << 20
+LONG = 5 * PIECE
+
+
+@dataclass
+class Clock:
+    at: float = 100.0
+    turns: list[int] = field(default_factory=list)
+
+    def __call__(self) -> float:
+        return self.at
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Version 1 changes the long tensor, version 2 only `scalar`."""
+    rng = np.random.default_rng(5)
+    base: Model = {**every_dtype(rng), "zz.long": tensor(rng, "BF16", LONG // 2)}
+    first = {**base, "zz.long": base["zz.long"].changed(rng, 3)}
+    second = {**first, "scalar": first["scalar"].changed(rng, 1)}
+    run = Run(tmp_path_factory.mktemp("scrub"), [base, first, second])
+    write_checkpoint(run.base, base)
+    init_channel(run.channel, run.base)
+    publish(run)
+    return run
+
+
+@pytest.fixture
+def follower(run: Run, tmp_path: Path) -> Iterator[Follower]:
+    with following(run, tmp_path / "local") as follower:
+        step_to(follower, 0)
+        yield follower
+
+
+def opened(follower: Follower) -> LocalCheckpoint:
+    assert follower.local is not None
+    return follower.local
+
+
+def scrub_of(clock: Clock, rate: int = PIECE) -> Scrub:
+    return Scrub(rate, clock=clock, now=lambda: clock.at)
+
+
+def turn(scrub: Scrub, follower: Follower, clock: Clock, seconds: float = 1.0) -> int:
+    """Bytes of the pass that are done after it."""
+    clock.at += seconds
+    scrub.turn(opened(follower))
+    return scrub.status.done_bytes
+
+
+def test_a_pass_takes_the_time_that_the_rate_says(follower: Follower) -> None:
+    clock = Clock()
+    scrub = scrub_of(clock)
+    done = [turn(scrub, follower, clock) for _ in range(5)]
+    assert all(PIECE * n <= nbytes < PIECE * (n + 2) for n, nbytes in enumerate(done)), done
+    assert scrub.status.passes == 0 and scrub.status.total_bytes == opened(follower).table.nbytes
+    while not scrub.status.passes:
+        turn(scrub, follower, clock)
+    assert clock.at - 101 <= LONG / PIECE + 2
+    assert state_of(follower.paths.directory)["last_full_hash"] == scrub.status.full_pass == 101.0
+
+
+def test_time_that_nobody_used_is_not_made_up_for(follower: Follower) -> None:
+    clock = Clock()
+    scrub = scrub_of(clock, PIECE // 10)
+    assert turn(scrub, follower, clock, seconds=10_000) <= 2 * PIECE
+
+
+def test_switched_off_it_reads_nothing(follower: Follower) -> None:
+    clock = Clock()
+    scrub = scrub_of(clock, 0)
+    before = follower.paths.state.read_bytes()
+    assert turn(scrub, follower, clock, seconds=1000) == 0 and scrub.status.passes == 0
+    assert follower.paths.state.read_bytes() == before
+
+
+def test_what_was_read_stays_read_when_a_version_comes(run: Run, follower: Follower) -> None:
+    clock = Clock()
+    scrub = scrub_of(clock)
+    step_to(follower, 1)
+    before = [turn(scrub, follower, clock) for _ in range(3)][-1]
+    step_to(follower, 2)
+    assert turn(scrub, follower, clock) > before, "the long tensor did not change"
+
+
+def test_a_tensor_that_changes_is_read_anew_without_pauses(run: Run, follower: Follower) -> None:
+    clock = Clock()
+    scrub = scrub_of(clock)
+    for _ in range(3):
+        turn(scrub, follower, clock)
+    assert 0 < scrub.status.done_bytes < LONG
+    step_to(follower, 1)
+    assert turn(scrub, follower, clock) == opened(follower).table.nbytes
+    assert scrub.status.faults == 0
+    assert turn(scrub, follower, clock) == opened(follower).table.nbytes, "the debt is worked off first"
+
+
+@pytest.mark.parametrize(("name", "byte"), [("zz.long", LONG - 1), ("scalar", 0), ("odd.first", 2)])
+def test_rot_is_found_and_repaired(run: Run, follower: Follower, name: str, byte: int) -> None:
+    clock = Clock()
+    scrub = scrub_of(clock, LONG)
+    step_to(follower, 2)
+    rot(follower.paths.directory, name, byte)
+    with pytest.raises(Differs, match=name) as found:
+        for _ in range(100):
+            turn(scrub, follower, clock)
+    assert found.value.tensors == (name,) and not found.value.whole
+    assert scrub.status.faults == 1 and name in scrub.status.last_fault
+    hashed = opened(follower).state.last_full_hash
+    follower.doubt(found.value)
+    assert follower.local is None and state_of(follower.paths.directory)["phase"] == "dirty"
+    done = follower.repair(Channel.open(run.channel))
+    assert done is not None and (done.tensors, done.words) == ((name,), 1)
+    assert read_checkpoint(follower.paths.directory) == bytes_of(run.models[2])
+    assert opened(follower).state.last_full_hash == hashed, "the others were not read"
+    while not scrub.status.passes:
+        turn(scrub, follower, clock)
+    assert scrub.status.faults == 1
+
+
+def test_a_file_that_was_replaced_is_a_fault(follower: Follower) -> None:
+    clock = Clock()
+    scrub = scrub_of(clock)
+    path = follower.paths.directory / "model.safetensors"
+    copy = path.with_name("aside")
+    copy.write_bytes(path.read_bytes())
+    copy.rename(path)
+    with pytest.raises(NeedsReseed, match="replaced"):
+        turn(scrub, follower, clock)
+
+
+def test_it_steps_aside_for_a_patch(run: Run, follower: Follower) -> None:
+    clock = Clock()
+    scrub = scrub_of(clock)
+    with opened(follower).patching():
+        assert turn(scrub, follower, clock) == 0
+    assert turn(scrub, follower, clock) > 0
