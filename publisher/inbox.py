@@ -210,14 +210,18 @@ class Inbox:
         self.give_up(sighting.name)
         self.entries[sighting.name] = Entry(Outcome.REFUSED, sighting.files, failure=failure)
 
-    def resume(self, version: int) -> None:
-        """After a kill: what was being published has become a version if the channel has moved on since."""
+    def resume(self, version: int) -> list[str]:
+        """After a kill: what was being published has become a version if the channel has moved on since.
+        Returns the names of what has."""
+        published = []
         for name, entry in list(self.entries.items()):
             if entry.outcome is Outcome.PUBLISHING and entry.version is not None:
                 if version > entry.version:
                     self.succeed(name, version)
+                    published.append(name)
                 else:
                     self.give_up(name)
+        return published
 
     def forget_vanished(self, present: frozenset[str]) -> None:
         """Keeps the memory bounded. The latest vanished ones are kept: a mount may be away for a moment."""

@@ -72,8 +72,7 @@ class Watched:
 
     def start(self, version: int) -> None:
         """Once the local checkpoint is owned: keeps what construction saw, finishes what a kill left."""
-        self._inbox.resume(version)
-        self._store()
+        self.resume(version)
         if self._consume and self.directory.is_dir():
             looks.bury_leftovers(self.directory)
 
@@ -104,8 +103,9 @@ class Watched:
         return self._arrived[name] == files
 
     def resume(self, version: int) -> None:
-        """After an error: `version` is the channel's now."""
-        self._inbox.resume(version)
+        """After an error or a kill: `version` is the channel's now."""
+        for name in self._inbox.resume(version):
+            self._consume_published(name)
         self._store()
 
     def next(self) -> Choice:
@@ -128,9 +128,9 @@ class Watched:
     def succeed(self, sighting: Sighting, version: int) -> None:
         failpoint("inbox.published", self.directory)
         self._inbox.succeed(sighting.name, version)
+        # before it is noted as published: a kill in between is made up for by `resume`
+        self._consume_published(sighting.name)
         self._store()
-        if self._consume:
-            self._remove(sighting)
 
     def see(self, directory: Path) -> Sighting | None:
         """A directory that is about to be published on request; None unless it is one of the watched."""
@@ -169,11 +169,15 @@ class Watched:
         except FileNotFoundError:
             return None
 
-    def _remove(self, sighting: Sighting) -> None:
+    def _consume_published(self, name: str) -> None:
+        if not self._consume:
+            return
         try:
-            looks.consume(self.directory, sighting.name, sighting.weights)
+            looks.consume(self.directory, name, self._inbox.entries[name].files)
+        except FileNotFoundError:
+            return  # by the process that was killed
         except (Refused, OSError) as error:
-            log.warning("checkpoint not consumed", checkpoint=sighting.name, reason=str(error))
+            log.warning("checkpoint not consumed", checkpoint=name, reason=str(error))
 
     def _store(self) -> None:
         packed = pack_entries(self._inbox.entries)

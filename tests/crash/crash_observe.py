@@ -1,0 +1,98 @@
+"""From disk and engines to what crash_model speaks of. Reads bytes and JSON; none of weightcast's code."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+from core_cases import read_checkpoint
+from crash_model import Bytes, ChannelSeen, EngineSeen, LocalSeen, Truth, VersionSeen
+
+INDEX = "model.safetensors.index.json"
+
+
+def digest_of(tensors: Bytes) -> str:
+    text = "".join(f"{name} {hashlib.sha256(tensors[name]).hexdigest()}\n" for name in sorted(tensors))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def see_channel(channel: Path) -> ChannelSeen:
+    """The pointer first: what it names must be there whenever it is read."""
+    latest = channel / "latest"
+    pointer = int(latest.read_text()) if latest.exists() else 0
+    versions = {}
+    for entry in sorted(channel.glob("weight_v*")):
+        number = entry.name.removeprefix("weight_v")
+        if number.isdigit() and (entry / INDEX).exists():
+            versions[int(number)] = _see_version(entry)
+    claims = [int(path.stem) for path in (channel / "publishers").glob("*.json") if path.stem.isdigit()]
+    base = blake3((channel / "base.json").read_bytes()).hexdigest()
+    return ChannelSeen(base, pointer, versions, max(claims, default=0))
+
+
+def _see_version(directory: Path) -> VersionSeen:
+    data = (directory / INDEX).read_bytes()
+    facts = json.loads(data)["weightcast"]
+    whole = all(_is(directory / name, size, digest) for name, size, digest in facts["files"])
+    content = hashlib.sha256(data)
+    for path in sorted(directory.iterdir()):
+        if path.is_file():
+            content.update(path.name.encode() + path.read_bytes())
+    return VersionSeen(
+        digest=blake3(data).hexdigest(),
+        parent=facts["parent"],
+        base_version=facts["base_version"],
+        kind=facts["kind"],
+        epoch=facts["epoch"],
+        step=facts["step"] or 0,
+        whole=whole,
+        content=content.hexdigest(),
+    )
+
+
+def _is(path: Path, size: int, digest: str) -> bool:
+    if not path.is_file() or path.is_symlink():
+        return False
+    data = path.read_bytes()
+    return len(data) == size and blake3(data).hexdigest() == digest
+
+
+def see_local(local: Path) -> LocalSeen | None:
+    room = local / ".weightcast"
+    if not (room / "state.json").exists():
+        return None
+    state = json.loads((room / "state.json").read_bytes())
+    active = state["active"]
+    steps = [*state["undo"], *([] if active is None else [active])]
+    whole = state["phase"] not in ("seeding", "dirty")
+    return LocalSeen(
+        phase=state["phase"],
+        version=state["position"]["version"],
+        digest=state["position"]["digest"],
+        tensors=read_checkpoint(local) if whole else {},
+        between=None if active is None else (active["base"]["version"], active["target"]["version"]),
+        journals=frozenset(path.stem for path in (room / "journal").iterdir()),
+        named=frozenset(step["journal"] for step in steps),
+        spool=sum(1 for _ in (room / "spool").rglob("*")),
+        marks={name: (each["mark"], each["version"]) for name, each in state["engines"].items()},
+        blocked=frozenset(each["version"] for each in state["blocked"]),
+    )
+
+
+def see_engine(facts: Mapping[str, Any], truth: Truth) -> EngineSeen:
+    """`facts`: as the engines' process tells them, digests for bytes."""
+    steps = {digest_of(one): number for number, one in enumerate(truth.steps)}
+    served = [digest for digest in facts["served"] if digest not in steps]
+    return EngineSeen(
+        name=facts["name"],
+        maps=facts["maps"],
+        loaded=facts["loaded"],
+        held=steps.get(facts["held"]),
+        paused=facts["paused"],
+        spoiled=facts["spoiled"] or bool(served),
+        label=facts["label"],
+    )

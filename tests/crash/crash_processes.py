@@ -1,0 +1,269 @@
+"""Processes that are killed: forked from this one, which has imported and compiled everything already.
+
+A forked process watches its failpoints. What it does there is an order in memory shared with its parent, so
+that a daemon is armed while it runs. Keep this process free of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import mmap
+import os
+import random
+import signal
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from weightcast.shared import failpoints
+
+Action = Literal["kill", "stop", "error"]
+_SIZE = 1 << 16
+_ORDER, _FIRED, _SEEDS, _COUNTS = 8, 4096, 4100, 8192
+_PR_SET_PDEATHSIG = 1
+
+KINDS = {
+    "latest": "pointer",
+    "state.json": "state",
+    "base.json": "base",
+    "channel.json": "channel",
+    "open.json": "attempt",
+    "closed.json": "end of attempt",
+    "inbox.json": "inbox",
+    "publications.json": "queue",
+    "owner": "owner",
+    "patch": "patch",
+    "publishers": "claims",
+    "hosts": "reports",
+    ".weightcast": "room",
+    "anchor": "anchor",
+    "publisher": "local",
+    "host": "local",
+}
+UNINTERESTING = (".port",)
+"""endings of files that hold no state"""
+
+
+def kind_of(where: Path) -> str:
+    """What a file or directory is, so that rows of the table do not name versions and hosts."""
+    name, parent = where.name, where.parent.name
+    if name == "model.safetensors.index.json":
+        return "index" if parent.startswith("weight_v") else f"{KINDS.get(parent, parent)} index"
+    if parent in ("publishers", "hosts"):
+        return "claim" if parent == "publishers" else "report"
+    if name.startswith("weight_v"):
+        return "version"
+    if parent.endswith(".parts"):
+        return "attempt"
+    if name.startswith("part-"):
+        return "failure" if name.endswith("failed.json") else "draft"
+    return KINDS.get(name, name)
+
+
+def key_of(name: str, where: Path | None) -> str:
+    """The row of a failpoint: small files, directories and locks are told apart by what they are."""
+    if where is not None and name.startswith(("file.", "directory.", "lock.")):
+        return f"{name} {kind_of(where)}"
+    return name
+
+
+@dataclass(frozen=True)
+class Order:
+    """At the `nth` passage of a row from now on. `key` empty: never."""
+
+    key: str = ""
+    nth: int = 1
+    action: Action = "kill"
+    errno: int = errno.EIO
+
+
+class Wire:
+    """Memory shared with one child: the order, whether it was carried out, and how often rows were passed."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, _SIZE)
+        self._number = 0
+
+    def close(self) -> None:
+        self._memory.close()
+
+    def order(self, order: Order) -> None:
+        text = json.dumps(order.__dict__).encode()
+        self._memory[_ORDER : _ORDER + len(text)] = text
+        self._memory[_FIRED : _FIRED + 4] = bytes(4)
+        self._number += 1
+        self._memory[:_ORDER] = struct.pack("<II", self._number, len(text))
+
+    def ordered(self, known: int) -> tuple[int, Order | None]:
+        """The order's number, and the order if that is not the `known` one."""
+        number, length = struct.unpack("<II", self._memory[:_ORDER])
+        if number == known:
+            return number, None
+        return number, Order(**json.loads(self._memory[_ORDER : _ORDER + length]))
+
+    def fire(self) -> None:
+        self._memory[_FIRED : _FIRED + 4] = struct.pack("<I", 1)
+
+    @property
+    def fired(self) -> bool:
+        return self._memory[_FIRED : _FIRED + 4] != bytes(4)
+
+    def count(self, counts: dict[str, int]) -> None:
+        text = json.dumps(counts).encode()[: _SIZE - _COUNTS - 4]
+        self._memory[_COUNTS + 4 : _COUNTS + 4 + len(text)] = text
+        self._memory[_COUNTS : _COUNTS + 4] = struct.pack("<I", len(text))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Rows that the child passed since its start. Read it when the child is dead or idle."""
+        (length,) = struct.unpack("<I", self._memory[_COUNTS : _COUNTS + 4])
+        found: dict[str, int] = json.loads(self._memory[_COUNTS + 4 : _COUNTS + 4 + length] or b"{}")
+        return found
+
+
+class Trap:
+    """In the child: called at every failpoint, by any thread."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._known, self._order, self._left = 0, Order(), 0
+        self._counts: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, name: str, where: Path | None) -> None:
+        if where is not None and where.name.endswith(UNINTERESTING):
+            return
+        key = key_of(name, where)
+        with self._lock:
+            self._counts[key] = self._counts.get(key, 0) + 1
+            self._wire.count(self._counts)
+            due = self._is_due(key)
+        if due:
+            self._act()
+
+    def _is_due(self, key: str) -> bool:
+        self._known, order = self._wire.ordered(self._known)
+        if order is not None:
+            self._order, self._left = order, order.nth
+        if key != self._order.key:
+            return False
+        self._left -= 1
+        return self._left == 0
+
+    def _act(self) -> None:
+        self._wire.fire()
+        match self._order.action:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "error":
+                raise OSError(self._order.errno, os.strerror(self._order.errno))
+
+
+@dataclass
+class Child:
+    pid: int
+    wire: Wire
+    log: Path
+    status: int | None = field(default=None)
+    """of waitpid, once it ended"""
+
+    @property
+    def ended(self) -> bool:
+        if self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.status = status
+        return self.status is not None
+
+    @property
+    def stopped(self) -> bool:
+        """Every thread of it."""
+        states = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return states[0] in "Tt"
+
+    @property
+    def killed(self) -> bool:
+        return self.ended and self.status is not None and os.WIFSIGNALED(self.status)
+
+    @property
+    def exit_code(self) -> int | None:
+        if not self.ended or self.status is None or not os.WIFEXITED(self.status):
+            return None
+        return os.WEXITSTATUS(self.status)
+
+    def signal(self, number: signal.Signals) -> None:
+        if not self.ended:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        if self.status is None:
+            _, self.status = os.waitpid(self.pid, 0)
+
+    def words(self) -> str:
+        """The end of its log."""
+        return self.log.read_text(errors="replace")[-3000:] if self.log.exists() else ""
+
+
+def fork(role: Callable[[], object], log: Path, order: Order | None = None) -> Child:
+    """Runs `role` in a child: exit status 0, or 1 with a traceback in the log."""
+    wire = Wire()
+    wire.order(Order() if order is None else order)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return Child(pid, wire, log)
+    code = 1
+    try:
+        _become(log)
+        failpoints.watch(Trap(wire))
+        role()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _become(log: Path) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    random.seed()
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+
+
+def preload() -> None:
+    """Imports and compiles what every child needs."""
+    import weightcast.publisher.daemon
+    import weightcast.subscriber.daemon  # noqa: F401
+    from weightcast.shared.codec.warm_up import warm_up
+
+    warm_up()
+
+
+class NotReached(Exception):
+    """What a process was to do did not happen in time."""
+
+
+def wait_for(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise NotReached(f"not within {seconds:g} s: {what}")
+        time.sleep(0.004)

@@ -1,0 +1,313 @@
+"""The campaign: which kill comes next, what became of each, the table at the end.
+
+    python tests/crash/crash_run.py --kills 500 --cover 3
+
+Every failpoint is struck at least `--cover` times, in each kind of file and by each side that passes it; one
+that is never reached fails the run, as does every violation. `--seed` fixes the plan, not the timing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests"), str(ROOT / "tests" / "subscriber")]
+
+from crash_processes import NotReached, Order, preload  # noqa: E402
+from crash_scenarios import RANDOM, SCENARIOS, Run, Scenario  # noqa: E402
+from crash_world import Shape, World  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from weightcast.shared.failpoints import FAILPOINTS  # noqa: E402
+
+USES_OF_A_WORLD = 30
+WEIGHTS = {"take over": 0.08, "disturb publisher": 0.05, "disturb host": 0.05}
+"""share of the strikes that do not kill; the rest is shared by need"""
+
+
+@dataclass
+class Row:
+    """What happened at one failpoint of one side."""
+
+    side: str
+    name: str
+    kills: int = 0
+    suspended: int = 0
+    errors: int = 0
+    seconds: list[float] = field(default_factory=list)
+    violations: int = 0
+
+
+@dataclass(frozen=True)
+class Violation:
+    scenario: str
+    order: Order
+    world_seed: int
+    texts: tuple[str, ...]
+
+
+class Plan:
+    """Which scenario and row come next: the rows struck least, in a scenario that passes them."""
+
+    def __init__(self, rng: random.Random, names: Sequence[str], row: str) -> None:
+        self.names = tuple(names)
+        self._rng, self._row = rng, row
+        self.passed: dict[str, dict[str, int]] = {}
+        """scenario to the rows it passes, and how often"""
+        self.struck: Counter[tuple[str, str]] = Counter()
+        """(scenario, row)"""
+        self._missed: Counter[tuple[str, str]] = Counter()
+
+    def next(self) -> tuple[str, Order]:
+        for name in self.names:
+            if name not in self.passed:
+                return name, Order()
+        kinds = [name for name in self.names if name in WEIGHTS]
+        weights = [WEIGHTS[name] for name in kinds]
+        draw = self._rng.choices([*kinds, ""], [*weights, max(0.0, 1 - sum(weights))])[0]
+        names = [draw] if draw else [name for name in self.names if name not in WEIGHTS] or list(self.names)
+        name, row = min(self._candidates(names), key=self._score)
+        return name, self._order(name, row)
+
+    def _candidates(self, names: Sequence[str]) -> list[tuple[str, str]]:
+        found = [(name, row) for name in names for row in self.passed[name] if self._row in row]
+        if not self._row:
+            found += [(name, RANDOM) for name in names if SCENARIOS[name].moments]
+        return found
+
+    def _score(self, candidate: tuple[str, str]) -> tuple[float, float, float]:
+        name, row = candidate
+        side = SCENARIOS[name].side
+        kin = [other for other in self.names if SCENARIOS[other].side == side and other not in WEIGHTS]
+        total = sum(self.struck[other, row] for other in kin) if name not in WEIGHTS else 0
+        total /= 4 if row == RANDOM else 1
+        return total + self._missed[candidate], self.struck[candidate], self._rng.random()
+
+    def _order(self, name: str, row: str) -> Order:
+        if row == RANDOM:
+            return Order(RANDOM)
+        most = max(1, self.passed[name][row])
+        return Order(row, self._rng.choice((1, most, self._rng.randint(1, most))))
+
+    def learn(self, name: str, run: Run) -> None:
+        known = self.passed.setdefault(name, {})
+        for row, count in run.rows.items():
+            if count > 0 and not run.by_moment:
+                known[row] = max(known.get(row, 0), count)
+        if run.order.key:
+            self.struck[name, run.order.key] += run.struck
+            self._missed[name, run.order.key] += not run.struck
+
+
+class Campaign:
+    def __init__(self, root: Path, seed: int, names: Sequence[str], row: str) -> None:
+        self.seed, self._root = seed, root
+        self._rng = random.Random(seed)
+        self.plan = Plan(self._rng, names, row)
+        self.rows: dict[tuple[str, str], Row] = {}
+        self.violations: list[Violation] = []
+        self.others = 0
+        self._worlds: dict[object, tuple[World, int, int]] = {}
+        """by what they can be used for: the world, its seed, how often it was used"""
+        self._made = 0
+
+    @property
+    def kills(self) -> int:
+        return self.others + sum(row.kills for row in self.rows.values())
+
+    def close(self) -> None:
+        for key in list(self._worlds):
+            self._drop(key)
+
+    def once(self) -> Violation | None:
+        name, order = self.plan.next()
+        scenario = SCENARIOS[name]
+        key: object = name if scenario.new else (scenario.daemons, scenario.engines)
+        world, seed = self._world(key, scenario)
+        run = Run(world, order, random.Random(self._rng.getrandbits(32)))
+        try:
+            scenario.act(run)
+        except NotReached as error:
+            run.check([f"did not come to an end: {error}"])
+        self.plan.learn(name, run)
+        self._note(scenario, run)
+        violation = None
+        if run.violations:
+            violation = Violation(name, run.order, seed, tuple(run.violations))
+            self.violations.append(violation)
+        if run.violations or scenario.new:
+            self._drop(key)
+        return violation
+
+    def _world(self, key: object, scenario: Scenario) -> tuple[World, int]:
+        if key in self._worlds and self._worlds[key][2] >= USES_OF_A_WORLD:
+            self._drop(key)
+        if key not in self._worlds:
+            self._made += 1
+            seed = self.seed * 1_000_003 + self._made
+            self._worlds[key] = (self._make(seed, scenario), seed, 0)
+        world, seed, used = self._worlds[key]
+        self._worlds[key] = (world, seed, used + 1)
+        return world, seed
+
+    def _make(self, seed: int, scenario: Scenario) -> World:
+        shape = Shape.drawn(random.Random(seed))
+        if scenario.engines is not None:
+            shape = Shape(shape.encoding, scenario.engines, shape.shards, shape.anchor_every)
+        world = World(self._root / f"world-{seed}", seed, shape)
+        if scenario.daemons:
+            world.start_publisher()
+            world.hand_over()
+            world.start_host()
+            world.seeds = 1
+            found = world.settle()
+            if found:
+                raise RuntimeError(f"a world does not even start: {found}")
+        return world
+
+    def _drop(self, key: object) -> None:
+        world, _, _ = self._worlds.pop(key)
+        world.close()
+        shutil.rmtree(world.root)
+
+    def _note(self, scenario: Scenario, run: Run) -> None:
+        self.others += run.others
+        if not run.order.key:
+            return
+        row = self.rows.setdefault((scenario.side, run.order.key), Row(scenario.side, run.order.key))
+        if run.struck:
+            row.kills += run.order.action == "kill"
+            row.suspended += run.order.action == "stop"
+            row.errors += run.order.action == "error"
+            row.seconds.append(run.seconds)
+        row.violations += bool(run.violations)
+
+    def uncovered(self, cover: int) -> list[str]:
+        """Failpoints never struck at all, and rows that were passed and struck too seldom."""
+        kills: Counter[str] = Counter()
+        for row in self.rows.values():
+            kills[row.name.partition(" ")[0]] += row.kills
+        found = [f"{name}: never reached" for name in FAILPOINTS if not kills[name]]
+        by_side: defaultdict[str, set[str]] = defaultdict(set)
+        for name, rows in self.plan.passed.items():
+            if name not in WEIGHTS:
+                by_side[SCENARIOS[name].side].update(rows)
+        for side, names in sorted(by_side.items()):
+            for row_name in sorted(names):
+                known = self.rows.get((side, row_name))
+                if known is None or known.kills < cover:
+                    found.append(f"{side}, {row_name}: {0 if known is None else known.kills} kills")
+        return found
+
+    def table(self) -> Table:
+        table = Table(title=f"seed {self.seed}: {self.kills} kills")
+        for title in ("side", "failpoint"):
+            table.add_column(title)
+        for title in ("kills", "suspended", "errors", "mean s", "worst s", "violations"):
+            table.add_column(title, justify="right")
+        for row in sorted(self.rows.values(), key=lambda row: (row.side, row.name)):
+            mean = f"{sum(row.seconds) / len(row.seconds):.2f}" if row.seconds else ""
+            worst = f"{max(row.seconds):.2f}" if row.seconds else ""
+            numbers = (row.kills, row.suspended, row.errors, mean, worst, row.violations)
+            table.add_row(row.side, row.name, *(str(each or "") for each in numbers))
+        table.add_row("any", "on the way, at random moments", str(self.others), "", "", "", "", "")
+        return table
+
+    def facts(self) -> dict[str, object]:
+        return {
+            "seed": self.seed,
+            "kills": self.kills,
+            "rows": [asdict(row) for row in self.rows.values()],
+            "others": self.others,
+            "violations": [asdict(each) for each in self.violations],
+        }
+
+
+def run_campaign(arguments: argparse.Namespace, campaign: Campaign, console: Console) -> list[str]:
+    """Until enough was killed and all is covered, or time is up. Returns what is not covered."""
+    began = shown = time.monotonic()
+    deadline = began + arguments.minutes * 60
+    missing: list[str] = []
+    while time.monotonic() < deadline:
+        violation = campaign.once()
+        if violation is not None:
+            _show(violation, console)
+            if arguments.first or len(campaign.violations) >= arguments.most:
+                break
+        if time.monotonic() - shown > 15:
+            shown = time.monotonic()
+            console.print(f"{campaign.kills} kills in {shown - began:.0f} s", style="dim")
+        if campaign.kills >= arguments.kills:
+            missing = campaign.uncovered(arguments.cover) if arguments.cover else []
+            if not missing:
+                break
+    return campaign.uncovered(arguments.cover) if arguments.cover else []
+
+
+def _show(violation: Violation, console: Console) -> None:
+    console.print(
+        f"VIOLATION in {violation.scenario!r}, {violation.order}, world {violation.world_seed}",
+        style="bold red",
+        highlight=False,
+    )
+    for text in violation.texts:
+        console.print(f"  {text}", highlight=False, markup=False)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--kills", type=int, default=60)
+    parser.add_argument("--minutes", type=float, default=15.0)
+    parser.add_argument("--cover", type=int, default=0, help="times that every row must be struck")
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--scenario", action="append", choices=list(SCENARIOS))
+    parser.add_argument("--row", default="", help="only rows whose name contains this")
+    parser.add_argument("--first", action="store_true", help="end at the first violation")
+    parser.add_argument("--most", type=int, default=10, help="end after so many violations")
+    parser.add_argument("--json", type=Path, default=None, help="write the results to this file")
+    parser.add_argument("--root", type=Path, default=None, help="where the worlds lie")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    arguments = parse()
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    seed = int.from_bytes(os.urandom(3), "little") if arguments.seed is None else arguments.seed
+    console.print(f"seed {seed}")
+    began = time.monotonic()
+    preload()
+    memory = Path("/dev/shm")
+    place = arguments.root or (memory if os.access(memory, os.W_OK) else None)
+    root = Path(tempfile.mkdtemp(prefix="weightcast-crash-", dir=place))
+    campaign = Campaign(root, seed, arguments.scenario or list(SCENARIOS), arguments.row)
+    try:
+        missing = run_campaign(arguments, campaign, console)
+    finally:
+        campaign.close()
+        shutil.rmtree(root)
+    if arguments.json is not None:
+        facts = {**campaign.facts(), "missing": missing, "seconds": time.monotonic() - began}
+        arguments.json.write_text(json.dumps(facts, indent=1))
+    console.print(campaign.table())
+    for text in missing:
+        console.print(text, style="red", highlight=False)
+    console.print(
+        f"{campaign.kills} kills, {len(campaign.violations)} violations, {time.monotonic() - began:.0f} s"
+    )
+    return 1 if campaign.violations or missing or campaign.kills < arguments.kills else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,424 @@
+"""Ways to a kill and back: each scenario brings a process to a failpoint and sees how everything recovers."""
+
+from __future__ import annotations
+
+import errno
+import json
+import random
+import shutil
+import signal
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from core_cases import write_checkpoint
+from crash_observe import see_local
+from crash_processes import Child, NotReached, Order, fork, wait_for
+from crash_world import World
+
+from weightcast.publisher import Publisher
+
+Side = Literal["publisher", "host", "rank 0", "rank 1"]
+RANDOM = "at a random moment"
+RANK_SECONDS = 3.0
+SETTLE_SECONDS = 40.0
+
+
+@dataclass
+class Run:
+    """One use of a scenario. `order`: where to strike; its key RANDOM: anywhere, a little later. `rows`: what
+    the victim passed where it could have been struck."""
+
+    world: World
+    order: Order
+    rng: random.Random
+    struck: bool = False
+    seconds: float = 0.0
+    """from the strike until everything was settled"""
+    rows: Mapping[str, int] = field(default_factory=dict)
+    others: int = 0
+    """processes killed on the way, at random moments"""
+    violations: list[str] = field(default_factory=list)
+
+    @property
+    def by_moment(self) -> bool:
+        return self.order.key == RANDOM
+
+    @property
+    def trap(self) -> Order:
+        return Order() if self.by_moment else self.order
+
+    def check(self, found: list[str]) -> None:
+        self.violations += found
+
+    def strike(self, victim: Child, settled: Callable[[], bool], seconds: float = 20.0) -> bool:
+        """Waits until the victim was struck, or all is settled without. True when it has ended."""
+        if self.by_moment:
+            time.sleep(self.rng.uniform(0.0, 0.35))
+            self.struck = not victim.ended
+            victim.kill()
+            return True
+        try:
+            wait_for(lambda: victim.wire.fired or victim.ended or settled(), "struck or settled", seconds)
+        except NotReached as error:
+            self.check([str(error), victim.words()[-1500:]])
+        self.struck = victim.wire.fired
+        if self.struck and self.order.action == "kill":
+            wait_for(lambda: victim.ended, "killed")
+        return victim.ended
+
+    def settle(self, **options: Any) -> None:
+        began = time.monotonic()
+        self.check(self.world.settle(**options))
+        self.seconds = time.monotonic() - began
+
+
+def passed(victim: Child, before: Mapping[str, int]) -> dict[str, int]:
+    return {row: count - before.get(row, 0) for row, count in victim.wire.counts.items()}
+
+
+def publish(run: Run) -> None:
+    """A running publisher is handed a checkpoint."""
+    world = run.world
+    victim = _running(world, "publisher")
+    before = victim.wire.counts
+    victim.wire.order(run.trap)
+    world.hand_over()
+    ended = run.strike(victim, world.published)
+    run.rows = passed(victim, before)
+    if ended:
+        run.check(world.violations_now())
+        world.start_publisher()
+    run.settle()
+
+
+def start_publisher(run: Run) -> None:
+    """A publisher starts on what another left that was killed at work."""
+    world = run.world
+    first = _running(world, "publisher")
+    world.hand_over()
+    time.sleep(run.rng.uniform(0.0, 0.25))
+    first.kill()
+    run.others += 1
+    run.check(world.violations_now())
+    victim = world.start_publisher(run.trap)
+    ended = run.strike(victim, world.published)
+    run.rows = passed(victim, {})
+    if ended:
+        run.check(world.violations_now())
+        world.start_publisher()
+    run.settle()
+
+
+def follow(run: Run) -> None:
+    """A running subscriber sees a new version."""
+    world = run.world
+    victim = _running(world, "host")
+    before = victim.wire.counts
+    victim.wire.order(run.trap)
+    world.hand_over()
+    ended = run.strike(victim, lambda: world.published() and world.followed(world.see().pointer))
+    run.rows = passed(victim, before)
+    if ended:
+        run.check(world.violations_now())
+        world.start_host()
+    run.settle()
+
+
+def start_host(run: Run) -> None:
+    """A subscriber starts some versions behind, on what another left that was killed at work."""
+    world = run.world
+    first = _running(world, "host")
+    for _ in range(run.rng.choice((0, 1, 1, 3))):
+        world.hand_over()
+        time.sleep(run.rng.uniform(0.0, 0.3))
+    first.kill()
+    run.others += 1
+    run.check(world.violations_now())
+    wait_for(world.published, "published")
+    victim = world.start_host(run.trap)
+    ended = run.strike(victim, lambda: world.followed(world.see().pointer))
+    run.rows = passed(victim, {})
+    if ended:
+        run.check(world.violations_now())
+        world.start_host()
+    run.settle()
+
+
+def seed(run: Run) -> None:
+    """A subscriber without a local checkpoint, or with the files of an earlier run."""
+    world = run.world
+    _end(_running(world, "host"))
+    if run.rng.random() < 0.5:
+        shutil.rmtree(world.local)
+    else:
+        (world.local / ".weightcast" / "state.json").unlink()
+    world.local.mkdir(exist_ok=True)
+    (world.local / ".weightcast").mkdir(exist_ok=True)
+    shutil.copy(world.base / "config.json", world.local / "stray.json")
+    victim = world.start_host(run.trap)
+    world.seeds = 1
+    ended = run.strike(victim, lambda: world.followed(world.see().pointer))
+    run.rows = passed(victim, {})
+    if ended:
+        run.check(world.violations_now())
+        world.start_host()
+    run.settle()
+
+
+def refuse(run: Run) -> None:
+    """The engines refuse a version: it is undone and blocked; the next one is taken."""
+    world = run.world
+    victim = _running(world, "host")
+    old = world.see().pointer
+    before = victim.wire.counts
+    world.tell_engines("refuse")
+    victim.wire.order(run.trap)
+    world.hand_over()
+    ended = run.strike(victim, lambda: world.published() and _stepped_back(world, old))
+    run.rows = passed(victim, before)
+    if ended:
+        run.check(world.violations_now())
+        world.start_host()
+    run.check(_refused(world, old))
+    world.tell_engines("accept")
+    world.hand_over()
+    run.settle()
+
+
+def _stepped_back(world: World, old: int) -> bool:
+    local = see_local(world.local)
+    return local is not None and bool(local.blocked) and world.followed(old)
+
+
+def _refused(world: World, old: int) -> list[str]:
+    """The host serves the version before, ready and degraded."""
+    try:
+        wait_for(lambda: world.published() and _stepped_back(world, old), "stepped back", SETTLE_SECONDS)
+        wait_for(lambda: _status(world)["state"] == "idle", "idle")
+    except NotReached as error:
+        return [f"did not recover: {error}", *([] if world.host is None else [world.host.words()])]
+    found = world.settle(version=old)
+    local, status = see_local(world.local), _status(world)
+    if local is None or world.see().pointer not in local.blocked:
+        found.append(f"blocked: {None if local is None else sorted(local.blocked)}")
+    facts = [status.get(fact) for fact in ("ready", "served_version")]
+    if facts != [True, old] or not status.get("blocked"):
+        found.append(f"not ready, degraded, on version {old}: {facts}, {status.get('not_ready_reasons')}")
+    return found
+
+
+def _status(world: World) -> dict[str, Any]:
+    """The subscriber's, or that it does not answer yet."""
+    try:
+        port = int((world.root / "host.port").read_text())
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/status", timeout=10) as reply:
+            found: dict[str, Any] = json.loads(reply.read())
+    except OSError:
+        return {"state": "away"}
+    return found
+
+
+def disturb_publisher(run: Run) -> None:
+    """As `publish`; a disk error in place of a kill."""
+    run.order = _as_error(run)
+    publish(run)
+
+
+def disturb_host(run: Run) -> None:
+    run.order = _as_error(run)
+    follow(run)
+
+
+def _as_error(run: Run) -> Order:
+    return replace(run.order, action="error", errno=run.rng.choice((errno.EIO, errno.ENOSPC)))
+
+
+def birth(run: Run) -> None:
+    """The first start of a publisher makes channel and local checkpoint. The world is new."""
+    world = run.world
+    world.hand_over()
+    victim = world.start_publisher(run.trap)
+    ended = run.strike(victim, world.published)
+    run.rows = passed(victim, {})
+    if ended:
+        run.check(world.violations_now())
+        world.start_publisher()
+    run.settle(host=False)
+
+
+def first_host(run: Run) -> None:
+    """The first start of a subscriber, on a channel with versions. The world is new."""
+    world = run.world
+    world.start_publisher()
+    for _ in range(run.rng.choice((1, 3))):
+        world.hand_over()
+    wait_for(world.published, "published")
+    victim = world.start_host(run.trap)
+    world.seeds = 1
+    ended = run.strike(victim, lambda: world.followed(world.see().pointer))
+    run.rows = passed(victim, {})
+    if ended:
+        run.check(world.violations_now())
+        world.start_host()
+    run.settle()
+
+
+def take_over(run: Run) -> None:
+    """The owner is suspended; another publishes; the old owner wakes up."""
+    world = run.world
+    run.order = replace(run.order, action="stop")
+    victim = _running(world, "publisher")
+    before = victim.wire.counts
+    victim.wire.order(run.trap)
+    world.hand_over()
+    run.strike(victim, world.published)
+    run.rows = passed(victim, before)
+    if run.struck:
+        run.check(_another_publishes(world))
+        victim.signal(signal.SIGCONT)
+        _let_end(victim)
+        run.check(world.violations_now(stale_pointer=True))
+    else:
+        _end(victim)
+    world.start_publisher()
+    world.hand_over()
+    run.settle()
+
+
+def _another_publishes(world: World) -> list[str]:
+    """On a machine of its own, knowing nothing of the owner's local checkpoint."""
+    step = world.train()
+    other = world.root / "other"
+    child = fork(
+        lambda: world.publish_once(other, step, take_over=True, encoding=world.shape.encoding),
+        world.root / "other.log",
+    )
+    wait_for(lambda: child.ended, "taken over", SETTLE_SECONDS)
+    found = [] if child.exit_code == 0 else [f"the new owner failed: {child.words()}"]
+    channel = world.see()
+    at = channel.versions.get(channel.pointer)
+    if at is None or at.step != step:
+        found.append(f"the new owner's version is not the newest: pointer {channel.pointer}")
+    return found + world.violations_now()
+
+
+def _let_end(victim: Child) -> None:
+    """Time to find out that it was superseded; a publisher with nothing to do does not notice."""
+    try:
+        wait_for(lambda: victim.ended, "ended", 0.7)
+    except NotReached:
+        _end(victim)
+
+
+def ranks(run: Run, who: int) -> None:
+    """Two ranks publish one version; one of them dies. No daemons run in this world."""
+    world = run.world
+    if not world.channel.exists():
+        world.make_channel()
+    step = world.train()
+    shared = run.rng.random() < 0.5
+    _prepare_ranks(world, step)
+    children = [_rank(world, step, n, shared, run.trap if n == who else Order()) for n in (0, 1)]
+    victim = children[who]
+    run.strike(victim, lambda: all(child.ended for child in children))
+    run.rows = passed(victim, {})
+    for child in children:
+        wait_for(lambda child=child: child.ended, "both ranks ended", SETTLE_SECONDS)  # type: ignore[misc]
+    run.check(world.violations_now())
+    began = time.monotonic()
+    run.check(_ranks_again(world, step, shared))
+    run.seconds = time.monotonic() - began
+
+
+def _prepare_ranks(world: World, step: int) -> None:
+    names = list(world.models[step])
+    for number in (0, 1):
+        mine = {name: world.models[step][name] for name in names[number::2]}
+        write_checkpoint(world.root / f"rank{number}", mine)
+
+
+def _rank(world: World, step: int, number: int, shared: bool, order: Order) -> Child:
+    local = world.pub if shared or number == 0 else world.root / "rank1-local"
+
+    def role() -> None:
+        with Publisher.open(
+            world.channel,
+            local=local,
+            base=world.base,
+            rank=number,
+            world_size=2,
+            deadline_seconds=RANK_SECONDS,
+            encoding=world.shape.encoding,  # type: ignore[arg-type]
+        ) as publisher:
+            publisher.publish_checkpoint(world.root / f"rank{number}", step=step)
+
+    return fork(role, world.root / f"rank{number}.log", order)
+
+
+def _ranks_again(world: World, step: int, shared: bool) -> list[str]:
+    """As a trainer tries again, until both say that it is out."""
+    children: list[Child] = []
+    for _ in range(4):
+        children = [_rank(world, step, n, shared, Order()) for n in (0, 1)]
+        for child in children:
+            wait_for(lambda child=child: child.ended, "both ranks ended", SETTLE_SECONDS)  # type: ignore[misc]
+        if all(child.exit_code == 0 for child in children):
+            break
+    else:
+        return [f"did not recover: {child.words()[-1500:]}" for child in children]
+    found = world.violations_now()
+    channel, local = world.see(), see_local(world.pub)
+    at = channel.versions.get(channel.pointer)
+    if at is None or at.step != step or local is None or local.version != channel.pointer:
+        found.append(f"step {step} is not at the pointer {channel.pointer}")
+    return found
+
+
+def _running(world: World, side: Side) -> Child:
+    child = world.publisher if side == "publisher" else world.host
+    if child is None or child.ended:
+        raise NotReached(f"no {side} runs: {'' if child is None else child.words()}")
+    return child
+
+
+def _end(child: Child) -> None:
+    child.signal(signal.SIGTERM)
+    try:
+        wait_for(lambda: child.ended, "ended on SIGTERM", 20.0)
+    except NotReached:
+        child.kill()
+        raise
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """`new`: it needs a world of its own; `daemons`: publisher and host run already; `engines`: only
+    these."""
+
+    act: Callable[[Run], None]
+    side: Side
+    new: bool = False
+    daemons: bool = True
+    engines: tuple[str, ...] | None = None
+    moments: bool = True
+    """also struck at random moments"""
+
+
+SCENARIOS: Mapping[str, Scenario] = {
+    "publish": Scenario(publish, "publisher"),
+    "start publisher": Scenario(start_publisher, "publisher"),
+    "follow": Scenario(follow, "host"),
+    "start host": Scenario(start_host, "host"),
+    "seed": Scenario(seed, "host"),
+    "refuse": Scenario(refuse, "host", engines=("copy",)),
+    "first publisher": Scenario(birth, "publisher", new=True, daemons=False),
+    "first host": Scenario(first_host, "host", new=True, daemons=False),
+    "rank 0 dies": Scenario(lambda run: ranks(run, 0), "rank 0", daemons=False),
+    "rank 1 dies": Scenario(lambda run: ranks(run, 1), "rank 1", daemons=False),
+    "take over": Scenario(take_over, "publisher", moments=False),
+    "disturb publisher": Scenario(disturb_publisher, "publisher", moments=False),
+    "disturb host": Scenario(disturb_host, "host", moments=False),
+}

@@ -1,0 +1,291 @@
+"""One run under the harness: trainer, publisher, host and engines, all real, all small.
+
+`World` starts and ends processes, waits until they are done, and compares what it sees with crash_model.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import shutil
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from core_cases import Model, all_changed, bytes_of, every_dtype, some_changed, write_checkpoint
+from crash_engines import run_engines
+from crash_model import (
+    ChannelSeen,
+    EngineSeen,
+    LocalSeen,
+    Settled,
+    Truth,
+    channel_violations,
+    engine_violations,
+    local_violations,
+    settled_violations,
+)
+from crash_observe import see_channel, see_engine, see_local
+from crash_processes import Child, NotReached, Order, fork, wait_for
+
+from weightcast.publisher import Publisher, init_channel
+from weightcast.publisher.daemon import run_publisher
+from weightcast.publisher.settings import PublisherSettings
+from weightcast.shared.service.logs import setup_logs
+from weightcast.subscriber.daemon import run_subscriber
+from weightcast.subscriber.settings import SubscriberSettings
+
+MARKER = "complete"
+POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a world is made of; drawn from the seed."""
+
+    encoding: str = "fast"
+    engines: tuple[str, ...] = ("copy", "map")
+    shards: int = 2
+    anchor_every: int = 3
+
+    @classmethod
+    def drawn(cls, rng: random.Random) -> Shape:
+        return cls(
+            rng.choice(("fast", "fast", "small", "xor", "overwrite")),
+            rng.choice((("copy",), ("map",), ("copy", "map"))),
+            rng.choice((1, 2)),
+            rng.choice((1, 2, 3)),
+        )
+
+
+class World:
+    def __init__(self, root: Path, seed: int, shape: Shape) -> None:
+        self.root, self.shape = root, shape
+        self._random = np.random.default_rng(seed)
+        self.models: list[Model] = [every_dtype(self._random)]
+        self.truth = Truth([bytes_of(self.models[0])])
+        self.before: ChannelSeen | None = None
+        self.publisher: Child | None = None
+        self.host: Child | None = None
+        self.seeds = 0
+        """of the host, that are called for until it is settled the next time"""
+        self._seeds_seen = 0
+        root.mkdir(parents=True)
+        write_checkpoint(self.base, self.models[0], files=shape.shards)
+        self.watch.mkdir()
+        self._engines, self.options = self._start_engines()
+
+    @property
+    def base(self) -> Path:
+        return self.root / "base"
+
+    @property
+    def channel(self) -> Path:
+        return self.root / "channel"
+
+    @property
+    def watch(self) -> Path:
+        return self.root / "watch"
+
+    @property
+    def pub(self) -> Path:
+        return self.root / "publisher"
+
+    @property
+    def local(self) -> Path:
+        return self.root / "host"
+
+    def _start_engines(self) -> tuple[Any, tuple[str, ...]]:
+        ours, theirs = multiprocessing.Pipe()
+        local, kinds = self.local, self.shape.engines
+        self._engine_process = fork(lambda: run_engines(local, kinds, theirs), self.root / "engines.log")
+        theirs.close()
+        return ours, tuple(ours.recv())
+
+    def close(self) -> None:
+        for child in (self.publisher, self.host, self._engine_process):
+            if child is not None:
+                child.signal(signal.SIGCONT)
+                child.kill()
+        self._engines.close()
+
+    # what the outside world does
+
+    def train(self) -> int:
+        """The trainer's next checkpoint, as bytes only."""
+        change = all_changed if self._random.integers(0, 4) == 0 else some_changed
+        model = change(self.models[-1], self._random)
+        self.models.append(model)
+        self.truth.steps.append(bytes_of(model))
+        return self.truth.newest
+
+    def hand_over(self) -> int:
+        """The next checkpoint comes to lie, complete, in the watched directory."""
+        step = self.train()
+        unfinished = self.root / "unfinished"
+        write_checkpoint(unfinished, self.models[step], files=self.shape.shards)
+        (unfinished / MARKER).touch()
+        unfinished.rename(self.watch / f"step_{step:06d}")
+        return step
+
+    def tell_engines(self, order: str) -> list[EngineSeen]:
+        self._engines.send(order)
+        return [see_engine(facts, self.truth) for facts in self._engines.recv()]
+
+    # processes
+
+    def start_publisher(self, order: Order | None = None) -> Child:
+        settings = PublisherSettings(
+            channel=self.channel,
+            base=self.base,
+            local=self.pub,
+            watch=self.watch,
+            marker=MARKER,
+            every=True,
+            existing=True,
+            consume=True,
+            threads=1,
+            encoding=self.shape.encoding,  # type: ignore[arg-type]
+            anchor_every=self.shape.anchor_every,
+            port=0,
+            poll_seconds=POLL_SECONDS,
+        )
+
+        def run() -> None:
+            setup_logs()
+            run_publisher(settings)
+
+        self.publisher = fork(run, self.root / "publisher.log", order)
+        return self.publisher
+
+    def start_host(self, order: Order | None = None) -> Child:
+        settings = SubscriberSettings(
+            channel=self.channel,
+            base=self.base,
+            local=self.local,
+            engine=self.options,
+            threads=1,
+            port=0,
+            port_file=self.root / "host.port",
+            poll_seconds=POLL_SECONDS,
+            visible_deadline=5.0,
+            engine_deadline=10.0,
+        )
+        self._seeds_seen = 0
+        (self.root / "host.port").unlink(missing_ok=True)
+        self.host = fork(lambda: run_subscriber(settings), self.root / "host.log", order)
+        return self.host
+
+    def publish_once(self, local: Path, step: int, **options: Any) -> None:
+        """Another publisher, in process, for a step that was trained."""
+        given = write_checkpoint(self.root / f"given-{local.name}", self.models[step], files=2)
+        with Publisher.open(self.channel, local=local, base=self.base, **options) as publisher:
+            publisher.publish_checkpoint(given, step=step)
+
+    def make_channel(self) -> None:
+        init_channel(self.channel, self.base)
+
+    # looks
+
+    def see(self) -> ChannelSeen:
+        return see_channel(self.channel)
+
+    def published(self) -> bool:
+        """The newest checkpoint is out, and the publisher has nothing left to do."""
+        if not (self.channel / "latest").exists() or list(self.watch.iterdir()):
+            return False
+        channel = self.see()
+        version = channel.versions.get(channel.pointer)
+        local = see_local(self.pub)
+        return (
+            version is not None
+            and version.step == self.truth.newest
+            and local is not None
+            and (local.phase, local.version) == ("clean", channel.pointer)
+            and local.journals <= local.named
+            and not list(self.channel.glob("*.parts"))
+        )
+
+    def followed(self, version: int) -> bool:
+        local = see_local(self.local)
+        if local is None or (local.phase, local.version) != ("clean", version) or local.journals:
+            return False
+        return all(local.marks.get(kind) == ("served", version) for kind in self.shape.engines)
+
+    def violations_now(self, *, stale_pointer: bool = False) -> list[str]:
+        """Right after a kill. What a process that lives writes meanwhile is looked at when it is done."""
+        if not (self.channel / "channel.json").exists():
+            return []
+        channel = self.see()
+        found = channel_violations(channel, self.before, stale_pointer=stale_pointer)
+        self.before = channel
+        if self.publisher is None or self.publisher.ended:
+            found += [f"publisher: {text}" for text in self._local_violations(channel, see_local(self.pub))]
+        if self.host is None or self.host.ended:
+            local = see_local(self.local)
+            found += [f"host: {text}" for text in self._local_violations(channel, local)]
+            found += engine_violations(self.truth, channel, local, self.tell_engines("see"))
+        return found
+
+    def _local_violations(self, channel: ChannelSeen, local: LocalSeen | None) -> list[str]:
+        return local_violations(self.truth, channel, local)
+
+    def settle(self, *, host: bool = True, version: int | None = None, seconds: float = 40.0) -> list[str]:
+        """Waits until both sides have nothing left to do. `version`: where hosts stay if that is not the
+        pointer."""
+        try:
+            self._until(self.published, self.publisher, "published", seconds)
+            at = self.see().pointer if version is None else version
+            if host:
+                self._until(lambda: self.followed(at), self.host, "followed", seconds)
+        except NotReached as error:
+            return [f"did not recover: {error}", *self.violations_now()]
+        channel = self.see()
+        found = channel_violations(channel, self.before)
+        self.before = channel
+        wanted = Settled(channel.pointer, self.truth.newest, at, self.seeds)
+        locals_: Mapping[str, LocalSeen | None] = {"publisher": see_local(self.pub)}
+        engines: list[EngineSeen] = []
+        if host:
+            locals_ = {**locals_, "host": see_local(self.local)}
+            engines = self.tell_engines("see")
+        found += settled_violations(self.truth, channel, locals_, engines, wanted, self._new_seeds())
+        self.seeds = 0
+        return found + (self._engine_violations(channel, engines) if host else [])
+
+    def _new_seeds(self) -> int:
+        """Of the host's process that runs now, since it was last settled."""
+        if self.host is None:
+            return 0
+        before, self._seeds_seen = self._seeds_seen, self.host.wire.counts.get("seed.checked", 0)
+        return self._seeds_seen - before
+
+    def _engine_violations(self, channel: ChannelSeen, engines: list[EngineSeen]) -> list[str]:
+        return engine_violations(self.truth, channel, see_local(self.local), engines)
+
+    def _until(self, condition: Any, child: Child | None, what: str, seconds: float) -> None:
+        def done() -> bool:
+            if child is not None and child.ended:
+                raise NotReached(f"{what}: the process ended ({child.status}): {child.words()[-1500:]}")
+            return bool(condition())
+
+        try:
+            wait_for(done, what, seconds)
+        except NotReached as error:
+            words = "" if child is None or child.ended else f"\n{child.words()[-1500:]}"
+            raise NotReached(f"{error}{words}") from None
+
+
+@contextmanager
+def world(root: Path, seed: int, shape: Shape | None = None) -> Iterator[World]:
+    """Removed at the end."""
+    made = World(root, seed, Shape.drawn(random.Random(seed)) if shape is None else shape)
+    try:
+        yield made
+    finally:
+        made.close()
+        shutil.rmtree(root)
