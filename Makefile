@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install test lint demo clean
+.PHONY: install test lint demo crash clean
 
 install: $(STAMP)
 
@@ -19,6 +19,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: install
 	$(BIN)/python -m pytest -q
+
+# Kills at every failpoint, at least three times each; `make crash CRASH_ARGS="--seed 7 --kills 60"`.
+crash: install
+	$(BIN)/python tests/crash/crash_run.py --kills 500 --cover 3 --minutes 15 $(CRASH_ARGS)
 
 demo: install
 	$(BIN)/python -m examples.demo $(DEMO_ARGS)

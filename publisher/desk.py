@@ -225,6 +225,8 @@ class Desk:
             return self._judge(publisher, error, before, source)
         except RetryLater:
             if publisher.version > before:
+                # the local checkpoint catches up in the next step, not only at the next publication
+                self._recovered = False
                 return self._done(self._read_back(publisher, source))
             raise
         except OSError as error:

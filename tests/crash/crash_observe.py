@@ -22,8 +22,7 @@ def digest_of(tensors: Bytes) -> str:
 
 def see_channel(channel: Path) -> ChannelSeen:
     """The pointer first: what it names must be there whenever it is read."""
-    latest = channel / "latest"
-    pointer = int(latest.read_text()) if latest.exists() else 0
+    pointer = see_pointer(channel)
     versions = {}
     for entry in sorted(channel.glob("weight_v*")):
         number = entry.name.removeprefix("weight_v")
@@ -32,6 +31,20 @@ def see_channel(channel: Path) -> ChannelSeen:
     claims = [int(path.stem) for path in (channel / "publishers").glob("*.json") if path.stem.isdigit()]
     base = blake3((channel / "base.json").read_bytes()).hexdigest()
     return ChannelSeen(base, pointer, versions, max(claims, default=0))
+
+
+def see_pointer(channel: Path) -> int:
+    latest = channel / "latest"
+    return int(latest.read_text()) if latest.exists() else 0
+
+
+def see_step(channel: Path, version: int) -> int:
+    """The training step of a committed version; 0 where there is none."""
+    try:
+        data = (channel / f"weight_v{version:06d}" / INDEX).read_bytes()
+    except FileNotFoundError:
+        return 0
+    return json.loads(data)["weightcast"]["step"] or 0
 
 
 def _see_version(directory: Path) -> VersionSeen:
@@ -61,14 +74,15 @@ def _is(path: Path, size: int, digest: str) -> bool:
     return len(data) == size and blake3(data).hexdigest() == digest
 
 
-def see_local(local: Path) -> LocalSeen | None:
+def see_local(local: Path, *, tensors: bool = True) -> LocalSeen | None:
+    """Raises FileNotFoundError and ValueError while a process writes there."""
     room = local / ".weightcast"
     if not (room / "state.json").exists():
         return None
     state = json.loads((room / "state.json").read_bytes())
     active = state["active"]
     steps = [*state["undo"], *([] if active is None else [active])]
-    whole = state["phase"] not in ("seeding", "dirty")
+    whole = tensors and state["phase"] not in ("seeding", "dirty")
     return LocalSeen(
         phase=state["phase"],
         version=state["position"]["version"],

@@ -12,6 +12,7 @@ import json
 import mmap
 import os
 import random
+import re
 import signal
 import struct
 import sys
@@ -48,8 +49,8 @@ KINDS = {
     "publisher": "local",
     "host": "local",
 }
-UNINTERESTING = (".port",)
-"""endings of files that hold no state"""
+UNINTERESTING = re.compile(r"\.port$|^world-")
+"""names of what holds no state: the file that tells a port, and where it lies"""
 
 
 def kind_of(where: Path) -> str:
@@ -139,7 +140,7 @@ class Trap:
         self._lock = threading.Lock()
 
     def __call__(self, name: str, where: Path | None) -> None:
-        if where is not None and where.name.endswith(UNINTERESTING):
+        if where is not None and UNINTERESTING.search(where.name):
             return
         key = key_of(name, where)
         with self._lock:
@@ -263,7 +264,15 @@ class NotReached(Exception):
 
 def wait_for(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
-    while not condition():
+    while not _holds(condition):
         if time.monotonic() > deadline:
             raise NotReached(f"not within {seconds:g} s: {what}")
-        time.sleep(0.004)
+        time.sleep(0.015)
+
+
+def _holds(condition: Callable[[], object]) -> bool:
+    """What is looked at may be written just then."""
+    try:
+        return bool(condition())
+    except (FileNotFoundError, ValueError):
+        return False

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from core_cases import write_checkpoint
-from crash_observe import see_local
+from crash_observe import see_local, see_pointer
 from crash_processes import Child, NotReached, Order, fork, wait_for
 from crash_world import World
 
@@ -67,6 +67,8 @@ class Run:
         self.struck = victim.wire.fired
         if self.struck and self.order.action == "kill":
             wait_for(lambda: victim.ended, "killed")
+        elif not self.struck:
+            victim.wire.order(Order())
         return victim.ended
 
     def settle(self, **options: Any) -> None:
@@ -119,7 +121,7 @@ def follow(run: Run) -> None:
     before = victim.wire.counts
     victim.wire.order(run.trap)
     world.hand_over()
-    ended = run.strike(victim, lambda: world.published() and world.followed(world.see().pointer))
+    ended = run.strike(victim, lambda: world.published() and world.followed(see_pointer(world.channel)))
     run.rows = passed(victim, before)
     if ended:
         run.check(world.violations_now())
@@ -139,7 +141,7 @@ def start_host(run: Run) -> None:
     run.check(world.violations_now())
     wait_for(world.published, "published")
     victim = world.start_host(run.trap)
-    ended = run.strike(victim, lambda: world.followed(world.see().pointer))
+    ended = run.strike(victim, lambda: world.followed(see_pointer(world.channel)))
     run.rows = passed(victim, {})
     if ended:
         run.check(world.violations_now())
@@ -160,7 +162,7 @@ def seed(run: Run) -> None:
     shutil.copy(world.base / "config.json", world.local / "stray.json")
     victim = world.start_host(run.trap)
     world.seeds = 1
-    ended = run.strike(victim, lambda: world.followed(world.see().pointer))
+    ended = run.strike(victim, lambda: world.followed(see_pointer(world.channel)))
     run.rows = passed(victim, {})
     if ended:
         run.check(world.violations_now())
@@ -172,7 +174,7 @@ def refuse(run: Run) -> None:
     """The engines refuse a version: it is undone and blocked; the next one is taken."""
     world = run.world
     victim = _running(world, "host")
-    old = world.see().pointer
+    old = see_pointer(world.channel)
     before = victim.wire.counts
     world.tell_engines("refuse")
     victim.wire.order(run.trap)
@@ -189,7 +191,7 @@ def refuse(run: Run) -> None:
 
 
 def _stepped_back(world: World, old: int) -> bool:
-    local = see_local(world.local)
+    local = see_local(world.local, tensors=False)
     return local is not None and bool(local.blocked) and world.followed(old)
 
 
@@ -258,7 +260,7 @@ def first_host(run: Run) -> None:
     wait_for(world.published, "published")
     victim = world.start_host(run.trap)
     world.seeds = 1
-    ended = run.strike(victim, lambda: world.followed(world.see().pointer))
+    ended = run.strike(victim, lambda: world.followed(see_pointer(world.channel)))
     run.rows = passed(victim, {})
     if ended:
         run.check(world.violations_now())

@@ -29,7 +29,7 @@ from crash_model import (
     local_violations,
     settled_violations,
 )
-from crash_observe import see_channel, see_engine, see_local
+from crash_observe import see_channel, see_engine, see_local, see_pointer, see_step
 from crash_processes import Child, NotReached, Order, fork, wait_for
 
 from weightcast.publisher import Publisher, init_channel
@@ -198,20 +198,18 @@ class World:
         """The newest checkpoint is out, and the publisher has nothing left to do."""
         if not (self.channel / "latest").exists() or list(self.watch.iterdir()):
             return False
-        channel = self.see()
-        version = channel.versions.get(channel.pointer)
-        local = see_local(self.pub)
+        pointer = see_pointer(self.channel)
+        local = see_local(self.pub, tensors=False)
         return (
-            version is not None
-            and version.step == self.truth.newest
+            see_step(self.channel, pointer) == self.truth.newest
             and local is not None
-            and (local.phase, local.version) == ("clean", channel.pointer)
+            and (local.phase, local.version) == ("clean", pointer)
             and local.journals <= local.named
             and not list(self.channel.glob("*.parts"))
         )
 
     def followed(self, version: int) -> bool:
-        local = see_local(self.local)
+        local = see_local(self.local, tensors=False)
         if local is None or (local.phase, local.version) != ("clean", version) or local.journals:
             return False
         return all(local.marks.get(kind) == ("served", version) for kind in self.shape.engines)
