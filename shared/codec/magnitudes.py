@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.shared.codec.kernels import kernels
-from weightcast.shared.codec.rice import K_LIMIT, NOTHING, RICE, RUNS, SLACK, expected_bits, rice_parameter
+from weightcast.shared.codec.rice import K_LIMIT, NOTHING, RICE, RUNS, SLACK, expected_bits, rice_parameters
 from weightcast.shared.codec.scratch import scratch
 from weightcast.shared.codec.steps import Steps
 from weightcast.shared.words import ByteArray, WordKind
@@ -32,39 +32,41 @@ _TOP_SHARE = 0.97
 
 @dataclass(frozen=True)
 class Grouped:
-    """Magnitudes by context, in the thread's scratch. `ends`: where each context ends; `tallies`: of each
-    its changes, the sum of their magnitudes, how many are not 0; `plan`: coding, k, k of what ends a run."""
+    """Magnitudes by context, in the thread's scratch. `ends`: where each context ends; `tallies`: int64[n, 3],
+    of each its changes, the sum of their magnitudes, how many are not 0; `plan`: int64[n, 3], coding, k, k of
+    what ends a run."""
 
     first: int
     values: NDArray[np.uint32]
     ends: NDArray[np.int64]
-    tallies: list[tuple[int, int, int]]
-    plan: list[tuple[int, int, int]]
+    tallies: NDArray[np.int64]
+    plan: NDArray[np.int64]
 
     @property
     def expected_bits(self) -> float:
-        return sum(_expected(*tally) for tally in self.tallies)
+        return sum(_expected(*tally) for tally in self.tallies.tolist())
 
     def put(self, out: ByteArray, most: int) -> tuple[bytes, int] | None:
         """Heads of the contexts, and how many bytes of streams are in `out`; None if they are over `most`."""
-        plan = np.array(self.plan, np.int64)
-        sizes = kernels().put_magnitudes(self.values, self.ends, plan, out, most)
+        sizes = kernels().put_magnitudes(self.values, self.ends, self.plan, out, most)
         if sizes is None:
             return None
-        rows = zip(self.plan, sizes, strict=True)
-        heads = b"".join(CONTEXT.pack(coding, k, k_rest, 0, size) for (coding, k, k_rest), size in rows)
-        return heads, sum(sizes)
+        heads = np.zeros(len(self.plan), _HEAD)
+        heads["plan"], heads["size"] = self.plan, sizes
+        return heads.tobytes(), int(sizes.sum())
+
+
+_HEAD = np.dtype([("plan", np.uint8, 3), ("zero", np.uint8), ("size", "<u4")])
+"""as CONTEXT"""
 
 
 def grouped(steps: Steps, kind: WordKind) -> Grouped:
     first, count = _choose_contexts(steps, kind)
-    table = _contexts_by_exponent(first, count)
-    ends = np.cumsum(np.bincount(table, steps.histogram, count)).astype(np.int64)
+    tallies = np.add.reduceat(steps.tallies, _first_exponents(first, count))
+    ends = tallies[:, 0].cumsum()
     values = scratch().take("grouped", np.uint32, len(steps))
-    sums = kernels().group(steps.magnitude, steps.exponents, table, ends, values)
-    sizes = np.diff(ends, prepend=0).tolist()
-    tallies = [(size, total, longer) for size, (total, longer) in zip(sizes, sums.tolist(), strict=True)]
-    return Grouped(first, values, ends, tallies, [_plan(*tally) for tally in tallies])
+    kernels().group(steps.magnitude, steps.exponents, _contexts_by_exponent(first, count), ends, values)
+    return Grouped(first, values, ends, tallies, _planned(tallies))
 
 
 def _choose_contexts(steps: Steps, kind: WordKind) -> tuple[int, int]:
@@ -81,13 +83,21 @@ def _contexts_by_exponent(first: int, count: int) -> ByteArray:
     return np.clip(np.arange(256) - first, 0, count - 1).astype(np.uint8)
 
 
-def _plan(count: int, total: int, longer: int) -> tuple[int, int, int]:
+@cache
+def _first_exponents(first: int, count: int) -> NDArray[np.int64]:
+    """The lowest exponent of each context."""
+    return np.append(0, np.arange(first + 1, first + count))
+
+
+def _planned(tallies: NDArray[np.int64]) -> NDArray[np.int64]:
     """Runs where less than a third of the steps is longer than one."""
-    if count == 0:
-        return NOTHING, 0, 0
-    if 3 * longer >= count:
-        return RICE, rice_parameter(total, count), 0
-    return RUNS, rice_parameter(count - longer, longer + 1), rice_parameter(total - longer, longer)
+    count, total, longer = tallies.T
+    runs = 3 * longer < count
+    plan = np.empty_like(tallies)
+    plan[:, 0] = np.where(runs, RUNS, np.where(count > 0, RICE, NOTHING))
+    plan[:, 1] = rice_parameters(np.where(runs, count - longer, total), np.where(runs, longer + 1, count))
+    plan[:, 2] = rice_parameters(total - longer, np.where(runs, longer, 0))
+    return plan
 
 
 def _expected(count: int, total: int, longer: int) -> float:

@@ -8,11 +8,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.shared.codec.rice import ESCAPE, LONGEST, RICE, RUNS
-from weightcast.shared.digest.native import I64, U64, inlined, kernel, store64, unwritable
+from weightcast.shared.digest.native import (
+    I64,
+    U64,
+    inlined,
+    kernel,
+    reaching64,
+    store64,
+    trailing_zeros,
+    unwritable,
+)
 from weightcast.shared.words import ByteArray
 
 Array32 = NDArray[np.uint32]
 Plan = NDArray[np.int64]
+
+_ALL = U64((1 << 64) - 1)
 
 
 @inlined
@@ -20,10 +31,9 @@ def _code(value: Any, k: Any) -> Any:
     """Bits and their number."""
     zeros = value >> k
     if zeros < U64(ESCAPE):
-        return (U64(1) << zeros) | ((value & ((U64(1) << k) - U64(1))) << (zeros + U64(1))), zeros + U64(
-            1
-        ) + k
-    return (U64(1) << U64(ESCAPE)) | (value << U64(ESCAPE + 1)), U64(LONGEST)
+        low = value & ((U64(1) << k) - U64(1))
+        return (low + low + U64(1)) << zeros, zeros + k + U64(1)
+    return (value + value + U64(1)) << U64(ESCAPE), U64(LONGEST)
 
 
 @inlined
@@ -72,19 +82,25 @@ def put_values(values: Array32, k: int, out: ByteArray, most: int) -> int:
 @kernel
 def _put_runs(values: Any, k_run: Any, k_rest: Any, out: Any, most: Any) -> Any:
     at, bits, used = I64(0), U64(0), U64(0)
-    run = U64(0)
-    for i in range(values.size):
-        if values[i] == 0:
-            run += U64(1)
+    behind, whole = I64(0), values.size & ~63
+    for first in range(0, values.size, 64):
+        if first < whole:
+            mask = reaching64(values, first, values, _ALL, U64(1))
         else:
+            mask = U64(0)
+            for i in range(whole, values.size):
+                mask |= U64(values[i] != 0) << U64(i - whole)
+        while mask != U64(0):
             if at > most:
                 return I64(-1)
-            code, length = _code(run, k_run)
+            i = first + I64(trailing_zeros(mask))
+            mask &= mask - U64(1)
+            code, length = _code(U64(i - behind), k_run)
             at, bits, used = _put(out, at, bits, used, code, length)
             code, length = _code(U64(values[i]) - U64(1), k_rest)
             at, bits, used = _put(out, at, bits, used, code, length)
-            run = U64(0)
-    code, length = _code(run, k_run)
+            behind = i + 1
+    code, length = _code(U64(values.size - behind), k_run)
     at, bits, used = _put(out, at, bits, used, code, length)
     return at + I64((used + U64(7)) >> U64(3))
 
@@ -106,7 +122,7 @@ def _put_magnitudes(grouped: Any, ends: Any, plan: Any, out: Any, most: Any, siz
     return at
 
 
-def put_magnitudes(grouped: Array32, ends: Plan, plan: Plan, out: ByteArray, most: int) -> list[int] | None:
+def put_magnitudes(grouped: Array32, ends: Plan, plan: Plan, out: ByteArray, most: int) -> Plan | None:
     sizes = np.zeros(len(ends), np.int64)
     done = _put_magnitudes(unwritable(grouped), ends, plan, out, most, sizes)
-    return sizes.tolist() if done >= 0 else None
+    return sizes if done >= 0 else None

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.shared.codec.native_ordinals import exponent, facts, step_between
+from weightcast.shared.codec.native_split import split16
 from weightcast.shared.codec.scratch import scratch
 from weightcast.shared.digest.native import (
     I64,
@@ -19,7 +20,6 @@ from weightcast.shared.digest.native import (
     prefetch64,
     set_bits,
     set_word,
-    store64,
     trailing_zeros,
     unwritable,
     word_at,
@@ -169,51 +169,57 @@ def scatter(words: Words, index: Array32, new: Words) -> None:
 
 @kernel
 def _split(old: Any, new: Any, kind: Any, magnitude: Any, exponents: Any, signs: Any, tallies: Any) -> None:
-    """Four tallies, so that equal neighbours do not wait for each other."""
+    """`tallies`: uint64[4, 256, 2], how many (and 2**32 times how many are not 0), sum. Four of them, so that
+    equal neighbours do not wait for each other."""
+    whole = old.size & ~15
+    for first in range(0, whole, 16):
+        signs[first >> 4] = split16(old, new, first, kind, magnitude, exponents)
+        for i in range(first, first + 16):
+            row, value = tallies[i & 3, exponents[i]], U64(magnitude[i])
+            row[0] += U64(1) + (U64(value != U64(0)) << U64(32))
+            row[1] += value
     bits = U64(0)
-    for i in range(old.size):
+    for i in range(whole, old.size):
         step = step_between(old[i], new[i], kind)
-        magnitude[i] = abs(step) - 1
-        bits |= U64(step < 0) << U64(i & 63)
-        if i & 63 == 63:
-            store64(signs, (i >> 3) & ~7, bits)
-            bits = U64(0)
-        power = exponent(old[i], kind)
-        exponents[i] = power
-        tallies[i & 3, power] += 1
-    store64(signs, (old.size >> 6) << 3, bits)
+        magnitude[i], exponents[i] = abs(step) - 1, exponent(old[i], kind)
+        bits |= U64(step < 0) << U64(i & 15)
+        tallies[0, exponents[i], 0] += U64(1) + (U64(magnitude[i] != 0) << U64(32))
+        tallies[0, exponents[i], 1] += U64(magnitude[i])
+    if whole < old.size:
+        signs[whole >> 4] = bits
 
 
 def split(
     old: Words, new: Words, kind: WordKind, magnitude: Array32, exponents: ByteArray, signs: ByteArray
 ) -> Tallies:
-    tallies = np.zeros((4, 256), np.int64)
-    _split(unwritable(old), unwritable(new), facts(kind), magnitude, exponents, signs, tallies)
-    summed: Tallies = tallies.sum(axis=0)
-    return summed
+    four = np.zeros((4, 256, 2), np.uint64)
+    pairs = signs[: (len(old) + 15) // 16 * 2].view(np.uint16)
+    _split(unwritable(old), unwritable(new), facts(kind), magnitude, exponents, pairs, four)
+    summed = four.sum(axis=0)
+    tallies = np.empty((256, 3), np.int64)
+    tallies[:, 0], tallies[:, 1], tallies[:, 2] = (
+        summed[:, 0] & _LOW_HALF,
+        summed[:, 1],
+        summed[:, 0] >> _HALF,
+    )
+    return tallies
+
+
+_HALF = np.uint64(32)
+_LOW_HALF = np.uint64((1 << 32) - 1)
 
 
 @kernel
-def _group(magnitude: Any, exponents: Any, table: Any, ends: Any, grouped: Any, sums: Any) -> None:
+def _group(magnitude: Any, exponents: Any, table: Any, ends: Any, grouped: Any) -> None:
     places = np.zeros(ends.size, np.int64)
     places[1:] = ends[:-1]
     for i in range(magnitude.size):
         context = table[exponents[i]]
         grouped[places[context]] = magnitude[i]
         places[context] += 1
-    start = 0
-    for context in range(ends.size):
-        total, longer = U64(0), 0
-        for i in range(start, ends[context]):
-            total += U64(grouped[i])
-            longer += grouped[i] != 0
-        sums[context, 0], sums[context, 1] = I64(total), longer
-        start = ends[context]
 
 
 def group(
     magnitude: Array32, exponents: ByteArray, table: ByteArray, ends: Tallies, grouped: Array32
-) -> Tallies:
-    sums = np.empty((len(ends), 2), np.int64)
-    _group(magnitude, exponents, unwritable(table), ends, grouped, sums)
-    return sums
+) -> None:
+    _group(magnitude, exponents, unwritable(table), ends, grouped)

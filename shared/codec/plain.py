@@ -94,13 +94,16 @@ def split(
     old: Words, new: Words, kind: WordKind, magnitude: Array32, exponents: ByteArray, signs: ByteArray
 ) -> Counts:
     """Steps from `old` to `new` into |step| - 1, the exponent of the old word, and bits that say step < 0
-    (room for 8 bytes more). Returns how many old words have each of 256 exponents."""
+    (room for 2 bytes more). Returns int64[256, 3], of old words with each exponent: how many, the sum of
+    |step| - 1, how many of those are not 0."""
     steps = _steps(old, new, kind)
     magnitude[:] = np.abs(steps) - 1
     exponents[:] = (old >> kind.exponent_shift) & kind.exponent_mask
     packed = np.packbits(steps < 0, bitorder="little")
     signs[: len(packed)] = packed
-    return np.bincount(exponents, minlength=256).astype(np.int64)
+    tallies = np.zeros((256, 3), np.int64)
+    np.add.at(tallies, exponents, np.stack([np.ones_like(steps), magnitude, magnitude != 0], axis=1))
+    return tallies
 
 
 def _steps(old: Words, new: Words, kind: WordKind) -> Counts:
@@ -125,14 +128,10 @@ def _stepped(old: Words, steps: Counts, kind: WordKind) -> Words | None:
     return below.astype(old.dtype)
 
 
-def group(
-    magnitude: Array32, exponents: ByteArray, table: ByteArray, ends: Counts, grouped: Array32
-) -> Counts:
+def group(magnitude: Array32, exponents: ByteArray, table: ByteArray, ends: Counts, grouped: Array32) -> None:
     """`magnitude` by ascending context, which `table` (256 long) gives each exponent, in their order within
-    each. `ends`: where each context ends. Returns int64[contexts, 2]: sum, how many are not 0."""
+    each. `ends`: where each context ends."""
     grouped[:] = magnitude[np.argsort(table[exponents], kind="stable")]
-    pieces = np.split(grouped, ends[:-1])
-    return np.array([(piece.sum(dtype=np.int64), np.count_nonzero(piece)) for piece in pieces], np.int64)
 
 
 def put_gaps(index: Array32, k: int, out: ByteArray, most: int) -> int:
@@ -153,9 +152,7 @@ def _put(data: ByteArray, out: ByteArray, most: int) -> int:
     return len(data)
 
 
-def put_magnitudes(
-    grouped: Array32, ends: Counts, plan: Counts, out: ByteArray, most: int
-) -> list[int] | None:
+def put_magnitudes(grouped: Array32, ends: Counts, plan: Counts, out: ByteArray, most: int) -> Counts | None:
     """`plan`: int64[contexts, 3], coding, k, k of what ends a run. Returns the bytes of each context.
 
     RUNS are for values that are mostly 0: the length of a run of zeros, then alternately the value - 1 that
@@ -170,7 +167,7 @@ def put_magnitudes(
             pieces.append(np.zeros(0, np.uint8))
     if _put(np.concatenate(pieces), out, most) < 0:
         return None
-    return [len(piece) for piece in pieces]
+    return np.array([len(piece) for piece in pieces], np.int64)
 
 
 def _runs(values: Array32, k: int, k_rest: int) -> ByteArray:
