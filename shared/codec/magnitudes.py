@@ -10,13 +10,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from weightcast.shared.codec.contexts import CODING
 from weightcast.shared.codec.kernels import kernels
-from weightcast.shared.codec.rice import K_LIMIT, NOTHING, RICE, RUNS, SLACK, expected_bits, rice_parameters
+from weightcast.shared.codec.rice import K_LIMIT, NOTHING, RUNS, SLACK, expected_bits
 from weightcast.shared.codec.scratch import scratch
 from weightcast.shared.codec.steps import Steps
 from weightcast.shared.words import ByteArray, WordKind
@@ -26,33 +26,31 @@ CONTEXT = struct.Struct("<BBBBI")
 MOST_CONTEXTS = 16
 _WORTH_CONTEXTS = 1024
 """changes from which 16 tables pay for themselves"""
-_TOP_SHARE = 0.97
-"""share of changes whose exponents the 16 contexts reach up to"""
 
 
 @dataclass(frozen=True)
 class Grouped:
-    """Magnitudes by context, in the thread's scratch. `ends`: where each context ends; `tallies`: int64[n, 3],
-    of each its changes, the sum of their magnitudes, how many are not 0; `plan`: int64[n, 3], coding, k, k of
-    what ends a run."""
+    """The magnitudes of `steps` in contexts. `contexts`: int64[n, 6], columns as `contexts` names them."""
 
+    steps: Steps
     first: int
-    values: NDArray[np.uint32]
-    ends: NDArray[np.int64]
-    tallies: NDArray[np.int64]
-    plan: NDArray[np.int64]
+    contexts: NDArray[np.int64]
 
     @property
     def expected_bits(self) -> float:
-        return sum(_expected(*tally) for tally in self.tallies.tolist())
+        return sum(_expected(*row[:CODING]) for row in self.contexts.tolist())
 
     def put(self, out: ByteArray, most: int) -> tuple[bytes, int] | None:
         """Heads of the contexts, and how many bytes of streams are in `out`; None if they are over `most`."""
-        sizes = kernels().put_magnitudes(self.values, self.ends, self.plan, out, most)
+        steps = self.steps
+        values = scratch().take("grouped", np.uint32, len(steps))
+        sizes = kernels().put_magnitudes(
+            steps.magnitude, steps.exponents, self.first, self.contexts, values, out, most
+        )
         if sizes is None:
             return None
-        heads = np.zeros(len(self.plan), _HEAD)
-        heads["plan"], heads["size"] = self.plan, sizes
+        heads = np.zeros(len(sizes), _HEAD)
+        heads["plan"], heads["size"] = self.contexts[:, CODING:], sizes
         return heads.tobytes(), int(sizes.sum())
 
 
@@ -61,43 +59,9 @@ _HEAD = np.dtype([("plan", np.uint8, 3), ("zero", np.uint8), ("size", "<u4")])
 
 
 def grouped(steps: Steps, kind: WordKind) -> Grouped:
-    first, count = _choose_contexts(steps, kind)
-    tallies = np.add.reduceat(steps.tallies, _first_exponents(first, count))
-    ends = tallies[:, 0].cumsum()
-    values = scratch().take("grouped", np.uint32, len(steps))
-    kernels().group(steps.magnitude, steps.exponents, _contexts_by_exponent(first, count), ends, values)
-    return Grouped(first, values, ends, tallies, _planned(tallies))
-
-
-def _choose_contexts(steps: Steps, kind: WordKind) -> tuple[int, int]:
-    """First exponent, number of contexts."""
-    if not kind.exponent_mask or len(steps) < _WORTH_CONTEXTS:
-        return 0, 1
-    reach = np.cumsum(steps.histogram)
-    top = int(np.searchsorted(reach, _TOP_SHARE * reach[-1]))
-    return max(0, top - MOST_CONTEXTS + 1), MOST_CONTEXTS
-
-
-@cache
-def _contexts_by_exponent(first: int, count: int) -> ByteArray:
-    return np.clip(np.arange(256) - first, 0, count - 1).astype(np.uint8)
-
-
-@cache
-def _first_exponents(first: int, count: int) -> NDArray[np.int64]:
-    """The lowest exponent of each context."""
-    return np.append(0, np.arange(first + 1, first + count))
-
-
-def _planned(tallies: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Runs where less than a third of the steps is longer than one."""
-    count, total, longer = tallies.T
-    runs = 3 * longer < count
-    plan = np.empty_like(tallies)
-    plan[:, 0] = np.where(runs, RUNS, np.where(count > 0, RICE, NOTHING))
-    plan[:, 1] = rice_parameters(np.where(runs, count - longer, total), np.where(runs, longer + 1, count))
-    plan[:, 2] = rice_parameters(total - longer, np.where(runs, longer, 0))
-    return plan
+    many = kind.exponent_mask and len(steps) >= _WORTH_CONTEXTS
+    contexts = np.zeros((MOST_CONTEXTS if many else 1, 6), np.int64)
+    return Grouped(steps, kernels().plan_contexts(steps.tallies, contexts), contexts)
 
 
 def _expected(count: int, total: int, longer: int) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from weightcast.shared.codec.contexts import CODING, COUNT, EXPONENTS, K_REST, K, Table
 from weightcast.shared.codec.rice import ESCAPE, LONGEST, RICE, RUNS
 from weightcast.shared.digest.native import (
     I64,
@@ -21,7 +22,6 @@ from weightcast.shared.digest.native import (
 from weightcast.shared.words import ByteArray
 
 Array32 = NDArray[np.uint32]
-Plan = NDArray[np.int64]
 
 _ALL = U64((1 << 64) - 1)
 
@@ -76,7 +76,7 @@ def _put_values(values: Any, k: Any, out: Any, most: Any) -> Any:
 
 
 def put_values(values: Array32, k: int, out: ByteArray, most: int) -> int:
-    return int(_put_values(unwritable(values), U64(k), out, most))
+    return int(_put_values(values, U64(k), out, most))
 
 
 @kernel
@@ -106,23 +106,50 @@ def _put_runs(values: Any, k_run: Any, k_rest: Any, out: Any, most: Any) -> Any:
 
 
 @kernel
-def _put_magnitudes(grouped: Any, ends: Any, plan: Any, out: Any, most: Any, sizes: Any) -> Any:
+def _group(magnitude: Any, exponents: Any, first: Any, contexts: Any, grouped: Any) -> None:
+    last = contexts.shape[0] - 1
+    places = np.zeros(last + 1, np.int64)
+    for context in range(last):
+        places[context + 1] = places[context] + contexts[context, COUNT]
+    table = np.empty(EXPONENTS, np.int64)
+    for power in range(EXPONENTS):
+        table[power] = min(max(power - first, 0), last)
+    for i in range(magnitude.size):
+        context = table[exponents[i]]
+        grouped[places[context]] = magnitude[i]
+        places[context] += 1
+
+
+@kernel
+def _put_magnitudes(
+    magnitude: Any, exponents: Any, first: Any, contexts: Any, grouped: Any, out: Any, most: Any, sizes: Any
+) -> Any:
+    _group(magnitude, exponents, first, contexts, grouped)
     at, start = I64(0), I64(0)
-    for context in range(ends.size):
-        values, room = grouped[start : ends[context]], out[at:]
+    for context in range(contexts.shape[0]):
+        row, stop = contexts[context], start + contexts[context, COUNT]
+        values, room = grouped[start:stop], out[at:]
         size = I64(0)
-        if plan[context, 0] == RICE:
-            size = _put_values(values, U64(plan[context, 1]), room, most - at)
-        elif plan[context, 0] == RUNS:
-            size = _put_runs(values, U64(plan[context, 1]), U64(plan[context, 2]), room, most - at)
+        if row[CODING] == RICE:
+            size = _put_values(values, U64(row[K]), room, most - at)
+        elif row[CODING] == RUNS:
+            size = _put_runs(values, U64(row[K]), U64(row[K_REST]), room, most - at)
         if size < 0 or at + size > most:
             return I64(-1)
         sizes[context] = size
-        at, start = at + size, ends[context]
+        at, start = at + size, stop
     return at
 
 
-def put_magnitudes(grouped: Array32, ends: Plan, plan: Plan, out: ByteArray, most: int) -> Plan | None:
-    sizes = np.zeros(len(ends), np.int64)
-    done = _put_magnitudes(unwritable(grouped), ends, plan, out, most, sizes)
+def put_magnitudes(
+    magnitude: Array32,
+    exponents: ByteArray,
+    first: int,
+    contexts: Table,
+    grouped: Array32,
+    out: ByteArray,
+    most: int,
+) -> Table | None:
+    sizes = np.zeros(len(contexts), np.int64)
+    done = _put_magnitudes(magnitude, exponents, first, contexts, grouped, out, most, sizes)
     return sizes if done >= 0 else None

@@ -169,13 +169,13 @@ def scatter(words: Words, index: Array32, new: Words) -> None:
 
 @kernel
 def _split(old: Any, new: Any, kind: Any, magnitude: Any, exponents: Any, signs: Any, tallies: Any) -> None:
-    """`tallies`: uint64[4, 256, 2], how many (and 2**32 times how many are not 0), sum. Four of them, so that
-    equal neighbours do not wait for each other."""
-    whole = old.size & ~15
+    """`four`: how many (and 2**32 times how many are not 0), sum. Four, so that equal neighbours do not wait
+    for each other."""
+    four, whole = np.zeros((4, 256, 2), np.uint64), old.size & ~15
     for first in range(0, whole, 16):
         signs[first >> 4] = split16(old, new, first, kind, magnitude, exponents)
         for i in range(first, first + 16):
-            row, value = tallies[i & 3, exponents[i]], U64(magnitude[i])
+            row, value = four[i & 3, exponents[i]], U64(magnitude[i])
             row[0] += U64(1) + (U64(value != U64(0)) << U64(32))
             row[1] += value
     bits = U64(0)
@@ -183,43 +183,21 @@ def _split(old: Any, new: Any, kind: Any, magnitude: Any, exponents: Any, signs:
         step = step_between(old[i], new[i], kind)
         magnitude[i], exponents[i] = abs(step) - 1, exponent(old[i], kind)
         bits |= U64(step < 0) << U64(i & 15)
-        tallies[0, exponents[i], 0] += U64(1) + (U64(magnitude[i] != 0) << U64(32))
-        tallies[0, exponents[i], 1] += U64(magnitude[i])
+        four[0, exponents[i], 0] += U64(1) + (U64(magnitude[i] != 0) << U64(32))
+        four[0, exponents[i], 1] += U64(magnitude[i])
     if whole < old.size:
         signs[whole >> 4] = bits
+    for power in range(256):
+        for n in range(4):
+            tallies[power, 0] += I64(four[n, power, 0] & U64(0xFFFFFFFF))
+            tallies[power, 1] += I64(four[n, power, 1])
+            tallies[power, 2] += I64(four[n, power, 0] >> U64(32))
 
 
 def split(
     old: Words, new: Words, kind: WordKind, magnitude: Array32, exponents: ByteArray, signs: ByteArray
 ) -> Tallies:
-    four = np.zeros((4, 256, 2), np.uint64)
+    tallies = np.zeros((256, 3), np.int64)
     pairs = signs[: (len(old) + 15) // 16 * 2].view(np.uint16)
-    _split(unwritable(old), unwritable(new), facts(kind), magnitude, exponents, pairs, four)
-    summed = four.sum(axis=0)
-    tallies = np.empty((256, 3), np.int64)
-    tallies[:, 0], tallies[:, 1], tallies[:, 2] = (
-        summed[:, 0] & _LOW_HALF,
-        summed[:, 1],
-        summed[:, 0] >> _HALF,
-    )
+    _split(unwritable(old), unwritable(new), facts(kind), magnitude, exponents, pairs, tallies)
     return tallies
-
-
-_HALF = np.uint64(32)
-_LOW_HALF = np.uint64((1 << 32) - 1)
-
-
-@kernel
-def _group(magnitude: Any, exponents: Any, table: Any, ends: Any, grouped: Any) -> None:
-    places = np.zeros(ends.size, np.int64)
-    places[1:] = ends[:-1]
-    for i in range(magnitude.size):
-        context = table[exponents[i]]
-        grouped[places[context]] = magnitude[i]
-        places[context] += 1
-
-
-def group(
-    magnitude: Array32, exponents: ByteArray, table: ByteArray, ends: Tallies, grouped: Array32
-) -> None:
-    _group(magnitude, exponents, unwritable(table), ends, grouped)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from weightcast.shared.codec.contexts import CODING, COUNT, K_REST, K, Table
+from weightcast.shared.codec.contexts import plan_contexts as plan_contexts
 from weightcast.shared.codec.rice import ESCAPE, GREATEST, LONGEST, NOTHING, RICE, RUNS, SLACK
 from weightcast.shared.digest.lanes_plain import hash_bytes, touched
 from weightcast.shared.words import ByteArray, WordKind, Words
@@ -128,12 +130,6 @@ def _stepped(old: Words, steps: Counts, kind: WordKind) -> Words | None:
     return below.astype(old.dtype)
 
 
-def group(magnitude: Array32, exponents: ByteArray, table: ByteArray, ends: Counts, grouped: Array32) -> None:
-    """`magnitude` by ascending context, which `table` (256 long) gives each exponent, in their order within
-    each. `ends`: where each context ends."""
-    grouped[:] = magnitude[np.argsort(table[exponents], kind="stable")]
-
-
 def put_gaps(index: Array32, k: int, out: ByteArray, most: int) -> int:
     """Rice codes of the distances between positions, less one; the first is counted from 0. Returns bytes."""
     gaps = index.copy()
@@ -152,17 +148,29 @@ def _put(data: ByteArray, out: ByteArray, most: int) -> int:
     return len(data)
 
 
-def put_magnitudes(grouped: Array32, ends: Counts, plan: Counts, out: ByteArray, most: int) -> Counts | None:
-    """`plan`: int64[contexts, 3], coding, k, k of what ends a run. Returns the bytes of each context.
+def put_magnitudes(
+    magnitude: Array32,
+    exponents: ByteArray,
+    first: int,
+    contexts: Table,
+    grouped: Array32,
+    out: ByteArray,
+    most: int,
+) -> Counts | None:
+    """`magnitude` by ascending context (that of an exponent is its distance from `first`, within bounds), in
+    their order within each, coded as `contexts` plans. `grouped`: room for them. Returns bytes per context.
 
     RUNS are for values that are mostly 0: the length of a run of zeros, then alternately the value - 1 that
     ends it and the length of the next; the last run has no such value."""
+    order = np.argsort(np.clip(exponents - np.int64(first), 0, len(contexts) - 1), kind="stable")
+    grouped[:] = magnitude[order]
     pieces = []
-    for values, (coding, k, k_rest) in zip(np.split(grouped, ends[:-1]), plan.tolist(), strict=True):
-        if coding == RUNS:
-            pieces.append(_runs(values, k, k_rest))
-        elif coding == RICE:
-            pieces.append(_coded(values, np.full(len(values), k, np.uint64)))
+    ends = contexts[:, COUNT].cumsum()
+    for values, row in zip(np.split(grouped, ends[:-1]), contexts.tolist(), strict=True):
+        if row[CODING] == RUNS:
+            pieces.append(_runs(values, row[K], row[K_REST]))
+        elif row[CODING] == RICE:
+            pieces.append(_coded(values, np.full(len(values), row[K], np.uint64)))
         else:
             pieces.append(np.zeros(0, np.uint8))
     if _put(np.concatenate(pieces), out, most) < 0:

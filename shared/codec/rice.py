@@ -7,9 +7,6 @@ bits, so one 8-byte load at any bit holds it whole. Streams end at a byte border
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
-
 ESCAPE = 23
 LONGEST = ESCAPE + 1 + 32
 """bits of an escaped code"""
@@ -32,14 +29,11 @@ def rice_parameter(total: int, count: int) -> int:
     _GOLDEN_LOG / ln(1 + 1 / mean), which is close to _GOLDEN_LOG (mean + 1/2)."""
     if total <= 0 or count <= 0:
         return 0
-    return min(K_LIMIT, int(_GOLDEN_LOG * (total / count + 0.5)).bit_length())
-
-
-def rice_parameters(totals: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """`rice_parameter` of each."""
-    means = totals / np.maximum(counts, 1)
-    lengths = np.frexp(np.floor(_GOLDEN_LOG * (means + 0.5)))[1].astype(np.int64)
-    return np.where((totals <= 0) | (counts <= 0), 0, np.minimum(lengths, K_LIMIT))
+    bound, k = int(_GOLDEN_LOG * (total / count + 0.5)), 0
+    while bound > 0 and k < K_LIMIT:
+        bound >>= 1
+        k += 1
+    return k
 
 
 def expected_bits(total: int, count: int) -> float:

@@ -80,7 +80,7 @@ def _joined(where: _Where, steps: Steps, grouped: Grouped, out: ByteArray, most:
     if done is None:
         return None
     heads, size = done
-    head = _HEAD.pack(where.first, len(grouped.plan), grouped.first, 0, start)
+    head = _HEAD.pack(where.first, len(grouped.contexts), grouped.first, 0, start)
     gaps, magnitudes = out[:start].data, out[start : start + size].data
     return b"".join((head, heads, where.heads, gaps, steps.signs.data, magnitudes, bytes(SLACK)))
 
