@@ -14,7 +14,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 CACHE_VARIABLE = "WEIGHTCAST_CACHE"
-_SOURCES = ("digest/*native*.py", "codec/*native*.py")
+_SOURCES = (
+    "digest/*native*.py",
+    "digest/lanes.py",
+    "codec/*native*.py",
+    "codec/contexts.py",
+    "codec/rice.py",
+)
 
 
 def cache_directory(environment: Mapping[str, str], cpu: str) -> Path | None:
