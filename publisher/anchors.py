@@ -14,10 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from weightcast.publisher.commit import discard
+from weightcast.publisher.commit import create_index, discard
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.delta import file_record
-from weightcast.shared.channel.index import INDEX_NAME, FileRecord, Index, TensorRecord, Totals, write_index
+from weightcast.shared.channel.index import INDEX_NAME, FileRecord, Index, TensorRecord, Totals
+from weightcast.shared.channel.keys import PrivateKey
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.digest.hash import hash_bytes
 from weightcast.shared.digest.lanes import Lanes
@@ -147,17 +148,18 @@ class Full:
     other_files: Sequence[Path]
 
 
-def write_anchor_beside(layout: Layout, local: LocalCheckpoint, claim: Claim) -> bool:
+def write_anchor_beside(
+    layout: Layout, local: LocalCheckpoint, claim: Claim, key: PrivateKey | None = None
+) -> bool:
     """The anchor of the version that the local checkpoint holds. False when it exists already."""
     with local.standing_still():
         state = local.state
         others = local.checkpoint.other_files
-        return write_anchor(
-            layout, Full(state.run_id, state.position, local.table, local.words_in, others), claim
-        )
+        full = Full(state.run_id, state.position, local.table, local.words_in, others)
+        return write_anchor(layout, full, claim, key)
 
 
-def write_anchor(layout: Layout, full: Full, claim: Claim) -> bool:
+def write_anchor(layout: Layout, full: Full, claim: Claim, key: PrivateKey | None = None) -> bool:
     """The anchor beside a version. False when it exists already. Its digests must equal the version's before
     its index is written; it appears through its index alone."""
     directory = layout.anchor_dir(full.position.version)
@@ -168,7 +170,7 @@ def write_anchor(layout: Layout, full: Full, claim: Claim) -> bool:
     directory.mkdir()
     failpoint("anchor.begun", directory)
     try:
-        _write_beside(directory, full, claim)
+        _write_beside(directory, full, claim, key)
     except BaseException:
         # not to fill a disk that is full already
         discard(layout, directory)
@@ -177,7 +179,7 @@ def write_anchor(layout: Layout, full: Full, claim: Claim) -> bool:
     return True
 
 
-def _write_beside(directory: Path, full: Full, claim: Claim) -> None:
+def _write_beside(directory: Path, full: Full, claim: Claim, key: PrivateKey | None) -> None:
     position = full.position
     written = write_weights(directory, full.table, full.words_in, full.other_files)
     if written[2] != lanes_list(position.lanes):
@@ -187,8 +189,7 @@ def _write_beside(directory: Path, full: Full, claim: Claim) -> None:
             remedy="run `weightcast local verify`",
         )
     index = anchor_index(full.run_id, position.version, claim.epoch, None, full.table, written)
-    claim.check()
     durable.sync_directory(directory)
     failpoint("anchor.written", directory)
-    durable.create(directory / INDEX_NAME, write_index(index, full.table))
+    create_index(directory, index, full.table, claim, key, main=position.digest)
     failpoint("anchor.committed", directory)

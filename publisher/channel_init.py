@@ -8,9 +8,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from weightcast.publisher.vouching import Vouching
 from weightcast.shared.channel.base import Base, write_base
 from weightcast.shared.channel.channel_file import ChannelFile, write_channel_file
+from weightcast.shared.channel.keys import PrivateKey
 from weightcast.shared.channel.layout import Layout, version_of
+from weightcast.shared.channel.signing import signature_path, stated_by_base, write_signature
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import Refused, WrongRun
 from weightcast.shared.files import durable
@@ -31,26 +34,40 @@ def init_channel(
     run_id: str | None = None,
     threads: int = 1,
     advance: Callable[[int], None] | None = None,
+    sign_key: str | Path | None = None,
+    trusted_keys: Sequence[str | Path] = (),
 ) -> ChannelFile:
     """Makes `channel` for runs that start from the checkpoint directory `base`; returns what is there when it
-    was made from the same base before.
+    was made from the same base before. With the key in the file `sign_key` its base is signed.
 
-    Raises Refused for a directory that holds versions of somebody else's, WrongRun for another base.
+    Raises Refused for a directory that holds versions of somebody else's, WrongRun for another base,
+    Untrusted for a channel that is there and whose base neither that key nor one of `trusted_keys` signed.
     """
+    vouching = Vouching.load(sign_key, trusted_keys)
     checkpoint = open_base(base)
     layout = Layout(channel)
     channel.mkdir(parents=True, exist_ok=True)
     if layout.channel_json.exists():
-        return _same(Channel.open(channel), checkpoint, threads, advance)
+        return _same(Channel.open(channel, vouching.trust), checkpoint, threads, advance)
     _refuse_foreign(layout)
     described = describe(checkpoint, run_id or _new_run_id(), threads=threads, advance=advance)
     ties = {**_tied(base, checkpoint), **(aliases or {})}
     _check_aliases(ties, described)
     file = ChannelFile(described.run_id, time.time(), tuple(frozen), ties, 0)
     durable.replace(layout.base_json, write_base(described))
+    _sign_base(layout, described, vouching.key)
     durable.create(layout.channel_json, write_channel_file(file))
     durable.sync_directory(channel)
     return file
+
+
+def _sign_base(layout: Layout, base: Base, key: PrivateKey | None) -> None:
+    path = signature_path(layout.base_json)
+    if key is None:
+        # of an attempt that came to nothing
+        path.unlink(missing_ok=True)
+    else:
+        durable.replace(path, write_signature(stated_by_base(base, time.time()), key))
 
 
 def _new_run_id() -> str:

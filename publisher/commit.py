@@ -13,11 +13,15 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from blake3 import blake3
+
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.delta import file_record
 from weightcast.shared.channel.index import INDEX_NAME, Index, write_index
+from weightcast.shared.channel.keys import PrivateKey
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.pointer import write_pointer
+from weightcast.shared.channel.signing import signature_path, stated_by, write_signature
 from weightcast.shared.errors import DamagedFile, Forked, RetryLater
 from weightcast.shared.files import durable
 from weightcast.shared.words import TensorTable
@@ -55,16 +59,37 @@ def discard(layout: Layout, path: Path) -> None:
         shutil.rmtree(grave)
 
 
-def commit_index(layout: Layout, index: Index, table: TensorTable, claim: Claim, directory: Path) -> None:
+def commit_index(
+    layout: Layout,
+    index: Index,
+    table: TensorTable,
+    claim: Claim,
+    directory: Path,
+    key: PrivateKey | None = None,
+) -> None:
     """The commit point: an exclusive create that fails when the index exists."""
-    claim.check()
     try:
-        durable.create(directory / INDEX_NAME, write_index(index, table))
+        create_index(directory, index, table, claim, key)
     except FileExistsError as error:
         raise Forked(
             f"{directory} was committed by somebody else", remedy="stop the other publisher of this channel"
         ) from error
     durable.sync_directory(layout.channel)
+
+
+def create_index(
+    directory: Path, index: Index, table: TensorTable, claim: Claim, key: PrivateKey | None, main: str = ""
+) -> None:
+    """The signature, then the index: none is ever seen without. `main`: digest of the version's main index
+    for one that lies beside it and does not say. Raises FileExistsError."""
+    data = write_index(index, table)
+    path = directory / INDEX_NAME
+    if key is not None:
+        statement = stated_by(index, blake3(data).hexdigest(), main or index.main)
+        claim.check()
+        durable.create(signature_path(path), write_signature(statement, key))
+    claim.check()
+    durable.create(path, data)
 
 
 def advance_pointer(layout: Layout, version: int, claim: Claim, post_write: PostWrite | None) -> None:

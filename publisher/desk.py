@@ -342,7 +342,14 @@ def ready_channel(settings: PublisherSettings, meter: Meter) -> int:
     are compared as long as nothing is seeded from them: later the base is no longer read. Raises Refused."""
     threads = working_threads(settings.threads, settings.memory_budget, default=THREADS)
     if not (settings.channel / "channel.json").exists() or not LocalPaths(settings.local).state.exists():
-        init_channel(settings.channel, settings.base, threads=threads, advance=meter.advance)
+        init_channel(
+            settings.channel,
+            settings.base,
+            threads=threads,
+            advance=meter.advance,
+            sign_key=settings.sign_key,
+            trusted_keys=settings.trusted_key,
+        )
     _, base = Channel.open(settings.channel).require_ours()
     checkpoint = open_base(settings.base)
     check_table(settings.base, checkpoint.table, base.table)
@@ -361,6 +368,8 @@ def open_publisher(settings: PublisherSettings) -> Publisher:
         post_write=None if settings.post_write is None else _hook(settings.post_write, settings.hook_seconds),
         anchor_every=settings.anchor_every,
         deadline_seconds=settings.publish_seconds,
+        sign_key=settings.sign_key,
+        trusted_keys=settings.trusted_key,
     )
 
 

@@ -37,7 +37,7 @@ class Member:
 
     def _publish(self, work: Work) -> PublishReport:
         deadline = time.monotonic() + self._options.deadline_seconds
-        channel = Channel.open(self._follower.channel_dir)
+        channel = Channel.open(self._follower.channel_dir, self._options.trust)
         with work.phase("ranks"):
             directory, attempt = rendezvous.find_attempt(
                 channel.layout,

@@ -36,7 +36,15 @@ from weightcast.shared.channel.index import INDEX_NAME, Index, parse_index, writ
 from weightcast.shared.channel.layout import version_of
 from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import DamagedFile, NeedsReseed, Refused, RetryLater, WeightcastError, WrongRun
+from weightcast.shared.errors import (
+    DamagedFile,
+    NeedsReseed,
+    Refused,
+    RetryLater,
+    Untrusted,
+    WeightcastError,
+    WrongRun,
+)
 from weightcast.shared.local.follow import Follower, open_base
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.stage import Fetched, Staged, stage
@@ -57,7 +65,7 @@ class Owner:
         drop_parts(channel.layout)
         try:
             self._catch_up(channel, advance)
-        except WrongRun:
+        except (WrongRun, Untrusted):
             raise
         except Refused as error:
             # the next publication begins a new chain with an anchor
@@ -72,7 +80,7 @@ class Owner:
             self._follower.catch_up(channel, advance)
 
     def _channel(self) -> Channel:
-        return Channel.open(self._follower.channel_dir)
+        return Channel.open(self._follower.channel_dir, self._options.trust)
 
     def _finish_committed(self, channel: Channel) -> None:
         _, base = channel.require_ours()
@@ -83,7 +91,7 @@ class Owner:
                 finish = isinstance(index, Index) and _follows(channel, at, index)
                 if isinstance(index, Index) and finish:
                     verify_files(channel.layout.version_dir(version), index)
-            except DamagedFile:
+            except (DamagedFile, Untrusted):
                 # its number is lost: the next publication begins a new chain behind it
                 continue
             if finish:
@@ -142,7 +150,7 @@ class Owner:
         with work.phase("stage"):
             index, staged = self._prove(local, assembled, directory)
         with work.phase("commit"):
-            commit_index(channel.layout, index, local.table, self._claim, directory)
+            commit_index(channel.layout, index, local.table, self._claim, directory, self._options.key)
             advance_pointer(channel.layout, index.version, self._claim, self._options.post_write)
         with work.phase("patch"):
             self._patch(local, staged)
@@ -159,7 +167,7 @@ class Owner:
             return ""
         try:
             with work.phase("anchor"):
-                write_anchor_beside(channel.layout, local, self._claim)
+                write_anchor_beside(channel.layout, local, self._claim, self._options.key)
         except (OSError, WeightcastError) as error:
             return rendezvous.reason_of(error)
         self._anchor_due = False
@@ -228,7 +236,7 @@ class Owner:
         channel, local = self._channel(), self._follower.local
         if local is None or channel.pointed() == 0:
             raise Refused("there is no version to anchor", remedy="publish one first")
-        return write_anchor_beside(channel.layout, local, self._claim)
+        return write_anchor_beside(channel.layout, local, self._claim, self._options.key)
 
     def _publish_anchor(
         self, channel: Channel, weights: NewWeights, matched: Matched, work: Work
@@ -257,7 +265,7 @@ class Owner:
         self._claim.check()
         directory = move_shards(channel.layout, version, parts, {f.name: f.name for f in index.files})
         with work.phase("commit"):
-            commit_index(channel.layout, index, base.table, self._claim, directory)
+            commit_index(channel.layout, index, base.table, self._claim, directory, self._options.key)
             advance_pointer(channel.layout, version, self._claim, self._options.post_write)
         drop_parts(channel.layout)
         with work.phase("patch"):

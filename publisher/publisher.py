@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,11 @@ from weightcast.publisher.owner import Owner
 from weightcast.publisher.report import PublishReport
 from weightcast.publisher.tensors import CheckpointWeights, GivenWeights, NewWeights
 from weightcast.publisher.upkeep import Background, Upkeep, UpkeepOptions
+from weightcast.publisher.vouching import Vouching
 from weightcast.publisher.work import PublishOptions, Rank, Watching, Work
 from weightcast.shared.channel.claims import Claim, claim, this_process
 from weightcast.shared.channel.index import STEP_ENCODINGS, Encoding
+from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import NeedsReseed, Refused
 from weightcast.shared.local.follow import Follower, FollowOptions
@@ -51,6 +53,7 @@ class Publisher:
     ) -> None:
         self._follower, self._claim, self._upkeep = follower, claimed, upkeep
         self._background: Background | None = None
+        self._trust = options.trust
         self._owner = None if claimed is None else Owner(follower, claimed, rank, options)
         self._member = Member(follower, rank, options)
         self._heart = None if claimed is None else _Heart(claimed)
@@ -79,6 +82,8 @@ class Publisher:
         device_baseline_bytes: int = 0,
         pinned_baseline_bytes: int = 0,
         upkeep: UpkeepOptions | None = None,
+        sign_key: str | Path | None = None,
+        trusted_keys: Sequence[str | Path] = (),
     ) -> Publisher:
         """`channel`: made by `init_channel` or `weightcast channel init`. `local`: this publisher's own local
         checkpoint, seeded from `base` when it is new. Ranks other than 0 may share rank 0's `local` on its
@@ -88,13 +93,19 @@ class Publisher:
         pinned host memory, for the next comparison (docs/operations.md, Tensors on a GPU).
         `upkeep`: what rank 0 makes beside the versions, when `make_due` is called or, after
         `work_in_background`, by itself.
+        `sign_key`: file with the key that signs every version (rank 0 alone needs it); `trusted_keys`: keys
+        beside it whose versions are continued, as text or files.
 
-        Raises Refused while another publisher owns the channel, WrongRun when `local` is another run's.
+        Raises Refused while another publisher owns the channel, WrongRun when `local` is another run's,
+        Untrusted when the channel's base or newest version is signed by no key known here.
         """
         if not 0 <= rank < world_size:
             raise Refused(f"rank {rank} of world_size {world_size}", remedy="ranks count from 0")
         directory = Path(channel)
-        Channel.open(directory).require_ours()
+        vouching = Vouching.load(sign_key, trusted_keys)
+        if rank == 0:
+            vouching.check_owner(Layout(directory))
+        Channel.open(directory, vouching.trust).require_ours()
         follower = Follower(
             directory,
             Path(local),
@@ -102,7 +113,16 @@ class Publisher:
             FollowOptions(threads=threads, visible_seconds=_VISIBLE_SECONDS),
         )
         near = OnDevice(on_device, device_baseline_bytes, pinned_baseline_bytes)
-        options = PublishOptions(encoding, threads, deadline_seconds, anchor_every, post_write, near)
+        options = PublishOptions(
+            encoding,
+            threads,
+            deadline_seconds,
+            anchor_every,
+            post_write,
+            near,
+            key=vouching.key,
+            trust=vouching.trust,
+        )
         if rank != 0:
             return cls(follower, Rank(rank, world_size), options, None)
         with contextlib.ExitStack() as undo:
@@ -115,7 +135,7 @@ class Publisher:
                 patience=take_over_seconds,
                 above=follower.epoch,
             )
-            keeper = Upkeep(directory, Path(local), claimed, upkeep or UpkeepOptions())
+            keeper = Upkeep(directory, Path(local), claimed, upkeep or UpkeepOptions(), vouching)
             if upkeep is not None:
                 options = replace(options, keep=keeper.keep)
             publisher = cls(follower, Rank(0, world_size), options, claimed, keeper)
@@ -207,7 +227,7 @@ class Publisher:
 
     def _open_checkpoint(self, directory: Path) -> NewWeights:
         weights = CheckpointWeights(directory)
-        _, base = Channel.open(self._follower.channel_dir).require_ours()
+        _, base = Channel.open(self._follower.channel_dir, self._trust).require_ours()
         given = {path.name for path in weights.checkpoint.other_files}
         # a trainer may leave out config and tokenizer; what it writes must be the run's
         known = [record for record in base.files if record.name in given]

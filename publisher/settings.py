@@ -56,6 +56,11 @@ class PublisherSettings(ServiceSettings):
     )
     anchor_every: int = Field(0, ge=0, description="Versions from one anchor to the next; 0 makes none.")
     take_over: bool = Field(False, description="Take the channel from a publisher that seems alive.")
+    sign_key: Path | None = Field(
+        None,
+        validate_default=True,
+        description="File with the key that signs every version: `weightcast keygen`.",
+    )
     publish_seconds: float = Field(
         600.0, gt=0, le=86400, allow_inf_nan=False, description="Deadline of one publication."
     )
@@ -66,6 +71,13 @@ class PublisherSettings(ServiceSettings):
         # What is wrong with `watch` itself is said elsewhere, and it is then absent here.
         if value and "watch" in info.data and info.data["watch"] is None:
             raise ValueError("means nothing without a directory to watch (--watch)")
+        return value
+
+    @field_validator("sign_key", mode="after")
+    @classmethod
+    def _signs_what_it_trusts(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value is None and info.data.get("trusted_key"):
+            raise ValueError("required beside trusted keys (--trusted-key)")
         return value
 
     @property

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from weightcast.publisher.commit import discard, verify_files
+from weightcast.publisher.commit import create_index, discard, verify_files
 from weightcast.publisher.past import Past
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.delta import ChunkStep, PartFiles, ShardWriter, open_delta, open_shard_writer
 from weightcast.shared.channel.index import INDEX_NAME, Index, TensorRecord, Totals, parse_index, write_index
+from weightcast.shared.channel.keys import PrivateKey
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.codec.changes import Changes, compare
 from weightcast.shared.codec.choose import StepEncoding
@@ -55,7 +56,13 @@ def existing_skips(layout: Layout, versions: Iterable[int], most_span: int) -> s
 
 
 def write_skip(
-    layout: Layout, past: Past, main: Index, base: Position, claim: Claim, encoding: StepEncoding
+    layout: Layout,
+    past: Past,
+    main: Index,
+    base: Position,
+    claim: Claim,
+    encoding: StepEncoding,
+    key: PrivateKey | None = None,
 ) -> None:
     """Makes the delta from `base` to the version that `main` is the index of; it appears through its index
     alone. Raises DamagedFile when kept journals do not add up to it; nothing is left then."""
@@ -69,8 +76,7 @@ def write_skip(
         _prove(directory, past, index, base)
         durable.sync_directory(directory)
         failpoint("skip.written", directory)
-        claim.check()
-        durable.create(directory / INDEX_NAME, write_index(index, past.table))
+        create_index(directory, index, past.table, claim, key)
     except BaseException:
         discard(layout, directory)
         raise

@@ -18,6 +18,7 @@ from weightcast.publisher.commit import discard
 from weightcast.publisher.history import History
 from weightcast.publisher.past import Past
 from weightcast.publisher.skips import due_skips, existing_skips, write_skip
+from weightcast.publisher.vouching import UNSIGNED, Vouching
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.index import INDEX_NAME, Index
 from weightcast.shared.channel.layout import ANCHOR, base_of, version_of
@@ -74,8 +75,11 @@ def due_anchor(
 class Upkeep:
     """For one thread."""
 
-    def __init__(self, channel: Path, local: Path, claim: Claim, options: UpkeepOptions) -> None:
+    def __init__(
+        self, channel: Path, local: Path, claim: Claim, options: UpkeepOptions, vouching: Vouching = UNSIGNED
+    ) -> None:
         self._channel, self._local, self._claim, self._options = channel, local, claim, options
+        self._vouching = vouching
         self._history = History(LocalPaths(local))
         self._stop = threading.Event()
         self._swept = False
@@ -102,7 +106,7 @@ class Upkeep:
         if self._options.idle:
             return ""
         self._claim.check()
-        channel = Channel.open(self._channel)
+        channel = Channel.open(self._channel, self._vouching.trust)
         pointer = channel.pointer()
         if pointer is None:
             return ""
@@ -134,7 +138,15 @@ class Upkeep:
             if not isinstance(main, Index) or base is None or main.digest != positions[version].digest:
                 continue
             try:
-                write_skip(channel.layout, past, main, base, self._claim, self._options.encoding)
+                write_skip(
+                    channel.layout,
+                    past,
+                    main,
+                    base,
+                    self._claim,
+                    self._options.encoding,
+                    self._vouching.key,
+                )
             except DamagedFile:
                 # one of the journals is wrong, and which one is not worth finding out
                 self._history.clear()
@@ -149,7 +161,7 @@ class Upkeep:
         if version is None:
             return ""
         full = Full(past.run_id, positions[version], past.table, past.words_at(version), past.other_files)
-        write_anchor(channel.layout, full, self._claim)
+        write_anchor(channel.layout, full, self._claim, self._vouching.key)
         self._chain = Chain()
         return f"anchor of version {version}"
 

@@ -13,14 +13,23 @@ from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.daemon import run_publisher
 from weightcast.publisher.publisher import Publisher
 from weightcast.publisher.queue import Publication
+from weightcast.publisher.resign import sign_channel
 from weightcast.publisher.settings import PublisherSettings
 from weightcast.publisher.status import publication, total_seconds
 from weightcast.shared.channel.index import Encoding
+from weightcast.shared.channel.keys import load_private_key
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.service.cli import group
 from weightcast.shared.service.logs import setup_logs
 from weightcast.shared.service.options import settings_command
-from weightcast.shared.service.output import ChannelOption, JsonOption, Output, time_text
+from weightcast.shared.service.output import (
+    ChannelOption,
+    JsonOption,
+    Output,
+    SignKeyOption,
+    TrustedKeyOption,
+    time_text,
+)
 from weightcast.shared.service.settings import working_threads
 
 ThreadsOption = Annotated[
@@ -33,7 +42,9 @@ def register(app: typer.Typer) -> None:
     settings_command(publisher, "run", PublisherSettings, "Publish what the trainer writes, until stopped.")(
         _run
     )
-    group(app, "channel", "Make and inspect channels.").command("init")(init)
+    channel = group(app, "channel", "Make and inspect channels.")
+    channel.command("init")(init)
+    channel.command("sign")(sign)
     app.command("publish")(publish)
 
 
@@ -53,6 +64,7 @@ def init(
         typer.Option("--alias", metavar="A=B", help="Tensor A is always the same as B; repeatable."),
     ] = None,
     threads: ThreadsOption = None,
+    sign_key: SignKeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Make a channel from the checkpoint that the run starts from."""
@@ -66,6 +78,7 @@ def init(
             aliases=aliases,
             threads=working_threads(threads),
             advance=advance,
+            sign_key=sign_key,
         )
     _, described = Channel.open(channel).require_ours()
     facts = {
@@ -78,13 +91,31 @@ def init(
         "elements": described.table.elements,
         "full_bytes": described.table.nbytes,
         "root": described.root,
+        "signed_by": None if sign_key is None else load_private_key(sign_key).public.id,
     }
     shown = facts | {
         "created": time_text(made.created),
         "frozen": ", ".join(made.frozen) or "-",
+        "signed_by": facts["signed_by"] or "-",
         "aliases": ", ".join(f"{name}={target}" for name, target in made.aliases.items()) or "-",
     }
     output.result(facts, lambda console: _show_facts(console, shown))
+
+
+def sign(
+    channel: ChannelOption,
+    sign_key: Annotated[
+        Path, typer.Option("--sign-key", envvar="WEIGHTCAST_SIGN_KEY", help="File with the key that signs.")
+    ],
+    as_json: JsonOption = False,
+) -> None:
+    """Sign all that a channel holds, whoever wrote it: to begin with signatures, or to replace a key."""
+    output = Output(json=as_json)
+    key = load_private_key(sign_key)
+    with output.progress(f"reading {channel}", None) as advance:
+        versions = sign_channel(channel, key, advance)
+    facts = {"channel": str(channel), "versions": versions, "signed_by": key.public.id}
+    output.result(facts, lambda console: _show_facts(console, facts))
 
 
 def publish(
@@ -101,6 +132,8 @@ def publish(
     take_over: Annotated[
         bool, typer.Option("--take-over", help="Take the channel from a publisher that seems alive.")
     ] = False,
+    sign_key: SignKeyOption = None,
+    trusted_key: TrustedKeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Publish one checkpoint as the channel's next version."""
@@ -114,6 +147,8 @@ def publish(
             encoding=_encoding(encoding),
             threads=working_threads(threads),
             take_over=take_over,
+            sign_key=sign_key,
+            trusted_keys=trusted_key or (),
         ) as publisher,
         output.progress(f"publishing {checkpoint.name}", described.table.nbytes) as advance,
     ):

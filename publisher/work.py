@@ -18,6 +18,8 @@ from weightcast.publisher.report import PublishReport
 from weightcast.publisher.tensors import NewWeights
 from weightcast.shared.channel.delta import open_shard_writer
 from weightcast.shared.channel.index import INDEX_NAME, Encoding, Index
+from weightcast.shared.channel.keys import PrivateKey
+from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.state import Step
@@ -41,6 +43,10 @@ class PublishOptions:
     post_write: PostWrite | None = None
     on_device: OnDevice = field(default_factory=OnDevice)
     keep: Callable[[Step], None] | None = None
+    key: PrivateKey | None = None
+    """signs what is published"""
+    trust: Trust | None = None
+    """whose versions are continued; None: anybody's"""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ WeightcastError                 exit 1,  HTTP 500
 │   ├── DamagedFile                                 a file is not what its index, header or digest says
 │   ├── UnknownFormat                               a format version or encoding this release does not read
 │   ├── WrongRun                                    the directory belongs to another run or another base
-│   └── Forked                                      the chain does not continue what lies here
+│   ├── Forked                                      the chain does not continue what lies here
+│   └── Untrusted                                   no trusted key vouches for it
 ├── NeedsReseed                 exit 3,  HTTP 409   the local checkpoint cannot be patched on; bring it anew
 ├── NotInTime                   exit 4,  HTTP 504   a deadline passed
 ├── EngineFailed                exit 5,  HTTP 502   the local checkpoint is right, an engine is not
@@ -51,6 +52,10 @@ class WrongRun(Refused):
 
 
 class Forked(Refused):
+    pass
+
+
+class Untrusted(Refused):
     pass
 
 

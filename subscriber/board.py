@@ -7,6 +7,7 @@ from collections import deque
 from importlib.metadata import version as version_of_package
 from typing import Literal
 
+from weightcast.shared.channel.signing import Trust
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.local.state import EngineState, LocalState, Mark, Phase
 from weightcast.shared.service.snapshot import Snapshot
@@ -65,6 +66,7 @@ class Board:
                     "confirmed_by": weakest(engine.confirmed_by for engine in engines),
                     "lag_versions": None if None in (target, confirmed) else target - confirmed,  # type: ignore[operator]
                     "updates": tuple(self._updates),
+                    "signed": _signed(sync.options.trust, state),
                     "engines": engines,
                     "degraded": view.degraded,
                     "last_error": self._last_error(sync),
@@ -95,6 +97,13 @@ class Board:
             return None
         error, at = self._error
         return LastError(error=type(error).__name__, message=error.message, remedy=error.remedy, at=at)
+
+
+def _signed(trust: Trust | None, state: LocalState | None) -> str:
+    if trust is None:
+        return "not checked"
+    key = None if state is None else trust.signer(state.position.digest)
+    return "not verified" if key is None else f"verified by {key}"
 
 
 def _readable_version(state: LocalState | None) -> int | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fastapi import FastAPI
 
+from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.local.prepare import PreRead
@@ -41,7 +42,7 @@ log = get_log("sync")
 
 
 def options_of(settings: SubscriberSettings) -> SyncOptions:
-    """Raises BadTarget."""
+    """Raises BadTarget, and Refused for a trusted key that is none."""
     return SyncOptions(
         channel=settings.channel,
         local=settings.local.absolute(),
@@ -50,6 +51,7 @@ def options_of(settings: SubscriberSettings) -> SyncOptions:
         threads=working_threads(settings.threads, settings.memory_budget),
         visible_seconds=settings.visible_deadline,
         pre_read=None if settings.pre_read is None else _hook(settings.pre_read, settings.hook_seconds),
+        trust=Trust.load(settings.trusted_key),
     )
 
 
@@ -65,14 +67,14 @@ def open_engines(settings: SubscriberSettings) -> Engines:
     specs = parse_engines(settings.engine, settings.local)
     limits = Timeouts(reload=settings.engine_deadline)
     pace = Pace(attempts=ATTEMPTS, total=settings.engine_deadline)
-    run = _run_id(settings.channel)
+    run = _run_id(settings)
     return Engines([open_engine(spec, run_id=run, timeouts=limits) for spec in specs], pace=pace)
 
 
-def _run_id(channel: Path) -> str:
+def _run_id(settings: SubscriberSettings) -> str:
     """For the engines' information; empty while the channel cannot be read, or is foreign."""
     try:
-        file = Channel.open(channel).file
+        file = Channel.open(settings.channel, Trust.load(settings.trusted_key)).file
     except (WeightcastError, OSError):
         return ""
     return "" if file is None else file.run_id

@@ -106,6 +106,9 @@ class HostStatus(Frozen):
     verify: VerifyStatus | None = None
     """null until it first read"""
     assurance: Assurance = "full"
+    signed: str = ""
+    """whose signature the local version bears: `verified by` and the key's id; `not verified` since the
+    start; `not checked` without trusted keys"""
     degraded: tuple[str, ...] = ()
     """why the host is not where it should be, although it may be ready"""
     blocked: tuple[BlockedStatus, ...] = ()

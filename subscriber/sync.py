@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from weightcast.shared.channel.pointer import Pointer
+from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import NeedsReseed, Refused, RetryLater, WeightcastError
 from weightcast.shared.failpoints import failpoint
@@ -65,6 +66,8 @@ class SyncOptions:
     pre_read: PreRead | None = None
     fetch_ahead: bool = False
     """fetch the next version while one is patched and engines reload"""
+    trust: Trust | None = None
+    """whose versions are followed; None: anybody's"""
 
 
 @dataclass
@@ -166,6 +169,8 @@ class Sync:
         except BaseException as error:
             self.follower.release()
             self.view.error = _known(error)
+            if isinstance(error, Refused):
+                self._degrade(error.message)
             if isinstance(error, OSError):
                 raise self.view.error from error
             raise
@@ -254,7 +259,7 @@ class Sync:
         if self.follower.local is None:
             self._enter("loading")
         try:
-            channel = Channel.open(self.options.channel)
+            channel = Channel.open(self.options.channel, self.options.trust)
         except WeightcastError:
             self._load(None)
             raise

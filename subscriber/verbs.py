@@ -18,7 +18,13 @@ from weightcast.shared.errors import EngineFailed
 from weightcast.shared.service.cli import group
 from weightcast.shared.service.logs import setup_logs
 from weightcast.shared.service.options import settings_command
-from weightcast.shared.service.output import ChannelOption, JsonOption, Output, printable
+from weightcast.shared.service.output import (
+    ChannelOption,
+    JsonOption,
+    Output,
+    TrustedKeyOption,
+    printable,
+)
 from weightcast.shared.service.settings import load_settings
 from weightcast.subscriber.board import Board
 from weightcast.subscriber.daemon import open_engines, options_of, run_subscriber
@@ -56,6 +62,7 @@ def sync(
         float | None,
         typer.Option("--visible-deadline", min=0.1, help="Seconds to wait for what the pointer names; 120."),
     ] = None,
+    trusted_key: TrustedKeyOption = None,
     rehash: Annotated[
         bool, typer.Option("--rehash", help="Read every byte first and repair what differs.")
     ] = False,
@@ -70,6 +77,7 @@ def sync(
         "target": target,
         "threads": threads,
         "visible_deadline": visible_deadline,
+        "trusted_key": trusted_key or None,
     }
     setup_logs(level="error")
     settings = load_settings(SubscriberSettings, flags)
@@ -140,6 +148,7 @@ def _show(console: Console, status: HostStatus) -> None:
     table.add_row("run", printable(status.run_id or "-"))
     table.add_row("version", f"{status.local_version} (target {status.target_version})")
     table.add_row("root", status.local_root or "-")
+    table.add_row("signed", status.signed)
     for update in status.updates:
         table.add_row(
             update.kind, f"to {update.version}, {update.bytes} bytes, {update.seconds['total']:.2f} s"

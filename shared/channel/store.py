@@ -22,7 +22,16 @@ from weightcast.shared.channel.index import (
 from weightcast.shared.channel.layout import Layout, version_name, version_of
 from weightcast.shared.channel.pointer import Pointer, read_pointer
 from weightcast.shared.channel.shown import Shown, look
-from weightcast.shared.errors import DamagedFile, Refused, RetryLater, UnknownFormat
+from weightcast.shared.channel.signing import (
+    SIGNATURE_LIMIT,
+    Statement,
+    Trust,
+    require_same,
+    signature_path,
+    stated_by,
+    stated_by_base,
+)
+from weightcast.shared.errors import DamagedFile, Refused, RetryLater, UnknownFormat, Untrusted
 from weightcast.shared.files.durable import read_file
 from weightcast.shared.words import TensorTable
 
@@ -41,15 +50,18 @@ class FullVersion:
 
 @dataclass(frozen=True)
 class Channel:
-    """`file` and `base` are None for a foreign channel (the field's plain format: no channel.json)."""
+    """`file` and `base` are None for a foreign channel (the field's plain format: no channel.json). With
+    `trust`, base.json and indexes are given out only if a trusted key signed them; None checks nothing."""
 
     directory: Path
     file: ChannelFile | None
     base: Base | None
+    trust: Trust | None = None
 
     @classmethod
-    def open(cls, directory: Path) -> Channel:
-        """Raises RetryLater when the directory is not there (yet), Refused when it is no channel."""
+    def open(cls, directory: Path, trust: Trust | None = None) -> Channel:
+        """Raises RetryLater when the directory is not there (yet), Refused when it is no channel, Untrusted
+        when `trust` is given and its base is not signed."""
         layout = Layout(directory)
         if not directory.is_dir():
             raise RetryLater(
@@ -58,6 +70,7 @@ class Channel:
             )
         file = _read(layout.channel_json)
         if file is None:
+            _refuse_unsigned_format(layout, trust)
             return cls(directory, None, None)
         parsed = parse_channel_file(file)
         data = _read(layout.base_json)
@@ -65,10 +78,16 @@ class Channel:
             raise DamagedFile(
                 f"{layout.base_json} is missing", remedy="restore it; nothing can be checked without"
             )
+        stated = _stated(trust, layout.base_json, data)
         base = parse_base(data)
+        if stated is not None:
+            require_same(stated, stated_by_base(base, stated.time), str(layout.base_json))
         if base.run_id != parsed.run_id:
-            raise DamagedFile(f"{layout.base_json} is of run {base.run_id}, channel.json of {parsed.run_id}")
-        return cls(directory, parsed, base)
+            raise DamagedFile(
+                f"{layout.base_json} is of run {base.run_id}, channel.json of {parsed.run_id}",
+                remedy="restore both from one backup",
+            )
+        return cls(directory, parsed, base, trust)
 
     @property
     def foreign(self) -> bool:
@@ -112,11 +131,9 @@ class Channel:
     def _parse(
         self, data: bytes, directory: Path, version: int, table: TensorTable
     ) -> Index | ForeignIndex | FullVersion:
-        kind = describe(data)
-        if kind == "ours" and self.file is not None:
-            index = parse_index(data, table)
-            _require(index.version == version, f"{directory}: its index is of version {index.version}")
-            _require(index.run_id == self.file.run_id, f"{directory}: its index is of run {index.run_id}")
+        kind = "ours" if self.trust is not None else describe(data)
+        if kind == "ours" and not self.foreign:
+            index = self._ours(data, directory, version, table, "")
             _require(not index.main, f"{directory}: its index belongs beside another")
             return index
         if kind == "ours":
@@ -138,21 +155,35 @@ class Channel:
         _require(index is None or index.kind == "anchor", f"anchor of {version}: wrong index")
         return index
 
+    def _ours(self, data: bytes, directory: Path, version: int, table: TensorTable, main: str) -> Index:
+        """`main`: digest of the version's main index for one that lies beside it."""
+        file, _ = self.require_ours()
+        path = directory / INDEX_NAME
+        # the signature comes first: what nobody vouches for is not parsed
+        stated = _stated(self.trust, path, data)
+        index = parse_index(data, table)
+        if stated is not None:
+            require_same(stated, stated_by(index, index.digest, main), str(path))
+        _require(index.version == version, f"{directory}: its index is of version {index.version}")
+        _require(index.run_id == file.run_id, f"{directory}: its index is of run {index.run_id}")
+        return index
+
+    def _beside(self, directory: Path, version: int, table: TensorTable) -> Index | None:
+        """An index that lies beside the version's main one, and was signed for exactly that one."""
+        data = _read(directory / INDEX_NAME, INDEX_LIMIT)
+        if data is None or not data.rstrip().endswith(b"}"):
+            return None
+        main = b"" if self.trust is None else _read(self.layout.index(version), INDEX_LIMIT)
+        if main is None:
+            return None
+        return self._ours(data, directory, version, table, digest_of(main))
+
     def skip(self, version: int, base_version: int, table: TensorTable) -> Index | None:
         """The index of the delta to a version from one older than the version before it."""
         directory = self.layout.from_dir(version, base_version)
         index = self._beside(directory, version, table)
         fits = index is None or (index.main != "" and index.base_version == base_version)
         _require(fits, f"{directory}: not the index of a delta from version {base_version}")
-        return index
-
-    def _beside(self, directory: Path, version: int, table: TensorTable) -> Index | None:
-        data = _read(directory / INDEX_NAME, INDEX_LIMIT)
-        if data is None or not data.rstrip().endswith(b"}"):
-            return None
-        index, file = parse_index(data, table), self.require_ours()[0]
-        _require(index.version == version, f"{directory}: its index is of version {index.version}")
-        _require(index.run_id == file.run_id, f"{directory}: its index is of run {index.run_id}")
         return index
 
     def shown(self, pointer: Pointer, *, above: int = 0, up_to: int | None = None) -> dict[int, Shown]:
@@ -176,6 +207,22 @@ class Channel:
 def _names(directory: Path) -> list[str]:
     with os.scandir(directory) as scan:
         return [entry.name for entry in scan]
+
+
+def _stated(trust: Trust | None, path: Path, data: bytes) -> Statement | None:
+    """None when nothing is to be checked. Raises Untrusted."""
+    if trust is None:
+        return None
+    signature = _read(signature_path(path), SIGNATURE_LIMIT)
+    return trust.check(signature, str(path), digest_of(data))
+
+
+def _refuse_unsigned_format(layout: Layout, trust: Trust | None) -> None:
+    if trust is not None:
+        raise Untrusted(
+            f"{layout.channel} has no channel.json: nothing in it can be signed",
+            remedy="restore channel.json, or follow a foreign channel without --trusted-key",
+        )
 
 
 def _require(holds: bool, problem: str) -> None:

@@ -18,6 +18,7 @@ from weightcast.shared.words import TensorSpec, TensorTable
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_SIGNATURE = f"{_INDEX}.sig"
 _INDEX_LIMIT = 256 << 20
 _OTHER_WEIGHTS = re.compile(r"\.(bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|npz|safetensors)(\.index\.json)?$")
 """Weights in other formats, and safetensors that belong to no `model` (`consolidated.safetensors`)."""
@@ -36,7 +37,7 @@ class Place:
 @dataclass(frozen=True)
 class Checkpoint:
     """`places` in table order; files sorted by name. `other_files`: config, tokenizer, code, everything
-    regular that is neither weights nor hidden."""
+    regular that is neither weights (with what vouches for them) nor hidden."""
 
     directory: Path
     table: TensorTable
@@ -96,7 +97,7 @@ def open_checkpoint(directory: Path, *, follow_links: bool) -> Checkpoint:
 
 
 def _is_weights(name: str) -> bool:
-    return _OTHER_WEIGHTS.search(name) is not None
+    return name == _SIGNATURE or _OTHER_WEIGHTS.search(name) is not None
 
 
 def _regular_files(directory: Path, follow_links: bool) -> list[str]:

@@ -31,10 +31,10 @@ def replace(path: Path, data: bytes) -> None:
     sync_directory(path.parent)
 
 
-def create(path: Path, data: bytes) -> None:
-    """Puts `data` at `path` by link. Raises FileExistsError when something is there, which is then
-    untouched, and Refused on a file system without hard links."""
-    with _temporary(path, data) as temporary:
+def create(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+    """Puts `data` at `path` by link, with `mode` less the umask. Raises FileExistsError when something is
+    there, which is then untouched, and Refused on a file system without hard links."""
+    with _temporary(path, data, mode) as temporary:
         try:
             os.link(temporary, path, follow_symlinks=False)
         except FileExistsError:
@@ -57,11 +57,11 @@ def _no_links(path: Path) -> Refused:
 
 
 @contextmanager
-def _temporary(target: Path, data: bytes) -> Iterator[Path]:
+def _temporary(target: Path, data: bytes, mode: int = 0o666) -> Iterator[Path]:
     failpoint("file.begun", target)
     path = target.parent / f"{_TEMPORARY_PREFIX}{secrets.token_hex(8)}"
     # Not mkstemp: its 0600 would hide channel files from hosts that run as other users.
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         try:
             _write_all(fd, data)

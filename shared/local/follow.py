@@ -14,6 +14,7 @@ from pathlib import Path
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import version_name
 from weightcast.shared.channel.pointer import Pointer
+from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel, FullVersion
 from weightcast.shared.errors import DamagedFile, Forked, NeedsReseed, Refused, RetryLater, WrongRun
 from weightcast.shared.files.checkpoint import Checkpoint, open_checkpoint
@@ -65,6 +66,7 @@ class Follower:
         self._prefetch: Prefetch | None = None
         self._avoided: set[tuple[int, int]] = set()
         """deltas from older versions that were damaged: other ways are planned"""
+        self._trust: Trust | None = None
         self._intact: int | None = None
         """the generation whose bytes were all read and found right"""
         self._damage: Differs | None = None
@@ -225,6 +227,7 @@ class Follower:
         return self._owner is not None
 
     def route(self, channel: Channel, pointer: Pointer, target: int, *, exact: bool) -> Route:
+        self._trust = channel.trust
         if self.local is not None:
             self.state = self.local.state
         state = self.state if self.local is not None else None
@@ -296,7 +299,8 @@ class Follower:
             self.options.pre_read(version, directory)
         lanes = pack_list([anchor.tensors[spec.name].lanes for spec in base.table])
         position = Position(version, main.digest, main.root, main.epoch, lanes)
-        return Source(open_checkpoint(directory, follow_links=False), position, base.run_id, base)
+        checkpoint = open_checkpoint(directory, follow_links=False)
+        return Source(checkpoint, position, base.run_id, base, anchor=anchor)
 
     def prepare(
         self, route: Route, leg: Sequence[int], channel: Channel, advance: Advance | None = None
@@ -328,7 +332,7 @@ class Follower:
             self._prefetch = Prefetch(self.paths, lambda: self._next(after), self._fetching())
 
     def _next(self, after: int) -> Shipment | None:
-        channel = Channel.open(self.channel_dir)
+        channel = Channel.open(self.channel_dir, self._trust)
         pointer = channel.pointer()
         if pointer is None or pointer.version <= after or channel.base is None:
             return None

@@ -67,6 +67,10 @@ class Facts:
     blocked: frozenset[str] = frozenset()
     epoch: int = 0
     """the highest that was ever followed here, also before a reseed"""
+    signed: bool = False
+    """every link is signed by a trusted key: what does not continue what lies here is no accident"""
+    reached: int = 0
+    """the version that was last applied here, also where its bytes are lost"""
 
 
 @dataclass(frozen=True)
@@ -154,6 +158,8 @@ class _Way:
 
 def plan(facts: Facts) -> Plan:
     here = facts.here
+    if here is None and facts.signed and facts.target < facts.reached and not facts.exact:
+        return _replayed(f"the pointer says {facts.target}, version {facts.reached} was applied here before")
     if here is not None:
         if facts.target < here.version and not facts.exact:
             return Stay(f"the pointer says {facts.target}, older than the local version {here.version}")
@@ -202,14 +208,28 @@ def _lowest_epoch(facts: Facts) -> int:
 def _same_version(facts: Facts, here: Here) -> Plan:
     if here.version == 0:
         if facts.base is not None and facts.base != here.digest:
-            return _seed(facts, "the local base is another run's")
+            return _forked(facts, "the local base is another run's")
         return Stay()
     if here.version not in facts.links:
         return Need(here.version)
     link = facts.links[here.version]
     if link is not None and link.digest != here.digest:
-        return _seed(facts, f"version {here.version} of the channel is not the one that lies here")
+        return _forked(facts, f"version {here.version} of the channel is not the one that lies here")
     return Stay()
+
+
+def _forked(facts: Facts, reason: str) -> Plan:
+    """Two histories of one run. Unsigned, the channel is right: it may have been restored. Signed, somebody
+    may be replaying what its publisher once wrote."""
+    return _replayed(reason) if facts.signed else _seed(facts, reason)
+
+
+def _replayed(reason: str) -> Refuse:
+    return Refuse(
+        reason,
+        "find out who can write to the channel; "
+        "if it was restored from a backup, remove the local checkpoint",
+    )
 
 
 def _patch(facts: Facts, here: Here) -> Plan:
@@ -218,6 +238,9 @@ def _patch(facts: Facts, here: Here) -> Plan:
     way = _search(facts, here)
     if isinstance(way, Need):
         return way
+    fork = _fork(facts, here)
+    if fork and facts.signed and (way is None or way.source == "anchor"):
+        return _replayed(fork)
     if way is None:
         return _seed(facts, _why_not(facts, here))
     then = _legs(facts, way)
@@ -413,6 +436,15 @@ def _why_not(facts: Facts, here: Here | None) -> str:
     if version < stop_at:
         return f"no deltas from version {stop_at}"
     return "no full weights to start from" if here is None and facts.base is None else ""
+
+
+def _fork(facts: Facts, here: Here) -> str:
+    """Empty unless a step that was read continues another version than the one that lies here."""
+    for link in facts.links.values():
+        continues = link is not None and link.kind == "delta" and link.base_version == here.version
+        if link is not None and continues and not _starts_from(facts, here, link):
+            return _other_base(link, here)
+    return ""
 
 
 def _other_base(link: Link, here: Here | None) -> str:

@@ -73,6 +73,8 @@ def find_route(
         exact=exact or channel.foreign,
         blocked=frozenset(b.digest for b in state.blocked) if state is not None else frozenset(),
         epoch=0 if state is None else state.epoch,
+        signed=channel.trust is not None,
+        reached=0 if state is None else state.position.version,
     )
     reader = _IndexReader(channel, pointer, table, time.monotonic() + visible_seconds, wait)
     route = Route(plan(facts), pointer, {})

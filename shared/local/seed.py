@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from blake3 import blake3
 
 from weightcast.shared.channel.base import Base, parse_base, write_base
 from weightcast.shared.channel.delta import file_record
-from weightcast.shared.channel.index import FileRecord
+from weightcast.shared.channel.index import INDEX_NAME, FileRecord, Index
 from weightcast.shared.digest.root import root
-from weightcast.shared.errors import NeedsReseed, Refused, RetryLater, WrongRun
+from weightcast.shared.errors import DamagedFile, NeedsReseed, Refused, RetryLater, WrongRun
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import Checkpoint
@@ -33,19 +34,29 @@ from weightcast.shared.progress import Advance
 from weightcast.shared.words import TensorTable, Words
 
 _BLOCK = 8 << 20
+_DAMAGED = "run `weightcast channel verify`"
 _SPARE = 1 << 20
 """bytes of free space asked for beside the weights: state, config, tokenizer"""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Full weights at `position`. `base` describes the run: tensor table and the files beside the weights."""
+    """Full weights at `position`. `base` describes the run: tensor table and the files beside the weights.
+    `anchor`: the index that lists the files, for weights that come out of the channel."""
 
     checkpoint: Checkpoint
     position: Position
     run_id: str
     base: Base
     foreign: bool = False
+    anchor: Index | None = None
+
+    @property
+    def digests(self) -> Mapping[str, str] | None:
+        """BLAKE3 hex by name of the files that may be taken; None: all, as they are."""
+        if self.anchor is None:
+            return None
+        return {file.name: file.blake3 for file in self.anchor.files} | {INDEX_NAME: self.anchor.digest}
 
 
 def seed(
@@ -69,7 +80,7 @@ def seed(
     with _errors_of(paths.directory):
         durable.replace(paths.base, write_base(source.base))
         write_state(paths.state, state)
-        _copy_files(paths, source.checkpoint, advance)
+        _copy_files(paths, source, advance)
     opened = LocalCheckpoint.open(paths.directory)
     if opened is None:
         raise NeedsReseed(f"{paths.state} vanished while seeding")
@@ -107,6 +118,7 @@ def check_source(source: Source, *, threads: int = 1, advance: Advance | None = 
     """Tensors, then config and tokenizer files, then all bytes against `source.position`."""
     where = source.checkpoint.directory
     check_table(where, source.checkpoint.table, source.base.table)
+    _check_listed(source)
     check_other_files(where, source.checkpoint.other_files, source.base.files)
     with ReadCheckpoint(source.checkpoint) as read:
         found = hash_tensors(source.base.table, read.words_in, threads=threads, advance=advance)
@@ -122,6 +134,12 @@ def check_source(source: Source, *, threads: int = 1, advance: Advance | None = 
             f"{', '.join(names[:3])}",
             remedy="give the checkpoint that the channel was made from",
         )
+
+
+def _check_listed(source: Source) -> None:
+    for path in source.checkpoint.weight_files:
+        if source.digests is not None and path.name not in source.digests:
+            raise DamagedFile(f"{path} is not listed in the anchor's index", remedy=_DAMAGED)
 
 
 def check_table(where: Path, found: TensorTable, expected: TensorTable) -> None:
@@ -232,36 +250,48 @@ def _errors_of(directory: Path) -> Iterator[None]:
         ) from error
 
 
-def _copy_files(paths: LocalPaths, checkpoint: Checkpoint, advance: Advance | None) -> None:
+def _copy_files(paths: LocalPaths, source: Source, advance: Advance | None) -> None:
+    checkpoint, digests = source.checkpoint, source.digests
     index = () if checkpoint.index_file is None else (checkpoint.index_file,)
-    wanted = {path.name for path in (*checkpoint.weight_files, *checkpoint.other_files, *index)}
+    small = [path for path in (*checkpoint.other_files, *index) if digests is None or path.name in digests]
+    wanted = {path.name for path in (*checkpoint.weight_files, *small)}
     for stray in paths.directory.iterdir():
         if stray.name not in wanted and stray.suffix in (".safetensors", ".json") and stray.is_file():
             # of an earlier run with other shards: engines would read it
             stray.unlink()
             failpoint("seed.stray", stray)
-    for path in (*checkpoint.other_files, *index):
-        durable.replace(paths.directory / path.name, path.read_bytes())
+    for path in small:
+        data = path.read_bytes()
+        _check_digest(path, blake3(data), digests)
+        durable.replace(paths.directory / path.name, data)
     for path in checkpoint.weight_files:
-        _copy_into(path, paths.directory / path.name, advance)
+        hasher = None if digests is None else blake3()
+        _copy_into(path, paths.directory / path.name, hasher, advance)
+        _check_digest(path, hasher, digests)
     durable.sync_directory(paths.directory)
 
 
-def _copy_into(source: Path, target: Path, advance: Advance | None) -> None:
+def _check_digest(path: Path, read: blake3 | None, digests: Mapping[str, str] | None) -> None:
+    """Of the bytes that were taken: lanes, which were compared before, are no proof against intent."""
+    if read is not None and digests is not None and read.hexdigest() != digests[path.name]:
+        raise DamagedFile(f"{path} is not the file that its index lists", remedy=_DAMAGED)
+
+
+def _copy_into(source: Path, target: Path, hasher: blake3 | None, advance: Advance | None) -> None:
     """Copies into the same inode if there is one, every byte written, so that a later store through a mapping
     never needs a new block."""
     read = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
     try:
         write = os.open(target, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
-            _copy_all(read, write, target, advance)
+            _copy_all(read, write, target, hasher, advance)
         finally:
             os.close(write)
     finally:
         os.close(read)
 
 
-def _copy_all(read: int, write: int, target: Path, advance: Advance | None) -> None:
+def _copy_all(read: int, write: int, target: Path, hasher: blake3 | None, advance: Advance | None) -> None:
     size = os.fstat(read).st_size
     os.ftruncate(write, size)
     if size:
@@ -270,6 +300,8 @@ def _copy_all(read: int, write: int, target: Path, advance: Advance | None) -> N
     at = 0
     while block := os.pread(read, _BLOCK, at):
         at += _write_block(write, block, at)
+        if hasher is not None:
+            hasher.update(block)
         if advance is not None:
             advance(len(block))
     failpoint("seed.copied", target)

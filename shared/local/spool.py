@@ -64,7 +64,7 @@ class Spool:
         self._verified: set[Path] = set()
 
     def directory(self, index: Index | ForeignIndex) -> Path:
-        return self._paths.spool / f"{index.version}-{index.digest[:8]}"
+        return self._paths.spool / f"{index.version}-{index.digest}"
 
     def has(self, path: Path) -> bool:
         return path in self._verified

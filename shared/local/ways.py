@@ -22,9 +22,14 @@ def ways_to(channel: Channel, version: int, table: TensorTable, base: Path | Non
     for source, beside in ((digest, True), (None, True), (digest, False)):
         route = _route(channel, version, table, source, beside)
         way = None if route is None else _way(channel, route, base)
-        if way is not None and way not in found:
+        if way is not None and way not in found and (channel.trust is None or _is_ours(way, base)):
             found.append(way)
     return found
+
+
+def _is_ours(way: Way, base: Path | None) -> bool:
+    """Repairs read shards where they lie, proven by lanes alone: no guard against who can write there."""
+    return way.directory == base and not way.deltas
 
 
 def _route(

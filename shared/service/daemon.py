@@ -19,6 +19,7 @@ from fastapi import FastAPI
 
 from weightcast.shared.errors import EngineFailed, NotInTime, Refused, RetryLater, WeightcastError
 from weightcast.shared.files import durable
+from weightcast.shared.service.http import HEADER_LIMIT
 from weightcast.shared.service.logs import get_log
 from weightcast.shared.service.settings import ServiceSettings
 from weightcast.shared.service.snapshot import Failure, LoopStatus, Snapshot
@@ -294,6 +295,7 @@ def _config(app: FastAPI) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         limit_concurrency=MAX_CONNECTIONS,
+        h11_max_incomplete_event_size=HEADER_LIMIT,
         timeout_graceful_shutdown=CLOSE_SECONDS,
     )
 

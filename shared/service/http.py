@@ -24,6 +24,8 @@ from weightcast.shared.errors import RetryLater, WeightcastError
 from weightcast.shared.service.snapshot import Failure, Readiness
 
 BODY_LIMIT = 1 << 20
+HEADER_LIMIT = 16 << 10
+"""bytes of a request before its body; the server bounds what has come without an end in the same way"""
 DISCARD_LIMIT = 16 << 20
 """A body up to here is read to its end before it is refused: an answer to a peer that still sends is lost
 in the reset of its connection."""
@@ -141,6 +143,12 @@ class _Gate:
             await send({"type": "websocket.close", "code": 1008})
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if _header_bytes(scope) > HEADER_LIMIT:
+            answer = _failure(
+                431, _phrase(431), f"headers above {HEADER_LIMIT} bytes", "", {"Connection": "close"}
+            )
+            await answer(scope, receive, send)
+            return
         headers = Headers(scope=scope)
         refusal = self._refusal(scope, headers)
         if refusal is not None:
@@ -172,6 +180,11 @@ class _Gate:
             "send the header Authorization: Bearer TOKEN",
             {"WWW-Authenticate": "Bearer"},
         )
+
+
+def _header_bytes(scope: Scope) -> int:
+    target = len(scope["raw_path"]) + len(scope["query_string"])
+    return target + sum(len(name) + len(value) for name, value in scope["headers"])
 
 
 def _browser_refusal(method: str, headers: Headers) -> Response | None:

@@ -34,6 +34,18 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 ChannelOption = Annotated[
     Path, typer.Option("--channel", envvar="WEIGHTCAST_CHANNEL", help="The channel's directory.")
 ]
+TrustedKeyOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--trusted-key",
+        envvar="WEIGHTCAST_TRUSTED_KEY",
+        help="Public key (ed25519:...), or file of them; repeatable. What none of them signed is refused.",
+    ),
+]
+SignKeyOption = Annotated[
+    Path | None,
+    typer.Option("--sign-key", envvar="WEIGHTCAST_SIGN_KEY", help="File with the key that signs."),
+]
 
 _PIPE_COLUMNS = 200
 """rich cuts tables at 80 columns where there is no terminal: digests would be lost in pipes and logs"""

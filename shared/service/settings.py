@@ -64,6 +64,11 @@ class ServiceSettings(BaseSettings):
     port: int = Field(0, ge=0, le=65535, description="Its port; 0 takes a free one.")
     port_file: Path | None = Field(None, description="File that the real port is written to.")
     token: Token | None = Field(None, description="Bearer token of the HTTP side; required off loopback.")
+    trusted_key: tuple[str, ...] = Field(
+        (),
+        description="Public key (ed25519:...), or file of such lines, repeatable: what none of them signed "
+        "is refused; unset: nothing is checked.",
+    )
     log_format: Literal["console", "json"] = Field("console", description="Form of the log on stderr.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level logged.")
     memory_budget: ByteSize = Field(

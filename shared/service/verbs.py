@@ -18,7 +18,7 @@ from weightcast.shared.service.output import JsonOption, Output, printable, time
 from weightcast.shared.service.settings import is_token
 
 STATUS_LIMIT = 16 << 20
-_ROOMS = ("channel", "local")
+_ROOMS = ("channel", "local", "keys")
 _TIMES = ("at", "since", "created", "last_full_hash")
 
 TokenOption = Annotated[

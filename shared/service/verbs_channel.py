@@ -12,10 +12,18 @@ from rich.table import Table
 from weightcast.shared.channel.chain import Entry, Problem, entries, read_entry, verify
 from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.channel.layout import version_name
+from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel, FullVersion
 from weightcast.shared.errors import DamagedFile, Refused
 from weightcast.shared.service.cli import group
-from weightcast.shared.service.output import ChannelOption, JsonOption, Output, printable, time_text
+from weightcast.shared.service.output import (
+    ChannelOption,
+    JsonOption,
+    Output,
+    TrustedKeyOption,
+    printable,
+    time_text,
+)
 
 LIMIT_SHOWN_TENSORS = 50
 
@@ -217,10 +225,10 @@ def _line(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def check(channel: ChannelOption, as_json: JsonOption = False) -> None:
-    """Check every file of every version, and the chain of versions."""
+def check(channel: ChannelOption, trusted_key: TrustedKeyOption = None, as_json: JsonOption = False) -> None:
+    """Check every file of every version, the chain of versions and, with trusted keys, who signed it."""
     output = Output(json=as_json)
-    opened = Channel.open(channel)
+    opened = Channel.open(channel, Trust.load(trusted_key or ()))
     if opened.foreign and opened.pointer() is None:
         raise Refused(
             f"{channel} is no channel: it has neither channel.json nor latest", remedy="check --channel"

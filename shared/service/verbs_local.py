@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import DamagedFile, Refused
 from weightcast.shared.local.follow import Follower, FollowOptions
@@ -18,7 +19,7 @@ from weightcast.shared.local.locks import FileLock
 from weightcast.shared.local.repair import Repaired, repair_files, restore_base
 from weightcast.shared.progress import Advance
 from weightcast.shared.service.cli import group
-from weightcast.shared.service.output import JsonOption, Output, printable
+from weightcast.shared.service.output import JsonOption, Output, TrustedKeyOption, printable
 from weightcast.shared.service.settings import BadSettings, working_threads
 
 LOCK_SECONDS = 60.0
@@ -45,6 +46,7 @@ def verify(
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="Working threads; unset: every core allowed.")
     ] = None,
+    trusted_key: TrustedKeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Read every byte of a local checkpoint and compare it with the version that it claims to be."""
@@ -55,7 +57,7 @@ def verify(
         found = inspect_local(local, count, advance)
         done: Repaired | None = None
         if repair and channel is not None and found.faults:
-            done = repair_local(local, channel, base, count, advance)
+            done = repair_local(local, channel, base, count, advance, Trust.load(trusted_key or ()))
             found = inspect_local(local, count, advance)
     output.result(_facts(local, found, done), lambda console: _show(console, local, found, done))
     if found.faults:
@@ -73,11 +75,16 @@ def inspect_local(local: Path, threads: int, advance: Advance | None = None) -> 
 
 
 def repair_local(
-    local: Path, channel: Path, base: Path | None, threads: int, advance: Advance | None = None
+    local: Path,
+    channel: Path,
+    base: Path | None,
+    threads: int,
+    advance: Advance | None = None,
+    trust: Trust | None = None,
 ) -> Repaired | None:
     """Engines are not told: they are noted as in doubt, and reloaded by the next sync. Raises RetryLater
     while a daemon owns the checkpoint."""
-    opened = Channel.open(channel)
+    opened = Channel.open(channel, trust)
     with closing(Follower(channel, local, base, FollowOptions(threads, visible_seconds=0.0))) as follower:
         follower.own()
         if opened.base is not None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import io
 import socket
 import threading
 from collections.abc import Callable
@@ -10,7 +12,7 @@ from fastapi import APIRouter, FastAPI, Request
 from pydantic import BaseModel
 
 from weightcast.shared.errors import EngineFailed, Refused, RetryLater, WeightcastError
-from weightcast.shared.service.http import BODY_LIMIT
+from weightcast.shared.service.http import BODY_LIMIT, HEADER_LIMIT
 from weightcast.shared.service.snapshot import Readiness
 
 TOKEN = "not-a-real-secret"
@@ -110,6 +112,37 @@ def test_wrong_authorization(serve: Serve) -> None:
         for header in wrong:
             assert client.get("/v1/status", headers={"Authorization": header}).status_code == 401
             assert client.post("/v1/wake", headers={"Authorization": header}).status_code == 401
+
+
+def test_a_token_stands_nowhere_but_in_requests(serve: Serve, quiet: io.StringIO) -> None:
+    served = serve(token=TOKEN, prepare=routes)
+    with served.client(TOKEN) as client:
+        answers = [
+            client.get(path) for path in ("/v1/status", "/metrics", "/openapi.json", "/v1/fail/refused")
+        ]
+        answers += [client.get("/v1/status", headers={"Authorization": f"Bearer {TOKEN}x"})]
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 422, 401]
+    assert all(TOKEN not in f"{answer.headers}{answer.text}" for answer in answers)
+    assert TOKEN not in quiet.getvalue()
+
+
+def test_headers_have_a_limit(serve: Serve) -> None:
+    served = serve(prepare=routes)
+    port = urlsplit(served.url).port
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=20) as connection,
+        contextlib.suppress(OSError),
+    ):
+        connection.sendall(b"GET /v1/status HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Long: ")
+        connection.sendall(b"x" * 2 * HEADER_LIMIT)
+        answer = connection.recv(4096)
+        assert answer == b"" or b" 400 " in answer.splitlines()[0], "the end never came"
+    with served.client() as client:
+        for wrong in ({"X-Long": "x" * HEADER_LIMIT}, {f"X-{number}": "x" * 99 for number in range(200)}):
+            assert client.get("/v1/status", headers=wrong).status_code == 431
+        assert client.get("/v1/status?" + "x" * HEADER_LIMIT).status_code == 431
+        fitting = {"X-Long": "x" * (HEADER_LIMIT - 1024)}
+        assert client.get("/v1/status", headers=fitting).status_code == 200
 
 
 def test_the_scheme_name_is_case_insensitive(serve: Serve) -> None:

@@ -175,15 +175,23 @@ class Clock:
 class Run:
     """A channel and its publisher."""
 
-    def __init__(self, root: Path, stack: ExitStack, encoding: Any = "fast") -> None:
+    def __init__(
+        self, root: Path, stack: ExitStack, encoding: Any = "fast", sign_key: Path | None = None
+    ) -> None:
         self.root = root
         self.base = Weights.make()
         self.base_dir = self.base.write(root / "base")
         self.channel = root / "channel"
         self.versions = [self.base]
-        init_channel(self.channel, self.base_dir)
+        init_channel(self.channel, self.base_dir, sign_key=sign_key)
         self._publisher = stack.enter_context(
-            Publisher.open(self.channel, local=root / "publisher", base=self.base_dir, encoding=encoding)
+            Publisher.open(
+                self.channel,
+                local=root / "publisher",
+                base=self.base_dir,
+                encoding=encoding,
+                sign_key=sign_key,
+            )
         )
 
     def publish(self, weights: Weights | None = None) -> int:
@@ -294,8 +302,8 @@ class Site:
     def __init__(self, root: Path, stack: ExitStack) -> None:
         self.root, self.stack = root, stack
 
-    def run(self, name: str = "run", encoding: Any = "fast") -> Run:
-        return Run(self.root / name, self.stack, encoding)
+    def run(self, name: str = "run", encoding: Any = "fast", sign_key: Path | None = None) -> Run:
+        return Run(self.root / name, self.stack, encoding, sign_key)
 
     def serve(self, double: Double, port: int = 0) -> str:
         return self.stack.enter_context(serve(double, port))

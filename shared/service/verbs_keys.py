@@ -1,0 +1,59 @@
+"""Verbs about keys: `keygen`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weightcast.shared.channel.keys import PrivateKey, write_private_key
+from weightcast.shared.errors import Refused
+from weightcast.shared.files import durable
+from weightcast.shared.service.output import JsonOption, Output
+
+_NAME = "weightcast.key"
+
+
+def register_keys(app: typer.Typer) -> None:
+    app.command("keygen")(keygen)
+
+
+def keygen(
+    out: Annotated[Path, typer.Option("--out", help="File for the private key, or a directory for both.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Make a key that signs versions: the private one for the publisher, FILE.pub for the hosts."""
+    path = out / _NAME if out.is_dir() else out
+    key = make_key(path)
+    facts = {
+        "key_id": key.public.id,
+        "public_key": str(key.public),
+        "sign_key": str(path),
+        "trusted_key": str(_public_path(path)),
+    }
+    Output(json=as_json).result(facts, lambda console: console.print(str(key.public), soft_wrap=True))
+
+
+def make_key(path: Path) -> PrivateKey:
+    """Writes `path`, for its owner alone, and `path`.pub. Raises Refused when one of them is there."""
+    key = PrivateKey.generate()
+    public = _public_path(path)
+    try:
+        _refuse_present(public)
+        write_private_key(path, key)
+        durable.create(public, f"{key.public}\n".encode())
+    except FileExistsError as error:
+        raise Refused(f"{path} is there already", remedy="keys are never overwritten") from error
+    except OSError as error:
+        raise Refused(f"{path}: {error.strerror}", remedy="check the directory") from error
+    return key
+
+
+def _public_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.pub")
+
+
+def _refuse_present(path: Path) -> None:
+    if path.exists() or path.is_symlink():
+        raise Refused(f"{path} is there already", remedy="keys are never overwritten")

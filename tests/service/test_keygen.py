@@ -1,0 +1,53 @@
+"""`weightcast keygen`, through the command's own entry."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weightcast.shared.channel.keys import load_private_key, trusted_keys
+from weightcast.shared.service.cli import run
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Any:
+    def run_verb(*arguments: object) -> tuple[int, str, str]:
+        code = run([str(each) for each in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run_verb
+
+
+def test_a_key_for_the_publisher_and_one_for_the_hosts(tmp_path: Path, call: Any) -> None:
+    code, out, _ = call("keygen", "--out", tmp_path / "run.key")
+    assert code == 0 and out.startswith("ed25519:") and out.count("\n") == 1
+    private, public = tmp_path / "run.key", tmp_path / "run.key.pub"
+    assert private.stat().st_mode & 0o777 == 0o600 and public.read_text() == out
+    assert trusted_keys(public) == trusted_keys(out.strip()) == (load_private_key(private).public,)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.key", "run.key.pub"]
+
+
+def test_a_directory_gets_both_files(tmp_path: Path, call: Any) -> None:
+    code, out, _ = call("keygen", "--out", tmp_path, "--json")
+    facts = json.loads(out)
+    key = load_private_key(Path(facts["sign_key"]))
+    assert code == 0 and facts["key_id"] == key.public.id and facts["public_key"] == str(key.public)
+    assert Path(facts["trusted_key"]).read_text() == f"{key.public}\n"
+    assert "PRIVATE" not in out
+
+
+@pytest.mark.parametrize("present", ["run.key", "run.key.pub"])
+def test_nothing_is_overwritten(tmp_path: Path, call: Any, present: str) -> None:
+    (tmp_path / present).write_text("precious")
+    code, out, err = call("keygen", "--out", tmp_path / "run.key")
+    assert code == 3 and out == "" and "is there already" in err
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(present, "precious")]
+
+
+def test_a_directory_that_is_not_there(tmp_path: Path, call: Any) -> None:
+    code, _, err = call("keygen", "--out", tmp_path / "nowhere" / "run.key")
+    assert code == 3 and "nowhere" in err
