@@ -17,6 +17,7 @@ from publisher_cases import Place, make_place
 
 from weightcast.publisher import init_channel
 from weightcast.publisher.resign import sign_channel
+from weightcast.publisher.upkeep import UpkeepOptions
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.index import INDEX_NAME
 from weightcast.shared.channel.keys import PrivateKey, load_private_key, write_private_key
@@ -229,6 +230,39 @@ def test_an_anchor_of_another_version_is_refused(signed: Signed) -> None:
     with pytest.raises(Untrusted, match="another place: main"):
         Channel.open(signed.place.channel, signed.trust).anchor(2, signed_table(signed))
     assert any(p.version == 2 for p in verify(Channel.open(signed.place.channel, signed.trust)))
+
+
+def test_a_signed_delta_from_an_older_version_is_taken_and_a_swapped_one_is_not(signed: Signed) -> None:
+    for _ in range(3):
+        signed.publish()
+    signed.models.append(some_changed(signed.models[-1], np.random.default_rng(44)))
+    upkeep = UpkeepOptions(skip_span=4, anchor_every=4)
+    shutil.rmtree(signed.place.channel)
+    shutil.rmtree(signed.place.pub)
+    init_channel(signed.place.channel, signed.place.base, sign_key=signed.key)
+    with signed.place.publisher(sign_key=signed.key, upkeep=upkeep) as publisher:
+        for model in signed.models[1:]:
+            publisher.publish_checkpoint(signed.place.new(model))
+        publisher.make_due()
+    channel, table = Channel.open(signed.place.channel, signed.trust), signed_table(signed)
+    directory = signed.layout.from_dir(4, 0)
+    for beside in (directory, signed.layout.from_dir(4, 2), signed.layout.anchor_dir(4)):
+        assert (beside / SIG).is_file()
+    assert verify(channel) == [] and channel.skip(4, 0, table) is not None
+    assert signed.step() == 4 and signed.holds(4)
+
+    shutil.rmtree(directory)
+    shutil.copytree(signed.layout.from_dir(2, 0), directory)
+    with pytest.raises(Untrusted, match="another place: main"):
+        channel.skip(4, 0, table)
+    (directory / SIG).unlink()
+    with pytest.raises(Untrusted, match="not signed"):
+        channel.skip(4, 0, table)
+    assert [problem.version for problem in verify(channel)] == [4]
+    assert signed.step("new") == 4 and signed.holds(4, "new")
+    shutil.rmtree(directory)
+    sign_channel(signed.place.channel, load_private_key(signed.key))
+    assert verify(channel) == []
 
 
 def signed_table(signed: Signed) -> Any:
