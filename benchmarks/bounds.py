@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.steps import Case
+from .steps import Case
 
 _SHIFT, _MASK, _SIGN = 7, 0xFF, 0x8000
 

@@ -467,10 +467,12 @@ class FieldChunks(threading.local):
         self._buffer = np.empty(0, np.uint8)
 
     def encode(self, old: Bytes, new: Bytes) -> tuple[bytes, str]:
+        """Payload, empty where nothing changed, and digest."""
         if len(self._buffer) < len(new):
             self._buffer = np.empty(len(new), np.uint8)
         different = np.bitwise_xor(old, new, out=self._buffer[: len(new)])
-        return self._tools.compressor.compress(different.data), xxhash.xxh3_128_hexdigest(new.data)
+        digest = xxhash.xxh3_128_hexdigest(new.data)
+        return self._tools.compressor.compress(different.data) if different.any() else b"", digest
 
     def decode(self, blob: bytes, words: Bytes) -> str:
         """Brings `words` to the new bytes in place; their digest."""

@@ -37,27 +37,29 @@ def rounded(values: NDArray[np.float32]) -> Words:
 
 
 def simulated(words: int, density: float, seed: int) -> Case:
-    """fp32 masters from N(0, 0.02) move by N(0, 0.3 lr); lr such that about `density` of the words change."""
+    """fp32 masters from N(0, 0.02) move by N(0, 0.3 lr); lr such that about `density` of the words change;
+    for 1 nearly all, for 0 none."""
     rng = np.random.default_rng(seed)
     masters = (rng.standard_normal(words) * _STD).astype(np.float32)
     update = (rng.standard_normal(words) * _UPDATE).astype(np.float32)
-    rate = _rate(masters[:_PROBE], update[:_PROBE], density)
+    rate = _rate(masters[:_PROBE], update[:_PROBE], density) if density else 0.0
     return Case(f"{density:.1%}", rounded(masters), rounded(masters + update * np.float32(rate)))
 
 
 class Masters:
     """fp32 weights of one tensor that take steps as in `simulated`; `words` are their bf16."""
 
-    def __init__(self, words: int, density: float, seed: int) -> None:
+    def __init__(self, words: int, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
         self._values = self._rng.standard_normal(words, dtype=np.float32) * np.float32(_STD)
-        probe = self._rng.standard_normal(_PROBE, dtype=np.float32) * np.float32(_UPDATE)
-        self._rate = np.float32(_UPDATE * _rate(self._values[:_PROBE], probe[:words], density))
+        self._probe = self._rng.standard_normal(min(words, _PROBE), dtype=np.float32) * np.float32(_UPDATE)
         self.words = rounded(self._values)
 
-    def step(self) -> None:
+    def step(self, density: float) -> None:
+        """One that changes about this share of the words."""
+        rate = _rate(self._values[: len(self._probe)], self._probe, density)
         update = self._rng.standard_normal(len(self._values), dtype=np.float32)
-        update *= self._rate
+        update *= np.float32(_UPDATE * rate)
         self._values += update
         self.words[:] = rounded(self._values)
 
@@ -70,6 +72,13 @@ def _rate(masters: NDArray[np.float32], update: NDArray[np.float32], density: fl
         changed = np.count_nonzero(old != rounded(masters + update * np.float32(middle))) / len(old)
         low, high = (middle, high) if changed < density else (low, middle)
     return low
+
+
+def unrelated(words: int, seed: int) -> Case:
+    """Random bits before, other random bits after: what no encoding can help with."""
+    rng = np.random.default_rng(seed)
+    old, new = (rng.integers(0, 1 << 16, words, np.uint16) for _ in range(2))
+    return Case("unrelated", old, new)
 
 
 def trained(rates: tuple[float, ...], warm_steps: int = 100) -> Iterator[Case]:
