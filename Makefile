@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install test lint demo crash clean
+.PHONY: install test lint demo bench crash clean
 
 install: $(STAMP)
 
@@ -26,6 +26,11 @@ crash: install
 
 demo: install
 	$(BIN)/python -m examples.demo $(DEMO_ARGS)
+
+# Twenty minutes and 50 GB of disk; BENCH_ARGS=--quick: two minutes, 100 MB.
+bench: install
+	$(BIN)/python -m benchmarks --results benchmarks/results.json --docs docs $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks.report
 
 # mypy and the import contracts see the flat folders through a folder of links.
 .typing/weightcast:

@@ -18,8 +18,8 @@ _PERIOD = 64 << 20
 _STRIDE = 12_582_917
 """words between where two tensors begin in the ring"""
 _SHARD_BYTES = 1 << 30
-_LARGE = 512 << 20
-"""bytes from which a model has rows of 4096"""
+_WIDTHS = ((512 << 20, 4096), (64 << 20, 1024), (0, 512))
+"""bytes from which a model has layers of a width"""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Model:
     """About `nbytes` of weights: one embedding of a sixteenth, square layers, norms that never change."""
 
     def __init__(self, nbytes: int, seed: int) -> None:
-        width = 4096 if nbytes >= _LARGE else 1024
+        width = next(width for least, width in _WIDTHS if nbytes >= least)
         layers = max(1, nbytes * 15 // 16 // (2 * width * width))
         rows = max(1, nbytes // 16 // (2 * width))
         shapes = {"model.embed_tokens.weight": (rows, width)}

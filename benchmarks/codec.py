@@ -2,8 +2,8 @@
 
 Contenders take turns within each round, so that all meet the same machine; the first round is not counted.
 Publishing a chunk compares, hashes all new bytes, sums the touched words, encodes; the field's way is xor,
-zstd and hash. Applying decodes, sums the touched words, writes; the field's way is zstd, xor in place
-and hash. Chunks without changes are not stored.
+zstd and hash. Applying decodes with the sums over touched words, and writes; the field's way is zstd, xor in
+place and hash. Chunks without changes are not stored.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.choose import StepEncoding
-from weightcast.shared.codec.container import decode_chunk, encode_chunk
+from weightcast.shared.codec.container import decode_step, encode_chunk
+from weightcast.shared.codec.scan import scan
 from weightcast.shared.digest.hash import hash_bytes
-from weightcast.shared.digest.touched import span_sums
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.words import CHUNK_WORDS, Chunk, Span
 
@@ -60,20 +60,16 @@ def _pieces(case: Case, most: int) -> list[_Piece]:
 
 
 def _publish(piece: _Piece, encoding: StepEncoding) -> bytes:
-    changes = compare(piece.old, piece.new)
-    hash_bytes(piece.new.view(np.uint8))
+    changes = scan(piece.chunk, piece.old, piece.new).changes
     if not len(changes):
         return b""
-    span_sums(piece.chunk, piece.old, changes)
     return encode_chunk(piece.chunk, piece.old, piece.new, changes, encoding)
 
 
 def _apply(piece: _Piece, blob: bytes) -> None:
-    if not blob:
-        return
-    changes = decode_chunk(blob, piece.chunk, piece.old)
-    span_sums(piece.chunk, piece.old, changes)
-    changes.apply(piece.target)
+    if blob:
+        changes, _ = decode_step(blob, piece.chunk, piece.old)
+        changes.apply(piece.target)
 
 
 def _publish_field(piece: _Piece) -> bytes:
@@ -159,21 +155,18 @@ def _check(pieces: Sequence[_Piece], blobs: Mapping[str, Sequence[bytes]]) -> No
 
 
 def measure_floor(threads: int, rounds: int) -> FloorRow:
-    """memcpy, reading alone, and the single passes that publishing is made of, at 1.4%."""
+    """memcpy, reading alone, and the passes that publishing is made of, at 1.4%; `scan` compares, hashes and
+    sums."""
     pieces = _pieces(simulated(2 * threads * CHUNK_WORDS, 0.014, 1), 2 * threads)
     jobs: dict[str, list[Job]] = {
         "memcpy": [partial(np.copyto, piece.target, piece.old) for piece in pieces],
         "read": [partial(np.bitwise_xor.reduce, piece.old.view(np.uint64)) for piece in pieces],
         "compare": [partial(compare, piece.old, piece.new) for piece in pieces],
         "hash": [partial(hash_bytes, piece.old.view(np.uint8)) for piece in pieces],
-        "compare and sums": [partial(_sums, piece) for piece in pieces],
+        "scan": [partial(scan, piece.chunk, piece.old, piece.new) for piece in pieces],
     }
     return FloorRow(
         threads=threads,
         nbytes=sum(piece.old.nbytes for piece in pieces),
         seconds=_times(jobs, threads, rounds),
     )
-
-
-def _sums(piece: _Piece) -> object:
-    return span_sums(piece.chunk, piece.old, compare(piece.old, piece.new))

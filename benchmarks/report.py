@@ -1,6 +1,7 @@
 """Results as pages: docs/benchmarks.md with plots, the README's figures. A function of results.json alone.
 
-python -m benchmarks.report      writes them anew from benchmarks/results.json
+`python -m benchmarks.report` writes them anew from benchmarks/results.json; the README keeps the figures of
+the last full run.
 """
 
 from __future__ import annotations
@@ -402,7 +403,8 @@ def main() -> None:
     results = load(root / "benchmarks" / "results.json")
     write(results, root / "docs")
     readme = root / "README.md"
-    readme.write_text(with_figures(readme.read_text(), results))
+    if not results.quick:
+        readme.write_text(with_figures(readme.read_text(), results))
 
 
 if __name__ == "__main__":
