@@ -476,6 +476,8 @@ class FieldChunks(threading.local):
 
     def decode(self, blob: bytes, words: Bytes) -> str:
         """Brings `words` to the new bytes in place; their digest."""
+        if not blob:
+            return xxhash.xxh3_128_hexdigest(words.data)
         digest = xxhash.xxh3_128()
         with self._tools.decompressor.stream_reader(blob) as frame:
             for piece in pieces(len(words)):

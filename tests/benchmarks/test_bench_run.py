@@ -19,8 +19,8 @@ from benchmarks.plan import Plan, full, quick
 from benchmarks.probe import anon_bytes, cpu_seconds, forget_pages, machine, read_all
 from benchmarks.results import load
 from benchmarks.run import check
+from benchmarks.session import measure
 from benchmarks.steps import Masters, simulated, unrelated
-from benchmarks.verbs import measure
 from weightcast.shared.errors import Refused, RetryLater
 from weightcast.shared.service.cli import VERBS, run
 
