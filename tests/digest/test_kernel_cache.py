@@ -71,7 +71,7 @@ print(numba.config.CACHE_DIR, kernel_status().model_dump_json())
 
 
 def test_kernels_are_kept_there_and_status_says_so(tmp_path: Path) -> None:
-    environment = {**os.environ, "WEIGHTCAST_CACHE": str(tmp_path / "own")}
+    environment = {**os.environ, "WEIGHTCAST_CACHE": str(tmp_path / "own"), "NUMBA_DISABLE_JIT": "0"}
     for _ in range(2):
         done = subprocess.run(
             [sys.executable, "-c", _HASH], env=environment, capture_output=True, text=True, check=True
