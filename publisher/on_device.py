@@ -78,6 +78,11 @@ class _Held:
     def nbytes(self) -> int:
         return self.chunk.words * self.chunk.kind.width
 
+    def arrive(self) -> None:
+        if self.later is not None:
+            place, words = self.later
+            self.words[place] = words
+
 
 class Baselines:
     """Of one publisher, for its life. `whole_old`: the encoding reads all old words on the host, not only
@@ -112,20 +117,22 @@ class Baselines:
         recorded = lanes_list(local.state.position.lanes)
         if local.base.digest != self._base:
             self.forget()
-        now = {tensor: recorded[tensor] for tensor in self._lanes}
-        if now == self._later:
-            self._arrive()
-        elif now != self._lanes:
-            self.forget()
+        self._move({tensor: recorded[tensor] for tensor in self._lanes})
         self._base, self._under_way = local.base.digest, True
         return Near(self, flat, devices, recorded)
 
-    def _arrive(self) -> None:
-        """What the last publication left is what the local checkpoint has now."""
-        for held in self._held.values():
-            if held.later is not None:
-                place, words = held.later
-                held.words[place] = words
+    def _move(self, now: Mapping[int, Lanes]) -> None:
+        """To where the local checkpoint is, which `now` says."""
+        import torch
+
+        if now not in (self._lanes, self._later):
+            return self.forget()
+        if now == self._later:
+            try:
+                for held in self._held.values():
+                    held.arrive()
+            except torch.cuda.OutOfMemoryError:
+                self.forget()
 
     def forget(self) -> None:
         for key in list(self._held):

@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 
 from weightcast.publisher.device_words import differing, fetch, has_whole_eights, on_host, span_lanes  # noqa: E402
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GOLDEN = {
     # docs/FORMAT.md, Lanes
     b"\x00": "fd24034ea9930e1260624d7a25e5a8e0",
@@ -54,9 +55,9 @@ def expected_lanes(chunk: Chunk, words: Words) -> tuple[Lanes, ...]:
 
 
 def lanes_on_device(chunk: Chunk, words: Words) -> tuple[Lanes, ...]:
-    none = torch.zeros(0, dtype=torch.int32)
-    lanes = span_lanes(chunk, on_host(words))
-    return fetch(none, on_host(words)[:0], lanes, chunk.kind).lanes
+    none = torch.zeros(0, dtype=torch.int32, device=DEVICE)
+    there = on_host(words).to(DEVICE)
+    return fetch(none, there[:0], span_lanes(chunk, there), chunk.kind).lanes
 
 
 @pytest.mark.parametrize("data", GOLDEN)
@@ -82,7 +83,8 @@ def test_lanes_and_changes_are_those_of_the_host(
     for chunk in chunks_of(dtype, segments, chunk_words):
         old = words_for(chunk, rng)
         new = np.where(rng.random(chunk.words) < density, words_for(chunk, rng), old)
-        place, after = differing(on_host(old), on_host(new)), on_host(new)
+        before, after = (on_host(words).to(DEVICE) for words in (old, new))
+        place = differing(before, after)
         found = fetch(place.to(torch.int32), after[place], span_lanes(chunk, after), chunk.kind)
         changes = compare(old, new)
         assert np.array_equal(found.index, changes.index) and np.array_equal(found.new, changes.new)
