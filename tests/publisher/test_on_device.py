@@ -349,11 +349,13 @@ def test_small_proves_the_old_words_that_do_not_change(tmp_path: Path, rng: np.r
 
 
 def test_raw_words_show_old_ones_that_have_drifted(tmp_path: Path, rng: np.random.Generator) -> None:
-    model: Model = {"a": tensor(rng, "U8", 7)}
+    """Beside an 8-byte word that changes, whose sums would show it."""
+    model: Model = {"a": tensor(rng, "U8", 16)}
+    flip = (np.arange(16) == 3).astype(np.uint8)
     with both(tmp_path, model, HELD) as run:
         for drift in (0, 1):
-            model = {"a": Tensor("U8", (7,), model["a"].data ^ np.array([0, 0, 0, 1, 0, 0, 0], np.uint8))}
-            mapped_word(run.device[1], 0)[5] ^= drift
+            model = {"a": Tensor("U8", (16,), model["a"].data ^ flip)}
+            mapped_word(run.device[1], 0)[12] ^= drift
             run.publish(given_of(model))
             assert compared(run.device[1]) == 1 - drift
     run.device[0].arrives(model, 2)
@@ -441,21 +443,22 @@ def test_the_same_name_twice(tmp_path: Path, rng: np.random.Generator) -> None:
 
 
 def test_ranks_compare_what_they_own(tmp_path: Path, rng: np.random.Generator) -> None:
-    model: Model = {name: tensor(rng, "BF16", 700) for name in "abcd"}
+    """A tensor that another rank owned for a while has moved on."""
+    model: Model = {dtype: tensor(rng, dtype, 700) for dtype in ("BF16", "F32", "U8", "I16")}
     place = make_place(tmp_path, model)
     with (
-        place.publisher(world_size=2, **HELD) as zero,
-        place.publisher(rank=1, world_size=2, **HELD) as one,
+        place.publisher(world_size=2, deadline_seconds=40, **HELD) as zero,
+        place.publisher(rank=1, world_size=2, deadline_seconds=40, **HELD) as one,
         ThreadPoolExecutor(1) as pool,
     ):
-        # ownership moves once: what was held is of no use then
-        for step, owned in enumerate(("ab", "ab", "ac", "ac"), 1):
+        for step, count in enumerate((2, 2, 1, 2), 1):
             model = all_changed(model, rng)
             given = given_of(model)
-            first = pool.submit(zero.publish, {name: given[name] for name in owned}, step=step)
-            one.publish({name: given[name] for name in given if name not in owned}, step=step)
+            owned = list(given)[:count]
+            first = pool.submit(zero.publish, {name: given.pop(name) for name in owned}, step=step)
+            one.publish(given, step=step)
             assert first.result().version == step
-            assert (compared(zero), compared(one)) == (1, 1)
+            assert (compared(zero), compared(one)) == (count, 4 - count)
     place.arrives(model, 4)
 
 
