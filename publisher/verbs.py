@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from weightcast.publisher.channel_init import init_channel
+from weightcast.publisher.channel_repair import Repairs, repair_channel
 from weightcast.publisher.daemon import run_publisher
 from weightcast.publisher.publisher import Publisher
 from weightcast.publisher.queue import Publication
@@ -19,6 +20,7 @@ from weightcast.publisher.status import publication, total_seconds
 from weightcast.shared.channel.index import Encoding
 from weightcast.shared.channel.keys import load_private_key
 from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import DamagedFile
 from weightcast.shared.service.cli import group
 from weightcast.shared.service.logs import setup_logs
 from weightcast.shared.service.options import settings_command
@@ -28,9 +30,11 @@ from weightcast.shared.service.output import (
     Output,
     SignKeyOption,
     TrustedKeyOption,
+    printable,
     time_text,
 )
 from weightcast.shared.service.settings import working_threads
+from weightcast.shared.service.verbs_channel import show_problems
 
 ThreadsOption = Annotated[
     int | None, typer.Option("--threads", min=1, help="Working threads; unset: every core allowed.")
@@ -45,12 +49,55 @@ def register(app: typer.Typer) -> None:
     channel = group(app, "channel", "Make and inspect channels.")
     channel.command("init")(init)
     channel.command("sign")(sign)
+    channel.command("repair")(repair)
     app.command("publish")(publish)
 
 
 def _run(settings: PublisherSettings) -> None:
     setup_logs(settings.log_format, settings.log_level)
     run_publisher(settings)
+
+
+def repair(
+    channel: ChannelOption,
+    local: Annotated[
+        Path | None, typer.Option("--local", help="The publisher's local checkpoint, to restore from.")
+    ] = None,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Take the channel from a publisher that seems alive.")
+    ] = False,
+    sign_key: SignKeyOption = None,
+    trusted_key: TrustedKeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Bring right what can be in a channel; move what no host can use to .trash; say what is lost."""
+    output = Output(json=as_json)
+    with output.progress(f"reading {channel}", None) as advance:
+        done = repair_channel(
+            channel,
+            local,
+            take_over=take_over,
+            advance=advance,
+            sign_key=sign_key,
+            trusted_keys=tuple(trusted_key or ()),
+        )
+    facts = {
+        "channel": str(channel),
+        "done": done.done,
+        "left": [vars(problem) for problem in done.left],
+        "notes": done.notes,
+    }
+    output.result(facts, lambda console: _show_repairs(console, done))
+    if done.left:
+        raise typer.Exit(DamagedFile.exit_code)
+
+
+def _show_repairs(console: Console, done: Repairs) -> None:
+    for line in done.done or ["nothing was changed"]:
+        console.print(printable(line))
+    show_problems(done.left)
+    for note in done.notes:
+        console.print(printable(note))
 
 
 def init(

@@ -9,9 +9,11 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from blake3 import blake3
 
+from weightcast.shared.channel.base import Base
 from weightcast.shared.channel.index import INDEX_NAME, FileRecord, ForeignIndex, Index
 from weightcast.shared.channel.layout import version_of
 from weightcast.shared.channel.pointer import Pointer
@@ -23,6 +25,7 @@ from weightcast.shared.progress import Advance
 from weightcast.shared.words import TensorTable
 
 AnyIndex = Index | ForeignIndex | FullVersion
+Part = Literal["pointer", "version", "link", "anchor", "skip", "claim", "report", "stray", "channel"]
 _BLOCK = 4 << 20
 
 
@@ -38,8 +41,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Problem:
+    """`part`: what of the channel it concerns; `directory`: of the anchor or the delta from an older version
+    that it concerns, else empty; `meaning`: for hosts."""
+
     version: int | None
     message: str
+    part: Part = "version"
+    directory: str = ""
+    meaning: str = ""
 
 
 def entries(channel: Channel, pointer: Pointer | None) -> Iterator[Entry]:
@@ -76,15 +85,23 @@ def verify(channel: Channel, advance: Advance | None = None) -> list[Problem]:
     try:
         pointer = channel.pointer()
     except WeightcastError as error:
-        return [Problem(None, _text(error))]
+        return [Problem(None, _text(error), "pointer")]
+    return verify_to(channel, pointer, advance)
+
+
+def verify_to(channel: Channel, pointer: Pointer | None, advance: Advance | None = None) -> list[Problem]:
+    """As `verify`, were this the pointer."""
     found = list(entries(channel, pointer))
     problems = [Problem(entry.version, entry.problem) for entry in found if entry.problem]
     problems += _links(channel, pointer, found)
     known = {entry.version: entry.index for entry in found if isinstance(entry.index, Index)}
     for entry in found:
         problems += [Problem(entry.version, text) for text in _files(entry, advance)]
-        problems += [Problem(entry.version, text) for text in _anchor(channel, entry, advance)]
-        problems += [Problem(entry.version, text) for text in _skips(channel, entry, known, advance)]
+        anchor = str(channel.layout.anchor_dir(entry.version))
+        problems += [
+            Problem(entry.version, text, "anchor", anchor) for text in _anchor(channel, entry, advance)
+        ]
+        problems += list(_skips(channel, entry, known, advance))
     return sorted(problems, key=lambda problem: (problem.version or 0, problem.message))
 
 
@@ -96,16 +113,18 @@ def _links(channel: Channel, pointer: Pointer | None, found: Sequence[Entry]) ->
     epoch = 0
     for entry in found:
         if isinstance(entry.index, Index):
-            for text in _link(channel, entry.index, known, horizon, epoch):
+            for text in _link(channel, entry.index, known, epoch):
                 yield Problem(entry.version, text)
+            base_version = entry.index.base_version
+            if base_version >= max(horizon, 1) and not isinstance(known.get(base_version), Index):
+                text = f"it starts from version {base_version}, which is not there"
+                yield Problem(entry.version, text, "link")
             epoch = max(epoch, entry.index.epoch)
         elif isinstance(entry.index, ForeignIndex) and entry.index.base_version not in (0, *known):
             yield Problem(entry.version, f"it starts from {entry.index.base_version}, which is not there")
 
 
-def _link(
-    channel: Channel, index: Index, known: Mapping[int, AnyIndex | None], horizon: int, epoch: int
-) -> Iterator[str]:
+def _link(channel: Channel, index: Index, known: Mapping[int, AnyIndex | None], epoch: int) -> Iterator[str]:
     if index.epoch < epoch:
         yield f"its epoch {index.epoch} is lower than an earlier version's {epoch}"
     if index.kind == "anchor":
@@ -119,8 +138,6 @@ def _link(
             yield f"it continues another version {base.version} than the one that is there"
         if index.base_root != base.root:
             yield f"it starts from another root than that of version {base.version}"
-    elif index.base_version >= horizon:
-        yield f"it starts from version {index.base_version}, which is not there"
 
 
 def _files(entry: Entry, advance: Advance | None) -> Iterator[str]:
@@ -141,37 +158,60 @@ def _anchor(channel: Channel, entry: Entry, advance: Advance | None) -> Iterator
     except (WeightcastError, OSError) as error:
         yield _text(error)
         return
+    directory = channel.layout.anchor_dir(entry.version)
     if anchor is None:
+        if (directory / INDEX_NAME).exists():
+            yield "the index of its anchor is cut short"
         return
     if anchor.root != entry.index.root:
         yield "its anchor has another root"
-    directory = channel.layout.anchor_dir(entry.version)
     yield from (f"anchor: {text}" for text in check_files(directory, anchor.files, advance))
+    for path in unlisted(directory, anchor):
+        # whoever opens it as a checkpoint refuses it
+        yield f"anchor: {path.name} is not named by its index"
+
+
+def unlisted(directory: Path, index: Index) -> list[Path]:
+    """Weights in the directory that its index does not name."""
+    named = {record.name for record in index.files}
+    return sorted(path for path in directory.glob("*.safetensors") if path.name not in named)
 
 
 def _skips(
     channel: Channel, entry: Entry, known: Mapping[int, Index], advance: Advance | None
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     """Deltas from older versions lead to the same bytes, and start from versions of this chain."""
     main, shown = known.get(entry.version), look(entry.directory)
     if channel.base is None or main is None or shown is None:
         return
     for base_version in sorted(shown.skips):
-        try:
-            skip = channel.skip(entry.version, base_version, channel.base.table)
-        except (WeightcastError, OSError) as error:
-            yield _text(error)
-            continue
-        if skip is None:
-            continue
-        base = known.get(base_version)
-        start = channel.base if base_version == 0 else base
-        if (skip.main, skip.root) != (main.digest, main.root):
-            yield f"its delta from version {base_version} leads to another version {entry.version}"
-        if start is not None and (skip.parent, skip.base_root) != (start.digest, start.root):
-            yield f"its delta from version {base_version} starts from another one than the one that is there"
         directory = channel.layout.from_dir(entry.version, base_version)
-        yield from (f"{directory.name}: {text}" for text in check_files(directory, skip.files, advance))
+        start = channel.base if base_version == 0 else known.get(base_version)
+        for text in _skip(channel, main, directory, base_version, start, advance):
+            yield Problem(entry.version, text, "skip", str(directory))
+
+
+def _skip(
+    channel: Channel,
+    main: Index,
+    directory: Path,
+    base_version: int,
+    start: Base | Index | None,
+    advance: Advance | None,
+) -> Iterator[str]:
+    table = TensorTable(()) if channel.base is None else channel.base.table
+    try:
+        skip = channel.skip(main.version, base_version, table)
+    except (WeightcastError, OSError) as error:
+        yield _text(error)
+        return
+    if skip is None:
+        return
+    if (skip.main, skip.root) != (main.digest, main.root):
+        yield f"its delta from version {base_version} leads to another version {main.version}"
+    if start is not None and (skip.parent, skip.base_root) != (start.digest, start.root):
+        yield f"its delta from version {base_version} starts from another one than the one that is there"
+    yield from (f"{directory.name}: {text}" for text in check_files(directory, skip.files, advance))
 
 
 def check_files(

@@ -22,7 +22,7 @@ from weightcast.shared.files.strict_json import Members, parse_object, write_obj
 
 PATIENCE_SECONDS = 60.0
 _POLL_SECONDS = 1.0
-_LIMIT = 64 << 10
+CLAIM_LIMIT = 64 << 10
 _PID_LIMIT = (1 << 31) - 1
 _NAME = re.compile(r"([1-9]\d{0,14})\.json", re.ASCII)
 _RECORD_MEMBERS = ("host", "boot_id", "pid_namespace", "process_start")
@@ -194,7 +194,7 @@ def claim(
 
 
 def _read(channel: Path, epoch: int) -> bytes:
-    return durable.read_file(Layout(channel).claim(epoch), _LIMIT)
+    return durable.read_file(Layout(channel).claim(epoch), CLAIM_LIMIT)
 
 
 def _record(channel: Path, epoch: int) -> ClaimRecord | None:

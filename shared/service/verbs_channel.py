@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -9,7 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from weightcast.shared.channel.chain import Entry, Problem, entries, read_entry, verify
+from weightcast.shared.channel.chain import Entry, Problem, entries, read_entry
+from weightcast.shared.channel.faults import faults
 from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.channel.layout import version_name
 from weightcast.shared.channel.signing import Trust
@@ -228,15 +230,15 @@ def _line(value: object) -> str:
 def check(channel: ChannelOption, trusted_key: TrustedKeyOption = None, as_json: JsonOption = False) -> None:
     """Check every file of every version, the chain of versions and, with trusted keys, who signed it."""
     output = Output(json=as_json)
-    opened = Channel.open(channel, Trust.load(trusted_key or ()))
-    if opened.foreign and opened.pointer() is None:
+    named = (channel / name for name in ("channel.json", "base.json", "latest"))
+    if channel.is_dir() and not any(path.exists() for path in named):
         raise Refused(
             f"{channel} is no channel: it has neither channel.json nor latest", remedy="check --channel"
         )
     with output.progress(f"reading {channel}", None) as advance:
-        problems = verify(opened, advance)
+        problems = faults(channel, advance, Trust.load(trusted_key or ()))
     if problems and not as_json:
-        _show_problems(problems)
+        show_problems(problems)
     facts = {"channel": str(channel), "problems": [vars(problem) for problem in problems]}
     if as_json or not problems:
         output.result(facts, lambda console: console.print(f"{channel}: no problem found"))
@@ -244,7 +246,9 @@ def check(channel: ChannelOption, trusted_key: TrustedKeyOption = None, as_json:
         raise typer.Exit(DamagedFile.exit_code)
 
 
-def _show_problems(problems: list[Problem]) -> None:
+def show_problems(problems: Sequence[Problem]) -> None:
     for problem in problems:
         where = "" if problem.version is None else f"version {problem.version}: "
         typer.echo(printable(where + problem.message))
+        if problem.meaning:
+            typer.echo(f"  {problem.meaning}")

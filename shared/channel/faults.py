@@ -1,0 +1,169 @@
+"""What is wrong in a channel, file by file, and what it means for its hosts. Reads only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from weightcast.shared.channel.chain import Problem, entries, unlisted, verify, verify_to
+from weightcast.shared.channel.claims import CLAIM_LIMIT, current_epoch, parse_claim
+from weightcast.shared.channel.index import INDEX_NAME, Index
+from weightcast.shared.channel.layout import Layout, version_of
+from weightcast.shared.channel.pointer import Pointer
+from weightcast.shared.channel.reports import REPORT_LIMIT, parse_report
+from weightcast.shared.channel.signing import Trust
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import WeightcastError
+from weightcast.shared.files import durable
+from weightcast.shared.progress import Advance
+
+_FILES = ("channel.json", "base.json", "latest")
+_OURS = (*_FILES, *(f"{name}.sig" for name in _FILES))
+_LIKE_OURS = re.compile(r"(weight_v(?!.*\.parts$)|latest|channel|base)", re.ASCII)
+_POINTER = "hosts keep what they have until it names a version again; `channel repair` writes it"
+_CHANNEL = "no host can follow or join; engines keep what they have"
+_ANCHOR = "hosts that join or are far behind take another way, where there is one; `channel repair` drops it"
+_SKIP = "hosts that are behind take single steps; `channel repair` drops it"
+_CLAIM = "it still counts as a claim: a new publisher waits for it, or takes over"
+_REPORT = "this host is not shown; nothing is decided from it"
+_STRAY = "nothing: no host reads it; `channel repair` moves it to .trash"
+
+
+def faults(directory: Path, advance: Advance | None = None, trust: Trust | None = None) -> list[Problem]:
+    """Everything that is wrong, in order of versions; with `trust`, also what is not signed. Raises RetryLater
+    when the directory is not there."""
+    try:
+        channel = Channel.open(directory, trust)
+    except WeightcastError as error:
+        if not directory.is_dir():
+            raise
+        return [Problem(None, error.message, "channel", meaning=_CHANNEL)]
+    return of_channel(channel, advance)
+
+
+def of_channel(channel: Channel, advance: Advance | None = None) -> list[Problem]:
+    found = verify(channel, advance)
+    if not channel.foreign:
+        found += _lost_pointer(channel)
+    anchors = sound_anchors(channel, found)
+    found = [replace(problem, meaning=_meaning(problem, anchors)) for problem in found]
+    if channel.foreign:
+        return found
+    return [*found, *_claims(channel.directory), *_reports(channel.directory), *strays(channel)]
+
+
+def sound_anchors(channel: Channel, problems: Sequence[Problem]) -> list[int]:
+    """Versions whose full weights can be read."""
+    pointer = _pointer(channel)
+    if pointer is None or channel.foreign:
+        return []
+    bad = {problem.version for problem in problems if problem.part == "anchor"}
+    broken = {problem.version for problem in problems if problem.part == "version"}
+    beside = channel.anchored(pointer)
+    return [
+        entry.version
+        for entry in entries(channel, pointer)
+        if isinstance(entry.index, Index)
+        and (entry.version in beside - bad or (entry.index.kind == "anchor" and entry.version not in broken))
+    ]
+
+
+def _meaning(problem: Problem, anchors: Sequence[int]) -> str:
+    if problem.part in ("version", "link") and problem.version is not None:
+        return _lost(problem.version, anchors)
+    return {"pointer": _POINTER, "anchor": _ANCHOR, "skip": _SKIP}.get(problem.part, "")
+
+
+def _lost(version: int, anchors: Sequence[int]) -> str:
+    over = [anchor for anchor in anchors if anchor >= version]
+    if over:
+        return f"hosts below version {version} cannot take this step; the anchor of {over[0]} leads over it"
+    return (
+        f"hosts below version {version} cannot take this step and stay where they are, until an anchor is "
+        f"written: `channel repair --local` of the publisher"
+    )
+
+
+def _lost_pointer(channel: Channel) -> Iterator[Problem]:
+    if (channel.directory / "latest").exists() or not any(_versions(channel.directory)):
+        return
+    yield Problem(None, "latest is missing, and there are versions", "pointer")
+
+
+def _versions(directory: Path) -> Iterator[int]:
+    for entry in directory.iterdir():
+        version = version_of(entry.name)
+        if version is not None and (entry / INDEX_NAME).is_file():
+            yield version
+
+
+def unannounced(channel: Channel) -> list[int]:
+    """Versions that are committed and that the pointer does not name yet: their publisher's matter."""
+    pointer = _pointer(channel)
+    at = 0 if pointer is None else pointer.version
+    return sorted(version for version in _versions(channel.directory) if version > at)
+
+
+def highest_sound(channel: Channel, advance: Advance | None = None) -> int | None:
+    """The highest version that is committed and whole, and contradicts no version that is there."""
+    versions = sorted(_versions(channel.directory), reverse=True)
+    if not versions:
+        return None
+    problems = verify_to(channel, Pointer(versions[0], None, channel.directory), advance)
+    broken = {problem.version for problem in problems if problem.part == "version"}
+    return next((version for version in versions if version not in broken), None)
+
+
+def _claims(directory: Path) -> Iterator[Problem]:
+    newest = current_epoch(directory)
+    for path in _json(Layout(directory).publishers_dir):
+        problem = _unreadable(path, CLAIM_LIMIT, parse_claim)
+        if problem:
+            meaning = _CLAIM if path.stem == str(newest) else _STRAY
+            yield Problem(None, f"publishers/{path.name}: {problem}", "claim", str(path), meaning)
+
+
+def _reports(directory: Path) -> Iterator[Problem]:
+    for path in _json(Layout(directory).hosts_dir):
+        problem = _unreadable(path, REPORT_LIMIT, parse_report)
+        if problem:
+            yield Problem(None, f"hosts/{path.name}: {problem}", "report", str(path), _REPORT)
+
+
+def _json(directory: Path) -> list[Path]:
+    if not directory.is_dir() or directory.is_symlink():
+        return []
+    return sorted(path for path in directory.iterdir() if path.suffix == ".json")
+
+
+def _unreadable(path: Path, limit: int, parse: Callable[[bytes, str], object]) -> str:
+    try:
+        parse(durable.read_file(path, limit), path.name)
+    except FileNotFoundError:
+        return ""
+    except (WeightcastError, OSError) as error:
+        return error.message if isinstance(error, WeightcastError) else str(error)
+    return ""
+
+
+def strays(channel: Channel) -> Iterator[Problem]:
+    """Copies of parts of a channel under other names. What looks like nothing of ours is not spoken of;
+    parts, and directories without an index beyond the pointer, belong to a publisher at work."""
+    for path in sorted(channel.directory.iterdir()):
+        if _LIKE_OURS.match(path.name) and path.name not in _OURS and version_of(path.name) is None:
+            yield Problem(None, f"{path.name} is no part of a channel", "stray", str(path), _STRAY)
+    pointer = _pointer(channel)
+    for entry in entries(channel, pointer):
+        if isinstance(entry.index, Index):
+            for path in unlisted(entry.directory, entry.index):
+                text = f"{path.name} is not named by its index"
+                yield Problem(entry.version, text, "stray", str(path), _STRAY)
+
+
+def _pointer(channel: Channel) -> Pointer | None:
+    try:
+        return channel.pointer()
+    except WeightcastError:
+        return None
