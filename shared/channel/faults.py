@@ -32,8 +32,8 @@ _STRAY = "nothing: no host reads it; `channel repair` moves it to .trash"
 
 
 def faults(directory: Path, advance: Advance | None = None, trust: Trust | None = None) -> list[Problem]:
-    """Everything that is wrong, in order of versions; with `trust`, also what is not signed. Raises RetryLater
-    when the directory is not there."""
+    """Everything that is wrong, in order of versions; with `trust`, also what is not signed. Raises
+    RetryLater when the directory is not there."""
     try:
         channel = Channel.open(directory, trust)
     except WeightcastError as error:
