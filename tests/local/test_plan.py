@@ -194,3 +194,29 @@ def test_a_refusal_names_the_target_and_why() -> None:
     assert answer.reason == (
         "version 2 cannot be reached: going back from version 3: no full weights to start from"
     )
+
+
+OTHER = {"digest": "another history's"}
+SIGNED_ROWS: list[tuple[str, Facts, type[Plan]]] = [
+    ("a step that fits", facts(here(2), 3, *THREE), Patch),
+    ("the version that lies here, under another digest", facts(here(3, **OTHER), 3, *THREE), Refuse),
+    ("a step that continues another version", facts(here(2, **OTHER), 3, *THREE), Refuse),
+    ("a new chain that an anchor began", facts(here(1), 3, anchor(2), delta(3)), Seed),
+    (
+        "a fork, and full weights behind it",
+        facts(here(2, **OTHER), 3, *THREE, shown={3: Shown(10, {}, 100)}),
+        Refuse,
+    ),
+    ("an older pointer", facts(here(3), 2, *THREE), Stay),
+    ("an older pointer, bytes lost", facts(None, 2, *THREE, reached=3), Refuse),
+    ("the same pointer, bytes lost", facts(None, 3, *THREE, reached=3), Seed),
+    ("an older version by number, bytes lost", facts(None, 2, *THREE, reached=3, exact=True), Seed),
+]
+
+
+@pytest.mark.parametrize(("known", "kind"), [row[1:] for row in SIGNED_ROWS], ids=[r[0] for r in SIGNED_ROWS])
+def test_signed_history_does_not_branch(known: Facts, kind: type[Plan]) -> None:
+    assert isinstance(plan(replace(known, signed=True)), kind)
+    if kind is Refuse:
+        unsigned = plan(known)
+        assert isinstance(unsigned, Seed), "an unsigned channel is right: it may have been restored"
