@@ -108,16 +108,16 @@ def _put_runs(values: Any, k_run: Any, k_rest: Any, out: Any, most: Any) -> Any:
 @kernel
 def _group(magnitude: Any, exponents: Any, first: Any, contexts: Any, grouped: Any) -> None:
     last = contexts.shape[0] - 1
-    places = np.zeros(last + 1, np.int64)
+    places = np.zeros(last + 1, np.uint64)  # as subscripts, unsigned ones are quicker
     for context in range(last):
-        places[context + 1] = places[context] + contexts[context, COUNT]
-    table = np.empty(EXPONENTS, np.int64)
+        places[context + 1] = places[context] + U64(contexts[context, COUNT])
+    table = np.empty(EXPONENTS, np.uint64)
     for power in range(EXPONENTS):
         table[power] = min(max(power - first, 0), last)
     for i in range(magnitude.size):
         context = table[exponents[i]]
         grouped[places[context]] = magnitude[i]
-        places[context] += 1
+        places[context] += U64(1)
 
 
 @kernel

@@ -89,17 +89,21 @@ def _masks(old: Any, new: Any, start: Any, stop: Any, like: Any, masks: Any, sum
 
 @kernel
 def _listed(masks: Any, count: Any, start: Any, index: Any, found: Any) -> Any:
-    """Writes three positions for every mask, needed or not: branches would not be foreseen."""
+    """Writes three positions for every mask, needed or not: branches would not be foreseen. Subscripts are
+    unsigned, which spares the question whether they count from the end."""
+    behind = U64(found)
     for group in range(count):
-        mask, first, place = masks[group], start + (group << 6), found
-        found += set_bits(mask)
-        for j in range(place, place + 3):
-            index[j] = first + I64(trailing_zeros(mask))
+        mask, first, at = masks[group], U64(start + (group << 6)), behind
+        behind += U64(set_bits(mask))
+        for j in range(3):
+            index[at + U64(j)] = first + trailing_zeros(mask)
             mask &= mask - U64(1)
-        for j in range(place + 3, found):
-            index[j] = first + I64(trailing_zeros(mask))
+        at += U64(3)
+        while mask != U64(0):
+            index[at] = first + trailing_zeros(mask)
             mask &= mask - U64(1)
-    return found
+            at += U64(1)
+    return I64(behind)
 
 
 @kernel
@@ -175,7 +179,7 @@ def _split(old: Any, new: Any, kind: Any, magnitude: Any, exponents: Any, signs:
     for first in range(0, whole, 16):
         signs[first >> 4] = split16(old, new, first, kind, magnitude, exponents)
         for i in range(first, first + 16):
-            row, value = four[i & 3, exponents[i]], U64(magnitude[i])
+            row, value = four[U64(i & 3), exponents[i]], U64(magnitude[i])
             row[0] += U64(1) + (U64(value != U64(0)) << U64(32))
             row[1] += value
     bits = U64(0)
