@@ -29,6 +29,8 @@ from weightcast.shared.words import TensorTable
 PostWrite = Callable[[int, Path, str], None]
 """Called with version, its directory and the phase `version` (files are there) or `pointer`."""
 
+PRUNED = ".pruned"
+"""what versions in the trash end in that readers may still have open"""
 _HOOK_TRIES = 5
 
 
@@ -131,7 +133,7 @@ def drop_parts(layout: Layout) -> None:
         if entry.name.endswith(".parts") and entry.is_dir() and not entry.is_symlink():
             discard(layout, entry)
     for entry in layout.trash.iterdir() if layout.trash.is_dir() else ():
-        if entry.is_dir() and not entry.is_symlink():
+        if entry.is_dir() and not entry.is_symlink() and not entry.name.endswith(PRUNED):
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(entry)
 

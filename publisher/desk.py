@@ -27,11 +27,13 @@ from weightcast.publisher.status import (
     Numbers,
     PublisherStatus,
     RefusedStatus,
+    UpkeepStatus,
     add,
     publication,
     waiting_status,
 )
 from weightcast.publisher.tensors import NewWeights
+from weightcast.publisher.upkeep import Background
 from weightcast.publisher.watched import Arrivals, Watched
 from weightcast.publisher.work import Work, report_of
 from weightcast.shared.channel.claims import current_epoch
@@ -78,6 +80,8 @@ class Desk:
         self._watched: Watched | None = None
         self._recovered = False
         self._scrub = Scrub(int(settings.verify_rate), stop=lambda: stop.requested)
+        self._held: str | None = None
+        self._background: Background | None = None
         self._poison = ""
         """job whose publication crashed: not tried again"""
         self._hosts_read = -_HOSTS_SECONDS
@@ -113,6 +117,7 @@ class Desk:
         except BaseException:
             self.close()
             raise
+        self._background = self._publisher.work_in_background()
         log.info("channel taken", channel=str(settings.channel), epoch=self._publisher.epoch)
 
     def _take_up(self, publisher: Publisher, queue: Queue) -> None:
@@ -141,7 +146,12 @@ class Desk:
         publisher, queue = self._opened()
         if not self._recovered:
             self._recover(publisher, queue)
+        order = publisher.obey_orders()
+        self._held = None if order is None else f"rolled back to version {order.to}"
         jobs = queue.open()
+        if order is not None:
+            # what waits goes on waiting
+            return
         if jobs:
             self._run_job(publisher, queue, jobs[0])
         elif self._watched is not None:
@@ -301,6 +311,8 @@ class Desk:
             "publications": tuple(self._ended),
             "inbox": self._inbox_status(),
             "verify": verify_status(self._scrub.status),
+            "held": self._held,
+            "upkeep": self._upkeep_status(),
             "ready": not problem,
             "not_ready_reasons": (problem,) if problem else (),
         }
@@ -313,6 +325,11 @@ class Desk:
         self._status.set(self._status.get().model_copy(update=facts))
         self._read_hosts()
         self._numbers.show(self.status())
+
+    def _upkeep_status(self) -> UpkeepStatus:
+        if self._background is None:
+            return UpkeepStatus()
+        return UpkeepStatus(made=self._background.made, problem=self._background.problem)
 
     def _inbox_status(self) -> InboxStatus | None:
         if self._watched is None:
@@ -366,7 +383,7 @@ def open_publisher(settings: PublisherSettings) -> Publisher:
         threads=working_threads(settings.threads, settings.memory_budget, default=THREADS),
         take_over=settings.take_over,
         post_write=None if settings.post_write is None else _hook(settings.post_write, settings.hook_seconds),
-        anchor_every=settings.anchor_every,
+        upkeep=settings.upkeep,
         deadline_seconds=settings.publish_seconds,
         sign_key=settings.sign_key,
         trusted_keys=settings.trusted_key,

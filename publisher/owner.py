@@ -28,6 +28,7 @@ from weightcast.publisher.work import (
     PublishOptions,
     Rank,
     Work,
+    check_root,
     matched_to_run,
     report_of,
 )
@@ -149,6 +150,7 @@ class Owner:
         directory = move_shards(channel.layout, frame.version, parts, assembled.sources)
         with work.phase("stage"):
             index, staged = self._prove(local, assembled, directory)
+            check_root(work, index)
         with work.phase("commit"):
             commit_index(channel.layout, index, local.table, self._claim, directory, self._options.key)
             advance_pointer(channel.layout, index.version, self._claim, self._options.post_write)

@@ -16,6 +16,7 @@ from typing import Any
 from weightcast.publisher.commit import PostWrite
 from weightcast.publisher.member import Member
 from weightcast.publisher.on_device import Baselines, OnDevice, When
+from weightcast.publisher.orders import carry_out, held, is_carried_out, standing
 from weightcast.publisher.owner import Owner
 from weightcast.publisher.report import PublishReport
 from weightcast.publisher.tensors import CheckpointWeights, GivenWeights, NewWeights
@@ -25,6 +26,7 @@ from weightcast.publisher.work import PublishOptions, Rank, Watching, Work
 from weightcast.shared.channel.claims import Claim, claim, this_process
 from weightcast.shared.channel.index import STEP_ENCODINGS, Encoding
 from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.marks import Rollback
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import NeedsReseed, Refused
 from weightcast.shared.local.follow import Follower, FollowOptions
@@ -55,6 +57,8 @@ class Publisher:
         self._background: Background | None = None
         self._trust = options.trust
         self._owner = None if claimed is None else Owner(follower, claimed, rank, options)
+        self._lone = None if claimed is None else Owner(follower, claimed, Rank(0, 1), options)
+        """what rank 0 publishes without the other ranks"""
         self._member = Member(follower, rank, options)
         self._heart = None if claimed is None else _Heart(claimed)
         # the field's encodings need all new words on the host, whatever changed
@@ -239,12 +243,28 @@ class Publisher:
         return weights
 
     def _publish(self, work: Work) -> PublishReport:
+        order = self.obey_orders()
+        if order is not None:
+            raise held(order)
         if self._owner is None:
             return self._member.publish(work)
         report = self._owner.publish(work)
         if self._background is not None:
             self._background.wake()
         return report
+
+    def obey_orders(self) -> Rollback | None:
+        """Carries out a rollback that was ordered. Returns the order that holds publishing, if one does."""
+        channel = Channel.open(self._follower.channel_dir)
+        order = standing(channel)
+        if order is None or self._lone is None:
+            return order
+        self._lone.recover()
+        if not is_carried_out(channel, order):
+            carry_out(self._lone, self._follower, channel, order)
+            if self._background is not None:
+                self._background.wake()
+        return order
 
     def make_due(self) -> list[str]:
         """Makes what is due beside the versions, here and now; what was made, in words."""

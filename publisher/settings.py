@@ -7,6 +7,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, PositiveInt, ValidationInfo, field_validator
 
+from weightcast.publisher.retention import Retention
+from weightcast.publisher.upkeep import UpkeepOptions
 from weightcast.shared.channel.index import Encoding
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.files.paths import file_name
@@ -55,6 +57,30 @@ class PublisherSettings(ServiceSettings):
         description="Of the deltas: fast; small, a quarter less for slow links; xor, overwrite: the field's.",
     )
     anchor_every: int = Field(0, ge=0, description="Versions from one anchor to the next; 0 makes none.")
+    anchor_share: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="An anchor when the deltas since the last are this share of the full weights; 0: never.",
+    )
+    skip_span: int = Field(
+        64, ge=0, le=1 << 20, description="Versions that the widest delta from an older one spans; 0: none."
+    )
+    history_share: float = Field(
+        1.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Space for journals of past steps in --local, as a share of the full weights.",
+    )
+    keep_versions: PositiveInt | None = Field(
+        None, description="Prune: keep this many of the newest versions; unset, with --keep-hours: all."
+    )
+    keep_hours: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="Prune: keep versions younger than this."
+    )
+    host_versions: int = Field(
+        64, ge=0, description="Prune: versions kept beyond these, at most, for hosts that are behind."
+    )
     take_over: bool = Field(False, description="Take the channel from a publisher that seems alive.")
     sign_key: Path | None = Field(
         None,
@@ -79,6 +105,17 @@ class PublisherSettings(ServiceSettings):
         if value is None and info.data.get("trusted_key"):
             raise ValueError("required beside trusted keys (--trusted-key)")
         return value
+
+    @property
+    def upkeep(self) -> UpkeepOptions:
+        return UpkeepOptions(
+            skip_span=self.skip_span,
+            anchor_every=self.anchor_every,
+            anchor_share=self.anchor_share,
+            history_share=self.history_share,
+            encoding="small" if self.encoding == "small" else "fast",
+            retention=Retention(self.keep_versions, self.keep_hours, self.host_versions),
+        )
 
     @property
     def roots(self) -> tuple[Path, ...]:

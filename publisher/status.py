@@ -65,6 +65,15 @@ class InboxStatus(Frozen):
     refused: tuple[RefusedStatus, ...] = ()
 
 
+class UpkeepStatus(Frozen):
+    """What is made beside the versions."""
+
+    made: str = ""
+    """the last thing"""
+    problem: str = ""
+    """why the last step made nothing; empty when all is well"""
+
+
 class DatedFailure(Failure):
     at: float
     """unix time of the publisher's clock"""
@@ -98,6 +107,8 @@ class PublisherStatus(Frozen):
     inbox: InboxStatus | None = None
     verify: VerifyStatus | None = None
     last_error: DatedFailure | None = None
+    held: str | None = None
+    upkeep: UpkeepStatus = UpkeepStatus()
     ready: bool = False
     not_ready_reasons: tuple[str, ...] = ("starting",)
     kernels: KernelStatus = KernelStatus()

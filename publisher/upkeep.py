@@ -9,20 +9,25 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from weightcast.publisher.anchors import Full, write_anchor
 from weightcast.publisher.commit import discard
 from weightcast.publisher.history import History
+from weightcast.publisher.living import Living
 from weightcast.publisher.past import Past
+from weightcast.publisher.prune import GRACE_SECONDS, empty_trash, prune, situation
+from weightcast.publisher.retention import Retention, decide
 from weightcast.publisher.skips import due_skips, existing_skips, write_skip
 from weightcast.publisher.vouching import UNSIGNED, Vouching
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.index import INDEX_NAME, Index
 from weightcast.shared.channel.layout import ANCHOR, base_of, version_of
 from weightcast.shared.channel.pointer import Pointer
+from weightcast.shared.channel.reports import read_reports
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.codec.choose import StepEncoding
 from weightcast.shared.errors import DamagedFile, RetryLater
@@ -43,10 +48,14 @@ class UpkeepOptions:
     anchor_share: float = 0.0
     history_share: float = 1.0
     encoding: StepEncoding = "fast"
+    retention: Retention = field(default_factory=Retention)
+    """with a number of versions, that many without full weights make an anchor due too"""
+    grace_seconds: float = GRACE_SECONDS
+    """from a version's leaving the channel to its deletion"""
 
     @property
     def idle(self) -> bool:
-        return not (self.skip_span or self.anchor_every or self.anchor_share)
+        return not (self.skip_span or self.anchor_every or self.anchor_share or self.retention.bounded)
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,8 @@ def due_anchor(
         return newest if newest in readable else at
     if options.anchor_share and at > chain.anchor and chain.nbytes >= options.anchor_share * full_bytes:
         return at
-    return None
+    few = options.retention.keep_versions
+    return at if few is not None and at - chain.anchor >= few else None
 
 
 class Upkeep:
@@ -82,6 +92,7 @@ class Upkeep:
         self._vouching = vouching
         self._history = History(LocalPaths(local))
         self._stop = threading.Event()
+        self._living = Living()
         self._swept = False
         self._chain = Chain()
 
@@ -111,10 +122,22 @@ class Upkeep:
         if pointer is None:
             return ""
         self._sweep(channel)
+        return self._make(channel, pointer) or self._prune(channel, pointer)
+
+    def _make(self, channel: Channel, pointer: Pointer) -> str:
         with Past(self._local, self._check) as past:
             if past.here.version != pointer.version:
                 return ""
             return self._make_skip(channel, pointer, past) or self._make_anchor(channel, pointer, past)
+
+    def _prune(self, channel: Channel, pointer: Pointer) -> str:
+        if not self._options.retention.bounded:
+            return ""
+        empty_trash(channel.layout, self._options.grace_seconds)
+        hosts = self._living.versions(read_reports(channel.directory))
+        verdict = decide(situation(channel, pointer, hosts, time.time()), self._options.retention)
+        prune(channel, verdict, self._claim)
+        return f"{len(verdict.removals)} versions pruned" if verdict.removals else ""
 
     def _sweep(self, channel: Channel) -> None:
         """What a kill left unfinished beside versions."""

@@ -17,6 +17,8 @@ from weightcast.publisher.queue import Publication
 from weightcast.publisher.resign import sign_channel
 from weightcast.publisher.settings import PublisherSettings
 from weightcast.publisher.status import publication, total_seconds
+from weightcast.publisher.upkeep import UpkeepOptions
+from weightcast.publisher.verbs_care import register_care
 from weightcast.shared.channel.index import Encoding
 from weightcast.shared.channel.keys import load_private_key
 from weightcast.shared.channel.store import Channel
@@ -50,6 +52,7 @@ def register(app: typer.Typer) -> None:
     channel.command("init")(init)
     channel.command("sign")(sign)
     channel.command("repair")(repair)
+    register_care(app)
     app.command("publish")(publish)
 
 
@@ -181,6 +184,13 @@ def publish(
     ] = False,
     sign_key: SignKeyOption = None,
     trusted_key: TrustedKeyOption = None,
+    skip_span: Annotated[
+        int,
+        typer.Option("--skip-span", min=0, help="Make deltas from up to so many versions back; 0: none."),
+    ] = 0,
+    anchor: Annotated[
+        bool, typer.Option("--anchor", help="Write full weights beside the version, for new hosts.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Publish one checkpoint as the channel's next version."""
@@ -196,10 +206,14 @@ def publish(
             take_over=take_over,
             sign_key=sign_key,
             trusted_keys=trusted_key or (),
+            upkeep=UpkeepOptions(skip_span=skip_span) if skip_span else None,
         ) as publisher,
         output.progress(f"publishing {checkpoint.name}", described.table.nbytes) as advance,
     ):
         report = publisher.publish_checkpoint(checkpoint, step=step, advance=advance)
+        publisher.make_due()
+        if anchor:
+            publisher.write_anchor()
     done = publication(report, str(checkpoint))
     output.result(done, lambda console: _show(console, done))
 

@@ -21,6 +21,7 @@ from weightcast.shared.channel.index import INDEX_NAME, Encoding, Index
 from weightcast.shared.channel.keys import PrivateKey
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import DamagedFile
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.state import Step
 from weightcast.shared.progress import Advance
@@ -61,12 +62,14 @@ class Rank:
 
 @dataclass
 class Work:
-    """`read` opens the new weights; `seconds` collects the time of each phase."""
+    """`read` opens the new weights; `seconds` collects the time of each phase. `root`: what the version's
+    root must be, where that is known before."""
 
     read: Callable[[], NewWeights]
     step: int | None
     advance: Advance | None = None
     watching: Watching | None = None
+    root: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -78,6 +81,15 @@ class Work:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
+
+
+def check_root(work: Work, index: Index) -> None:
+    """Raises DamagedFile when other bytes are about to be published than were asked for."""
+    if work.root is not None and index.root != work.root:
+        raise DamagedFile(
+            f"version {index.version} would have root {index.root[:16]} where {work.root[:16]} was asked for",
+            remedy="nothing was published; run `weightcast channel verify`",
+        )
 
 
 def matched_to_run(channel: Channel, weights: NewWeights, rank: Rank) -> Matched:

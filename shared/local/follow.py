@@ -405,6 +405,13 @@ class Follower:
         route = self.route(channel, pointer or Pointer(0, None, channel.directory), target, exact=False)
         self._carry_out(channel, route, route.plan, advance)
 
+    def bring(self, channel: Channel, version: int, advance: Advance | None = None) -> None:
+        """To this version, older ones included, without engines."""
+        self.load(channel, advance)
+        pointer = channel.pointer() or Pointer(0, None, channel.directory)
+        route = self.route(channel, pointer, version, exact=True)
+        self._carry_out(channel, route, route.plan, advance)
+
     def _carry_out(self, channel: Channel, route: Route, plan: Plan, advance: Advance | None) -> None:
         match plan:
             case Stay():

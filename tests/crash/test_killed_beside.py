@@ -1,0 +1,62 @@
+"""Killed while making what lies beside versions, or while pruning: the channel stays legal, the next goes on."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from core_cases import Model, ended, some_changed
+from publisher_cases import make_place
+
+from weightcast.publisher.retention import Retention
+from weightcast.publisher.upkeep import UpkeepOptions
+from weightcast.shared.channel.chain import verify
+from weightcast.shared.channel.store import Channel
+
+INDEX = "model.safetensors.index.json"
+CHILD = Path(__file__).with_name("upkeep_child.py")
+OPTIONS = UpkeepOptions(
+    skip_span=4, history_share=1000.0, retention=Retention(2, host_versions=0), grace_seconds=-1.0
+)
+PLACES = (
+    *("skip.begun", "shard.written", "skip.written", "skip.committed"),
+    *("anchor.begun", "anchor.written", "anchor.committed"),
+    *("prune.horizon", "prune.moved", "prune.emptying"),
+)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_killed_at(tmp_path: Path, name: str) -> None:
+    place = make_place(tmp_path)
+    models: list[Model] = [place.model]
+    rng = np.random.default_rng(8)
+    with place.publisher(upkeep=OPTIONS) as publisher:
+        for _ in range(6):
+            models.append(some_changed(models[-1], rng))
+            publisher.publish_checkpoint(place.new(models[-1]))
+            if len(models) == 4 and name.startswith("prune"):
+                publisher.make_due()
+    child = subprocess.Popen(
+        [sys.executable, str(CHILD), name, *map(str, (place.channel, place.pub, place.base))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    code, said = ended(child)
+    assert code == -signal.SIGKILL, said
+    assert verify(Channel.open(place.channel)) == []
+    place.arrives(models[6], 6)
+    with place.publisher(upkeep=OPTIONS) as publisher:
+        publisher.make_due()
+        assert publisher.make_due() == []
+        models.append(some_changed(models[-1], rng))
+        publisher.publish_checkpoint(place.new(models[-1]))
+    made = [path for path in place.channel.glob("weight_v*/*") if path.is_dir()]
+    assert made and all((path / INDEX).exists() for path in made)
+    assert verify(Channel.open(place.channel)) == []
+    place.arrives(models[7], 7)
+    place.arrives(models[7], 7, tmp_path / "new host")

@@ -1,0 +1,25 @@
+"""Makes what is due and dies at a failpoint: upkeep_child.py FAILPOINT CHANNEL LOCAL BASE."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from weightcast.publisher import Publisher
+from weightcast.publisher.retention import Retention
+from weightcast.publisher.upkeep import UpkeepOptions
+from weightcast.shared.failpoints import watch
+
+name, channel, local, base = sys.argv[1:5]
+
+
+def die(passed: str, where: Path | None) -> None:
+    if passed == name:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+retention = Retention(2, host_versions=0)
+options = UpkeepOptions(skip_span=4, history_share=1000.0, retention=retention, grace_seconds=-1.0)
+with Publisher.open(channel, local=local, base=base, upkeep=options) as publisher:
+    watch(die)
+    print(publisher.make_due(), publisher.make_due(), flush=True)

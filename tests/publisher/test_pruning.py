@@ -1,0 +1,297 @@
+"""Versions taken out of a channel, versions brought back: real channels, and hosts that go on following."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from core_cases import Model, bytes_of, read_checkpoint, snapshot, some_changed
+from publisher_cases import Place, make_place
+
+from weightcast.publisher import Publisher
+from weightcast.publisher.living import LIVING_SECONDS, Living
+from weightcast.publisher.orders import order_rollback
+from weightcast.publisher.prune import empty_trash
+from weightcast.publisher.retention import Retention
+from weightcast.publisher.upkeep import UpkeepOptions
+from weightcast.shared.channel import marks
+from weightcast.shared.channel.chain import verify
+from weightcast.shared.channel.reports import Report, write_report
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import DamagedFile, Refused, RetryLater
+from weightcast.shared.local.follow import Follower
+from weightcast.shared.service.cli import run
+
+INDEX = "model.safetensors.index.json"
+KEEP_TWO = UpkeepOptions(skip_span=4, history_share=1000.0, retention=Retention(2, host_versions=3))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return make_place(tmp_path)
+
+
+def grow(publisher: Publisher, place: Place, models: list[Model], versions: int) -> None:
+    rng = np.random.default_rng(len(models))
+    for _ in range(versions):
+        models.append(some_changed(models[-1], rng))
+        publisher.publish_checkpoint(place.new(models[-1]))
+
+
+def left(place: Place) -> list[int]:
+    return sorted(int(path.parent.name[8:]) for path in place.channel.glob(f"weight_v*/{INDEX}"))
+
+
+def report(place: Place, version: int, counter: int = 1) -> Report:
+    return Report(
+        run_id="run-under-test",
+        state="idle",
+        served_version=version,
+        target="latest",
+        lag=0,
+        host="host-1",
+        local=str(place.host),
+        local_version=version,
+        last_error="",
+        engines=(),
+        counter=counter,
+        software="",
+    )
+
+
+@contextlib.contextmanager
+def host(place: Place, name: str, version: int, base: bool = True) -> Iterator[Follower]:
+    follower = place.follow(place.root / name)
+    if not base:
+        follower.base_dir = None
+    try:
+        follower.bring(Channel.open(place.channel), version)
+        yield follower
+    finally:
+        follower.close()
+
+
+def catches_up(follower: Follower, model: Model) -> None:
+    follower.catch_up(Channel.open(follower.channel_dir))
+    assert read_checkpoint(follower.paths.directory) == bytes_of(model)
+
+
+def test_a_publisher_prunes_and_everybody_arrives(place: Place) -> None:
+    models = [place.model]
+    with place.publisher(upkeep=KEEP_TWO) as publisher, contextlib.ExitStack() as stack:
+        grow(publisher, place, models, 4)
+        hosts = [stack.enter_context(host(place, f"at-{version}", version)) for version in (0, 3)]
+        publisher.make_due()
+        assert left(place) == [1, 2, 3, 4], "there were no full weights before version 3"
+        marks.keep(place.channel, 1)
+        grow(publisher, place, models, 2)
+        assert "3 versions pruned" not in publisher.make_due()
+        grow(publisher, place, models, 3)
+        made = publisher.make_due()
+        assert any(text.endswith("versions pruned") for text in made), made
+        channel = Channel.open(place.channel)
+        assert channel.file is not None
+        horizon = channel.file.horizon
+        assert 4 <= horizon <= 8 and left(place) == [1, *range(horizon, 10)]
+        assert verify(channel) == []
+        assert publisher.make_due() == []
+        for follower in hosts:
+            catches_up(follower, models[9])
+        with host(place, "new", 9) as new, host(place, "without a base", 9, base=False) as bare:
+            catches_up(new, models[9])
+            catches_up(bare, models[9])
+        with host(place, "the kept one", 1) as old:
+            assert read_checkpoint(old.paths.directory) == bytes_of(models[1])
+        grow(publisher, place, models, 1)
+    place.arrives(models[10], 10)
+
+
+def test_pruned_versions_stay_in_the_trash_for_a_while(place: Place) -> None:
+    models = [place.model]
+    with place.publisher(upkeep=KEEP_TWO) as publisher:
+        grow(publisher, place, models, 5)
+        publisher.make_due()
+        grow(publisher, place, models, 3)
+        publisher.make_due()
+        grow(publisher, place, models, 1)
+        trash = sorted(path.name for path in (place.channel / ".trash").iterdir())
+        assert trash and all(name.endswith(".pruned") for name in trash)
+        layout = Channel.open(place.channel).layout
+        assert empty_trash(layout, 3600.0) == 0
+        assert empty_trash(layout, -1.0) == len(trash)
+        assert list(layout.trash.iterdir()) == []
+
+
+def test_a_reader_that_loses_the_race_plans_again(place: Place) -> None:
+    models = [place.model]
+    with place.publisher(upkeep=KEEP_TWO) as publisher:
+        grow(publisher, place, models, 5)
+        with host(place, "racing", 0) as follower:
+            channel = Channel.open(place.channel)
+            pointer = channel.pointer()
+            assert pointer is not None
+            route = follower.route(channel, pointer, 5, exact=False)
+            publisher.make_due()
+            grow(publisher, place, models, 4)
+            publisher.make_due()
+            assert 1 not in left(place)
+            legs = route.plan.legs  # type: ignore[union-attr]
+            with pytest.raises(RetryLater, match="is not there"):
+                follower.prepare(route, legs[0], channel)
+            catches_up(follower, models[9])
+
+
+def test_reports_count_while_they_change() -> None:
+    now = [0.0]
+    living = Living(lambda: now[0])
+    place = Place(Path("/x"), {})
+    assert living.versions([report(place, 4)]) == [4]
+    now[0] = LIVING_SECONDS + 1
+    assert living.versions([report(place, 4)]) == []
+    assert living.versions([report(place, 4, counter=2)]) == [4]
+
+
+Verb = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture
+def verb(capsys: pytest.CaptureFixture[str]) -> Verb:
+    """The command in this process: exit code, what it says as JSON."""
+
+    def call(*words: object) -> tuple[int, dict[str, Any]]:
+        code = run([*map(str, words), "--json"])
+        said = capsys.readouterr().out
+        return code, json.loads(said) if said.startswith("{") else {}
+
+    return call
+
+
+@pytest.fixture
+def pruned(place: Place) -> Place:
+    models = [place.model]
+    with place.publisher() as publisher:
+        grow(publisher, place, models, 3)
+        publisher.write_anchor()
+        grow(publisher, place, models, 3)
+    return place
+
+
+def test_the_verb_says_what_and_why(pruned: Place, verb: Verb) -> None:
+    words = ("channel", "prune", "--channel", pruned.channel, "--keep-versions", 2)
+    before = snapshot(pruned.channel)
+    code, said = verb(*words, "--dry-run")
+    assert code == 0 and [row["version"] for row in said["removals"]] == [1, 2]
+    assert all("version 3 has full weights" in row["why"] for row in said["removals"])
+    assert snapshot(pruned.channel) == before
+    # a host that is behind holds them back
+    write_report(pruned.channel, report(pruned, 1))
+    assert verb(*words, "--dry-run")[1]["removals"] == []
+    assert len(verb(*words, "--host-versions", 0, "--dry-run")[1]["removals"]) == 2
+    code, said = verb(*words, "--host-versions", 0)
+    assert (code, said["horizon"]) == (0, 3) and left(pruned) == [3, 4, 5, 6]
+    assert verb(*words)[1]["why_not"]
+    assert verb("channel", "prune", "--channel", pruned.channel)[0] == 2
+
+
+def test_a_living_publisher_is_not_pruned_under(pruned: Place, verb: Verb) -> None:
+    with pruned.publisher():
+        code, said = verb("channel", "prune", "--channel", pruned.channel, "--keep-versions", 1)
+    assert code == 3 and "--keep-versions" in said["remedy"] and left(pruned)[0] == 1
+
+
+def test_marks(pruned: Place, verb: Verb) -> None:
+    at = ("--channel", pruned.channel)
+    assert verb("channel", "keep", 1, *at)[1] == {"kept": [1]}
+    assert verb("channel", "tag", "best", 2, *at)[1] == {"tags": {"best": 2}}
+    assert (pruned.channel / "tags" / "best").read_text() == "000002"
+    assert verb("channel", "prune", *at, "--keep-versions", 2)[1]["removals"] == []
+    assert verb("channel", "unkeep", 1, *at)[1] == {"kept": []}
+    assert verb("channel", "tag", "best", "--delete", *at)[1] == {"tags": {}}
+    assert verb("channel", "unkeep", 1, *at)[0] == verb("channel", "keep", 99, *at)[0] == 3
+    for name in ("latest", "12", ".hidden", "a/b", "../x"):
+        assert verb("channel", "tag", name, 2, *at)[0] == 3, name
+    assert (
+        verb("channel", "tag", "best", *at)[0] == verb("channel", "tag", "best", 2, "--delete", *at)[0] == 2
+    )
+    assert not (pruned.channel / "x").exists()
+
+
+def test_a_tag_that_says_nothing_stops_pruning(pruned: Place, verb: Verb) -> None:
+    marks.set_tag(pruned.channel, "best", 2)
+    (pruned.channel / "tags" / "best").write_text("two")
+    code, said = verb("channel", "prune", "--channel", pruned.channel, "--keep-versions", 2)
+    assert code == DamagedFile.exit_code and "best" in str(said["message"]) and left(pruned)[0] == 1
+
+
+# rollback
+
+
+@pytest.mark.parametrize("history", [True, False], ids=["kept journals", "a copy"])
+def test_a_rollback_is_a_new_version_and_holds_publishing(place: Place, history: bool, verb: Verb) -> None:
+    models = [place.model]
+    upkeep = UpkeepOptions(skip_span=4, history_share=1000.0) if history else None
+    with place.publisher(upkeep=upkeep) as publisher:
+        grow(publisher, place, models, 4)
+        with host(place, "on 2", 2) as stayed, host(place, "on 4", 4) as went:
+            assert verb("channel", "rollback", "--to", 2, "--channel", place.channel)[1]["held"]
+            with pytest.raises(Refused, match="held since the rollback to version 2"):
+                publisher.publish_checkpoint(place.new(models[4]))
+            assert publisher.version == 5 and publisher.obey_orders() is not None
+            assert publisher.version == 5
+            before = stayed.state
+            assert before is not None
+            catches_up(stayed, models[2])
+            catches_up(went, models[2])
+            assert stayed.state is not None and stayed.state.position.version == 5
+        assert verb("channel", "resume", "--channel", place.channel)[1] == {"held": False}
+        models.append(models[2])
+        grow(publisher, place, models, 1)
+    place.arrives(models[6], 6)
+    assert not (place.pub / ".weightcast" / "rollback").exists()
+    assert verify(Channel.open(place.channel)) == []
+
+
+def test_an_order_is_carried_out_by_the_next_publisher(place: Place) -> None:
+    models = [place.model]
+    with place.publisher() as publisher:
+        grow(publisher, place, models, 2)
+    order_rollback(place.channel, 0)
+    with place.publisher() as publisher:
+        assert publisher.obey_orders() is not None and publisher.version == 3
+    place.arrives(models[0], 3)
+    with place.publisher() as publisher, pytest.raises(Refused, match="held"):
+        publisher.publish_checkpoint(place.new(models[2]))
+    assert left(place) == [1, 2, 3]
+
+
+def test_orders_that_cannot_be(pruned: Place, verb: Verb) -> None:
+    at = ("--channel", pruned.channel)
+    assert (
+        verb("channel", "rollback", "--to", 6, *at)[0] == verb("channel", "rollback", "--to", 9, *at)[0] == 3
+    )
+    assert verb("channel", "resume", *at)[0] == 3
+    verb("channel", "prune", *at, "--keep-versions", 2)
+    assert verb("channel", "rollback", "--to", 1, *at)[0] == 3
+    assert verb("channel", "rollback", "--to", 4, *at)[0] == 0
+    assert verb("channel", "rollback", "--to", 5, *at)[0] == 3
+    order = json.loads((pruned.channel / "orders" / "rollback.json").read_text())
+    (pruned.channel / "orders" / "rollback.json").write_text(json.dumps(order | {"run_id": "other"}))
+    with pruned.publisher() as publisher, pytest.raises(Refused, match="of run other"):
+        publisher.obey_orders()
+
+
+def test_an_order_whose_bytes_are_not_there_publishes_nothing(place: Place) -> None:
+    models = [place.model]
+    with place.publisher() as publisher:
+        grow(publisher, place, models, 2)
+        order_rollback(place.channel, 1)
+        path = place.channel / "orders" / "rollback.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"root": "0" * 64}))
+        with pytest.raises((RetryLater, DamagedFile)):
+            publisher.obey_orders()
+        assert publisher.version == 2
