@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -189,6 +189,7 @@ def _write_beside(directory: Path, full: Full, claim: Claim, key: PrivateKey | N
             remedy="run `weightcast local verify`",
         )
     index = anchor_index(full.run_id, position.version, claim.epoch, None, full.table, written)
+    index = replace(index, main=position.digest)
     durable.sync_directory(directory)
     failpoint("anchor.written", directory)
     create_index(directory, index, full.table, claim, key, main=position.digest)

@@ -1,4 +1,4 @@
-"""Killed while making what lies beside versions, or while pruning: the channel stays legal, the next goes on."""
+"""Killed while making what lies beside versions, or while pruning: the channel stays legal."""
 
 from __future__ import annotations
 
