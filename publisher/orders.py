@@ -139,6 +139,10 @@ class PastWeights:
     def words_in(self, name: str, start: int, stop: int) -> Words:
         return self._words_in(self.table.numbers[name], start, stop)
 
+    def equal(self, name: str, other: str) -> bool:
+        # tied tensors are one in the run's table: the same name, or two that need not be equal
+        return name == other
+
     def near(self, local: LocalCheckpoint, matched: Matched) -> None:
         return None
 
