@@ -73,7 +73,7 @@ def test_links_lead_somewhere(page: str) -> None:
 def commands() -> list[list[str]]:
     blocks = re.findall(r"```sh\n(.*?)```", OPERATIONS, re.DOTALL)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    return [shlex.split(line)[1:] for line in lines if line.startswith("weightcast ")]
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("weightcast ")]
 
 
 def test_command_lines_are_understood() -> None:
