@@ -33,14 +33,14 @@ bench: install
 	$(BIN)/python -m benchmarks.report
 
 # mypy and the import contracts see the flat folders through a folder of links.
-.typing/weightcast:
+.typing/weightcast/benchmarks:
 	@mkdir -p .typing/weightcast
-	@for p in shared publisher subscriber; do ln -sfn ../../$$p .typing/weightcast/$$p; done
+	@for p in benchmarks shared publisher subscriber; do ln -sfn ../../$$p .typing/weightcast/$$p; done
 
-lint: install .typing/weightcast
+lint: install .typing/weightcast/benchmarks
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p weightcast.shared -p weightcast.publisher -p weightcast.subscriber
+	$(BIN)/mypy -p weightcast.benchmarks -p weightcast.shared -p weightcast.publisher -p weightcast.subscriber
 	PYTHONPATH=.typing $(BIN)/lint-imports
 
 clean:
