@@ -21,7 +21,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.steps import Case, simulated
 from weightcast.publisher.device_words import differing, on_host, span_lanes
 from weightcast.publisher.on_device import Baselines, Near, OnDevice
 from weightcast.shared.codec.changes import compare
@@ -30,6 +29,8 @@ from weightcast.shared.digest.hash import hash_bytes
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.touched import span_sums
 from weightcast.shared.words import Chunk, TensorSpec, TensorTable, Words, grid, whole_part
+
+from .steps import Case, simulated
 
 _ALL = 1 << 50
 
@@ -101,14 +102,14 @@ def _scan(step: _Step, near: Near) -> None:
             raise RuntimeError("not compared on the device: is it out of memory?")
 
 
-def _on_host(step: _Step, chunk: Chunk) -> None:
+def _on_host(step: _Step, chunk: Chunk) -> object:
     """As for tensors that are not compared on their device: all new words cross."""
     (span,) = chunk.spans
     new = step.new[span.start : span.stop].cpu().numpy().view(np.uint16)
     old = step.host(step.case.old, chunk)
     changes = compare(old, new)
     hash_bytes(new.view(np.uint8), span.start // 4)
-    span_sums(chunk, old, changes)
+    return span_sums(chunk, old, changes)
 
 
 def _seconds(work: Callable[[], object], device: Any) -> float:
