@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install test lint demo bench crash clean
+.PHONY: install test fuzz lint demo bench crash clean
 
 install: $(STAMP)
 
@@ -23,6 +23,21 @@ test: install
 # Kills at every failpoint, at least three times each; `make crash CRASH_ARGS="--seed 7 --kills 60"`.
 crash: install
 	$(BIN)/python tests/crash/crash_run.py --kills 500 --cover 3 --minutes 15 $(CRASH_ARGS)
+
+# Every reader of others' bytes: the properties of `make test` with FUZZ_EXAMPLES each, then FUZZ_SECONDS each
+# guided by coverage, where atheris installs. What is found is kept in tests/fuzz/corpus and replayed by `make test`.
+FUZZ_EXAMPLES ?= 5000
+FUZZ_SECONDS ?= 30
+fuzz: install
+	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest -q --timeout 7200 tests/fuzz
+	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install -q atheris || true
+	@if $(BIN)/python -c 'import atheris' 2>/dev/null; then \
+		for target in tests/fuzz/corpus/*; do \
+			mkdir -p $(VENV)/$$target; \
+			$(BIN)/python tests/fuzz/guided.py $$(basename $$target) $(VENV)/$$target $$target \
+				-artifact_prefix=$$target/ -max_total_time=$(FUZZ_SECONDS) -timeout=20 || exit 1; \
+		done; \
+	else echo "atheris does not install here: no guided fuzzing"; fi
 
 demo: install
 	$(BIN)/python -m examples.demo $(DEMO_ARGS)

@@ -33,7 +33,7 @@ from weightcast.shared.files.strict_json import MAX_INTEGER, Members, parse_obje
 from weightcast.shared.words import CHUNK_WORDS, MAIN, ChunkKey, Part, TensorTable
 
 INDEX_NAME = "model.safetensors.index.json"
-INDEX_LIMIT = 256 << 20
+INDEX_LIMIT = 128 << 20
 
 Kind = Literal["delta", "anchor"]
 Encoding = Literal["fast", "small", "xor", "overwrite"]

@@ -12,13 +12,18 @@ from weightcast.shared.errors import DamagedFile
 from weightcast.shared.files.paths import is_plain
 
 MAX_INTEGER = (1 << 63) - 1
+MOST_VALUES = 8 << 20
+"""in one file: an index of 150,000 tensors, all of them changed, has 3 million"""
 _HEX = frozenset("0123456789abcdef")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse_object(data: bytes, what: str) -> dict[str, object]:
     """The JSON object in `data`. Raises DamagedFile, with `what` naming the file, for anything else, for
-    duplicate keys at any depth, NaN and infinities, and strings that are not Unicode text."""
+    duplicate keys at any depth, NaN and infinities, and strings that are not Unicode text; before anything
+    is built of it for more than `MOST_VALUES` values."""
+    if _most_values(data) > MOST_VALUES:
+        raise DamagedFile(f"{what}: more than {MOST_VALUES} values")
     try:
         value = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
         if _SURROGATE.search(data):
@@ -28,6 +33,11 @@ def parse_object(data: bytes, what: str) -> dict[str, object]:
     if type(value) is not dict:
         raise DamagedFile(f"{what}: not a JSON object")
     return cast(dict[str, object], value)
+
+
+def _most_values(data: bytes) -> int:
+    """Values are separated by commas or opened by brackets; those in strings count too."""
+    return data.count(b",") + data.count(b"[") + data.count(b"{") + 1
 
 
 def write_object(value: Mapping[str, object]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,11 @@ from weightcast.shared.local.state import (
 )
 from weightcast.shared.words import ChunkKey, Part, Segment, TensorSpec, TensorTable
 
-QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "60"))
+"""per property; `make fuzz` asks for more"""
+QUICK = settings(
+    max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 TABLE = TensorTable.of(
     [
         TensorSpec("a", "BF16", (3, 100), 600),
@@ -187,7 +192,7 @@ def tolerates(parse: Callable[[bytes], object], data: bytes) -> None:
     try:
         parse(data)
     except WeightcastError as error:
-        assert error.message.isprintable()
+        assert all(line.isprintable() for line in error.message.split("\n"))
 
 
 @pytest.mark.parametrize("name", PARSERS)
