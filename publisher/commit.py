@@ -23,6 +23,7 @@ from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.pointer import write_pointer
 from weightcast.shared.channel.signing import signature_path, stated_by, write_signature
 from weightcast.shared.errors import DamagedFile, Forked, RetryLater
+from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
 from weightcast.shared.words import TensorTable
 
@@ -46,8 +47,10 @@ def move_shards(layout: Layout, version: int, parts: Path, sources: Mapping[str,
             )
         discard(layout, directory)
     directory.mkdir()
+    failpoint("version.begun", directory)
     for name, source in sources.items():
         (parts / source).rename(directory / name)
+        failpoint("version.moved", directory)
     durable.sync_directory(directory)
     return directory
 
@@ -58,6 +61,7 @@ def discard(layout: Layout, path: Path) -> None:
     grave = layout.trash / f"{path.name}-{secrets.token_hex(4)}"
     with contextlib.suppress(FileNotFoundError):
         path.rename(grave)
+        failpoint("trash.moved", path)
         shutil.rmtree(grave)
 
 
@@ -91,6 +95,7 @@ def create_index(
         claim.check()
         durable.create(signature_path(path), write_signature(statement, key))
     claim.check()
+    failpoint("index.allowed", directory)
     durable.create(path, data)
 
 
@@ -99,7 +104,9 @@ def advance_pointer(layout: Layout, version: int, claim: Claim, post_write: Post
     directory = layout.version_dir(version)
     _hook(post_write, version, directory, "version")
     claim.check()
+    failpoint("pointer.allowed", directory)
     write_pointer(layout.channel, version)
+    failpoint("pointer.moved", directory)
     _hook(post_write, version, layout.channel, "pointer")
 
 
@@ -142,4 +149,5 @@ def new_parts_dir(layout: Layout, version: int, epoch: int) -> Path:
     directory = layout.parts_dir(version, epoch, secrets.token_hex(4))
     directory.parent.mkdir(exist_ok=True)
     directory.mkdir()
+    failpoint("attempt.begun", directory)
     return directory

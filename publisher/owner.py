@@ -46,6 +46,7 @@ from weightcast.shared.errors import (
     WeightcastError,
     WrongRun,
 )
+from weightcast.shared.failpoints import failpoint
 from weightcast.shared.local.follow import Follower, open_base
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.stage import Fetched, Staged, stage
@@ -129,6 +130,7 @@ class Owner:
         self._claim.check()
         with work.phase("recover"):
             self.recover(work.advance)
+        failpoint("publish.recovered", self._follower.channel_dir)
         channel = self._channel()
         with work.phase("read"):
             weights = work.read()
@@ -147,10 +149,12 @@ class Owner:
         frame = self._frame(local, work.step)
         assembled, parts = self._gather_parts(channel, local, frame, weights, matched, work)
         self._claim.check()
+        failpoint("publish.assembled", parts)
         directory = move_shards(channel.layout, frame.version, parts, assembled.sources)
         with work.phase("stage"):
             index, staged = self._prove(local, assembled, directory)
             check_root(work, index)
+        failpoint("publish.proven", directory)
         with work.phase("commit"):
             commit_index(channel.layout, index, local.table, self._claim, directory, self._options.key)
             advance_pointer(channel.layout, index.version, self._claim, self._options.post_write)

@@ -18,6 +18,7 @@ from blake3 import blake3
 
 from weightcast.shared.channel.index import FileRecord, ForeignIndex, Index
 from weightcast.shared.errors import DamagedFile, RetryLater
+from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.durable import open_regular
 from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.spool import Arrivals, Spool
@@ -125,6 +126,7 @@ class _Copy:
                 self.arrivals.extend(target.name, size)
                 if self.advance is not None:
                     self.advance(len(block))
+        failpoint("fetch.copied", target)
         if record.size >= 0 and (size != record.size or digest.hexdigest() != record.blake3):
             raise DamagedFile(
                 f"{source}: {size} bytes with digest {digest.hexdigest()[:16]}, "

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from weightcast.shared.codec.parallel import ordered
 from weightcast.shared.errors import DamagedFile, NeedsReseed
+from weightcast.shared.failpoints import failpoint
 from weightcast.shared.local.hashing import Differs, differing, full_hash, nearest
 from weightcast.shared.local.journal import JournalReader, PackedRecord, Way
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, empty_spool
@@ -31,9 +32,12 @@ def patch(local: LocalCheckpoint, step: Step, *, threads: int = 1) -> None:
         raise NeedsReseed("the checkpoint is no longer at the version that was staged")
     require_files(local)
     local.save(local.state.but(phase=Phase.PATCHING, active=step))
+    failpoint("patch.begun", local.directory)
     _write_all(local, step, Way.FORWARD, replay=False, threads=threads)
+    failpoint("patch.written", local.directory)
     require_files(local)
     local.save(_arrived(local, step.target, (*local.state.undo, step)))
+    failpoint("patch.recorded", local.directory)
 
 
 def require_files(local: LocalCheckpoint) -> None:
@@ -60,9 +64,12 @@ def undo(local: LocalCheckpoint, *, threads: int = 1) -> None:
         step = local.state.undo[-1]
         require_files(local)
         local.save(local.state.but(phase=Phase.UNDOING, active=step))
+        failpoint("undo.begun", local.directory)
         _write_all(local, step, Way.BACK, replay=False, threads=threads)
+        failpoint("undo.written", local.directory)
         require_files(local)
         local.save(_arrived(local, step.base, local.state.undo[:-1]))
+        failpoint("undo.recorded", local.directory)
         local.paths.journal(step.journal).unlink(missing_ok=True)
 
 
@@ -71,6 +78,7 @@ def forget_undo(local: LocalCheckpoint) -> None:
     if local.state.undo:
         steps = local.state.undo
         local.save(local.state.but(undo=()))
+        failpoint("undo.forgotten", local.directory)
         for step in steps:
             local.paths.journal(step.journal).unlink(missing_ok=True)
 
@@ -106,6 +114,7 @@ def _write_all(local: LocalCheckpoint, step: Step, way: Way, *, replay: bool, th
                 failed = journal.exchange(record, local.words(record.tensor), way, again=replay)
                 if failed is not None:
                     raise _UnexpectedWordError(record.tensor, failed)
+                failpoint("patch.record", local.directory)
 
         try:
             for _ in ordered(write, _batches(journal.packed()), threads):
@@ -168,6 +177,7 @@ def _replay(local: LocalCheckpoint, threads: int, advance: Advance | None) -> No
     except DamagedFile as error:
         local.save(local.state.but(phase=Phase.DIRTY))
         raise NeedsReseed(error.message, remedy="the next sync seeds it again") from error
+    failpoint("replay.written", local.directory)
     position = step.target if forward else step.base
     _require_bytes(local, position, threads, advance)
     kept = tuple(known for known in local.state.undo if known != step)

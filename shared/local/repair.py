@@ -23,6 +23,7 @@ from weightcast.shared.channel.delta import open_delta
 from weightcast.shared.channel.index import STEP_ENCODINGS, FileRecord, ForeignIndex, Index
 from weightcast.shared.digest.root import root
 from weightcast.shared.errors import DamagedFile, RetryLater, WeightcastError
+from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import open_checkpoint
 from weightcast.shared.local.hashing import Differs, differing, full_hash, hash_tensor, nearest
@@ -227,6 +228,7 @@ def repair(
     if damage is None:
         return Repaired(local.state.position, (), 0, "")
     _note(local, damage)
+    failpoint("repair.noted", local.directory)
     tensors = [local.table.numbers[name] for name in damage.tensors]
     if root(local.table, lanes_list(damage.position.lanes)) != damage.position.root:
         raise Differs(f"{local.paths.state}: its lanes are not those of its root", damage.position, ())
@@ -236,9 +238,11 @@ def repair(
         raise _no_room(local, error) from error
     try:
         source = _build(local, scratch, damage, ways(damage.position), tensors, advance)
+        failpoint("repair.built", local.directory)
         words = sum(_put(local, scratch, tensor) for tensor in tensors)
     finally:
         scratch.close()
+    failpoint("repair.written", local.directory)
     _settle(local, damage, tensors)
     return Repaired(damage.position, damage.tensors, words, source)
 

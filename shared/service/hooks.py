@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from weightcast.shared.errors import NotInTime, Refused, RetryLater
+from weightcast.shared.failpoints import failpoint
 
 RETRY = 75
 """EX_TEMPFAIL of sysexits.h"""
@@ -29,7 +30,9 @@ def run_hook(command: str, *, version: int, directory: Path, phase: str, deadlin
     name = f"{phase} hook {arguments[0]}"
     process = _start(arguments, _environment(version, directory, phase, deadline_seconds))
     tail = _Tail(process)
+    failpoint("hook.begun", directory)
     code = _wait(process, deadline_seconds)
+    failpoint("hook.ended", directory)
     if code is None:
         raise NotInTime(
             f"{name} did not end within {deadline_seconds:g} s{tail.text()}",
