@@ -78,12 +78,14 @@ def key_of(name: str, where: Path | None) -> str:
 
 @dataclass(frozen=True)
 class Order:
-    """At the `nth` passage of a row from now on. `key` empty: never."""
+    """At the `nth` passage of a row from now on. `key` empty: never. `then`: an error is followed by a kill so
+    many failpoints later, 0: by none."""
 
     key: str = ""
     nth: int = 1
     action: Action = "kill"
     errno: int = errno.EIO
+    then: int = 0
 
 
 class Wire:
@@ -136,6 +138,8 @@ class Trap:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._known, self._order, self._left = 0, Order(), 0
+        self._then = 0
+        """failpoints until the kill that follows an error; 0: none does"""
         self._counts: dict[str, int] = {}
         self._lock = threading.Lock()
 
@@ -153,7 +157,11 @@ class Trap:
     def _is_due(self, key: str) -> bool:
         self._known, order = self._wire.ordered(self._known)
         if order is not None:
-            self._order, self._left = order, order.nth
+            self._order, self._left, self._then = order, order.nth, 0
+        if self._then:
+            self._then -= 1
+            if not self._then:
+                os.kill(os.getpid(), signal.SIGKILL)
         if key != self._order.key:
             return False
         self._left -= 1
@@ -167,6 +175,7 @@ class Trap:
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "error":
+                self._then = self._order.then
                 raise OSError(self._order.errno, os.strerror(self._order.errno))
 
 

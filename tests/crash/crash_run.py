@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -124,6 +124,10 @@ class Campaign:
         self._made = 0
 
     @property
+    def strikes(self) -> int:
+        return sum(len(row.seconds) for row in self.rows.values())
+
+    @property
     def kills(self) -> int:
         return self.others + sum(row.kills for row in self.rows.values())
 
@@ -165,7 +169,7 @@ class Campaign:
     def _make(self, seed: int, scenario: Scenario) -> World:
         shape = Shape.drawn(random.Random(seed))
         if scenario.engines is not None:
-            shape = Shape(shape.encoding, scenario.engines, shape.shards, shape.anchor_every)
+            shape = replace(shape, engines=scenario.engines)
         world = World(self._root / f"world-{seed}", seed, shape)
         if scenario.daemons:
             world.start_publisher()
@@ -249,7 +253,9 @@ def run_campaign(arguments: argparse.Namespace, campaign: Campaign, console: Con
         if time.monotonic() - shown > 15:
             shown = time.monotonic()
             console.print(f"{campaign.kills} kills in {shown - began:.0f} s", style="dim")
-        if campaign.kills >= arguments.kills:
+        if arguments.strikes and campaign.strikes >= arguments.strikes:
+            break
+        if campaign.kills >= arguments.kills and not arguments.strikes:
             missing = campaign.uncovered(arguments.cover) if arguments.cover else []
             if not missing:
                 break
@@ -269,6 +275,7 @@ def _show(violation: Violation, console: Console) -> None:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--kills", type=int, default=60)
+    parser.add_argument("--strikes", type=int, default=0, help="end after so many strikes of any kind")
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--cover", type=int, default=0, help="times that every row must be struck")
     parser.add_argument("--seed", type=int, default=None)
@@ -306,7 +313,8 @@ def main() -> int:
     console.print(
         f"{campaign.kills} kills, {len(campaign.violations)} violations, {time.monotonic() - began:.0f} s"
     )
-    return 1 if campaign.violations or missing or campaign.kills < arguments.kills else 0
+    short = campaign.kills < arguments.kills and not arguments.strikes
+    return 1 if campaign.violations or missing or short else 0
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import random
@@ -9,11 +10,11 @@ import shutil
 import signal
 import time
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from core_cases import write_checkpoint
+from core_cases import flip, write_checkpoint
 from crash_observe import see_local, see_pointer
 from crash_processes import Child, NotReached, Order, fork, wait_for
 from crash_world import World
@@ -69,12 +70,41 @@ class Run:
             wait_for(lambda: victim.ended, "killed")
         elif not self.struck:
             victim.wire.order(Order())
+        elif self.order.then:
+            with contextlib.suppress(NotReached):
+                wait_for(lambda: victim.ended, "killed after the error", 1.5)
+            victim.wire.order(Order())
         return victim.ended
 
     def settle(self, **options: Any) -> None:
         began = time.monotonic()
         self.check(self.world.settle(**options))
         self.seconds = time.monotonic() - began
+
+
+BEFORE_A_PUBLISHER = (
+    "",
+    "version.moved",
+    "file.linked index",
+    "pointer.moved",
+    "patch.record",
+    "patch.begun",
+)
+BEFORE_A_HOST = ("", "patch.record", "patch.begun", "journal.complete", "undo.forgotten", "engine.paused")
+"""where the one before is killed; empty: at a random moment"""
+
+
+def _killed_at_work(run: Run, first: Child, places: Sequence[str]) -> None:
+    """After its work was laid before it."""
+    place = run.rng.choice(places)
+    if place:
+        first.wire.order(Order(place, run.rng.choice((1, 1, 2, 5))))
+    run.world.hand_over()
+    with contextlib.suppress(NotReached):
+        wait_for(lambda: first.ended, "killed", 0.6 if place else run.rng.uniform(0.0, 0.3))
+    first.kill()
+    run.others += 1
+    run.check(run.world.violations_now())
 
 
 def passed(victim: Child, before: Mapping[str, int]) -> dict[str, int]:
@@ -100,11 +130,7 @@ def start_publisher(run: Run) -> None:
     """A publisher starts on what another left that was killed at work."""
     world = run.world
     first = _running(world, "publisher")
-    world.hand_over()
-    time.sleep(run.rng.uniform(0.0, 0.25))
-    first.kill()
-    run.others += 1
-    run.check(world.violations_now())
+    _killed_at_work(run, first, BEFORE_A_PUBLISHER)
     victim = world.start_publisher(run.trap)
     ended = run.strike(victim, world.published)
     run.rows = passed(victim, {})
@@ -133,12 +159,9 @@ def start_host(run: Run) -> None:
     """A subscriber starts some versions behind, on what another left that was killed at work."""
     world = run.world
     first = _running(world, "host")
-    for _ in range(run.rng.choice((0, 1, 1, 3))):
+    _killed_at_work(run, first, BEFORE_A_HOST)
+    for _ in range(run.rng.choice((0, 0, 2))):
         world.hand_over()
-        time.sleep(run.rng.uniform(0.0, 0.3))
-    first.kill()
-    run.others += 1
-    run.check(world.violations_now())
     wait_for(world.published, "published")
     victim = world.start_host(run.trap)
     ended = run.strike(victim, lambda: world.followed(see_pointer(world.channel)))
@@ -167,6 +190,21 @@ def seed(run: Run) -> None:
     if ended:
         run.check(world.violations_now())
         world.start_host()
+    run.settle()
+
+
+def repair(run: Run) -> None:
+    """A subscriber starts on a local checkpoint in which a tensor was changed by somebody else."""
+    world = run.world
+    _end(_running(world, "host"))
+    names = [name for name, one in world.models[0].items() if len(one.data)]
+    flip(world.local, run.rng.choice(names))
+    victim = world.start_host(run.trap)
+    ended = run.strike(victim, world.mended)
+    run.rows = passed(victim, {})
+    if ended:
+        world.start_host()
+    wait_for(world.mended, "mended", SETTLE_SECONDS)
     run.settle()
 
 
@@ -235,7 +273,8 @@ def disturb_host(run: Run) -> None:
 
 
 def _as_error(run: Run) -> Order:
-    return replace(run.order, action="error", errno=run.rng.choice((errno.EIO, errno.ENOSPC)))
+    then = run.rng.choice((0, run.rng.randint(1, 20)))
+    return replace(run.order, action="error", errno=run.rng.choice((errno.EIO, errno.ENOSPC)), then=then)
 
 
 def birth(run: Run) -> None:
@@ -415,6 +454,7 @@ SCENARIOS: Mapping[str, Scenario] = {
     "follow": Scenario(follow, "host"),
     "start host": Scenario(start_host, "host"),
     "seed": Scenario(seed, "host"),
+    "repair": Scenario(repair, "host"),
     "refuse": Scenario(refuse, "host", engines=("copy",)),
     "first publisher": Scenario(birth, "publisher", new=True, daemons=False),
     "first host": Scenario(first_host, "host", new=True, daemons=False),

@@ -41,6 +41,8 @@ from weightcast.subscriber.settings import SubscriberSettings
 
 MARKER = "complete"
 POLL_SECONDS = 0.05
+LOOKS = 2
+"""steps that a subscriber has begun before it counts as settled"""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Shape:
     engines: tuple[str, ...] = ("copy", "map")
     shards: int = 2
     anchor_every: int = 3
+    hook: str | None = None
 
     @classmethod
     def drawn(cls, rng: random.Random) -> Shape:
@@ -59,6 +62,7 @@ class Shape:
             rng.choice((("copy",), ("map",), ("copy", "map"))),
             rng.choice((1, 2)),
             rng.choice((1, 2, 3)),
+            rng.choice((None, "true")),
         )
 
 
@@ -151,6 +155,7 @@ class World:
             threads=1,
             encoding=self.shape.encoding,  # type: ignore[arg-type]
             anchor_every=self.shape.anchor_every,
+            post_write=self.shape.hook,
             port=0,
             poll_seconds=POLL_SECONDS,
         )
@@ -169,6 +174,7 @@ class World:
             local=self.local,
             engine=self.options,
             threads=1,
+            pre_read=self.shape.hook,
             port=0,
             port_file=self.root / "host.port",
             poll_seconds=POLL_SECONDS,
@@ -212,7 +218,16 @@ class World:
         local = see_local(self.local, tensors=False)
         if local is None or (local.phase, local.version) != ("clean", version) or local.journals:
             return False
+        if self.host is not None and self.host.wire.counts.get("engine.looked", 0) < LOOKS:
+            return False
         return all(local.marks.get(kind) == ("served", version) for kind in self.shape.engines)
+
+    def mended(self) -> bool:
+        """The host's bytes are those of the version that its state names."""
+        local = see_local(self.local)
+        if local is None or local.phase != "clean":
+            return False
+        return self.truth.steps[see_step(self.channel, local.version)] == local.tensors
 
     def violations_now(self, *, stale_pointer: bool = False) -> list[str]:
         """Right after a kill. What a process that lives writes meanwhile is looked at when it is done."""
