@@ -33,6 +33,7 @@ _PR_SET_PDEATHSIG = 1
 
 KINDS = {
     "latest": "pointer",
+    "model.safetensors.index.json.sig": "signature",
     "state.json": "state",
     "base.json": "base",
     "channel.json": "channel",
@@ -78,8 +79,8 @@ def key_of(name: str, where: Path | None) -> str:
 
 @dataclass(frozen=True)
 class Order:
-    """At the `nth` passage of a row from now on. `key` empty: never. `then`: an error is followed by a kill so
-    many failpoints later, 0: by none."""
+    """At the `nth` passage of a row from now on. `key` empty: never. `then`: an error is followed by a kill
+    so many failpoints later, 0: by none."""
 
     key: str = ""
     nth: int = 1

@@ -82,7 +82,9 @@ class Plan:
         return name, self._order(name, row)
 
     def _candidates(self, names: Sequence[str]) -> list[tuple[str, str]]:
-        found = [(name, row) for name in names for row in self.passed[name] if self._row in row]
+        known = [(name, row) for name in names for row in self.passed[name]]
+        found = [each for each in known if each[1] == self._row]
+        found = found or [each for each in known if self._row in each[1]]
         if not self._row:
             found += [(name, RANDOM) for name in names if SCENARIOS[name].moments]
         return found
@@ -280,7 +282,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cover", type=int, default=0, help="times that every row must be struck")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--scenario", action="append", choices=list(SCENARIOS))
-    parser.add_argument("--row", default="", help="only rows whose name contains this")
+    parser.add_argument("--row", default="", help="only this row, or rows whose name contains this")
     parser.add_argument("--first", action="store_true", help="end at the first violation")
     parser.add_argument("--most", type=int, default=10, help="end after so many violations")
     parser.add_argument("--json", type=Path, default=None, help="write the results to this file")

@@ -230,7 +230,7 @@ def refuse(run: Run) -> None:
 
 def _stepped_back(world: World, old: int) -> bool:
     local = see_local(world.local, tensors=False)
-    return local is not None and bool(local.blocked) and world.followed(old)
+    return local is not None and see_pointer(world.channel) in local.blocked and world.followed(old)
 
 
 def _refused(world: World, old: int) -> list[str]:
