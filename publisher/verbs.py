@@ -11,7 +11,6 @@ from rich.table import Table
 
 from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.channel_repair import Repairs, repair_channel
-from weightcast.publisher.daemon import run_publisher
 from weightcast.publisher.publisher import Publisher
 from weightcast.publisher.queue import Publication
 from weightcast.publisher.resign import sign_channel
@@ -57,6 +56,9 @@ def register(app: typer.Typer) -> None:
 
 
 def _run(settings: PublisherSettings) -> None:
+    # the web framework costs a second of start-up that one-shots need not pay
+    from weightcast.publisher.daemon import run_publisher
+
     setup_logs(settings.log_format, settings.log_level)
     run_publisher(settings)
 

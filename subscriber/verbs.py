@@ -27,18 +27,25 @@ from weightcast.shared.service.output import (
 )
 from weightcast.shared.service.settings import load_settings
 from weightcast.subscriber.board import Board
-from weightcast.subscriber.daemon import open_engines, options_of, run_subscriber
 from weightcast.subscriber.settings import SubscriberSettings
 from weightcast.subscriber.status import HostStatus
 from weightcast.subscriber.sync import Sync
+from weightcast.subscriber.wiring import open_engines, options_of
 
 
 def register(app: typer.Typer) -> None:
     subscriber = group(app, "subscriber", "The rollout hosts' side.")
     settings_command(
         subscriber, "run", SubscriberSettings, "Follow a channel and reload the engines, until stopped."
-    )(run_subscriber)
+    )(_run)
     app.command("sync")(sync)
+
+
+def _run(settings: SubscriberSettings) -> None:
+    # the web framework costs a second of start-up that one-shots need not pay
+    from weightcast.subscriber.daemon import run_subscriber
+
+    run_subscriber(settings)
 
 
 def sync(

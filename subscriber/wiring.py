@@ -1,0 +1,60 @@
+"""From settings to the parts that daemon and one-shot share. No web framework: one-shots start quickly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from weightcast.shared.channel.signing import Trust
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import WeightcastError
+from weightcast.shared.local.prepare import PreRead
+from weightcast.shared.service.hooks import run_hook
+from weightcast.shared.service.settings import working_threads
+from weightcast.subscriber.engines.align import Pace
+from weightcast.subscriber.engines.base import Timeouts, parse_engines
+from weightcast.subscriber.engines.kinds import open_engine
+from weightcast.subscriber.reload import Engines
+from weightcast.subscriber.settings import SubscriberSettings
+from weightcast.subscriber.sync import SyncOptions
+from weightcast.subscriber.target import parse_target
+
+ATTEMPTS = 2
+
+
+def options_of(settings: SubscriberSettings) -> SyncOptions:
+    """Raises BadTarget, and Refused for a trusted key that is none."""
+    return SyncOptions(
+        channel=settings.channel,
+        local=settings.local.absolute(),
+        base=settings.base,
+        target=parse_target(settings.target),
+        threads=working_threads(settings.threads, settings.memory_budget),
+        visible_seconds=settings.visible_deadline,
+        pre_read=None if settings.pre_read is None else _hook(settings.pre_read, settings.hook_seconds),
+        trust=Trust.load(settings.trusted_key),
+    )
+
+
+def _hook(command: str, seconds: float) -> PreRead:
+    def run(version: int, directory: Path) -> None:
+        run_hook(command, version=version, directory=directory, phase="pre_read", deadline_seconds=seconds)
+
+    return run
+
+
+def open_engines(settings: SubscriberSettings) -> Engines:
+    """Connects to nothing yet. Raises BadEngineOption."""
+    specs = parse_engines(settings.engine, settings.local)
+    limits = Timeouts(reload=settings.engine_deadline)
+    pace = Pace(attempts=ATTEMPTS, total=settings.engine_deadline)
+    run = _run_id(settings)
+    return Engines([open_engine(spec, run_id=run, timeouts=limits) for spec in specs], pace=pace)
+
+
+def _run_id(settings: SubscriberSettings) -> str:
+    """For the engines' information; empty while the channel cannot be read, or is foreign."""
+    try:
+        file = Channel.open(settings.channel, Trust.load(settings.trusted_key)).file
+    except (WeightcastError, OSError):
+        return ""
+    return "" if file is None else file.run_id
