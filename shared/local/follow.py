@@ -314,10 +314,10 @@ class Follower:
                 self._fetching(advance),
                 threads=self.options.threads,
                 on_phase=self._enter,
+                on_misfit=lambda: self._rehash(advance),
             )
         except DamagedFile:
             self._avoided.update(key for key in route.skips if key[0] in leg)
-            self._rehash(advance)
             raise
 
     def _fetching(self, advance: Advance | None = None) -> Fetching:

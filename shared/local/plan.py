@@ -10,7 +10,7 @@ read, and what contradicts them is no way.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -303,7 +303,15 @@ def _search(facts: Facts, here: Here | None) -> _Way | Need | None:
             tie += 1
             longer = _Trail(hop, trail)
             heapq.heappush(queue, (cost + hop.nbytes, hops + 1, tie, hop.base_version, None, longer))
-    return None
+    return _full_weights(facts, reached)
+
+
+def _full_weights(facts: Facts, reached: Collection[int]) -> Need | None:
+    """Where nothing leads on: a version taken for a step may hold full weights. Largest first."""
+    unread = [version for version in reached if version in facts.shown and version not in facts.links]
+    if not unread:
+        return None
+    return Need(max(unread, key=lambda version: (facts.shown[version].nbytes, version)))
 
 
 @dataclass(frozen=True)

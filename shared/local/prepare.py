@@ -65,9 +65,11 @@ def prepare(
     *,
     threads: int,
     on_phase: Callable[[str], None],
+    on_misfit: Callable[[], None],
 ) -> Staged:
     """Fetches and stages consecutive versions into one journal. Nothing of the checkpoint is written; what
-    was fetched is dropped. Raises what fetching or staging raise."""
+    was fetched is dropped. Raises what fetching or staging raise; `on_misfit` is called before, when verified
+    shards do not fit what lies here."""
     check_space(local.paths, [shipment.index for shipment in shipments])
     on_phase("fetch")
     fetched = [
@@ -79,7 +81,11 @@ def prepare(
             for shipment, one in zip(shipments, fetched, strict=True):
                 fetching.fetch(shipment, _arrivals(one))
             on_phase("stage")
-            return _staged(local, fetched, threads, staging)
+            try:
+                return _staged(local, fetched, threads, staging)
+            except DamagedFile:
+                on_misfit()
+                raise
     finally:
         for shipment in shipments:
             fetching.spool.drop(shipment.index)

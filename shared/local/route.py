@@ -14,8 +14,20 @@ from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.store import Channel, FullVersion
-from weightcast.shared.errors import Refused, RetryLater
-from weightcast.shared.local.plan import Facts, Here, Link, Look, Need, Patch, Plan, Relabel, Seed, plan
+from weightcast.shared.errors import DamagedFile, Refused, RetryLater
+from weightcast.shared.local.plan import (
+    Facts,
+    Here,
+    Link,
+    Look,
+    Need,
+    Patch,
+    Plan,
+    Refuse,
+    Relabel,
+    Seed,
+    plan,
+)
 from weightcast.shared.local.state import LocalState, Phase
 from weightcast.shared.words import Part, TensorTable
 
@@ -81,6 +93,9 @@ def find_route(
     while isinstance(route.plan, Need | Look):
         facts = _answered(facts, route, reader)
         route = replace(route, plan=plan(facts))
+    if isinstance(route.plan, Refuse) and reader.damaged:
+        reasons = "; ".join([route.plan.reason, *reader.damaged[:3]])
+        route = replace(route, plan=replace(route.plan, reason=reasons))
     return route
 
 
@@ -119,17 +134,28 @@ class _IndexReader:
     table: TensorTable | None
     deadline: float
     wait: Callable[[float], None]
+    damaged: list[str] = field(default_factory=list)
+    """what is wrong with indexes that were passed over"""
 
     def read(self, version: int, *, required: bool) -> AnyIndex | None:
-        """An index may be visible later than the pointer that implies it."""
+        """An index may be visible later than the pointer that implies it. One that stays damaged is as
+        good as none, unless it is the target's: there may be a way around it."""
+        damage: DamagedFile | None = None
         while True:
-            index = self.channel.index(self.pointer, version, self.table or TensorTable(()))
-            if index is not None or self._pruned(version):
-                return index
+            try:
+                index = self.channel.index(self.pointer, version, self.table or TensorTable(()))
+                if index is not None or self._pruned(version):
+                    return index
+            except DamagedFile as error:
+                damage = error
             if time.monotonic() >= self.deadline:
                 break
             self.wait(_RETRY_EVERY)
-        if required:
+        if damage is not None:
+            if required:
+                raise damage
+            self.damaged.append(damage.message)
+        elif required:
             raise RetryLater(
                 f"{self.channel.layout.index(version)} is not there although the pointer names {version}",
                 remedy="is the mount stale? `weightcast channel verify` says what is missing",

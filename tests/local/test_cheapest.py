@@ -142,6 +142,16 @@ def test_a_hole_is_skipped() -> None:
     assert isinstance(got, Refuse)
 
 
+def test_versions_that_hold_full_weights_are_found_behind_a_hole() -> None:
+    shown = {1: Shown(10), 6: Shown(200), 7: Shown(10), 8: Shown(10)}
+    new_chain = world(shown, {6: link(6, 6, kind="anchor", parent=None, nbytes=200)})
+    for here in (None, 1):
+        got, read = answer(asking(here, 8, base=None), new_chain)
+        assert isinstance(got, Seed)
+        assert (got.version, got.then) == (6, Patch(((7, 8),), 20))
+        assert Need(6) in read
+
+
 def test_other_grids_are_other_legs() -> None:
     got, _ = answer(asking(0, 6), world(steps(6), skips={(4, 0): link(4, 0, grid="two parts")}))
     assert got == Patch(((4,), (6,)), 26, {4: 0, 6: 4})
