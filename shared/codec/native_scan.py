@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from weightcast.shared.codec.native_list import copy16, list16
 from weightcast.shared.codec.native_ordinals import exponent, facts, step_between
 from weightcast.shared.codec.native_split import split16
 from weightcast.shared.codec.scratch import scratch
@@ -24,7 +25,15 @@ from weightcast.shared.digest.native import (
     unwritable,
     word_at,
 )
-from weightcast.shared.digest.native_mix import closed, empty_sums, keep8, mix64, mixed_tail, opened
+from weightcast.shared.digest.native_mix import (
+    closed,
+    empty_sums,
+    keep8,
+    mix64,
+    mix_changed64,
+    mixed_tail,
+    opened,
+)
 from weightcast.shared.words import ByteArray, WordKind, Words
 
 Array32 = NDArray[np.uint32]
@@ -72,9 +81,17 @@ def compared(old: Words, new: Words) -> tuple[Array32, Words, Words]:
     return index[:count].copy(), before[:count].copy(), after[:count].copy()
 
 
+_WORTH_LENDING = 16
+"""words per change up to which lists are lent instead of copied: new memory costs more than the scan"""
+_SPARSE = 8
+"""words per change from which their cache lines are asked for"""
 _AHEAD_WORDS = 1024
 """words between asking for their cache lines and comparing them"""
 _NO_POSITION = (1 << 32) - 1
+_DENSE = 3
+"""changes per 64 words, on the average of a block, from which it counts as one of many"""
+_ROOM = 17
+"""behind all positions: some are written that do not count"""
 
 
 @kernel
@@ -107,6 +124,37 @@ def _listed(masks: Any, count: Any, start: Any, index: Any, found: Any) -> Any:
 
 
 @kernel
+def _many(masks: Any, count: Any) -> Any:
+    """Whether so many words change that passes over all of them are quicker than one by one."""
+    changed = I64(0)
+    for group in range(count):
+        changed += set_bits(masks[group])
+    return changed > count * _DENSE
+
+
+@kernel
+def _listed_all(
+    old: Any,
+    new: Any,
+    start: Any,
+    stop: Any,
+    number: Any,
+    index: Any,
+    before: Any,
+    after: Any,
+    at: Any,
+    sums: Any,
+) -> Any:
+    """Does for a block of many changes what `_listed` and `keep8` do. `number`: of its first 8-byte word."""
+    place = opened(number)
+    for first in range(start, stop, 64):
+        mix_changed64(old, new, first, before, place, sums)
+        for part in range(first, first + 64, 16):
+            at = list16(old, new, part, index, before, after, at)
+    return at
+
+
+@kernel
 def _scanned(
     old: Any, new: Any, spans: Any, shift: Any, index: Any, before: Any, after: Any, book: Any
 ) -> Any:
@@ -123,6 +171,11 @@ def _scanned(
             whole = at + ((stop - at) & ~63)
             _masks(old, new, at, whole, before, masks, sums)
             count = (whole - at) >> 6
+            here = at
+            if _many(masks, count):
+                first_number = number + U64(at >> shift)
+                found = _listed_all(old, new, at, whole, first_number, index, before, after, found, touched)
+                here, count = whole, 0
             if whole < stop:
                 valid = (U64(1) << U64(stop - whole)) - U64(1)
                 masks[count] = differing64(old, new, whole, before) & valid
@@ -131,7 +184,7 @@ def _scanned(
                 a, b = mixed_tail(new, whole * width, stop * width, number + U64(whole >> shift))
                 book[n, 0] += a
                 book[n, 1] += b
-            taken, found = found, _listed(masks, count, at, index, found)
+            taken, found = found, _listed(masks, count, here, index, found)
             for i in range(found, found + 7):
                 index[i] = index[found - 1]
             for i in range(taken, found, 8):
@@ -147,12 +200,14 @@ def _scanned(
 def scanned(
     old: Words, new: Words, spans: NDArray[np.int64], book: NDArray[np.uint64]
 ) -> tuple[Array32, Words, Words]:
-    room, most = scratch(), len(old) + 9
-    index = room.take("index", np.uint32, most)
+    room, most = scratch(), len(old) + _ROOM
+    index = room.lend("scanned index", np.uint32, most)
     index[0] = _NO_POSITION
-    before, after = room.take("before", old.dtype, most), room.take("after", old.dtype, most)
+    before, after = (room.lend(f"scanned {side}", old.dtype, most) for side in ("before", "after"))
     shift = {1: 3, 2: 2, 4: 1}[old.itemsize]
     end = _scanned(frozen(old), frozen(new), spans, shift, index, before, after, book)
+    if end > len(old) // _WORTH_LENDING:
+        return index[1:end], before[1:end], after[1:end]
     return index[1:end].copy(), before[1:end].copy(), after[1:end].copy()
 
 
@@ -164,11 +219,27 @@ def _scatter(words: Any, index: Any, new: Any) -> None:
         set_word(words, I64(index[i]), new[i])
 
 
+@kernel
+def _scatter_many(words: Any, index: Any, new: Any) -> None:
+    """Positions ascend: 16 that end 15 behind their first are neighbours."""
+    whole = index.size & ~15
+    for i in range(0, whole, 16):
+        first = I64(index[i])
+        if I64(index[i + 15]) - first == 15:
+            copy16(words, first, new, i)
+        else:
+            for j in range(i, i + 16):
+                set_word(words, I64(index[j]), new[j])
+    for j in range(whole, index.size):
+        set_word(words, I64(index[j]), new[j])
+
+
 def scatter(words: Words, index: Array32, new: Words) -> None:
     if len(index) and index[-1] >= len(words):
         raise IndexError(f"a change of word {index[-1]} in {len(words)} words")
     if len(index):
-        _scatter(words.view(np.uint8), unwritable(index), unwritable(new))
+        write = _scatter_many if len(index) * _SPARSE > len(words) else _scatter
+        write(words.view(np.uint8), unwritable(index), unwritable(new))
 
 
 @kernel

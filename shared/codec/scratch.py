@@ -3,6 +3,7 @@ touched only as far as words change."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import TypeVar
 
@@ -24,7 +25,16 @@ class Scratch(threading.local):
             room = self._bytes[name] = np.empty(size, np.uint8)
         return room[:size].view(dtype)
 
+    def lend(self, name: str, dtype: type[Scalar] | np.dtype[Scalar], count: int) -> NDArray[Scalar]:
+        """As `take`, but other memory as long as anyone still holds a view of what was lent."""
+        room = self._bytes.get(name)
+        if room is not None and sys.getrefcount(room) > _REFERENCES_HERE:
+            del self._bytes[name]
+        return self.take(name, dtype, count)
 
+
+_REFERENCES_HERE = 3
+"""to a piece of scratch that nobody holds: the table's, the function's, its argument's"""
 _SCRATCH = Scratch()
 
 

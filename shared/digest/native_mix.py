@@ -6,6 +6,7 @@ in progress lies in uint64[32], 8 lanes each: both sums, both products of the wo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -43,29 +44,35 @@ def mixed_b(builder: Any, words: Any, products: Any) -> Any:
     return _rounds(builder, builder.add(words, products), (31, 33, 30), MIX_B)
 
 
-class _Sum:
-    """A sum in progress: loaded, moved on by vectors of words, stored."""
+class _Rows:
+    """Rows of 8 lanes of a uint64 array: loaded, added to, stored."""
 
-    def __init__(self, context: Any, builder: Any, array_type: Any, array: Any) -> None:
+    def __init__(
+        self, context: Any, builder: Any, array_type: Any, array: Any, chosen: Iterable[int] = range(4)
+    ) -> None:
         start = address(context, builder, array_type, array, ir.Constant(_WORD, 0), 64)
         start = builder.bitcast(start, _LANES.as_pointer())
         self._builder = builder
-        self._places = [builder.gep(start, [ir.Constant(_WORD, row)]) for row in range(4)]
-        self._rows = [builder.load(place, align=8) for place in self._places]
+        self._places = [builder.gep(start, [ir.Constant(_WORD, row)]) for row in chosen]
+        self.rows = [builder.load(place, align=8) for place in self._places]
 
-    def add(self, words: Any) -> None:
-        a, b, product_a, product_b = self._rows
-        builder = self._builder
-        self._rows = [
-            builder.add(a, mixed_a(builder, words, product_a)),
-            builder.add(b, mixed_b(builder, words, product_b)),
-            builder.add(product_a, _each(8 * MIX_A[0])),
-            builder.add(product_b, _each(8 * MIX_B[0])),
-        ]
+    def add(self, row: int, words: Any) -> None:
+        self.rows[row] = self._builder.add(self.rows[row], words)
 
     def store(self) -> None:
-        for row, place in zip(self._rows, self._places, strict=True):
+        for row, place in zip(self.rows, self._places, strict=True):
             self._builder.store(row, place, align=8)
+
+
+class _Sum(_Rows):
+    """A sum in progress, moved on by vectors of words."""
+
+    def move_on(self, words: Any) -> None:
+        _, _, product_a, product_b = self.rows
+        self.add(0, mixed_a(self._builder, words, product_a))
+        self.add(1, mixed_b(self._builder, words, product_b))
+        self.add(2, _each(8 * MIX_A[0]))
+        self.add(3, _each(8 * MIX_B[0]))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -79,11 +86,45 @@ def mix64(typing: Any, data: Any, first: Any, like: Any, sums: Any) -> Any:
         running = _Sum(context, builder, signature.args[3], args[3])
         for line in range(width):
             place = builder.gep(start, [ir.Constant(_WORD, line * _LINE)])
-            running.add(builder.load(builder.bitcast(place, _LANES.as_pointer()), align=1))
+            running.move_on(builder.load(builder.bitcast(place, _LANES.as_pointer()), align=1))
         running.store()
         return context.get_dummy_value()
 
     return types.none(data, types.int64, like, sums), build
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def mix_changed64(typing: Any, old: Any, new: Any, first: Any, like: Any, place: Any, sums: Any) -> Any:
+    """Of 64 words from word `first` of two byte arrays on, the 8-byte words that differ into `sums` as
+    `keep8` has them. `place`: a sum in progress of which only the products move on."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        width = signature.args[3].dtype.bitwidth // 8
+        offset = builder.mul(args[2], ir.Constant(_WORD, width))
+        starts = [address(context, builder, signature.args[n], args[n], offset, 8) for n in (0, 1)]
+        products = _Rows(context, builder, signature.args[4], args[4], (2, 3))
+        kept = _Rows(context, builder, signature.args[5], args[5], range(4))
+        for line in range(width):
+            before, after = (
+                builder.load(
+                    builder.bitcast(
+                        builder.gep(start, [ir.Constant(_WORD, line * _LINE)]), _LANES.as_pointer()
+                    ),
+                    align=1,
+                )
+                for start in starts
+            )
+            changed = builder.icmp_unsigned("!=", before, after)
+            for row, (words, lane) in enumerate(((before, 0), (before, 1), (after, 0), (after, 1))):
+                mixed = (mixed_a, mixed_b)[lane](builder, words, products.rows[lane])
+                kept.add(row, builder.select(changed, mixed, _each(0)))
+            for lane, mix in enumerate((MIX_A, MIX_B)):
+                products.add(lane, _each(8 * mix[0]))
+        products.store()
+        kept.store()
+        return context.get_dummy_value()
+
+    return types.none(old, new, types.int64, like, place, sums), build
 
 
 _OLD, _NEW, _INDEX, _AT, _FIRST, _BEFORE, _AFTER, _SUMS = range(8)
