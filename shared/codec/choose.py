@@ -34,18 +34,28 @@ _CLASSES_SAVE = 0.4
 """bits per change that classes save at such shares"""
 _UNRELATED = 1 / 2
 """share of the raw size from which planes are looked at"""
+_HOPELESS = 0.99
+"""share of the raw size from which nothing is tried"""
+_DENSE = 1 / 4
+"""share of changed words from which payloads that hold every word are looked at"""
 
 
 def encode(
     changes: Changes, old: Words, new: FetchWords, counted: Counted, kind: WordKind, encoding: StepEncoding
 ) -> tuple[int, bytes]:
     """Mode and payload, never longer than the raw words of the spans. `old`: with padding."""
-    most = counted.words * kind.width
-    many = len(changes) >= _MANY * counted.words and counted.words >= _WORTH_FRAMES
-    found = _stepwise(changes, old, new, counted, kind, encoding) if many else None
-    if found is None:
-        found = _changewise(changes, old, new, counted, kind, encoding)
-    if found is None or len(found[1]) >= most:
+    mode = None
+    if len(changes) > _DENSE * counted.words and counted.words >= _WORTH_FRAMES:
+        mode = _dense(changes, old, new, counted, kind, encoding)
+    if mode == RAW:
+        return RAW, counted.pick(new()).tobytes()
+    if mode == PLANES:
+        found: _Found = (PLANES, dense.encode_planes(counted.pick(new())))
+    elif mode == STEPS:
+        found = STEPS, dense.encode_steps(counted.pick(old), counted.pick(new()), kind)
+    else:
+        found = _changewise(changes, old, counted, kind, encoding)
+    if found is None or len(found[1]) >= counted.words * kind.width:
         return RAW, counted.pick(new()).tobytes()
     return found
 
@@ -53,32 +63,48 @@ def encode(
 _Found = tuple[int, bytes] | None
 
 
-def _stepwise(
+def _dense(
     changes: Changes, old: Words, new: FetchWords, counted: Counted, kind: WordKind, encoding: StepEncoding
-) -> _Found:
-    after = counted.pick(new())
-    taken = dense.step_bytes(counted.pick(old), after, kind)
-    share = len(changes) / counted.words  # contexts, which shorten lengths by up to an eighth, are left out
-    gap_bits = positions.expected_gap_bits(len(changes), counted.words) / counted.words
+) -> int | None:
+    """A mode that holds every word, by a sample of the words; None where changes alone are better."""
+    after = dense.sampled(counted.pick(new()))
+    if len(changes) >= _MANY * counted.words:
+        taken = dense.sample_steps(dense.sampled(counted.pick(old)), after, kind)
+        if _steps_pay(taken, len(changes), counted, encoding):
+            return STEPS
+    expected = positions.expected_gap_bits(len(changes), counted.words)
+    expected += len(changes) + _magnitude_bits(changes, kind)
+    raw = 8 * counted.words * kind.width
+    if expected <= _UNRELATED * raw:
+        return None
+    planes = dense.plane_bits(after) * counted.words
+    if min(planes, expected) >= _HOPELESS * raw:
+        return RAW
+    return PLANES if planes < expected else None
+
+
+def _steps_pay(taken: dense.StepSample, changed: int, counted: Counted, encoding: StepEncoding) -> bool:
+    share = changed / counted.words  # contexts, which shorten lengths by up to an eighth, are left out
+    gap_bits = positions.expected_gap_bits(changed, counted.words) / counted.words
     expected = gap_bits + share * (1 + taken.length_bits)
     if encoding == "small":
         expected -= share * _CLASSES_SAVE
-    if taken.longer > _FEW_LONGER * len(changes) or taken.bits > expected:
-        return None
-    return STEPS, dense.encode_steps(taken, after)
+    return taken.longer <= _FEW_LONGER * share and taken.bits <= expected
+
+
+def _magnitude_bits(changes: Changes, kind: WordKind) -> float:
+    """Of all changes, by a sample of them."""
+    before = dense.sampled(changes.old)
+    some = Changes(changes.index[: len(before)], before, dense.sampled(changes.new))
+    bits = magnitudes.grouped(steps.measure(some, kind), kind).expected_bits
+    return bits * len(changes) / len(before)
 
 
 def _changewise(
-    changes: Changes, old: Words, new: FetchWords, counted: Counted, kind: WordKind, encoding: StepEncoding
+    changes: Changes, old: Words, counted: Counted, kind: WordKind, encoding: StepEncoding
 ) -> _Found:
     measured = steps.measure(changes, kind)
     grouped = magnitudes.grouped(measured, kind)
-    if 4 * len(changes) > counted.words and counted.words >= _WORTH_FRAMES:
-        expected = positions.expected_gap_bits(len(changes), counted.words)
-        expected += len(changes) + grouped.expected_bits
-        planes = _planes(expected, new, counted, kind)
-        if planes is not None:
-            return PLANES, planes
     if encoding == "small" and kind.exponent_mask and len(changes) >= _WORTH_CLASSES:
         small = _small(changes, old, counted, kind, measured, grouped)
         if small is not None:
@@ -86,13 +112,6 @@ def _changewise(
     most = counted.words * kind.width
     fast = sparse.encode_fast(changes.index, counted, measured, grouped, most)
     return None if fast is None else (FAST, fast)
-
-
-def _planes(expected: float, new: FetchWords, counted: Counted, kind: WordKind) -> bytes | None:
-    if expected <= _UNRELATED * 8 * counted.words * kind.width:
-        return None
-    after = counted.pick(new())
-    return None if dense.expected_plane_bits(after) >= expected else dense.encode_planes(after)
 
 
 def _small(

@@ -21,11 +21,11 @@ import numpy as np
 import xxhash
 
 from weightcast.shared.codec import choose, dense, sparse
-from weightcast.shared.codec.changes import Changes, compare
+from weightcast.shared.codec.changes import Changes
 from weightcast.shared.codec.choose import FetchWords, StepEncoding
 from weightcast.shared.codec.padding import Counted
+from weightcast.shared.codec.scan import changes_of
 from weightcast.shared.codec.sparse import Step
-from weightcast.shared.digest.touched import span_sums
 from weightcast.shared.errors import DamagedFile, UnknownFormat
 from weightcast.shared.words import ByteArray, Chunk, Words
 
@@ -95,21 +95,16 @@ def _step(mode: int, payload: ByteArray, chunk: Chunk, old: Words, counted: Coun
                 f"{_name(chunk)} is encoded in mode {mode}, which this release does not read",
                 remedy="update weightcast on this host",
             )
-    changes = _difference(new, old, counted, changed)
-    return changes, span_sums(chunk, old, changes)
+    changes, sums = changes_of(chunk, old, counted.spread(new, chunk.words))
+    if len(changes) != changed:
+        raise ValueError(f"{len(changes)} words change where {changed} should")
+    return changes, sums
 
 
 def _raw(payload: ByteArray, chunk: Chunk, counted: Counted) -> Words:
     if len(payload) != counted.words * chunk.kind.width:
         raise ValueError("raw words of another length than the chunk's")
     return payload.view(chunk.kind.numpy)
-
-
-def _difference(new: Words, old: Words, counted: Counted, changed: int) -> Changes:
-    near = compare(counted.pick(old), new)
-    if len(near) != changed:
-        raise ValueError(f"{len(near)} words change where {changed} should")
-    return Changes(counted.with_padding(near.index), near.old, near.new)
 
 
 def _name(chunk: Chunk) -> str:

@@ -3,7 +3,7 @@
 `steps`, where many words make small steps: a byte per word (twice the step's length, less one for a step
 down; 255: longer) in a zstd frame whose parameters leave little but the Huffman coder, which is what makes
 it quick; then the new words of the longer ones. `planes`, for words that have nothing to do with the old
-ones: all first bytes of the new words, all second bytes and so on, in a zstd frame.
+ones: all first bytes of the new words, all second bytes and so on, in such a frame.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _FRAME = struct.Struct("<I")
 _HUFFMAN = zstandard.ZstdCompressionParameters(
     window_log=17, hash_log=6, chain_log=6, search_log=1, min_match=7, target_length=0, strategy=1
 )
-_PLANES = zstandard.ZstdCompressionParameters.from_level(1)
+_LONG = 255
+"""the byte of all longer steps"""
 _SAMPLE = 1 << 16
 """words looked at to estimate the size of planes"""
 
@@ -35,7 +36,6 @@ class _Contexts(threading.local):
 
     def __init__(self) -> None:
         self.huffman = zstandard.ZstdCompressor(compression_params=_HUFFMAN)
-        self.planes = zstandard.ZstdCompressor(compression_params=_PLANES)
         self.decompressor = zstandard.ZstdDecompressor()
 
 
@@ -43,64 +43,69 @@ _CONTEXTS = _Contexts()
 
 
 @dataclass(frozen=True)
-class StepBytes:
-    """A byte per word, in the thread's scratch. `longer`: how many are 255."""
+class StepSample:
+    """Step bytes of some words. `shares`: of each byte among all; `longer`: of those that are 255."""
 
-    each: ByteArray
-    longer: int
     shares: NDArray[np.float64]
-    """of each byte among all, from a sample"""
     width: int
+
+    @property
+    def longer(self) -> float:
+        return float(self.shares[_LONG])
 
     @property
     def bits(self) -> float:
         """About what a word takes: no Huffman code is shorter than one bit."""
         used = self.shares[self.shares > 0]
         coded = float((used * np.maximum(1.0, -np.log2(used))).sum())
-        return coded + 8 * self.width * self.longer / len(self.each)
+        return coded + 8 * self.width * self.longer
 
     @property
     def length_bits(self) -> float:
         """Entropy of the lengths of steps of changed words."""
         lengths = self.shares[1::2] + np.append(self.shares[2::2], 0.0)
-        return _entropy_of(lengths / max(lengths.sum(), 1e-9))
+        return _entropy(lengths / max(lengths.sum(), 1e-9))
 
 
-def step_bytes(old: Words, new: Words, kind: WordKind) -> StepBytes:
+def sample_steps(old: Words, new: Words, kind: WordKind) -> StepSample:
+    each, _ = _step_bytes(old, new, kind)
+    return StepSample(np.bincount(each, minlength=256) / len(each), kind.width)
+
+
+def _step_bytes(old: Words, new: Words, kind: WordKind) -> tuple[ByteArray, int]:
+    """A byte per word, in the thread's scratch; how many are 255."""
     each = scratch().take("out", np.uint8, len(old))
-    longer = kernels().step_bytes(old, new, kind, each)
-    sample = _sampled(each)
-    return StepBytes(each, longer, np.bincount(sample, minlength=256) / len(sample), kind.width)
+    return each, kernels().step_bytes(old, new, kind, each)
 
 
-def expected_plane_bits(new: Words) -> float:
-    return sum(_entropy(plane) for plane in _planes(_sampled(new))) * len(new)
+def plane_bits(sample: Words) -> float:
+    """About what a word takes."""
+    return sum(_entropy(np.bincount(plane, minlength=256) / len(plane)) for plane in _planes(sample))
 
 
-def _sampled(words: Words) -> Words:
+def sampled(words: Words) -> Words:
     """Blocks from all over."""
     blocks = words[: len(words) & ~63].reshape(-1, 64)
     every = max(1, len(words) // _SAMPLE)
     return words if every == 1 else blocks[::every].reshape(-1)
 
 
-def _entropy(values: ByteArray) -> float:
-    return _entropy_of(np.bincount(values, minlength=256) / max(1, len(values)))
-
-
-def _entropy_of(shares: NDArray[np.float64]) -> float:
+def _entropy(shares: NDArray[np.float64]) -> float:
     used = shares[shares > 0]
     return float(-(used * np.log2(used)).sum())
 
 
 def _planes(words: Words) -> ByteArray:
-    """uint8[width, words]"""
-    return np.ascontiguousarray(words.view(np.uint8).reshape(len(words), words.itemsize).T)
+    """uint8[width, words], in the thread's scratch."""
+    planes = scratch().take("out", np.uint8, words.nbytes).reshape(words.itemsize, len(words))
+    kernels().split_planes(words, planes)
+    return planes
 
 
-def encode_steps(steps: StepBytes, new: Words) -> bytes:
-    frame = _CONTEXTS.huffman.compress(steps.each.data)
-    kept = kernels().escaped(steps.each, new, steps.longer)
+def encode_steps(old: Words, new: Words, kind: WordKind) -> bytes:
+    each, longer = _step_bytes(old, new, kind)
+    frame = _CONTEXTS.huffman.compress(each.data)
+    kept = kernels().escaped(each, new, longer)
     return b"".join((_FRAME.pack(len(frame)), frame, kept.tobytes()))
 
 
@@ -118,7 +123,8 @@ def decode_steps(payload: ByteArray, old: Words, kind: WordKind) -> Words:
 
 
 def encode_planes(new: Words) -> bytes:
-    frame = _CONTEXTS.planes.compress(_planes(new).data)
+    planes = _planes(new)
+    frame = _CONTEXTS.huffman.compress(planes.data)
     return _FRAME.pack(len(frame)) + frame
 
 
@@ -128,7 +134,8 @@ def decode_planes(payload: ByteArray, count: int, kind: WordKind) -> Words:
     if len(rest):
         raise ValueError("something follows the planes")
     planes = _decompressed(frame, count * kind.width).reshape(kind.width, count)
-    return np.ascontiguousarray(planes.T).reshape(-1).view(kind.numpy)
+    words: Words = kernels().join_planes(planes, kind)
+    return words
 
 
 def _cut(payload: ByteArray) -> tuple[ByteArray, ByteArray]:

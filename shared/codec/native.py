@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weightcast.shared.codec.native_classes import exponents_of_all, put_classes, take_classes
 from weightcast.shared.codec.native_contexts import plan_contexts
-from weightcast.shared.codec.native_dense import add_steps, escaped, step_bytes
+from weightcast.shared.codec.native_dense import add_steps, escaped, join_planes, split_planes, step_bytes
 from weightcast.shared.codec.native_exchange import exchange_packed, pack_gaps
 from weightcast.shared.codec.native_rice import put_gaps, put_magnitudes, put_values
 from weightcast.shared.codec.native_scan import compared, scanned, scatter, split
@@ -16,6 +16,7 @@ __all__ = [
     "escaped",
     "exchange_packed",
     "exponents_of_all",
+    "join_planes",
     "pack_gaps",
     "plan_contexts",
     "put_classes",
@@ -25,6 +26,7 @@ __all__ = [
     "scanned",
     "scatter",
     "split",
+    "split_planes",
     "step_bytes",
     "take_classes",
     "take_gaps",

@@ -85,3 +85,42 @@ def add_steps(old: Words, steps: ByteArray, kept: Words, kind: WordKind) -> Word
     if len(kept):
         _put_escaped(frozen(steps), np.empty(0, np.uint8), unwritable(kept), new)
     return new
+
+
+@kernel
+def _split_planes(words: Any, planes: Any) -> None:
+    for i in range(words.size):
+        planes[0, i] = words[i] & 255
+    if planes.shape[0] >= 2:
+        for i in range(words.size):
+            planes[1, i] = (words[i] >> 8) & 255
+    if planes.shape[0] == 4:
+        for i in range(words.size):
+            planes[2, i] = (words[i] >> 16) & 255
+        for i in range(words.size):
+            planes[3, i] = words[i] >> 24
+
+
+def split_planes(words: Words, planes: ByteArray) -> None:
+    _split_planes(unwritable(words), planes)
+
+
+@kernel
+def _join_planes(planes: Any, words: Any) -> None:
+    """A loop per width: with one for all, nothing is done side by side."""
+    if planes.shape[0] == 1:
+        for i in range(words.size):
+            words[i] = planes[0, i]
+    elif planes.shape[0] == 2:
+        for i in range(words.size):
+            words[i] = U64(planes[0, i]) | (U64(planes[1, i]) << U64(8))
+    else:
+        for i in range(words.size):
+            low = U64(planes[0, i]) | (U64(planes[1, i]) << U64(8))
+            words[i] = low | (U64(planes[2, i]) << U64(16)) | (U64(planes[3, i]) << U64(24))
+
+
+def join_planes(planes: ByteArray, kind: WordKind) -> Words:
+    words = np.empty(planes.shape[1], kind.numpy)
+    _join_planes(unwritable(planes), words)
+    return words

@@ -95,13 +95,14 @@ _ROOM = 17
 
 
 @kernel
-def _masks(old: Any, new: Any, start: Any, stop: Any, like: Any, masks: Any, sums: Any) -> None:
-    """A set bit for every word that differs; the new words are added to `sums`."""
+def _masks(old: Any, new: Any, start: Any, stop: Any, like: Any, whole: Any, masks: Any, sums: Any) -> None:
+    """A set bit for every word that differs; if `whole`, the new words are added to `sums`."""
     for first in range(start, stop, 64):
         prefetch64(old, first + _AHEAD_WORDS, like)
         prefetch64(new, first + _AHEAD_WORDS, like)
         masks[(first - start) >> 6] = differing64(old, new, first, like)
-        mix64(new, first, like, sums)
+        if whole:
+            mix64(new, first, like, sums)
 
 
 @kernel
@@ -156,7 +157,7 @@ def _listed_all(
 
 @kernel
 def _scanned(
-    old: Any, new: Any, spans: Any, shift: Any, index: Any, before: Any, after: Any, book: Any
+    old: Any, new: Any, spans: Any, shift: Any, all_new: Any, index: Any, before: Any, after: Any, book: Any
 ) -> Any:
     """`spans`: int64[n, 3], offset, words, number of the chunk's 8-byte word 0 in its tensor's count. Blocks
     pass through here while they lie in the nearest caches; from memory they are read once. `index` begins
@@ -169,7 +170,7 @@ def _scanned(
         while at < end:
             stop = min(end, at + _BLOCK)
             whole = at + ((stop - at) & ~63)
-            _masks(old, new, at, whole, before, masks, sums)
+            _masks(old, new, at, whole, before, all_new, masks, sums)
             count = (whole - at) >> 6
             here = at
             if _many(masks, count):
@@ -198,14 +199,14 @@ def _scanned(
 
 
 def scanned(
-    old: Words, new: Words, spans: NDArray[np.int64], book: NDArray[np.uint64]
+    old: Words, new: Words, spans: NDArray[np.int64], book: NDArray[np.uint64], *, whole: bool = True
 ) -> tuple[Array32, Words, Words]:
     room, most = scratch(), len(old) + _ROOM
     index = room.lend("scanned index", np.uint32, most)
     index[0] = _NO_POSITION
     before, after = (room.lend(f"scanned {side}", old.dtype, most) for side in ("before", "after"))
     shift = {1: 3, 2: 2, 4: 1}[old.itemsize]
-    end = _scanned(frozen(old), frozen(new), spans, shift, index, before, after, book)
+    end = _scanned(frozen(old), frozen(new), spans, shift, whole, index, before, after, book)
     if end > len(old) // _WORTH_LENDING:
         return index[1:end], before[1:end], after[1:end]
     return index[1:end].copy(), before[1:end].copy(), after[1:end].copy()

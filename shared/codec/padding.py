@@ -63,3 +63,12 @@ class Counted:
         if self._unpadded:
             return words[: self.words]
         return np.concatenate([words[offset : offset + count] for offset, count in self.spans.tolist()])
+
+    def spread(self, words: Words, count: int) -> Words:
+        """The reverse of `pick`: `count` words with zeros between the spans."""
+        if self._unpadded and len(words) == count:
+            return words
+        padded = np.zeros(count, words.dtype)
+        for (offset, length), start in zip(self.spans.tolist(), self.starts.tolist(), strict=True):
+            padded[offset : offset + length] = words[start : start + length]
+        return padded

@@ -29,13 +29,17 @@ def compared(old: Words, new: Words) -> tuple[Array32, Words, Words]:
     return index, old[index], new[index]
 
 
-def scanned(old: Words, new: Words, spans: Counts, book: NDArray[np.uint64]) -> tuple[Array32, Words, Words]:
+def scanned(
+    old: Words, new: Words, spans: Counts, book: NDArray[np.uint64], *, whole: bool = True
+) -> tuple[Array32, Words, Words]:
     """As `compared`. `spans`: int64[n, 3], offset, words, number of the chunk's 8-byte word 0 in the tensor's
     count. Into `book`, uint64[n, 7], zeros, per span: lanes of its new words; lanes of the old and the new
-    8-byte words that hold changes; how many words change. What lies between spans is equal zeros."""
+    8-byte words that hold changes; how many words change. What lies between spans is equal zeros. Lanes of all new words only if
+    `whole`."""
     index, before, after = compared(old, new)
     per_word = 8 // old.itemsize
-    for row, (offset, words, number) in zip(book, spans.tolist(), strict=True):
+    hashed = len(spans) if whole else 0
+    for row, (offset, words, number) in zip(book[:hashed], spans[:hashed].tolist(), strict=True):
         data = new[offset : offset + words].view(np.uint8)
         lanes = hash_bytes(data, number + offset // per_word - 1)
         row[0], row[1] = lanes.a, lanes.b
@@ -416,3 +420,13 @@ def add_steps(old: Words, steps: ByteArray, kept: Words, kind: WordKind) -> Word
         return None
     new[longer] = kept
     return new
+
+
+def split_planes(words: Words, planes: ByteArray) -> None:
+    """`planes`: uint8[width, words], all first bytes, all second bytes and so on."""
+    planes[:] = words.view(np.uint8).reshape(len(words), words.itemsize).T
+
+
+def join_planes(planes: ByteArray, kind: WordKind) -> Words:
+    joined: Words = np.ascontiguousarray(planes.T).reshape(-1).view(kind.numpy)
+    return joined

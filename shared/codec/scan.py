@@ -27,21 +27,34 @@ class Scan:
 def scan(chunk: Chunk, old: Words, new: Words) -> Scan:
     """`old`, `new`: word[chunk.words] with the zero padding. As `compare`, `hash_bytes` of each span's new
     words and `span_sums`, at the price of reading both once. ValueError for words of another chunk."""
+    changes, rows = _scanned(chunk, old, new, whole=True)
+    return Scan(changes, tuple(Lanes(row[0], row[1]) for row in rows), _sums(chunk, rows))
+
+
+def changes_of(chunk: Chunk, old: Words, new: Words) -> tuple[Changes, list[SpanSums]]:
+    """As `scan`, without the lanes of all words."""
+    changes, rows = _scanned(chunk, old, new, whole=False)
+    return changes, list(_sums(chunk, rows))
+
+
+def _scanned(chunk: Chunk, old: Words, new: Words, *, whole: bool) -> tuple[Changes, list[list[int]]]:
     for words in (old, new):
         if words.shape != (chunk.words,) or words.dtype != chunk.kind.numpy or chunk.words % BLOCK_WORDS:
             raise ValueError(
                 f"{words.shape} words of {words.dtype} in a chunk of {chunk.words} {chunk.dtype}"
             )
     book = np.zeros((len(chunk.spans), 7), np.uint64)
-    found = kernels().scanned(np.ascontiguousarray(old), np.ascontiguousarray(new), _places(chunk), book)
-    rows: list[list[int]] = book.tolist()
-    full = tuple(Lanes(row[0], row[1]) for row in rows)
-    sums = tuple(
+    both = np.ascontiguousarray(old), np.ascontiguousarray(new)
+    found = kernels().scanned(*both, _places(chunk), book, whole=whole)
+    return Changes(*found), book.tolist()
+
+
+def _sums(chunk: Chunk, rows: list[list[int]]) -> tuple[SpanSums, ...]:
+    return tuple(
         SpanSums(span.tensor, Lanes(row[2], row[3]), Lanes(row[4], row[5]), row[6])
         for span, row in zip(chunk.spans, rows, strict=True)
         if row[6]
     )
-    return Scan(Changes(*found), full, sums)
 
 
 def _places(chunk: Chunk) -> NDArray[np.int64]:

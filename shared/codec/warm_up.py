@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from weightcast.shared.codec.changes import compare
+from weightcast.shared.codec import dense
+from weightcast.shared.codec.changes import Changes, compare
 from weightcast.shared.codec.choose import StepEncoding
 from weightcast.shared.codec.container import decode_chunk, encode_chunk
 from weightcast.shared.codec.kernels import kernels
@@ -38,6 +39,8 @@ def _both_ways(chunk: Chunk, old: Words, new: Words, encoding: StepEncoding) -> 
     compare(old, new)
     written = old.copy()
     changes.apply(written)
+    Changes(changes.index[:1], changes.old[:1], changes.new[:1]).apply(written)  # few
+    dense.decode_planes(np.frombuffer(dense.encode_planes(new), np.uint8), len(new), chunk.kind)
     gaps = np.empty(len(changes), np.uint8)
     escapes, _ = kernels().pack_gaps(changes.index, np.array([0, len(changes)]), gaps)
     first = int(changes.index[0])

@@ -11,6 +11,7 @@ import pytest
 from weightcast.shared.codec.changes import Changes, compare
 from weightcast.shared.codec.choose import StepEncoding
 from weightcast.shared.codec.container import decode_chunk, encode_chunk
+from weightcast.shared.codec.scan import scan
 from weightcast.shared.codec.scratch import Scratch
 
 
@@ -67,3 +68,39 @@ def test_a_change_outside_the_words_is_an_error() -> None:
     with pytest.raises(IndexError):
         changes.apply(words)
     assert not words.any()
+
+
+def test_lent_memory_is_lent_again_only_when_nobody_holds_it() -> None:
+    room = Scratch()
+    held = room.lend("words", np.uint16, 64)[:10]
+    held[:] = 7
+    other = room.lend("words", np.uint16, 64)
+    other[:] = 8
+    assert (held == 7).all()
+    place = other.ctypes.data
+    del other
+    assert room.lend("words", np.uint16, 64).ctypes.data == place
+
+
+@pytest.mark.parametrize("density", [0.02, 0.5, 1.0])
+def test_scans_outlive_the_next_scan(density: float) -> None:
+    rng = np.random.default_rng(18)
+    chunk = cases.chunk_of("BF16", [5000])
+    old = cases.weights(chunk, rng)
+    new = cases.stepped(chunk, old, density, 0.3, rng)
+    first = scan(chunk, old, new).changes
+    before = as_bytes(first)
+    scan(chunk, new, old)
+    assert as_bytes(first) == before
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "BF16", "F32"])
+@pytest.mark.parametrize("density", [0.05, 0.5, 1.0])
+def test_writing_changes_makes_the_new_words(dtype: str, density: float) -> None:
+    rng = np.random.default_rng(19)
+    chunk = cases.chunk_of(dtype, [700, 3000])
+    old = cases.weights(chunk, rng)
+    new = cases.stepped(chunk, old, density, 0.3, rng)
+    changes = scan(chunk, old, new).changes
+    changes.apply(old)
+    assert np.array_equal(old, new)
