@@ -34,8 +34,8 @@ def scanned(
 ) -> tuple[Array32, Words, Words]:
     """As `compared`. `spans`: int64[n, 3], offset, words, number of the chunk's 8-byte word 0 in the tensor's
     count. Into `book`, uint64[n, 7], zeros, per span: lanes of its new words; lanes of the old and the new
-    8-byte words that hold changes; how many words change. What lies between spans is equal zeros. Lanes of all new words only if
-    `whole`."""
+    8-byte words that hold changes; how many words change. What lies between spans is equal zeros. Lanes of
+    all new words only if `whole`."""
     index, before, after = compared(old, new)
     per_word = 8 // old.itemsize
     hashed = len(spans) if whole else 0
