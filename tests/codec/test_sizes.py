@@ -5,8 +5,8 @@ from __future__ import annotations
 import codec_cases as cases
 import pytest
 
-from benchmarks.bounds import bounds
-from benchmarks.steps import simulated
+from weightcast.benchmarks.bounds import bounds
+from weightcast.benchmarks.steps import simulated
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.choose import FAST, SMALL
 from weightcast.shared.codec.container import encode_chunk
