@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import codec_cases as cases
+import numpy as np
 import pytest
 
 from weightcast.benchmarks.bounds import bounds
 from weightcast.benchmarks.steps import simulated
 from weightcast.shared.codec.changes import compare
-from weightcast.shared.codec.choose import FAST, SMALL
+from weightcast.shared.codec.choose import FAST, PLANES, RAW, SMALL, STEPS
 from weightcast.shared.codec.container import encode_chunk
 
 WORDS = 1 << 20
@@ -36,3 +37,18 @@ def test_the_bounds_are_below_what_any_blob_takes() -> None:
     for encoding, bound in (("fast", ideal.fast), ("small", ideal.small)):
         blob = encode_chunk(chunk, case.old, case.new, changes, encoding)  # type: ignore[arg-type]
         assert bound < 8 * len(blob) / len(changes) < 1.1 * bound
+
+
+@pytest.mark.parametrize(("density", "mode"), [(0.3, FAST), (0.5, STEPS), (0.95, STEPS), (1.0, PLANES)])
+def test_fast_takes_the_mode_that_is_quick_at_a_density(density: float, mode: int) -> None:
+    case = simulated(WORDS // 4, density, seed=5)
+    chunk = cases.chunk_of("BF16", [WORDS // 4])
+    blob = encode_chunk(chunk, case.old, case.new, compare(case.old, case.new))
+    assert blob[0] == mode
+
+
+def test_noise_goes_raw() -> None:
+    rng = np.random.default_rng(6)
+    old, new = rng.integers(0, 1 << 16, (2, WORDS // 4), dtype=np.uint16)
+    chunk = cases.chunk_of("BF16", [WORDS // 4])
+    assert encode_chunk(chunk, old, new, compare(old, new))[0] == RAW
