@@ -33,8 +33,14 @@ from rich.table import Table  # noqa: E402
 from weightcast.shared.failpoints import FAILPOINTS  # noqa: E402
 
 USES_OF_A_WORLD = 30
-WEIGHTS = {"take over": 0.08, "disturb publisher": 0.05, "disturb host": 0.05}
-"""share of the strikes that do not kill; the rest is shared by need"""
+WEIGHTS = {
+    "take over": 0.08,
+    "disturb publisher": 0.05,
+    "disturb host": 0.05,
+    "power of host": 0.05,
+    "power of publisher": 0.05,
+}
+"""share of the strikes that are more, or less, than a kill; the rest is shared by need"""
 
 
 @dataclass

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from core_cases import flip, write_checkpoint
+from crash_model import channel_violations
 from crash_observe import see_local, see_pointer
+from crash_power import Durable, Loss, another_boot
 from crash_processes import Child, NotReached, Order, fork, wait_for
 from crash_world import World
 
@@ -191,6 +193,63 @@ def seed(run: Run) -> None:
         run.check(world.violations_now())
         world.start_host()
     run.settle()
+
+
+def lose_power_of_host(run: Run) -> None:
+    """A subscriber's machine goes down at work, and comes up with what was synced."""
+    world = run.world
+    _end(_running(world, "host"))
+    record = world.root / "syncs"
+    durable = Durable.of(world.local)
+    victim = world.start_host(run.trap, record)
+    world.hand_over()
+    ended = run.strike(victim, lambda: world.published() and world.followed(see_pointer(world.channel)))
+    run.rows = passed(victim, {})
+    if not ended:
+        _end(victim)
+    durable.learn(record)
+    Loss(durable, run.rng, run.rng.random() < 0.4).strike(world.local)
+    durable.close()
+    shutil.rmtree(record)
+    another_boot(world.local)
+    world.seeds = 1
+    world.start_host()
+    run.settle()
+
+
+def lose_power_of_publisher(run: Run) -> None:
+    """The publisher's machine goes down at work, and with it the disk that holds the channel. No host has
+    seen what is lost."""
+    world = run.world
+    _end(_running(world, "host"))
+    _end(_running(world, "publisher"))
+    record = world.root / "syncs"
+    durable = Durable.of(world.pub, world.channel)
+    victim = world.start_publisher(run.trap, record)
+    world.hand_over()
+    ended = run.strike(victim, world.published)
+    run.rows = passed(victim, {})
+    if not ended:
+        _end(victim)
+    durable.learn(record)
+    loss = Loss(durable, run.rng, run.rng.random() < 0.4)
+    loss.strike(world.pub)
+    loss.strike(world.channel)
+    durable.close()
+    shutil.rmtree(record)
+    another_boot(world.pub)
+    run.check(_lost_channel(world))
+    world.start_publisher()
+    world.start_host()
+    run.settle()
+
+
+def _lost_channel(world: World) -> list[str]:
+    """Whatever was lost: what the channel shows is whole, and what was settled before is there."""
+    channel = world.see()
+    found = channel_violations(channel, world.before)
+    world.before = channel
+    return found
 
 
 def repair(run: Run) -> None:
@@ -461,6 +520,8 @@ SCENARIOS: Mapping[str, Scenario] = {
     "rank 0 dies": Scenario(lambda run: ranks(run, 0), "rank 0", daemons=False),
     "rank 1 dies": Scenario(lambda run: ranks(run, 1), "rank 1", daemons=False),
     "take over": Scenario(take_over, "publisher", moments=False),
+    "power of host": Scenario(lose_power_of_host, "host"),
+    "power of publisher": Scenario(lose_power_of_publisher, "publisher"),
     "disturb publisher": Scenario(disturb_publisher, "publisher", moments=False),
     "disturb host": Scenario(disturb_host, "host", moments=False),
 }

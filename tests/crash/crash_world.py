@@ -30,6 +30,7 @@ from crash_model import (
     settled_violations,
 )
 from crash_observe import see_channel, see_engine, see_local, see_pointer, see_step
+from crash_power import record_syncs
 from crash_processes import Child, NotReached, Order, fork, wait_for
 
 from weightcast.publisher import Publisher, init_channel
@@ -142,7 +143,8 @@ class World:
 
     # processes
 
-    def start_publisher(self, order: Order | None = None) -> Child:
+    def start_publisher(self, order: Order | None = None, record: Path | None = None) -> Child:
+        """`record`: where its syncs are written down."""
         settings = PublisherSettings(
             channel=self.channel,
             base=self.base,
@@ -161,13 +163,15 @@ class World:
         )
 
         def run() -> None:
+            if record is not None:
+                record_syncs(record)
             setup_logs()
             run_publisher(settings)
 
         self.publisher = fork(run, self.root / "publisher.log", order)
         return self.publisher
 
-    def start_host(self, order: Order | None = None) -> Child:
+    def start_host(self, order: Order | None = None, record: Path | None = None) -> Child:
         settings = SubscriberSettings(
             channel=self.channel,
             base=self.base,
@@ -181,9 +185,15 @@ class World:
             visible_deadline=5.0,
             engine_deadline=10.0,
         )
+
+        def run() -> None:
+            if record is not None:
+                record_syncs(record)
+            run_subscriber(settings)
+
         self._seeds_seen = 0
         (self.root / "host.port").unlink(missing_ok=True)
-        self.host = fork(lambda: run_subscriber(settings), self.root / "host.log", order)
+        self.host = fork(run, self.root / "host.log", order)
         return self.host
 
     def publish_once(self, local: Path, step: int, **options: Any) -> None:
@@ -202,17 +212,25 @@ class World:
 
     def published(self) -> bool:
         """The newest checkpoint is out, and the publisher has nothing left to do."""
-        if not (self.channel / "latest").exists() or list(self.watch.iterdir()):
-            return False
+        return not self.unpublished()
+
+    def unpublished(self) -> str:
+        """What the publisher has still to do."""
+        if not (self.channel / "latest").exists():
+            return "there is no pointer"
+        waiting = sorted(path.name for path in self.watch.iterdir())
+        if waiting:
+            return f"in the watched directory: {waiting}"
         pointer = see_pointer(self.channel)
+        if see_step(self.channel, pointer) != self.truth.newest:
+            return f"the pointer {pointer} is not of step {self.truth.newest}"
         local = see_local(self.pub, tensors=False)
-        return (
-            see_step(self.channel, pointer) == self.truth.newest
-            and local is not None
-            and (local.phase, local.version) == ("clean", pointer)
-            and local.journals <= local.named
-            and not list(self.channel.glob("*.parts"))
-        )
+        if local is None or (local.phase, local.version) != ("clean", pointer):
+            return f"local checkpoint: {local}"
+        if local.journals - local.named:
+            return f"journals that no state names: {local.journals - local.named}"
+        parts = sorted(path.name for path in self.channel.glob("*.parts"))
+        return f"left in the channel: {parts}" if parts else ""
 
     def followed(self, version: int) -> bool:
         local = see_local(self.local, tensors=False)
@@ -256,7 +274,7 @@ class World:
             if host:
                 self._until(lambda: self.followed(at), self.host, "followed", seconds)
         except NotReached as error:
-            return [f"did not recover: {error}", *self.violations_now()]
+            return [f"did not recover: {error}", self.unpublished(), *self.violations_now()]
         channel = self.see()
         found = channel_violations(channel, self.before)
         self.before = channel
