@@ -110,6 +110,7 @@ class Watched:
 
     def next(self) -> Choice:
         """Raises RetryLater when the directory is not there."""
+        failpoint("inbox.looked", self.directory)
         found = self._look()
         choice = self._inbox.choose(found.unknown, self._clock())
         self.waiting = choice.waiting

@@ -82,6 +82,7 @@ FAILPOINTS: Mapping[str, str] = {
     "engine.recorded": "the state says what became of it",
     "refused.blocked": "a refused version is blocked, nothing is undone",
     "refused.served": "the version before it is served again",
+    "inbox.looked": "what was left behind is finished; the watched directory is about to be looked at",
     "inbox.chosen": "a watched checkpoint is noted as being published",
     "inbox.published": "it is out; the note still says that it is being published",
     "inbox.buried": "a published checkpoint was renamed to be deleted",

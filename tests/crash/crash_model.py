@@ -51,6 +51,8 @@ class ChannelSeen:
     versions: Mapping[int, VersionSeen]
     epoch: int
     """the highest that was claimed"""
+    horizon: int = 0
+    """versions below may be gone"""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,8 @@ def channel_violations(
 
 def _pointer_violations(channel: ChannelSeen, before: ChannelSeen | None, stale: bool) -> list[str]:
     found = []
+    if channel.horizon > channel.pointer > 0:
+        found.append(f"the horizon {channel.horizon} is above the pointer {channel.pointer}")
     if channel.pointer and channel.pointer not in channel.versions:
         found.append(f"the pointer names {channel.pointer}, which has no index")
     if before is not None and channel.pointer < before.pointer and not stale:
@@ -138,6 +142,8 @@ def _link_violations(channel: ChannelSeen, number: int, version: VersionSeen) ->
         return []
     if version.base_version != number - 1:
         return [f"version {number} starts from {version.base_version}"]
+    if number - 1 < channel.horizon and number - 1 not in channel.versions:
+        return []
     if number == 1:
         parent = channel.base_digest
     elif number - 1 in channel.versions:
@@ -152,7 +158,8 @@ def _history_violations(channel: ChannelSeen, before: ChannelSeen) -> list[str]:
     for number, version in before.versions.items():
         now = channel.versions.get(number)
         if now is None:
-            found.append(f"version {number} is gone")
+            if number >= channel.horizon:
+                found.append(f"version {number} is gone, the horizon is {channel.horizon}")
         elif now.content != version.content:
             found.append(f"version {number} was changed after it was committed")
     return found
@@ -166,12 +173,19 @@ def local_violations(truth: Truth, channel: ChannelSeen, local: LocalSeen | None
     missing = local.named - local.journals
     if missing and local.phase != "clean":
         found.append(f"the state names journals that are gone: {sorted(missing)}")
+    if _is_pruned(channel, min((local.version, *(local.between or ())))):
+        return found
     if local.version > 0:
         version = channel.versions.get(local.version)
         if version is None or version.digest != local.digest:
             found.append(f"the state names a version {local.version} that the channel does not have")
             return found
     return found + _bytes_violations(truth, channel, local)
+
+
+def _is_pruned(channel: ChannelSeen, version: int) -> bool:
+    """Nothing can be said of its bytes any more."""
+    return 0 < version < channel.horizon and version not in channel.versions
 
 
 def _bytes_violations(truth: Truth, channel: ChannelSeen, local: LocalSeen) -> list[str]:
@@ -232,7 +246,7 @@ def _copy_violations(
     if local is None or local.phase in ("seeding", "dirty"):
         return []
     mark, version = local.marks.get(engine.name, ("", None))
-    if mark != "served" or version is None:
+    if mark != "served" or version is None or _is_pruned(channel, version):
         return []
     if step_at(truth, channel, version) != engine.held:
         return [f"the state says that {engine.name} serves version {version}; it holds step {engine.held}"]

@@ -30,7 +30,8 @@ def see_channel(channel: Path) -> ChannelSeen:
             versions[int(number)] = _see_version(entry)
     claims = [int(path.stem) for path in (channel / "publishers").glob("*.json") if path.stem.isdigit()]
     base = blake3((channel / "base.json").read_bytes()).hexdigest()
-    return ChannelSeen(base, pointer, versions, max(claims, default=0))
+    horizon = json.loads((channel / "channel.json").read_bytes())["horizon"]
+    return ChannelSeen(base, pointer, versions, max(claims, default=0), horizon)
 
 
 def see_pointer(channel: Path) -> int:

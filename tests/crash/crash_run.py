@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -95,13 +95,18 @@ class Plan:
             found += [(name, RANDOM) for name in names if SCENARIOS[name].moments]
         return found
 
-    def _score(self, candidate: tuple[str, str]) -> tuple[float, float, float]:
+    def _score(self, candidate: tuple[str, str]) -> tuple[float, ...]:
+        """Rows that a side passes and was never struck at first, then those struck least by anybody."""
         name, row = candidate
+        if name in WEIGHTS:
+            return self.struck[candidate] + self._missed[candidate], self._rng.random()
         side = SCENARIOS[name].side
-        kin = [other for other in self.names if SCENARIOS[other].side == side and other not in WEIGHTS]
-        total = sum(self.struck[other, row] for other in kin) if name not in WEIGHTS else 0
-        total /= 4 if row == RANDOM else 1
-        return total + self._missed[candidate], self.struck[candidate], self._rng.random()
+        kills = [
+            (SCENARIOS[other].side, count) for (other, which), count in self.struck.items() if which == row
+        ]
+        own = sum(count for each, count in kills if each == side)
+        total = sum(count for _, count in kills) / (4 if row == RANDOM else 1)
+        return min(own, 1) + self._missed[candidate], total, self.struck[candidate], self._rng.random()
 
     def _order(self, name: str, row: str) -> Order:
         if row == RANDOM:
@@ -207,20 +212,25 @@ class Campaign:
         row.violations += bool(run.violations)
 
     def uncovered(self, cover: int) -> list[str]:
-        """Failpoints never struck at all, and rows that were passed and struck too seldom."""
+        """Failpoints never reached, rows struck too seldom, and sides that pass a row and were not struck."""
         kills: Counter[str] = Counter()
         for row in self.rows.values():
-            kills[row.name.partition(" ")[0]] += row.kills
-        found = [f"{name}: never reached" for name in FAILPOINTS if not kills[name]]
-        by_side: defaultdict[str, set[str]] = defaultdict(set)
-        for name, rows in self.plan.passed.items():
-            if name not in WEIGHTS:
-                by_side[SCENARIOS[name].side].update(rows)
-        for side, names in sorted(by_side.items()):
-            for row_name in sorted(names):
-                known = self.rows.get((side, row_name))
-                if known is None or known.kills < cover:
-                    found.append(f"{side}, {row_name}: {0 if known is None else known.kills} kills")
+            kills[row.name] += row.kills
+        names = {row.partition(" ")[0] for row, count in kills.items() if count}
+        found = [f"{name}: never reached" for name in FAILPOINTS if name not in names]
+        passed = {
+            (SCENARIOS[name].side, row)
+            for name, rows in self.plan.passed.items()
+            for row in rows
+            if name not in WEIGHTS
+        }
+        for row_name in sorted({row for _, row in passed}):
+            if kills[row_name] < cover:
+                found.append(f"{row_name}: {kills[row_name]} kills")
+        for side, row_name in sorted(passed):
+            known = self.rows.get((side, row_name))
+            if known is None or not known.kills:
+                found.append(f"{row_name}: no {side} was killed there")
         return found
 
     def table(self) -> Table:

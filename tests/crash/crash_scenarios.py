@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import random
+import re
 import shutil
 import signal
 import time
@@ -84,6 +85,7 @@ class Run:
         self.seconds = time.monotonic() - began
 
 
+BESIDE = re.compile(r"^(anchor|skip|prune)\.| (anchor|skip)( index)?$")
 BEFORE_A_PUBLISHER = (
     "",
     "version.moved",
@@ -109,8 +111,10 @@ def _killed_at_work(run: Run, first: Child, places: Sequence[str]) -> None:
     run.check(run.world.violations_now())
 
 
-def passed(victim: Child, before: Mapping[str, int]) -> dict[str, int]:
-    return {row: count - before.get(row, 0) for row, count in victim.wire.counts.items()}
+def passed(victim: Child, before: Mapping[str, int], *, beside: bool = False) -> dict[str, int]:
+    """`beside`: rows of what is made beside the versions, in a thread of its own, else the others."""
+    counts = {row: count - before.get(row, 0) for row, count in victim.wire.counts.items()}
+    return {row: count for row, count in counts.items() if bool(BESIDE.search(row)) == beside}
 
 
 def publish(run: Run) -> None:
@@ -136,6 +140,21 @@ def start_publisher(run: Run) -> None:
     victim = world.start_publisher(run.trap)
     ended = run.strike(victim, world.published)
     run.rows = passed(victim, {})
+    if ended:
+        run.check(world.violations_now())
+        world.start_publisher()
+    run.settle()
+
+
+def make_beside(run: Run) -> None:
+    """A running publisher makes anchors and deltas from older versions, and prunes."""
+    world = run.world
+    victim = _running(world, "publisher")
+    before = victim.wire.counts
+    victim.wire.order(run.trap)
+    world.hand_over()
+    ended = run.strike(victim, world.quiet)
+    run.rows = passed(victim, before, beside=True)
     if ended:
         run.check(world.violations_now())
         world.start_publisher()
@@ -510,6 +529,7 @@ class Scenario:
 SCENARIOS: Mapping[str, Scenario] = {
     "publish": Scenario(publish, "publisher"),
     "start publisher": Scenario(start_publisher, "publisher"),
+    "make beside": Scenario(make_beside, "publisher", moments=False),
     "follow": Scenario(follow, "host"),
     "start host": Scenario(start_host, "host"),
     "seed": Scenario(seed, "host"),

@@ -9,6 +9,7 @@ import multiprocessing
 import random
 import shutil
 import signal
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,8 +43,9 @@ from weightcast.subscriber.settings import SubscriberSettings
 
 MARKER = "complete"
 POLL_SECONDS = 0.05
+QUIET_SECONDS = 0.6
 LOOKS = 2
-"""steps that a subscriber has begun before it counts as settled"""
+"""steps that a process has begun before it counts as settled"""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Shape:
     shards: int = 2
     anchor_every: int = 3
     hook: str | None = None
+    keep_versions: int | None = None
 
     @classmethod
     def drawn(cls, rng: random.Random) -> Shape:
@@ -64,6 +67,7 @@ class Shape:
             rng.choice((1, 2)),
             rng.choice((1, 2, 3)),
             rng.choice((None, "true")),
+            rng.choice((None, 3)),
         )
 
 
@@ -79,6 +83,8 @@ class World:
         self.seeds = 0
         """of the host, that are called for until it is settled the next time"""
         self._seeds_seen = 0
+        self._quiet: tuple[float, list[str]] = (0.0, [])
+        """since when the version directories have held these"""
         root.mkdir(parents=True)
         write_checkpoint(self.base, self.models[0], files=shape.shards)
         self.watch.mkdir()
@@ -157,6 +163,8 @@ class World:
             threads=1,
             encoding=self.shape.encoding,  # type: ignore[arg-type]
             anchor_every=self.shape.anchor_every,
+            keep_versions=self.shape.keep_versions,
+            host_versions=0,
             post_write=self.shape.hook,
             port=0,
             poll_seconds=POLL_SECONDS,
@@ -216,6 +224,8 @@ class World:
 
     def unpublished(self) -> str:
         """What the publisher has still to do."""
+        if self.publisher is not None and self.publisher.wire.counts.get("inbox.looked", 0) < LOOKS:
+            return "it is starting"
         if not (self.channel / "latest").exists():
             return "there is no pointer"
         waiting = sorted(path.name for path in self.watch.iterdir())
@@ -231,6 +241,15 @@ class World:
             return f"journals that no state names: {local.journals - local.named}"
         parts = sorted(path.name for path in self.channel.glob("*.parts"))
         return f"left in the channel: {parts}" if parts else ""
+
+    def quiet(self) -> bool:
+        """Nothing is made beside the versions either, since a while."""
+        if not self.published():
+            return False
+        names = sorted(str(path) for path in self.channel.glob("weight_v*/*"))
+        if names != self._quiet[1]:
+            self._quiet = (time.monotonic(), names)
+        return time.monotonic() - self._quiet[0] > QUIET_SECONDS
 
     def followed(self, version: int) -> bool:
         local = see_local(self.local, tensors=False)

@@ -16,6 +16,7 @@ CAUGHT = {
     "pointer_before_index": (("publish", "index"), "which has no index"),
     "cleared_in_finally": (("disturb host", "patch.record"), "state: clean at version"),
     "journal_without_base": (("refuse", "undo.recorded"), "did not recover"),
+    "shard_not_synced": (("power of publisher", "pointer.moved"), "is committed and not whole"),
 }
 """patch to the scenario and rows that meet it, and what the harness says"""
 
