@@ -53,11 +53,11 @@ class FileLock:
             if text:
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, text.encode(), 0)
+            failpoint("lock.taken", self.path)
         except BaseException:
             os.close(fd)
             raise
         self._fd = fd
-        failpoint("lock.taken", self.path)
 
     def _wait(self, fd: int, kind: int, seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -49,6 +49,7 @@ KINDS = {
     "anchor": "anchor",
     "publisher": "local",
     "host": "local",
+    "rank1-local": "local",
 }
 UNINTERESTING = re.compile(r"\.port$|^world-")
 """names of what holds no state: the file that tells a port, and where it lies"""

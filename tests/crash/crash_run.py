@@ -13,13 +13,15 @@ import json
 import os
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests"), str(ROOT / "tests" / "subscriber")]
@@ -212,18 +214,17 @@ class Campaign:
         row.violations += bool(run.violations)
 
     def uncovered(self, cover: int) -> list[str]:
-        """Failpoints never reached, rows struck too seldom, and sides that pass a row and were not struck."""
+        """Rows struck too seldom, and sides that pass a row and were not struck there."""
         kills: Counter[str] = Counter()
         for row in self.rows.values():
             kills[row.name] += row.kills
-        names = {row.partition(" ")[0] for row, count in kills.items() if count}
-        found = [f"{name}: never reached" for name in FAILPOINTS if name not in names]
         passed = {
             (SCENARIOS[name].side, row)
             for name, rows in self.plan.passed.items()
             for row in rows
             if name not in WEIGHTS
         }
+        found = []
         for row_name in sorted({row for _, row in passed}):
             if kills[row_name] < cover:
                 found.append(f"{row_name}: {kills[row_name]} kills")
@@ -233,28 +234,36 @@ class Campaign:
                 found.append(f"{row_name}: no {side} was killed there")
         return found
 
-    def table(self) -> Table:
-        table = Table(title=f"seed {self.seed}: {self.kills} kills")
-        for title in ("side", "failpoint"):
-            table.add_column(title)
-        for title in ("kills", "suspended", "errors", "mean s", "worst s", "violations"):
-            table.add_column(title, justify="right")
-        for row in sorted(self.rows.values(), key=lambda row: (row.side, row.name)):
-            mean = f"{sum(row.seconds) / len(row.seconds):.2f}" if row.seconds else ""
-            worst = f"{max(row.seconds):.2f}" if row.seconds else ""
-            numbers = (row.kills, row.suspended, row.errors, mean, worst, row.violations)
-            table.add_row(row.side, row.name, *(str(each or "") for each in numbers))
-        table.add_row("any", "on the way, at random moments", str(self.others), "", "", "", "", "")
-        return table
-
     def facts(self) -> dict[str, object]:
         return {
             "seed": self.seed,
             "kills": self.kills,
+            "strikes": self.strikes,
             "rows": [asdict(row) for row in self.rows.values()],
             "others": self.others,
             "violations": [asdict(each) for each in self.violations],
         }
+
+
+def never_reached(rows: Sequence[Row]) -> list[str]:
+    names = {row.name.partition(" ")[0] for row in rows if row.kills}
+    return [f"{name}: never reached" for name in FAILPOINTS if name not in names]
+
+
+def table_of(facts: Mapping[str, Any]) -> Table:
+    table = Table(title=f"{facts['kills']} kills")
+    for title in ("side", "failpoint"):
+        table.add_column(title)
+    for title in ("kills", "suspended", "errors", "mean s", "worst s", "violations"):
+        table.add_column(title, justify="right")
+    rows = [Row(**row) for row in facts["rows"]]
+    for row in sorted(rows, key=lambda row: (row.side, row.name)):
+        mean = f"{sum(row.seconds) / len(row.seconds):.2f}" if row.seconds else ""
+        worst = f"{max(row.seconds):.2f}" if row.seconds else ""
+        numbers = (row.kills, row.suspended, row.errors, mean, worst, row.violations)
+        table.add_row(row.side, row.name, *(str(each or "") for each in numbers))
+    table.add_row("any", "on the way, at random moments", str(facts["others"]), "", "", "", "", "")
+    return table
 
 
 def run_campaign(arguments: argparse.Namespace, campaign: Campaign, console: Console) -> list[str]:
@@ -298,6 +307,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cover", type=int, default=0, help="times that every row must be struck")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--scenario", action="append", choices=list(SCENARIOS))
+    parser.add_argument("--jobs", type=int, default=2, help="1: hosts and publishers one after the other")
+    parser.add_argument("--half", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--row", default="", help="only this row, or rows whose name contains this")
     parser.add_argument("--first", action="store_true", help="end at the first violation")
     parser.add_argument("--most", type=int, default=10, help="end after so many violations")
@@ -306,12 +317,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main() -> int:
-    arguments = parse()
-    console = Console(width=None if sys.stdout.isatty() else 110)
-    seed = int.from_bytes(os.urandom(3), "little") if arguments.seed is None else arguments.seed
-    console.print(f"seed {seed}")
-    began = time.monotonic()
+def run_here(arguments: argparse.Namespace, seed: int, console: Console) -> dict[str, Any]:
+    """The campaign in this process; its results."""
     preload()
     memory = Path("/dev/shm")
     place = arguments.root or (memory if os.access(memory, os.W_OK) else None)
@@ -322,17 +329,59 @@ def main() -> int:
     finally:
         campaign.close()
         shutil.rmtree(root)
+    return {**campaign.facts(), "missing": missing}
+
+
+def run_halves(arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Hosts' and publishers' scenarios at once, each in a process of its own; the results of both."""
+    hosts = [name for name, scenario in SCENARIOS.items() if scenario.side == "host"]
+    others = [name for name in SCENARIOS if name not in hosts]
+    with tempfile.TemporaryDirectory() as directory:
+        files = [Path(directory) / f"{number}.json" for number in range(2)]
+        halves = [
+            subprocess.Popen(_half(arguments, seed + number, names, file))
+            for number, (names, file) in enumerate(zip((hosts, others), files, strict=True))
+        ]
+        ended = [half.wait() for half in halves]
+        if not all(file.exists() for file in files):
+            raise SystemExit(f"a half ended without results: {ended}")
+        one, other = (json.loads(file.read_text()) for file in files)
+    merged = {key: one[key] + other[key] for key in one if key != "seed"}
+    return {"seed": seed, **merged}
+
+
+def _half(arguments: argparse.Namespace, seed: int, names: Sequence[str], file: Path) -> list[str]:
+    command = [sys.executable, __file__, "--jobs", "1", "--half", "--json", str(file), "--seed", str(seed)]
+    for option in ("minutes", "cover", "most"):
+        command += [f"--{option}", str(getattr(arguments, option))]
+    command += ["--kills", str(-(-arguments.kills // 2))]
+    return command + [word for name in names for word in ("--scenario", name)]
+
+
+def main() -> int:
+    arguments = parse()
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    seed = int.from_bytes(os.urandom(3), "little") if arguments.seed is None else arguments.seed
+    console.print(f"seed {seed}")
+    began = time.monotonic()
+    whole = not (arguments.scenario or arguments.row or arguments.strikes)
+    if whole and arguments.jobs > 1:
+        facts = run_halves(arguments, seed)
+    else:
+        facts = run_here(arguments, seed, console)
+    facts["seconds"] = time.monotonic() - began
+    if whole and arguments.cover:
+        facts["missing"] += never_reached([Row(**row) for row in facts["rows"]])
     if arguments.json is not None:
-        facts = {**campaign.facts(), "missing": missing, "seconds": time.monotonic() - began}
         arguments.json.write_text(json.dumps(facts, indent=1))
-    console.print(campaign.table())
-    for text in missing:
+    if not arguments.half:
+        console.print(table_of(facts))
+    for text in facts["missing"]:
         console.print(text, style="red", highlight=False)
-    console.print(
-        f"{campaign.kills} kills, {len(campaign.violations)} violations, {time.monotonic() - began:.0f} s"
-    )
-    short = campaign.kills < arguments.kills and not arguments.strikes
-    return 1 if campaign.violations or missing or short else 0
+    violations = len(facts["violations"])
+    console.print(f"{facts['kills']} kills, {violations} violations, {facts['seconds']:.0f} s")
+    short = facts["kills"] < arguments.kills and not arguments.strikes
+    return 1 if violations or facts["missing"] or short else 0
 
 
 if __name__ == "__main__":
