@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 
 from fastapi import FastAPI
@@ -109,9 +108,7 @@ class Subscriber:
     def run(self) -> None:
         """Until SIGTERM, SIGINT or `stop`. Raises what `run_daemon` raises."""
         warm_up_in_background()
-        with ExitStack() as stack:
-            if self.settings.channel.is_dir():
-                stack.enter_context(Watcher(self.settings.channel, self.wakeup))
+        with Watcher(self.settings.channel, self.wakeup):
             run_daemon(
                 self.app(),
                 self.step,

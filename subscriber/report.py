@@ -28,7 +28,7 @@ class Reporter:
         self.error = ""
 
     def report(self, status: HostStatus) -> None:
-        if status.run_id is None or not self._channel.is_dir():
+        if status.run_id is None:
             return
         report = describe(status)
         if report == self._last and self._clock() < self._due:
@@ -36,7 +36,9 @@ class Reporter:
         self._counter += 1
         self._due = self._clock() + EVERY_SECONDS * random.uniform(1 - JITTER, 1 + JITTER)
         try:
-            write_report(self._channel, replace(report, counter=self._counter))
+            # nothing is made where no channel is mounted
+            if self._channel.is_dir():
+                write_report(self._channel, replace(report, counter=self._counter))
         except OSError as error:
             self.error = f"{self._channel}: no report of this host can be written: {error.strerror or error}"
         else:

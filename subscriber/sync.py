@@ -236,7 +236,7 @@ class Sync:
             raise
         except Stopped:
             raise
-        except WeightcastError:
+        except (WeightcastError, OSError):
             # the channel's troubles are not the engines'
             self._align()
             raise
@@ -260,7 +260,7 @@ class Sync:
             self._enter("loading")
         try:
             channel = Channel.open(self.options.channel, self.options.trust)
-        except WeightcastError:
+        except (WeightcastError, OSError):
             self._load(None)
             raise
         self._load(channel)
@@ -540,7 +540,7 @@ class Sync:
         self._wait(0.0)
         self.view.progress_bytes += nbytes
         self._on_bytes(nbytes)
-        if self.now() - self._shown > _SHOW_EVERY_SECONDS:
+        if self._clock() - self._shown > _SHOW_EVERY_SECONDS:
             self._tell()
 
     def _advance_fetch(self, nbytes: int) -> None:
@@ -549,7 +549,7 @@ class Sync:
         self._advance(nbytes)
 
     def _tell(self) -> None:
-        self._shown = self.now()
+        self._shown = self._clock()
         self.view.local = self._state()
         self._show(self)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from weightcast.shared.channel.signing import Trust
-from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import WeightcastError
+from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.prepare import PreRead
+from weightcast.shared.local.state import read_state
 from weightcast.shared.service.hooks import run_hook
 from weightcast.shared.service.settings import working_threads
 from weightcast.subscriber.engines.align import Pace
@@ -47,14 +48,13 @@ def open_engines(settings: SubscriberSettings) -> Engines:
     specs = parse_engines(settings.engine, settings.local)
     limits = Timeouts(reload=settings.engine_deadline)
     pace = Pace(attempts=ATTEMPTS, total=settings.engine_deadline)
-    run = _run_id(settings)
-    return Engines([open_engine(spec, run_id=run, timeouts=limits) for spec in specs], pace=pace)
+    return Engines([open_engine(spec, run_id=lambda: _run_id(settings.local), timeouts=limits) for spec in specs], pace=pace)
 
 
-def _run_id(settings: SubscriberSettings) -> str:
-    """For the engines' information; empty while the channel cannot be read, or is foreign."""
+def _run_id(local: Path) -> str:
+    """For the engines' information; empty for a foreign channel. The channel itself may hang just now."""
     try:
-        file = Channel.open(settings.channel, Trust.load(settings.trusted_key)).file
+        state = read_state(LocalPaths(local).state)
     except (WeightcastError, OSError):
         return ""
-    return "" if file is None else file.run_id
+    return "" if state is None or state.foreign else state.run_id

@@ -3,6 +3,7 @@ this machine (a rollout host has no torch) takes only its own verbs away."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from weightcast.shared.errors import USAGE, WeightcastError
+from weightcast.shared.errors import USAGE, NotInTime, WeightcastError
 from weightcast.shared.service.output import Output, printable
 
 VERBS = "weightcast.verbs"
@@ -27,7 +28,13 @@ class MissingSide:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Console entry point. Exit codes: docs of `weightcast.shared.errors`, and 130 after Ctrl-C."""
-    sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
+    code = run(list(sys.argv[1:] if arguments is None else arguments))
+    if code == NotInTime.exit_code:
+        # threads that hang in a mount would be waited for
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def run(arguments: list[str], sides: Sequence[EntryPoint] | None = None) -> int:

@@ -9,6 +9,7 @@ import random
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +99,7 @@ def next_status(before: LoopStatus, error: Exception | None, poll_seconds: float
                 "steps": before.steps + 1,
                 "failures_in_a_row": 0,
                 "last_failure": None,
+                "step_began": None,
                 "pause_seconds": poll_seconds,
             }
         )
@@ -138,6 +140,7 @@ class Loop:
 
     def run_once(self) -> None:
         error: Exception | None = None
+        self._status.set(self._status.get().model_copy(update={"step_began": time.time()}))
         try:
             self._step(self._stop)
         except WeightcastError as expected:

@@ -51,5 +51,7 @@ class LoopStatus(Frozen):
     failures_in_a_row: int = 0
     last_failure: Failure | None = None
     """of the last step; None once a step succeeded"""
+    step_began: float | None = None
+    """unix time; None between steps. One that lasts tells of a file system or an engine that hangs"""
     pause_seconds: float = 0.0
     """until the next step, unless something wakes the loop"""

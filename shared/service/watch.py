@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +35,8 @@ _WRITES: list[type[FileSystemEvent]] = [
     DirMovedEvent,
 ]
 _JOIN_SECONDS = 2.0
+_START_SECONDS = 1.0
+"""A mount that hangs is watched once it answers."""
 
 log = get_log("watch")
 
@@ -49,8 +52,14 @@ class Watcher:
         self._path = path
         self._hint = _Hint(wakeup, on_renamed)
         self._observer = Observer()
+        self._starting = threading.Thread(target=self._start, name="watch", daemon=True)
 
     def __enter__(self) -> Watcher:
+        self._starting.start()
+        self._starting.join(_START_SECONDS)
+        return self
+
+    def _start(self) -> None:
         try:
             self._observer.schedule(self._hint, str(self._path), event_filter=_WRITES)
             self._observer.start()
@@ -60,7 +69,6 @@ class Watcher:
                 path=str(self._path),
                 reason=str(error),
             )
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from weightcast.subscriber.engines.base import BadEngineOption, Engine, EngineSpec, Timeouts
 from weightcast.subscriber.engines.sglang import SGLang
@@ -15,7 +15,7 @@ from weightcast.subscriber.engines.wire import Wire
 def open_engine(
     spec: EngineSpec,
     *,
-    run_id: str = "",
+    run_id: Callable[[], str] = str,
     timeouts: Timeouts | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Engine:

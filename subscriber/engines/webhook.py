@@ -9,6 +9,8 @@ with the weights from before untouched. A phase may arrive twice. `GET URL` may 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from weightcast.shared.errors import EngineFailed
 from weightcast.subscriber.engines.base import (
     Confirmation,
@@ -26,7 +28,7 @@ REMEDY = 'the receiver must answer 2xx with {"ok": true}; see its log'
 
 
 class Webhook:
-    def __init__(self, spec: EngineSpec, wire: Wire, timeouts: Timeouts, run_id: str) -> None:
+    def __init__(self, spec: EngineSpec, wire: Wire, timeouts: Timeouts, run_id: Callable[[], str]) -> None:
         self.spec = spec
         self._wire = wire
         self._timeouts = timeouts
@@ -100,7 +102,7 @@ class Webhook:
         return {
             "phase": phase,
             "engine": self.spec.name,
-            "run_id": self._run_id,
+            "run_id": self._run_id(),
             "policy": self.spec.policy,
             "path": self.spec.path,
             **self._ordered,

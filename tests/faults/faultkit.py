@@ -121,6 +121,11 @@ class Daemon:
         url = f"http://127.0.0.1:{int(self.port.read_text())}{path}"
         return httpx.get(url, trust_env=False, timeout=5)
 
+    def wake(self) -> None:
+        """The pause after a failure is cut short."""
+        port = int(self.port.read_text())
+        httpx.post(f"http://127.0.0.1:{port}/v1/wake", trust_env=False, timeout=5)
+
     @property
     def status(self) -> dict[str, Any]:
         status: dict[str, Any] = self.get("/v1/status").json()

@@ -21,7 +21,7 @@ sys.path[:0] = [str(TESTS / "faults"), str(TESTS / "crash"), str(TESTS)]
 from crash_processes import Child, Order, fork, preload  # noqa: E402
 from faulty_fs import serve  # noqa: E402
 
-from weightcast.shared.service.cli import run as run_command  # noqa: E402
+from weightcast.shared.service.cli import main as main_command  # noqa: E402
 
 Answer = dict[str, Any]
 
@@ -53,13 +53,11 @@ class Keeper:
         """`weightcast` with these arguments, to the end of its interpreter."""
 
         def role() -> None:
-            code = 1
             try:
-                code = run_command(arguments)
+                main_command(arguments)
             finally:
                 # what an interpreter does before it ends: it waits for threads
                 threading._shutdown()  # type: ignore[attr-defined]
-            sys.exit(code)
 
         return self._kept(fork(role, Path(log), None if order is None else Order(**order)))
 

@@ -33,7 +33,7 @@ class Stage:
     def at(self, kind: str, url: str, options: str = "", timeouts: Timeouts = QUICK) -> Engine:
         engine = open_engine(
             parse_engine(f"{kind}={url}{options}", self.local),
-            run_id="run-1",
+            run_id=lambda: "run-1",
             timeouts=timeouts,
             environ={"KEY": "s3cret"},
         )
