@@ -38,6 +38,7 @@ from weightcast.publisher.watched import Arrivals, Watched
 from weightcast.publisher.work import Work, report_of
 from weightcast.shared.channel.claims import current_epoch
 from weightcast.shared.channel.index import Index
+from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.reports import read_reports
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import NeedsReseed, NotInTime, Refused, RetryLater
@@ -358,7 +359,14 @@ def ready_channel(settings: PublisherSettings, meter: Meter) -> int:
     """Makes the channel from the base, or checks that it was. Returns the bytes of a version. Weights
     are compared as long as nothing is seeded from them: later the base is no longer read. Raises Refused."""
     threads = working_threads(settings.threads, settings.memory_budget, default=THREADS)
-    if not (settings.channel / "channel.json").exists() or not LocalPaths(settings.local).state.exists():
+    known = LocalPaths(settings.local).state.exists()
+    made = Layout(settings.channel).channel_json.exists()
+    if known and not made:
+        raise RetryLater(
+            f"{settings.local} is of a run whose channel is not at {settings.channel}",
+            remedy="mount the channel; for a new run give another --local",
+        )
+    if not made or not known:
         init_channel(
             settings.channel,
             settings.base,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.reports import Report, write_report
 from weightcast.subscriber.status import HostStatus
 
@@ -36,13 +37,18 @@ class Reporter:
         self._counter += 1
         self._due = self._clock() + EVERY_SECONDS * random.uniform(1 - JITTER, 1 + JITTER)
         try:
-            # nothing is made where no channel is mounted
-            if self._channel.is_dir():
+            if _is_channel(self._channel):
                 write_report(self._channel, replace(report, counter=self._counter))
         except OSError as error:
             self.error = f"{self._channel}: no report of this host can be written: {error.strerror or error}"
         else:
             self.error, self._last = "", report
+
+
+def _is_channel(directory: Path) -> bool:
+    """Nothing is made where no channel is mounted."""
+    layout = Layout(directory)
+    return layout.channel_json.exists() or layout.latest.exists()
 
 
 def describe(status: HostStatus) -> Report:

@@ -260,6 +260,7 @@ class Sync:
             self._enter("loading")
         try:
             channel = Channel.open(self.options.channel, self.options.trust)
+            self.follower.require_mounted(channel)
         except (WeightcastError, OSError):
             self._load(None)
             raise

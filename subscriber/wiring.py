@@ -48,7 +48,8 @@ def open_engines(settings: SubscriberSettings) -> Engines:
     specs = parse_engines(settings.engine, settings.local)
     limits = Timeouts(reload=settings.engine_deadline)
     pace = Pace(attempts=ATTEMPTS, total=settings.engine_deadline)
-    return Engines([open_engine(spec, run_id=lambda: _run_id(settings.local), timeouts=limits) for spec in specs], pace=pace)
+    engines = [open_engine(spec, run_id=lambda: _run_id(settings.local), timeouts=limits) for spec in specs]
+    return Engines(engines, pace=pace)
 
 
 def _run_id(local: Path) -> str:

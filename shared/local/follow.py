@@ -175,6 +175,15 @@ class Follower:
             patching.drop_strays(local)
         return repaired
 
+    def require_mounted(self, channel: Channel) -> None:
+        """RetryLater when nothing is left of the channel that was followed here: an empty mount point."""
+        state = read_state(self.paths.state) if self.local is None else self.local.state
+        if state is not None and not state.foreign and channel.foreign and channel.pointer() is None:
+            raise RetryLater(
+                f"{channel.layout.channel_json} is gone",
+                remedy="is the channel mounted? nothing is changed here",
+            )
+
     def _check_run(self, channel: Channel | None, state: LocalState) -> None:
         if channel is None:
             return

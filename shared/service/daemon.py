@@ -121,6 +121,12 @@ def failure_of(error: BaseException) -> Failure:
     return Failure(error=type(error).__name__, message=str(error), remedy="see the log for the traceback")
 
 
+def _of_disk(trouble: OSError) -> RetryLater:
+    return RetryLater(
+        f"{trouble.filename or 'a file'}: {trouble.strerror or trouble}", remedy="check disks and mounts"
+    )
+
+
 class Loop:
     """Runs `step` again and again in one thread until the stop is requested."""
 
@@ -146,6 +152,9 @@ class Loop:
         except WeightcastError as expected:
             error = expected
             log.warning("step failed", **failure_of(expected).model_dump())
+        except OSError as trouble:
+            error = _of_disk(trouble)
+            log.warning("step failed", **failure_of(error).model_dump())
         except Exception as unexpected:
             error = unexpected
             log.exception("step crashed")

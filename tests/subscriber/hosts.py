@@ -194,6 +194,10 @@ class Run:
             )
         )
 
+    def close(self) -> None:
+        """Another publisher may take the channel."""
+        self._publisher.close()
+
     def publish(self, weights: Weights | None = None) -> int:
         """A version with a few changes, or with these weights."""
         number = len(self.versions)

@@ -122,9 +122,14 @@ STATUS = HostStatus(
 )
 
 
+def channel(directory: Path) -> Path:
+    Layout(directory).channel_json.touch()
+    return directory
+
+
 def test_reports_are_written_on_change_and_when_time_is_up(tmp_path: Path) -> None:
     now = [0.0]
-    reporter = Reporter(tmp_path, lambda: now[0])
+    reporter = Reporter(channel(tmp_path), lambda: now[0])
     reporter.report(STATUS)
     [first] = read_reports(tmp_path)
     reporter.report(STATUS)
@@ -139,7 +144,7 @@ def test_reports_are_written_on_change_and_when_time_is_up(tmp_path: Path) -> No
 
 
 def test_a_report_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    Layout(tmp_path).hosts_dir.write_text("in the way")
+    Layout(channel(tmp_path)).hosts_dir.write_text("in the way")
     reporter = Reporter(tmp_path)
     reporter.report(STATUS)
     assert "no report of this host can be written" in reporter.error
@@ -149,6 +154,8 @@ def test_a_report_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 
 
 def test_nothing_is_reported_before_the_run_is_known_or_without_a_channel(tmp_path: Path) -> None:
-    Reporter(tmp_path).report(STATUS.model_copy(update={"run_id": None}))
     Reporter(tmp_path / "gone").report(STATUS)
-    assert list(tmp_path.iterdir()) == []
+    Reporter(tmp_path).report(STATUS)
+    assert list(tmp_path.iterdir()) == [], "where nothing is mounted"
+    Reporter(channel(tmp_path)).report(STATUS.model_copy(update={"run_id": None}))
+    assert not Layout(tmp_path).hosts_dir.exists()
