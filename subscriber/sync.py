@@ -269,8 +269,13 @@ class Sync:
         return channel
 
     def _load(self, channel: Channel | None) -> None:
-        self._usable = False
-        self.follower.load(channel, self._advance)
+        before, self._usable = self._usable, False
+        try:
+            self.follower.load(channel, self._advance)
+        except OSError:
+            # a disk that fails says nothing of what lies on it, nor of what engines took from it
+            self._usable = before
+            raise
         if self._reads_all:
             self._enter("hashing")
             self.follower.rehash(self._advance)

@@ -236,8 +236,10 @@ def test_a_local_disk_that_is_read_only_for_a_while(fleet: Fleet) -> None:
     fleet.place.namespace.sh("mount", "-o", "remount,bind,ro", local)
     version = fleet.run.publish()
     until(lambda: host.daemon.told("Read-only"), "status tells")
+    steps = host.daemon.status["loop"]["steps"]
+    until(lambda: host.daemon.wake() or host.daemon.status["loop"]["steps"] > steps + 1, "tried again")
     host.stays(1)
-    fleet.place.namespace.sh("umount", local)
+    fleet.place.namespace.sh("umount", "-l", local)
     host.arrives(version)
 
 
