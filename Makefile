@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install test fuzz lint demo bench crash clean
+.PHONY: install test fuzz lint demo bench crash soak clean
 
 install: $(STAMP)
 
@@ -38,6 +38,10 @@ fuzz: install
 				-artifact_prefix=$$target/ -max_total_time=$(FUZZ_SECONDS) -timeout=20 || exit 1; \
 		done; \
 	else echo "atheris does not install here: no guided fuzzing"; fi
+
+# Thousands of versions under faults, with memory and descriptors fitted: twenty minutes.
+soak: install
+	$(BIN)/python tests/faults/soak_run.py --versions 3000 $(SOAK_ARGS)
 
 demo: install
 	$(BIN)/python -m examples.demo $(DEMO_ARGS)

@@ -33,6 +33,9 @@ WordsIn = Callable[[int, int, int], Words]
 
 _SEEDED_AGAIN = "the next sync seeds it again from base or anchor"
 PATCH_LOCK_SECONDS = 60.0
+_BLOCK = 512
+_PLAIN_SYSTEMS = ("ext4", "xfs", "tmpfs")
+"""file systems that compress nothing"""
 
 
 @dataclass(frozen=True)
@@ -258,6 +261,19 @@ def gather(chunk: Chunk, words_in: WordsIn) -> Words:
     return words
 
 
+def _fill_holes(fd: int, path: Path, found: os.stat_result) -> None:
+    """A store to a hole on a full disk is SIGBUS, not an error. Elsewhere fewer blocks need not be holes."""
+    sparse = found.st_blocks * _BLOCK < found.st_size
+    if sparse and file_system(found.st_dev) in _PLAIN_SYSTEMS:
+        try:
+            os.posix_fallocate(fd, 0, found.st_size)
+        except OSError as error:
+            raise RetryLater(
+                f"{path} has holes that cannot be filled: {error.strerror}",
+                remedy="free space on the local disk; nothing was changed",
+            ) from error
+
+
 def _map(path: Path) -> _Mapped:
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
@@ -267,6 +283,7 @@ def _map(path: Path) -> _Mapped:
                 f"{path} has {found.st_nlink} links: patching it would change another directory's file",
                 remedy="give the local checkpoint files of its own",
             )
+        _fill_holes(fd, path, found)
         mapped = mmap.mmap(fd, found.st_size)
     finally:
         os.close(fd)

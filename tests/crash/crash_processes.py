@@ -26,7 +26,7 @@ from typing import Literal
 
 from weightcast.shared import failpoints
 
-Action = Literal["kill", "stop", "error"]
+Action = Literal["kill", "stop", "term", "error"]
 _SIZE = 1 << 16
 _ORDER, _FIRED, _SEEDS, _COUNTS = 8, 4096, 4100, 8192
 _PR_SET_PDEATHSIG = 1
@@ -178,6 +178,8 @@ class Trap:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            case "term":
+                os.kill(os.getpid(), signal.SIGTERM)
             case "error":
                 self._then = self._order.then
                 raise OSError(self._order.errno, os.strerror(self._order.errno))

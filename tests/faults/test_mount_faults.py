@@ -254,3 +254,25 @@ def test_a_local_disk_that_vanishes_and_comes_back(fleet: Fleet) -> None:
     fleet.place.namespace.sh("mount", "--bind", disk, mount)
     assert on_disk(host.local) == fleet.run.digest(1)
     host.arrives(fleet.run.publish())
+
+
+def test_a_local_file_with_holes_on_a_full_disk(place: Place, site: Site) -> None:
+    """As a copy of it that skips zeros would leave it: a store to a hole would kill the process."""
+    zeros = {"zeros": ("BF16", (1 << 19,), bytes(MIB)), **Weights.make().tensors}
+    run = Run(site.root / "big", site.stack, base=Weights(zeros))
+    mount = place.root / "small"
+    seen = place.tmpfs(mount, 16)
+    host = Fleet(place, site, run, run.channel).host(mount / "host", "--verify-rate", "0")
+    host.arrives(0)
+    assert host.daemon.term() == 0
+    for path in host.local.glob("*.safetensors"):
+        place.namespace.sh("fallocate", "--dig-holes", path)
+    assert min(path.stat().st_blocks for path in host.local.glob("*.safetensors")) * 512 < MIB
+    filler = fill(seen)
+    version = run.publish(Weights({**zeros, "zeros": ("BF16", (1 << 19,), b"\x01\x02" * (1 << 19))}))
+    host.daemon.start()
+    until(lambda: host.daemon.status["loop"]["steps"] > 1, "steps go on")
+    assert host.daemon.status["loop"]["last_failure"] is not None
+    filler.unlink()
+    host.arrives(version)
+    assert "crashed" not in host.daemon.words()

@@ -176,10 +176,15 @@ class Run:
     """A channel and its publisher."""
 
     def __init__(
-        self, root: Path, stack: ExitStack, encoding: Any = "fast", sign_key: Path | None = None
+        self,
+        root: Path,
+        stack: ExitStack,
+        encoding: Any = "fast",
+        sign_key: Path | None = None,
+        base: Weights | None = None,
     ) -> None:
         self.root = root
-        self.base = Weights.make()
+        self.base = Weights.make() if base is None else base
         self.base_dir = self.base.write(root / "base")
         self.channel = root / "channel"
         self.versions = [self.base]

@@ -1,0 +1,15 @@
+"""A short soak; `make soak` is the long one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+SOAK = Path(__file__).with_name("soak_run.py")
+
+
+def test_versions_arrive_whatever_goes_wrong_and_nothing_grows() -> None:
+    command = [sys.executable, str(SOAK), "--versions", "60", "--seconds", "12"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-4000:]
