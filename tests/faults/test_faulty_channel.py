@@ -184,3 +184,12 @@ def test_a_one_shot_asks_to_be_tried_again(host: Host, place: Place) -> None:
     host.channel.rules({"path": "latest", "action": "error", "op": "READ"})
     code, words = place.verb(*("sync", "--channel", host.channel.mount), "--local", place.root / "other")
     assert code == 75 and "Input/output" in words
+
+
+@pytest.mark.parametrize("number", [errno.ENOTCONN, errno.ESTALE, errno.EIO])
+def test_a_host_is_ready_again_although_its_channel_is_an_error(host: Host, number: int) -> None:
+    assert host.daemon.term() == 0
+    host.channel.rules({"path": "*", "action": "error", "errno": number})
+    host.daemon.start()
+    until(lambda: host.daemon.status["last_error"], "status tells")
+    host.stays(host.version)

@@ -203,7 +203,7 @@ class Run:
         """Another publisher may take the channel."""
         self._publisher.close()
 
-    def publish(self, weights: Weights | None = None) -> int:
+    def publish(self, weights: Weights | None = None, *, anchor: bool = False) -> int:
         """A version with a few changes, or with these weights."""
         number = len(self.versions)
         new = self.versions[-1].changed(number) if weights is None else weights
@@ -211,6 +211,8 @@ class Run:
         report = self._publisher.publish_checkpoint(directory, step=number)
         self.versions.append(new)
         assert report.version == number
+        if anchor:
+            self._publisher.write_anchor()
         return number
 
     def publish_by_two(self) -> int:
