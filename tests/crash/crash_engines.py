@@ -16,6 +16,14 @@ from crash_observe import digest_of
 from doubles import SGLangDouble, WebhookDouble, serve
 
 
+def on_disk(directory: Path) -> str:
+    """Digest of the tensors in a checkpoint directory; empty while there are none, or half a file."""
+    try:
+        return digest_of(read_checkpoint(directory))
+    except (OSError, ValueError):
+        return ""
+
+
 class Copying(SGLangDouble):
     """Loads what lies in a checkpoint directory. While it `refuses`, it takes only what it had before."""
 
@@ -27,8 +35,8 @@ class Copying(SGLangDouble):
         self.served: list[str] = []
 
     def load(self, directory: str) -> bool:
-        found = digest_of(read_checkpoint(Path(directory)))
-        if self.refuses and found != self.held:
+        found = on_disk(Path(directory))
+        if not found or (self.refuses and found != self.held):
             return False
         self.held = found
         self.loaded, self.broken = True, False
@@ -62,7 +70,7 @@ class Mapping(WebhookDouble):
             self.served.append(self.now_held())
 
     def now_held(self) -> str:
-        return digest_of(read_checkpoint(self.local))
+        return on_disk(self.local)
 
 
 def run_engines(local: Path, kinds: tuple[str, ...], wire: Connection) -> None:
