@@ -359,7 +359,7 @@ class Sync:
     def _relabel(self, channel: Channel, route: Route, plan: Relabel) -> None:
         local = self._local()
         before = local.state.position.version
-        with local.patching():
+        with local.patching(wait=self._wait):
             self.follower.relabel(channel, route, plan)
             self.engines.relabel(local, before)
         self._moved("relabel", before, 1)
@@ -415,7 +415,7 @@ class Sync:
             limit = self.view.target_version if target.exact else None
             self.follower.fetch_ahead(staged.step.target.version, limit)
         self._watch.enter("lock")
-        with self._local().patching():
+        with self._local().patching(wait=self._wait):
             self._watch.enter("")
             self.engines.look()
             results = self._bring(staged.step.target.version, lambda: self._write(staged), last)
@@ -450,7 +450,7 @@ class Sync:
             return
         self._enter("reloading")
         self._watch.enter("lock")
-        with local.patching():
+        with local.patching(wait=self._wait):
             self._watch.enter("")
             require_files(local)
             version = local.state.position.version

@@ -1,4 +1,4 @@
-"""Verbs of the subscriber: `subscriber run`, `sync`."""
+"""Verbs of the subscriber: `subscriber run`, `sync`; `run-engine` has a module of its own."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ from weightcast.shared.service.output import (
     printable,
 )
 from weightcast.shared.service.settings import load_settings
+from weightcast.subscriber import verbs_engine
 from weightcast.subscriber.board import Board
 from weightcast.subscriber.settings import SubscriberSettings
 from weightcast.subscriber.status import HostStatus
 from weightcast.subscriber.sync import Sync
 from weightcast.subscriber.wiring import open_engines, options_of
+
+_LOOK_SECONDS = 0.5
 
 
 def register(app: typer.Typer) -> None:
@@ -39,6 +42,7 @@ def register(app: typer.Typer) -> None:
         subscriber, "run", SubscriberSettings, "Follow a channel and reload the engines, until stopped."
     )(_run)
     app.command("sync")(sync)
+    verbs_engine.register(app)
 
 
 def _run(settings: SubscriberSettings) -> None:
@@ -69,6 +73,9 @@ def sync(
         float | None,
         typer.Option("--visible-deadline", min=0.1, help="Seconds to wait for what the pointer names; 120."),
     ] = None,
+    wait_engine: Annotated[
+        float, typer.Option("--wait-engine", min=0, help="Seconds to wait for engines that do not serve yet.")
+    ] = 0.0,
     trusted_key: TrustedKeyOption = None,
     rehash: Annotated[
         bool, typer.Option("--rehash", help="Read every byte first and repair what differs.")
@@ -90,19 +97,23 @@ def sync(
     settings = load_settings(SubscriberSettings, flags)
     output = Output(json=as_json)
     with _term_as_interrupt():
-        status = _sync(settings, output, rehash)
+        status = _sync(settings, output, rehash, wait_engine)
     output.result(status, lambda console: _show(console, status))
     _judge(status)
 
 
-def _sync(settings: SubscriberSettings, output: Output, rehash: bool) -> HostStatus:
+def _sync(settings: SubscriberSettings, output: Output, rehash: bool, engine_seconds: float) -> HostStatus:
     options = options_of(settings)
     board = Board(options)
     with output.progress(f"{settings.local}", None) as advance:
         patience = _Patience(settings.visible_deadline)
         one = Sync(options, open_engines(settings), show=board.show, stop=patience.wait, advance=advance)
         try:
-            one.rehash() if rehash else one.sync_once()
+            outcome = one.rehash() if rehash else one.sync_once()
+            deadline = time.monotonic() + engine_seconds
+            while not outcome.ready and time.monotonic() < deadline:
+                time.sleep(_LOOK_SECONDS)
+                outcome = one.sync_once()
             return board.status.get()
         finally:
             one.close()

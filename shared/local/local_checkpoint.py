@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from weightcast.shared.files.checkpoint import Checkpoint, FileIdentity, file_id
 from weightcast.shared.files.mounts import file_system
 from weightcast.shared.files.paging import populate
 from weightcast.shared.local.host import Host
-from weightcast.shared.local.locks import FileLock, holder, owner_text
+from weightcast.shared.local.locks import FileLock, Wait, holder, owner_text
 from weightcast.shared.local.state import LANES_BYTES, LocalState, read_state, write_state
 from weightcast.shared.words import Chunk, TensorTable, Words
 
@@ -225,9 +226,10 @@ class LocalCheckpoint:
         return gather(chunk, self.words_in)
 
     @contextlib.contextmanager
-    def patching(self, seconds: float = PATCH_LOCK_SECONDS) -> Iterator[None]:
-        """The exclusive patch lock, and the field's own lock where such a directory exists."""
-        with FileLock(self.paths.patch).holding(seconds=seconds), self._field_lock(seconds):
+    def patching(self, seconds: float = PATCH_LOCK_SECONDS, wait: Wait = time.sleep) -> Iterator[None]:
+        """The exclusive patch lock, and the field's own lock where such a directory exists. `wait` is called
+        between attempts and may raise."""
+        with FileLock(self.paths.patch).holding(seconds=seconds, wait=wait), self._field_lock(seconds):
             yield
 
     @contextlib.contextmanager

@@ -11,7 +11,7 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from weightcast.shared.errors import RetryLater, WeightcastError
@@ -20,6 +20,7 @@ from weightcast.shared.files.durable import read_file
 
 _TRY_EVERY = 0.02
 _TEXT_LIMIT = 4096
+Wait = Callable[[float], None]
 
 
 class FileLock:
@@ -28,6 +29,8 @@ class FileLock:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd: int | None = None
+        self._signed = False
+        """the text is ours and shared: it must not speak for the next holder"""
 
     @property
     def held(self) -> bool:
@@ -43,23 +46,25 @@ class FileLock:
         except FileNotFoundError:
             return False
 
-    def acquire(self, *, shared: bool = False, seconds: float = 0.0, text: str = "") -> None:
-        """Raises RetryLater, naming the holder, when the lock is not free within `seconds`."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(self.path, flags, 0o644)
+    def acquire(
+        self, *, shared: bool = False, seconds: float = 0.0, text: str = "", wait: Wait = time.sleep
+    ) -> None:
+        """Raises RetryLater, naming the holder, when the lock is not free within `seconds`, and what `wait`
+        raises, which is called between attempts."""
+        fd = _open(self.path, shared)
         failpoint("lock.wanted", self.path)
         try:
-            self._wait(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, seconds)
+            self._wait(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, seconds, wait)
             if text:
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, text.encode(), 0)
+                _leave_text(fd, text)
+            self._signed = shared and bool(text)
             failpoint("lock.taken", self.path)
         except BaseException:
             os.close(fd)
             raise
         self._fd = fd
 
-    def _wait(self, fd: int, kind: int, seconds: float) -> None:
+    def _wait(self, fd: int, kind: int, seconds: float, wait: Wait) -> None:
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -70,21 +75,42 @@ class FileLock:
                         f"{self.path} is held by {holder(self.path) or 'another process'}",
                         remedy="wait for it, or stop that process",
                     ) from None
-            time.sleep(_TRY_EVERY)
+            wait(_TRY_EVERY)
 
     def release(self) -> None:
         if self._fd is not None:
+            if self._signed:
+                _leave_text(self._fd, "")
             os.close(self._fd)
             self._fd = None
             failpoint("lock.released", self.path)
 
     @contextlib.contextmanager
-    def holding(self, *, shared: bool = False, seconds: float = 0.0) -> Iterator[None]:
-        self.acquire(shared=shared, seconds=seconds)
+    def holding(
+        self, *, shared: bool = False, seconds: float = 0.0, wait: Wait = time.sleep
+    ) -> Iterator[None]:
+        self.acquire(shared=shared, seconds=seconds, wait=wait)
         try:
             yield
         finally:
             self.release()
+
+
+def _open(path: Path, shared: bool) -> int:
+    """Who may only read the checkpoint may hold it still all the same."""
+    flags = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags | os.O_RDWR, 0o644)
+    except PermissionError:
+        if not shared:
+            raise
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+
+def _leave_text(fd: int, text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, text.encode(), 0)
 
 
 def owner_text() -> str:

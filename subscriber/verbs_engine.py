@@ -1,0 +1,78 @@
+"""The verb `run-engine`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weightcast.shared.errors import USAGE, EngineFailed, Refused
+from weightcast.shared.service.logs import get_log, setup_logs
+from weightcast.subscriber.engines.base import EngineSpec, Timeouts, parse_engine
+from weightcast.subscriber.engines.kinds import open_engine
+from weightcast.subscriber.engines.wire import Wire
+from weightcast.subscriber.launch import PROBE_SECONDS, Launch, run_engine
+
+log = get_log("run-engine")
+PROBING = Timeouts(connect=PROBE_SECONDS, probe=PROBE_SECONDS, control=PROBE_SECONDS)
+
+
+class NoProbe(Refused):
+    exit_code = USAGE
+
+
+def register(app: typer.Typer) -> None:
+    app.command("run-engine")(run)
+
+
+def run(
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="The engine's command line.")],
+    local: Annotated[
+        Path,
+        typer.Option("--local", envvar="WEIGHTCAST_LOCAL", help="Local checkpoint that the engine loads."),
+    ],
+    engine: Annotated[
+        str | None,
+        typer.Option("--engine", help="The engine as the subscriber has it; it has loaded once it answers."),
+    ] = None,
+    ready_url: Annotated[
+        str | None, typer.Option("--ready-url", help="Instead: it has loaded once this URL answers 2xx.")
+    ] = None,
+    wait: Annotated[
+        float, typer.Option("--wait", min=0, help="Seconds to wait for a checkpoint that may be loaded.")
+    ] = 600.0,
+    load_deadline: Annotated[
+        float, typer.Option("--load-deadline", min=1, help="Seconds after which versions come all the same.")
+    ] = 1800.0,
+) -> None:
+    """Start an engine while its checkpoint stands still; pass signals on, end with its exit code."""
+    setup_logs()
+    local = local.absolute()
+    loaded = _loaded(engine, ready_url, local)
+    code = run_engine(Launch(local, command, loaded, load_deadline, wait, log.info))
+    raise typer.Exit(code)
+
+
+def _loaded(engine: str | None, ready_url: str | None, local: Path) -> Callable[[], bool]:
+    if engine is not None and ready_url is None:
+        adapter = open_engine(parse_engine(engine, local), timeouts=PROBING)
+        return lambda: adapter.probe().reachable
+    if ready_url is not None and engine is None:
+        wire = Wire(_spec(ready_url, local), PROBING)
+        return lambda: _answers(wire)
+    raise NoProbe(
+        "how is it seen that the engine has loaded?", remedy="give --engine kind=URL or --ready-url URL"
+    )
+
+
+def _spec(url: str, local: Path) -> EngineSpec:
+    return parse_engine(f"webhook={url}", local)
+
+
+def _answers(wire: Wire) -> bool:
+    try:
+        return 200 <= wire.get("", PROBE_SECONDS).status < 300
+    except EngineFailed:
+        return False
