@@ -64,6 +64,8 @@ class UpdateStatus(Frozen):
     engines the slowest"""
     pause_seconds: float | None
     """longest time that an engine was paused"""
+    around: tuple[str, ...] = ()
+    """what of the channel is damaged and was gone around"""
     at: float
     """unix time of its end"""
 

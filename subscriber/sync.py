@@ -144,6 +144,8 @@ class Sync:
         self._failures: dict[str, int] = {}
         self._shown = 0.0
         self._reads_all = False
+        self._around: tuple[str, ...] = ()
+        """damage that this step went around"""
         self.follower = Follower(
             options.channel,
             options.local,
@@ -164,6 +166,7 @@ class Sync:
         outcome."""
         self._watch = Stopwatch()
         self.view.moves, self.view.degraded, self.view.error = [], (), None
+        self._around = ()
         try:
             self._step()
         except BaseException as error:
@@ -225,6 +228,8 @@ class Sync:
 
     def _step(self) -> None:
         self.follower.own()
+        if self._reads_all:
+            self._adopt()
         self.engines.look()
         failpoint("engine.looked")
         if self.follower.local is None:
@@ -242,12 +247,28 @@ class Sync:
             raise
         self._align()
 
+    def _adopt(self) -> None:
+        """A state that cannot be read is told by every other step."""
+        channel = Channel.open(self.options.channel, self.options.trust)
+        self._enter("hashing")
+        if self.follower.adopt(channel, self._advance):
+            self._degrade("the local state could not be read; all weights were read instead")
+
     def _resume_noted(self) -> None:
         state = read_state(self.follower.paths.state)
         if state is not None:
             self.engines.resume_noted(state)
 
     def _follow(self) -> None:
+        self.follower.detours.run(self._go_one_way, self._go_around)
+
+    def _go_around(self, damage: str) -> None:
+        """What is damaged in the channel keeps a host only where no other way leads on."""
+        self._around = (*self._around, damage)
+        self._degrade(f"another way is taken: {damage}")
+        self.follower.release()
+
+    def _go_one_way(self) -> None:
         channel = self._open_and_load()
         self._enter("planning")
         with self._watch.timed("plan"):
@@ -525,6 +546,7 @@ class Sync:
             changes=watch.changes,
             seconds=watch.total(),
             pause_seconds=watch.pause_seconds,
+            around=self._around,
             at=self.now(),
         )
         self.view.moves.append(move)

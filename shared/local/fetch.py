@@ -30,6 +30,14 @@ _JOURNAL_BYTES = 10
 """of a journal per changed word, at most: old and new word of 4 bytes, the gap, a share of record heads"""
 
 
+class NotThere(RetryLater):
+    """A file that an index names did not show in time, or is gone."""
+
+    def __init__(self, path: Path, version: int) -> None:
+        super().__init__(f"{path} is not there", remedy="is the mount stale, or was the version pruned?")
+        self.version = version
+
+
 def check_space(paths: LocalPaths, versions: Sequence[Index | ForeignIndex]) -> None:
     """RetryLater when spool and journal of `versions` would not fit. A foreign index states no sizes."""
     ours = [version for version in versions if isinstance(version, Index)]
@@ -54,11 +62,12 @@ def fetch(
     advance: Advance | None = None,
     wait: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Copies what `index` names from `version_dir`, telling `arrivals` block by block. Raises RetryLater when
-    a file does not show within `visible_seconds`, DamagedFile when it does and is not what the index says."""
+    """Copies what `index` names from `version_dir`, telling `arrivals` block by block. Raises NotThere when
+    a file does not show within `visible_seconds`, DamagedFile when it does and is not what the index says,
+    RetryLater when reading or writing fails."""
     target = spool.directory(index)
     target.mkdir(exist_ok=True)
-    copy = _Copy(arrivals, time.monotonic() + visible_seconds, advance, wait)
+    copy = _Copy(index.version, arrivals, time.monotonic() + visible_seconds, advance, wait)
     for record in _records(index):
         path = target / record.name
         if not spool.has(path):
@@ -80,6 +89,7 @@ def _records(index: Index | ForeignIndex) -> list[FileRecord]:
 class _Copy:
     """Into the spool, again and again until a file is right or the deadline has passed."""
 
+    version: int
     arrivals: Arrivals
     deadline: float
     advance: Advance | None
@@ -91,9 +101,7 @@ class _Copy:
             try:
                 return self._once(source, target, record)
             except FileNotFoundError as error:
-                failure: Exception = RetryLater(
-                    f"{source} is not there", remedy="is the mount stale, or was the version pruned?"
-                )
+                failure: Exception = NotThere(source, self.version)
                 cause: Exception = error
             except DamagedFile as error:
                 failure = cause = error

@@ -7,7 +7,7 @@ In which order they are taken, and what engines do in between, is decided by the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,9 +16,11 @@ from weightcast.shared.channel.layout import version_name
 from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel, FullVersion
-from weightcast.shared.errors import DamagedFile, Forked, NeedsReseed, Refused, RetryLater, WrongRun
+from weightcast.shared.errors import Forked, NeedsReseed, Refused, RetryLater, WrongRun
 from weightcast.shared.files.checkpoint import Checkpoint, open_checkpoint
 from weightcast.shared.local import patch as patching
+from weightcast.shared.local.adopt import adopt, is_lost
+from weightcast.shared.local.detours import Detours, Stretch
 from weightcast.shared.local.hashing import Differs
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths, own
 from weightcast.shared.local.locks import FileLock
@@ -47,6 +49,23 @@ class FollowOptions:
     """between two looks for a file that is not visible yet; may raise to give up"""
 
 
+@dataclass(frozen=True)
+class _Anchor:
+    """Full weights of a version in the channel: its main index, that of the anchor, where that lies."""
+
+    main: Index
+    index: Index
+    directory: Path
+
+    def source(self, channel: Channel) -> Source:
+        _, base = channel.require_ours()
+        main = self.main
+        lanes = pack_list([self.index.tensors[spec.name].lanes for spec in base.table])
+        position = Position(main.version, main.digest, main.root, main.epoch, lanes)
+        checkpoint = open_checkpoint(self.directory, follow_links=False)
+        return Source(checkpoint, position, base.run_id, base, anchor=self.index)
+
+
 class Follower:
     """One local checkpoint on its way along one channel. Not thread-safe."""
 
@@ -64,8 +83,7 @@ class Follower:
         self._owner: FileLock | None = None
         self._spool = Spool(self.paths)
         self._prefetch: Prefetch | None = None
-        self._avoided: set[tuple[int, int]] = set()
-        """deltas from older versions that were damaged: other ways are planned"""
+        self.detours = Detours()
         self._trust: Trust | None = None
         self._intact: int | None = None
         """the generation whose bytes were all read and found right"""
@@ -133,6 +151,16 @@ class Follower:
         except NeedsReseed as error:
             self._give_up(error)
             self.state = read_state(self.paths.state)
+
+    def adopt(self, channel: Channel, advance: Advance | None = None) -> bool:
+        """Finds out what lies here where the state cannot be read: what differs from a version is left to
+        `repair`, what is none to `seed`. False when the state can be read."""
+        self.own()
+        if self.local is not None or not is_lost(self.paths):
+            return False
+        with FileLock(self.paths.patch).holding(seconds=60.0):
+            adopt(self.paths, channel, threads=self.options.threads, advance=advance)
+        return True
 
     @property
     def repairable(self) -> bool:
@@ -236,6 +264,24 @@ class Follower:
         return self._owner is not None
 
     def route(self, channel: Channel, pointer: Pointer, target: int, *, exact: bool) -> Route:
+        """Around what was found damaged; where nothing leads around that, over it once more."""
+        if self.local is not None:
+            self.detours.passed(self.local.state.position.version)
+        route = self._route(channel, pointer, target, exact=exact, avoid=self.detours.damaged)
+        if self.detours.damaged and isinstance(route.plan, Refuse):
+            self.detours.none_left()
+            route = self._route(channel, pointer, target, exact=exact, avoid=())
+        return route
+
+    def _route(
+        self,
+        channel: Channel,
+        pointer: Pointer,
+        target: int,
+        *,
+        exact: bool,
+        avoid: Collection[Stretch],
+    ) -> Route:
         self._trust = channel.trust
         if self.local is not None:
             self.state = self.local.state
@@ -253,7 +299,7 @@ class Follower:
             base=self._base_digest(channel),
             visible_seconds=self.options.visible_seconds,
             wait=self.options.wait,
-            avoid=self._avoided,
+            avoid=avoid,
         )
 
     def _base_digest(self, channel: Channel) -> str | None:
@@ -268,20 +314,28 @@ class Follower:
         self.own()
         keep = self.state
         with FileLock(self.paths.patch).holding(seconds=60.0):
-            self.local = seed(self.paths, source, threads=self.options.threads, advance=advance, keep=keep)
+            with self.detours.full_weights(plan.version):
+                self.local = seed(
+                    self.paths, source, threads=self.options.threads, advance=advance, keep=keep
+                )
             patching.drop_strays(self.local)
         self.state, self.trouble = self.local.state, ""
 
     def _source(self, channel: Channel, route: Route, plan: Seed) -> Source:
-        if plan.version == 0:
-            return self._base_source(channel, route, plan)
         found = route.indexes.get(plan.version)
-        if isinstance(found, FullVersion):
-            checkpoint = open_checkpoint(found.directory, follow_links=False)
-            return _foreign_source(
-                checkpoint, _foreign_run(route, plan), found.version, found.digest, self.options
-            )
-        return self._anchor_source(channel, route, plan.version)
+        with self.detours.full_weights(plan.version):
+            if plan.version == 0:
+                return self._base_source(channel, route, plan)
+            if isinstance(found, FullVersion):
+                checkpoint = open_checkpoint(found.directory, follow_links=False)
+                return _foreign_source(
+                    checkpoint, _foreign_run(route, plan), found.version, found.digest, self.options
+                )
+            anchor = self._anchor(channel, route, plan.version)
+        if self.options.pre_read is not None:
+            self.options.pre_read(plan.version, anchor.directory)
+        with self.detours.full_weights(plan.version):
+            return anchor.source(channel)
 
     def _base_source(self, channel: Channel, route: Route, plan: Seed) -> Source:
         if self.base_dir is None:
@@ -291,7 +345,7 @@ class Follower:
             return _foreign_source(checkpoint, _foreign_run(route, plan), 0, "", self.options)
         return Source(checkpoint, start_of(channel.base), channel.base.run_id, channel.base)
 
-    def _anchor_source(self, channel: Channel, route: Route, version: int) -> Source:
+    def _anchor(self, channel: Channel, route: Route, version: int) -> _Anchor:
         _, base = channel.require_ours()
         main = route.indexes.get(version)
         if main is None:
@@ -304,19 +358,14 @@ class Follower:
             if beside is None or beside.root != main.root:
                 raise Forked(f"the anchor of version {version} is not that of its index")
             anchor, directory = beside, channel.layout.anchor_dir(version)
-        if self.options.pre_read is not None:
-            self.options.pre_read(version, directory)
-        lanes = pack_list([anchor.tensors[spec.name].lanes for spec in base.table])
-        position = Position(version, main.digest, main.root, main.epoch, lanes)
-        checkpoint = open_checkpoint(directory, follow_links=False)
-        return Source(checkpoint, position, base.run_id, base, anchor=anchor)
+        return _Anchor(main, anchor, directory)
 
     def prepare(
         self, route: Route, leg: Sequence[int], channel: Channel, advance: Advance | None = None
     ) -> Staged:
         """Fetches and stages the versions of a leg; nothing of the checkpoint is written."""
         self._finish_prefetch()
-        try:
+        with self.detours.delta(route.leads_from):
             return prepare(
                 self._require(),
                 [Shipment(*route.delta(version)) for version in leg],
@@ -325,9 +374,6 @@ class Follower:
                 on_phase=self._enter,
                 on_misfit=lambda: self._rehash(advance),
             )
-        except DamagedFile:
-            self._avoided.update(key for key in route.skips if key[0] in leg)
-            raise
 
     def _fetching(self, advance: Advance | None = None) -> Fetching:
         options = self.options
@@ -407,6 +453,9 @@ class Follower:
 
     def catch_up(self, channel: Channel, advance: Advance | None = None) -> None:
         """To the pointer, without engines: how the publisher keeps its own local checkpoint."""
+        self.detours.run(lambda: self._catch_up(channel, advance), lambda why: self.release())
+
+    def _catch_up(self, channel: Channel, advance: Advance | None) -> None:
         self.load(channel, advance)
         self.repair(channel, advance)
         pointer = channel.pointer()
@@ -416,6 +465,9 @@ class Follower:
 
     def bring(self, channel: Channel, version: int, advance: Advance | None = None) -> None:
         """To this version, older ones included, without engines."""
+        self.detours.run(lambda: self._bring(channel, version, advance), lambda why: self.release())
+
+    def _bring(self, channel: Channel, version: int, advance: Advance | None) -> None:
         self.load(channel, advance)
         pointer = channel.pointer() or Pointer(0, None, channel.directory)
         route = self.route(channel, pointer, version, exact=True)

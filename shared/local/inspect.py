@@ -19,7 +19,7 @@ from weightcast.shared.local.state import LANES_BYTES, LocalState, Phase, read_s
 from weightcast.shared.progress import Advance
 
 _SEEDED = "the host cannot patch it; its next start seeds it again"
-_STUCK = "the host stops here until the local checkpoint is moved away, and is then seeded again"
+_STUCK = "the host stops here until `sync --rehash` or `local verify --repair` finds out what lies here"
 _OTHER = "an engine that starts here reads another model's settings; `local verify --repair` copies the file"
 _NO_WAY_BACK = "the way back by this journal is lost; where it is needed the host repairs or seeds"
 _UNFINISHED = "the next start finishes, repairs or seeds it; engines must not load it before"

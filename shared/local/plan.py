@@ -16,6 +16,8 @@ from typing import Literal
 
 from weightcast.shared.channel.shown import Shown
 
+FULL = -1
+"""stands for the base version where full weights are meant"""
 MOST_FOLDED = 64
 """versions in one leg: what is held of their indexes while they fold stays bounded"""
 
@@ -64,6 +66,8 @@ class Facts:
     looked: int = 0
     skips: Mapping[tuple[int, int], Link | None] = field(default_factory=dict)
     exact: bool = False
+    avoid: Collection[tuple[int, int]] = ()
+    """what was found damaged, as version and base version, `FULL` for full weights: no way leads over it"""
     blocked: frozenset[str] = frozenset()
     epoch: int = 0
     """the highest that was ever followed here, also before a reseed"""
@@ -340,6 +344,8 @@ def _sources(facts: Facts, here: Here | None, version: int) -> Iterator[tuple[_S
         yield "here", 0
     elif here is not None and link is not None and link.root and link.root == here.root:
         yield "equal", 0
+    if (version, FULL) in facts.avoid:
+        return
     if here is None and version == 0 and facts.base is not None:
         yield "base", 0
     if not _beyond(here, version) or (link is None and version in facts.links):
@@ -357,7 +363,8 @@ def _hops(facts: Facts, here: Here | None, version: int) -> Iterator[_Hop]:
     if not _beyond(here, version) or (known and facts.links[version] is None):
         return
     for hop in (*_main_hop(facts, version), *_skips(shown, version)):
-        if hop.base_version >= lowest and _holds(facts, here, hop):
+        sound = (hop.version, hop.base_version) not in facts.avoid
+        if sound and hop.base_version >= lowest and _holds(facts, here, hop):
             yield hop
 
 
@@ -436,6 +443,8 @@ def _why_not(facts: Facts, here: Here | None) -> str:
             return f"version {version} is no longer in the channel" if version in facts.links else ""
         if expected is not None and link.digest != expected:
             return f"version {version} is not the one that the next version starts from"
+        if (version, link.base_version) in facts.avoid:
+            return f"the delta of version {version} is damaged"
         if link.kind == "anchor":
             return f"version {version} begins a new chain"
         if not _starts_from(facts, here, link) and link.base_version == stop_at:

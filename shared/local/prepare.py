@@ -18,7 +18,7 @@ from weightcast.shared.errors import DamagedFile, RetryLater, WeightcastError
 from weightcast.shared.local.fetch import check_space, fetch
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.local.spool import Arrivals, Spool
-from weightcast.shared.local.stage import Fetched, Staged, stage
+from weightcast.shared.local.stage import Fetched, Staged, files_of, stage
 from weightcast.shared.progress import Advance
 
 PreRead = Callable[[int, Path], None]
@@ -79,7 +79,8 @@ def prepare(
     try:
         with _staging(local, fetched, threads) as staging:
             for shipment, one in zip(shipments, fetched, strict=True):
-                fetching.fetch(shipment, _arrivals(one))
+                with files_of(shipment.index.version):
+                    fetching.fetch(shipment, _arrivals(one))
             on_phase("stage")
             try:
                 return _staged(local, fetched, threads, staging)

@@ -45,10 +45,24 @@ class Route:
     indexes: dict[int, AnyIndex]
     skips: dict[tuple[int, int], Index] = field(default_factory=dict)
 
+    def leads_from(self, version: int) -> int:
+        """The base version of the delta that a leg of the plan takes to `version`."""
+        then = self._then
+        base = None if then is None else then.skips.get(version)
+        index = self.indexes.get(version)
+        if base is not None:
+            return base
+        return version - 1 if index is None or isinstance(index, FullVersion) else index.base_version
+
+    @property
+    def _then(self) -> Patch | None:
+        then = self.plan.then if isinstance(self.plan, Seed | Relabel) else self.plan
+        return then if isinstance(then, Patch) else None
+
     def delta(self, version: int) -> tuple[Index | ForeignIndex, Path]:
         """What a leg of the plan reads to arrive at `version`, and the directory it lies in."""
-        then = self.plan.then if isinstance(self.plan, Seed | Relabel) else self.plan
-        base = then.skips.get(version) if isinstance(then, Patch) else None
+        then = self._then
+        base = None if then is None else then.skips.get(version)
         if base is not None:
             return self.skips[version, base], Layout(self.pointer.prefix).from_dir(version, base)
         index = self.indexes[version]
@@ -73,7 +87,7 @@ def find_route(
 ) -> Route:
     """`base`: digest of version 0 when its weights are at hand; `table`: None while a foreign run's tensors
     are unknown; `beside`: whether anchors and deltas from older versions, which lie beside versions, count;
-    `avoid`: deltas from older versions not to be taken. An index that the pointer implies and that does not
+    `avoid`: what was found damaged, as `Facts` has it. An index that the pointer implies and that does not
     show within `visible_seconds` is RetryLater for the target, and taken as pruned below it."""
     facts = Facts(
         here=_here(state),
@@ -81,8 +95,8 @@ def find_route(
         links={},
         base=base,
         looked=target if beside and not channel.foreign else 0,
-        skips=dict.fromkeys(avoid),
         exact=exact or channel.foreign,
+        avoid=frozenset(avoid),
         blocked=frozenset(b.digest for b in state.blocked) if state is not None else frozenset(),
         epoch=0 if state is None else state.epoch,
         signed=channel.trust is not None,

@@ -6,6 +6,7 @@ every version on the way. The old words are read from the checkpoint itself.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,22 @@ from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.spool import Arrivals
 from weightcast.shared.local.state import Position, Step, lanes_list, pack_list
 from weightcast.shared.words import Chunk, Part, TensorTable, Words, grid, whole_part
+
+
+class BadDelta(DamagedFile):
+    """The files of one version's delta are damaged, or do not lead where its index says."""
+
+    def __init__(self, error: DamagedFile, version: int) -> None:
+        super().__init__(error.message, remedy=error.remedy)
+        self.version = version
+
+
+@contextlib.contextmanager
+def files_of(version: int) -> Iterator[None]:
+    try:
+        yield
+    except DamagedFile as error:
+        raise BadDelta(error, version) from error
 
 
 @dataclass(frozen=True)
@@ -68,8 +85,8 @@ def stage(
 ) -> Staged:
     """Folds `versions` (consecutive, one grid) into a journal from the local position.
 
-    Raises Forked when they do not start at the local position, DamagedFile when anything does not add up;
-    then no journal is left.
+    Raises Forked when they do not start at the local position, BadDelta when anything does not add up; then
+    no journal is left.
     """
     base = local.state.position
     _check_start(base, versions[0].index)
@@ -78,14 +95,16 @@ def stage(
     try:
         ledger = [_Ledger(local.table) for _ in versions]
         readers = [_reader(local, version) for version in versions]
-        for folded in _walk(local, readers, versions[0].parts, threads):
+        numbers = [version.index.version for version in versions]
+        for folded in _walk(local, readers, numbers, versions[0].parts, threads):
             writer.write(folded.packed)
             for book, step in zip(ledger, folded.steps, strict=True):
                 book.add(step)
             if advance is not None:
                 advance(folded.chunk.words * folded.chunk.kind.width)
-        for reader in readers:
-            reader.finish()
+        for reader, number in zip(readers, numbers, strict=True):
+            with files_of(number):
+                reader.finish()
         target = _settle(local, base, versions, ledger)
         for version in versions:
             if version.arrivals is not None:
@@ -105,7 +124,8 @@ def stage(
 
 def _reader(local: LocalCheckpoint, version: Fetched) -> DeltaReader:
     arrived = None if version.arrivals is None else version.arrivals.wait
-    return open_delta(version.index, local.table, version.directory, arrived)
+    with files_of(version.index.version):
+        return open_delta(version.index, local.table, version.directory, arrived)
 
 
 def _check_start(base: Position, first: Index | ForeignIndex) -> None:
@@ -133,7 +153,11 @@ def _header(local: LocalCheckpoint, versions: Sequence[Fetched], journal: str) -
 
 
 def _walk(
-    local: LocalCheckpoint, readers: Sequence[DeltaReader], parts: tuple[Part, ...] | None, threads: int
+    local: LocalCheckpoint,
+    readers: Sequence[DeltaReader],
+    numbers: Sequence[int],
+    parts: tuple[Part, ...] | None,
+    threads: int,
 ) -> Iterator[_Folded]:
     chunks = (
         chunk
@@ -143,15 +167,18 @@ def _walk(
     )
     if any(reader.sequential for reader in readers):
         threads = 1
-    return ordered(lambda chunk: _fold(local, readers, chunk), chunks, threads)
+    return ordered(lambda chunk: _fold(local, readers, numbers, chunk), chunks, threads)
 
 
-def _fold(local: LocalCheckpoint, readers: Sequence[DeltaReader], chunk: Chunk) -> _Folded:
+def _fold(
+    local: LocalCheckpoint, readers: Sequence[DeltaReader], numbers: Sequence[int], chunk: Chunk
+) -> _Folded:
     old = local.chunk_words(chunk)
     words = old
     steps: list[ChunkStep | None] = []
-    for reader in readers:
-        step = reader.step(chunk, words) if reader.touches(chunk) else None
+    for reader, number in zip(readers, numbers, strict=True):
+        with files_of(number):
+            step = reader.step(chunk, words) if reader.touches(chunk) else None
         steps.append(step)
         if step is not None and len(readers) > 1:
             words = words.copy() if words is old else words
@@ -198,7 +225,8 @@ def _settle(
         lanes = book.settle(lanes)
         found = root(local.table, lanes)
         if isinstance(version.index, Index):
-            _check_version(version.index, local.table, lanes, book, found)
+            with files_of(version.index.version):
+                _check_version(version.index, local.table, lanes, book, found)
     last = versions[-1].index
     epoch = last.epoch if isinstance(last, Index) else 0
     return Position(last.version, last.version_digest, found, epoch, pack_list(lanes))

@@ -138,15 +138,14 @@ def write_state(path: Path, state: LocalState) -> None:
 def read_state(path: Path) -> LocalState | None:
     """None when there is none. DamagedFile when it cannot be read."""
     try:
-        data = durable.read_file(path, _LIMIT)
+        return _from_json(parse_object(durable.read_file(path, _LIMIT), str(path)))
     except FileNotFoundError:
         return None
-    try:
-        return _from_json(parse_object(data, str(path)))
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    except (DamagedFile, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DamagedFile(
             f"{path}: not a state of a local checkpoint ({error})",
-            remedy="move the local checkpoint away and seed it again",
+            remedy="`weightcast sync --rehash`, or `local verify --repair`, reads all weights and finds out "
+            "which version lies here",
         ) from error
 
 

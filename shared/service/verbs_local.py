@@ -86,7 +86,7 @@ def repair_local(
     while a daemon owns the checkpoint."""
     opened = Channel.open(channel, trust)
     with closing(Follower(channel, local, base, FollowOptions(threads, visible_seconds=0.0))) as follower:
-        follower.own()
+        follower.adopt(opened, advance)
         if opened.base is not None:
             restore_base(LocalPaths(local), opened.base)
         follower.load(opened, advance)

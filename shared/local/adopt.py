@@ -1,0 +1,194 @@
+"""A local checkpoint whose state cannot be read: reading every byte tells which version of its channel lies
+here. Nothing is taken on trust.
+
+What only the state knew is gone: engines count as unknown, and are reloaded; versions that they refused are
+tried again; the way back by journals is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from weightcast.shared.channel.base import BASE_LIMIT, Base, parse_base, write_base
+from weightcast.shared.channel.chain import entries
+from weightcast.shared.channel.index import Index
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.digest.root import root
+from weightcast.shared.errors import DamagedFile, Refused, RetryLater, UnknownFormat, WrongRun
+from weightcast.shared.files import durable
+from weightcast.shared.files.checkpoint import open_checkpoint
+from weightcast.shared.local.hashing import hash_tensors
+from weightcast.shared.local.host import Host
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
+from weightcast.shared.local.seed import start_of
+from weightcast.shared.local.state import (
+    LocalState,
+    Phase,
+    Position,
+    lanes_list,
+    pack_list,
+    read_state,
+    unpack_lanes,
+    write_state,
+)
+from weightcast.shared.progress import Advance
+
+_KEPT_BYTES = 1 << 20
+"""of the unreadable state, for whoever wants to know what happened"""
+
+
+def is_lost(paths: LocalPaths) -> bool:
+    """Whether there is a state that cannot be read. Raises UnknownFormat for another release's."""
+    try:
+        read_state(paths.state)
+    except UnknownFormat:
+        raise
+    except DamagedFile:
+        return True
+    return False
+
+
+def adopt(
+    paths: LocalPaths, channel: Channel, *, threads: int = 1, advance: Advance | None = None
+) -> Position | None:
+    """Writes a new state: `clean` at the version that lies here, `dirty` at the nearest when none does, no
+    state at all where there are no weights of this run. The caller owns the checkpoint and holds the patch
+    lock. Returns the position; None: it is to be seeded.
+
+    Raises WrongRun when it is another run's, RetryLater when the channel leads to no version."""
+    if channel.foreign:
+        raise Refused(
+            f"{paths.state} cannot be read, and {channel.directory} does not state what its versions are",
+            remedy="move the local checkpoint away and seed it again",
+        )
+    state = _found(paths, channel, _base(paths, channel), threads, advance)
+    _set_aside(paths)
+    if state is None:
+        paths.state.unlink()
+        durable.sync_directory(paths.room)
+        return None
+    write_state(paths.state, state)
+    return state.position
+
+
+def _base(paths: LocalPaths, channel: Channel) -> Base:
+    """The run's, which the local checkpoint must not contradict."""
+    _, base = channel.require_ours()
+    try:
+        here = parse_base(durable.read_file(paths.base, BASE_LIMIT))
+    except (DamagedFile, FileNotFoundError):
+        durable.replace(paths.base, write_base(base))
+        return base
+    if here.run_id != base.run_id or here.root != base.root:
+        raise WrongRun(
+            f"{paths.directory} is of run {here.run_id}, the channel of run {base.run_id}",
+            remedy="use another --local directory, or remove this one",
+        )
+    return base
+
+
+def _found(
+    paths: LocalPaths, channel: Channel, base: Base, threads: int, advance: Advance | None
+) -> LocalState | None:
+    try:
+        checkpoint = open_checkpoint(paths.directory, follow_links=False)
+    except (Refused, FileNotFoundError):
+        return None
+    if checkpoint.table != base.table:
+        return None
+    unknown = LocalState(base.run_id, start_of(base), Phase.DIRTY, host=Host.here())
+    with LocalCheckpoint(paths, base, unknown, checkpoint) as local:
+        lanes = hash_tensors(local.table, local.words_in, threads=threads, advance=advance)
+        here = _Here(base, pack_list(lanes))
+        nearest, epoch = here.among(channel)
+        exact = nearest.root == root(base.table, lanes)
+        return unknown.but(
+            position=nearest,
+            phase=Phase.CLEAN if exact else Phase.DIRTY,
+            epoch=epoch,
+            generation=1,
+            files=local.file_identities(),
+            last_full_hash=time.time() if exact else None,
+        )
+
+
+@dataclass(frozen=True)
+class _Here:
+    """What was read: packed lanes of every tensor."""
+
+    base: Base
+    lanes: bytes
+
+    def among(self, channel: Channel) -> tuple[Position, int]:
+        """The version from which the fewest bytes differ, the newest of equals; the highest epoch met."""
+        best: tuple[int, Position] | None = None
+        epoch = 0
+        for position in positions(channel, self.base):
+            epoch = max(epoch, position.epoch)
+            distance = self._distance(position)
+            if best is None or distance <= best[0]:
+                best = distance, position
+        if best is None:
+            raise RetryLater(f"{channel.directory} shows no version", remedy="is the channel mounted?")
+        return best[1], epoch
+
+    def _distance(self, position: Position) -> int:
+        """Bytes of tensors that differ."""
+        differ = np.flatnonzero((unpack_lanes(self.lanes) != unpack_lanes(position.lanes)).any(axis=1))
+        return sum(self.base.table[tensor].nbytes for tensor in differ.tolist())
+
+
+def positions(channel: Channel, base: Base) -> Iterator[Position]:
+    """Every version up to the pointer whose lanes the channel states without a gap, oldest first."""
+    at = start_of(base)
+    yield at
+    whole = True
+    for entry in entries(channel, channel.pointer()):
+        index = entry.index
+        if isinstance(index, Index):
+            after = _after(at if whole else None, index, base)
+            after = _beside(channel, index, base) if after is None else after
+            whole = after is not None
+            if after is not None:
+                at = after
+                yield at
+        else:
+            whole = False
+
+
+def _after(at: Position | None, index: Index, base: Base) -> Position | None:
+    """None when it continues another version than `at`."""
+    if index.kind == "delta" and (at is None or index.parent != at.digest):
+        return None
+    lanes = [*base.lanes] if at is None else lanes_list(at.lanes)
+    for name, record in index.tensors.items():
+        lanes[base.table.numbers[name]] = record.lanes
+    return _position(index, base, pack_list(lanes))
+
+
+def _beside(channel: Channel, index: Index, base: Base) -> Position | None:
+    try:
+        anchor = channel.anchor(index.version, base.table)
+    except Refused:
+        return None
+    if anchor is None:
+        return None
+    return _position(index, base, pack_list([anchor.tensors[spec.name].lanes for spec in base.table]))
+
+
+def _position(index: Index, base: Base, lanes: bytes) -> Position | None:
+    """None when the lanes are not those of the version's root."""
+    if root(base.table, lanes_list(lanes)) != index.root:
+        return None
+    return Position(index.version, index.digest, index.root, index.epoch, lanes)
+
+
+def _set_aside(paths: LocalPaths) -> None:
+    with contextlib.suppress(DamagedFile):
+        # a link, or more than anybody would read
+        durable.replace(paths.room / "state.json.unreadable", durable.read_file(paths.state, _KEPT_BYTES))

@@ -1,0 +1,215 @@
+"""Damaged deltas and full weights are gone around, wherever another way leads to the version; where none
+does, that is told, and tried again later."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from blake3 import blake3
+from core_cases import bytes_of, every_dtype, read_checkpoint, some_changed, write_checkpoint
+from local_cases import Run, catch_up, following, step_to
+
+from weightcast.publisher import Publisher, init_channel
+from weightcast.publisher.upkeep import UpkeepOptions
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import DamagedFile, Refused, RetryLater, WeightcastError
+from weightcast.shared.local.detours import Detours
+from weightcast.shared.local.follow import Follower, FollowOptions
+from weightcast.shared.local.stage import BadDelta
+from weightcast.subscriber.board import Board
+from weightcast.subscriber.sync import Sync, SyncOptions
+
+INDEX = "model.safetensors.index.json"
+STEP_3, STEP_4, STEP_5 = "weight_v000003", "weight_v000004", "weight_v000005"
+FROM_0, FROM_2, ANCHOR = f"{STEP_4}/from_v000000", f"{STEP_4}/from_v000002", f"{STEP_4}/anchor"
+SKIPS = (FROM_0, FROM_2, "weight_v000002/from_v000000")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Versions 0 to 5; of 4 also deltas from 0 and 2, and full weights."""
+    root, rng = tmp_path_factory.mktemp("run"), np.random.default_rng(23)
+    models = [every_dtype(rng)]
+    for _ in range(5):
+        models.append(some_changed(models[-1], rng))
+    run = Run(root, models)
+    write_checkpoint(run.base, models[0])
+    init_channel(run.channel, run.base, run_id="run-under-test")
+    upkeep = UpkeepOptions(skip_span=4, anchor_every=4, history_share=1000.0)
+    with Publisher.open(run.channel, local=root / "pub", base=run.base, upkeep=upkeep) as publisher:
+        for version, model in enumerate(models[1:], 1):
+            publisher.publish_checkpoint(write_checkpoint(root / f"new-{version}", model))
+        publisher.make_due()
+    assert all((run.channel / name / INDEX).exists() for name in (*SKIPS, ANCHOR))
+    return run
+
+
+@pytest.fixture
+def run(made: Run, tmp_path: Path) -> Run:
+    shutil.copytree(made.channel, tmp_path / "channel")
+    shutil.copytree(made.base, tmp_path / "base")
+    return Run(tmp_path, made.models)
+
+
+def shard(run: Run, directory: str) -> Path:
+    (found,) = (run.channel / directory).glob("*.safetensors")
+    return found
+
+
+def flipped(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def another_s(path: Path) -> None:
+    channel = next(parent for parent in path.parents if parent.name == "channel")
+    (other,) = (channel / "weight_v000001").glob("*.safetensors")
+    path.write_bytes(other.read_bytes())
+
+
+def badly_made(path: Path) -> None:
+    """The index names exactly these bytes, and they are no such delta."""
+    flipped(path)
+    index = path.parent / INDEX
+    facts = json.loads(index.read_text())
+    for record in facts["weightcast"]["files"]:
+        if record[0] == path.name:
+            record[2] = blake3(path.read_bytes()).hexdigest()
+    index.write_text(json.dumps(facts))
+
+
+DAMAGES: Sequence[Callable[[Path], None]] = (Path.unlink, flipped, cut, another_s, badly_made)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_delta_from_an_older_version(run: Run, tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    damage(shard(run, FROM_0))
+    with following(run, tmp_path / "host") as follower:
+        step_to(follower, 0)
+        catch_up(follower)
+    assert read_checkpoint(tmp_path / "host") == bytes_of(run.latest)
+
+
+@pytest.mark.parametrize("damage", DAMAGES[1:3])
+def test_every_delta_to_a_version(run: Run, tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    """Every delta to version 4: its full weights are left."""
+    for directory in (FROM_0, FROM_2, STEP_4):
+        damage(shard(run, directory))
+    with following(run, tmp_path / "host") as follower:
+        step_to(follower, 0)
+        catch_up(follower)
+        catch_up(follower)
+        assert len(follower.detours.damaged) == 0, "what was passed is forgotten"
+    assert read_checkpoint(tmp_path / "host") == bytes_of(run.latest)
+
+
+def test_in_a_leg_of_several_versions_only_the_bad_one_is_gone_around(run: Run, tmp_path: Path) -> None:
+    for directory in SKIPS[:2]:
+        shutil.rmtree(run.channel / directory)
+    shutil.rmtree(run.channel / ANCHOR)
+    shutil.copytree(run.channel / "weight_v000002/from_v000000", tmp_path / "kept")
+    shutil.rmtree(run.channel / "weight_v000002/from_v000000")
+    flipped(shard(run, "weight_v000002"))
+    with following(run, tmp_path / "host") as follower:
+        step_to(follower, 0)
+        with pytest.raises(DamagedFile, match="weight_v000002"):
+            catch_up(follower)
+        shutil.copytree(tmp_path / "kept", run.channel / "weight_v000002/from_v000000")
+        catch_up(follower)
+    assert read_checkpoint(tmp_path / "host") == bytes_of(run.latest)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, flipped, cut])
+def test_a_newcomer_whose_full_weights_are_damaged(
+    run: Run, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    (run.base / "model.safetensors").unlink()
+    with following(run, tmp_path / "by anchor") as follower:
+        catch_up(follower)
+    assert read_checkpoint(tmp_path / "by anchor") == bytes_of(run.latest)
+    damage(shard(run, ANCHOR))
+    with following(run, tmp_path / "lost") as follower, pytest.raises((Refused, RetryLater, OSError)):
+        catch_up(follower)
+    assert not list((tmp_path / "lost").glob("*.safetensors"))
+    write_checkpoint(run.base, run.models[0])
+    with following(run, tmp_path / "by base") as follower:
+        catch_up(follower)
+    assert read_checkpoint(tmp_path / "by base") == bytes_of(run.latest)
+
+
+def test_damaged_full_weights_that_would_be_fewer_bytes(run: Run, tmp_path: Path) -> None:
+    flipped(shard(run, ANCHOR))
+    for name in (FROM_0, FROM_2, STEP_4):
+        # a sparse tail makes the deltas seem long
+        (run.channel / name / "note").touch()
+        with (run.channel / name / "note").open("r+b") as file:
+            file.truncate(1 << 30)
+    with following(run, tmp_path / "host") as follower:
+        catch_up(follower)
+    assert read_checkpoint(tmp_path / "host") == bytes_of(run.latest)
+
+
+def test_where_nothing_leads_around_it_is_told_and_tried_again(run: Run, tmp_path: Path) -> None:
+    whole = shard(run, STEP_5).read_bytes()
+    flipped(shard(run, STEP_5))
+    with following(run, tmp_path / "host") as follower:
+        step_to(follower, 3)
+        for _ in range(2):
+            with pytest.raises(DamagedFile, match=STEP_5):
+                catch_up(follower)
+            assert read_checkpoint(tmp_path / "host") in map(bytes_of, run.models[3:5])
+        shard(run, STEP_5).write_bytes(whole)
+        catch_up(follower)
+    assert read_checkpoint(tmp_path / "host") == bytes_of(run.latest)
+
+
+def test_a_refused_hook_is_no_damage(run: Run, tmp_path: Path) -> None:
+    def no(version: int, directory: Path) -> None:
+        raise Refused("the hook says no")
+
+    options = FollowOptions(visible_seconds=0.2, pre_read=no)
+    follower = Follower(run.channel, tmp_path / "host", None, options)
+    with pytest.raises(Refused, match="hook"):
+        follower.catch_up(Channel.open(run.channel))
+    assert follower.detours.damaged == {}
+    follower.close()
+
+
+def test_a_host_says_what_it_went_around(run: Run, tmp_path: Path) -> None:
+    flipped(shard(run, FROM_0))
+    shard(run, STEP_3).unlink()
+    options = SyncOptions(run.channel, tmp_path / "host", run.base, visible_seconds=0.1)
+    board = Board(options)
+    sync = Sync(options, show=board.show)
+    try:
+        outcome = sync.sync_once()
+    finally:
+        sync.close()
+    assert (outcome.version, outcome.ready) == (5, True)
+    assert any("another way is taken" in reason and "from_v000000" in reason for reason in outcome.degraded)
+    assert "from_v000000" in board.status.get().updates[-1].around[0]
+    assert read_checkpoint(tmp_path / "host") == bytes_of(run.latest)
+
+
+def test_attempts_end() -> None:
+    """The same damage a second time is the outcome, whatever was met between."""
+    met, detours = iter([3, 2, 3, 1]), Detours()
+
+    def attempt() -> None:
+        with detours.delta(lambda version: version - 1):
+            version = next(met)
+            raise BadDelta(DamagedFile(f"version {version}"), version)
+
+    told: list[str] = []
+    with pytest.raises(WeightcastError, match="version 3"):
+        detours.run(attempt, told.append)
+    assert told == ["version 3", "version 2"] and next(met) == 1
