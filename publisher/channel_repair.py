@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from weightcast.publisher.publisher import Publisher
+from weightcast.publisher.remake import remake
 from weightcast.shared.channel.base import BASE_LIMIT, Base, parse_base
 from weightcast.shared.channel.chain import Problem
 from weightcast.shared.channel.channel_file import parse_channel_file
@@ -59,10 +60,13 @@ def repair_channel(
     with _claimed(directory, take_over, patience) as held:
         if local is not None:
             _restore_base(directory, local, repairs)
+            _make_again(directory, local, held, repairs)
         channel = Channel.open(directory, trust)
         if channel.foreign:
             raise Refused(f"{directory} is another tool's channel", remedy="repair it with that tool")
-        _restore_pointer(channel, held, repairs, advance)
+        if _restore_pointer(channel, held, repairs, advance) and local is not None:
+            # only now it is known which versions must be there
+            _make_again(directory, local, held, repairs)
         _move_away(channel, held, repairs, advance)
     if local is not None:
         _write_anchor(directory, local, repairs, sign_key, trusted_keys)
@@ -121,15 +125,36 @@ def _starts_elsewhere(directory: Path, digest: str) -> bool:
     return isinstance(ours, dict) and ours.get("kind") == "delta" and ours.get("parent") != digest
 
 
-def _restore_pointer(channel: Channel, held: Claim, repairs: Repairs, advance: Advance | None) -> None:
-    if _points_somewhere(channel):
+def _make_again(directory: Path, local: Path, held: Claim, repairs: Repairs) -> None:
+    """What the publisher's own bytes and journals still give."""
+    layout = Layout(directory)
+    try:
+        file = parse_channel_file(durable.read_file(layout.channel_json, _CHANNEL_LIMIT))
+        done, lost = remake(layout, local, held, range(max(1, file.horizon), _pointed(directory) + 1))
+    except (WeightcastError, OSError) as error:
+        repairs.notes.append(f"nothing can be made again from {local}: {error}")
         return
-    version = highest_sound(channel, advance)
+    repairs.done += done
+    repairs.notes += lost
+
+
+def _pointed(directory: Path) -> int:
+    """0 where the pointer says nothing."""
+    try:
+        pointer = read_pointer(directory)
+    except WeightcastError:
+        return 0
+    return 0 if pointer is None else pointer.version
+
+
+def _restore_pointer(channel: Channel, held: Claim, repairs: Repairs, advance: Advance | None) -> bool:
+    version = None if _points_somewhere(channel) else highest_sound(channel, advance)
     if version is None:
-        return
+        return False
     held.check()
     write_pointer(channel.directory, version)
     repairs.done.append(f"latest names version {version} again, the highest that is whole")
+    return True
 
 
 def _points_somewhere(channel: Channel) -> bool:

@@ -1,8 +1,9 @@
 """Journals of the last steps, kept in the publisher's local checkpoint: with them its bytes can be read as
 they were some versions ago.
 
-`.weightcast/history/<version>.journal` and `<version>.json`, the step it belongs to. They are a cache: what
-is damaged or does not continue what lies here is dropped, and nothing depends on them but the work they save.
+`.weightcast/history/<version>.journal` and `<version>.json`, the step it belongs to; `<version>.index` and
+`.sig`, copies of what was committed. They are a cache: what is damaged or does not continue what lies here is
+dropped, and nothing depends on them but the work they save.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightcast.shared.channel.layout import digits
+from blake3 import blake3
+
+from weightcast.shared.channel.index import INDEX_LIMIT
+from weightcast.shared.channel.layout import Layout, digits
+from weightcast.shared.channel.signing import SIGNATURE_LIMIT, signature_path
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.files.durable import read_file
 from weightcast.shared.files.strict_json import parse_object
@@ -38,14 +43,38 @@ class History:
         self._paths = paths
         self._directory = paths.room / "history"
 
-    def keep(self, step: Step) -> None:
-        """Gives the step's journal a second name. Where that cannot be done nothing is kept."""
+    def keep(self, step: Step, channel: Layout) -> None:
+        """Gives the step's journal a second name, and copies its index. Where that cannot be done nothing is
+        kept."""
         number = step.target.version
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(WeightcastError, OSError):
             self._directory.mkdir(exist_ok=True)
             self.drop(number)
             os.link(self._paths.journal(step.journal), self._journal(number))
             self._step(number).write_text(json.dumps(step_json(step)))
+            index = channel.index(number)
+            with contextlib.suppress(FileNotFoundError):
+                signature = read_file(signature_path(index), SIGNATURE_LIMIT)
+                self._signature(number).write_bytes(signature)
+            self._index(number).write_bytes(read_file(index, INDEX_LIMIT))
+
+    def index(self, position: Position) -> bytes | None:
+        """The exact bytes of a version's index, if they are kept."""
+        with contextlib.suppress(WeightcastError, OSError):
+            data = read_file(self._index(position.version), INDEX_LIMIT)
+            return data if blake3(data).hexdigest() == position.digest else None
+        return None
+
+    def signature(self, version: int) -> bytes | None:
+        with contextlib.suppress(WeightcastError, OSError):
+            return read_file(self._signature(version), SIGNATURE_LIMIT)
+        return None
+
+    def _index(self, version: int) -> Path:
+        return self._directory / f"{digits(version)}.index"
+
+    def _signature(self, version: int) -> Path:
+        return self._directory / f"{digits(version)}.sig"
 
     def _journal(self, version: int) -> Path:
         return self._directory / f"{digits(version)}.journal"
@@ -54,8 +83,11 @@ class History:
         return self._directory / f"{digits(version)}.json"
 
     def drop(self, version: int) -> None:
-        self._step(version).unlink(missing_ok=True)
-        self._journal(version).unlink(missing_ok=True)
+        for path in self._files(version):
+            path.unlink(missing_ok=True)
+
+    def _files(self, version: int) -> tuple[Path, ...]:
+        return self._step(version), self._journal(version), self._index(version), self._signature(version)
 
     def clear(self) -> None:
         for version in self._versions():
@@ -67,6 +99,7 @@ class History:
         for count, version in enumerate(sorted(self._versions(), reverse=True)):
             with contextlib.suppress(FileNotFoundError):
                 left -= self._journal(version).stat().st_size
+                left -= self._index(version).stat().st_size
             if count >= most_steps or left < 0:
                 self.drop(version)
 

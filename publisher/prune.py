@@ -6,12 +6,13 @@ Only the channel's owner does this. A reader that was on its way to a version th
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import secrets
 import shutil
 import time
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weightcast.publisher.commit import PRUNED
@@ -23,10 +24,14 @@ from weightcast.shared.channel.index import INDEX_NAME, Index
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import WeightcastError
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
+from weightcast.shared.files.strict_json import parse_object
+from weightcast.shared.local.host import Host
 
 GRACE_SECONDS = 3600.0
+_NOTE, _NOTE_LIMIT = "pruned.json", 4096
 _PRUNED = re.compile(r"weight_v\d{6,15}-(\d{1,15})-[0-9a-f]{8}\.pruned", re.ASCII)
 
 
@@ -69,16 +74,45 @@ def _bury(layout: Layout, directory: Path, now: float) -> None:
     grave = layout.trash / f"{directory.name}-{int(now)}-{secrets.token_hex(4)}{PRUNED}"
     with contextlib.suppress(FileNotFoundError):
         directory.rename(grave)
-    failpoint("prune.moved", directory)
+        failpoint("prune.moved", directory)
+        _seconds_in(grave, Uptime.here())
 
 
-def empty_trash(layout: Layout, grace_seconds: float = GRACE_SECONDS, now: float | None = None) -> int:
-    """Deletes what was pruned longer ago than that; how many versions."""
-    before = (time.time() if now is None else now) - grace_seconds
+@dataclass(frozen=True)
+class Uptime:
+    """A clock that nobody sets: seconds since a boot, suspended ones included. `boot`: empty where the system
+    does not tell."""
+
+    boot: str
+    seconds: float
+
+    @classmethod
+    def here(cls) -> Uptime:
+        return cls(Host.here().boot_id, time.clock_gettime(time.CLOCK_BOOTTIME))
+
+
+def _seconds_in(grave: Path, uptime: Uptime) -> float:
+    """How long a version has been in the trash; counted anew on another machine, and after a boot."""
+    note = grave / _NOTE
+    try:
+        facts = parse_object(durable.read_file(note, _NOTE_LIMIT), str(note))
+        boot, since = facts["boot"], facts["seconds"]
+    except (WeightcastError, FileNotFoundError, KeyError):
+        boot, since = None, 0.0
+    if boot == uptime.boot and isinstance(since, int | float) and 0 <= since <= uptime.seconds:
+        return uptime.seconds - since
+    note.write_text(json.dumps({"boot": uptime.boot, "seconds": uptime.seconds}))
+    return 0.0
+
+
+def empty_trash(layout: Layout, grace_seconds: float = GRACE_SECONDS, uptime: Uptime | None = None) -> int:
+    """Deletes what was pruned longer ago than that; how many versions. The time of day is not asked: it may
+    jump."""
+    uptime = Uptime.here() if uptime is None else uptime
     deleted = 0
     for entry in layout.trash.iterdir() if layout.trash.is_dir() else ():
-        match = _PRUNED.fullmatch(entry.name)
-        if match is not None and int(match[1]) <= before and not entry.is_symlink():
+        pruned = _PRUNED.fullmatch(entry.name) is not None and not entry.is_symlink()
+        if pruned and _seconds_in(entry, uptime) >= grace_seconds:
             # the index goes first: what is half deleted is no version
             (entry / INDEX_NAME).unlink(missing_ok=True)
             failpoint("prune.emptying", entry)

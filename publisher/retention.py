@@ -7,6 +7,8 @@ of. Without full weights before the newest ones nothing goes.
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -105,11 +107,24 @@ def window(situation: Situation, retention: Retention) -> int:
     if retention.keep_versions is not None:
         first = min(first, pointer - retention.keep_versions + 1)
     if retention.keep_hours is not None:
-        since = situation.now - retention.keep_hours * _HOUR
-        first = min([first, *(v for v, held in situation.versions.items() if held.created >= since)])
+        most = retention.keep_hours * _HOUR
+        young = (v for v, age in ages(situation, most).items() if age <= most)
+        first = min([first, *young])
     lowest = first - retention.host_versions
     behind = [host + 1 for host in situation.hosts if lowest <= host + 1 <= pointer]
     return max(1, min([first, *behind]))
+
+
+def ages(situation: Situation, most: float) -> dict[int, float]:
+    """Seconds since each version, as far as the clock can be believed: of the time between two versions, or
+    since the newest, no more counts than an eighth of `most`, or twice what is usual here. So a clock that
+    jumps, or a long pause, takes little of what is kept."""
+    versions = sorted(situation.versions, reverse=True)
+    at = [situation.now, *(situation.versions[version].created for version in versions)]
+    gaps = [max(0.0, later - earlier) for later, earlier in itertools.pairwise(at)]
+    usual = statistics.median(gaps[1:]) if len(gaps) > 1 else 0.0
+    bound = max(most / 8, 2 * usual)
+    return dict(zip(versions, itertools.accumulate(min(gap, bound) for gap in gaps), strict=True))
 
 
 def _needed(situation: Situation, start: int) -> set[int]:

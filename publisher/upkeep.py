@@ -25,7 +25,7 @@ from weightcast.publisher.skips import due_skips, existing_skips, write_skip
 from weightcast.publisher.vouching import UNSIGNED, Vouching
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.index import INDEX_NAME, Index
-from weightcast.shared.channel.layout import ANCHOR, base_of, version_of
+from weightcast.shared.channel.layout import ANCHOR, Layout, base_of, version_of
 from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.reports import read_reports
 from weightcast.shared.channel.store import Channel
@@ -99,7 +99,7 @@ class Upkeep:
     def keep(self, step: Step) -> None:
         """Keeps the journal of a step that was just patched. Called by the publishing thread."""
         span = max(self._options.skip_span, self._options.anchor_every, 1)
-        self._history.keep(step)
+        self._history.keep(step, Layout(self._channel))
         full = Channel.open(self._channel).require_ours()[1].table.nbytes
         self._history.trim(2 * span, int(self._options.history_share * full))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from publisher_cases import Place, make_place
 from weightcast.publisher import Publisher
 from weightcast.publisher.living import LIVING_SECONDS, Living
 from weightcast.publisher.orders import order_rollback
-from weightcast.publisher.prune import empty_trash
+from weightcast.publisher.prune import Uptime, empty_trash
 from weightcast.publisher.retention import Retention
 from weightcast.publisher.upkeep import UpkeepOptions
 from weightcast.shared.channel import marks
@@ -123,7 +124,14 @@ def test_pruned_versions_stay_in_the_trash_for_a_while(place: Place) -> None:
         assert trash and all(name.endswith(".pruned") for name in trash)
         layout = Channel.open(place.channel).layout
         assert empty_trash(layout, 3600.0) == 0
-        assert empty_trash(layout, -1.0) == len(trash)
+        here = Uptime.here()
+        for other in (Uptime("another boot", here.seconds), Uptime("another boot", here.seconds + 3599.0)):
+            assert empty_trash(layout, 3600.0, other) == 0, "counted anew"
+        for note in layout.trash.glob("*/pruned.json"):
+            note.write_text("{")
+        assert empty_trash(layout, 3600.0, replace(here, seconds=here.seconds + 9999.0)) == 0
+        assert empty_trash(layout, 3600.0, replace(here, seconds=here.seconds + 9998.0)) == 0, "went back"
+        assert empty_trash(layout, 3600.0, replace(here, seconds=here.seconds + 13598.0)) == len(trash)
         assert list(layout.trash.iterdir()) == []
 
 

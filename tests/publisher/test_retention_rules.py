@@ -40,6 +40,45 @@ def test_by_age() -> None:
     assert gone(Situation(9, versions, 3600.0 * 10), Retention(keep_versions=7, keep_hours=1.0)) == [1]
 
 
+YEAR = 365 * 24 * 3600.0
+
+
+def every_minute(last: int, jump_at: int | None = None, jump: float = YEAR) -> dict[int, Held]:
+    """A day and more of versions; from `jump_at` on the clock shows another time."""
+    late = {v: jump if jump_at is not None and v >= jump_at else 0.0 for v in range(1, last + 1)}
+    anchors = range(1, last, 10)
+    return {v: held(100 if v in anchors else None, created=60.0 * v + late[v]) for v in range(1, last + 1)}
+
+
+def kept_from(versions: dict[int, Held], now: float, hosts: tuple[int, ...] = ()) -> int:
+    return window(Situation(max(versions), versions, now, hosts), Retention(keep_hours=24.0))
+
+
+def test_a_clock_that_jumps_ahead_takes_an_eighth_at_most() -> None:
+    day = 24 * 60
+    assert kept_from(every_minute(2000), 2000 * 60.0) == 2000 - day
+    for at in (None, 1000, 1990, 2000):
+        found = kept_from(every_minute(2000, at), 2000 * 60.0 + YEAR)
+        assert 2000 - day <= found <= 2000 - day + day / 8 + 1, at
+
+
+def test_a_clock_that_goes_back_keeps_more() -> None:
+    day = 24 * 60
+    for at in (None, 1000, 2000):
+        assert 2000 - day - 1 <= kept_from(every_minute(2000, at, -YEAR), 2000 * 60.0 - YEAR) <= 2000 - day
+
+
+def test_a_living_host_s_way_is_kept_over_a_jump() -> None:
+    """As long as it is young by the versions that came since."""
+    assert kept_from(every_minute(2000, 2000), 2000 * 60.0 + YEAR, hosts=(900,)) <= 901
+
+
+def test_what_is_usual_counts_wholly() -> None:
+    """A version a day, kept for two: no rule of eighths makes sixteen of it."""
+    versions = {v: held(100, created=24 * 3600.0 * v) for v in range(1, 30)}
+    assert window(Situation(29, versions, 24 * 3600.0 * 29.5), Retention(keep_hours=48.0)) == 28
+
+
 def test_hosts_hold_back_up_to_a_bound() -> None:
     many = steps(100, (10, 50, 90))
     bound = Retention(keep_versions=5, host_versions=50)
