@@ -18,7 +18,7 @@ from weightcast.shared.errors import NeedsReseed, Refused, RetryLater, Weightcas
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.local.follow import Follower, FollowOptions
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
-from weightcast.shared.local.patch import require_files
+from weightcast.shared.local.patch import require_readable
 from weightcast.shared.local.plan import Patch, Refuse, Relabel, Seed, Stay
 from weightcast.shared.local.prepare import PreRead
 from weightcast.shared.local.route import Route
@@ -473,7 +473,7 @@ class Sync:
         self._watch.enter("lock")
         with local.patching(wait=self._wait):
             self._watch.enter("")
-            require_files(local)
+            require_readable(local)
             version = local.state.position.version
             results = self.engines.reload(local, version, only=due, report=self._tell)
             self._watch.take(results)

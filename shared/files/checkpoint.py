@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,6 +94,16 @@ def open_checkpoint(directory: Path, *, follow_links: bool) -> Checkpoint:
         directory / _INDEX if _INDEX in names else None,
         follow_links,
     )
+
+
+def surplus_weights(checkpoint: Checkpoint) -> Iterator[Path]:
+    """Safetensors files that lie in the directory now and are none of the checkpoint's."""
+    own = {path.name for path in checkpoint.weight_files}
+    with os.scandir(checkpoint.directory) as scan:
+        names = sorted(entry.name for entry in scan)
+    for name in names:
+        if name.endswith(".safetensors") and not name.startswith(".") and name not in own:
+            yield checkpoint.directory / name
 
 
 def _is_weights(name: str) -> bool:

@@ -16,12 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from blake3 import blake3
 
 from weightcast.shared.channel.base import BASE_LIMIT, Base, parse_base
 from weightcast.shared.errors import NeedsReseed, Refused, RetryLater
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
-from weightcast.shared.files.checkpoint import Checkpoint, FileIdentity, file_identity, open_checkpoint
+from weightcast.shared.files.checkpoint import (
+    Checkpoint,
+    FileIdentity,
+    file_identity,
+    open_checkpoint,
+    surplus_weights,
+)
 from weightcast.shared.files.mounts import file_system
 from weightcast.shared.files.paging import populate
 from weightcast.shared.local.host import Host
@@ -33,6 +40,7 @@ WordsIn = Callable[[int, int, int], Words]
 """tensor number, start, stop to these words"""
 
 _SEEDED_AGAIN = "the next sync seeds it again from base or anchor"
+_LEAVE_ALONE = "nothing else may write here; the next sync reads all of it, or seeds it again"
 PATCH_LOCK_SECONDS = 60.0
 _BLOCK = 512
 _PLAIN_SYSTEMS = ("ext4", "xfs", "tmpfs")
@@ -86,6 +94,16 @@ class _Mapped:
     size: int
     in_memory: bool
     """on tmpfs: pages are small and never written back"""
+    header: bytes
+    """BLAKE3 of what says where which tensor lies; no patch touches it"""
+
+    @property
+    def is_in_place(self) -> bool:
+        try:
+            found = os.lstat(self.path)
+        except FileNotFoundError:
+            return False
+        return (found.st_dev, found.st_ino, found.st_size) == (self.device, self.inode, self.size)
 
 
 def ensure_room(paths: LocalPaths) -> None:
@@ -134,6 +152,7 @@ class LocalCheckpoint:
         self.host = Host.here()
         self._maps: dict[Path, _Mapped] = {}
         self._map_all()
+        self._index = _digest_of(checkpoint.index_file)
 
     @classmethod
     def open(cls, directory: Path) -> LocalCheckpoint | None:
@@ -188,22 +207,23 @@ class LocalCheckpoint:
         self.state = state
 
     def check_files(self) -> None:
-        """Raises NeedsReseed when a path no longer leads to the file that is mapped."""
+        """Raises NeedsReseed when a path no longer leads to the file that is mapped, or what says where its
+        tensors lie is another than when it was opened."""
         for mapped in self._maps.values():
-            try:
-                found = os.lstat(mapped.path)
-                same = (found.st_dev, found.st_ino, found.st_size) == (
-                    mapped.device,
-                    mapped.inode,
-                    mapped.size,
-                )
-            except FileNotFoundError:
-                same = False
-            if not same:
-                raise NeedsReseed(
-                    f"{mapped.path} was replaced while it was in use",
-                    remedy="nothing else may write here; the next sync reads all of it, or seeds it again",
-                )
+            if not mapped.is_in_place:
+                raise NeedsReseed(f"{mapped.path} was replaced while it was in use", remedy=_LEAVE_ALONE)
+            if _header_digest(mapped.map) != mapped.header:
+                raise NeedsReseed(f"{mapped.path}: somebody else wrote its header", remedy=_LEAVE_ALONE)
+        if self._index != _digest_of(self.checkpoint.index_file):
+            raise NeedsReseed(f"{self.checkpoint.index_file} was changed", remedy=_LEAVE_ALONE)
+
+    def check_alone(self) -> None:
+        """Raises RetryLater when weights lie here that are none of the checkpoint's: engines read every
+        safetensors file that they find."""
+        for surplus in surplus_weights(self.checkpoint):
+            raise RetryLater(
+                f"{surplus} is no part of the checkpoint, but engines would load it", remedy="remove it"
+            )
 
     def file_identities(self) -> tuple[FileIdentity, ...]:
         """Of the weight files."""
@@ -290,4 +310,18 @@ def _map(path: Path) -> _Mapped:
     finally:
         os.close(fd)
     in_memory = file_system(found.st_dev) == "tmpfs"
-    return _Mapped(path, mapped, found.st_dev, found.st_ino, found.st_size, in_memory)
+    device, inode, size = found.st_dev, found.st_ino, found.st_size
+    return _Mapped(path, mapped, device, inode, size, in_memory, _header_digest(mapped))
+
+
+def _header_digest(mapped: mmap.mmap) -> bytes:
+    length = int.from_bytes(mapped[:8], "little")
+    return blake3(mapped[: 8 + min(length, len(mapped))]).digest()
+
+
+def _digest_of(path: Path | None) -> bytes:
+    """Empty when there is no such file."""
+    try:
+        return b"" if path is None else blake3(path.read_bytes()).digest()
+    except FileNotFoundError:
+        return b""

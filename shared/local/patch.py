@@ -30,7 +30,7 @@ def patch(local: LocalCheckpoint, step: Step, *, threads: int = 1) -> None:
     """
     if local.state.phase is not Phase.CLEAN or local.state.position.root != step.base.root:
         raise NeedsReseed("the checkpoint is no longer at the version that was staged")
-    require_files(local)
+    require_readable(local)
     local.save(local.state.but(phase=Phase.PATCHING, active=step))
     failpoint("patch.begun", local.directory)
     _write_all(local, step, Way.FORWARD, replay=False, threads=threads)
@@ -48,6 +48,13 @@ def require_files(local: LocalCheckpoint) -> None:
     except NeedsReseed:
         local.save(local.state.but(phase=Phase.DIRTY))
         raise
+
+
+def require_readable(local: LocalCheckpoint) -> None:
+    """As `require_files`, and RetryLater when an engine that loads the directory would find more than the
+    checkpoint in it."""
+    require_files(local)
+    local.check_alone()
 
 
 def relabel(local: LocalCheckpoint, target: Position) -> None:
