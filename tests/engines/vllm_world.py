@@ -1,0 +1,548 @@
+"""A real vLLM, a real subscriber beside it, and fresh loads of every version to judge what the engine says.
+
+The engine's control routes are called by the subscriber alone; what this module asks the engine are the
+questions of its users (`/v1`), and whether it is paused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from weightcast.publisher.channel_init import init_channel
+from weightcast.publisher.publisher import Publisher
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[1]
+VENV = Path(os.environ.get("WEIGHTCAST_ENGINE_VENV", REPOSITORY / ".venv-vllm"))
+NO_KEEP_ALIVE = httpx.Limits(max_keepalive_connections=0)
+"""an idle connection may be dropped by the server just when it is used again"""
+START_SECONDS = 600.0
+STEP_SECONDS = 240.0
+"""many times what an idle machine takes"""
+TOLERANCE = 2e-4
+"""nats: float32 sums in another order (fused layers, chunked prefill) differ by a tenth of it, a stale layer
+or KV block by thousands of times as much"""
+
+
+def wait_until(condition: Callable[[], object], what: str, seconds: float = STEP_SECONDS) -> None:
+    pause, deadline = threading.Event(), time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"{what}: not within {seconds:.0f} s")
+        pause.wait(0.02)
+
+
+def engine_python() -> Path:
+    python = VENV / "bin" / "python"
+    if not python.exists():
+        pytest.fail(f"{VENV} is not there: run these tests with `make test-engines`")
+    return python
+
+
+@dataclass
+class Process:
+    """A child in a group of its own, with a log."""
+
+    log: Path
+    child: subprocess.Popen[bytes]
+
+    @classmethod
+    def start(cls, log: Path, command: Sequence[str | Path], env: Mapping[str, str] | None = None) -> Process:
+        with log.open("ab") as stream:
+            child = subprocess.Popen(
+                [str(word) for word in command],
+                env={**os.environ, **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return cls(log, child)
+
+    @property
+    def running(self) -> bool:
+        return self.child.poll() is None
+
+    def tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
+
+    def stop(self, grace: float = 20.0) -> None:
+        self._signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self.child.wait(grace)
+        self._signal(signal.SIGKILL)
+        self.child.wait()
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+        self.child.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.child.pid, number)
+
+
+class FreshLoad:
+    """The judge: transformers, in the engines' environment."""
+
+    def __init__(self, log: Path) -> None:
+        with log.open("ab") as stream:
+            self._child = subprocess.Popen(
+                [engine_python(), HERE / "fresh_load.py"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stream,
+                text=True,
+                start_new_session=True,
+            )
+        self._log = log
+        self._one_at_a_time = threading.Lock()
+
+    def judge(self, directory: Path, sequences: Sequence[tuple[list[int], list[int]]]) -> list[Judged]:
+        assert self._child.stdin is not None and self._child.stdout is not None
+        with self._one_at_a_time:
+            print(
+                json.dumps({"directory": str(directory), "sequences": sequences}),
+                file=self._child.stdin,
+                flush=True,
+            )
+            line = self._child.stdout.readline()
+        assert line, self._log.read_text(errors="replace")
+        return [Judged(**found) for found in json.loads(line)]
+
+    def __enter__(self) -> FreshLoad:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._child.kill()
+        self._child.communicate()
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Per token of an answer, in nats."""
+
+    logprobs: list[float]
+    best: list[float]
+    greedy: list[int]
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+    finish: str
+    began: float
+    ended: float
+    text: str = ""
+
+    def fits(self, judged: Judged, start: int = 0, stop: int | None = None) -> bool:
+        """Whether tokens [start, stop) are what greedy decoding says under the judge's weights."""
+        return self.errors(judged, start, stop) == []
+
+    def errors(self, judged: Judged, start: int = 0, stop: int | None = None) -> list[str]:
+        found = []
+        for at in range(len(self.tokens))[start:stop]:
+            off = abs(self.logprobs[at] - judged.logprobs[at])
+            short = judged.best[at] - judged.logprobs[at]
+            if off > TOLERANCE or short > TOLERANCE:
+                found.append(f"token {at}: {self.tokens[at]}, greedy {judged.greedy[at]}, off by {off:.2g}")
+        return found
+
+
+class Server:
+    """vLLM's OpenAI server on a free port."""
+
+    def __init__(
+        self, model: Path, log: Path, *, arguments: Sequence[str] = (), api_key: str | None = None
+    ) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._model, self._log, self._arguments = model, log, list(arguments)
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._arguments += [] if api_key is None else ["--api-key", api_key]
+        self._client = httpx.Client(
+            base_url=self.url,
+            headers=headers,
+            timeout=STEP_SECONDS,
+            trust_env=False,
+            limits=NO_KEEP_ALIVE,
+        )
+        self._pool = ThreadPoolExecutor(16)
+        self.process = self._start()
+
+    def _start(self) -> Process:
+        environment = {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_HOST_IP": "127.0.0.1",
+        }
+        command = [
+            *(engine_python(), "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", self._model, "--served-model-name", "tiny", "--host", "127.0.0.1"),
+            *("--port", str(self.port), "--dtype", "float32", "--max-model-len", "1024", "--enforce-eager"),
+            *("--enable-prompt-tokens-details", "--enable-prefix-caching", *self._arguments),
+        ]
+        return Process.start(self._log, command, environment)
+
+    def restart(self) -> None:
+        """As a supervisor would."""
+        self.process.stop()
+        self.process = self._start()
+        self.wait_ready()
+
+    def wait_ready(self) -> None:
+        def ready() -> bool:
+            if not self.process.running:
+                pytest.fail(f"vLLM ended:\n{self.process.tail()}")
+            return self.status("/health") == 200
+
+        wait_until(ready, "vLLM's start", START_SECONDS)
+
+    def status(self, path: str) -> int:
+        try:
+            return self._client.get(path, timeout=5).status_code
+        except httpx.HTTPError:
+            return 0
+
+    @property
+    def paused(self) -> bool:
+        return bool(self._client.get("/is_paused", timeout=10).json()["is_paused"])
+
+    def fetch(self, path: str) -> Any:
+        return self._client.get(path).raise_for_status().json()
+
+    def ask(self, prompt: list[int], tokens: int = 12, *, first: threading.Event | None = None) -> Answer:
+        """A greedy completion. `first` is set when its first token came. Raises for no failure: the status
+        tells; 0 is a broken connection."""
+        request = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "stream": True,
+        }
+        began = time.monotonic()
+        found, logprobs, finish = list[int](), list[float](), ""
+        try:
+            with self._client.stream("POST", "/v1/completions", json=request) as reply:
+                if reply.status_code != 200:
+                    text = reply.read().decode(errors="replace")
+                    return Answer(reply.status_code, prompt, [], [], "", began, time.monotonic(), text)
+                for choice in _choices(reply.iter_lines()):
+                    found += choice["token_ids"] or []
+                    logprobs += (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"]
+                    finish = choice["finish_reason"] or finish
+                    if first is not None and found:
+                        first.set()
+        except (httpx.HTTPError, KeyError, ValueError) as error:
+            return Answer(0, prompt, found, logprobs, finish, began, time.monotonic(), repr(error))
+        return Answer(200, prompt, found, logprobs, finish, began, time.monotonic())
+
+    def begin(self, prompt: list[int], tokens: int) -> Future[Answer]:
+        """A completion in flight: its first token came when this returns."""
+        first = threading.Event()
+        future = self._pool.submit(self.ask, prompt, tokens, first=first)
+        wait_until(lambda: first.is_set() or future.done(), "the first token of a request")
+        return future
+
+    def send(self, prompt: list[int], tokens: int) -> Future[Answer]:
+        return self._pool.submit(self.ask, prompt, tokens)
+
+    def __enter__(self) -> Server:
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.stop()
+        self._pool.shutdown()
+        self._client.close()
+
+
+def one_shot(*words: str | Path, code: int = 0) -> str:
+    """A `weightcast` command; its output."""
+    done = subprocess.run(
+        ["weightcast", *map(str, words)], capture_output=True, text=True, timeout=STEP_SECONDS, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
+def _choices(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        if line.startswith("data: ") and line != "data: [DONE]":
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                raise ValueError(line)
+            yield from event.get("choices", ())
+
+
+@dataclass
+class Host:
+    """`weightcast subscriber run` beside one engine."""
+
+    root: Path
+    channel: Path
+    base: Path
+    local: Path
+    engine: str
+    """the option's text"""
+    process: Process | None = None
+    starts: int = 0
+    extra: Sequence[str] = field(default_factory=tuple)
+
+    def start(self) -> None:
+        self.starts += 1
+        port_file = self.root / f"host-{self.starts}.port"
+        command = [
+            *("weightcast", "subscriber", "run", "--channel", self.channel, "--base", self.base),
+            *("--local", self.local, "--engine", self.engine, "--poll-seconds", "0.1", "--threads", "1"),
+            *("--port", "0", "--port-file", port_file, *self.extra),
+        ]
+        self.process = Process.start(self.root / "subscriber.log", command)
+        wait_until(port_file.exists, "the subscriber's start")
+        self.client = httpx.Client(
+            base_url=f"http://127.0.0.1:{port_file.read_text().strip()}",
+            timeout=60,
+            trust_env=False,
+            limits=NO_KEEP_ALIVE,
+        )
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.stop()
+            self.process = None
+            self.client.close()
+
+    def with_engine(self, engine: str) -> None:
+        """Another option: the daemon starts anew."""
+        self.stop()
+        self.engine = engine
+        self.start()
+
+    @property
+    def status(self) -> Any:
+        return self.client.get("/v1/status").raise_for_status().json()
+
+    @property
+    def ready(self) -> bool:
+        return self.client.get("/readyz").status_code == 200
+
+    @property
+    def served(self) -> int | None:
+        status = self.status
+        aligned = all(engine["aligned"] for engine in status["engines"])
+        return status["served_version"] if aligned and status["ready"] else None
+
+    def wait_served(self, version: int, seconds: float = STEP_SECONDS) -> None:
+        assert self.process is not None
+        process = self.process
+
+        def there() -> bool:
+            if not process.running:
+                pytest.fail(f"the subscriber ended:\n{process.tail()}")
+            return self.served == version
+
+        try:
+            wait_until(there, f"version {version} served", seconds)
+        except BaseException:
+            print(json.dumps(self.status, indent=1))
+            print(process.tail())
+            raise
+
+
+class Run:
+    """A channel, its publisher and the complete checkpoint of every version."""
+
+    def __init__(self, root: Path, base: Path) -> None:
+        self.root, self.base, self.channel = root, base, root / "channel"
+        self.versions = [base]
+        init_channel(self.channel, base)
+        self.publisher = Publisher.open(self.channel, local=root / "publisher", base=base)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.publisher.close()
+
+    @property
+    def newest(self) -> int:
+        return len(self.versions) - 1
+
+    def write_next(self) -> Path:
+        """The next version's checkpoint: a twentieth of all elements is another."""
+        number = len(self.versions)
+        directory = self.root / f"given{number:03}"
+        copy_checkpoint(self.versions[-1], directory, lambda tensors: changed(tensors, number))
+        return directory
+
+    def publish(self) -> int:
+        directory = self.write_next()
+        report = self.publisher.publish_checkpoint(directory, step=len(self.versions))
+        self.versions.append(directory)
+        assert report.version == self.newest
+        return self.newest
+
+
+@contextmanager
+def running(host: Host) -> Iterator[Host]:
+    host.start()
+    try:
+        yield host
+    finally:
+        host.stop()
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def copy_checkpoint(source: Path, target: Path, change: Callable[[Tensors], Tensors]) -> Path:
+    """The same files with other tensors."""
+    target.mkdir(parents=True)
+    for path in sorted(source.iterdir()):
+        if path.suffix == ".safetensors":
+            save_file(change(load_file(path)), target / path.name, {"format": "pt"})
+        elif path.is_file():
+            (target / path.name).write_bytes(path.read_bytes())
+    return target
+
+
+def changed(tensors: Tensors, seed: int, share: float = 0.05) -> Tensors:
+    random = torch.Generator().manual_seed(seed)
+    return {name: _changed(tensor, share, random) for name, tensor in tensors.items()}
+
+
+def _changed(tensor: torch.Tensor, share: float, random: torch.Generator) -> torch.Tensor:
+    chosen = torch.rand(tensor.shape, generator=random) < share
+    noise = torch.randn(tensor.shape, generator=random) * tensor.float().std().clamp(min=0.05)
+    return torch.where(chosen, (tensor.float() + noise).to(tensor.dtype), tensor)
+
+
+def some_prompt(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(2, 256), k=length)
+
+
+SHORT, LONG = some_prompt(1, 5), some_prompt(2, 330)
+"""The long one fills more than two KV blocks, which a prefix cache keeps."""
+
+
+@dataclass
+class World:
+    root: Path
+    run: Run
+    server: Server
+    host: Host
+    judge: FreshLoad
+
+    def judged(self, answer: Answer, version: int) -> bool:
+        [judged] = self.judge.judge(self.run.versions[version], [(answer.prompt, answer.tokens)])
+        return answer.fits(judged)
+
+    def require(self, version: int) -> None:
+        """The engine says what a fresh load of the version says, and names the version."""
+        for prompt in (SHORT, LONG, LONG):
+            answer = self.server.ask(prompt)
+            [judged] = self.judge.judge(self.run.versions[version], [(prompt, answer.tokens)])
+            assert (answer.status, answer.finish, len(answer.tokens)) == (200, "length", 12), answer.text
+            assert answer.errors(judged) == []
+        if version > 0:
+            assert not self.judged(answer, version - 1), "the judge cannot tell versions apart"
+        self.require_named(version)
+
+    def require_named(self, version: int) -> None:
+        [engine] = self.host.status["engines"]
+        pointer = self.run.channel / "latest"
+        assert not pointer.exists() or int(pointer.read_text()) == version
+        assert engine["version"] == version
+        if engine["confirmed_by"] == "label":
+            assert self.server.fetch("/weight_info")["weight_version"] == str(version)
+
+    def switch(self, answer: Answer, old: int) -> int | None:
+        """How many tokens the old weights said before the next version's said the rest; None: others did."""
+        sequences = [(answer.prompt, answer.tokens)]
+        [before] = self.judge.judge(self.run.versions[old], sequences)
+        [after] = self.judge.judge(self.run.versions[old + 1], sequences)
+        whole = range(len(answer.tokens), -1, -1)
+        return next(
+            (at for at in whole if answer.fits(before, 0, at) and answer.fits(after, at)),
+            None,
+        )
+
+
+class Starts:
+    """One engine at a time: another variant ends the one before."""
+
+    def __init__(self, models: Path, judge: FreshLoad, root: Path) -> None:
+        self._models, self._judge, self._root = models, judge, root
+        self._variant = ""
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Starts:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def world(self, variant: str) -> World:
+        if variant != self._variant:
+            self._variant = ""
+            self._stack.close()
+            self._world = self._start(variant, self._root / variant)
+            self._variant = variant
+        return self._world
+
+    def _start(self, variant: str, root: Path) -> World:
+        root.mkdir()
+        run = self._stack.enter_context(Run(root, self._models / variant))
+        local = root / "local"
+        one_shot("sync", "--channel", run.channel, "--base", run.base, "--local", local)
+        server = self._stack.enter_context(Server(local, root / "vllm.log"))
+        host = Host(root, run.channel, run.base, local, f"vllm={server.url}")
+        self._stack.callback(host.stop)
+        return World(root, run, server, host, self._judge)
+
+    def other_world(self, variant: str) -> World:
+        """Another run of the same model, other files and dtype, whose host finds the engine in use."""
+        root = self._root / f"{variant}-after"
+        root.mkdir()
+        base = self._models / "-".join(OTHER.get(word, word) for word in variant.split("-"))
+        run = self._stack.enter_context(Run(root, base))
+        host = Host(root, run.channel, run.base, root / "local", f"vllm={self._world.server.url}")
+        self._stack.callback(host.stop)
+        return World(root, run, self._world.server, host, self._judge)
+
+
+OTHER = {"single": "sharded", "sharded": "single", "bf16": "fp32", "fp32": "bf16"}
