@@ -22,6 +22,7 @@ from weightcast.shared.local.follow import open_base
 from weightcast.shared.local.seed import describe
 
 _CONFIG = "config.json"
+_CONFIG_LIMIT = 64 << 20
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -102,8 +103,10 @@ def _tied(base: Path, checkpoint: Checkpoint) -> dict[str, str]:
     if not config.exists() or _EMBEDDING not in checkpoint.table.numbers:
         return {}
     try:
-        tied = json.loads(config.read_bytes()).get("tie_word_embeddings") is True
-    except (ValueError, AttributeError) as error:
+        # not the strict reader: configurations of some models hold an Infinity
+        data = durable.read_file(config, _CONFIG_LIMIT, follow_links=True)
+        tied = json.loads(data).get("tie_word_embeddings") is True
+    except (ValueError, AttributeError, RecursionError) as error:
         raise Refused(f"{config} is not a JSON object", remedy="give an HF checkpoint directory") from error
     return {_HEAD: _EMBEDDING} if tied else {}
 

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from weightcast.publisher.queue import QUEUE_LIMIT, Job, KeyReused, Queue, QueueFull
 from weightcast.shared.errors import Refused, RetryLater
 from weightcast.shared.files.paths import is_plain
+from weightcast.shared.service.http import StrictRoute
 from weightcast.shared.service.snapshot import Failure
 
 _PATH_LIMIT = 4096
@@ -35,7 +36,7 @@ def publication_routes(
     queue: Callable[[], Queue | None], roots: Sequence[Path], wake: Callable[[], None]
 ) -> APIRouter:
     """`queue`: None until the daemon has taken its channel. `roots`: see `check_checkpoint`."""
-    router = APIRouter()
+    router = APIRouter(route_class=StrictRoute)
 
     def opened() -> Queue:
         found = queue()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from fuzz_doors import Doors
+from fuzz_records import RECORDS, Target
 from test_fuzz_parsers import PARSERS, STATE
 
 from weightcast.shared.codec.changes import compare
@@ -67,9 +68,12 @@ def _read_chunk(data: bytes) -> object:
     return changes
 
 
-Target = tuple[bytes, Callable[[bytes], object]]
+DOORS = Doors()
+
 TARGETS: dict[str, Target] = {
     **PARSERS,
+    **RECORDS,
+    "publish request": (DOORS.example(), DOORS.try_body),
     "state": (_state(), lambda data: read_state(_on_disk("state.json", data))),
     "settings": (SETTINGS, lambda d: load_settings(SubscriberSettings, {}, _on_disk("s.toml", d))),
     "blob-fast": (encode_chunk(CHUNK, OLD, NEW, compare(OLD, NEW), "fast"), _read_chunk),

@@ -1,0 +1,158 @@
+"""Readers of what publishers, ranks, operators and engines leave: example and reader by name."""
+
+from __future__ import annotations
+
+import base64
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from test_fuzz_parsers import INDEX, SAFETENSORS, TABLE
+
+from weightcast.publisher.inbox import parse_entries
+from weightcast.publisher.queue import Queue
+from weightcast.publisher.rendezvous import Attempt, collect_drafts, find_attempt, leave_failure
+from weightcast.shared.channel import marks
+from weightcast.shared.channel.keys import load_private_key, trusted_keys
+from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.signing import Statement, Trust, write_signature
+from weightcast.shared.errors import DamagedFile, Refused
+from weightcast.shared.files.checkpoint import open_checkpoint
+from weightcast.subscriber.engines.wire import Reply
+from weightcast.subscriber.target import read_tag
+
+_ROOM = tempfile.TemporaryDirectory(prefix="fuzz-records-")
+ROOT = Path(_ROOM.name)
+_ED25519 = bytes.fromhex("302e020100300506032b657004220420")
+"""PKCS#8 (RFC 8410) in front of the 32 bytes of a key"""
+_SECRET = base64.b64encode(_ED25519 + b"\x01" * 32)
+PRIVATE = b"-----BEGIN " + b"PRIVATE KEY-----\n" + _SECRET + b"\n-----END " + b"PRIVATE KEY-----\n"
+DIGEST = "ab" * 32
+STATEMENT = Statement("run", "delta", 2, 1, 1, 1.5, "3" * 64, "", DIGEST)
+ATTEMPT = Attempt(2, 1, "3" * 64, 5, 2, "fast", 1.5)
+
+
+def placed(name: str, data: bytes) -> Path:
+    path = ROOT / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    path.chmod(0o600)
+    return path
+
+
+KEY = load_private_key(placed("good.pem", PRIVATE))
+TRUST = Trust.of([KEY.public])
+TRUSTED = f"# of the trainer\n{KEY.public}\n".encode()
+
+
+def _private_key(data: bytes) -> object:
+    try:
+        return load_private_key(placed("key.pem", data))
+    except Refused as error:
+        assert _SECRET.decode()[-24:] not in f"{error.message} {error.remedy}", "a key must not reach a log"
+        raise
+
+
+def _signature(data: bytes) -> object:
+    """Whatever is accepted states what was signed."""
+    stated = TRUST.check(data, "index", DIGEST)
+    assert stated == STATEMENT
+    return stated
+
+
+def _tags(data: bytes) -> object:
+    placed("tagged/tags/stable", data)
+    found = marks.tags(ROOT / "tagged")["stable"]
+    try:
+        assert read_tag(ROOT / "tagged", "stable") == found
+    except DamagedFile:
+        # hosts are stricter: white space is none of a tag's
+        assert data.strip() != data
+    return found
+
+
+def _order(data: bytes) -> object:
+    placed("ordered/orders/rollback.json", data)
+    return marks.read_rollback(ROOT / "ordered")
+
+
+def _queue(data: bytes) -> object:
+    return Queue(placed("publications.json", data)).open()
+
+
+def _attempt(data: bytes) -> object:
+    placed("meeting/weight_v000002.parts/1-aa/open.json", data)
+    return find_attempt(Layout(ROOT / "meeting"), 5, 1, 2, 1, time.monotonic())
+
+
+def _draft(data: bytes) -> object:
+    path = placed("drafts/part-00001.json", data)
+    return collect_drafts(path.parent, ATTEMPT, TABLE, time.monotonic())
+
+
+def _failure(data: bytes) -> object:
+    path = placed("failures/part-00001.failed.json", data)
+    return collect_drafts(path.parent, ATTEMPT, TABLE, time.monotonic())
+
+
+def _checkpoint(data: bytes) -> object:
+    placed("checkpoint/model-00001-of-00001.safetensors", SAFETENSORS + bytes(6))
+    path = placed("checkpoint/model.safetensors.index.json", data)
+    return open_checkpoint(path.parent, follow_links=False)
+
+
+def _failure_example() -> bytes:
+    directory = placed("example/.keep", b"").parent
+    leave_failure(directory, 1, Refused("no room"), True)
+    return next(directory.glob("*.failed.json")).read_bytes()
+
+
+_DRAFT = INDEX.replace(b'"s"', b'"part-00001.safetensors"')
+_INBOX = {
+    "format": 1,
+    "entries": [
+        {
+            "name": "step_1",
+            "outcome": "publishing",
+            "files": [["model.safetensors", 7, 600, 1_500_000_000]],
+            "version": 3,
+            "behind": "",
+            "failure": {"error": "Refused", "message": "no", "remedy": "yes"},
+        }
+    ],
+}
+_QUEUE = {"format": 1, "jobs": [{"id": "ab", "checkpoint": "/c", "step": 1, "key": "k", "state": "running"}]}
+_ORDER = {"format": 1, "run_id": "run", "to": 3, "root": "1" * 64, "ordered": 1.5}
+_REPLY = {"success": True, "message": "loaded", "weight_version": "3"}
+_WEIGHT_MAP = {"metadata": {"total_size": 6}, "weight_map": {"a": "model-00001-of-00001.safetensors"}}
+
+
+def packed(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+Target = tuple[bytes, Callable[[bytes], object]]
+RECORDS: dict[str, Target] = {
+    "signature": (write_signature(STATEMENT, KEY), _signature),
+    "private key": (PRIVATE, _private_key),
+    "trusted keys": (TRUSTED, lambda data: trusted_keys(placed("trusted", data))),
+    "tag": (b"000003", _tags),
+    "order": (packed(_ORDER), _order),
+    "inbox": (packed(_INBOX), lambda data: parse_entries(data, "inbox.json")),
+    "queue": (packed(_QUEUE), _queue),
+    "attempt": (packed(asdict(ATTEMPT)), _attempt),
+    "draft": (_DRAFT, _draft),
+    "failed part": (_failure_example(), _failure),
+    "checkpoint index": (packed(_WEIGHT_MAP), _checkpoint),
+    "engine reply": (packed(_REPLY), lambda data: _reply(Reply("http://engine", 200, data))),
+}
+MEANT_TO_FAIL = ("failed part",)
+"""whose example is itself refused: a rank that says so"""
+
+
+def _reply(reply: Reply) -> object:
+    assert reply.describe().isprintable()
+    return reply.fields(), reply.text_field("weight_version")
