@@ -78,6 +78,7 @@ def undo(local: LocalCheckpoint, *, threads: int = 1) -> None:
         local.save(_arrived(local, step.base, local.state.undo[:-1]))
         failpoint("undo.recorded", local.directory)
         local.paths.journal(step.journal).unlink(missing_ok=True)
+        failpoint("journal.removed", local.directory)
 
 
 def forget_undo(local: LocalCheckpoint) -> None:
@@ -88,6 +89,7 @@ def forget_undo(local: LocalCheckpoint) -> None:
         failpoint("undo.forgotten", local.directory)
         for step in steps:
             local.paths.journal(step.journal).unlink(missing_ok=True)
+            failpoint("journal.removed", local.directory)
 
 
 def _arrived(local: LocalCheckpoint, position: Position, undo_steps: tuple[Step, ...]) -> LocalState:
@@ -200,7 +202,8 @@ def _after_reboot(local: LocalCheckpoint, threads: int, advance: Advance | None)
         if report.root == position.root:
             local.save(_arrived(local, position, ()).but(last_full_hash=time.time()))
             return
-    local.save(local.state.but(phase=Phase.DIRTY))
+    # no way back leads over a journal that was not synced, once this boot counts as the state's
+    local.save(local.state.but(phase=Phase.DIRTY, undo=()))
     position = nearest(local.table, report.lanes, repairable(local.state))
     names = differing(local.table, lanes_list(report.lanes), position.lanes)
     raise Differs(

@@ -11,7 +11,17 @@ import pytest
 from core_cases import bytes_of, read_checkpoint, rot
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from local_cases import Run, catch_up, edit_state, following, make_run, phase_of, state_of
+from local_cases import (
+    Run,
+    catch_up,
+    edit_state,
+    following,
+    make_run,
+    patch_keeping_undo,
+    phase_of,
+    state_of,
+    step_to,
+)
 
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.local.follow import Follower, FollowOptions
@@ -165,6 +175,24 @@ def test_after_a_reboot_only_lost_pages_are_written(encoded: Run, tmp_path: Path
         assert follower.local is not None and follower.trouble == ""
     holds(encoded, local)
     assert weight_inodes(local) == before
+
+
+def test_after_a_reboot_with_lost_pages_no_way_leads_back(anchored: Run, tmp_path: Path) -> None:
+    """Journals are not synced: what is left of one may be anything."""
+    local = tmp_path / "local"
+    with following(anchored, local) as follower:
+        step_to(follower, 2)
+        patch_keeping_undo(follower, 3)
+    for journal in (local / ".weightcast/journal").iterdir():
+        journal.unlink()
+    rot(local, "long", 4000)
+    edit_state(local, boot_id="another boot")
+    with following(anchored, local) as follower:
+        channel = Channel.open(anchored.channel)
+        follower.load(channel)
+        assert follower.repair(channel) is not None
+    holds(anchored, local)
+    assert state_of(local)["undo"] == []
 
 
 def test_engines_that_read_it_are_in_doubt(anchored: Run, tmp_path: Path) -> None:
