@@ -199,6 +199,10 @@ class Publisher:
         except NeedsReseed as error:
             self._follower.doubt(error)
             self.recover()
+        except OSError:
+            # which of two states lies on disk is not known
+            self._follower.release()
+            raise
 
     def publish(
         self,

@@ -200,6 +200,10 @@ class Sync:
             self.follower.doubt(error)
             self._usable = False
             self.sync_once()
+        except OSError as error:
+            self.follower.release()
+            self.view.error = _known(error)
+            raise self.view.error from error
         finally:
             self.view.scrub = scrub.status
             self._tell()

@@ -259,6 +259,42 @@ def test_a_full_disk_changes_nothing(site: Site) -> None:
     recovered(run, host, engine, 1)
 
 
+def test_a_full_disk_at_the_end_of_a_background_pass(site: Site) -> None:
+    run, engine = site.run(), SGLang()
+    host = site.host(run, engine)
+    host.step()
+    host.sync.close()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = _scrubbed_on_a_full_disk(host)
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.WEXITSTATUS(status) == 75
+    recovered(run, host, engine, 0)
+
+
+def _scrubbed_on_a_full_disk(host: Host) -> int:
+    """Exit code: 75 when status tells of it, and the next step finds the host ready."""
+    clock = Clock()
+    scrub = Scrub(1 << 20, clock=clock)
+    host.start()
+    host.step()
+    clock.at += 10
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        host.sync.verify_some(scrub)
+    except RetryLater:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        told = host.status.last_error is not None
+        return 75 if told and host.step().ready and host.status.last_error is None else 2
+    return 3
+
+
 def test_rot_that_the_background_verify_finds_is_repaired_and_reloaded(site: Site) -> None:
     run, engine = site.run(), SGLang()
     run.publish()
