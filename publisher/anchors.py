@@ -96,7 +96,9 @@ def _write_shard(
                 if advance is not None:
                     advance(len(piece))
         file.flush()
+        failpoint("anchor.copied", path)
         os.fsync(file.fileno())
+    failpoint("anchor.synced", path)
 
 
 def _pieces(table: TensorTable, tensor: int, words_in: WordsIn) -> Iterator[tuple[int, memoryview]]:

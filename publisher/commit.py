@@ -63,6 +63,7 @@ def discard(layout: Layout, path: Path) -> None:
         path.rename(grave)
         failpoint("trash.moved", path)
         shutil.rmtree(grave)
+        failpoint("trash.deleted", path)
 
 
 def commit_index(

@@ -21,6 +21,7 @@ from weightcast.shared.channel.index import INDEX_LIMIT
 from weightcast.shared.channel.layout import Layout, digits
 from weightcast.shared.channel.signing import SIGNATURE_LIMIT, signature_path
 from weightcast.shared.errors import WeightcastError
+from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.durable import read_file
 from weightcast.shared.files.strict_json import parse_object
 from weightcast.shared.local.local_checkpoint import LocalPaths
@@ -51,12 +52,14 @@ class History:
             self._directory.mkdir(exist_ok=True)
             self.drop(number)
             os.link(self._paths.journal(step.journal), self._journal(number))
+            failpoint("history.linked", self._directory)
             self._step(number).write_text(json.dumps(step_json(step)))
             index = channel.index(number)
             with contextlib.suppress(FileNotFoundError):
                 signature = read_file(signature_path(index), SIGNATURE_LIMIT)
                 self._signature(number).write_bytes(signature)
             self._index(number).write_bytes(read_file(index, INDEX_LIMIT))
+            failpoint("history.kept", self._directory)
 
     def index(self, position: Position) -> bytes | None:
         """The exact bytes of a version's index, if they are kept."""

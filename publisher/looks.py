@@ -128,6 +128,7 @@ def consume(watch: Path, name: str, weights: Marks) -> None:
     directory.rename(grave)
     failpoint("inbox.buried", directory)
     _remove(grave)
+    failpoint("inbox.deleted", directory)
 
 
 def _reason_to_keep(directory: Path, weights: Marks) -> str:

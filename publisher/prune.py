@@ -119,4 +119,5 @@ def empty_trash(layout: Layout, grace_seconds: float = GRACE_SECONDS, uptime: Up
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(entry)
                 deleted += 1
+            failpoint("prune.deleted", entry)
     return deleted

@@ -125,6 +125,7 @@ class _Copy:
             os.fdopen(open_regular(source), "rb", buffering=0) as read,
             target.open("wb", buffering=0) as write,
         ):
+            failpoint("fetch.begun", target)
             while block := read.read(_BLOCK):
                 size += len(block)
                 if 0 <= record.size < size:

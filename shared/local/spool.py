@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 from weightcast.shared.channel.index import ForeignIndex, Index
+from weightcast.shared.failpoints import failpoint
 from weightcast.shared.local.local_checkpoint import LocalPaths
 
 
@@ -76,6 +77,7 @@ class Spool:
         directory = self.directory(index)
         self._verified = {path for path in self._verified if path.parent != directory}
         shutil.rmtree(directory, ignore_errors=True)
+        failpoint("spool.dropped", directory)
 
     def forget(self) -> None:
         self._verified.clear()

@@ -172,6 +172,9 @@ class Trap:
         return self._left == 0
 
     def _act(self) -> None:
+        if self._order.action == "error":
+            # before anybody who sees that it fired can take the order back
+            self._then = self._order.then
         self._wire.fire()
         match self._order.action:
             case "kill":
@@ -181,7 +184,6 @@ class Trap:
             case "term":
                 os.kill(os.getpid(), signal.SIGTERM)
             case "error":
-                self._then = self._order.then
                 raise OSError(self._order.errno, os.strerror(self._order.errno))
 
 
@@ -273,15 +275,19 @@ def preload() -> None:
     warm_up()
 
 
+patience = 1.0
+"""what every wait is multiplied by: more on a machine with other work"""
+
+
 class NotReached(Exception):
     """What a process was to do did not happen in time."""
 
 
 def wait_for(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds * patience
     while not _holds(condition):
         if time.monotonic() > deadline:
-            raise NotReached(f"not within {seconds:g} s: {what}")
+            raise NotReached(f"not within {seconds * patience:g} s: {what}")
         time.sleep(0.015)
 
 

@@ -26,6 +26,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests"), str(ROOT / "tests" / "subscriber")]
 
+import crash_processes  # noqa: E402
 from crash_processes import NotReached, Order, preload  # noqa: E402
 from crash_scenarios import RANDOM, SCENARIOS, Run, Scenario  # noqa: E402
 from crash_world import Shape, World  # noqa: E402
@@ -153,9 +154,10 @@ class Campaign:
     def once(self) -> Violation | None:
         name, order = self.plan.next()
         scenario = SCENARIOS[name]
-        key: object = name if scenario.new else (scenario.daemons, scenario.engines)
+        key: object = name if scenario.new else (scenario.daemons, scenario.engines, scenario.keep_versions)
         world, seed = self._world(key, scenario)
         run = Run(world, order, random.Random(self._rng.getrandbits(32)))
+        world.wake()
         try:
             scenario.act(run)
         except NotReached as error:
@@ -168,6 +170,8 @@ class Campaign:
             self.violations.append(violation)
         if run.violations or scenario.new:
             self._drop(key)
+        else:
+            world.rest()
         return violation
 
     def _world(self, key: object, scenario: Scenario) -> tuple[World, int]:
@@ -185,6 +189,8 @@ class Campaign:
         shape = Shape.drawn(random.Random(seed))
         if scenario.engines is not None:
             shape = replace(shape, engines=scenario.engines)
+        if scenario.keep_versions is not None:
+            shape = replace(shape, keep_versions=scenario.keep_versions)
         world = World(self._root / f"world-{seed}", seed, shape)
         if scenario.daemons:
             world.start_publisher()
@@ -308,6 +314,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--scenario", action="append", choices=list(SCENARIOS))
     parser.add_argument("--jobs", type=int, default=2, help="1: hosts and publishers one after the other")
+    parser.add_argument(
+        "--patience", type=float, default=1.0, help="multiplies every wait: for a busy machine"
+    )
     parser.add_argument("--half", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--row", default="", help="only this row, or rows whose name contains this")
     parser.add_argument("--first", action="store_true", help="end at the first violation")
@@ -319,6 +328,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def run_here(arguments: argparse.Namespace, seed: int, console: Console) -> dict[str, Any]:
     """The campaign in this process; its results."""
+    crash_processes.patience = arguments.patience
     preload()
     memory = Path("/dev/shm")
     place = arguments.root or (memory if os.access(memory, os.W_OK) else None)
@@ -352,7 +362,7 @@ def run_halves(arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
 
 def _half(arguments: argparse.Namespace, seed: int, names: Sequence[str], file: Path) -> list[str]:
     command = [sys.executable, __file__, "--jobs", "1", "--half", "--json", str(file), "--seed", str(seed)]
-    for option in ("minutes", "cover", "most"):
+    for option in ("minutes", "cover", "most", "patience"):
         command += [f"--{option}", str(getattr(arguments, option))]
     command += ["--kills", str(-(-arguments.kills // 2))]
     return command + [word for name in names for word in ("--scenario", name)]

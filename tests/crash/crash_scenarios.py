@@ -28,6 +28,7 @@ Side = Literal["publisher", "host", "rank 1"]
 """rank 0 is a publisher like any other"""
 RANDOM = "at a random moment"
 RANK_SECONDS = 3.0
+PRUNED_AT = re.compile(r"-\d+-(?=[0-9a-f]{8}\.pruned$)")
 SETTLE_SECONDS = 40.0
 
 
@@ -151,6 +152,7 @@ def make_beside(run: Run) -> None:
     """A running publisher makes anchors and deltas from older versions, and prunes."""
     world = run.world
     victim = _running(world, "publisher")
+    _age_the_trash(world)
     before = victim.wire.counts
     victim.wire.order(run.trap)
     world.hand_over()
@@ -160,6 +162,13 @@ def make_beside(run: Run) -> None:
         run.check(world.violations_now())
         world.start_publisher()
     run.settle()
+
+
+def _age_the_trash(world: World) -> None:
+    """What was pruned lies there since long ago, so that it is deleted."""
+    for grave in (world.channel / ".trash").glob("*.pruned"):
+        with contextlib.suppress(FileNotFoundError):
+            grave.rename(grave.with_name(PRUNED_AT.sub("-1-", grave.name)))
 
 
 def follow(run: Run) -> None:
@@ -516,13 +525,14 @@ def _end(child: Child) -> None:
 @dataclass(frozen=True)
 class Scenario:
     """`new`: it needs a world of its own; `daemons`: publisher and host run already; `engines`: only
-    these."""
+    these; `keep_versions`: older ones are pruned, None: as the world is drawn."""
 
     act: Callable[[Run], None]
     side: Side
     new: bool = False
     daemons: bool = True
     engines: tuple[str, ...] | None = None
+    keep_versions: int | None = None
     moments: bool = True
     """also struck at random moments"""
 
@@ -530,7 +540,7 @@ class Scenario:
 SCENARIOS: Mapping[str, Scenario] = {
     "publish": Scenario(publish, "publisher"),
     "start publisher": Scenario(start_publisher, "publisher"),
-    "make beside": Scenario(make_beside, "publisher", moments=False),
+    "make beside": Scenario(make_beside, "publisher", keep_versions=3, moments=False),
     "follow": Scenario(follow, "host"),
     "start host": Scenario(start_host, "host"),
     "seed": Scenario(seed, "host"),

@@ -124,6 +124,17 @@ class World:
                 child.kill()
         self._engines.close()
 
+    def rest(self) -> None:
+        """Nobody polls while other worlds are at work."""
+        for child in (self.publisher, self.host):
+            if child is not None:
+                child.signal(signal.SIGSTOP)
+
+    def wake(self) -> None:
+        for child in (self.publisher, self.host):
+            if child is not None:
+                child.signal(signal.SIGCONT)
+
     # what the outside world does
 
     def train(self) -> int:
