@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from weightcast.shared.local.state import Blocked, EngineState, Mark
 from weightcast.subscriber.engines.base import EngineFacts
-from weightcast.subscriber.engines.roster import EngineResult, needs_reload
+from weightcast.subscriber.engines.roster import EngineResult, Order, needs_reload
 
 ROLL_BACK_AFTER = 3
 """reloads in a row that leave no engine on the version"""
+ROLL_BACK_AFTER_ROLLING = 2
 MOST_BLOCKED = 63
 REASON_LIMIT = 2000
 RETRY_FIRST, RETRY_MOST = 60.0, 6 * 3600.0
@@ -26,10 +27,12 @@ def label_of(version: int) -> str:
 @dataclass(frozen=True)
 class Sight:
     """`facts`: what an engine says now. `steady`: this process reloaded it and has reached it at every look
-    since; only then a process that tells no identity counts as the same."""
+    since; only then a process that tells no identity counts as the same. `source`: the directory that it
+    named after that reload."""
 
     facts: EngineFacts
     steady: bool
+    source: str | None = None
 
 
 def is_aligned(record: EngineState | None, sight: Sight, version: int) -> bool:
@@ -37,7 +40,7 @@ def is_aligned(record: EngineState | None, sight: Sight, version: int) -> bool:
     if record is None or record.mark is not Mark.SERVED or record.version != version:
         return False
     facts = sight.facts
-    if not facts.reachable or needs_reload(facts, record.process, _label(record, version)):
+    if not facts.reachable or needs_reload(facts, record.process, _label(record, version), sight.source):
         return False
     return sight.steady or None not in (facts.process, record.process)
 
@@ -74,10 +77,13 @@ def is_confirmed(records: Records, names: Iterable[str], version: int) -> bool:
     return any(r is not None and r.mark is Mark.SERVED and r.version == version for r in found)
 
 
-def rolls_back(results: Sequence[EngineResult], failures: int) -> bool:
+def rolls_back(results: Sequence[EngineResult], failures: int, order: Order = "together") -> bool:
     """Whether a version that no engine confirmed is at fault rather than an engine. `failures`: reloads in a
-    row, with this one, that left no engine on it."""
+    row, with this one, that left no engine on it. In a rolling reload it takes two, mostly two engines: one
+    alone may be at fault, a third shall not be lost to the version."""
     asked = [result for result in results if result.attempts > 0]
+    if order == "rolling":
+        return bool(asked) and failures >= ROLL_BACK_AFTER_ROLLING
     refused = bool(asked) and all(result.state == "refused" for result in asked)
     return refused or (bool(asked) and failures >= ROLL_BACK_AFTER)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
+from dataclasses import asdict
 from importlib.metadata import version as version_of_package
 from typing import Literal
 
@@ -17,6 +18,7 @@ from weightcast.subscriber.reload import Engines
 from weightcast.subscriber.status import (
     KEPT_UPDATES,
     BlockedStatus,
+    EngineCondition,
     EngineStatus,
     HostStatus,
     LastError,
@@ -141,7 +143,7 @@ def _engine_status(
     engine: Engine, engines: Engines, record: EngineState | None, aligned: bool
 ) -> EngineStatus:
     spec = engine.spec
-    facts = engines.facts(spec.name)
+    facts, last = engines.facts(spec.name), engines.last(spec.name)
     return EngineStatus(
         name=spec.name,
         kind=spec.kind,
@@ -153,7 +155,20 @@ def _engine_status(
         aligned=aligned,
         reachable=facts.reachable,
         reason="" if aligned else engines.reason(spec.name),
+        ready=aligned,
+        state="serving" if aligned else _condition(engines, spec.name, record),
+        failures=engines.failures(spec.name),
+        seconds={} if last is None else {part: round(each, 6) for part, each in asdict(last.phases).items()},
+        pause_seconds=None if last is None else last.pause_seconds,
     )
+
+
+def _condition(engines: Engines, name: str, record: EngineState | None) -> EngineCondition:
+    if engines.failed(name):
+        return "failed"
+    if not engines.facts(name).reachable:
+        return "silent"
+    return "suspect" if record is not None and record.mark is Mark.SUSPECT else "waiting"
 
 
 def _mark(record: EngineState | None) -> ShownMark:

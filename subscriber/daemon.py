@@ -17,6 +17,7 @@ from weightcast.shared.service.metrics import new_registry, watch_loop
 from weightcast.shared.service.snapshot import LoopStatus, Readiness, Snapshot
 from weightcast.shared.service.watch import Watcher
 from weightcast.subscriber.board import Board
+from weightcast.subscriber.failed import FailedEngines
 from weightcast.subscriber.figures import Figures
 from weightcast.subscriber.report import Reporter
 from weightcast.subscriber.settings import SubscriberSettings
@@ -40,6 +41,7 @@ class Subscriber:
         watch_loop(self.registry, self.loop)
         self.figures = Figures(self.registry)
         self._troubles: tuple[str, ...] = ()
+        self.failed = FailedEngines(settings.on_engine_failed, settings.hook_seconds, self.stop.request)
         self.reporter = Reporter(settings.channel) if settings.report else None
         self.scrub = Scrub(int(settings.verify_rate), stop=lambda: self.stop.requested)
         self.sync = Sync(self.options, open_engines(settings), show=self._show, stop=self.stop.wait)
@@ -53,15 +55,27 @@ class Subscriber:
             outcome = self.sync.sync_once()
             self.sync.verify_some(self.scrub)
         finally:
+            self._log_moves()
+            self.failed.tell(self.board.status.get())
             self._report()
         self._log(outcome)
         if outcome.moved:
             # another version may have come meanwhile
             self.wakeup.set()
 
+    def _log_moves(self) -> None:
+        for move in self.sync.view.moves:
+            parts = {f"{part}_s": round(seconds, 4) for part, seconds in move.seconds.items()}
+            log.info(
+                "engines reloaded" if move.kind == "reload" else "version",
+                kind=move.kind,
+                version=move.version,
+                target=self.sync.view.target_version,
+                pause_total_s=None if move.pause_seconds is None else round(move.pause_seconds, 4),
+                **parts,
+            )
+
     def _log(self, outcome: Outcome) -> None:
-        if outcome.moved:
-            log.info("version", version=outcome.version, target=outcome.target)
         troubles = (*outcome.waiting, *outcome.degraded)
         if troubles != self._troubles:
             self._troubles = troubles
@@ -106,7 +120,8 @@ class Subscriber:
         )
 
     def run(self) -> None:
-        """Until SIGTERM, SIGINT or `stop`. Raises what `run_daemon` raises."""
+        """Until SIGTERM, SIGINT or `stop`. Raises what `run_daemon` raises, and EngineFailed where the
+        failure of an engine is to end the daemon."""
         warm_up_in_background()
         with Watcher(self.settings.channel, self.wakeup):
             run_daemon(
@@ -118,6 +133,8 @@ class Subscriber:
                 loop=self.loop,
                 stop=self.stop,
             )
+        if self.failed.error is not None:
+            raise self.failed.error
 
 
 def run_subscriber(

@@ -25,6 +25,12 @@ class Figures:
         self._updates = count(registry, "updates", "Moves of the local checkpoint and reloads.", ("kind",))
         self._seconds = duration(registry, "update_phase", "Time of an update by phase.", ("phase",))
         self._paused = duration(registry, "engine_pause", "Longest pause of an engine in an update.")
+        self._engine_ready = number(
+            registry, "engine_ready", "1 when this engine serves the local version.", ("engine",)
+        )
+        self._engine_failures = number(
+            registry, "engine_failures", "Rounds of reloads in vain, in a row.", ("engine",)
+        )
         self._verify = VerifyFigures(registry)
         self._bytes_seen = 0
         self._newest: UpdateStatus | None = None
@@ -38,6 +44,9 @@ class Figures:
         self._blocked.set(len(status.blocked))
         self._read.inc(status.bytes_read - self._bytes_seen)
         self._bytes_seen = status.bytes_read
+        for engine in status.engines:
+            self._engine_ready.labels(engine.name).set(engine.ready)
+            self._engine_failures.labels(engine.name).set(engine.failures)
         self._verify.show(status.verify, status.last_full_hash)
         for update in self._unseen(status):
             self._count(update)

@@ -5,9 +5,10 @@ Every method is called by the work thread. Threads of its own live only as long 
 
 from __future__ import annotations
 
+import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -20,9 +21,12 @@ from weightcast.subscriber.aligned import Sight, after, in_doubt, is_aligned, la
 from weightcast.subscriber.engines import align as alignment
 from weightcast.subscriber.engines.align import NotPatched, Pace
 from weightcast.subscriber.engines.base import Engine, EngineFacts
-from weightcast.subscriber.engines.roster import EngineResult
+from weightcast.subscriber.engines.roster import EngineResult, Order, goes_on, reload_order
 
-_RETRY_FIRST, _RETRY_MOST = 1.0, 60.0
+_RETRY_FIRST, _RETRY_MOST, _RETRY_FAILED = 1.0, 60.0, 600.0
+LOOK_JITTER = 0.2
+FAILED_AFTER = 5
+"""rounds of reloads in a row, in vain, until an engine counts as failed"""
 T = TypeVar("T")
 UNSEEN = EngineFacts(reachable=False)
 
@@ -33,9 +37,23 @@ class _Known:
 
     facts: EngineFacts = UNSEEN
     steady: bool = False
+    source: str | None = None
+    """the directory that it named after our reload"""
     reason: str = ""
     failures: int = 0
+    """rounds of reloads in vain, in a row"""
     next_try: float = 0.0
+    process: str | None = None
+    """the one that failed"""
+    silent_since: float | None = None
+    last: EngineResult | None = None
+
+    def sight(self) -> Sight:
+        return Sight(self.facts, self.steady, self.source)
+
+    def is_another(self, facts: EngineFacts) -> bool:
+        """Whether the process that failed is gone."""
+        return facts.absent or (None not in (facts.process, self.process) and facts.process != self.process)
 
 
 class Engines:
@@ -45,10 +63,20 @@ class Engines:
         *,
         pace: Pace | None = None,
         clock: Callable[[], float] = time.monotonic,
+        order: Order = "together",
+        failed_after: int = FAILED_AFTER,
+        look_seconds: float = 0.0,
+        jitter: Callable[[], float] = random.random,
     ) -> None:
+        """`look_seconds`: between looks at engines that are all aligned. `jitter`: uniform in [0, 1)."""
         self.engines = tuple(engines)
+        self.order = order
         self._pace = Pace() if pace is None else pace
         self._clock = clock
+        self._failed_after = failed_after
+        self._look_seconds = look_seconds
+        self._jitter = jitter
+        self._next_look = 0.0
         self._known = {engine.spec.name: _Known() for engine in self.engines}
 
     @property
@@ -66,23 +94,53 @@ class Engines:
     def reason(self, name: str) -> str:
         return self._known[name].reason
 
+    def last(self, name: str) -> EngineResult | None:
+        """What the last alignment of this process came to."""
+        return self._known[name].last
+
+    def failures(self, name: str) -> int:
+        return self._known[name].failures
+
+    def failed(self, name: str) -> bool:
+        """Whether only somebody else can help: it took no reload for too long, or keeps silent."""
+        known = self._known[name]
+        silent = known.silent_since is not None and self._clock() - known.silent_since > self._pace.total
+        return silent or known.failures >= self._failed_after
+
+    def look_if_due(self, state: LocalState | None) -> None:
+        """Looks, unless all were aligned a moment ago."""
+        settled = state is not None and len(self.aligned(state)) == len(self.engines)
+        if not settled or self._clock() >= self._next_look:
+            self.look()
+
     def look(self) -> None:
         """Asks every engine what it is."""
+        jitter = 1 - LOOK_JITTER + 2 * LOOK_JITTER * self._jitter()
+        self._next_look = self._clock() + self._look_seconds * jitter
         for engine, facts in zip(self.engines, self._each(self.engines, lambda e: e.probe()), strict=True):
-            known = self._known[engine.spec.name]
-            known.facts = facts
-            known.steady = known.steady and facts.reachable
-            if not facts.reachable:
-                known.reason = f"{engine.spec.url} does not answer"
-            elif known.failures == 0:
-                known.reason = ""
+            self._see(engine, facts)
+
+    def _see(self, engine: Engine, facts: EngineFacts) -> None:
+        known = self._known[engine.spec.name]
+        known.facts = facts
+        known.steady = known.steady and facts.reachable
+        if known.failures and known.is_another(facts):
+            known.failures, known.next_try = 0, 0.0
+        if facts.reachable or facts.absent:
+            known.silent_since = None
+        elif known.silent_since is None:
+            known.silent_since = self._clock()
+        if not facts.reachable:
+            known.reason = f"{engine.spec.url} does not answer"
+        elif known.failures == 0:
+            known.reason = ""
 
     def aligned(self, state: LocalState) -> frozenset[str]:
         """Names of the engines that hold the local checkpoint's bytes, as of the last look."""
         return frozenset(
             name
             for name, known in self._known.items()
-            if is_aligned(state.engines.get(name), Sight(known.facts, known.steady), state.position.version)
+            if is_aligned(state.engines.get(name), known.sight(), state.position.version)
         )
 
     def due(self, state: LocalState) -> tuple[Engine, ...]:
@@ -100,9 +158,11 @@ class Engines:
         )
 
     def retry_at_once(self) -> None:
-        """A new version: whoever failed with the old one is asked again without delay."""
-        for known in self._known.values():
-            known.next_try = 0.0
+        """A new version: whoever took the old one in vain is asked again without delay. One that has failed
+        must not hold up the others with every version."""
+        for name, known in self._known.items():
+            if not self.failed(name):
+                known.next_try = 0.0
 
     def resume_noted(self, state: LocalState) -> None:
         """Lets engines go on that a killed run left paused with the weights they name. Their note stays: they
@@ -162,9 +222,29 @@ class Engines:
             together = [engine for engine in self.mapping if not self._known[engine.spec.name].facts.absent]
             results += self._patch_under(together, version, patch, ledger)
             chosen = [engine for engine in chosen if engine.copies_weights]
-        results += self._each(chosen, lambda engine: self._align(engine, version, ledger))
-        self._learn(results)
+        doubtful = ledger.suspects | {name for name, known in self._known.items() if known.failures}
+        if self.order == "rolling":
+            results += self._roll(reload_order(chosen, doubtful), version, ledger, doubtful, results)
+        else:
+            results += self._each(chosen, lambda engine: self._align(engine, version, ledger))
         return tuple(results)
+
+    def _roll(
+        self,
+        engines: Sequence[Engine],
+        version: int,
+        ledger: _Ledger,
+        doubtful: Collection[str],
+        before: Sequence[EngineResult],
+    ) -> list[EngineResult]:
+        """One after the other; those that are left when one is not confirmed have their turn in a later
+        round, before it."""
+        results: list[EngineResult] = []
+        for engine in engines:
+            if not all(goes_on(one, one.name in doubtful) for one in (*before, *results)):
+                break
+            results.append(self._align(engine, version, ledger))
+        return results
 
     def _patch_under(
         self, engines: Sequence[Engine], version: int, patch: Callable[[], None], ledger: _Ledger
@@ -182,9 +262,9 @@ class Engines:
             pace=self._pace,
         )
         for result in done.results:
+            self._learn(result)
             ledger.record(result)
         if not done.patched:
-            self._learn(done.results)
             reasons = "; ".join(result.reason for result in done.results if result.reason)
             raise EngineFailed(
                 f"version {version} is not patched in: {reasons}",
@@ -201,10 +281,15 @@ class Engines:
             label_of(version),
             marks=lambda mark: ledger.note(name, mark),
             suspect=name in ledger.suspects,
-            pace=self._pace,
+            pace=self._pace_of(engine),
         )
+        self._learn(result)
         ledger.record(result)
         return result
+
+    def _pace_of(self, engine: Engine) -> Pace:
+        seconds = engine.spec.deadline
+        return self._pace if seconds is None else replace(self._pace, total=seconds)
 
     def _each(self, engines: Sequence[Engine], work: Callable[[Engine], T]) -> list[T]:
         """In threads, so that an interrupt of the caller waits for engines that are paused."""
@@ -213,18 +298,24 @@ class Engines:
         with ThreadPoolExecutor(len(engines), thread_name_prefix="engine") as pool:
             return list(pool.map(work, engines))
 
-    def _learn(self, results: Sequence[EngineResult]) -> None:
-        for result in results:
-            known = self._known[result.name]
-            served = result.state == "served"
-            known.steady = served
-            if served:
-                label = result.label if result.confirmed_by == "label" else None
-                known.facts = EngineFacts(reachable=True, label=label, process=result.process)
-            known.reason = result.reason
-            known.failures = 0 if served else known.failures + 1
-            delay = min(_RETRY_FIRST * 2.0 ** min(known.failures - 1, 30), _RETRY_MOST)
-            known.next_try = 0.0 if served else self._clock() + delay
+    def _learn(self, result: EngineResult) -> None:
+        known = self._known[result.name]
+        known.last, known.reason = result, result.reason
+        known.steady = result.state == "served"
+        if known.steady:
+            label = result.label if result.confirmed_by == "label" else None
+            known.facts = EngineFacts(True, label=label, process=result.process, source=result.source)
+            known.source = result.source
+            known.failures, known.next_try = 0, 0.0
+        else:
+            known.process = result.process
+            known.failures += 1
+            known.next_try = self._clock() + self._delay(known.failures)
+
+    def _delay(self, failures: int) -> float:
+        longest = _RETRY_FAILED if failures >= self._failed_after else _RETRY_MOST
+        first = longest if failures >= self._failed_after else _RETRY_FIRST
+        return min(first * 2.0 ** min(failures - 1, 30), longest) * (0.5 + 0.5 * self._jitter())
 
 
 def _telling(patch: Callable[[], None], local: LocalCheckpoint) -> Callable[[], None]:
@@ -259,6 +350,7 @@ class _Ledger:
         with self._lock:
             known = self.local.state.engines.get(name)
             self._save(name, _noted(known, Mark(mark)))
+            self._report()
         failpoint("engine.noted")
 
     def record(self, result: EngineResult) -> None:

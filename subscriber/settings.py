@@ -6,7 +6,9 @@ from pathlib import Path
 
 from pydantic import Field
 
+from weightcast.shared.local.access import Readers
 from weightcast.shared.service.settings import SUBSCRIBER_PORT, ServiceSettings
+from weightcast.subscriber.engines.roster import Order
 
 
 class SubscriberSettings(ServiceSettings):
@@ -31,5 +33,26 @@ class SubscriberSettings(ServiceSettings):
         le=86400,
         allow_inf_nan=False,
         description="Seconds that an engine may take to reload.",
+    )
+    reload: Order = Field(
+        "together", description="Engines at the same time, or the next once the one before is confirmed."
+    )
+    engine_check_seconds: float = Field(
+        2.0,
+        gt=0,
+        le=3600,
+        allow_inf_nan=False,
+        description="Pause between two looks at engines that serve, to see one that restarted.",
+    )
+    engine_attempts: int = Field(
+        5, ge=1, le=1000, description="Rounds of reloads in vain until an engine counts as failed."
+    )
+    on_engine_failed: str | None = Field(
+        None,
+        min_length=1,
+        description="Command run when an engine has failed; the word exit: end with code 5.",
+    )
+    readable_by: Readers | None = Field(
+        None, description="Who may read the local checkpoint; unset: whom the umask lets."
     )
     report: bool = Field(True, description="Write a report of this host to the channel.")

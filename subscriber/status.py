@@ -21,6 +21,9 @@ Assurance = Literal["full", "changed-tensors"]
 the tensors that a version changed."""
 
 
+EngineCondition = Literal["serving", "waiting", "suspect", "failed", "silent"]
+
+
 class LastError(Frozen):
     error: str
     """name of the class"""
@@ -45,6 +48,17 @@ class EngineStatus(Frozen):
     reachable: bool
     reason: str
     """why it is not aligned"""
+    ready: bool = False
+    """as `aligned`: requests may be sent to it"""
+    state: EngineCondition = "waiting"
+    """`serving`: ready; `waiting`: it is yet to be reloaded; `suspect`: paused, as nobody knows what it
+    holds; `failed`: only a restart helps; `silent`: it does not answer"""
+    failures: int = 0
+    """rounds of reloads in vain, in a row"""
+    seconds: Mapping[str, float] = {}
+    """of its last reload: pause, patch, reload, read_back, resume"""
+    pause_seconds: float | None = None
+    """of its last reload: from the first call of the pause until the resume returned"""
 
 
 class UpdateStatus(Frozen):

@@ -16,6 +16,7 @@ from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import NeedsReseed, Refused, RetryLater, WeightcastError
 from weightcast.shared.failpoints import failpoint
+from weightcast.shared.local.access import Readers, let_read
 from weightcast.shared.local.follow import Follower, FollowOptions
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.patch import require_readable
@@ -68,6 +69,8 @@ class SyncOptions:
     """fetch the next version while one is patched and engines reload"""
     trust: Trust | None = None
     """whose versions are followed; None: anybody's"""
+    readable_by: Readers | None = None
+    """set by mode; None: as the umask has it"""
 
 
 @dataclass
@@ -225,7 +228,11 @@ class Sync:
             return ("the local checkpoint is not seeded" if error is None else error.message,)
         aligned = self.engines.aligned(state)
         names = [engine.spec.name for engine in self.engines.engines if engine.spec.name not in aligned]
-        return tuple(f"engine {name}: {self.engines.reason(name) or 'not reloaded yet'}" for name in names)
+        return tuple(self._reason_of(name) for name in names)
+
+    def _reason_of(self, name: str) -> str:
+        reason = self.engines.reason(name) or "not reloaded yet"
+        return f"engine {name}{' failed' if self.engines.failed(name) else ''}: {reason}"
 
     def _state(self) -> LocalState | None:
         return self.follower.state if self.follower.local is None else self.follower.local.state
@@ -234,7 +241,7 @@ class Sync:
         self.follower.own()
         if self._reads_all:
             self._adopt()
-        self.engines.look()
+        self.engines.look_if_due(self._state())
         failpoint("engine.looked")
         if self.follower.local is None:
             self._resume_noted()
@@ -306,6 +313,11 @@ class Sync:
             self.follower.rehash(self._advance)
             self._reads_all = False
         self._usable = self.follower.local is not None
+        self._let_read()
+
+    def _let_read(self) -> None:
+        if self.follower.local is not None and self.options.readable_by is not None:
+            let_read(self.follower.local, self.options.readable_by)
 
     def _repair(self, channel: Channel) -> None:
         """Seeding is left for what cannot be repaired."""
@@ -399,6 +411,7 @@ class Sync:
         with self._watch.timed("seed"):
             self.follower.seed(channel, route, plan, self._advance)
         self._usable = True
+        self._let_read()
         self._watch.bytes = self._local().table.nbytes
         self._moved("seed", None if before is None else before.position.version, 1)
         if plan.then.legs:
@@ -452,7 +465,7 @@ class Sync:
         self, version: int, patch: Callable[[], None] | None, everyone: bool
     ) -> tuple[EngineResult, ...]:
         results = self.engines.reload(
-            self._local(), version, patch=patch, only=None if everyone else (), report=self._tell
+            self._local(), version, patch=patch, only=None if everyone else (), report=self._tell_reload
         )
         self._watch.take(results)
         return results
@@ -479,7 +492,7 @@ class Sync:
             self._watch.enter("")
             require_readable(local)
             version = local.state.position.version
-            results = self.engines.reload(local, version, only=due, report=self._tell)
+            results = self.engines.reload(local, version, only=due, report=self._tell_reload)
             self._watch.take(results)
             self._moved("reload", version, 0)
             self._settle(results)
@@ -495,7 +508,7 @@ class Sync:
             return
         failures = self._failures.get(position.digest, 0) + any(r.attempts > 0 for r in results)
         self._failures = {position.digest: failures}
-        if local.state.undo and rolls_back(results, failures):
+        if local.state.undo and rolls_back(results, failures, self.engines.order):
             self._go_back(local, results)
         elif not needs_undo(results) or len(local.state.undo) > MOST_UNDO_STEPS:
             self.follower.forget_undo()
@@ -579,6 +592,13 @@ class Sync:
         self._watch.count(nbytes)
         self.view.bytes_read += nbytes
         self._advance(nbytes)
+
+    def _tell_reload(self) -> None:
+        """An engine in doubt is told at once: the others may take minutes."""
+        state = self._state()
+        if state is not None and any(one.mark is Mark.SUSPECT for one in state.engines.values()):
+            self.view.not_ready = self._reasons_not_ready()
+        self._tell()
 
     def _tell(self) -> None:
         self._shown = self._clock()

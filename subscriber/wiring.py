@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from weightcast.shared.channel.signing import Trust
@@ -12,8 +13,9 @@ from weightcast.shared.local.state import read_state
 from weightcast.shared.service.hooks import run_hook
 from weightcast.shared.service.settings import working_threads
 from weightcast.subscriber.engines.align import Pace
-from weightcast.subscriber.engines.base import Timeouts, parse_engines
+from weightcast.subscriber.engines.base import BadEngineOption, EngineSpec, Timeouts, parse_engines
 from weightcast.subscriber.engines.kinds import open_engine
+from weightcast.subscriber.engines.roster import Order
 from weightcast.subscriber.reload import Engines
 from weightcast.subscriber.settings import SubscriberSettings
 from weightcast.subscriber.sync import SyncOptions
@@ -33,6 +35,7 @@ def options_of(settings: SubscriberSettings) -> SyncOptions:
         visible_seconds=settings.visible_deadline,
         pre_read=None if settings.pre_read is None else _hook(settings.pre_read, settings.hook_seconds),
         trust=Trust.load(settings.trusted_key),
+        readable_by=settings.readable_by,
     )
 
 
@@ -48,8 +51,24 @@ def open_engines(settings: SubscriberSettings) -> Engines:
     specs = parse_engines(settings.engine, settings.local)
     limits = Timeouts(reload=settings.engine_deadline)
     pace = Pace(attempts=ATTEMPTS, total=settings.engine_deadline)
+    _require_one_mapping(specs, settings.reload)
     engines = [open_engine(spec, run_id=lambda: _run_id(settings.local), timeouts=limits) for spec in specs]
-    return Engines(engines, pace=pace)
+    return Engines(
+        engines,
+        pace=pace,
+        order=settings.reload,
+        failed_after=settings.engine_attempts,
+        look_seconds=settings.engine_check_seconds,
+    )
+
+
+def _require_one_mapping(specs: Sequence[EngineSpec], order: Order) -> None:
+    mapping = [spec.name for spec in specs if not spec.copies_weights]
+    if order == "rolling" and len(mapping) > 1:
+        raise BadEngineOption(
+            f"--reload rolling: {', '.join(mapping)} map the same files and must be paused together; "
+            "use together, or copies=true for engines that copy their weights"
+        )
 
 
 def _run_id(local: Path) -> str:

@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
@@ -20,15 +21,25 @@ _DRAIN_SECONDS = 1.0
 _NOT_FOR_HOOKS = ("WEIGHTCAST_TOKEN",)
 
 
-def run_hook(command: str, *, version: int, directory: Path, phase: str, deadline_seconds: float) -> None:
+def run_hook(
+    command: str,
+    *,
+    version: int,
+    directory: Path,
+    phase: str,
+    deadline_seconds: float,
+    more: Mapping[str, str] | None = None,
+) -> None:
     """Runs `command` (split as a shell would, but without a shell) and waits for it.
 
     It sees WEIGHTCAST_VERSION, WEIGHTCAST_DIR, WEIGHTCAST_PHASE and WEIGHTCAST_DEADLINE, the seconds it may
-    take; standard input is empty. Exit 0 is success. Raises RetryLater for exit 75, NotInTime if it had to be
-    killed (with all processes of its group), Refused for the rest, with the end of its output."""
+    take, and the variables `more`; standard input is empty. Exit 0 is success. Raises RetryLater for exit 75,
+    NotInTime if it had to be killed (with all processes of its group), Refused for the rest, with the end of
+    its output."""
     arguments = _split(command)
     name = f"{phase} hook {arguments[0]}"
-    process = _start(arguments, _environment(version, directory, phase, deadline_seconds))
+    environment = _environment(version, directory, phase, deadline_seconds) | dict(more or {})
+    process = _start(arguments, environment)
     tail = _Tail(process)
     failpoint("hook.begun", directory)
     code = _wait(process, deadline_seconds)

@@ -108,6 +108,7 @@ class _Alignment:
     suspect: bool
     pace: Pace
     process: str | None = None
+    source: str | None = None
     began: float = 0.0
     resumed: float | None = None
     attempts: int = 0
@@ -132,6 +133,7 @@ class _Alignment:
             reason=reason,
             confirmed_by=confirmed,
             process=self.process,
+            source=self.source,
             attempts=self.attempts,
             patched=self.patched,
             phases=self.phases,
@@ -225,7 +227,7 @@ class _Alignment:
         if not now.reachable or (None not in (now.process, self.process) and now.process != self.process):
             self.doubt()
             return self.result("suspect", f"{self.engine.spec.url} went away during its reload")
-        self.process = now.process
+        self.process, self.source = now.process, now.source
         self.marks("served")
         return self.result("served", "", confirmed)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 from urllib.parse import urlsplit
@@ -23,11 +23,13 @@ Confirmation = Literal["digest", "label", "status-only"]
 
 KINDS: Mapping[str, Kind] = {"sglang": "sglang", "vllm": "vllm", "webhook": "webhook"}
 POLICIES: Mapping[str, Policy] = {"recompute": "recompute", "wait": "wait", "abort": "abort"}
-OPTIONS = ("path", "via", "policy", "name", "copies", "api_key_env")
+OPTIONS = ("path", "via", "policy", "name", "copies", "api_key_env", "deadline", "ca", "verify")
 SYNTAX = (
     "--engine kind=URL[,path=LOCAL as the engine sees it][,via=reload][,policy=recompute|wait|abort]"
-    "[,name=NAME][,copies=true|false][,api_key_env=VARIABLE]; kinds: sglang, vllm, webhook"
+    "[,name=NAME][,copies=true|false][,api_key_env=VARIABLE][,deadline=SECONDS][,ca=FILE][,verify=true|false]"
+    "; kinds: sglang, vllm, webhook"
 )
+MOST_SECONDS = 86400.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@\[\]-]{0,99}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -55,6 +57,12 @@ class EngineSpec:
     policy: Policy = "recompute"
     copies_weights: bool = True
     api_key_env: str | None = None
+    deadline: float | None = None
+    """seconds that it may take to reload; None: as all engines of the host"""
+    ca: Path | None = None
+    """certificates that an https engine is checked against; None: the system's"""
+    verify: bool = True
+    """False: whoever answers at the URL is believed to be the engine"""
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,8 @@ class EngineFacts:
     """differs after a restart"""
     paused: bool | None = None
     software: str | None = None
+    source: str | None = None
+    """the directory that it says it loaded last"""
 
 
 @dataclass(frozen=True)
@@ -149,7 +159,8 @@ def parse_engine(text: str, local: Path) -> EngineSpec:
             f"--engine {text!r}: via={options['via']} is not in this release, only via=reload"
         )
     url = _checked_url(text, url)
-    return EngineSpec(
+    copies = options.get("copies", "false" if kind == "webhook" else "true")
+    spec = EngineSpec(
         kind=kind,
         url=url,
         path=_checked(
@@ -157,11 +168,26 @@ def parse_engine(text: str, local: Path) -> EngineSpec:
         ),
         name=_checked(text, "name", options.get("name", _default_name(kind, url)), _NAME.fullmatch),
         policy=POLICIES[_checked(text, "policy", options.get("policy", "recompute"), POLICIES.__contains__)],
-        copies_weights=_truth(text, options["copies"]) if "copies" in options else kind != "webhook",
+        copies_weights=_truth(text, "copies", copies),
         api_key_env=_checked(text, "api_key_env", options["api_key_env"], _VARIABLE.fullmatch)
         if "api_key_env" in options
         else None,
+        deadline=_seconds(text, options["deadline"]) if "deadline" in options else None,
     )
+    return _with_trust(spec, text, options)
+
+
+def _with_trust(spec: EngineSpec, text: str, options: Mapping[str, str]) -> EngineSpec:
+    ca, verify = options.get("ca"), options.get("verify")
+    if (ca is not None or verify is not None) and not spec.url.startswith("https:"):
+        raise BadEngineOption(f"--engine {text!r}: ca= and verify= are for https URLs")
+    if verify is None or _truth(text, "verify", verify):
+        return spec if ca is None else replace(spec, ca=Path(_checked(text, "ca", ca, bool)))
+    if ca is not None:
+        raise BadEngineOption(f"--engine {text!r}: verify=false leaves ca= without a use")
+    if spec.api_key_env is not None:
+        raise BadEngineOption(f"--engine {text!r}: verify=false would give the API key to whoever answers")
+    return replace(spec, verify=False)
 
 
 def parse_engines(texts: Sequence[str], local: Path) -> tuple[EngineSpec, ...]:
@@ -192,8 +218,17 @@ def _checked(text: str, key: str, value: str, fits: Callable[[str], object]) -> 
     return value
 
 
-def _truth(text: str, value: str) -> bool:
-    return _checked(text, "copies", value, {"true", "false"}.__contains__) == "true"
+def _truth(text: str, key: str, value: str) -> bool:
+    return _checked(text, key, value, {"true", "false"}.__contains__) == "true"
+
+
+def _seconds(text: str, value: str) -> float:
+    def fits(value: str) -> bool:
+        return re.fullmatch(r"\d{1,6}(\.\d{1,3})?", value, re.ASCII) is not None and (
+            0 < float(value) <= MOST_SECONDS
+        )
+
+    return float(_checked(text, "deadline", value, fits))
 
 
 def _checked_url(text: str, url: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from weightcast.subscriber.engines.base import BadEngineOption, Engine, EngineSpec, Timeouts
 from weightcast.subscriber.engines.sglang import SGLang
@@ -22,6 +23,8 @@ def open_engine(
     """Connects to nothing yet. `run_id` is told to webhooks. Raises BadEngineOption when the variable of
     `api_key_env` is not set."""
     limits = Timeouts() if timeouts is None else timeouts
+    if spec.deadline is not None:
+        limits = replace(limits, reload=spec.deadline)
     wire = Wire(spec, limits, _api_key(spec, environ))
     match spec.kind:
         case "sglang":

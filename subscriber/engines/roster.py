@@ -16,6 +16,8 @@ from typing import Literal
 from weightcast.subscriber.engines.base import Confirmation, Engine, EngineFacts
 
 EngineState = Literal["served", "refused", "suspect", "failed"]
+Order = Literal["together", "rolling"]
+"""All engines of a host at the same time, or one after the other confirmed."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class EngineResult:
     confirmed_by: Confirmation | None = None
     """set when served"""
     process: str | None = None
+    source: str | None = None
+    """the directory that the engine names once it serves"""
     attempts: int = 0
     """reloads tried"""
     patched: bool = False
@@ -91,11 +95,27 @@ def reload_order(engines: Sequence[Engine], suspects: Collection[str]) -> tuple[
     return tuple(sorted(engines, key=lambda engine: engine.spec.name in suspects))
 
 
-def needs_reload(facts: EngineFacts, served_process: str | None, served_label: str | None) -> bool:
+def goes_on(result: EngineResult, doubtful: bool) -> bool:
+    """Whether the next engine of a rolling reload may be paused. One that was broken before (`doubtful`)
+    comes last and holds nobody back."""
+    return doubtful or result.state == "served"
+
+
+def needs_reload(
+    facts: EngineFacts,
+    served_process: str | None,
+    served_label: str | None,
+    served_source: str | None = None,
+) -> bool:
     """Whether an engine that was served is no longer what it was: it restarted, or names other weights.
     An engine that tells neither cannot be seen to restart."""
     if not facts.reachable:
         return False
-    restarted = None not in (facts.process, served_process) and facts.process != served_process
-    renamed = None not in (facts.label, served_label) and facts.label != served_label
-    return restarted or renamed
+    return any(
+        None not in (now, then) and now != then
+        for now, then in (
+            (facts.process, served_process),
+            (facts.label, served_label),
+            (facts.source, served_source),
+        )
+    )

@@ -40,6 +40,7 @@ class SGLang:
         self._wire = wire
         self._timeouts = timeouts
         self._label: str | None = None
+        self._source: str | None = None
 
     @property
     def copies_weights(self) -> bool:
@@ -57,7 +58,7 @@ class SGLang:
             return EngineFacts(reachable=False, absent=isinstance(failure, NotSent))
         except EngineFailed:
             return EngineFacts(reachable=True, process=process)
-        return EngineFacts(reachable=True, label=label, process=process)
+        return EngineFacts(reachable=True, label=label, process=process, source=self._source)
 
     def pause(self) -> None:
         mode = PAUSE_MODES[self.spec.policy]
@@ -123,12 +124,13 @@ class SGLang:
 
     def _read_label(self, seconds: float) -> str | None:
         """None from releases that have no labels."""
-        self._label = None
+        self._label = self._source = None
         for route in ("/model_info", "/get_model_info", "/get_weight_version"):
             reply = self._wire.get(route, seconds)
             if reply.status in NO_ROUTE:
                 continue
             reply.require_ok("see the engine's log")
+            self._source = self._source or reply.text_field("model_path")
             if reply.fields().get("weight_version") is not None:
                 self._label = reply.text_field("weight_version")
                 return self._told(reply)

@@ -15,7 +15,7 @@ import httpx
 
 from weightcast.shared.errors import DamagedFile, EngineFailed
 from weightcast.shared.files.strict_json import parse_object
-from weightcast.subscriber.engines.base import EngineSpec, Intact, Suspect, Timeouts
+from weightcast.subscriber.engines.base import BadEngineOption, EngineSpec, Intact, Suspect, Timeouts
 
 REPLY_LIMIT = 4 << 20
 """bytes; the largest honest reply is a page of metrics"""
@@ -79,7 +79,7 @@ class Wire:
             follow_redirects=False,
             # A proxy from the environment must not stand between a host and its own engine.
             trust_env=False,
-            verify=_trust(spec.url),
+            verify=_trust(spec),
         )
 
     def close(self) -> None:
@@ -136,11 +136,19 @@ class Wire:
 _LOOK = "see the engine's log; restart it if it hangs"
 
 
-def _trust(url: str) -> ssl.SSLContext:
-    """The system's certificates; they take a tenth of a second to load, so plain http trusts nobody."""
-    if url.startswith("https:"):
-        return ssl.create_default_context()
-    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+def _trust(spec: EngineSpec) -> ssl.SSLContext:
+    """The system's certificates take a tenth of a second to load, so plain http trusts nobody. Raises
+    BadEngineOption for certificates that cannot be read."""
+    if not spec.url.startswith("https:"):
+        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context = ssl.create_default_context(cafile=spec.ca)
+    except OSError as error:
+        raise BadEngineOption(f"engine {spec.name}: ca={spec.ca} cannot be read: {error}") from error
+    if not spec.verify:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
 
 
 def failed_reload(failure: NotSent | NoReply) -> Intact | Suspect:

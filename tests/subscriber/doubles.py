@@ -54,6 +54,7 @@ Act = Answer | Drop | Hang | Callable[[Call], Answer]
 class Double:
     def __init__(self) -> None:
         self.calls: list[Call] = []
+        self.source = "m"
         self.held = "seed"
         """the content of the `weights` file that the engine has loaded"""
         self.label = "default"
@@ -144,7 +145,7 @@ class SGLangDouble(Double):
                 self.label = call.body["new_version"]
                 return Answer(200, {"success": True, "message": "", "new_version": self.label})
             case "GET", "/model_info" | "/get_model_info" | "/get_weight_version":
-                return Answer(200, {"model_path": "m", "weight_version": self.label})
+                return Answer(200, {"model_path": self.source, "weight_version": self.label})
             case "GET", "/metrics":
                 return self.metrics()
             case _:
@@ -156,6 +157,7 @@ class SGLangDouble(Double):
             return Answer(
                 400, self.reply(False, f"Failed to get weights iterator: {call.body['model_path']}.")
             )
+        self.source = call.body["model_path"]
         if call.body["weight_version"] is not None:
             self.label = call.body["weight_version"]
         return Answer(200, self.reply(True, "Succeeded to update model weights."))

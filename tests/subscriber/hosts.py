@@ -246,6 +246,8 @@ class Host:
     urls: tuple[str, ...]
     stack: ExitStack
     timeouts: Timeouts = QUICK
+    conduct: Mapping[str, Any] = field(default_factory=dict)
+    """more arguments of Engines"""
     clock: Clock = field(default_factory=Clock)
 
     def __post_init__(self) -> None:
@@ -258,7 +260,7 @@ class Host:
         self.board = Board(self.options)
         self.sync = Sync(
             self.options,
-            Engines(engines, pace=pace, clock=self.clock),
+            Engines(engines, pace=pace, clock=self.clock, **self.conduct),
             show=self.board.show,
             clock=self.clock,
         )
@@ -326,13 +328,14 @@ class Site:
         name: str = "host",
         timeouts: Timeouts = QUICK,
         target: str = "latest",
+        conduct: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Host:
         urls = tuple(each if isinstance(each, str) else self.option(each) for each in engines)
         known = SyncOptions(
             run.channel, self.root / name, run.base_dir, parse_target(target), visible_seconds=0.2
         )
-        return Host(replace(known, **options), urls, self.stack, timeouts)
+        return Host(replace(known, **options), urls, self.stack, timeouts, conduct or {})
 
     def option(self, double: Double) -> str:
         kind = "webhook" if isinstance(double, WebhookDouble) else "sglang"
