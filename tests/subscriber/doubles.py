@@ -7,6 +7,7 @@ engines do when things go wrong: `double.script(path, act, ...)` gives the next 
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -251,9 +252,11 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = False
     block_on_close = True
 
-    def __init__(self, double: Double, port: int) -> None:
+    def __init__(self, double: Double, port: int, tls: ssl.SSLContext | None = None) -> None:
         self.double = double
         super().__init__(("127.0.0.1", port), _Handler)
+        if tls is not None:
+            self.socket = tls.wrap_socket(self.socket, server_side=True)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that hung up is part of many tests."""
@@ -297,13 +300,13 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serve(double: Double, port: int = 0) -> Iterator[str]:
+def serve(double: Double, port: int = 0, tls: ssl.SSLContext | None = None) -> Iterator[str]:
     """Runs the double and yields its URL; port 0: a free one."""
-    with _Server(double, port) as server:
+    with _Server(double, port, tls) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
+            yield f"http{'' if tls is None else 's'}://127.0.0.1:{server.server_address[1]}"
         finally:
             double.release()
             server.shutdown()

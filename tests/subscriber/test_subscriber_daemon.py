@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from doubles import Hang
+from doubles import Drop, Hang
 from hosts import Run, SGLang, Site, on_disk, wait_until
 
 from weightcast.shared.channel.reports import read_reports
@@ -26,7 +26,9 @@ TOKEN = "correct-horse"
 
 
 class Daemon:
-    def __init__(self, site: Site, run: Run, *engines: SGLang, token: str | None = None) -> None:
+    def __init__(
+        self, site: Site, run: Run, *engines: SGLang, token: str | None = None, options: tuple[str, ...] = ()
+    ) -> None:
         self.local = site.root / "host"
         self.port_file = site.root / "port"
         self.port_file.unlink(missing_ok=True)
@@ -36,6 +38,7 @@ class Daemon:
             *("subscriber", "run", "--channel", str(run.channel), "--base", str(run.base_dir)),
             *("--local", str(self.local), "--port", "0", "--port-file", str(self.port_file)),
             *("--poll-seconds", "0.1", "--threads", "1", "--stop-seconds", "20"),
+            *options,
         ]
         for engine in engines:
             arguments += ["--engine", site.option(engine)]
@@ -162,6 +165,15 @@ def test_a_killed_daemon_goes_on_where_it_was(site: Site, run: Run) -> None:
     wait_until(lambda: again.port_file.exists() and again.serves(1))
     assert (engine.paused, engine.held) == (False, run.digest(1))
     assert again.term() == 0
+
+
+def test_a_daemon_may_end_with_its_engine(site: Site, run: Run) -> None:
+    engine = SGLang()
+    engine.script("/update_weights_from_disk", *[Drop()] * 100)
+    daemon = Daemon(site, run, engine, options=("--engine-attempts", "1", "--on-engine-failed", "exit"))
+    assert daemon.process.wait(60) == 5
+    log = (site.root / "log").read_text()
+    assert "engine failed" in log and "broke the connection" in log and engine.paused
 
 
 def test_a_channel_that_cannot_be_read_is_told_and_outlived(site: Site, run: Run) -> None:
