@@ -35,7 +35,6 @@ from weightcast.shared.local.seed import check_other_files
 from weightcast.shared.progress import Advance
 
 _BEAT_SECONDS = 10.0
-_VISIBLE_SECONDS = 30.0
 
 
 class Publisher:
@@ -88,6 +87,7 @@ class Publisher:
         upkeep: UpkeepOptions | None = None,
         sign_key: str | Path | None = None,
         trusted_keys: Sequence[str | Path] = (),
+        visible_seconds: float = 30.0,
     ) -> Publisher:
         """`channel`: made by `init_channel` or `weightcast channel init`. `local`: this publisher's own local
         checkpoint, seeded from `base` when it is new. Ranks other than 0 may share rank 0's `local` on its
@@ -98,7 +98,8 @@ class Publisher:
         `upkeep`: what rank 0 makes beside the versions, when `make_due` is called or, after
         `work_in_background`, by itself.
         `sign_key`: file with the key that signs every version (rank 0 alone needs it); `trusted_keys`: keys
-        beside it whose versions are continued, as text or files.
+        beside it whose versions are continued, as text or files. `visible_seconds`: how long files that the
+        channel names may stay invisible before they count as lost.
 
         Raises Refused while another publisher owns the channel, WrongRun when `local` is another run's,
         Untrusted when the channel's base or newest version is signed by no key known here.
@@ -114,7 +115,7 @@ class Publisher:
             directory,
             Path(local),
             None if base is None else Path(base),
-            FollowOptions(threads=threads, visible_seconds=_VISIBLE_SECONDS),
+            FollowOptions(threads=threads, visible_seconds=visible_seconds),
         )
         near = OnDevice(on_device, device_baseline_bytes, pinned_baseline_bytes)
         options = PublishOptions(

@@ -157,7 +157,7 @@ def test_lost_beyond_repair(place: Place, rng: np.random.Generator) -> None:
     shutil.rmtree(place.pub)
     (place.channel / "weight_v000001" / INDEX).write_text("{}")
     model = all_changed(place.model, rng)
-    with Publisher.open(place.channel, local=place.pub, base=place.base) as publisher:
+    with place.publisher(visible_seconds=0.5) as publisher:
         report = publisher.publish_checkpoint(place.new(model))
         assert (report.version, report.kind) == (3, "anchor")
     place.arrives(model, 3)
