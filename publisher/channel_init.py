@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from weightcast.publisher.vouching import Vouching
 from weightcast.shared.channel.base import Base, write_base
@@ -23,7 +24,15 @@ from weightcast.shared.local.seed import describe
 
 _CONFIG = "config.json"
 _CONFIG_LIMIT = 64 << 20
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+_EMBEDDINGS = (
+    "model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+    "transformer.wte.weight",
+    "gpt_neox.embed_in.weight",
+)
+"""as transformers names them"""
 
 
 def init_channel(
@@ -49,7 +58,9 @@ def init_channel(
     layout = Layout(channel)
     channel.mkdir(parents=True, exist_ok=True)
     if layout.channel_json.exists():
-        return _same(Channel.open(channel, vouching.trust), checkpoint, threads, advance)
+        made = Channel.open(channel, vouching.trust)
+        _check_rules(made, frozen, aliases or {})
+        return _same(made, checkpoint, threads, advance)
     _refuse_foreign(layout)
     described = describe(checkpoint, run_id or _new_run_id(), threads=threads, advance=advance)
     ties = {**_tied(base, checkpoint), **(aliases or {})}
@@ -97,18 +108,42 @@ def _same(
     return file
 
 
+def _check_rules(made: Channel, frozen: Sequence[str], aliases: Mapping[str, str]) -> None:
+    """What is asked for again must be what the channel was made with; what is not asked for stays."""
+    file, _ = made.require_ours()
+    others = [f"alias {a}={b}" for a, b in aliases.items() if file.aliases.get(a) != b]
+    if frozen and set(frozen) != set(file.frozen):
+        others.append(f"frozen {', '.join(frozen)}")
+    if others:
+        raise Refused(
+            f"{made.directory} was made without {'; '.join(others)}",
+            remedy="these hold for a whole run: leave them out, or make another channel",
+        )
+
+
 def _tied(base: Path, checkpoint: Checkpoint) -> dict[str, str]:
-    """What `tie_word_embeddings` says: the head is the embedding."""
-    config = base / _CONFIG
-    if not config.exists() or _EMBEDDING not in checkpoint.table.numbers:
+    """What `tie_word_embeddings` says: the head is the embedding. Where neither config.json nor the weights
+    know of a head, one that is given must be the embedding too."""
+    config, names = base / _CONFIG, checkpoint.table.numbers
+    embedding = next((name for name in _EMBEDDINGS if name in names), None)
+    if not config.exists() or embedding is None:
         return {}
     try:
         # not the strict reader: configurations of some models hold an Infinity
-        data = durable.read_file(config, _CONFIG_LIMIT, follow_links=True)
-        tied = json.loads(data).get("tie_word_embeddings") is True
+        said = _says_tied(json.loads(durable.read_file(config, _CONFIG_LIMIT, follow_links=True)))
     except (ValueError, AttributeError, RecursionError) as error:
         raise Refused(f"{config} is not a JSON object", remedy="give an HF checkpoint directory") from error
-    return {_HEAD: _EMBEDDING} if tied else {}
+    tied = said if said is not None else _HEAD not in names
+    return {_HEAD: embedding} if tied else {}
+
+
+def _says_tied(config: Any) -> bool | None:
+    """Of the model, or of its text part where it has several; None: nothing."""
+    for part in (config, config.get("text_config")):
+        said = part.get("tie_word_embeddings") if isinstance(part, dict) else None
+        if isinstance(said, bool):
+            return said
+    return None
 
 
 def _check_aliases(aliases: Mapping[str, str], base: Base) -> None:

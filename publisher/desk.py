@@ -370,6 +370,8 @@ def ready_channel(settings: PublisherSettings, meter: Meter) -> int:
         init_channel(
             settings.channel,
             settings.base,
+            frozen=settings.frozen,
+            aliases=settings.aliases,
             threads=threads,
             advance=meter.advance,
             sign_key=settings.sign_key,
@@ -395,6 +397,7 @@ def open_publisher(settings: PublisherSettings) -> Publisher:
         deadline_seconds=settings.publish_seconds,
         sign_key=settings.sign_key,
         trusted_keys=settings.trusted_key,
+        non_finite=settings.non_finite,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from weightcast.publisher.finite import FiniteCheck, NonFinite
 from weightcast.publisher.match import Matched
 from weightcast.publisher.on_device import Near, drifted
 from weightcast.publisher.tensors import NewWeights
@@ -53,21 +54,27 @@ def write_difference(
     *,
     threads: int = 1,
     advance: Advance | None = None,
+    non_finite: NonFinite = "allow",
 ) -> Difference:
-    """Raises Refused when a frozen tensor changed, NeedsReseed when the local checkpoint is not what its
-    state says. The writer is closed on success only."""
+    """Raises Refused when a frozen tensor changed, or elements became NaN or infinite that are not to,
+    NeedsReseed when the local checkpoint is not what its state says. The writer is closed on success only."""
     near = weights.near(local, matched)
     comparison = _Comparison(local, weights, matched, writer, near)
     full: dict[int, Lanes] = {}
     book = _Book()
+    finite = FiniteCheck(local.table) if non_finite == "refuse" else None
     for one in ordered(comparison.compare, grid(local.table, part), threads):
         writer.append(one.chunk, one.prepared, one.new, one.step)
         for tensor, lanes in one.full:
             full[tensor] = full.get(tensor, Lanes()).plus(lanes)
         book.add(one)
+        if finite is not None and one.step is not None:
+            finite.look(one.chunk, one.step.changes, one.new)
         if advance is not None:
             advance(one.chunk.words * one.chunk.kind.width)
     _check_frozen(local.table, matched, book)
+    if finite is not None:
+        finite.check()
     _check_baseline(local, full, book)
     if near is not None:
         near.done(full)

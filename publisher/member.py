@@ -124,9 +124,13 @@ class Member:
         weights = work.read()
         try:
             with work.phase("diff"):
-                matched = matched_to_run(channel, weights, self._rank)
-                writer = PartWriter(local, frame, directory, self._rank, self._options.threads)
+                matched = matched_to_run(channel, weights, self._rank, work)
+                options = self._options
+                writer = PartWriter(
+                    local, frame, directory, self._rank, options.threads, non_finite=options.non_finite
+                )
                 own = writer.write(weights, matched, work.advance)
+            work.let_go()
         finally:
             weights.close()
         failpoint("part.written", directory)

@@ -22,6 +22,7 @@ from weightcast.publisher.commit import (
 from weightcast.publisher.draft import Assembled, Frame, assemble
 from weightcast.publisher.match import Matched, frozen_tensors
 from weightcast.publisher.report import PublishReport
+from weightcast.publisher.spooled import Spooled, spool
 from weightcast.publisher.tensors import NewWeights
 from weightcast.publisher.work import (
     PartWriter,
@@ -29,9 +30,11 @@ from weightcast.publisher.work import (
     Rank,
     Work,
     check_root,
+    matched_to,
     matched_to_run,
     report_of,
 )
+from weightcast.shared.channel.channel_file import ChannelFile
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.index import INDEX_NAME, Index, parse_index, write_index
 from weightcast.shared.channel.layout import version_of
@@ -58,6 +61,8 @@ class Owner:
     def __init__(self, follower: Follower, claim: Claim, rank: Rank, options: PublishOptions) -> None:
         self._follower, self._claim, self._rank, self._options = follower, claim, rank, options
         self._anchor_due = False
+        self._file: ChannelFile | None = None
+        """as the last publication read it"""
 
     def recover(self, advance: Advance | None = None) -> None:
         """Finishes a version that was committed and never pointed to; brings the local checkpoint to the
@@ -106,7 +111,7 @@ class Owner:
         except NeedsReseed:
             # the local checkpoint is brought anew. Other ranks have seen this attempt end: their next call
             # meets ours
-            if not self._rank.alone:
+            if not self._rank.alone or work.changeable:
                 raise
         return self._publish_once(work)
 
@@ -127,15 +132,21 @@ class Owner:
             raise
 
     def _publish(self, work: Work) -> PublishReport:
+        spooled = self._compare_first(work)
+        if work.allowed is not None:
+            work.allowed()
         self._claim.check()
         with work.phase("recover"):
             self.recover(work.advance)
         failpoint("publish.recovered", self._follower.channel_dir)
         channel = self._channel()
+        self._file, _ = channel.require_ours()
+        if spooled is not None:
+            return self._publish_spooled(channel, spooled, work)
         with work.phase("read"):
             weights = work.read()
         try:
-            matched = matched_to_run(channel, weights, self._rank)
+            matched = matched_to_run(channel, weights, self._rank, work)
             local = self._follower.local
             if local is None or not _next_is_free(channel, local):
                 return self._publish_anchor(channel, weights, matched, work)
@@ -143,14 +154,54 @@ class Owner:
         finally:
             weights.close()
 
+    def _compare_first(self, work: Work) -> Spooled | None:
+        """For trainers that wait for their tensors. None where the channel has to be asked first: at the
+        first publication, after an error, among several ranks."""
+        local, file = self._follower.local, self._file
+        if work.compared is None or not self._rank.alone or local is None or file is None:
+            return None
+        with work.phase("read"):
+            weights = work.read()
+        try:
+            with work.phase("diff"):
+                matched = matched_to(file, local.table, weights, self._rank, work)
+                frame = self._frame(local, work.step)
+                spooled = spool(local, frame, weights, matched, self._options, work.advance)
+            work.let_go()
+            return spooled
+        finally:
+            weights.close()
+
+    def _publish_spooled(self, channel: Channel, spooled: Spooled, work: Work) -> PublishReport:
+        local, frame = self._follower.local, spooled.frame
+        if local is None or local.state.position != frame.base or not _next_is_free(channel, local):
+            spooled.drop()
+            raise RetryLater(
+                f"the channel went on from version {frame.base.version} while step {frame.step} was compared",
+                remedy="nothing was published; submit again",
+            )
+        with work.phase("copy"):
+            parts = new_parts_dir(channel.layout, frame.version, frame.epoch)
+            spooled.copy_to(parts)
+        assembled = assemble(local.table, frame.base, [spooled.draft], self._frozen(local.table))
+        return self._commit(channel, local, assembled, parts, work)
+
+    def _frozen(self, table: TensorTable) -> frozenset[int]:
+        return frozen_tensors(table, () if self._file is None else self._file.frozen)
+
     def _publish_delta(
         self, channel: Channel, local: LocalCheckpoint, weights: NewWeights, matched: Matched, work: Work
     ) -> PublishReport:
         frame = self._frame(local, work.step)
         assembled, parts = self._gather_parts(channel, local, frame, weights, matched, work)
+        return self._commit(channel, local, assembled, parts, work)
+
+    def _commit(
+        self, channel: Channel, local: LocalCheckpoint, assembled: Assembled, parts: Path, work: Work
+    ) -> PublishReport:
         self._claim.check()
         failpoint("publish.assembled", parts)
-        directory = move_shards(channel.layout, frame.version, parts, assembled.sources)
+        directory = move_shards(channel.layout, assembled.index.version, parts, assembled.sources)
         with work.phase("stage"):
             index, staged = self._prove(local, assembled, directory)
             check_root(work, index)
@@ -206,14 +257,16 @@ class Owner:
         rendezvous.open_attempt(parts, attempt)
         try:
             with work.phase("diff"):
-                writer = PartWriter(local, frame, parts, self._rank, self._options.threads)
+                options = self._options
+                writer = PartWriter(
+                    local, frame, parts, self._rank, options.threads, non_finite=options.non_finite
+                )
                 own = writer.write(weights, matched, work.advance)
+            work.let_go()
             with work.phase("ranks"):
                 deadline = time.monotonic() + self._options.deadline_seconds
                 others = rendezvous.collect_drafts(parts, attempt, local.table, deadline)
-            file, _ = channel.require_ours()
-            still = frozen_tensors(local.table, file.frozen)
-            return assemble(local.table, frame.base, [own, *others], still), parts
+            return assemble(local.table, frame.base, [own, *others], self._frozen(local.table)), parts
         except BaseException as error:
             # the error counts, not that it could not be told
             with contextlib.suppress(OSError):
@@ -264,6 +317,7 @@ class Owner:
                 others = self._other_files()
                 written = write_weights(parts, base.table, words_in, others, advance=work.advance)
                 weights.finish()
+            work.let_go()
             index = anchor_index(base.run_id, version, self._claim.epoch, work.step, base.table, written)
         except BaseException:
             discard(channel.layout, parts)

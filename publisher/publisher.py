@@ -13,12 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from weightcast.publisher.arrivals import Arrivals
 from weightcast.publisher.commit import PostWrite
+from weightcast.publisher.finite import NonFinite
 from weightcast.publisher.member import Member
 from weightcast.publisher.on_device import Baselines, OnDevice, When
 from weightcast.publisher.orders import carry_out, held, is_carried_out, standing
 from weightcast.publisher.owner import Owner
 from weightcast.publisher.report import PublishReport
+from weightcast.publisher.submit import Handle, Submissions, WhenBusy
 from weightcast.publisher.tensors import CheckpointWeights, GivenWeights, NewWeights
 from weightcast.publisher.upkeep import Background, Upkeep, UpkeepOptions
 from weightcast.publisher.vouching import Vouching
@@ -64,6 +67,8 @@ class Publisher:
         near = options.encoding in STEP_ENCODINGS
         whole_old = options.encoding == "small"
         self.baselines = Baselines(options.on_device, whole_old=whole_old) if near else None
+        self._submissions = Submissions(self._publish)
+        self._arrivals = Arrivals(follower.channel_dir)
 
     @classmethod
     def open(
@@ -88,6 +93,7 @@ class Publisher:
         sign_key: str | Path | None = None,
         trusted_keys: Sequence[str | Path] = (),
         visible_seconds: float = 30.0,
+        non_finite: NonFinite = "allow",
     ) -> Publisher:
         """`channel`: made by `init_channel` or `weightcast channel init`. `local`: this publisher's own local
         checkpoint, seeded from `base` when it is new. Ranks other than 0 may share rank 0's `local` on its
@@ -100,6 +106,7 @@ class Publisher:
         `sign_key`: file with the key that signs every version (rank 0 alone needs it); `trusted_keys`: keys
         beside it whose versions are continued, as text or files. `visible_seconds`: how long files that the
         channel names may stay invisible before they count as lost.
+        `non_finite="refuse"`: a delta in which elements become NaN or infinite is not published.
 
         Raises Refused while another publisher owns the channel, WrongRun when `local` is another run's,
         Untrusted when the channel's base or newest version is signed by no key known here.
@@ -127,6 +134,7 @@ class Publisher:
             near,
             key=vouching.key,
             trust=vouching.trust,
+            non_finite=non_finite,
         )
         if rank != 0:
             return cls(follower, Rank(rank, world_size), options, None)
@@ -152,10 +160,14 @@ class Publisher:
     def __enter__(self) -> Publisher:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
         self.close()
+        if kind is None:
+            self._submissions.raise_unseen()
 
     def close(self) -> None:
+        """Waits for what was submitted. Used in `with`, what went wrong with it is raised at the end."""
+        self._submissions.drain()
         if self._background is not None:
             self._background.stop()
         if self._heart is not None:
@@ -187,11 +199,13 @@ class Publisher:
     def recover(self, advance: Advance | None = None) -> None:
         """Finishes a version that was committed and never pointed to, and catches up with the channel. Rank 0
         does this by itself at `open` and before every publication."""
+        self._submissions.drain()
         if self._owner is not None:
             self._owner.recover(advance)
 
     def verify_some(self, scrub: Scrub) -> None:
         """Reads a little of the local checkpoint; what is wrong there is repaired at once."""
+        self._submissions.drain()
         local = self._follower.local
         if self._owner is None or local is None:
             return
@@ -218,10 +232,49 @@ class Publisher:
         The tensors must stand still until this returns. With several ranks each gives the tensors that it
         owns, for the same `step`. When this raises, nothing is published that was not wholly proven: what is
         already committed (a hook failed, or NotInTime on a rank other than 0) is finished by the next call.
+        As `submit(...).result()`.
         """
         # once: a second look at an iterator would see nothing
         read = functools.cache(lambda: GivenWeights(named_tensors, self.baselines))
-        return self._publish(Work(read, step, advance, watching))
+        return self._publish_now(Work(read, step, advance, watching))
+
+    def submit(
+        self,
+        named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any],
+        *,
+        step: int | None = None,
+        when_busy: WhenBusy = "block",
+    ) -> Handle:
+        """Begins the next version and lets the trainer go on; `result()` of the handle is `publish`'s report.
+
+        `when_busy="block"`: waits until the submission before is out, then until the tensors were compared,
+        and returns when they may change again. What is left to do needs them no longer.
+        `when_busy="newest"`: returns at once. Call `handle.release()` before the tensors change: it waits
+        for a comparison under way, and withdraws a submission that has not begun. One that waits while
+        another is published gives way to the next.
+
+        Tensors given by an iterator are taken from it here, by this thread. Raises what the submission
+        before raised if its `result()` was not asked for; this one is not taken then.
+        """
+        weights = GivenWeights(named_tensors, self.baselines)
+        work = Work(lambda: weights, step, allowed=self._raise_held)
+        return self._submissions.submit(work, when_busy)
+
+    def wait(
+        self,
+        version: int,
+        *,
+        min_hosts: int | None = None,
+        fraction: float | None = None,
+        timeout: float = 600.0,
+    ) -> list[str]:
+        """Waits until that many hosts are ready and serve `version` or a later one; their names. `fraction`:
+        of the hosts whose reports still change. Both: both must hold; neither: one host.
+
+        Hosts say this of themselves in the channel, nobody authenticates it. Raises NotInTime that names the
+        hosts which are behind.
+        """
+        return self._arrivals.wait(version, min_hosts, fraction, timeout)
 
     def publish_checkpoint(
         self,
@@ -232,7 +285,9 @@ class Publisher:
         watching: Watching | None = None,
     ) -> PublishReport:
         """Publishes a complete HF checkpoint directory; Refused when it changes while it is read."""
-        return self._publish(Work(lambda: self._open_checkpoint(Path(directory)), step, advance, watching))
+        return self._publish_now(
+            Work(lambda: self._open_checkpoint(Path(directory)), step, advance, watching)
+        )
 
     def _open_checkpoint(self, directory: Path) -> NewWeights:
         weights = CheckpointWeights(directory)
@@ -247,10 +302,18 @@ class Publisher:
             raise
         return weights
 
-    def _publish(self, work: Work) -> PublishReport:
-        order = self.obey_orders()
+    def _publish_now(self, work: Work) -> PublishReport:
+        self._submissions.drain()
+        self._submissions.raise_unseen()
+        self._raise_held()
+        return self._publish(work)
+
+    def _raise_held(self) -> None:
+        order = self._obey_orders()
         if order is not None:
             raise held(order)
+
+    def _publish(self, work: Work) -> PublishReport:
         if self._owner is None:
             return self._member.publish(work)
         report = self._owner.publish(work)
@@ -260,6 +323,10 @@ class Publisher:
 
     def obey_orders(self) -> Rollback | None:
         """Carries out a rollback that was ordered. Returns the order that holds publishing, if one does."""
+        self._submissions.drain()
+        return self._obey_orders()
+
+    def _obey_orders(self) -> Rollback | None:
         channel = Channel.open(self._follower.channel_dir)
         order = standing(channel)
         if order is None or self._lone is None:
@@ -287,6 +354,7 @@ class Publisher:
 
     def write_anchor(self) -> bool:
         """Full weights of the current version beside it, for hosts without a base. False when they exist."""
+        self._submissions.drain()
         if self._owner is None:
             raise Refused("only rank 0 writes anchors")
         return self._owner.write_anchor()

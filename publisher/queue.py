@@ -37,6 +37,8 @@ class Publication(Frozen):
     full_bytes: int = 0
     bits_per_change: float = 0.0
     seconds: dict[str, float] = Field(default_factory=dict)
+    mapped: dict[str, int] = Field(default_factory=dict)
+    """what was done to the names that were given, and to how many"""
     at: float = 0.0
     """unix time of the publisher's clock"""
 

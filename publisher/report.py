@@ -27,6 +27,8 @@ class PublishReport:
     """all files of the version, index included"""
     tensors_changed: int
     seconds: Mapping[str, float] = field(default_factory=dict)
+    mapped: Mapping[str, int] = field(default_factory=dict)
+    """what was done to the names that were given, and to how many: `{"-module.": 291}`"""
     anchor_problem: str = ""
     """why an anchor that was due could not be written; it is tried again beside the next version"""
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, PositiveInt, ValidationInfo, field_validator
 
+from weightcast.publisher.finite import NonFinite
 from weightcast.publisher.retention import Retention
 from weightcast.publisher.upkeep import UpkeepOptions
 from weightcast.shared.channel.index import Encoding
@@ -23,6 +24,14 @@ def _plain_name(name: str) -> str:
         return file_name(name)
     except DamagedFile as error:
         raise ValueError("must be the name of a file, without directories") from error
+
+
+def _pairs(texts: list[str]) -> list[str]:
+    for text in texts:
+        name, _, target = text.partition("=")
+        if not name or not target:
+            raise ValueError(f"{text} is not A=B")
+    return texts
 
 
 class PublisherSettings(ServiceSettings):
@@ -44,6 +53,18 @@ class PublisherSettings(ServiceSettings):
     every: bool = Field(False, description="Publish every checkpoint, not only the newest that waits.")
     existing: bool = Field(False, description="At the first start, publish what already lies there.")
     consume: bool = Field(False, description="Delete a watched checkpoint once it is published.")
+    frozen: list[str] = Field(
+        default_factory=list,
+        description="Glob of tensors that never change and may be left out, repeatable; for a new channel.",
+    )
+    alias: Annotated[list[str], AfterValidator(_pairs)] = Field(
+        default_factory=list,
+        description="A=B: tensor A is always the same as B, repeatable; for a new channel. What "
+        "config.json ties is known.",
+    )
+    non_finite: NonFinite = Field(
+        "allow", description="Whether deltas are published in which elements become NaN or infinite."
+    )
     allow: list[Path] = Field(
         default_factory=list,
         description="Directory whose checkpoints may be published over HTTP, repeatable; unset: the watched "
@@ -116,6 +137,10 @@ class PublisherSettings(ServiceSettings):
             encoding="small" if self.encoding == "small" else "fast",
             retention=Retention(self.keep_versions, self.keep_hours, self.host_versions),
         )
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        return {name: target for name, _, target in (text.partition("=") for text in self.alias)}
 
     @property
     def roots(self) -> tuple[Path, ...]:

@@ -131,6 +131,7 @@ def publication(report: PublishReport, source: str) -> Publication:
         full_bytes=report.full_bytes,
         bits_per_change=report.bits_per_change,
         seconds=dict(report.seconds),
+        mapped=dict(report.mapped),
         at=time.time(),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, cast, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
@@ -11,6 +11,7 @@ from rich.table import Table
 
 from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.channel_repair import Repairs, repair_channel
+from weightcast.publisher.finite import NonFinite
 from weightcast.publisher.publisher import Publisher
 from weightcast.publisher.queue import Publication
 from weightcast.publisher.resign import sign_channel
@@ -193,6 +194,10 @@ def publish(
     anchor: Annotated[
         bool, typer.Option("--anchor", help="Write full weights beside the version, for new hosts.")
     ] = False,
+    non_finite: Annotated[
+        str,
+        typer.Option("--non-finite", metavar="refuse|allow", help="Elements that become NaN or infinite."),
+    ] = "allow",
     as_json: JsonOption = False,
 ) -> None:
     """Publish one checkpoint as the channel's next version."""
@@ -203,11 +208,12 @@ def publish(
             channel,
             local=local,
             base=base,
-            encoding=_encoding(encoding),
+            encoding=_one_of(Encoding, encoding, "--encoding"),
             threads=working_threads(threads),
             take_over=take_over,
             sign_key=sign_key,
             trusted_keys=trusted_key or (),
+            non_finite=_one_of(NonFinite, non_finite, "--non-finite"),
             upkeep=UpkeepOptions(skip_span=skip_span) if skip_span else None,
         ) as publisher,
         output.progress(f"publishing {checkpoint.name}", described.table.nbytes) as advance,
@@ -220,10 +226,11 @@ def publish(
     output.result(done, lambda console: _show(console, done))
 
 
-def _encoding(text: str) -> Encoding:
-    if text in get_args(Encoding):
-        return cast(Encoding, text)
-    raise typer.BadParameter(f"{text} is not one of {', '.join(get_args(Encoding))}", param_hint="--encoding")
+def _one_of(choices: Any, text: str, flag: str) -> Any:
+    """`choices`: a Literal."""
+    if text in get_args(choices):
+        return text
+    raise typer.BadParameter(f"{text} is not one of {', '.join(get_args(choices))}", param_hint=flag)
 
 
 def _alias(text: str) -> tuple[str, str]:
@@ -246,6 +253,7 @@ def _show(console: Console, done: Publication) -> None:
             "full": f"{done.full_bytes:,} bytes (ratio {ratio:,.1f})",
             "bits per change": f"{done.bits_per_change:.2f}",
             "seconds": f"{total_seconds(done.seconds):.3f}",
+            **({"names": ", ".join(f"{r}: {n}" for r, n in done.mapped.items())} if done.mapped else {}),
         },
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,16 +12,18 @@ from weightcast.publisher import rendezvous
 from weightcast.publisher.commit import PostWrite
 from weightcast.publisher.diff import check_ties, write_difference
 from weightcast.publisher.draft import Frame, draft
+from weightcast.publisher.finite import NonFinite
 from weightcast.publisher.match import Matched, match
 from weightcast.publisher.on_device import OnDevice
 from weightcast.publisher.report import PublishReport
 from weightcast.publisher.tensors import NewWeights
+from weightcast.shared.channel.channel_file import ChannelFile
 from weightcast.shared.channel.delta import open_shard_writer
 from weightcast.shared.channel.index import INDEX_NAME, Encoding, Index
 from weightcast.shared.channel.keys import PrivateKey
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import DamagedFile
+from weightcast.shared.errors import DamagedFile, RetryLater
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.state import Step
 from weightcast.shared.progress import Advance
@@ -48,6 +50,7 @@ class PublishOptions:
     """signs what is published"""
     trust: Trust | None = None
     """whose versions are continued; None: anybody's"""
+    non_finite: NonFinite = "allow"
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,22 @@ class Work:
     advance: Advance | None = None
     watching: Watching | None = None
     root: str | None = None
+    compared: Callable[[], None] | None = None
+    """called when the new weights are read for the last time: their owner may change them"""
     seconds: dict[str, float] = field(default_factory=dict)
+    mapped: Mapping[str, int] = field(default_factory=dict)
+    """what was done to given names, and to how many"""
+    allowed: Callable[[], None] | None = None
+    """called before anything is written to the channel; raises what forbids it"""
+    changeable: bool = False
+    """they may have changed since: never to be read again"""
+
+    def let_go(self) -> None:
+        """The new weights are their owner's again."""
+        if self.compared is not None:
+            self.changeable = True
+            self.read = _let_go
+            self.compared()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -83,6 +101,10 @@ class Work:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
 
 
+def _let_go() -> NewWeights:
+    raise RetryLater("the tensors may have changed since they were compared", remedy="submit them again")
+
+
 def check_root(work: Work, index: Index) -> None:
     """Raises DamagedFile when other bytes are about to be published than were asked for."""
     if work.root is not None and index.root != work.root:
@@ -92,17 +114,16 @@ def check_root(work: Work, index: Index) -> None:
         )
 
 
-def matched_to_run(channel: Channel, weights: NewWeights, rank: Rank) -> Matched:
+def matched_to_run(channel: Channel, weights: NewWeights, rank: Rank, work: Work) -> Matched:
     """Names, dtypes, shapes and ties against the run. Raises Refused that lists everything that is wrong."""
     file, base = channel.require_ours()
-    matched = match(
-        weights.table,
-        base.table,
-        frozen=file.frozen,
-        aliases=file.aliases,
-        partial=not rank.alone,
-    )
-    check_ties(weights, matched, base.table)
+    return matched_to(file, base.table, weights, rank, work)
+
+
+def matched_to(file: ChannelFile, table: TensorTable, weights: NewWeights, rank: Rank, work: Work) -> Matched:
+    matched = match(weights.table, table, frozen=file.frozen, aliases=file.aliases, partial=not rank.alone)
+    check_ties(weights, matched, table)
+    work.mapped = matched.mapped
     return matched
 
 
@@ -115,6 +136,9 @@ class PartWriter:
     directory: Path
     rank: Rank
     threads: int
+    durable: bool = True
+    """False for files that are copied on, and worth nothing after a loss of power"""
+    non_finite: NonFinite = "allow"
 
     def write(self, weights: NewWeights, matched: Matched, advance: Advance | None) -> Index:
         """The diff pass; the part's draft. Nothing is left behind when it raises."""
@@ -122,11 +146,18 @@ class PartWriter:
         part = whole_part(table) if self.rank.alone else _part_of(table, matched)
         path = self.directory / rendezvous.shard_name(self.rank.number)
         chunks = sum(1 for _ in grid(table, part))
-        writer = open_shard_writer(self.frame.encoding, path, table, chunks)
+        writer = open_shard_writer(self.frame.encoding, path, table, chunks, durable=self.durable)
         try:
             with self.local.standing_still():
                 difference = write_difference(
-                    self.local, part, weights, matched, writer, threads=self.threads, advance=advance
+                    self.local,
+                    part,
+                    weights,
+                    matched,
+                    writer,
+                    threads=self.threads,
+                    advance=advance,
+                    non_finite=self.non_finite,
                 )
             weights.finish()
         except BaseException:
@@ -156,6 +187,7 @@ def report_of(index: Index, table: TensorTable, work: Work, directory: Path) -> 
         delta_bytes=index.totals.delta_bytes + (directory / INDEX_NAME).stat().st_size,
         tensors_changed=len(index.tensors),
         seconds=dict(work.seconds),
+        mapped=dict(work.mapped),
     )
 
 

@@ -73,11 +73,13 @@ class ShardWriter(Protocol):
     def abandon(self) -> None: ...
 
 
-def open_shard_writer(encoding: Encoding, path: Path, table: TensorTable, chunks: int) -> ShardWriter:
-    """`chunks`: how many chunks the part has at most."""
+def open_shard_writer(
+    encoding: Encoding, path: Path, table: TensorTable, chunks: int, *, durable: bool = True
+) -> ShardWriter:
+    """`chunks`: how many chunks the part has at most. `durable`: whether `close` waits for the disk."""
     if encoding == "fast" or encoding == "small":
-        return _BlobShard(path, encoding, chunks)
-    return _FieldShard(path, table, encoding)
+        return _BlobShard(path, encoding, chunks, durable)
+    return _FieldShard(path, table, encoding, durable)
 
 
 def _record(chunk: Chunk, file: str, offset: int, length: int, step: ChunkStep) -> ChunkRecord:
@@ -92,8 +94,8 @@ def chunk_entry_name(key: ChunkKey) -> str:
 class _Shard:
     """A safetensors file whose header is written last, into room reserved for it."""
 
-    def __init__(self, path: Path, reserve: int) -> None:
-        self.path = path
+    def __init__(self, path: Path, reserve: int, durable: bool) -> None:
+        self.path, self._durable = path, durable
         self.data_start = -(-(reserve + 8) // 8) * 8
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self.end = 0
@@ -112,7 +114,8 @@ class _Shard:
             raise DamagedFile(f"{self.path}: header of {len(header)} bytes outgrew {self.data_start}")
         os.pwrite(self._fd, header, 0)
         failpoint("shard.written", self.path)
-        os.fsync(self._fd)
+        if self._durable:
+            os.fsync(self._fd)
         self._close()
         failpoint("shard.synced", self.path)
         return file_record(self.path)
@@ -138,9 +141,9 @@ def file_record(path: Path) -> FileRecord:
 
 
 class _BlobShard:
-    def __init__(self, path: Path, encoding: StepEncoding, chunks: int) -> None:
+    def __init__(self, path: Path, encoding: StepEncoding, chunks: int, durable: bool) -> None:
         self._encoding = encoding
-        self._shard = _Shard(path, 64 + chunks * (_ENTRY_ROOM + 32))
+        self._shard = _Shard(path, 64 + chunks * (_ENTRY_ROOM + 32), durable)
         self._entries: list[Entry] = []
         self._records: list[ChunkRecord] = []
 
@@ -214,9 +217,9 @@ class _OpenTensor:
 
 
 class _FieldShard:
-    def __init__(self, path: Path, table: TensorTable, encoding: FieldEncoding) -> None:
+    def __init__(self, path: Path, table: TensorTable, encoding: FieldEncoding, durable: bool) -> None:
         room = sum(2 * len(json.dumps(spec.name).encode()) + _ENTRY_ROOM + 48 for spec in table)
-        self._shard = _Shard(path, 64 + room)
+        self._shard = _Shard(path, 64 + room, durable)
         self._table, self._encoding = table, encoding
         self._open: tuple[int, _OpenTensor] | None = None
         self._entries: list[Entry] = []

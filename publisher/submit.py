@@ -1,0 +1,155 @@
+"""Publications beside a trainer's step: one in flight, at most one that waits for its turn."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Literal, get_args
+
+from weightcast.publisher.report import PublishReport
+from weightcast.publisher.work import Work
+from weightcast.shared.errors import NotInTime, Refused
+
+WhenBusy = Literal["block", "newest"]
+"""`block`: every submission is published, in order. `newest`: one not yet begun gives way to the next."""
+
+Publish = Callable[[Work], PublishReport]
+
+
+class Handle:
+    """One submission. Any thread may ask."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._begun = False
+        self._seen = False
+        self._lock = threading.Lock()
+        self._free, self._done = threading.Event(), threading.Event()
+        self._report: PublishReport | None = None
+        self._error: BaseException | None = None
+
+    def __repr__(self) -> str:
+        state = "done" if self.done else "free" if self.free else "begun" if self._begun else "waiting"
+        return f"<submission of step {self.step}: {state}>"
+
+    @property
+    def step(self) -> int | None:
+        return self._work.step
+
+    @property
+    def free(self) -> bool:
+        """Whether the tensors may be changed: they were compared, or will never be."""
+        return self._free.is_set()
+
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def release(self, timeout: float | None = None) -> bool:
+        """To be called before the tensors change. A submission that has not begun is withdrawn (False: its
+        weights are not published), for one that has its comparison is waited for. Raises NotInTime."""
+        if self._withdraw(f"step {self.step} was not published: its tensors changed before its turn"):
+            return False
+        if not self._free.wait(timeout):
+            raise NotInTime(
+                f"the tensors of step {self.step} are still being compared",
+                remedy="wait longer: they must not change before",
+            )
+        return self._begun
+
+    def result(self, timeout: float | None = None) -> PublishReport:
+        """Waits until the version is out. Raises what the publication raised, Refused for a submission that
+        gave way to a newer one or was withdrawn, NotInTime (it goes on then)."""
+        if not self._done.wait(timeout):
+            raise NotInTime(f"step {self.step} is not published yet", remedy="ask again; it goes on")
+        self._seen = True
+        if self._error is not None:
+            raise self._error
+        if self._report is None:
+            raise Refused(f"step {self.step} has no result")
+        return self._report
+
+    def _withdraw(self, reason: str) -> bool:
+        with self._lock:
+            if self._begun or self.done:
+                return False
+            self._error = Refused(reason, remedy='submit with when_busy="block" to publish every step')
+            self._seen = True
+            self._work.let_go()
+            self._done.set()
+            return True
+
+    def _begin(self) -> bool:
+        with self._lock:
+            self._begun = not self.done
+            return self._begun
+
+    def _run(self, publish: Publish) -> None:
+        try:
+            self._report = publish(self._work)
+        except BaseException as error:
+            self._error = error
+        finally:
+            # the tensors are the trainer's again, and nothing here keeps them in memory
+            self._work.let_go()
+            self._done.set()
+
+
+class Submissions:
+    """`submit`, `drain` and `raise_unseen` belong to one thread."""
+
+    def __init__(self, publish: Publish) -> None:
+        self._publish = publish
+        self._changed = threading.Condition()
+        self._waiting: Handle | None = None
+        self._running: Handle | None = None
+        self._last: Handle | None = None
+
+    def submit(self, work: Work, when_busy: WhenBusy) -> Handle:
+        """Raises what the last submission raised and nobody has seen; `work` is not taken then."""
+        if when_busy not in get_args(WhenBusy):
+            raise Refused(f"when_busy is {when_busy!r}", remedy='give "block" or "newest"')
+        if when_busy == "block":
+            self.drain()
+        self.raise_unseen()
+        handle = Handle(work)
+        work.compared = handle._free.set
+        self._take(handle)
+        if when_busy == "block":
+            handle._free.wait()
+        return handle
+
+    def _take(self, handle: Handle) -> None:
+        with self._changed:
+            before, self._waiting = self._waiting, handle
+            if before is not None:
+                before._withdraw(f"step {before.step} was not published: step {handle.step} is newer")
+            if self._running is None:
+                self._start_next()
+
+    def _start_next(self) -> None:
+        """With the condition held."""
+        self._running, self._waiting = self._waiting, None
+        if self._running is not None:
+            threading.Thread(target=self._work, name="weightcast-publish", daemon=True).start()
+        self._changed.notify_all()
+
+    def _work(self) -> None:
+        handle = self._running
+        if handle is not None and handle._begin():
+            handle._run(self._publish)
+            self._last = handle
+        with self._changed:
+            self._start_next()
+
+    def drain(self) -> None:
+        """Waits until nothing is in flight and nothing waits."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._running is None)
+
+    def raise_unseen(self) -> None:
+        """The error of the last publication that ended, if neither `result` nor this told it."""
+        last = self._last
+        if last is not None and last._error is not None and not last._seen:
+            last._seen = True
+            raise last._error

@@ -1,0 +1,108 @@
+"""Waiting for hosts by their reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from publisher_cases import Place, make_place
+
+from weightcast.publisher.arrivals import GONE_SECONDS, Arrivals
+from weightcast.shared.channel.reports import Report, write_report
+from weightcast.shared.errors import NotInTime, Refused
+
+RUN = "run-under-test"
+
+
+def report(host: str, served: int | None, state: str = "ready", counter: int = 1) -> Report:
+    return Report(host, "/data/policy", RUN, state, served, served, "latest", 0, "", (), counter, "test")
+
+
+class Clock:
+    """Time passes only while somebody waits; what happens then may be said before."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.events: list[tuple[float, Callable[[], None]]] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pause(self, seconds: float) -> None:
+        self.now += seconds
+        while self.events and self.events[0][0] <= self.now:
+            self.events.pop(0)[1]()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return make_place(tmp_path)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def arrivals(place: Place, clock: Clock) -> Arrivals:
+    return Arrivals(place.channel, clock, clock.pause)
+
+
+def test_ready_hosts_count(place: Place, arrivals: Arrivals, clock: Clock) -> None:
+    write_report(place.channel, report("a", 4))
+    write_report(place.channel, report("b", 5))
+    write_report(place.channel, report("c", 7))
+    write_report(place.channel, report("d", 5, state="patching"))
+    write_report(place.channel, report("e", None))
+    write_report(place.channel, replace(report("f", 9), run_id="another run"))
+    assert arrivals.wait(5, None, None, 0.0) == ["b", "c"]
+    assert arrivals.wait(5, 2, None, 0.0) == ["b", "c"]
+    assert arrivals.wait(5, None, 0.4, 0.0) == ["b", "c"]
+    with pytest.raises(
+        NotInTime, match=r"2 of 5 hosts .* a \(ready, version 4\), d \(patching, version 5\), e"
+    ):
+        arrivals.wait(5, 3, None, 1.0)
+    with pytest.raises(NotInTime, match="2 of 5"):
+        arrivals.wait(5, 1, 0.41, 1.0)
+    with pytest.raises(NotInTime, match="2 of 5"):
+        arrivals.wait(5, 3, 0.1, 1.0)
+
+
+def test_it_waits(place: Place, arrivals: Arrivals, clock: Clock) -> None:
+    clock.events = [
+        (110.0, lambda: write_report(place.channel, report("a", 1))),
+        (120.0, lambda: write_report(place.channel, report("a", 3, counter=2))),
+    ]
+    assert arrivals.wait(3, None, 1.0, 60.0) == ["a"]
+    assert 120.0 <= clock.now < 121.0
+
+
+def test_nobody_reports(arrivals: Arrivals) -> None:
+    with pytest.raises(NotInTime, match="nobody reports"):
+        arrivals.wait(1, None, 0.5, 2.0)
+
+
+def test_hosts_that_are_gone_are_no_part_of_the_fleet(place: Place, arrivals: Arrivals, clock: Clock) -> None:
+    write_report(place.channel, report("gone", 1))
+    write_report(place.channel, report("here", 8))
+    clock.events = [
+        (100.0 + GONE_SECONDS - 1, lambda: write_report(place.channel, report("here", 8, counter=2)))
+    ]
+    assert arrivals.wait(8, None, 1.0, GONE_SECONDS + 10) == ["here"]
+    assert clock.now >= 100.0 + GONE_SECONDS
+
+
+@pytest.mark.parametrize("bad", [(0, None), (None, 0.0), (None, 1.5), (-1, 0.5)])
+def test_what_makes_no_sense(arrivals: Arrivals, bad: tuple[int | None, float | None]) -> None:
+    with pytest.raises(Refused, match="at least one host"):
+        arrivals.wait(1, *bad, 1.0)
+
+
+def test_through_the_publisher(place: Place) -> None:
+    with place.publisher() as publisher:
+        version = publisher.publish_checkpoint(place.new(place.model)).version
+        write_report(place.channel, report("a", version))
+        assert publisher.wait(version, min_hosts=1, timeout=5) == ["a"]
