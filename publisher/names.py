@@ -60,7 +60,7 @@ def _readings(name: str) -> Iterator[tuple[str, str]]:
 def _unwrapped(words: list[str]) -> tuple[list[str], list[str]]:
     """What is left of a name's words, and what wrappers had put there."""
     kept: list[str] = []
-    dropped = []
+    dropped: list[str] = []
     for word in words[:-1]:
         wraps = word in _ANYWHERE or (not kept and word in _IN_FRONT)
         (dropped if wraps else kept).append(word)
