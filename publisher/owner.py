@@ -210,7 +210,7 @@ class Owner:
             commit_index(channel.layout, index, local.table, self._claim, directory, self._options.key)
             advance_pointer(channel.layout, index.version, self._claim, self._options.post_write)
         with work.phase("patch"):
-            self._patch(local, staged)
+            self._patch(local, staged, work)
         drop_parts(channel.layout)
         problem = self._anchor_if_due(channel, local, work)
         return replace(report_of(index, local.table, work, directory), anchor_problem=problem)
@@ -282,11 +282,13 @@ class Owner:
             verify_files(directory, index)
         return index, stage(local, [Fetched(index, directory)], threads=self._options.threads)
 
-    def _patch(self, local: LocalCheckpoint, staged: Staged) -> None:
+    def _patch(self, local: LocalCheckpoint, staged: Staged, work: Work) -> None:
+        began = time.monotonic()
         with local.patching():
             self._follower.patch(staged)
         if self._options.keep is not None:
-            self._options.keep(staged.step)
+            seconds = work.seconds.get("stage", 0.0) + time.monotonic() - began
+            self._options.keep(staged.step, seconds)
         self._follower.forget_undo()
 
     def write_anchor(self) -> bool:

@@ -84,6 +84,13 @@ class PublisherSettings(ServiceSettings):
         allow_inf_nan=False,
         description="An anchor when the deltas since the last are this share of the full weights; 0: never.",
     )
+    anchor_seconds: float = Field(
+        600.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="An anchor when a host would take this long for the deltas since the last, as this "
+        "publisher stages and patches them, and they have half the bytes of the full weights; 0: never.",
+    )
     skip_span: int = Field(
         64, ge=0, le=1 << 20, description="Versions that the widest delta from an older one spans; 0: none."
     )
@@ -133,6 +140,7 @@ class PublisherSettings(ServiceSettings):
             skip_span=self.skip_span,
             anchor_every=self.anchor_every,
             anchor_share=self.anchor_share,
+            anchor_seconds=self.anchor_seconds,
             history_share=self.history_share,
             encoding="small" if self.encoding == "small" else "fast",
             retention=Retention(self.keep_versions, self.keep_hours, self.host_versions),

@@ -11,13 +11,14 @@ import os
 import threading
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from weightcast.publisher.anchors import Full, write_anchor
 from weightcast.publisher.commit import discard
 from weightcast.publisher.history import History
 from weightcast.publisher.living import Living
+from weightcast.publisher.pace import Pace, fewest_bytes
 from weightcast.publisher.past import Past
 from weightcast.publisher.prune import GRACE_SECONDS, empty_trash, prune, situation
 from weightcast.publisher.retention import Retention, decide
@@ -28,11 +29,15 @@ from weightcast.shared.channel.index import INDEX_NAME, Index
 from weightcast.shared.channel.layout import ANCHOR, Layout, base_of, version_of
 from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.reports import read_reports
+from weightcast.shared.channel.shown import look
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.codec.choose import StepEncoding
 from weightcast.shared.errors import DamagedFile, RetryLater
 from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.state import Step
+
+_ESTIMATE_EVERY = 16
+"""versions"""
 
 
 @dataclass(frozen=True)
@@ -40,12 +45,14 @@ class UpkeepOptions:
     """`skip_span`: versions that the widest delta from an older version spans, 0 makes none.
 
     `anchor_every`: versions from one anchor to the next; `anchor_share`: bytes of deltas since the last one,
-    as a share of the full weights, that make the next one due; 0: not by this rule. `history_share`: bytes of
-    kept journals, as a share of the full weights."""
+    as a share of the full weights, that make the next one due; `anchor_seconds`: estimated time of a host for
+    these deltas that does, once they have half the bytes of the full weights; 0: not by this rule.
+    `history_share`: bytes of kept journals, as a share of the full weights."""
 
     skip_span: int = 0
     anchor_every: int = 0
     anchor_share: float = 0.0
+    anchor_seconds: float = 0.0
     history_share: float = 1.0
     encoding: StepEncoding = "fast"
     retention: Retention = field(default_factory=Retention)
@@ -55,17 +62,19 @@ class UpkeepOptions:
 
     @property
     def idle(self) -> bool:
-        return not (self.skip_span or self.anchor_every or self.anchor_share or self.retention.bounded)
+        anchors = self.anchor_every or self.anchor_share or self.anchor_seconds
+        return not (self.skip_span or anchors or self.retention.bounded)
 
 
 @dataclass(frozen=True)
 class Chain:
     """The deltas since the last full weights: `anchor` is their version, 0 where there are none but the
-    base's."""
+    base's; `seconds`: what a host takes for them, estimated."""
 
     up_to: int = 0
     anchor: int = 0
     nbytes: int = 0
+    seconds: float = 0.0
 
 
 def due_anchor(
@@ -77,6 +86,9 @@ def due_anchor(
     if newest > chain.anchor:
         return newest if newest in readable else at
     if options.anchor_share and at > chain.anchor and chain.nbytes >= options.anchor_share * full_bytes:
+        return at
+    slow = 0 < options.anchor_seconds <= chain.seconds
+    if slow and at > chain.anchor and 2 * chain.nbytes >= full_bytes:
         return at
     few = options.retention.keep_versions
     return at if few is not None and at - chain.anchor >= few else None
@@ -95,9 +107,14 @@ class Upkeep:
         self._living = Living()
         self._swept = False
         self._chain = Chain()
+        self._pace, self._estimated = Pace(), 0
 
-    def keep(self, step: Step) -> None:
-        """Keeps the journal of a step that was just patched. Called by the publishing thread."""
+    def keep(self, step: Step, seconds: float) -> None:
+        """Keeps the journal of a step that was just staged and patched, in so many seconds. Called by the
+        publishing thread."""
+        shown = look(Layout(self._channel).version_dir(step.target.version))
+        if shown is not None:
+            self._pace.measured(shown.nbytes, seconds)
         span = max(self._options.skip_span, self._options.anchor_every, 1)
         self._history.keep(step, Layout(self._channel))
         full = Channel.open(self._channel).require_ours()[1].table.nbytes
@@ -193,8 +210,19 @@ class Upkeep:
         for version, shown in sorted(channel.shown(pointer, above=chain.up_to).items()):
             whole = shown.anchor is not None or shown.nbytes >= full_bytes
             anchor, nbytes = (version, 0) if whole else (chain.anchor, chain.nbytes + shown.nbytes)
-            chain = Chain(version, anchor, nbytes)
-        self._chain = chain
+            seconds = 0.0 if whole else chain.seconds
+            chain = Chain(version, anchor, nbytes, seconds)
+        self._chain = self._estimate(channel, pointer, chain)
+
+    def _estimate(self, channel: Channel, pointer: Pointer, chain: Chain) -> Chain:
+        """Every version is looked at for it: only where it may matter, and only now and then."""
+        limit, at = self._options.anchor_seconds, pointer.version
+        soon = 0 <= at - self._estimated < _ESTIMATE_EVERY
+        if not limit or soon or self._pace.seconds_for(chain.nbytes) < limit:
+            return chain
+        self._estimated = at
+        nbytes = fewest_bytes(channel.shown(pointer, above=chain.anchor), chain.anchor, at)
+        return replace(chain, seconds=self._pace.seconds_for(chain.nbytes if nbytes is None else nbytes))
 
 
 class Background:

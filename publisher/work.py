@@ -45,7 +45,8 @@ class PublishOptions:
     anchor_every: int = 0
     post_write: PostWrite | None = None
     on_device: OnDevice = field(default_factory=OnDevice)
-    keep: Callable[[Step], None] | None = None
+    keep: Callable[[Step, float], None] | None = None
+    """called with the step and the seconds that staging and patching it took"""
     key: PrivateKey | None = None
     """signs what is published"""
     trust: Trust | None = None

@@ -16,7 +16,7 @@ from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.channel.layout import version_name
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel, FullVersion
-from weightcast.shared.errors import DamagedFile, Refused
+from weightcast.shared.errors import DamagedFile, Refused, Untrusted
 from weightcast.shared.service.cli import group
 from weightcast.shared.service.output import (
     ChannelOption,
@@ -48,6 +48,8 @@ class Row:
     """unix time on the publisher's clock"""
     anchor: bool
     problem: str
+    signed_by: str | None = None
+    """id of the trusted key that signed it; None also where no keys were given"""
 
 
 def register_channel(app: typer.Typer) -> None:
@@ -60,14 +62,17 @@ def register_channel(app: typer.Typer) -> None:
 def log(
     channel: ChannelOption,
     last: Annotated[int | None, typer.Option("--last", min=1, help="Only the newest versions.")] = None,
+    trusted_key: TrustedKeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the versions of a channel."""
-    opened = Channel.open(channel)
+    """List the versions of a channel and, with trusted keys, who signed them."""
+    trust = Trust.load(trusted_key or ())
+    opened = Channel.open(channel, trust)
     pointer = opened.pointer()
     anchored = frozenset() if pointer is None or opened.foreign else opened.anchored(pointer)
     found = list(entries(opened, pointer))
-    rows = [row_of(entry, entry.version in anchored) for entry in found[-last if last is not None else 0 :]]
+    found = found[-last if last is not None else 0 :]
+    rows = [row_of(entry, entry.version in anchored, trust) for entry in found]
     facts = {
         "channel": str(channel),
         "run_id": None if opened.file is None else opened.file.run_id,
@@ -78,9 +83,11 @@ def log(
     Output(json=as_json).result(
         {**facts, "versions": [vars(row) for row in rows]}, lambda console: _log_table(console, facts, rows)
     )
+    if trust is not None and any(row.signed_by is None for row in rows):
+        raise typer.Exit(Untrusted.exit_code)
 
 
-def row_of(entry: Entry, anchored: bool) -> Row:
+def row_of(entry: Entry, anchored: bool, trust: Trust | None = None) -> Row:
     index = entry.index
     if isinstance(index, Index):
         totals = index.totals
@@ -97,6 +104,7 @@ def row_of(entry: Entry, anchored: bool) -> Row:
             created=index.created,
             anchor=anchored or index.kind == "anchor",
             problem=entry.problem,
+            signed_by=None if trust is None else trust.signer(index.digest),
         )
     base = index.base_version if isinstance(index, ForeignIndex) else None
     kind = {ForeignIndex: "foreign delta", FullVersion: "full"}.get(type(index), "unreadable")
@@ -118,7 +126,7 @@ def _log_table(console: Console, facts: dict[str, Any], rows: list[Row]) -> None
             _or_dash(row.bytes, "{:,}"),
             _or_dash(row.ratio, "{:.1f}x"),
             "-" if row.created is None else time_text(row.created),
-            printable(row.problem),
+            printable(row.problem or ("" if row.signed_by is None else f"signed by {row.signed_by}")),
         )
     console.print(f"run {printable(facts['run_id'] or 'foreign')}, latest {_or_dash(facts['latest'])}")
     console.print(table)
@@ -131,11 +139,15 @@ def _or_dash(value: float | int | None, form: str = "{}") -> str:
 def show(
     version: Annotated[int, typer.Argument(min=0, help="Version to show; 0 is the base.")],
     channel: ChannelOption,
+    trusted_key: TrustedKeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what the index of a version says."""
-    opened = Channel.open(channel)
+    """Show what the index of a version says and, with trusted keys, who signed it."""
+    trust = Trust.load(trusted_key or ())
+    opened = Channel.open(channel, trust)
     facts = base_facts(opened) if version == 0 else version_facts(opened, version)
+    if trust is not None:
+        facts["signed_by"] = trust.signer(facts["digest"])
     Output(json=as_json).result(facts, lambda console: _show_facts(console, facts))
 
 

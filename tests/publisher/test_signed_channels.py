@@ -27,6 +27,7 @@ from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import Refused, Untrusted, WeightcastError
 from weightcast.shared.local.follow import Follower
+from weightcast.shared.service.cli import run as weightcast
 
 SIG = f"{INDEX_NAME}.sig"
 
@@ -347,6 +348,25 @@ def test_shards_that_only_fit_the_sums_are_refused(signed: Signed) -> None:
     with contextlib.closing(follower):
         follower.catch_up(Channel.open(signed.place.channel, signed.trust))
     assert signed.holds(1) and not (signed.place.host / "modeling.py").exists()
+
+
+def test_log_and_show_say_who_signed(signed: Signed, capsys: pytest.CaptureFixture[str]) -> None:
+    signed.publish()
+    key = load_private_key(signed.key).public
+    where = ["--channel", str(signed.place.channel), "--trusted-key", str(key), "--json"]
+    last = len(signed.models) - 1
+    assert weightcast(["channel", "log", *where]) == 0
+    rows = json.loads(capsys.readouterr().out)["versions"]
+    assert {row["signed_by"] for row in rows} == {key.id}
+    assert weightcast(["channel", "show", str(last), *where]) == 0
+    assert json.loads(capsys.readouterr().out)["signed_by"] == key.id
+    (signed.layout.version_dir(last) / SIG).unlink()
+    assert weightcast(["channel", "log", *where]) == 3
+    row = json.loads(capsys.readouterr().out)["versions"][-1]
+    assert row["signed_by"] is None and "not signed" in row["problem"]
+    assert weightcast(["channel", "show", str(last), *where]) == 3
+    assert "not signed" in capsys.readouterr().out
+    assert weightcast(["channel", "log", *where[:2]]) == 0, "without keys nothing is checked"
 
 
 def test_a_publisher_without_the_key_keeps_out_of_a_signed_channel(signed: Signed) -> None:

@@ -14,11 +14,13 @@ from core_cases import Model, bytes_of, flip, read_checkpoint, some_changed, unt
 from publisher_cases import Place, make_place
 
 from weightcast.publisher import Publisher
+from weightcast.publisher.pace import Pace, fewest_bytes
 from weightcast.publisher.skips import due_skips
 from weightcast.publisher.upkeep import Chain, UpkeepOptions, due_anchor
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.pointer import Pointer
+from weightcast.shared.channel.shown import Shown
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.local.follow import Follower
@@ -101,6 +103,35 @@ def test_which_anchor_is_due() -> None:
     assert due_anchor(12, Chain(12, 10, 49), 100, share, range(99)) is None
     assert due_anchor(12, Chain(12, 10, 50), 100, share, range(99)) == 12
     assert due_anchor(12, Chain(12, 12, 0), 100, UpkeepOptions(), range(99)) is None
+    slow = UpkeepOptions(anchor_seconds=60.0)
+    assert due_anchor(12, Chain(12, 10, 50, 59.0), 100, slow, range(99)) is None
+    assert due_anchor(12, Chain(12, 10, 49, 60.0), 100, slow, range(99)) is None
+    assert due_anchor(12, Chain(12, 10, 50, 60.0), 100, slow, range(99)) == 12
+    assert due_anchor(12, Chain(12, 12, 0, 60.0), 100, slow, range(99)) is None
+
+
+def test_how_long_catching_up_takes() -> None:
+    pace = Pace()
+    pace.measured(10, 1000.0)
+    assert pace.seconds_for(100) == 0.0, "the first one compiles"
+    for _ in range(3):
+        pace.measured(1000, 2.0)
+    assert pace.seconds_for(50_000) == pytest.approx(100.0)
+    shown = {v: Shown(10, {v - 4: 15} if v % 4 == 0 else {}) for v in range(1, 12)}
+    assert fewest_bytes(shown, 0, 11) == 15 + 15 + 30
+    assert fewest_bytes(shown, 1, 4) == 30
+    assert fewest_bytes({v: one for v, one in shown.items() if v != 9}, 0, 11) is None
+
+
+def test_an_anchor_where_catching_up_takes_long(place: Place) -> None:
+    models = [place.model]
+    options = UpkeepOptions(anchor_seconds=1e-9, history_share=1000.0)
+    with place.publisher(upkeep=options) as publisher:
+        while not (made := publisher.make_due()):
+            grow(publisher, place, models, 4)
+            assert len(models) < 200
+    assert [one.split()[0] for one in made] == ["anchor"]
+    assert sum(path.stat().st_size for path in place.channel.glob("weight_v*/*")) * 2 >= 65024
 
 
 @pytest.mark.parametrize("encoding", ["fast", "small", "overwrite"])

@@ -1,0 +1,143 @@
+"""Rollback, resume, keep and tag through running daemons: a publisher's and hosts', each a process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemonkit import (
+    Daemon,
+    Places,
+    Tensors,
+    base_tensors,
+    changed,
+    local_bytes,
+    plain,
+    rename_in,
+    wait_until,
+)
+
+from weightcast.shared.service.cli import run as weightcast
+
+PATIENCE = 180.0
+"""seconds for what takes two, on a machine that does much else"""
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    return wait_until(condition, PATIENCE)
+
+
+def arrives(daemon: Daemon, version: int) -> None:
+    until(lambda: daemon.status()["version"] == version)
+
+
+class Trainer:
+    """Leaves checkpoints; `models` by version as long as nothing else is published."""
+
+    def __init__(self, places: Places) -> None:
+        self.places, self.models = places, [base_tensors()]
+
+    def leave(self) -> Tensors:
+        self.models.append(changed(self.models[-1], len(self.models)))
+        rename_in(self.places.watch / f"step-{len(self.models) - 1}", self.models[-1])
+        return self.models[-1]
+
+
+@contextlib.contextmanager
+def host(places: Places, name: str, *flags: str) -> Iterator[Path]:
+    """A subscriber's daemon; its local checkpoint."""
+    local = places.root / name
+    command = [
+        *(sys.executable, "-m", "weightcast.shared.service.cli", "subscriber", "run"),
+        *("--channel", str(places.channel), "--base", str(places.base), "--local", str(local)),
+        *("--port", "0", "--poll-seconds", "0.1", "--threads", "1", *flags),
+    ]
+    with (places.root / f"{name}.log").open("ab") as log:
+        process = subprocess.Popen(command, stderr=log, env={**os.environ, "WEIGHTCAST_TOKEN": ""})
+    try:
+        yield local
+        assert process.poll() is None, (places.root / f"{name}.log").read_text()
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def version_at(local: Path) -> int | None:
+    with contextlib.suppress(FileNotFoundError):
+        state = json.loads((local / ".weightcast/state.json").read_text())
+        return int(state["position"]["version"]) if state["phase"] == "clean" else None
+    return None
+
+
+def holds(local: Path, version: int, tensors: Tensors) -> None:
+    until(lambda: version_at(local) == version)
+    assert local_bytes(local, tensors) == plain(tensors)
+
+
+def verb(places: Places, *arguments: object) -> int:
+    return weightcast(["channel", *map(str, arguments), "--channel", str(places.channel)])
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Places:
+    return Places.made(tmp_path)
+
+
+def test_a_fleet_is_rolled_back_held_and_let_go(places: Places) -> None:
+    trainer, daemon = Trainer(places), Daemon.start(places, "--every").ready()
+    try:
+        with host(places, "host") as local:
+            for version in (1, 2, 3):
+                trainer.leave()
+                arrives(daemon, version)
+            holds(local, 3, trainer.models[3])
+            assert verb(places, "rollback", "--to", 1) == 0
+            holds(local, 4, trainer.models[1])
+            assert "version 1" in until(lambda: daemon.status()["held"])
+            newest = trainer.leave()
+            daemon.kill()
+            daemon = Daemon.start(places, "--every")
+            assert until(lambda: daemon.status()["held"]), "the order outlives its publisher"
+            assert places.latest() == "000004" and local_bytes(local, newest) == plain(trainer.models[1])
+            assert verb(places, "resume") == 0
+            arrives(daemon, 5)
+            assert daemon.status()["held"] is None
+            holds(local, 5, newest)
+    finally:
+        daemon.kill()
+
+
+def test_what_is_kept_or_tagged_outlives_the_rest(places: Places) -> None:
+    trainer, daemon = Trainer(places), Daemon.start(places, "--every", "--keep-versions", "2").ready()
+
+    def gone(version: int) -> bool:
+        return not (places.channel / f"weight_v{version:06d}").exists()
+
+    def publish_until(condition: Callable[[], bool]) -> int:
+        """When pruning comes to it depends on when full weights were written. The newest version."""
+        while not condition():
+            assert len(trainer.models) < 40
+            trainer.leave()
+            arrives(daemon, len(trainer.models) - 1)
+        return len(trainer.models) - 1
+
+    try:
+        publish_until(lambda: len(trainer.models) == 3)
+        assert verb(places, "keep", 1) == 0 and verb(places, "tag", "best", 2) == 0
+        newest = publish_until(lambda: len(trainer.models) > 3 and gone(3))
+        assert not gone(1) and not gone(2)
+        with host(places, "best", "--target", "best") as local:
+            holds(local, 2, trainer.models[2])
+            assert verb(places, "tag", "best", newest) == 0
+            holds(local, newest, trainer.models[newest])
+        assert verb(places, "unkeep", 1) == 0
+        publish_until(lambda: gone(1) and gone(2))
+    finally:
+        daemon.kill()
