@@ -31,6 +31,7 @@ from weightcast.shared.files.checkpoint import (
 )
 from weightcast.shared.files.mounts import file_system
 from weightcast.shared.files.paging import populate
+from weightcast.shared.files.unshare import unshare_blocks
 from weightcast.shared.local.host import Host
 from weightcast.shared.local.locks import FileLock, Wait, holder, owner_text
 from weightcast.shared.local.state import LANES_BYTES, LocalState, read_state, write_state
@@ -43,6 +44,8 @@ _SEEDED_AGAIN = "the next sync seeds it again from base or anchor"
 _LEAVE_ALONE = "nothing else may write here; the next sync reads all of it, or seeds it again"
 PATCH_LOCK_SECONDS = 60.0
 _BLOCK = 512
+_SHARING_SYSTEMS = ("xfs",)
+"""file systems whose files may share blocks"""
 _PLAIN_SYSTEMS = ("ext4", "xfs", "tmpfs")
 """file systems that compress nothing"""
 
@@ -284,14 +287,19 @@ def gather(chunk: Chunk, words_in: WordsIn) -> Words:
 
 
 def _fill_holes(fd: int, path: Path, found: os.stat_result) -> None:
-    """A store to a hole on a full disk is SIGBUS, not an error. Elsewhere fewer blocks need not be holes."""
+    """A store to a hole, or to a block shared with a copy, is SIGBUS on a full disk, not an error. Elsewhere
+    fewer blocks need not be holes."""
+    system = file_system(found.st_dev)
     sparse = found.st_blocks * _BLOCK < found.st_size
-    if sparse and file_system(found.st_dev) in _PLAIN_SYSTEMS:
+    if system in _PLAIN_SYSTEMS:
         try:
-            os.posix_fallocate(fd, 0, found.st_size)
+            if sparse:
+                os.posix_fallocate(fd, 0, found.st_size)
+            if system in _SHARING_SYSTEMS:
+                unshare_blocks(fd, found.st_size)
         except OSError as error:
             raise RetryLater(
-                f"{path} has holes that cannot be filled: {error.strerror}",
+                f"{path} has holes, or blocks shared with a copy, that cannot be filled: {error.strerror}",
                 remedy="free space on the local disk; nothing was changed",
             ) from error
 
