@@ -14,14 +14,18 @@ from weightcast.shared.local.state import EngineState, LocalState, Mark, Phase
 from weightcast.shared.service.snapshot import Snapshot
 from weightcast.shared.service.verify import verify_status
 from weightcast.subscriber.engines.base import Engine
+from weightcast.subscriber.held import Post
+from weightcast.subscriber.lead import Lead, Line
 from weightcast.subscriber.reload import Engines
 from weightcast.subscriber.status import (
     KEPT_UPDATES,
     BlockedStatus,
     EngineCondition,
     EngineStatus,
+    GroupStatus,
     HostStatus,
     LastError,
+    MemberStatus,
     UpdateStatus,
     served,
     weakest,
@@ -178,3 +182,32 @@ def _mark(record: EngineState | None) -> ShownMark:
         Mark.SUSPECT: "suspect",
     }
     return "unknown" if record is None else marks[record.mark]
+
+
+def group_status(lead: Lead, post: Post | None) -> GroupStatus | None:
+    """As of now."""
+    if post is not None:
+        hold = post.hold()
+        return GroupStatus(
+            role="follower",
+            leader=hold.leader,
+            state=hold.state,
+            ordered_version=hold.version,
+            reason=hold.reason,
+            lease_seconds_left=hold.seconds_left,
+            heard_seconds_ago=post.heard_seconds(),
+        )
+    if lead.members:
+        return GroupStatus(role="leader", members=tuple(map(_member_status, lead.lines)))
+    return None
+
+
+def _member_status(line: Line) -> MemberStatus:
+    hold = line.hold
+    return MemberStatus(
+        url=line.member.url,
+        state="unknown" if hold is None else hold.state,
+        version=None if hold is None else hold.local_version,
+        reason=line.failure or ("" if hold is None else hold.reason),
+        seconds_left=None if hold is None else hold.seconds_left,
+    )

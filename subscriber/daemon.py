@@ -16,14 +16,16 @@ from weightcast.shared.service.logs import get_log, setup_logs
 from weightcast.shared.service.metrics import new_registry, watch_loop
 from weightcast.shared.service.snapshot import LoopStatus, Readiness, Snapshot
 from weightcast.shared.service.watch import Watcher
-from weightcast.subscriber.board import Board
+from weightcast.subscriber.board import Board, group_status
 from weightcast.subscriber.failed import FailedEngines
 from weightcast.subscriber.figures import Figures
+from weightcast.subscriber.held import Follower, Post
 from weightcast.subscriber.report import Reporter
+from weightcast.subscriber.routes import group_routes
 from weightcast.subscriber.settings import SubscriberSettings
 from weightcast.subscriber.status import HostStatus, readiness
 from weightcast.subscriber.sync import Outcome, Sync
-from weightcast.subscriber.wiring import open_engines, options_of
+from weightcast.subscriber.wiring import open_engines, open_lead, options_of
 
 log = get_log("sync")
 
@@ -44,7 +46,12 @@ class Subscriber:
         self.failed = FailedEngines(settings.on_engine_failed, settings.hook_seconds, self.stop.request)
         self.reporter = Reporter(settings.channel) if settings.report else None
         self.scrub = Scrub(int(settings.verify_rate), stop=lambda: self.stop.requested)
-        self.sync = Sync(self.options, open_engines(settings), show=self._show, stop=self.stop.wait)
+        lead = open_lead(settings)
+        self.sync = Sync(
+            self.options, open_engines(settings, lead), lead, show=self._show, stop=self.stop.wait
+        )
+        self.post = Post(self.wakeup.set) if settings.group_follower else None
+        self.follower = None if self.post is None else Follower(self.sync, self.post)
 
     def _show(self, sync: Sync) -> None:
         self.board.show(sync)
@@ -52,8 +59,9 @@ class Subscriber:
 
     def step(self, stop: Stop) -> None:
         try:
-            outcome = self.sync.sync_once()
-            self.sync.verify_some(self.scrub)
+            outcome = self.sync.sync_once() if self.follower is None else self.follower.step()
+            if self.follower is None or not self.follower.is_still:
+                self.sync.verify_some(self.scrub)
         finally:
             self._log_moves()
             self.failed.tell(self.board.status.get())
@@ -89,6 +97,8 @@ class Subscriber:
             self.reporter.report(self.board.status.get())
 
     def on_stop(self) -> None:
+        if self.follower is not None:
+            self.follower.close()
         self.sync.close()
         self._report()
 
@@ -100,6 +110,7 @@ class Subscriber:
                 "loop": self.loop.get(),
                 "kernels": STATUS.get(),
                 "last_full_hash_age_seconds": None if hashed is None else max(0.0, time.time() - hashed),
+                "group": group_status(self.sync.lead, self.post),
                 "report_error": "" if self.reporter is None else self.reporter.error,
             }
         )
@@ -109,7 +120,7 @@ class Subscriber:
 
     def app(self) -> FastAPI:
         token = None if self.settings.token is None else self.settings.token.get_secret_value()
-        return make_app(
+        app = make_app(
             "weightcast subscriber",
             self.status,
             self.ready,
@@ -118,6 +129,9 @@ class Subscriber:
             self.wakeup.set,
             HostStatus,
         )
+        if self.post is not None:
+            app.include_router(group_routes(self.post))
+        return app
 
     def run(self) -> None:
         """Until SIGTERM, SIGINT or `stop`. Raises what `run_daemon` raises, and EngineFailed where the

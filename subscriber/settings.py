@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Self
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from weightcast.shared.local.access import Readers
-from weightcast.shared.service.settings import SUBSCRIBER_PORT, ServiceSettings
+from weightcast.shared.service.settings import SUBSCRIBER_PORT, ServiceSettings, Token, is_loopback
 from weightcast.subscriber.engines.roster import Order
+from weightcast.subscriber.group import LEASE_LIMIT
+from weightcast.subscriber.member_door import is_member_url
+
+MOST_MEMBERS = 256
 
 
 class SubscriberSettings(ServiceSettings):
@@ -56,3 +62,46 @@ class SubscriberSettings(ServiceSettings):
         None, description="Who may read the local checkpoint; unset: whom the umask lets."
     )
     report: bool = Field(True, description="Write a report of this host to the channel.")
+    group_member: tuple[str, ...] = Field(
+        (),
+        max_length=MOST_MEMBERS,
+        description="Leads an engine group: URL of another host's subscriber; repeatable.",
+    )
+    group_follower: bool = Field(
+        False, description="The local checkpoint moves only when the leader of its engine group asks."
+    )
+    group_token: Token | None = Field(
+        None, description="Bearer token of the group's members; unset: this subscriber's own."
+    )
+    group_lease: float = Field(
+        30.0,
+        ge=0.3,
+        le=LEASE_LIMIT,
+        allow_inf_nan=False,
+        description="Seconds that members stand still without word of their leader.",
+    )
+    group_deadline: float = Field(
+        300.0,
+        gt=0,
+        le=86400,
+        allow_inf_nan=False,
+        description="Seconds that members may take to come to a version.",
+    )
+
+    @model_validator(mode="after")
+    def _check_group(self) -> Self:
+        if self.group_follower and (self.engine or self.group_member):
+            raise ValueError("group_follower: engines and members are given to the group's leader")
+        if len(set(self.group_member)) < len(self.group_member):
+            raise ValueError("group_member: a URL is given twice")
+        for url in self.group_member:
+            if not is_member_url(url):
+                raise ValueError("group_member: give http://HOST:PORT or https://HOST:PORT, nothing more")
+            if self.members_token is None and not is_loopback(urlsplit(url).hostname or ""):
+                raise ValueError("group_member: other machines ask for a token; set WEIGHTCAST_GROUP_TOKEN")
+        return self
+
+    @property
+    def members_token(self) -> str | None:
+        token = self.token if self.group_token is None else self.group_token
+        return None if token is None else token.get_secret_value()

@@ -13,7 +13,7 @@ KEPT_UPDATES = 32
 
 State = Literal[
     "starting", "waiting", "loading", "planning", "seeding", "fetching", "staging", "patching", "reloading",
-    "hashing", "repairing", "idle", "stopped",
+    "hashing", "repairing", "gathering", "idle", "stopped",
 ]  # fmt: skip
 MoveKind = Literal["seed", "patch", "relabel", "reload", "undo", "repair"]
 Assurance = Literal["full", "changed-tensors"]
@@ -74,8 +74,8 @@ class UpdateStatus(Frozen):
     changes: int
     """words changed"""
     seconds: Mapping[str, float]
-    """by phase: plan, seed, fetch, stage, lock, patch, pause, reload, read_back, resume, total; of several
-    engines the slowest"""
+    """by phase: plan, seed, fetch, stage, group (waiting for its hosts), lock, patch, pause, reload,
+    read_back, resume, total; of several engines the slowest"""
     pause_seconds: float | None
     """longest time that an engine was paused"""
     around: tuple[str, ...] = ()
@@ -89,6 +89,33 @@ class BlockedStatus(Frozen):
     digest: str
     reason: str
     attempts: int
+
+
+class MemberStatus(Frozen):
+    url: str
+    state: str
+    """free, working, prepared, held, refused, failed; unknown: not heard yet"""
+    version: int | None
+    """of its local checkpoint"""
+    reason: str
+    """why it is not where the leader wants it, or does not answer"""
+    seconds_left: float | None
+    """of its lease, when it last answered"""
+
+
+class GroupStatus(Frozen):
+    """`members`: a leader's; the rest: a follower's."""
+
+    role: Literal["leader", "follower"]
+    members: tuple[MemberStatus, ...] = ()
+    leader: str = ""
+    """whose order is here, or was last"""
+    state: str = ""
+    ordered_version: int | None = None
+    reason: str = ""
+    lease_seconds_left: float | None = None
+    heard_seconds_ago: float | None = None
+    """since anybody last asked"""
 
 
 class HostStatus(Frozen):
@@ -135,6 +162,8 @@ class HostStatus(Frozen):
     not_ready_reasons: tuple[str, ...] = ("starting",)
     kernels: KernelStatus = KernelStatus()
     loop: LoopStatus = LoopStatus()
+    group: GroupStatus | None = None
+    """null: the host is in no engine group"""
 
 
 _WEAKEST_FIRST = ("status-only", "label", "digest")

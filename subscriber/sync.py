@@ -14,7 +14,7 @@ from pathlib import Path
 from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import NeedsReseed, Refused, RetryLater, WeightcastError
+from weightcast.shared.errors import NeedsReseed, Refused, RetryLater, WeightcastError, WrongRun
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.local.access import Readers, let_read
 from weightcast.shared.local.follow import Follower, FollowOptions
@@ -31,19 +31,24 @@ from weightcast.shared.local.state import (
     LocalState,
     Mark,
     Phase,
+    Position,
     read_state,
     write_state,
 )
 from weightcast.subscriber.aligned import (
     REASON_LIMIT,
     block,
+    in_doubt,
     is_confirmed,
     needs_undo,
     retry_delay,
     rolls_back,
     unaligned,
 )
+from weightcast.subscriber.engines.base import Engine
 from weightcast.subscriber.engines.roster import EngineResult
+from weightcast.subscriber.group import Order
+from weightcast.subscriber.lead import Lead
 from weightcast.subscriber.reload import Engines
 from weightcast.subscriber.status import MoveKind, State, UpdateStatus
 from weightcast.subscriber.stopwatch import Stopwatch
@@ -71,6 +76,8 @@ class SyncOptions:
     """whose versions are followed; None: anybody's"""
     readable_by: Readers | None = None
     """set by mode; None: as the umask has it"""
+    group_follower: bool = False
+    """the local checkpoint moves only towards `Sync.order`"""
 
 
 @dataclass
@@ -123,6 +130,7 @@ class Sync:
         self,
         options: SyncOptions,
         engines: Engines | None = None,
+        lead: Lead | None = None,
         *,
         show: Callable[[Sync], None] = lambda sync: None,
         stop: Callable[[float], bool] = _never,
@@ -132,6 +140,14 @@ class Sync:
     ) -> None:
         self.options = options
         self.engines = Engines() if engines is None else engines
+        self.lead = Lead() if lead is None else lead
+        self.lead.wait = self._wait
+        self.order: Order | None = None
+        """of a follower in an engine group: what its leader wants"""
+        self.is_prepared = False
+        """what the order wants is staged, lies here, or can be brought only when it is held"""
+        self._kept: Staged | None = None
+        """for the order, until it is held"""
         self.view = View()
         self._show = show
         self._stop = stop
@@ -161,6 +177,7 @@ class Sync:
     def close(self) -> None:
         self.follower.close()
         self.engines.close()
+        self.lead.close()
         self.view.not_ready = ("stopped",)
         self._enter("stopped")
 
@@ -174,6 +191,7 @@ class Sync:
             self._step()
         except BaseException as error:
             self.follower.release()
+            self._kept = None
             self.view.error = _known(error)
             if isinstance(error, Refused):
                 self._degrade(error.message)
@@ -183,7 +201,7 @@ class Sync:
         finally:
             self.view.not_ready = self._reasons_not_ready()
             self._enter("idle" if self.view.error is None else "waiting")
-        return self._outcome()
+        return self.outcome()
 
     def rehash(self) -> Outcome:
         """A step that reads every byte of the local checkpoint before anything else, and repairs what is not
@@ -211,7 +229,8 @@ class Sync:
             self.view.scrub = scrub.status
             self._tell()
 
-    def _outcome(self) -> Outcome:
+    def outcome(self) -> Outcome:
+        """As of the last step."""
         local = self.follower.local
         return Outcome(
             version=None if local is None else local.state.position.version,
@@ -220,6 +239,12 @@ class Sync:
             waiting=self.view.not_ready,
             degraded=self.view.degraded,
         )
+
+    @property
+    def position(self) -> Position | None:
+        """The version that lies here whole; None: none does."""
+        local = self.follower.local
+        return None if local is None or local.state.phase is not Phase.CLEAN else local.state.position
 
     def _reasons_not_ready(self) -> tuple[str, ...]:
         state = self._state()
@@ -243,7 +268,8 @@ class Sync:
             self._adopt()
         self.engines.look_if_due(self._state())
         failpoint("engine.looked")
-        if self.follower.local is None:
+        if self.follower.local is None and not self.lead.members:
+            # an engine of a group is known again only by a reload: nobody saw what the other hosts did
             self._resume_noted()
         try:
             self._follow()
@@ -281,10 +307,61 @@ class Sync:
 
     def _go_one_way(self) -> None:
         channel = self._open_and_load()
+        self.is_prepared = False
+        self._drop_kept()
+        if self.options.group_follower and (self.order is None or self._goes_back(self.order)):
+            return
+        if self.lead.members and self._local_in_doubt():
+            self._align()
         self._enter("planning")
         with self._watch.timed("plan"):
             route = self._route(channel)
-        self._carry_out(channel, route)
+        if self.order is not None and self.order.phase == "prepare" and self._usable:
+            self._make_ready(channel, route, self.order)
+        else:
+            self._carry_out(channel, route)
+
+    def _local_in_doubt(self) -> bool:
+        """Whether an engine may still be at a reload of the local version: other hosts hold it too, and are
+        moved only after a reload that was seen to end."""
+        local = self.follower.local
+        return local is not None and bool(in_doubt(local.state.engines))
+
+    def _goes_back(self, order: Order) -> bool:
+        """Undoes what engines elsewhere in the group refused, if that is what the order wants."""
+        local = self.follower.local
+        if local is None or order.phase != "hold" or not local.state.undo:
+            return False
+        if not order.is_at(local.state.undo[0].base):
+            return False
+        before = local.state.position.version
+        with local.patching():
+            self._undo()
+        self._moved("undo", before, 0)
+        return True
+
+    def _make_ready(self, channel: Channel, route: Route, order: Order) -> None:
+        """What can be done while engines serve: nothing of the local checkpoint is written."""
+        match route.plan:
+            case Patch() as plan:
+                self._kept = self._prepare(channel, route, plan.legs[0])
+            case Seed() | Relabel():
+                pass
+            case _:
+                self._carry_out(channel, route)
+                self.is_prepared = self._local().state.position.version == order.version
+                return
+        self.is_prepared = True
+
+    def _drop_kept(self) -> None:
+        """What was staged for an order that is no more."""
+        kept, order, local = self._kept, self.order, self.follower.local
+        if kept is None or local is None:
+            return
+        wanted = order is not None and order.version >= kept.step.target.version
+        if not wanted or kept.step.base != local.state.position:
+            local.paths.journal(kept.step.journal).unlink(missing_ok=True)
+            self._kept = None
 
     def _open_and_load(self) -> Channel:
         """The local checkpoint is opened also when the channel cannot be."""
@@ -337,10 +414,14 @@ class Sync:
 
     def _route(self, channel: Channel) -> Route:
         pointer = self._pointer(channel)
-        version = resolve(self.options.target, channel.directory, pointer)
+        target = self.options.target
+        if self.order is not None:
+            _require_run(channel, self.order)
+            target = Target(str(self.order.version), self.order.version)
+        version = resolve(target, channel.directory, pointer)
         self.view.target_version = version
         self._unblock_due()
-        return self.follower.route(channel, pointer, version, exact=self.options.target.exact)
+        return self.follower.route(channel, pointer, version, exact=target.exact)
 
     def _unblock_due(self) -> None:
         local, now = self.follower.local, self._clock()
@@ -435,12 +516,20 @@ class Sync:
     def _patch(self, channel: Channel, route: Route, plan: Patch) -> None:
         before = self._local().state.position.version
         self.engines.retry_at_once()
-        for leg in plan.legs[:-1]:
-            self._apply(self._prepare(channel, route, leg), last=False)
         folded = sum(len(leg) for leg in plan.legs)
-        self._apply(self._prepare(channel, route, plan.legs[-1]), last=True, before=before, folded=folded)
+        for leg in plan.legs:
+            with self.lead.gathering(leg[-1], self._local().state):
+                staged = self._prepare(channel, route, leg)
+                with self._watch.timed("group"):
+                    self.lead.await_prepared()
+                self._apply(staged, last=leg is plan.legs[-1], before=before, folded=folded)
 
     def _prepare(self, channel: Channel, route: Route, leg: Sequence[int]) -> Staged:
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            if kept.step.target.version == leg[-1]:
+                return kept
+            self._local().paths.journal(kept.step.journal).unlink(missing_ok=True)
         staged = self.follower.prepare(route, leg, channel, self._advance_fetch)
         self._watch.enter("")
         self._watch.changes += staged.changes
@@ -471,21 +560,39 @@ class Sync:
         return results
 
     def _write(self, staged: Staged) -> None:
+        self._hold(staged.step.target)
         self._enter("patching")
         with self._watch.timed("patch"):
             self.follower.patch(staged)
         self._enter("reloading")
 
     def _align(self) -> None:
-        """Brings engines that do not hold the local version to it."""
+        """Brings engines that do not hold the local version to it, and hosts of the group that strayed."""
         local = self.follower.local
         if local is None or local.state.phase is not Phase.CLEAN:
             return
+        astray = self._astray(local)
         due = self.engines.due(local.state)
-        if not due:
-            if self._confirmed():
-                self.follower.forget_undo()
-            return
+        if due or astray:
+            with self.lead.gathering(local.state.position.version, local.state):
+                self._hold(local.state.position)
+                if due:
+                    self._reload(local, due)
+        elif self._confirmed():
+            self.follower.forget_undo()
+
+    def _astray(self, local: LocalCheckpoint) -> bool:
+        """Whether a host of the group is elsewhere. Engines that map its files are then in doubt."""
+        seen = self.lead.look(local.state.position)
+        for trouble in seen.troubles:
+            self._degrade(trouble)
+        mapping = {engine.spec.name for engine in self.engines.mapping}
+        if seen.astray and mapping & set(local.state.engines):
+            kept = {name: one for name, one in local.state.engines.items() if name not in mapping}
+            local.save(local.state.but(engines=kept))
+        return seen.astray
+
+    def _reload(self, local: LocalCheckpoint, due: Sequence[Engine]) -> None:
         self._enter("reloading")
         self._watch.enter("lock")
         with local.patching(wait=self._wait):
@@ -503,8 +610,12 @@ class Sync:
         position = local.state.position
         if self._confirmed():
             self._failures.clear()
+            self.lead.serves()
             self.follower.forget_undo()
             self._unblock(position.digest)
+            return
+        if self.lead.hindered or self.options.group_follower:
+            # no engine is at fault, or none is known here
             return
         failures = self._failures.get(position.digest, 0) + any(r.attempts > 0 for r in results)
         self._failures = {position.digest: failures}
@@ -514,7 +625,10 @@ class Sync:
             self.follower.forget_undo()
 
     def _confirmed(self) -> bool:
-        """Whether an engine took the version that lies here; without engines nobody is asked."""
+        """Whether an engine took the version that lies here; without engines nobody is asked. A follower's
+        leader says so."""
+        if self.options.group_follower:
+            return len(self._local().state.undo) > MOST_UNDO_STEPS
         state = self._local().state
         names = [engine.spec.name for engine in self.engines.engines]
         return not names or is_confirmed(state.engines, names, state.position.version)
@@ -537,9 +651,17 @@ class Sync:
         self._degrade(f"version {refused.version} was refused by the engines: {reason}")
         self.engines.retry_at_once()
         self._watch = Stopwatch()
-        self._bring(local.state.undo[0].base.version, self._undo, everyone=True)
+        self._bring(local.state.undo[0].base.version, self._undo_everywhere, everyone=True)
         failpoint("refused.served")
         self._moved("undo", refused.version, 0)
+
+    def _undo_everywhere(self) -> None:
+        self._hold(self._local().state.undo[0].base)
+        self._undo()
+
+    def _hold(self, position: Position) -> None:
+        with self._watch.timed("group"):
+            self.lead.hold(position)
 
     def _undo(self) -> None:
         self._enter("patching")
@@ -604,6 +726,15 @@ class Sync:
         self._shown = self._clock()
         self.view.local = self._state()
         self._show(self)
+
+
+def _require_run(channel: Channel, order: Order) -> None:
+    if channel.file is not None and channel.file.run_id != order.run_id:
+        raise WrongRun(
+            f"{channel.directory} is of run {channel.file.run_id}, the group's leader follows run "
+            f"{order.run_id or 'of a foreign channel'}",
+            remedy="give every host of a group the same channel",
+        )
 
 
 def _known(error: BaseException) -> WeightcastError:

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -31,7 +32,7 @@ from weightcast.subscriber.board import Board
 from weightcast.subscriber.settings import SubscriberSettings
 from weightcast.subscriber.status import HostStatus
 from weightcast.subscriber.sync import Sync
-from weightcast.subscriber.wiring import open_engines, options_of
+from weightcast.subscriber.wiring import open_engines, open_lead, options_of
 
 _LOOK_SECONDS = 0.5
 
@@ -103,11 +104,15 @@ def sync(
 
 
 def _sync(settings: SubscriberSettings, output: Output, rehash: bool, engine_seconds: float) -> HostStatus:
-    options = options_of(settings)
+    # asked for by name: also a follower comes to the target
+    options = replace(options_of(settings), group_follower=False)
     board = Board(options)
     with output.progress(f"{settings.local}", None) as advance:
         patience = _Patience(settings.visible_deadline)
-        one = Sync(options, open_engines(settings), show=board.show, stop=patience.wait, advance=advance)
+        lead = open_lead(settings)
+        one = Sync(
+            options, open_engines(settings, lead), lead, show=board.show, stop=patience.wait, advance=advance
+        )
         try:
             outcome = one.rehash() if rehash else one.sync_once()
             deadline = time.monotonic() + engine_seconds

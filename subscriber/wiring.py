@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,9 +15,20 @@ from weightcast.shared.local.state import read_state
 from weightcast.shared.service.hooks import run_hook
 from weightcast.shared.service.settings import working_threads
 from weightcast.subscriber.engines.align import Pace
-from weightcast.subscriber.engines.base import BadEngineOption, EngineSpec, Timeouts, parse_engines
+from weightcast.subscriber.engines.base import (
+    BadEngineOption,
+    Engine,
+    EngineSpec,
+    Timeouts,
+    parse_engines,
+)
+from weightcast.subscriber.engines.grouped import Grouped
 from weightcast.subscriber.engines.kinds import open_engine
 from weightcast.subscriber.engines.roster import Order
+from weightcast.subscriber.group import NAME_LIMIT
+from weightcast.subscriber.lead import PATIENCE, Lead
+from weightcast.subscriber.lead import Pace as GroupPace
+from weightcast.subscriber.member_door import MemberDoor
 from weightcast.subscriber.reload import Engines
 from weightcast.subscriber.settings import SubscriberSettings
 from weightcast.subscriber.sync import SyncOptions
@@ -36,6 +49,7 @@ def options_of(settings: SubscriberSettings) -> SyncOptions:
         pre_read=None if settings.pre_read is None else _hook(settings.pre_read, settings.hook_seconds),
         trust=Trust.load(settings.trusted_key),
         readable_by=settings.readable_by,
+        group_follower=settings.group_follower,
     )
 
 
@@ -46,13 +60,28 @@ def _hook(command: str, seconds: float) -> PreRead:
     return run
 
 
-def open_engines(settings: SubscriberSettings) -> Engines:
-    """Connects to nothing yet. Raises BadEngineOption."""
+def open_lead(settings: SubscriberSettings) -> Lead:
+    """Connects to nothing yet."""
+    token, lease = settings.members_token, settings.group_lease
+    return Lead(
+        [MemberDoor(url, token, lease) for url in settings.group_member],
+        name=f"{socket.gethostname()}:{settings.local.absolute()}"[:NAME_LIMIT],
+        pace=GroupPace(lease=lease, deadline=settings.group_deadline, patience=min(lease, PATIENCE)),
+        first_term=int(time.time() * 1000),
+    )
+
+
+def open_engines(settings: SubscriberSettings, lead: Lead | None = None) -> Engines:
+    """Connects to nothing yet. `lead`: of the group whose hosts the engines read. Raises BadEngineOption."""
     specs = parse_engines(settings.engine, settings.local)
     limits = Timeouts(reload=settings.engine_deadline)
     pace = Pace(attempts=ATTEMPTS, total=settings.engine_deadline)
     _require_one_mapping(specs, settings.reload)
-    engines = [open_engine(spec, run_id=lambda: _run_id(settings.local), timeouts=limits) for spec in specs]
+    engines: list[Engine] = [
+        open_engine(spec, run_id=lambda: _run_id(settings.local), timeouts=limits) for spec in specs
+    ]
+    if lead is not None and lead.members:
+        engines = [Grouped(engine, lead) for engine in engines]
     return Engines(
         engines,
         pace=pace,

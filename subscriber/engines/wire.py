@@ -10,12 +10,14 @@ import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 import httpx
 
 from weightcast.shared.errors import DamagedFile, EngineFailed
 from weightcast.shared.files.strict_json import parse_object
-from weightcast.subscriber.engines.base import BadEngineOption, EngineSpec, Intact, Suspect, Timeouts
+from weightcast.subscriber.engines.base import BadEngineOption, Intact, Suspect, Timeouts
 
 REPLY_LIMIT = 4 << 20
 """bytes; the largest honest reply is a page of metrics"""
@@ -66,10 +68,23 @@ class Reply:
         return self
 
 
+class Place(Protocol):
+    """Where to call; as in EngineSpec."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def url(self) -> str: ...
+    @property
+    def ca(self) -> Path | None: ...
+    @property
+    def verify(self) -> bool: ...
+
+
 class Wire:
     """Calls to one engine. Raises NotSent, NoReply; a reply of any status is returned."""
 
-    def __init__(self, spec: EngineSpec, timeouts: Timeouts, api_key: str | None = None) -> None:
+    def __init__(self, spec: Place, timeouts: Timeouts, api_key: str | None = None) -> None:
         self._url = spec.url
         self._timeouts = timeouts
         self._client = httpx.Client(
@@ -136,7 +151,7 @@ class Wire:
 _LOOK = "see the engine's log; restart it if it hangs"
 
 
-def _trust(spec: EngineSpec) -> ssl.SSLContext:
+def _trust(spec: Place) -> ssl.SSLContext:
     """The system's certificates take a tenth of a second to load, so plain http trusts nobody. Raises
     BadEngineOption for certificates that cannot be read."""
     if not spec.url.startswith("https:"):

@@ -1,0 +1,346 @@
+"""The leader's side of an engine group: every other host prepared, held, asked again, released.
+
+A thread per member repeats the order for as long as it stands, which keeps the leases; the work thread and
+the engines' threads only wait for what the answers say.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+from weightcast.shared.errors import EngineFailed, Refused, RetryLater
+from weightcast.shared.failpoints import failpoint
+from weightcast.shared.local.state import LocalState, Position
+from weightcast.subscriber.group import Hold, Order
+
+ASK_FIRST, ASK_LONGEST = 0.02, 1.0
+_LOOK_EVERY = 0.1
+PATIENCE = 10.0
+"""seconds for a member that does not answer"""
+Grants = Mapping[str, str]
+"""by the member's URL"""
+
+
+class Member(Protocol):
+    """The door of another host's subscriber. Raises EngineFailed when it does not answer, or not as a
+    follower does."""
+
+    @property
+    def url(self) -> str: ...
+
+    def order(self, order: Order, seconds: float) -> Hold: ...
+
+    def release(self, leader: str, term: int, served: bool) -> Hold: ...
+
+    def look(self) -> Hold: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds. `lease`: that followers keep still without word of the leader. `deadline`: that they may take
+    to come to a version. `patience`: for one that does not answer."""
+
+    lease: float = 30.0
+    deadline: float = 600.0
+    patience: float = PATIENCE
+
+
+@dataclass(frozen=True)
+class Seen:
+    """`astray`: a member is reached and is not at the leader's version."""
+
+    astray: bool = False
+    troubles: tuple[str, ...] = ()
+
+
+@dataclass
+class Line:
+    """What is known of a member. `asked`: how many times the order had been changed or put again when the
+    last answer's question was sent."""
+
+    member: Member
+    hold: Hold | None = None
+    failure: str = "not asked yet"
+    answered: float = 0.0
+    asked: int = 0
+    pause: float = ASK_FIRST
+
+    def is_in(self, order: Order) -> bool:
+        """Whether the last answer says that the order is carried out."""
+        hold = self.hold
+        if self.failure or hold is None or not hold.answers(order):
+            return False
+        if order.phase == "prepare":
+            return hold.state == "prepared"
+        lies = (hold.local_version, hold.local_digest, hold.local_root)
+        return hold.state == "held" and bool(hold.grant) and lies == (order.version, order.digest, order.root)
+
+    def trouble(self, order: Order) -> str:
+        """Why it is not, for people."""
+        hold = self.hold
+        if self.failure or hold is None:
+            return f"group member {self.member.url}: {self.failure}"
+        if hold.leader not in ("", order.leader):
+            return f"group member {self.member.url} is held by another leader, {hold.leader}"
+        what = hold.reason or f"it is {hold.state}"
+        return f"group member {self.member.url} is not at version {order.version}: {what}"
+
+
+class Lead:
+    """Of no members: every wait ends at once. `gathering`, `await_prepared`, `hold` and `look` are called by
+    the work thread, `standing` and `stood` by threads of engines. `wait(seconds)` may raise to give up."""
+
+    def __init__(
+        self,
+        members: Sequence[Member] = (),
+        *,
+        name: str = "leader",
+        pace: Pace | None = None,
+        wait: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+        first_term: int = 0,
+    ) -> None:
+        self.members = tuple(members)
+        self.hindered = False
+        """a reload of the present gathering did not count, or was not begun, for a member's sake"""
+        self.wait = wait
+        self._name, self._clock = name, clock
+        self._pace = Pace() if pace is None else pace
+        self._term = first_term
+        self._served = False
+        self._changed = threading.Condition()
+        self._lines = tuple(Line(member) for member in self.members)
+        self._order: Order | None = None
+        self._asks = 0
+
+    def close(self) -> None:
+        for member in self.members:
+            member.close()
+
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """As last heard; for the status."""
+        with self._changed:
+            return tuple(replace(line) for line in self._lines)
+
+    @contextmanager
+    def gathering(self, version: int, state: LocalState) -> Iterator[None]:
+        """While in it, members work towards `version` and are then held; after it they are free."""
+        if not self.members:
+            yield
+            return
+        self.hindered = self._served = False
+        self._begin(version, "" if state.foreign else state.run_id)
+        threads = [
+            threading.Thread(target=self._keep_asking, args=(line,), name="group", daemon=True)
+            for line in self._lines
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            order = self._end()
+            for thread in threads:
+                thread.join()
+            self._release(order)
+
+    def await_prepared(self) -> None:
+        """Raises Refused when a member does not take the version, RetryLater when one does not answer or is
+        not ready in time."""
+        if self.members:
+            self._await()
+            failpoint("group.prepared")
+
+    def hold(self, position: Position) -> None:
+        """Returns when every member lies at `position` and stands still. Raises as `await_prepared`."""
+        if self._order is None:
+            return
+
+        def held(order: Order) -> Order:
+            term = order.term if order.version == position.version else self._next_term()
+            return replace(
+                order,
+                term=term,
+                phase="hold",
+                version=position.version,
+                digest=position.digest,
+                root=position.root,
+            )
+
+        self._change(held)
+        self._await()
+        failpoint("group.held")
+
+    def serves(self) -> None:
+        """An engine took the version that is held: members may drop the way back."""
+        self._served = True
+
+    def standing(self) -> Grants:
+        """All members' grants, before a reload. Raises EngineFailed when not all stand still."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._held()) == len(self.members), self._pace.patience)
+            held = self._held()
+            if len(held) < len(self.members):
+                raise self._hindrance("not every host of the group stands still")
+            return held
+
+    def stood(self, grants: Grants) -> None:
+        """After a reload: raises EngineFailed unless every member stood still since it gave its grant."""
+        with self._changed:
+            self._asks += 1
+            asks = self._asks
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._have_answered(asks), self._pace.lease)
+            if not self._have_answered(asks) or self._held() != grants:
+                raise self._hindrance("a host of the group did not stand still during the reload")
+        failpoint("group.stood")
+
+    def _have_answered(self, asks: int) -> bool:
+        return all(line.asked >= asks and not line.failure for line in self._lines)
+
+    def _held(self) -> dict[str, str]:
+        order = self._order
+        if order is None or order.phase != "hold":
+            return {}
+        lines = [line for line in self._lines if line.is_in(order)]
+        return {line.member.url: line.hold.grant for line in lines if line.hold is not None}
+
+    def _hindrance(self, what: str) -> EngineFailed:
+        self.hindered = True
+        order = self._order
+        reasons = [line.trouble(order) for line in self._lines if order and not line.is_in(order)]
+        return EngineFailed("; ".join([what, *reasons]), remedy="the reload is repeated under a new hold")
+
+    def look(self, position: Position) -> Seen:
+        """Asks every member once where it is."""
+        if not self.members:
+            return Seen()
+        self._ask_all(lambda member: member.look())
+        found = [line for line in self._lines if line.hold is not None and not line.failure]
+        return Seen(
+            astray=any(not line.hold.lies_at(position) for line in found if line.hold is not None),
+            troubles=tuple(
+                f"group member {line.member.url}: {line.failure}" for line in self._lines if line.failure
+            ),
+        )
+
+    def _begin(self, version: int, run_id: str) -> None:
+        began = self._clock()
+        with self._changed:
+            for line in self._lines:
+                line.hold, line.failure, line.answered = None, "not asked yet", began
+            self._order = Order(self._name, self._next_term(), "prepare", version, run_id)
+            self._asks += 1
+
+    def _next_term(self) -> int:
+        self._term += 1
+        return self._term
+
+    def _change(self, change: Callable[[Order], Order]) -> None:
+        """Another order, which members hear at once."""
+        with self._changed:
+            if self._order is not None:
+                self._order = change(self._order)
+                self._asks += 1
+                for line in self._lines:
+                    line.pause = ASK_FIRST
+                self._changed.notify_all()
+
+    def _end(self) -> Order | None:
+        with self._changed:
+            order, self._order = self._order, None
+            self._changed.notify_all()
+            return order
+
+    def _release(self, order: Order | None) -> None:
+        if order is not None:
+            self._ask_all(lambda member: member.release(order.leader, order.term, self._served))
+            failpoint("group.released")
+
+    def _ask_all(self, ask: Callable[[Member], Hold]) -> None:
+        """Side by side: one that hangs costs its own time only."""
+        with ThreadPoolExecutor(len(self.members), thread_name_prefix="group") as pool:
+            answers = pool.map(lambda member: _answer(lambda: ask(member)), self.members)
+            for line, answer in zip(self._lines, answers, strict=True):
+                self._learn(line, answer, 0)
+
+    def _keep_asking(self, line: Line) -> None:
+        while True:
+            with self._changed:
+                order, asks = self._order, self._asks
+            if order is None:
+                return
+            self._learn(line, _answer(partial(line.member.order, order, self._pace.lease)), asks)
+            with self._changed:
+                self._outdo(line)
+                self._changed.notify_all()
+                self._changed.wait_for(partial(self._is_other, asks), self._pause(line, order))
+
+    def _is_other(self, asks: int) -> bool:
+        return self._order is None or self._asks != asks
+
+    def _pause(self, line: Line, order: Order) -> float:
+        most = self._pace.lease / 3
+        if line.is_in(order):
+            return most
+        line.pause = min(line.pause * 1.5, ASK_LONGEST)
+        return min(line.pause, most)
+
+    def _outdo(self, line: Line) -> None:
+        """A member that knows a higher term of ours has it from before this process."""
+        order, hold = self._order, line.hold
+        if order is None or hold is None or line.failure or hold.leader != order.leader:
+            return
+        if hold.term > order.term:
+            self._term = max(self._term, hold.term)
+            self._change(lambda order: replace(order, term=self._next_term()))
+
+    def _learn(self, line: Line, answer: Hold | EngineFailed, asks: int) -> None:
+        with self._changed:
+            line.asked = asks
+            if isinstance(answer, Hold):
+                line.hold, line.failure, line.answered = answer, "", self._clock()
+            else:
+                line.failure = str(answer)
+
+    def _await(self) -> None:
+        deadline = self._clock() + self._pace.deadline
+        while True:
+            self.wait(0.0)
+            with self._changed:
+                order = self._order
+                if order is None or all(line.is_in(order) for line in self._lines):
+                    return
+                self._judge(order, deadline)
+                self._changed.wait(_LOOK_EVERY)
+
+    def _judge(self, order: Order, deadline: float) -> None:
+        """Raises when waiting on is of no use."""
+        now = self._clock()
+        late = now >= deadline
+        for line in self._lines:
+            if line.is_in(order):
+                continue
+            hold = line.hold
+            if hold is not None and not line.failure and hold.answers(order) and hold.state == "refused":
+                raise Refused(line.trouble(order), remedy="nothing was changed here; see that host's log")
+            silent = bool(line.failure) and now - line.answered >= self._pace.patience
+            if late or silent:
+                raise RetryLater(line.trouble(order), remedy="see that host's subscriber; it is asked again")
+
+
+def _answer(ask: Callable[[], Hold]) -> Hold | EngineFailed:
+    try:
+        return ask()
+    except EngineFailed as failure:
+        return failure

@@ -1,0 +1,83 @@
+"""HTTP from a group's leader to another host's subscriber."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+from pydantic import ValidationError
+
+from weightcast.shared.errors import EngineFailed
+from weightcast.subscriber.engines.base import Timeouts
+from weightcast.subscriber.engines.wire import NO_ROUTE, Reply, Wire
+from weightcast.subscriber.group import HOLD_PATH, RELEASE_PATH, Hold, HoldRequest, Order, ReleaseRequest
+
+MOST_SECONDS = 5.0
+"""for an answer, which needs no work"""
+
+
+def is_member_url(url: str) -> bool:
+    """Whether it is `http(s)://host[:port]` and nothing more."""
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+    rest = (parts.path.strip("/"), parts.query, parts.fragment, parts.username, parts.password)
+    return known and url.isascii() and url.isprintable() and " " not in url and not any(rest)
+
+
+@dataclass(frozen=True)
+class Address:
+    url: str
+    ca: Path | None = None
+    verify: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.url
+
+
+class MemberDoor:
+    def __init__(self, url: str, token: str | None, lease: float) -> None:
+        self.url = url.rstrip("/")
+        # an answer that comes when the lease is over is of no use
+        self._seconds = min(MOST_SECONDS, lease / 3)
+        self._wire = Wire(Address(self.url), Timeouts(connect=self._seconds), token)
+
+    def order(self, order: Order, seconds: float) -> Hold:
+        request = HoldRequest(
+            leader=order.leader,
+            term=order.term,
+            phase=order.phase,
+            version=order.version,
+            run_id=order.run_id,
+            digest=order.digest,
+            root=order.root,
+            seconds=seconds,
+        )
+        return self._hold(self._wire.post_once(HOLD_PATH, request.model_dump(), self._seconds))
+
+    def release(self, leader: str, term: int, served: bool) -> Hold:
+        request = ReleaseRequest(leader=leader, term=term, served=served)
+        return self._hold(self._wire.post(RELEASE_PATH, request.model_dump(), self._seconds))
+
+    def look(self) -> Hold:
+        return self._hold(self._wire.get(HOLD_PATH, self._seconds))
+
+    def close(self) -> None:
+        self._wire.close()
+
+    def _hold(self, reply: Reply) -> Hold:
+        if reply.status in NO_ROUTE:
+            raise EngineFailed(f"{self.url} is no follower", remedy="start it with --group-follower")
+        if reply.status == httpx.codes.UNAUTHORIZED:
+            raise EngineFailed(f"{self.url} does not take the token", remedy="set WEIGHTCAST_GROUP_TOKEN")
+        try:
+            return Hold.model_validate(reply.require_ok("see that host's subscriber").fields())
+        except ValidationError:
+            raise EngineFailed(
+                f"{self.url} answered what no follower does", remedy="run the same release on every host"
+            ) from None
