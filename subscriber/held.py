@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weightcast.shared.errors import Refused, WeightcastError
 from weightcast.shared.failpoints import failpoint
@@ -177,7 +177,7 @@ class Follower:
         """Towards what is wanted now. Raises what `sync_once` raises."""
         wanted = self._post.wanted()
         if wanted is not None and wanted == self._kept:
-            return self._sync.outcome()
+            return replace(self._sync.outcome(), moved=False)
         self._let_go()
         self._forget_undo()
         self._sync.order = None if wanted is None else wanted.order

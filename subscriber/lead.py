@@ -56,9 +56,10 @@ class Pace:
 
 @dataclass(frozen=True)
 class Seen:
-    """`astray`: a member is reached and is not at the leader's version."""
+    """`astray`: a member is reached and is not at the leader's version; `differs`: in its bytes, perhaps."""
 
     astray: bool = False
+    differs: bool = False
     troubles: tuple[str, ...] = ()
 
 
@@ -226,9 +227,10 @@ class Lead:
         if not self.members:
             return Seen()
         self._ask_all(lambda member: member.look())
-        found = [line for line in self._lines if line.hold is not None and not line.failure]
+        holds = [line.hold for line in self._lines if line.hold is not None and not line.failure]
         return Seen(
-            astray=any(not line.hold.lies_at(position) for line in found if line.hold is not None),
+            astray=any(not hold.lies_at(position) for hold in holds),
+            differs=any(not position.root or hold.local_root != position.root for hold in holds),
             troubles=tuple(
                 f"group member {line.member.url}: {line.failure}" for line in self._lines if line.failure
             ),
@@ -311,7 +313,7 @@ class Lead:
             if isinstance(answer, Hold):
                 line.hold, line.failure, line.answered = answer, "", self._clock()
             else:
-                line.failure = str(answer)
+                line.failure = answer.message
 
     def _await(self) -> None:
         deadline = self._clock() + self._pace.deadline

@@ -317,9 +317,11 @@ class Sync:
         with self._watch.timed("plan"):
             route = self._route(channel)
         if self.order is not None and self.order.phase == "prepare" and self._usable:
-            self._make_ready(channel, route, self.order)
+            self._make_ready(channel, route)
         else:
             self._carry_out(channel, route)
+        if self.order is not None and self.position is not None:
+            self.is_prepared |= self.position.version == self.order.version
 
     def _local_in_doubt(self) -> bool:
         """Whether an engine may still be at a reload of the local version: other hosts hold it too, and are
@@ -340,18 +342,16 @@ class Sync:
         self._moved("undo", before, 0)
         return True
 
-    def _make_ready(self, channel: Channel, route: Route, order: Order) -> None:
+    def _make_ready(self, channel: Channel, route: Route) -> None:
         """What can be done while engines serve: nothing of the local checkpoint is written."""
         match route.plan:
             case Patch() as plan:
                 self._kept = self._prepare(channel, route, plan.legs[0])
+                self.is_prepared = True
             case Seed() | Relabel():
-                pass
+                self.is_prepared = True
             case _:
                 self._carry_out(channel, route)
-                self.is_prepared = self._local().state.position.version == order.version
-                return
-        self.is_prepared = True
 
     def _drop_kept(self) -> None:
         """What was staged for an order that is no more."""
@@ -471,7 +471,7 @@ class Sync:
                 raise Refused(reason, remedy=remedy)
 
     def _degrade(self, reason: str) -> None:
-        if reason:
+        if reason and reason not in self.view.degraded:
             self.view.degraded = (*self.view.degraded, reason)
 
     def _relabel(self, channel: Channel, route: Route, plan: Relabel) -> None:
@@ -587,7 +587,7 @@ class Sync:
         for trouble in seen.troubles:
             self._degrade(trouble)
         mapping = {engine.spec.name for engine in self.engines.mapping}
-        if seen.astray and mapping & set(local.state.engines):
+        if seen.astray and seen.differs and mapping & set(local.state.engines):
             kept = {name: one for name, one in local.state.engines.items() if name not in mapping}
             local.save(local.state.but(engines=kept))
         return seen.astray

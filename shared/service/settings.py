@@ -300,7 +300,10 @@ def _all_problems(
 
 
 def _problem(cls: type[ServiceSettings], error: ErrorDetails, origins: Mapping[str, str]) -> str:
-    name = str(error["loc"][0]) if error["loc"] else ""
+    if not error["loc"]:
+        # of several settings together, which the message names
+        return error["msg"].removeprefix("Value error, ")
+    name = str(error["loc"][0])
     if error["type"] == "missing":
         return f"{name}: required; set {flag_of(name)} or {ENV_PREFIX}{name.upper()}"
     if name not in cls.model_fields:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import shutil
 import ssl
+import subprocess
+import sys
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,6 +36,7 @@ class _ReadsAll(Double):
         self.gate = threading.Event()
         self.gate.set()
         self.reading = threading.Event()
+        self.one_at_a_time = threading.Lock()
 
     def shut(self) -> None:
         """The next load stops between the first directory and the others."""
@@ -44,6 +47,10 @@ class _ReadsAll(Double):
         assert self.reading.wait(20), "no load came so far"
 
     def load(self, directory: str) -> bool:
+        with self.one_at_a_time:
+            return self.read_all()
+
+    def read_all(self) -> bool:
         first = on_disk(self.dirs[0])
         self.reading.set()
         assert self.gate.wait(30)
@@ -69,9 +76,17 @@ class Copies(_ReadsAll, SGLangDouble):
 
 
 class Maps(_ReadsAll, WebhookDouble):
+    """Never to be patched under: what lies there when it is paused is still what it held."""
+
     def __init__(self) -> None:
         super().__init__()
         self.setup()
+        self.patched_under = False
+
+    def behave(self, call: Call) -> Answer:
+        if call.method == "POST" and call.body["phase"] == "pause" and self.reads and not self.paused:
+            self.patched_under |= {on_disk(each) for each in self.dirs} != {self.held}
+        return super().behave(call)
 
 
 class Network(Double):
@@ -141,6 +156,10 @@ class Host:
         self.stop()
         shutil.rmtree(self.local)
         self.start()
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return tuple(self._settings.get("group_member", ()))
 
     @property
     def url(self) -> str:
@@ -218,3 +237,31 @@ class Group:
 
 def journals(local: Path) -> list[Path]:
     return list((local / ".weightcast" / "journal").iterdir())
+
+
+class Process:
+    """A subscriber as a process of its own, to be killed."""
+
+    def __init__(self, host: Host, *arguments: str) -> None:
+        self.host = host
+        self._port_file = host.local.with_suffix(".process-port")
+        self._port_file.unlink(missing_ok=True)
+        self._log = host.local.with_suffix(".log").open("ab")
+        command = [
+            *(sys.executable, "-m", "weightcast.shared.service.cli", "subscriber", "run"),
+            *("--channel", str(host.run.channel), "--base", str(host.run.base_dir)),
+            *("--local", str(host.local), "--port", str(host.port), "--port-file", str(self._port_file)),
+            *("--poll-seconds", "0.2", "--threads", "1", "--no-report", *arguments),
+        ]
+        self._process = subprocess.Popen(command, stderr=self._log)
+        wait_until(lambda: self._port_file.exists() or self._process.poll() is not None, SECONDS)
+        host.port = int(self._port_file.read_text())
+
+    def status(self) -> Any:
+        return self.host.call("GET", "/v1/status").json()
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        self._log.close()
