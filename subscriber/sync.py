@@ -520,8 +520,7 @@ class Sync:
         for leg in plan.legs:
             with self.lead.gathering(leg[-1], self._local().state):
                 staged = self._prepare(channel, route, leg)
-                with self._watch.timed("group"):
-                    self.lead.await_prepared()
+                self._await_prepared()
                 self._apply(staged, last=leg is plan.legs[-1], before=before, folded=folded)
 
     def _prepare(self, channel: Channel, route: Route, leg: Sequence[int]) -> Staged:
@@ -659,7 +658,15 @@ class Sync:
         self._hold(self._local().state.undo[0].base)
         self._undo()
 
+    def _await_prepared(self) -> None:
+        if self.lead.members:
+            self._enter("gathering")
+        with self._watch.timed("group"):
+            self.lead.await_prepared()
+
     def _hold(self, position: Position) -> None:
+        if self.lead.members:
+            self._enter("gathering")
         with self._watch.timed("group"):
             self.lead.hold(position)
 
