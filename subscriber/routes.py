@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
+from weightcast.shared.service.http import StrictRoute
 from weightcast.subscriber.group import HOLD_PATH, RELEASE_PATH, Hold, HoldRequest, ReleaseRequest
 from weightcast.subscriber.held import Post
 
 
 def group_routes(post: Post) -> APIRouter:
-    router = APIRouter(tags=["group"])
+    router = APIRouter(tags=["group"], route_class=StrictRoute)
 
     @router.post(HOLD_PATH)
     def hold(request: HoldRequest) -> Hold:

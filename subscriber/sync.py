@@ -283,6 +283,14 @@ class Sync:
             self._align()
             raise
         self._align()
+        if self.order is not None and self.order.phase == "hold":
+            self._require_readable()
+
+    def _require_readable(self) -> None:
+        """Engines elsewhere are about to read what lies here."""
+        local = self._local()
+        with local.patching(wait=self._wait):
+            require_readable(local)
 
     def _adopt(self) -> None:
         """A state that cannot be read is told by every other step."""
@@ -304,8 +312,20 @@ class Sync:
         self._around = (*self._around, damage)
         self._degrade(f"another way is taken: {damage}")
         self.follower.release()
+        self._kept = None
+
+    def _lies_as_ordered(self, order: Order) -> bool:
+        """Then the channel need not be there."""
+        if order.phase != "hold":
+            return False
+        if self.follower.local is None:
+            self._load(None)
+        self.view.target_version = order.version
+        return self.position is not None and order.is_at(self.position)
 
     def _go_one_way(self) -> None:
+        if self.order is not None and self._lies_as_ordered(self.order):
+            return
         channel = self._open_and_load()
         self.is_prepared = False
         self._drop_kept()
@@ -337,7 +357,7 @@ class Sync:
         if not order.is_at(local.state.undo[0].base):
             return False
         before = local.state.position.version
-        with local.patching():
+        with local.patching(wait=self._wait):
             self._undo()
         self._moved("undo", before, 0)
         return True

@@ -171,6 +171,22 @@ def test_what_the_engine_refuses_is_undone_everywhere(site: Site) -> None:
     wait_until(lambda: not journals(group.member.local))
 
 
+def test_an_engine_that_restarts_is_aligned_although_the_channel_is_gone(site: Site) -> None:
+    run, engine = site.run(), Copies()
+    group = Group(site, run, engine).start()
+    group.await_served(0)
+    run.publish()
+    group.await_served(1)
+    run.channel.rename(run.root / "unmounted")
+    group.member.stop()
+    group.member.start()
+    engine.held = "nothing"
+    engine.restart()
+    group.await_served(1)
+    assert engine.reads == [run.digest(0), run.digest(1), run.digest(1)]
+    (run.root / "unmounted").rename(run.channel)
+
+
 def test_a_second_leader_waits(site: Site) -> None:
     run, engine = site.run(), Copies()
     group = Group(site, run, engine).start()
