@@ -33,10 +33,19 @@ $(ENGINES)/.installed $(ENGINES_OLD)/.installed:
 	$(@D)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	@touch $@
 
-test-engines: install $(ENGINES)/.installed
+# The models of a released SGLang, without what they come with: its wheel needs a GPU, they do not.
+SGLANG := .venv-sglang
+
+$(SGLANG)/.installed: constraints-sglang.txt
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q --no-deps -c $< sglang
+	$(@D)/bin/python -m pip install -q -c $< fastapi msgspec numpy pydantic pyzmq uvicorn
+	@touch $@
+
+test-engines: install $(ENGINES)/.installed $(SGLANG)/.installed
 	$(BIN)/python -m pytest -q -m engines tests/engines
 
-test-engines-full: install $(ENGINES)/.installed $(ENGINES_OLD)/.installed
+test-engines-full: install $(ENGINES)/.installed $(ENGINES_OLD)/.installed $(SGLANG)/.installed
 	WEIGHTCAST_ENGINES_FULL=1 $(BIN)/python -m pytest -q -m engines tests/engines
 	WEIGHTCAST_ENGINES_FULL=1 WEIGHTCAST_ENGINE_VENV=$(ENGINES_OLD) $(BIN)/python -m pytest -q -m engines tests/engines
 

@@ -92,7 +92,8 @@ class SGLang:
             return Done()
         if reply.status in NEVER_HANDLED:
             return Intact(reply.describe())
-        if reply.status == 400 and success is False and _nothing_read(reply) and self._still(before):
+        unread = reply.status == 400 and success is False and _nothing_read(reply)
+        if unread and self._still(before) and not self._has_draft():
             return Intact(reply.describe())
         return Suspect(reply.describe())
 
@@ -101,6 +102,19 @@ class SGLang:
             return before is not None and self._read_label(self._timeouts.control) == before
         except EngineFailed:
             return False
+
+    def _has_draft(self) -> bool:
+        """A draft model is loaded after the model itself: then a directory that could not be opened says
+        nothing of the model."""
+        try:
+            for route in ("/server_info", "/get_server_info"):
+                reply = self._wire.get(route, self._timeouts.control)
+                if reply.status not in NO_ROUTE:
+                    reply.require_ok("see the engine's log")
+                    return reply.fields().get("speculative_algorithm") is not None
+        except EngineFailed:
+            return True
+        return False
 
     def read_back(self, label: str) -> Confirmation:
         shown = self._read_label(self._timeouts.control)

@@ -85,8 +85,8 @@ def load_models() -> ModuleType:
         package.__path__ = [str(root.joinpath(*name.split(".")[1:]))]
         sys.modules[name] = package
     sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
-    decoder, msgspec.msgpack.Decoder = msgspec.msgpack.Decoder, _Hollow  # type: ignore[misc, assignment]
+    decoder, msgspec.msgpack.Decoder = msgspec.msgpack.Decoder, _Hollow
     try:
         return importlib.import_module(MODELS)
     finally:
-        msgspec.msgpack.Decoder = decoder  # type: ignore[misc]
+        msgspec.msgpack.Decoder = decoder

@@ -5,9 +5,10 @@ has no kernels: its weights are digests of the tensors that it read, its request
 wants of it comes in through `POST /double`, what it did is told by `GET /double`.
 
 The facts (docs/engines.md, SGLang): an update without a pause waits for the requests in flight, and sometimes
-finds one just then: 400 although the weights changed. A pause in place keeps their blocks: the same. A missing
-directory is 400 with the old weights kept; a truncated file ends the process; a missing tensor is a silent
-mix. The label moves with a successful update that names one, and in no other case. `old`: a release before labels.
+finds one just then: 400 although the weights changed. A pause in place keeps their blocks: the same. A
+missing directory is 400 with the old weights kept; a truncated file ends the process; a missing tensor is a
+silent mix. The label moves with a successful update that names one, and in no other case. `old`: a release
+before labels.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class Server:
         """requests that went on with blocks of older weights: wrong tokens"""
         self.next_update: str = ""
         """race, hang or label-stays: what the next update comes to"""
+        self.draft: str | None = None
+        """the algorithm of speculative decoding, which has a model of its own"""
         self.calls: list[dict[str, Any]] = []
 
     def load(self, directory: Path) -> None:
@@ -179,6 +182,11 @@ async def old_model_info() -> JSONResponse:
 @app.get("/model_info")
 async def model_info() -> JSONResponse:
     return missing() if server.old else await old_model_info()
+
+
+@app.get("/server_info")
+async def server_info() -> JSONResponse:
+    return JSONResponse({"speculative_algorithm": server.draft, "weight_version": server.label})
 
 
 @app.get("/metrics")

@@ -103,7 +103,7 @@ def engine(shared: Engine) -> Engine:
     """A server as it is after its start; one process serves the tests that leave it alive."""
     shared.wish(
         old=False, weights=held(Weights.make()), model_path=str(shared.directory), label="default",
-        paused=None, running=0, aborted=0, stale_blocks=0, next_update="", calls=[],
+        draft=None, paused=None, running=0, aborted=0, stale_blocks=0, next_update="", calls=[],
     )  # fmt: skip
     return shared
 
@@ -116,9 +116,7 @@ def host_of(site: Site, run: Run, engine: Engine, options: str = "") -> Host:
     return site.host(run, f"sglang={engine.url},name=engine{options}")
 
 
-def test_versions_are_followed_with_fields_that_the_release_knows(
-    site: Site, run: Run, engine: Engine
-) -> None:
+def test_versions_are_followed_with_fields_the_release_knows(site: Site, run: Run, engine: Engine) -> None:
     host = host_of(site, run, engine)
     for version in range(1, 5):
         run.publish()
@@ -204,6 +202,13 @@ def test_a_directory_that_is_missing_leaves_the_old_weights(site: Site, run: Run
     assert not outcome.ready and "Failed to get weights iterator" in outcome.waiting[0]
     told = engine.double()
     assert told["weights"] == held(run.versions[0]) and told["paused"] is None
+
+
+def test_with_a_draft_model_it_proves_nothing(site: Site, run: Run, engine: Engine) -> None:
+    engine.wish(draft="EAGLE")
+    host = site.host(run, f"sglang={engine.url},path=/no/such/directory")
+    assert not host.step().ready
+    assert host.status.engines[0].state == "suspect" and engine.double()["paused"] == "retract"
 
 
 def test_a_server_that_dies_of_a_truncated_file_is_in_doubt_until_it_is_back(site: Site, run: Run) -> None:
