@@ -63,7 +63,7 @@ def init_channel(
         return _same(made, checkpoint, threads, advance)
     _refuse_foreign(layout)
     described = describe(checkpoint, run_id or _new_run_id(), threads=threads, advance=advance)
-    ties = {**_tied(base, checkpoint), **(aliases or {})}
+    ties = {**ties_of(base, checkpoint), **(aliases or {})}
     _check_aliases(ties, described)
     file = ChannelFile(described.run_id, time.time(), tuple(frozen), ties, 0)
     durable.replace(layout.base_json, write_base(described))
@@ -121,7 +121,7 @@ def _check_rules(made: Channel, frozen: Sequence[str], aliases: Mapping[str, str
         )
 
 
-def _tied(base: Path, checkpoint: Checkpoint) -> dict[str, str]:
+def ties_of(base: Path, checkpoint: Checkpoint) -> dict[str, str]:
     """What `tie_word_embeddings` says: the head is the embedding. Where neither config.json nor the weights
     know of a head, one that is given must be the embedding too."""
     config, names = base / _CONFIG, checkpoint.table.numbers

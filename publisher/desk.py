@@ -6,16 +6,19 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
 from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.commit import PostWrite
+from weightcast.publisher.export import Handed
 from weightcast.publisher.inbox import Choice, InboxRules, Sighting, step_of
 from weightcast.publisher.progress import Meter
 from weightcast.publisher.publisher import Publisher
 from weightcast.publisher.queue import Job, Publication, Queue
+from weightcast.publisher.received import Received
 from weightcast.publisher.routes import check_checkpoint
 from weightcast.publisher.settings import THREADS, PublisherSettings
 from weightcast.publisher.status import (
@@ -54,7 +57,7 @@ from weightcast.shared.service.snapshot import Failure, Snapshot
 from weightcast.shared.service.verify import verify_status
 
 _HOSTS_SECONDS = 5.0
-_INBOX, _QUEUE = "inbox.json", "publications.json"
+_INBOX, _QUEUE, _HANDED = "inbox.json", "publications.json", "handed.json"
 
 log = get_log("publisher")
 
@@ -79,6 +82,7 @@ class Desk:
         self._meter, self._numbers, self._hosts = Meter(), Numbers(registry), Hosts()
         self._publisher: Publisher | None = None
         self._watched: Watched | None = None
+        self._received: Received | None = None
         self._recovered = False
         self._scrub = Scrub(int(settings.verify_rate), stop=lambda: stop.requested)
         self._held: str | None = None
@@ -124,6 +128,10 @@ class Desk:
     def _take_up(self, publisher: Publisher, queue: Queue) -> None:
         if self._watched is not None:
             self._watched.start(publisher.version)
+        if self._settings.hand_over is not None:
+            memory = LocalPaths(self._settings.local).room / _HANDED
+            self._received = Received(self._settings.hand_over, memory)
+            self._received.resume(publisher.version)
         queue.resume(publisher.version, lambda source: self._read_back(publisher, source))
         self.queue, self._recovered = queue, True
         self._show()
@@ -155,6 +163,8 @@ class Desk:
             return
         if jobs:
             self._run_job(publisher, queue, jobs[0])
+        elif self._received is not None and (handed := self._received.next()) is not None:
+            self._publish_handed(publisher, self._received, handed)
         elif self._watched is not None:
             self._run_inbox(publisher, self._watched)
         publisher.verify_some(self._scrub)
@@ -172,6 +182,8 @@ class Desk:
             queue.change(poison, state="failed")
         if self._watched is not None:
             self._watched.resume(publisher.version)
+        if self._received is not None:
+            self._received.resume(publisher.version)
         self._recovered = True
 
     def _run_job(self, publisher: Publisher, queue: Queue, job: Job) -> None:
@@ -219,8 +231,20 @@ class Desk:
         else:
             watched.fail(chosen, ended)
 
+    def _publish_handed(self, publisher: Publisher, received: Received, handed: Handed) -> None:
+        received.begin(handed, publisher.version)
+        source = f"{received.export.slot(handed.slot)} #{handed.sequence}"
+        self._publish_read(publisher, lambda: received.open(handed), handed.step, source)
+        received.end()
+        self._wakeup.set()
+
     def _publish(
         self, publisher: Publisher, directory: Path, step: int | None, source: str
+    ) -> Publication | Failure:
+        return self._publish_read(publisher, lambda: publisher.open_checkpoint(directory), step, source)
+
+    def _publish_read(
+        self, publisher: Publisher, read: Callable[[], NewWeights], step: int | None, source: str
     ) -> Publication | Failure:
         """What became of it. Raises what may pass: the same publication is then tried again."""
         before = publisher.version
@@ -229,8 +253,8 @@ class Desk:
             # what an earlier call left to be finished is not this publication
             publisher.recover(self._meter.advance)
             before = publisher.version
-            report = publisher.publish_checkpoint(
-                directory, step=step, advance=self._meter.advance, watching=self._meter.phase
+            report = publisher.publish_weights(
+                read, step=step, advance=self._meter.advance, watching=self._meter.phase
             )
         except (Refused, NeedsReseed, FileNotFoundError) as error:
             return self._judge(publisher, error, before, source)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from weightcast.publisher.on_device import Baselines, OnDevice, When
 from weightcast.publisher.orders import carry_out, held, is_carried_out, standing
 from weightcast.publisher.owner import Owner
 from weightcast.publisher.report import PublishReport
+from weightcast.publisher.resume import Resumed, position, resumed
 from weightcast.publisher.submit import Handle, Submissions, WhenBusy
 from weightcast.publisher.tensors import CheckpointWeights, GivenWeights, NewWeights
 from weightcast.publisher.upkeep import Background, Upkeep, UpkeepOptions
@@ -179,6 +180,10 @@ class Publisher:
         self._follower.close()
 
     @property
+    def channel(self) -> Path:
+        return self._follower.channel_dir
+
+    @property
     def version(self) -> int:
         """The version that the pointer names, 0 before the first."""
         return Channel.open(self._follower.channel_dir).pointed()
@@ -195,6 +200,19 @@ class Publisher:
     def local_version(self) -> int | None:
         state = self._follower.state
         return None if state is None else state.position.version
+
+    def state_dict(self) -> dict[str, object]:
+        """For the trainer's checkpoint: where in the channel its weights stand. Waits for submissions."""
+        self._submissions.drain()
+        return position(self._follower.channel_dir)
+
+    def load_state_dict(self, state: Mapping[str, object]) -> Resumed:
+        """Checks that this channel is the one in which the checkpoint's weights were published, and says how
+        far it went on since. Nothing is published or undone: the next publication continues the chain.
+
+        Raises WrongRun for another channel, Forked for another history, Refused for what is no such state.
+        """
+        return resumed(self._follower.channel_dir, state)
 
     def recover(self, advance: Advance | None = None) -> None:
         """Finishes a version that was committed and never pointed to, and catches up with the channel. Rank 0
@@ -285,11 +303,22 @@ class Publisher:
         watching: Watching | None = None,
     ) -> PublishReport:
         """Publishes a complete HF checkpoint directory; Refused when it changes while it is read."""
-        return self._publish_now(
-            Work(lambda: self._open_checkpoint(Path(directory)), step, advance, watching)
-        )
+        read = functools.partial(self.open_checkpoint, Path(directory))
+        return self.publish_weights(read, step=step, advance=advance, watching=watching)
 
-    def _open_checkpoint(self, directory: Path) -> NewWeights:
+    def publish_weights(
+        self,
+        read: Callable[[], NewWeights],
+        *,
+        step: int | None = None,
+        advance: Advance | None = None,
+        watching: Watching | None = None,
+    ) -> PublishReport:
+        """Publishes what `read` opens; it may be called twice, after what it gave was closed."""
+        return self._publish_now(Work(read, step, advance, watching))
+
+    def open_checkpoint(self, directory: Path) -> NewWeights:
+        """A checkpoint directory as new weights of this run, for `publish_weights`."""
         weights = CheckpointWeights(directory)
         _, base = Channel.open(self._follower.channel_dir, self._trust).require_ours()
         given = {path.name for path in weights.checkpoint.other_files}

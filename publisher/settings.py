@@ -53,6 +53,9 @@ class PublisherSettings(ServiceSettings):
     every: bool = Field(False, description="Publish every checkpoint, not only the newest that waits.")
     existing: bool = Field(False, description="At the first start, publish what already lies there.")
     consume: bool = Field(False, description="Delete a watched checkpoint once it is published.")
+    hand_over: Path | None = Field(
+        None, description="Memory-backed directory in which a trainer leaves weights (HandOver)."
+    )
     frozen: list[str] = Field(
         default_factory=list,
         description="Glob of tensors that never change and may be left out, repeatable; for a new channel.",

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from weightcast.publisher.device_words import words_of
+from weightcast.publisher.given import CastTensor, RawTensor, in_torch, spec_of
 from weightcast.publisher.match import Matched
 from weightcast.publisher.on_device import Baselines, Near
 from weightcast.shared.errors import Refused, RetryLater
@@ -49,11 +50,11 @@ class NewWeights(Protocol):
 class CheckpointWeights:
     """A complete checkpoint directory; file identities are compared before and after reading."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, follow_links: bool = True) -> None:
         try:
-            self._before = identities(open_checkpoint(directory, follow_links=True))
+            self._before = identities(open_checkpoint(directory, follow_links=follow_links))
             # headers read before the identities were taken may be of other files
-            self.checkpoint: Checkpoint = open_checkpoint(directory, follow_links=True)
+            self.checkpoint: Checkpoint = open_checkpoint(directory, follow_links=follow_links)
             self._read = ReadCheckpoint(self.checkpoint)
         except FileNotFoundError as error:
             raise Refused(
@@ -105,46 +106,6 @@ class _Given:
     tensor: Any
 
 
-_NUMPY_NAMES: Mapping[str, str] = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "uint16": "U16",
-    "int16": "I16",
-    "uint32": "U32",
-    "int32": "I32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float16": "F16",
-    "float32": "F32",
-    "float64": "F64",
-    "complex64": "C64",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e8m0fnu": "F8_E8M0",
-}
-
-
-def _spec(name: str, tensor: Any) -> TensorSpec:
-    if not hasattr(tensor, "dtype") or not hasattr(tensor, "shape"):
-        raise Refused(
-            f"{name} is no tensor but of type {type(tensor).__name__}",
-            remedy="give torch tensors or numpy arrays",
-        )
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in _NUMPY_NAMES:
-        raise Refused(f"{name}: dtype {tensor.dtype} has no place in a safetensors file", remedy="cast it")
-    if hasattr(tensor, "full_tensor"):
-        raise Refused(
-            f"{name} is a shard of a distributed tensor",
-            remedy="give tensor.full_tensor(), or whole tensors per rank",
-        )
-    shape = tuple(int(size) for size in tensor.shape)
-    itemsize = int(tensor.dtype.itemsize)
-    return TensorSpec(name, _NUMPY_NAMES[dtype], shape, int(np.prod(shape, dtype=np.int64)) * itemsize)
-
-
 class GivenWeights:
     """Tensors in process. They must not change until `publish` returns.
 
@@ -160,7 +121,7 @@ class GivenWeights:
         pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
         given: dict[str, _Given] = {}
         for name, tensor in pairs:
-            one = _Given(_spec(name, tensor), tensor)
+            one = _Given(spec_of(name, tensor), tensor)
             if name in given and not _equal(given[name], one):
                 raise Refused(
                     f"{name} was given twice with different values",
@@ -182,7 +143,8 @@ class GivenWeights:
         if baselines is None:
             return None
         tensors = {number: self._given[name].tensor for number, name in matched.sources.items()}
-        devices = {n: tensor.device for n, tensor in tensors.items() if baselines.options.takes(tensor)}
+        takes = baselines.options.takes
+        devices = {n: one.device for n, one in tensors.items() if in_torch(one) and takes(one)}
         if not devices:
             return None
         return baselines.open(local, lambda number: self._flat(matched.sources[number]), devices)
@@ -199,6 +161,10 @@ class GivenWeights:
 
 def _flat(tensor: Any) -> Any:
     """One-dimensional; no copy when the tensor is contiguous."""
+    if isinstance(tensor, CastTensor):
+        tensor = tensor.made()
+    if isinstance(tensor, RawTensor):
+        return tensor.flat.view(kind_of(tensor.dtype).numpy)
     if isinstance(tensor, np.ndarray):
         return np.ascontiguousarray(tensor).reshape(-1)
     return tensor.detach().contiguous().reshape(-1)
@@ -227,9 +193,9 @@ def _equal(one: _Given, other: _Given) -> bool:
     """By bits; tensors of one device are compared there."""
     if (one.spec.dtype, one.spec.shape) != (other.spec.dtype, other.spec.shape):
         return False
-    if one.tensor is other.tensor or _same_memory(one.tensor, other.tensor):
+    if _same(one.tensor, other.tensor):
         return True
-    if any(isinstance(given.tensor, np.ndarray) for given in (one, other)):
+    if not (in_torch(one.tensor) and in_torch(other.tensor)):
         return _equal_on_host(one, other)
     if one.tensor.device != other.tensor.device:
         return _equal_on_host(one, other)
@@ -237,9 +203,13 @@ def _equal(one: _Given, other: _Given) -> bool:
     return all(bool(words[0][a:b].equal(words[1][a:b])) for a, b in _pieces(one.spec.words))
 
 
-def _same_memory(one: Any, other: Any) -> bool:
+def _same(one: Any, other: Any) -> bool:
     """Tied weights are mostly one tensor under two names."""
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+    if isinstance(one, CastTensor) and isinstance(other, CastTensor):
+        return _same(one.tensor, other.tensor)
+    if one is other:
+        return True
+    if any(isinstance(each, np.ndarray | RawTensor | CastTensor) for each in (one, other)):
         return False
     if one.is_conj() or other.is_conj() or one.is_neg() or other.is_neg():
         return False

@@ -17,7 +17,7 @@ from weightcast.shared.channel import marks
 from weightcast.shared.errors import NotInTime, Refused, RetryLater, WeightcastError
 
 Arrays = dict[str, np.ndarray[Any, Any]]
-SECONDS = 30.0
+SECONDS = 240.0
 
 
 @pytest.fixture

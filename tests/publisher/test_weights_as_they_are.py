@@ -85,7 +85,7 @@ def test_a_tied_model_is_published_unchanged(tmp_path: Path, config: str, wrappe
     with place.publisher(non_finite="refuse") as publisher:
         report = publisher.publish(given.state_dict())
         assert report.mapped == ({"-module.": 3} if wrapped else {})
-        assert publisher.submit(given.state_dict()).result(30).changed_elements == 0
+        assert publisher.submit(given.state_dict()).result(240).changed_elements == 0
     place.arrives(base_of(module), 2)
 
 
@@ -160,12 +160,12 @@ def test_elements_that_become_no_numbers(floats: Place, on_device: str) -> None:
         good = tensors(floats.model)
         good["F32.w"][3, 3] += 1
         good["I32.w"][5] = 0x7F800000
-        assert publisher.submit(good).result(30).version == before + 1
+        assert publisher.submit(good).result(240).version == before + 1
         for kind, values in BAD.items():
             for value in values:
                 bad = {name: one.clone() for name, one in good.items()}
                 bad[f"{kind}.w"].view(-1)[:2] = torch.tensor([value, value]).to(bad[f"{kind}.w"].dtype)
-                for give in (publisher.publish, lambda given: publisher.submit(given).result(30)):
+                for give in (publisher.publish, lambda given: publisher.submit(given).result(240)):
                     with pytest.raises(Refused, match=rf"{kind}\.w \(2\)"):
                         give(bad)
         assert publisher.version == before + 1

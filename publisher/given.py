@@ -1,0 +1,110 @@
+"""What a caller may give as a tensor. A trainer imports this without kernels, torch or web framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from weightcast.shared.errors import Refused
+from weightcast.shared.words import DTYPES, TensorSpec
+
+_NUMPY_NAMES: Mapping[str, str] = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+}
+
+
+@dataclass(frozen=True)
+class RawTensor:
+    """Bytes with a dtype that numpy may have no name for. `data`: a buffer, C order, little-endian."""
+
+    dtype: str
+    """safetensors name, e.g. BF16"""
+    shape: tuple[int, ...]
+    data: Any
+
+    @property
+    def flat(self) -> Any:
+        return np.frombuffer(memoryview(self.data).cast("B"), np.uint8)
+
+
+@dataclass(frozen=True)
+class CastTensor:
+    """A tensor that is published in another dtype, made each time it is read."""
+
+    tensor: Any
+    dtype: str
+    """safetensors name"""
+    convert: Callable[[Any, str], Any]
+
+    @property
+    def shape(self) -> Any:
+        return self.tensor.shape
+
+    @property
+    def device(self) -> Any:
+        return self.tensor.device
+
+    def made(self) -> Any:
+        return self.convert(self.tensor, self.dtype)
+
+
+def dtype_of(name: str, tensor: Any) -> str:
+    """Its safetensors name. Raises Refused."""
+    if isinstance(tensor, RawTensor | CastTensor):
+        return tensor.dtype
+    if not hasattr(tensor, "dtype") or not hasattr(tensor, "shape"):
+        raise Refused(
+            f"{name} is no tensor but of type {type(tensor).__name__}",
+            remedy="give torch tensors or numpy arrays",
+        )
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in _NUMPY_NAMES:
+        raise Refused(f"{name}: dtype {tensor.dtype} has no place in a safetensors file", remedy="cast it")
+    return _NUMPY_NAMES[dtype]
+
+
+def spec_of(name: str, tensor: Any) -> TensorSpec:
+    """Raises Refused."""
+    dtype = dtype_of(name, tensor)
+    if hasattr(tensor, "full_tensor"):
+        raise Refused(
+            f"{name} is a shard of a distributed tensor",
+            remedy="give tensor.full_tensor(), or whole tensors per rank",
+        )
+    shape = tuple(int(size) for size in tensor.shape)
+    if isinstance(tensor, RawTensor | CastTensor):
+        itemsize = DTYPES[dtype][0] if dtype in DTYPES else 0
+    else:
+        itemsize = int(tensor.dtype.itemsize)
+    spec = TensorSpec(name, dtype, shape, int(np.prod(shape, dtype=np.int64)) * itemsize)
+    if isinstance(tensor, RawTensor) and (not itemsize or memoryview(tensor.data).nbytes != spec.nbytes):
+        raise Refused(
+            f"{name}: {memoryview(tensor.data).nbytes} bytes are no {dtype} {list(shape)}",
+            remedy="give all bytes of the tensor",
+        )
+    return spec
+
+
+def in_torch(tensor: Any) -> bool:
+    """Whether its memory is torch's."""
+    source = tensor.tensor if isinstance(tensor, CastTensor) else tensor
+    return not isinstance(source, np.ndarray | RawTensor)

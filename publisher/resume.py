@@ -1,0 +1,81 @@
+"""The channel position in a trainer's checkpoint, and what it says when training is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightcast.publisher.orders import root_of
+from weightcast.shared.channel.pointer import Pointer
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import Forked, Refused, WrongRun
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """`then`: the channel's version when the checkpoint was written, `now`: its newest, which hosts go on
+    serving until the next publication."""
+
+    run_id: str
+    then: int
+    now: int
+
+    @property
+    def behind(self) -> int:
+        """Versions that were published after the checkpoint: the next one takes their changes back."""
+        return self.now - self.then
+
+
+def position(directory: Path) -> dict[str, object]:
+    channel = Channel.open(directory)
+    newest = channel.pointer() or Pointer(0, None, directory)
+    return {
+        "format": FORMAT,
+        "run_id": channel.require_ours()[0].run_id,
+        "version": newest.version,
+        "root": root_of(channel, newest, newest.version),
+    }
+
+
+def resumed(directory: Path, state: Mapping[str, object]) -> Resumed:
+    """See `Publisher.load_state_dict`."""
+    run_id, then, root = _read(state)
+    channel = Channel.open(directory)
+    found = channel.require_ours()[0].run_id
+    if found != run_id:
+        raise WrongRun(
+            f"the checkpoint belongs to run {run_id}, {directory} is of run {found}: its hosts would go from "
+            "this channel's weights to the checkpoint's",
+            remedy="open the channel that the run began with; for a new run make a channel from the weights "
+            "that its hosts shall start with",
+        )
+    newest = channel.pointer() or Pointer(0, None, directory)
+    if then > newest.version:
+        raise Forked(
+            f"the checkpoint was written at version {then}, {directory} ends at version {newest.version}",
+            remedy="is this an older copy of the channel? mount the one that was published to",
+        )
+    if _is_there(channel, then) and root_of(channel, newest, then) != root:
+        raise Forked(
+            f"version {then} of {directory} has other weights than when the checkpoint was written",
+            remedy="the channel was restored or written by another run: mount the one that was published to",
+        )
+    return Resumed(run_id, then, newest.version)
+
+
+def _is_there(channel: Channel, version: int) -> bool:
+    """False for what was pruned."""
+    return version == 0 or channel.layout.index(version).exists()
+
+
+def _read(state: Mapping[str, object]) -> tuple[str, int, str]:
+    run_id, version, root = (state.get(name) for name in ("run_id", "version", "root"))
+    good = type(version) is int and version >= 0 and isinstance(run_id, str) and isinstance(root, str)
+    if state.get("format") != FORMAT or not good:
+        raise Refused(
+            "this is no state of a publisher", remedy="give what state_dict() returned, as it was stored"
+        )
+    return str(run_id), int(str(version)), str(root)
