@@ -77,7 +77,10 @@ def leave_failure(directory: Path, rank: int, error: BaseException, drifted: boo
 
 def reason_of(error: BaseException) -> str:
     kind = "" if isinstance(error, WeightcastError) else f"{type(error).__name__}: "
-    text = f"{kind}{error}"[:500]
+    return _printable(f"{kind}{error}"[:500])
+
+
+def _printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
@@ -132,7 +135,7 @@ def _checked(draft: Index, attempt: Attempt, rank: int) -> Index:
 def _raise_failure(directory: Path, rank: int) -> None:
     failure = _members(_failure(directory, rank))
     if failure is not None:
-        text = f"rank {rank} failed: {failure.text('reason')}"
+        text = f"rank {rank} failed: {_printable(failure.text('reason'))}"
         if failure.boolean("drifted"):
             raise NeedsReseed(text, remedy="nothing was published; publish again on all ranks")
         raise Refused(text, remedy="nothing was published")
@@ -207,7 +210,7 @@ def wait_for_commit(
             return True
         closed = _members(directory / _CLOSED)
         if closed is not None:
-            raise Refused(f"rank 0 gave up: {closed.text('reason')}", remedy="nothing was published")
+            raise Refused(f"rank 0 gave up: {_printable(closed.text('reason'))}", remedy="nothing was published")
         return False
 
     if not _until(done, deadline):
