@@ -210,7 +210,8 @@ def wait_for_commit(
             return True
         closed = _members(directory / _CLOSED)
         if closed is not None:
-            raise Refused(f"rank 0 gave up: {_printable(closed.text('reason'))}", remedy="nothing was published")
+            reason = _printable(closed.text("reason"))
+            raise Refused(f"rank 0 gave up: {reason}", remedy="nothing was published")
         return False
 
     if not _until(done, deadline):

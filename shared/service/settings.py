@@ -285,7 +285,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return {name.replace("-", "_"): value for name, value in tomllib.loads(data.decode()).items()}
     except OSError as error:
         raise BadSettings(f"configuration file {path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise BadSettings(f"configuration file {path} is not TOML: {error}") from error
 
 
