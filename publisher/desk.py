@@ -106,7 +106,13 @@ class Desk:
         """Makes or checks the channel, takes it, seeds the local checkpoint. Raises what ends the daemon."""
         settings, paths = self._settings, LocalPaths(self._settings.local)
         if settings.watch is not None:
-            rules = InboxRules(settings.every, settings.marker, settings.settle_seconds, settings.existing)
+            rules = InboxRules(
+                settings.every,
+                settings.marker,
+                settings.settle_seconds,
+                settings.existing,
+                settings.consume,
+            )
             memory = paths.room / _INBOX
             self._watched = Watched(settings.watch, memory, rules, settings.consume, self._arrivals)
             self._watched.ignore_existing()

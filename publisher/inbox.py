@@ -22,6 +22,7 @@ FORMAT = 1
 MEMORY_LIMIT = 256 << 20
 """bytes of the inbox's memory on disk"""
 _VANISHED_KEPT = 4096
+_CONSUMED_KEPT = 64
 _LOWEST = -(1 << 63)
 """times may lie before 1970; inodes of some file systems use 64 bits"""
 _STEP = re.compile(r"(\d{1,15})$", re.ASCII)
@@ -88,6 +89,8 @@ class InboxRules:
     marker: str | None = None
     settle_seconds: float = 1.0
     existing: bool = False
+    consume: bool = False
+    """what was published is deleted"""
 
 
 @dataclass(frozen=True)
@@ -224,13 +227,22 @@ class Inbox:
         return published
 
     def forget_vanished(self, present: frozenset[str]) -> None:
-        """Keeps the memory bounded. The latest vanished ones are kept: a mount may be away for a moment."""
+        """Keeps the memory bounded. The latest vanished ones are kept: a mount may be away for a moment. What
+        was published and consumed does not come back."""
         vanished = [name for name in self.entries if name not in present]
-        for name in vanished[: max(0, len(vanished) - _VANISHED_KEPT)]:
-            del self.entries[name]
+        ended = [name for name in vanished if self._is_consumed(name)]
+        dropped = {*_but_last(vanished, _VANISHED_KEPT), *_but_last(ended, _CONSUMED_KEPT)}
+        self.entries = {name: entry for name, entry in self.entries.items() if name not in dropped}
+
+    def _is_consumed(self, name: str) -> bool:
+        return self.rules.consume and self.entries[name].outcome is Outcome.PUBLISHED
 
     def refused(self) -> list[tuple[str, Failure]]:
         return [(name, entry.failure) for name, entry in self.entries.items() if entry.failure is not None]
+
+
+def _but_last(names: Sequence[str], count: int) -> Sequence[str]:
+    return names[: max(0, len(names) - count)]
 
 
 def _is_broken(sighting: Sighting) -> bool:

@@ -219,3 +219,17 @@ def test_a_damaged_memory_is_refused(old: bytes, new: bytes) -> None:
     assert old in packed
     with pytest.raises(DamagedFile):
         parse_entries(packed.replace(old, new), "memory")
+
+
+@pytest.mark.parametrize("consume", [True, False])
+def test_what_was_consumed_is_forgotten_in_time(consume: bool) -> None:
+    inbox = Inbox(InboxRules(every=True, existing=False, consume=consume))
+    inbox.ignore_existing([seen("before", content=5000)])
+    for number in range(200):
+        inbox.begin(inbox.choose([seen(f"step_{number}", content=number)], 0.0), number)
+        inbox.succeed(f"step_{number}", number + 1)
+    inbox.refuse(seen("bad", whole=False), DAMAGED)
+    inbox.forget_vanished(frozenset())
+    kept = [name for name in inbox.entries if name.startswith("step_")]
+    assert {"before", "bad"} < set(inbox.entries) and kept[-1] == "step_199"
+    assert len(kept) == (64 if consume else 200)
