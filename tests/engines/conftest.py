@@ -5,14 +5,25 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
 import pytest
-from vllm_world import HERE, STEP_SECONDS, FreshLoad, Starts, World, engine_python
+from vllm_world import HERE, STEP_SECONDS, TIMES, FreshLoad, Starts, World, engine_python
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What shares an engine comes together."""
     items.sort(key=_variant)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for engine, policy in sorted({(engine, policy) for engine, policy, *_ in TIMES}):
+        pauses = [pause for *named, pause, _ in TIMES if named == [engine, policy]]
+        reloads = [reload for *named, _, reload in TIMES if named == [engine, policy]]
+        terminalreporter.write_line(
+            f"{engine}, {policy}: {len(pauses)} versions, pause p50 {1000 * median(pauses):.0f} ms, max "
+            f"{1000 * max(pauses):.0f} ms, reload p50 {1000 * median(reloads):.0f} ms"
+        )
 
 
 def _variant(item: pytest.Item) -> str:

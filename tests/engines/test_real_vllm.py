@@ -81,6 +81,7 @@ def test_every_version_is_a_fresh_load_and_no_request_fails(
             assert len(new.tokens) == 8 and world.judged(new, version)
             asked_in_pause.append(new)
         world.require(version)
+        world.note_times(policy)
     assert caught, "no request was in flight at any pause"
     assert asked_in_pause, "no request came during any pause"
 

@@ -91,9 +91,13 @@ class Process:
         self._signal(signal.SIGKILL)
         self.child.wait()
 
-    def kill(self) -> None:
-        self._signal(signal.SIGKILL)
-        self.child.wait()
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        self._signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGCONT)
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
@@ -361,6 +365,11 @@ class Host:
         return self.client.get("/readyz").status_code == 200
 
     @property
+    def mark(self) -> str:
+        [engine] = self.status["engines"]
+        return str(engine["mark"])
+
+    @property
     def served(self) -> int | None:
         status = self.status
         aligned = all(engine["aligned"] for engine in status["engines"])
@@ -451,6 +460,10 @@ def _changed(tensor: torch.Tensor, share: float, random: torch.Generator) -> tor
     return torch.where(chosen, (tensor.float() + noise).to(tensor.dtype), tensor)
 
 
+TIMES: list[tuple[str, str, float, float]] = []
+"""engine, policy, and the seconds of a pause and of the reload in it; shown at the end of a run"""
+
+
 def some_prompt(seed: int, length: int) -> list[int]:
     return random.Random(seed).choices(range(2, 256), k=length)
 
@@ -471,6 +484,14 @@ class World:
         [judged] = self.judge.judge(self.run.versions[version], [(answer.prompt, answer.tokens)])
         return answer.fits(judged)
 
+    def start_host(self, *extra: str, path: Path | None = None) -> None:
+        """The daemon anew unless it runs with these options; the newest version is served then."""
+        option = f"vllm={self.server.url}" + ("" if path is None else f",path={path}")
+        if self.host.process is None or (self.host.engine, tuple(self.host.extra)) != (option, extra):
+            self.host.extra = extra
+            self.host.with_engine(option)
+        self.host.wait_served(self.run.newest)
+
     def require(self, version: int) -> None:
         """The engine says what a fresh load of the version says, and names the version."""
         for prompt in (SHORT, LONG, LONG):
@@ -482,6 +503,11 @@ class World:
             assert not self.judged(answer, version - 1), "the judge cannot tell versions apart"
         self.require_named(version)
 
+    def note_times(self, policy: str) -> None:
+        last = self.host.status["updates"][-1]
+        release = self.server.fetch("/version")["version"]
+        TIMES.append((f"vLLM {release}", policy, last["pause_seconds"], last["seconds"].get("reload", 0.0)))
+
     def require_named(self, version: int) -> None:
         [engine] = self.host.status["engines"]
         pointer = self.run.channel / "latest"
@@ -489,6 +515,21 @@ class World:
         assert engine["version"] == version
         if engine["confirmed_by"] == "label":
             assert self.server.fetch("/weight_info")["weight_version"] == str(version)
+
+    def require_honest_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Until then the engine lives, and says nothing wrong while the host says ready."""
+
+        def reached() -> bool:
+            assert self.server.process.running, self.server.process.tail()
+            before = self.host.served
+            if before is not None:
+                answer = self.server.send(LONG, 4).result(STEP_SECONDS)
+                assert answer.status == 200, answer.text
+                if self.host.served == before:
+                    assert self.judged(answer, before), f"not what version {before} says, and ready"
+            return condition()
+
+        wait_until(reached, what)
 
     def switch(self, answer: Answer, old: int) -> int | None:
         """How many tokens the old weights said before the next version's said the rest; None: others did."""
