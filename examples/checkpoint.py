@@ -15,6 +15,22 @@ from safetensors.torch import load_file, save_file
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 VOCABULARY = "0123456789>."
+TOKENIZER = {
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
+    "added_tokens": [],
+    "normalizer": None,
+    "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False},
+    "post_processor": None,
+    "decoder": {"type": "Fuse"},
+    "model": {
+        "type": "WordLevel",
+        "vocab": {character: number for number, character in enumerate(VOCABULARY)},
+        "unk_token": ".",
+    },
+}
+"""A token per character, as Hugging Face's libraries read it."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +63,17 @@ def save(directory: Path, config: Config, tensors: Mapping[str, torch.Tensor], s
         shutil.rmtree(unfinished)
     unfinished.mkdir(parents=True)
     _write_json(
-        unfinished / "config.json", {"model_type": "llama", "torch_dtype": "bfloat16", **asdict(config)}
+        unfinished / "config.json",
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "torch_dtype": "bfloat16",
+            "tie_word_embeddings": False,
+            **asdict(config),
+        },
     )
-    _write_json(unfinished / "tokenizer.json", {"model": {"type": "Characters", "vocab": list(VOCABULARY)}})
+    _write_json(unfinished / "tokenizer.json", TOKENIZER)
+    _write_json(unfinished / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
     _write_shards(unfinished, {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}, shards)
     unfinished.rename(directory)
 

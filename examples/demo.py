@@ -17,22 +17,24 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 from rich.console import Console
 
-from examples import checkpoint, observe
+from examples import checkpoint, observe, vllm
 from examples.observe import Daemon
 from examples.processes import Children, ProcessDied
 from examples.screen import Screen, View
-from examples.summary import Facts, Summary, render, summarise
-from examples.waiting import POLL_SECONDS
+from examples.summary import EngineEvent, Facts, Summary, render, summarise
+from examples.waiting import POLL_SECONDS, write_whole
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MARKER = ".weightcast-demo"
 HOSTS = ("a", "b")
 ENDING = ("prepare", "trainer")
 START_SECONDS = 180.0
+VLLM_START_SECONDS = 900.0
 TRAIN_SECONDS = 600.0
 END_SECONDS = 60.0
 
@@ -42,6 +44,16 @@ class Options:
     steps: int
     seed: int
     freeze: bool
+    engine_python: Path | None = None
+    """of an environment with vLLM; None: the example's own engine"""
+
+    @property
+    def kind(self) -> str:
+        return "sglang" if self.engine_python is None else "vllm"
+
+    @property
+    def start_seconds(self) -> float:
+        return START_SECONDS if self.engine_python is None else VLLM_START_SECONDS
 
 
 @dataclass(frozen=True)
@@ -100,6 +112,17 @@ def claim_directory(run: Path) -> Paths:
     return Paths(run.resolve())
 
 
+def vllm_command(paths: Paths, host: str, seed: int, python: Path) -> list[str | Path]:
+    """Its port is chosen here: vLLM writes none to a file."""
+    port = vllm.free_port()
+    write_whole(paths.port(f"engine-{host}"), str(port))
+    return [
+        *(Path(sys.executable).with_name("weightcast"), "run-engine", "--local", paths.local(host)),
+        *("--engine", f"vllm=http://127.0.0.1:{port}", "--load-deadline", str(VLLM_START_SECONDS), "--"),
+        *vllm.command(python, paths.local(host), port, seed),
+    ]
+
+
 def engine_command(paths: Paths, host: str, seed: int) -> list[str | Path]:
     return [
         *(sys.executable, "-m", "examples.engine", "--model", paths.local(host)),
@@ -117,11 +140,11 @@ def publisher_command(paths: Paths) -> list[str | Path]:
     ]
 
 
-def subscriber_command(paths: Paths, host: str, engine_url: str) -> list[str | Path]:
+def subscriber_command(paths: Paths, host: str, engine: str) -> list[str | Path]:
     return [
         *(Path(sys.executable).with_name("weightcast"), "subscriber", "run"),
         *("--channel", paths.channel, "--base", paths.base, "--local", paths.local(host)),
-        *("--engine", f"sglang={engine_url}", "--poll-seconds", "0.2", "--threads", "1"),
+        *("--engine", engine, "--poll-seconds", "0.2", "--threads", "1"),
         *("--port", "0", "--port-file", paths.port(f"subscriber-{host}")),
     ]
 
@@ -134,7 +157,7 @@ def trainer_command(paths: Paths, engine_urls: Sequence[str], options: Options) 
     return [
         *(sys.executable, "-m", "examples.trainer", "run", "--dir", paths.trainer),
         *("--watch", paths.watch, "--pointer", paths.channel / "latest"),
-        *("--steps", str(options.steps), "--seed", str(options.seed)),
+        *("--steps", str(options.steps), "--seed", str(options.seed), "--dialect", options.kind),
         *(word for url in engine_urls for word in ("--engine", url)),
         *(["--freeze"] if options.freeze else []),
     ]
@@ -151,6 +174,7 @@ class Demo:
         self._began = time.monotonic()
         self._kills = 0
         self._phase = ""
+        self._updates: dict[str, dict[float, Mapping[str, Any]]] = {host: {} for host in HOSTS}
         self._publisher = Daemon(paths.port("publisher"))
         self._engines = {host: Daemon(paths.port(f"engine-{host}")) for host in HOSTS}
         self._subscribers = {host: Daemon(paths.port(f"subscriber-{host}")) for host in HOSTS}
@@ -172,14 +196,19 @@ class Demo:
         self._phase = "starting publisher, subscribers, engines"
         self._children.start("publisher", publisher_command(self._paths))
         for number, host in enumerate(HOSTS):
-            self._children.start(f"engine-{host}", engine_command(self._paths, host, number))
+            self._children.start(f"engine-{host}", self._engine_command(host, number))
         for host in HOSTS:
             self._wait(self._paths.port(f"engine-{host}").exists, f"the port of engine {host}", START_SECONDS)
-            self._children.start(
-                f"subscriber-{host}", subscriber_command(self._paths, host, self._engines[host].url)
-            )
+            engine = f"{self._options.kind}={self._engines[host].url}"
+            self._children.start(f"subscriber-{host}", subscriber_command(self._paths, host, engine))
         daemons = [self._publisher, *self._subscribers.values()]
-        self._wait(lambda: all(map(Daemon.is_ready, daemons)), "all parts ready", START_SECONDS)
+        self._wait(lambda: all(map(Daemon.is_ready, daemons)), "all parts ready", self._options.start_seconds)
+
+    def _engine_command(self, host: str, number: int) -> list[str | Path]:
+        python = self._options.engine_python
+        if python is None:
+            return engine_command(self._paths, host, number)
+        return vllm_command(self._paths, host, number, python)
 
     def _train(self) -> None:
         self._phase = "training"
@@ -205,30 +234,43 @@ class Demo:
 
     def _settle(self) -> None:
         self._phase = "waiting until the last version is served"
+        self._note_updates()
         self._wait(self._is_settled, "the last version served", END_SECONDS)
 
     def _is_settled(self) -> bool:
         newest = observe.pointer(self._paths.channel)
         wanted = (str(newest),) if newest else ("0", "default")
-        labels = [
-            (engine.get("/model_info") or {}).get("weight_version") for engine in self._engines.values()
-        ]
+        labels = [observe.label_of(engine) for engine in self._engines.values()]
         return not any(self._paths.watch.glob("step_*")) and all(label in wanted for label in labels)
 
     def _facts(self) -> Facts:
         paths = self._paths
-        live = {f"engine {host}": observe.live_checksums(engine) for host, engine in self._engines.items()}
+        wanted = checkpoint.file_checksums(paths.last)
         files = {f"local checkpoint {host}": checkpoint.file_checksums(paths.local(host)) for host in HOSTS}
         return Facts(
             versions=observe.read_versions(paths.channel, observe.pointer(paths.channel)),
-            engines={host: observe.read_events(paths.events(host)) for host in HOSTS},
+            engines={host: self._events(host) for host in HOSTS},
             steps=observe.read_steps(paths.metrics),
             full_bytes=sum(file.stat().st_size for file in checkpoint.weight_files(paths.base)),
             kills=self._kills,
             seconds=time.monotonic() - self._began,
-            wanted=checkpoint.file_checksums(paths.last),
-            found={**live, **files},
+            wanted=wanted,
+            found={**self._live(wanted), **files},
         )
+
+    def _events(self, host: str) -> Sequence[EngineEvent]:
+        if self._options.engine_python is None:
+            return observe.read_events(self._paths.events(host))
+        return vllm.events_of(self._updates[host].values())
+
+    def _live(self, wanted: Mapping[str, str]) -> dict[str, Mapping[str, str]]:
+        """What the engines hold; vLLM is asked, as its checksums leave out what its CPU build repacks."""
+        if self._options.engine_python is None:
+            return {f"engine {host}": observe.live_checksums(e) for host, e in self._engines.items()}
+        return {
+            f"engine {host} (its answers)": wanted if vllm.answers_like(e.url, self._paths.last) else {}
+            for host, e in self._engines.items()
+        }
 
     def _wait(self, condition: Callable[[], bool], what: str, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -236,9 +278,18 @@ class Demo:
             self._children.check(may_end=ENDING)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{what}: not within {seconds:.0f} s")
+            self._note_updates()
             self._screen.show(self._view)
             time.sleep(POLL_SECONDS)
         self._children.check(may_end=ENDING)
+
+    def _note_updates(self) -> None:
+        """A status keeps the newest ones only."""
+        if self._options.engine_python is None:
+            return
+        for host, subscriber in self._subscribers.items():
+            for update in (subscriber.get("/v1/status") or {}).get("updates", ()):
+                self._updates[host][update["at"]] = update
 
     def _view(self) -> View:
         paths = self._paths
@@ -280,6 +331,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=32, help="of the trainer, one version each")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--freeze", action="store_true", help="publish nothing: the demo must then fail")
+    parser.add_argument(
+        "--engine-python", type=Path, help="Python of an environment with vLLM, which is the engine then"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the run directory after success too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="receives the summary")
     given = parser.parse_args()
@@ -293,8 +347,9 @@ def main() -> int:
         signal.signal(number, lambda *_: sys.exit(1))
     # a shell's background jobs start with SIGINT ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    options = Options(given.steps, given.seed, given.freeze, given.engine_python)
     try:
-        summary = run_demo(paths, Options(given.steps, given.seed, given.freeze), console)
+        summary = run_demo(paths, options, console)
     except (ProcessDied, TimeoutError, httpx.HTTPError) as error:
         return _finish(None, {"died": str(error)}, paths, given, console)
     except KeyboardInterrupt:

@@ -77,14 +77,20 @@ def publisher_view(publisher: Daemon, channel: Path) -> PublisherView:
 
 def host_view(name: str, subscriber: Daemon, engine: Daemon) -> HostView:
     status = subscriber.get("/v1/status") or {}
-    info = engine.get("/model_info") or {}
     return HostView(
         name=name,
         local_version=status.get("local_version"),
         served_version=status.get("served_version"),
-        label=info.get("weight_version"),
+        label=label_of(engine),
         facts=_host_facts(status),
     )
+
+
+def label_of(engine: Daemon) -> str | None:
+    """The version that an engine claims: SGLang's route, then vLLM's."""
+    facts = engine.get("/model_info") or engine.get("/weight_info") or {}
+    label = facts.get("weight_version")
+    return label if isinstance(label, str) else None
 
 
 def _host_facts(status: dict[str, Any]) -> str:

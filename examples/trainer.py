@@ -12,7 +12,7 @@ import argparse
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +91,16 @@ class Rollouts:
 class Fleet:
     """The engines, seen as a user of their HTTP interface."""
 
-    def __init__(self, urls: Sequence[str], timeout: float = 60.0) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        timeout: float = 60.0,
+        *,
+        generate: Generate | None = None,
+        version: Callable[[httpx.Client], int] | None = None,
+    ) -> None:
+        self._generate = _generate if generate is None else generate
+        self._version = _version if version is None else version
         self._clients = [httpx.Client(base_url=url, timeout=timeout, trust_env=False) for url in urls]
         self._pool = ThreadPoolExecutor(len(urls))
 
@@ -103,7 +112,7 @@ class Fleet:
     def rollouts(self, questions: torch.Tensor, group: int) -> Rollouts:
         """One request per engine, all at the same time. Groups with an aborted answer are left out."""
         shares = questions.chunk(len(self._clients))
-        replies = self._pool.map(_generate, self._clients, shares, [group] * len(shares))
+        replies = self._pool.map(self._generate, self._clients, shares, [group] * len(shares))
         answers = [answer for reply in replies for answer in reply]
         groups = [answers[at : at + group] for at in range(0, len(answers), group)]
         whole = [
@@ -121,7 +130,7 @@ class Fleet:
         )
 
     def slowest_version(self) -> int:
-        return min(version_of(client.get("/model_info").json()["weight_version"]) for client in self._clients)
+        return min(map(self._version, self._clients))
 
 
 @dataclass(frozen=True)
@@ -154,9 +163,17 @@ def _generate(client: httpx.Client, questions: torch.Tensor, group: int) -> list
     ]
 
 
+def _version(client: httpx.Client) -> int:
+    return version_of(client.get("/model_info").json()["weight_version"])
+
+
 def version_of(label: str) -> int:
     """An engine that was not told a version yet serves the base."""
     return 0 if label == "default" else int(label)
+
+
+Generate = Callable[[httpx.Client, torch.Tensor, int], list[Answer]]
+"""questions int64 (questions, DIGITS) and answers per question to answers, those of a question together"""
 
 
 class Trainer:
@@ -264,11 +281,19 @@ def prepare(directory: Path, seed: int, steps: int, config: Config) -> None:
     checkpoint.save(directory / "base", config, model.state_dict())
 
 
+def _fleet(options: argparse.Namespace) -> Fleet:
+    if options.dialect == "sglang":
+        return Fleet(options.engine)
+    from examples import vllm
+
+    return Fleet(options.engine, 600.0, generate=vllm.generate, version=vllm.slowest_version)
+
+
 def run(options: argparse.Namespace) -> None:
     plan = Plan(options.steps, options.seed, options.questions, options.group, options.rate, options.max_lead)
     model = CausalLM(checkpoint.load_config(options.dir / "base"))
     model.load_state_dict(load_file(options.dir / MASTERS))
-    fleet = Fleet(options.engine)
+    fleet = _fleet(options)
     outbox = Outbox(None if options.freeze else options.watch, options.pointer)
     try:
         weights = train(plan, Trainer(model, plan.rate), fleet, outbox, options.dir / "metrics.jsonl")
@@ -284,6 +309,7 @@ def main() -> None:
     first.add_argument("--warm-steps", type=int, default=120)
     second = verbs.add_parser("run", help="improve it with RL")
     second.add_argument("--engine", action="append", required=True, help="URL; several times")
+    second.add_argument("--dialect", choices=("sglang", "vllm"), default="sglang", help="of the engines")
     second.add_argument(
         "--watch", type=Path, required=True, help="directory that receives a checkpoint per step"
     )

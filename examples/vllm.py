@@ -1,0 +1,100 @@
+"""A real vLLM as the demo's engine: how it is started, and what a user of its HTTP interface asks it.
+
+The trainer and the demo see of it what any user sees (`/v1/completions`, `/weight_info`); reloads are between
+it and the subscriber.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from examples import checkpoint
+from examples.model import CausalLM
+from examples.summary import EngineEvent
+from examples.trainer import DIGITS, Answer, answer_logprobs, prompts_of, random_questions, version_of
+
+MODEL = "demo"
+CLOSE = 1e-3
+"""nats: two float32 implementations of one model; another version is off by a thousand times as much"""
+ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def command(python: Path, model: Path, port: int, seed: int) -> list[str | Path]:
+    return [
+        *("env", *(f"{name}={value}" for name, value in ENVIRONMENT.items())),
+        *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", MODEL),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--seed", str(seed)),
+        *("--max-model-len", str(checkpoint.Config().max_position_embeddings), "--enforce-eager"),
+    ]
+
+
+def generate(client: httpx.Client, questions: torch.Tensor, group: int) -> list[Answer]:
+    """As vLLM names no version in its answers, they get the one from before: at least as old as they say."""
+    version = slowest_version(client)
+    request = {
+        "model": MODEL,
+        "prompt": prompts_of(questions).tolist(),
+        "n": group,
+        "max_tokens": DIGITS,
+        "temperature": 1.0,
+        "ignore_eos": True,
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
+    choices = client.post("/v1/completions", json=request).raise_for_status().json()["choices"]
+    return [_answer(choice, version) for choice in sorted(choices, key=lambda choice: choice["index"])]
+
+
+def slowest_version(client: httpx.Client) -> int:
+    return version_of(client.get("/weight_info").raise_for_status().json()["weight_version"])
+
+
+def _answer(choice: Mapping[str, Any], version: int) -> Answer:
+    logprobs = (choice["logprobs"] or {}).get("token_logprobs") or []
+    return Answer(list(choice["token_ids"]), logprobs, version, choice["finish_reason"] == "length")
+
+
+@torch.no_grad()
+def answers_like(url: str, directory: Path) -> bool:
+    """Whether the engine gives its answers the log probabilities that a fresh load of `directory` gives."""
+    model = CausalLM(checkpoint.load_config(directory))
+    model.load_state_dict(checkpoint.load(directory))
+    questions = random_questions(24, torch.Generator().manual_seed(1))
+    with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+        answers = generate(client, questions, 1)
+    tokens = torch.tensor([answer.tokens for answer in answers])
+    said = torch.tensor([answer.logprobs for answer in answers])
+    return bool((answer_logprobs(model, questions, tokens) - said).abs().max() < CLOSE)
+
+
+def events_of(updates: Iterable[Mapping[str, Any]]) -> Sequence[EngineEvent]:
+    """Pauses and reloads as the subscriber's status tells them: vLLM keeps no log of them."""
+    return [
+        event
+        for update in updates
+        if update["pause_seconds"] is not None
+        for event in (
+            EngineEvent(update["at"] - update["pause_seconds"], "paused", ""),
+            EngineEvent(update["at"], "reloaded", str(update["version"])),
+            EngineEvent(update["at"], "resumed", str(update["version"])),
+        )
+    ]
