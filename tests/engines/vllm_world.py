@@ -350,6 +350,12 @@ class Host:
             self.process = None
             self.client.close()
 
+    def supervise(self) -> None:
+        """As systemd would: a truncated file under a mapping ends a process without a word."""
+        if self.process is not None and not self.process.running:
+            self.stop()
+            self.start()
+
     def with_engine(self, engine: str) -> None:
         """Another option: the daemon starts anew."""
         self.stop()
@@ -487,6 +493,7 @@ class World:
     def start_host(self, *extra: str, path: Path | None = None) -> None:
         """The daemon anew unless it runs with these options; the newest version is served then."""
         option = f"vllm={self.server.url}" + ("" if path is None else f",path={path}")
+        self.host.supervise()
         if self.host.process is None or (self.host.engine, tuple(self.host.extra)) != (option, extra):
             self.host.extra = extra
             self.host.with_engine(option)
@@ -519,7 +526,7 @@ class World:
     def require_honest_until(self, condition: Callable[[], bool], what: str) -> None:
         """Until then the engine lives, and says nothing wrong while the host says ready."""
 
-        def reached() -> bool:
+        def honest() -> bool:
             assert self.server.process.running, self.server.process.tail()
             before = self.host.served
             if before is not None:
@@ -528,6 +535,14 @@ class World:
                 if self.host.served == before:
                     assert self.judged(answer, before), f"not what version {before} says, and ready"
             return condition()
+
+        def reached() -> bool:
+            self.host.supervise()
+            try:
+                return honest()
+            except httpx.TransportError:
+                # the daemon ended just now
+                return False
 
         wait_until(reached, what)
 
