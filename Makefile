@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install test test-engines test-engines-full fuzz lint demo bench crash soak clean
+.PHONY: install test test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak clean
 
 install: $(STAMP)
 
@@ -48,6 +48,10 @@ test-engines: install $(ENGINES)/.installed $(SGLANG)/.installed
 test-engines-full: install $(ENGINES)/.installed $(ENGINES_OLD)/.installed $(SGLANG)/.installed
 	WEIGHTCAST_ENGINES_FULL=1 $(BIN)/python -m pytest -q -m engines tests/engines
 	WEIGHTCAST_ENGINES_FULL=1 WEIGHTCAST_ENGINE_VENV=$(ENGINES_OLD) $(BIN)/python -m pytest -q -m engines tests/engines
+
+# The demo with vLLM as both engines: ten minutes, most of them their starts.
+demo-vllm: install $(ENGINES)/.installed
+	$(BIN)/python -m examples.demo --engine-python $(ENGINES)/bin/python $(DEMO_ARGS)
 
 # Kills at every failpoint, at least three times each; `make crash CRASH_ARGS="--seed 7 --kills 60"`.
 crash: install
