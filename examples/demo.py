@@ -160,6 +160,8 @@ def trainer_command(paths: Paths, engine_urls: Sequence[str], options: Options) 
         *("--steps", str(options.steps), "--seed", str(options.seed), "--dialect", options.kind),
         *(word for url in engine_urls for word in ("--engine", url)),
         *(["--freeze"] if options.freeze else []),
+        # what a busy machine makes vLLM skip would not be served
+        *(["--max-lead", "1"] if options.kind == "vllm" else []),
     ]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from vllm_world import HERE, STEP_SECONDS, TIMES, FreshLoad, Starts, World, engine_python
+from vllm_world import HERE, START_SECONDS, TIMES, FreshLoad, Starts, World, engine_python
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,7 +35,7 @@ def _variant(item: pytest.Item) -> str:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models")
     command = [engine_python(), HERE / "make_models.py", directory]
-    subprocess.run(command, check=True, capture_output=True, timeout=STEP_SECONDS)
+    subprocess.run(command, check=True, capture_output=True, timeout=START_SECONDS)
     return directory
 
 
