@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SIDES = ("benchmarks", "shared", "publisher", "subscriber")
-NEEDS_TORCH = {"weightcast.benchmarks.on_device"}
+NEEDS_TORCH = {"weightcast.benchmarks.on_device", "weightcast.benchmarks.step_cost"}
 
 
 def folders() -> list[str]:
