@@ -97,7 +97,7 @@ def test_versions_of_one_rank_and_of_several_follow_each_other(place: Place, enc
 
 def test_missing_ranks_are_named(place: Place) -> None:
     before = snapshot(place.channel)
-    children = start_ranks(place, 4, how={1: "absent", 3: "absent"}, deadline=6.0)
+    children = start_ranks(place, 4, how={1: "absent", 3: "absent"}, deadline=15.0)
     first, _, third, _ = outcomes(children)
     assert first[0] == "NotInTime" and "ranks 1, 3 of 4" in first[1]
     assert third[0] in ("Refused", "NotInTime")
