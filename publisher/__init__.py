@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from weightcast.publisher.cast import CastWeights, cast_like
     from weightcast.publisher.channel_init import init_channel
-    from weightcast.publisher.given import RawTensor
+    from weightcast.publisher.given import RawTensor, Shard
     from weightcast.publisher.handover import HandOver
     from weightcast.publisher.publisher import Publisher
     from weightcast.publisher.report import PublishReport
@@ -22,6 +22,7 @@ __all__ = [
     "PublishReport",
     "Publisher",
     "RawTensor",
+    "Shard",
     "cast_like",
     "init_channel",
 ]
@@ -32,6 +33,7 @@ _MODULES = {
     "PublishReport": "report",
     "Publisher": "publisher",
     "RawTensor": "given",
+    "Shard": "given",
     "cast_like": "cast",
     "init_channel": "channel_init",
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,13 +25,31 @@ from weightcast.shared.words import Chunk, Part, TensorTable, Words, grid
 
 
 @dataclass(frozen=True)
+class SegmentSums:
+    """Over one part's segments of a tensor that other parts have segments of too: the touched 8-byte words
+    before and after, and all words after."""
+
+    old: Lanes
+    new: Lanes
+    full: Lanes
+
+    def plus(self, other: SegmentSums) -> SegmentSums:
+        return SegmentSums(self.old.plus(other.old), self.new.plus(other.new), self.full.plus(other.full))
+
+    def proves(self, recorded: Lanes) -> bool:
+        """Over the whole tensor: whether these bytes are the recorded ones with these changes."""
+        return recorded.minus(self.old).plus(self.new) == self.full
+
+
+@dataclass(frozen=True)
 class Difference:
-    """One part's step. `lanes`: new raw lanes of each changed tensor, from all of its bytes; `changed`:
-    changed elements of each."""
+    """One part's step. `lanes`: new raw lanes of each changed tensor, from all of the part's bytes of it;
+    `changed`: changed elements of each. `split`: of tensors that the part has not alone."""
 
     files: PartFiles
     lanes: Mapping[int, Lanes]
     changed: Mapping[int, int]
+    split: Mapping[int, SegmentSums]
 
 
 @dataclass(frozen=True)
@@ -55,11 +73,14 @@ def write_difference(
     threads: int = 1,
     advance: Advance | None = None,
     non_finite: NonFinite = "allow",
+    merged: Callable[[Chunk], Words] | None = None,
 ) -> Difference:
-    """Raises Refused when a frozen tensor changed, or elements became NaN or infinite that are not to,
-    NeedsReseed when the local checkpoint is not what its state says. The writer is closed on success only."""
-    near = weights.near(local, matched)
-    comparison = _Comparison(local, weights, matched, writer, near)
+    """`merged`: the new words of a chunk where they do not all come from `weights`. Raises Refused when a
+    frozen tensor changed, or elements became NaN or infinite that are not to, NeedsReseed when the local
+    checkpoint is not what its state says; of tensors that the part has not alone the caller proves that. The
+    writer is closed on success only."""
+    near = weights.near(local, matched) if merged is None else None
+    comparison = _Comparison(local, weights, matched, writer, near, merged)
     full: dict[int, Lanes] = {}
     book = _Book()
     finite = FiniteCheck(local.table) if non_finite == "refuse" else None
@@ -75,10 +96,16 @@ def write_difference(
     _check_frozen(local.table, matched, book)
     if finite is not None:
         finite.check()
-    _check_baseline(local, full, book)
+    split = {tensor: book.segment_sums(tensor, full[tensor]) for tensor in _split(local.table, part)}
+    _check_baseline(local, {tensor: lanes for tensor, lanes in full.items() if tensor not in split}, book)
     if near is not None:
         near.done(full)
-    return Difference(writer.close(), {t: full[t] for t in book.old}, book.changed)
+    return Difference(writer.close(), {t: full[t] for t in book.old}, book.changed, split)
+
+
+def _split(table: TensorTable, part: Part) -> set[int]:
+    pieces = ((one.tensor, (one.start, one.stop)) for one in part.segments)
+    return {tensor for tensor, place in pieces if place != (0, table[tensor].words)}
 
 
 @dataclass
@@ -88,6 +115,7 @@ class _Comparison:
     matched: Matched
     writer: ShardWriter
     near: Near | None
+    merged: Callable[[Chunk], Words] | None
 
     def compare(self, chunk: Chunk) -> _Compared:
         old = self.local.chunk_words(chunk)
@@ -95,7 +123,7 @@ class _Comparison:
         if near is not None:
             changes = near.changes
             return self._encoded(chunk, old, lambda: self._fetched(chunk, old, changes), near)
-        new = gather(chunk, self._new_words)
+        new = self.merged(chunk) if self.merged is not None else gather(chunk, self._new_words)
         return self._encoded(chunk, old, lambda: new, scan(chunk, old, new))
 
     def _encoded(self, chunk: Chunk, old: Words, new: FetchWords, found: Scan) -> _Compared:
@@ -143,6 +171,9 @@ class _Book:
             self.new[sums.tensor] = self.new.get(sums.tensor, Lanes()).plus(sums.new)
         for tensor, count in one.changed:
             self.changed[tensor] = self.changed.get(tensor, 0) + count
+
+    def segment_sums(self, tensor: int, full: Lanes) -> SegmentSums:
+        return SegmentSums(self.old.get(tensor, Lanes()), self.new.get(tensor, Lanes()), full)
 
 
 def _check_frozen(table: TensorTable, matched: Matched, book: _Book) -> None:

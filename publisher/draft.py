@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from weightcast.publisher.diff import Difference
+from weightcast.publisher.diff import Difference, SegmentSums
 from weightcast.shared.channel.index import (
     ChunkRecord,
     Encoding,
@@ -18,8 +18,9 @@ from weightcast.shared.channel.index import (
     TensorRecord,
     Totals,
 )
+from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.root import root
-from weightcast.shared.errors import Refused
+from weightcast.shared.errors import NeedsReseed
 from weightcast.shared.local.state import Position, lanes_list
 from weightcast.shared.words import ChunkKey, Part, TensorTable
 
@@ -84,25 +85,33 @@ class Assembled:
 
 
 def assemble(
-    table: TensorTable, base: Position, drafts: Sequence[Index], frozen: frozenset[int]
+    table: TensorTable,
+    base: Position,
+    drafts: Sequence[Index],
+    sums: Sequence[Mapping[int, SegmentSums]] = (),
 ) -> Assembled:
-    """Joins the ranks' drafts. Refused when a tensor has no writer or two."""
-    _check_cover(table, drafts, frozen)
+    """Joins the ranks' drafts. `sums`: of tensors that several ranks write, per rank. NeedsReseed when the
+    bytes of one are not the recorded ones with these changes."""
     shards = [one.files[0] for one in drafts if one.files]
     renamed = {
         shard.name: f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i, shard in enumerate(shards)
     }
     lanes = lanes_list(base.lanes)
+    whole = _proven(table, lanes, sums)
+    tensors: dict[str, TensorRecord] = {}
     for one in drafts:
         for name, record in one.tensors.items():
-            lanes[table.numbers[name]] = record.lanes
+            number = table.numbers[name]
+            lanes[number] = whole.get(number, record.lanes)
+            before = tensors[name].changed if name in tensors else 0
+            tensors[name] = TensorRecord(lanes[number], before + record.changed)
     first = drafts[0]
     index = replace(
         first,
         root=root(table, lanes),
         files=tuple(FileRecord(renamed[s.name], s.size, s.blake3) for s in shards),
         weight_map={name: renamed[file] for one in drafts for name, file in sorted(one.weight_map.items())},
-        tensors={name: record for one in drafts for name, record in one.tensors.items()},
+        tensors=tensors,
         checksums={name: text for one in drafts for name, text in one.checksums.items()},
         parts=tuple(Part(number, one.parts[0].segments) for number, one in enumerate(drafts)),
         chunks=tuple(
@@ -122,23 +131,19 @@ def _renamed(chunk: ChunkRecord, part: int, renamed: Mapping[str, str]) -> Chunk
     return replace(chunk, key=ChunkKey(part, chunk.key.dtype, chunk.key.number), file=renamed[chunk.file])
 
 
-def _check_cover(table: TensorTable, drafts: Sequence[Index], frozen: frozenset[int]) -> None:
-    writers: dict[int, int] = {}
-    problems: list[str] = []
-    for number, one in enumerate(drafts):
-        for segment in one.parts[0].segments:
-            if segment.tensor in writers:
-                problems.append(
-                    f"{table[segment.tensor].name} came from part {writers[segment.tensor]} and part {number}"
-                )
-            writers[segment.tensor] = number
-    problems.extend(
-        f"{spec.name} came from no rank"
-        for number, spec in enumerate(table)
-        if number not in writers and number not in frozen
-    )
-    if problems:
-        raise Refused(
-            f"the ranks' tensors do not make the model: {'; '.join(problems[:20])}",
-            remedy="each tensor is published by exactly one rank",
-        )
+def _proven(
+    table: TensorTable, recorded: Sequence[Lanes], sums: Sequence[Mapping[int, SegmentSums]]
+) -> dict[int, Lanes]:
+    """Lanes of the new bytes of tensors that several ranks write."""
+    added: dict[int, SegmentSums] = {}
+    for one in sums:
+        for tensor, own in one.items():
+            added[tensor] = added[tensor].plus(own) if tensor in added else own
+    for tensor, whole in added.items():
+        if not whole.proves(recorded[tensor]):
+            raise NeedsReseed(
+                f"{table[tensor].name} has drifted in the local checkpoint of one of the ranks; nothing was "
+                "published",
+                remedy="all of them are read in full before the next publication",
+            )
+    return {tensor: whole.full for tensor, whole in added.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,20 @@ class RawTensor:
 
 
 @dataclass(frozen=True)
+class Shard:
+    """A rank's piece of a tensor, for trainers that shard without DTensor: `tensor` (torch or numpy) begins
+    at element `offsets` of the tensor of `shape` that the ranks hold together."""
+
+    tensor: Any
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> Any:
+        return self.tensor.dtype
+
+
+@dataclass(frozen=True)
 class CastTensor:
     """A tensor that is published in another dtype, made each time it is read."""
 
@@ -85,7 +99,7 @@ def dtype_of(name: str, tensor: Any) -> str:
 def spec_of(name: str, tensor: Any) -> TensorSpec:
     """Raises Refused."""
     dtype = dtype_of(name, tensor)
-    if hasattr(tensor, "full_tensor"):
+    if hasattr(tensor, "full_tensor") or isinstance(tensor, Shard):
         raise Refused(
             f"{name} is a shard of a distributed tensor",
             remedy="give tensor.full_tensor(), or whole tensors per rank",
@@ -102,6 +116,28 @@ def spec_of(name: str, tensor: Any) -> TensorSpec:
             remedy="give all bytes of the tensor",
         )
     return spec
+
+
+def shard_of(name: str, tensor: Any) -> Shard | None:
+    """The local piece of a distributed tensor, None for a whole one. Nothing is communicated. Raises
+    Refused."""
+    if isinstance(tensor, CastTensor):
+        piece = shard_of(name, tensor.tensor)
+        return None if piece is None else replace(piece, tensor=replace(tensor, tensor=piece.tensor))
+    if isinstance(tensor, Shard):
+        return tensor
+    return _local_shard(name, tensor) if hasattr(tensor, "full_tensor") else None
+
+
+def _local_shard(name: str, tensor: Any) -> Shard:
+    """Where the local shard of a DTensor lies, from what torch's distributed checkpoints ask it for."""
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise Refused(f"{name} is a partial sum on each rank", remedy="redistribute it to shards first")
+    chunks = tensor.__create_chunk_list__()
+    if len(chunks) != 1:
+        raise Refused(f"{name} has {len(chunks)} local shards", remedy="give whole tensors per rank")
+    offsets = tuple(int(offset) for offset in chunks[0].offsets)
+    return Shard(tensor.detach().to_local(), offsets, tuple(int(size) for size in tensor.shape))
 
 
 def in_torch(tensor: Any) -> bool:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from weightcast.publisher.boxes import Box
 from weightcast.publisher.match import Matched
 from weightcast.publisher.owner import Owner
 from weightcast.publisher.past import Past
@@ -135,6 +136,9 @@ class PastWeights:
     def __init__(self, past: Past, version: int) -> None:
         self.table: TensorTable = past.table
         self._words_in = past.words_at(version)
+
+    def box(self, name: str) -> Box:
+        return Box.whole(self.table[self.table.numbers[name]].shape)
 
     def words_in(self, name: str, start: int, stop: int) -> Words:
         return self._words_in(self.table.numbers[name], start, stop)

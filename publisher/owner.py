@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,14 +20,15 @@ from weightcast.publisher.commit import (
     verify_files,
 )
 from weightcast.publisher.draft import Assembled, Frame, assemble
-from weightcast.publisher.match import Matched, frozen_tensors
+from weightcast.publisher.match import Matched
+from weightcast.publisher.rendezvous import Attempt, Rank
 from weightcast.publisher.report import PublishReport
 from weightcast.publisher.spooled import Spooled, spool
 from weightcast.publisher.tensors import NewWeights
+from weightcast.publisher.turn import Turn, check_doubles, division_of, given_names, holds_of
 from weightcast.publisher.work import (
     PartWriter,
     PublishOptions,
-    Rank,
     Work,
     check_root,
     matched_to,
@@ -54,7 +55,7 @@ from weightcast.shared.local.follow import Follower, open_base
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.stage import Fetched, Staged, stage
 from weightcast.shared.progress import Advance
-from weightcast.shared.words import TensorTable, Words
+from weightcast.shared.words import TensorTable, Words, whole_part
 
 
 class Owner:
@@ -143,16 +144,11 @@ class Owner:
         self._file, _ = channel.require_ours()
         if spooled is not None:
             return self._publish_spooled(channel, spooled, work)
-        with work.phase("read"):
-            weights = work.read()
-        try:
-            matched = matched_to_run(channel, weights, self._rank, work)
+        with self._given(channel, work) as (weights, matched):
             local = self._follower.local
             if local is None or not _next_is_free(channel, local):
                 return self._publish_anchor(channel, weights, matched, work)
             return self._publish_delta(channel, local, weights, matched, work)
-        finally:
-            weights.close()
 
     def _compare_first(self, work: Work) -> Spooled | None:
         """For trainers that wait for their tensors. None where the channel has to be asked first: at the
@@ -183,11 +179,35 @@ class Owner:
         with work.phase("copy"):
             parts = new_parts_dir(channel.layout, frame.version, frame.epoch)
             spooled.copy_to(parts)
-        assembled = assemble(local.table, frame.base, [spooled.draft], self._frozen(local.table))
+        assembled = assemble(local.table, frame.base, [spooled.draft])
         return self._commit(channel, local, assembled, parts, work)
 
-    def _frozen(self, table: TensorTable) -> frozenset[int]:
-        return frozen_tensors(table, () if self._file is None else self._file.frozen)
+    @contextlib.contextmanager
+    def _given(self, channel: Channel, work: Work) -> Iterator[tuple[NewWeights, Matched]]:
+        """What is to be published. Where this fails the other ranks need not wait for it."""
+        try:
+            with work.phase("read"):
+                weights = work.read()
+                matched = matched_to_run(channel, weights, self._rank, work)
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                self._call_off(channel, work.step, error)
+            raise
+        try:
+            yield weights, matched
+        finally:
+            weights.close()
+
+    def _call_off(self, channel: Channel, step: int | None, error: BaseException) -> None:
+        if self._rank.alone:
+            return
+        version = channel.pointed() + 1
+        attempt = Attempt(
+            version, self._claim.epoch, "", step, self._rank.world_size, self._options.encoding, time.time()
+        )
+        parts = new_parts_dir(channel.layout, version, self._claim.epoch)
+        rendezvous.close_attempt(parts, error)
+        rendezvous.open_attempt(parts, attempt)
 
     def _publish_delta(
         self, channel: Channel, local: LocalCheckpoint, weights: NewWeights, matched: Matched, work: Work
@@ -253,25 +273,43 @@ class Owner:
     ) -> tuple[Assembled, Path]:
         """Writes this rank's part and waits for the others'. A failure closes the attempt for all ranks."""
         parts = new_parts_dir(channel.layout, frame.version, frame.epoch)
-        attempt = rendezvous.Attempt.of(frame, self._rank.world_size)
+        attempt = Attempt.of(frame, self._rank.world_size)
         rendezvous.open_attempt(parts, attempt)
         try:
+            options = self._options
+            writer = PartWriter(
+                local, frame, parts, self._rank, options.threads, non_finite=options.non_finite
+            )
+            if not self._rank.alone:
+                return self._all_parts(writer, attempt, weights, matched, work), parts
             with work.phase("diff"):
-                options = self._options
-                writer = PartWriter(
-                    local, frame, parts, self._rank, options.threads, non_finite=options.non_finite
-                )
-                own = writer.write(weights, matched, work.advance)
+                own = writer.write(weights, matched, whole_part(local.table), work.advance)
             work.let_go()
-            with work.phase("ranks"):
-                deadline = time.monotonic() + self._options.deadline_seconds
-                others = rendezvous.collect_drafts(parts, attempt, local.table, deadline)
-            return assemble(local.table, frame.base, [own, *others], self._frozen(local.table)), parts
+            return assemble(local.table, frame.base, [own.draft]), parts
         except BaseException as error:
             # the error counts, not that it could not be told
             with contextlib.suppress(OSError):
-                rendezvous.close_attempt(parts, rendezvous.reason_of(error))
+                rendezvous.close_attempt(parts, error)
             raise
+
+    def _all_parts(
+        self, writer: PartWriter, attempt: Attempt, weights: NewWeights, matched: Matched, work: Work
+    ) -> Assembled:
+        """What all ranks hold, told to all; this rank's part; the others' parts."""
+        table, parts = writer.local.table, writer.directory
+        deadline = time.monotonic() + self._options.deadline_seconds
+        names = given_names(weights, matched, table)
+        with work.phase("ranks"):
+            own = holds_of(weights, names)
+            holds = [own, *rendezvous.collect_holds(parts, attempt, table, deadline)]
+            division = division_of(attempt, table, holds, matched.frozen)
+            rendezvous.leave_plan(parts, holds, table)
+        left = [Turn(writer, attempt, deadline).take(weights, matched, names, division, work)]
+        work.let_go()
+        with work.phase("ranks"):
+            left += rendezvous.collect_parts(parts, attempt, division, table, deadline)
+        check_doubles(division, table, left)
+        return assemble(table, writer.frame.base, [one.draft for one in left], [one.sums for one in left])
 
     def _prove(self, local: LocalCheckpoint, assembled: Assembled, directory: Path) -> tuple[Index, Staged]:
         """Stages the written files as a host would: no host sees a version that did not pass."""
@@ -306,10 +344,12 @@ class Owner:
         next free number begin a new chain."""
         if not self._rank.alone or matched.absent:
             why = self._follower.trouble or "the local checkpoint is ahead of the channel"
-            raise Refused(
+            refused = Refused(
                 f"no delta can be made ({why}) and an anchor needs all tensors in one process",
                 remedy="publish once with world_size 1, or restore the publisher's local checkpoint",
             )
+            self._call_off(channel, work.step, refused)
+            raise refused
         _, base = channel.require_ours()
         version = self._free_number(channel)
         parts = new_parts_dir(channel.layout, version, self._claim.epoch)

@@ -20,13 +20,14 @@ from weightcast.publisher.member import Member
 from weightcast.publisher.on_device import Baselines, OnDevice, When
 from weightcast.publisher.orders import carry_out, held, is_carried_out, standing
 from weightcast.publisher.owner import Owner
+from weightcast.publisher.rendezvous import Rank
 from weightcast.publisher.report import PublishReport
 from weightcast.publisher.resume import Resumed, position, resumed
 from weightcast.publisher.submit import Handle, Submissions, WhenBusy
 from weightcast.publisher.tensors import CheckpointWeights, GivenWeights, NewWeights
 from weightcast.publisher.upkeep import Background, Upkeep, UpkeepOptions
 from weightcast.publisher.vouching import Vouching
-from weightcast.publisher.work import PublishOptions, Rank, Watching, Work
+from weightcast.publisher.work import PublishOptions, Watching, Work
 from weightcast.shared.channel.claims import Claim, claim, this_process
 from weightcast.shared.channel.index import STEP_ENCODINGS, Encoding
 from weightcast.shared.channel.layout import Layout

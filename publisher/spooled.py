@@ -12,8 +12,9 @@ from pathlib import Path
 
 from weightcast.publisher.draft import Frame
 from weightcast.publisher.match import Matched
+from weightcast.publisher.rendezvous import Rank
 from weightcast.publisher.tensors import NewWeights
-from weightcast.publisher.work import PartWriter, PublishOptions, Rank
+from weightcast.publisher.work import PartWriter, PublishOptions
 from weightcast.shared.channel.delta import file_record
 from weightcast.shared.channel.index import Index
 from weightcast.shared.errors import DamagedFile
@@ -67,7 +68,7 @@ def spool(
         durable=False,
         non_finite=options.non_finite,
     )
-    return Spooled(frame, writer.write(weights, matched, advance), outbox)
+    return Spooled(frame, writer.write(weights, matched, local.table.whole, advance).draft, outbox)
 
 
 def _emptied(outbox: Path) -> Path:

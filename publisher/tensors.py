@@ -6,6 +6,7 @@ torch is not imported unless a torch tensor is given.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +14,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from weightcast.publisher.boxes import Box
 from weightcast.publisher.device_words import words_of
-from weightcast.publisher.given import CastTensor, RawTensor, in_torch, spec_of
+from weightcast.publisher.given import CastTensor, RawTensor, in_torch, shard_of, spec_of
 from weightcast.publisher.match import Matched
 from weightcast.publisher.on_device import Baselines, Near
 from weightcast.shared.errors import Refused, RetryLater
 from weightcast.shared.files.checkpoint import Checkpoint, identities, open_checkpoint
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.seed import ReadCheckpoint
-from weightcast.shared.words import TensorSpec, TensorTable, Words, kind_of
+from weightcast.shared.words import DTYPES, TensorSpec, TensorTable, Words, kind_of
 
 _PIECE = 1 << 22
 """words compared at a time"""
@@ -31,12 +33,16 @@ class NewWeights(Protocol):
     """What is to be published, by the names that its owner gives."""
 
     table: TensorTable
+    """of whole tensors, also where only a piece is given"""
+
+    def box(self, name: str) -> Box:
+        """Which piece of the tensor is given."""
 
     def words_in(self, name: str, start: int, stop: int) -> Words:
-        """Words [start, stop) of a tensor, on the host; not to be written."""
+        """Words [start, stop) of what is given of a tensor, row-major, on the host; not to be written."""
 
     def equal(self, name: str, other: str) -> bool:
-        """Whether two tensors have the same form and bytes."""
+        """Whether two tensors have the same form and bytes, as far as they are given."""
 
     def near(self, local: LocalCheckpoint, matched: Matched) -> Near | None:
         """What compares tensors where they live. None: all are compared on the host."""
@@ -61,6 +67,9 @@ class CheckpointWeights:
                 f"{error.filename or directory} is not there", remedy="give a checkpoint directory"
             ) from error
         self.table = self.checkpoint.table
+
+    def box(self, name: str) -> Box:
+        return Box.whole(self.table[self.table.numbers[name]].shape)
 
     def words_in(self, name: str, start: int, stop: int) -> Words:
         try:
@@ -100,10 +109,32 @@ class CheckpointWeights:
 
 @dataclass(frozen=True)
 class _Given:
-    """A tensor of the caller's: a numpy array or a torch tensor on any device."""
+    """A tensor of the caller's: a numpy array or a torch tensor on any device. `whole`: the tensor of which
+    it is the piece `box`."""
 
     spec: TensorSpec
     tensor: Any
+    whole: TensorSpec
+    box: Box
+
+    @classmethod
+    def of(cls, name: str, tensor: Any) -> _Given:
+        """Of a distributed tensor only the local shard is looked at; nothing is communicated."""
+        shard = shard_of(name, tensor)
+        if shard is None:
+            whole = spec_of(name, tensor)
+            return cls(whole, tensor, whole, Box.whole(whole.shape))
+        spec = spec_of(name, shard.tensor)
+        # ranks beyond the last row, or outside of the mesh, hold nothing
+        nothing = Box((0,) * len(shard.shape), (0,) * len(shard.shape))
+        box = Box(shard.offsets, spec.shape) if spec.elements else nothing
+        if spec.elements and not box.fits(shard.shape):
+            raise Refused(
+                f"{name}: a shard of {list(spec.shape)} at {list(shard.offsets)} in {list(shard.shape)}",
+                remedy="give each shard's first element and the shape of the whole tensor",
+            )
+        nbytes = math.prod(shard.shape) * DTYPES[spec.dtype][0]
+        return cls(spec, shard.tensor, TensorSpec(name, spec.dtype, shard.shape, nbytes), box)
 
 
 class GivenWeights:
@@ -121,7 +152,7 @@ class GivenWeights:
         pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
         given: dict[str, _Given] = {}
         for name, tensor in pairs:
-            one = _Given(spec_of(name, tensor), tensor)
+            one = _Given.of(name, tensor)
             if name in given and not _equal(given[name], one):
                 raise Refused(
                     f"{name} was given twice with different values",
@@ -129,8 +160,11 @@ class GivenWeights:
                 )
             given.setdefault(name, one)
         self._given, self._baselines = given, baselines
-        self.table = TensorTable.of([one.spec for one in given.values()])
+        self.table = TensorTable.of([one.whole for one in given.values()])
         self._flat = functools.lru_cache(maxsize=2)(self._flat_uncached)
+
+    def box(self, name: str) -> Box:
+        return self._given[name].box
 
     def words_in(self, name: str, start: int, stop: int) -> Words:
         return _host_words(self._flat(name), self._given[name].spec, start, stop)
@@ -191,7 +225,7 @@ def _as_bytes(piece: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 def _equal(one: _Given, other: _Given) -> bool:
     """By bits; tensors of one device are compared there."""
-    if (one.spec.dtype, one.spec.shape) != (other.spec.dtype, other.spec.shape):
+    if (one.whole.dtype, one.whole.shape, one.box) != (other.whole.dtype, other.whole.shape, other.box):
         return False
     if _same(one.tensor, other.tensor):
         return True

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from weightcast.publisher import rendezvous
+from weightcast.publisher.boxes import Box
 from weightcast.publisher.commit import PostWrite
-from weightcast.publisher.diff import check_ties, write_difference
+from weightcast.publisher.diff import SegmentSums, check_ties, write_difference
 from weightcast.publisher.draft import Frame, draft
 from weightcast.publisher.finite import NonFinite
 from weightcast.publisher.match import Matched, match
 from weightcast.publisher.on_device import OnDevice
+from weightcast.publisher.rendezvous import Rank, shard_name
 from weightcast.publisher.report import PublishReport
 from weightcast.publisher.tensors import NewWeights
 from weightcast.shared.channel.channel_file import ChannelFile
@@ -23,11 +24,11 @@ from weightcast.shared.channel.index import INDEX_NAME, Encoding, Index
 from weightcast.shared.channel.keys import PrivateKey
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import DamagedFile, RetryLater
+from weightcast.shared.errors import DamagedFile, Refused, RetryLater
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.state import Step
 from weightcast.shared.progress import Advance
-from weightcast.shared.words import Part, Segment, TensorTable, grid, whole_part
+from weightcast.shared.words import Chunk, Part, TensorTable, Words, grid
 
 Watching = Callable[[str], None]
 """Called with the name of each phase as it begins."""
@@ -52,16 +53,6 @@ class PublishOptions:
     trust: Trust | None = None
     """whose versions are continued; None: anybody's"""
     non_finite: NonFinite = "allow"
-
-
-@dataclass(frozen=True)
-class Rank:
-    number: int
-    world_size: int
-
-    @property
-    def alone(self) -> bool:
-        return self.world_size == 1
 
 
 @dataclass
@@ -125,7 +116,19 @@ def matched_to(file: ChannelFile, table: TensorTable, weights: NewWeights, rank:
     matched = match(weights.table, table, frozen=file.frozen, aliases=file.aliases, partial=not rank.alone)
     check_ties(weights, matched, table)
     work.mapped = matched.mapped
+    if rank.alone:
+        _check_whole(weights, matched)
     return matched
+
+
+def _check_whole(weights: NewWeights, matched: Matched) -> None:
+    for name in matched.sources.values():
+        shape = weights.table[weights.table.numbers[name]].shape
+        if weights.box(name) != Box.whole(shape):
+            raise Refused(
+                f"{name} is a shard of a distributed tensor and this publisher has no other ranks",
+                remedy="open a publisher on every rank, with rank= and world_size=",
+            )
 
 
 @dataclass(frozen=True)
@@ -141,11 +144,18 @@ class PartWriter:
     """False for files that are copied on, and worth nothing after a loss of power"""
     non_finite: NonFinite = "allow"
 
-    def write(self, weights: NewWeights, matched: Matched, advance: Advance | None) -> Index:
-        """The diff pass; the part's draft. Nothing is left behind when it raises."""
+    def write(
+        self,
+        weights: NewWeights,
+        matched: Matched,
+        part: Part,
+        advance: Advance | None,
+        merged: Callable[[Chunk], Words] | None = None,
+    ) -> Written:
+        """The diff pass. `merged`: the part's new words where `weights` has not all of them. Nothing is left
+        behind when it raises."""
         table = self.local.table
-        part = whole_part(table) if self.rank.alone else _part_of(table, matched)
-        path = self.directory / rendezvous.shard_name(self.rank.number)
+        path = self.directory / shard_name(self.rank.number)
         chunks = sum(1 for _ in grid(table, part))
         writer = open_shard_writer(self.frame.encoding, path, table, chunks, durable=self.durable)
         try:
@@ -159,16 +169,20 @@ class PartWriter:
                     threads=self.threads,
                     advance=advance,
                     non_finite=self.non_finite,
+                    merged=merged,
                 )
             weights.finish()
         except BaseException:
             writer.abandon()
             raise
-        return draft(self.frame, table, part, difference)
+        return Written(draft(self.frame, table, part, difference), difference.split)
 
 
-def _part_of(table: TensorTable, matched: Matched) -> Part:
-    return Part(0, tuple(Segment(tensor, 0, table[tensor].words) for tensor in sorted(matched.sources)))
+@dataclass(frozen=True)
+class Written:
+    draft: Index
+    sums: Mapping[int, SegmentSums]
+    """of tensors that other ranks write too"""
 
 
 def report_of(index: Index, table: TensorTable, work: Work, directory: Path) -> PublishReport:

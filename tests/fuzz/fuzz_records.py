@@ -7,20 +7,28 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from test_fuzz_parsers import INDEX, SAFETENSORS, TABLE
 
+from weightcast.publisher import exchange
+from weightcast.publisher.boxes import Box
+from weightcast.publisher.diff import SegmentSums
+from weightcast.publisher.division import Division
+from weightcast.publisher.exchange import Sent, Share
 from weightcast.publisher.inbox import parse_entries
 from weightcast.publisher.queue import Queue
-from weightcast.publisher.rendezvous import Attempt, collect_drafts, find_attempt, leave_failure
+from weightcast.publisher.rendezvous import Attempt, Rank, collect_parts, find_attempt, leave_failure
 from weightcast.shared.channel import marks
+from weightcast.shared.channel.index import parse_index, write_index
 from weightcast.shared.channel.keys import load_private_key, trusted_keys
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.signing import Statement, Trust, write_signature
+from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.errors import DamagedFile, Refused
 from weightcast.shared.files.checkpoint import open_checkpoint
+from weightcast.shared.words import ChunkKey, Part
 from weightcast.subscriber.engines.wire import Reply
 from weightcast.subscriber.target import read_tag
 
@@ -85,17 +93,19 @@ def _queue(data: bytes) -> object:
 
 def _attempt(data: bytes) -> object:
     placed("meeting/weight_v000002.parts/1-aa/open.json", data)
-    return find_attempt(Layout(ROOT / "meeting"), 5, 1, 2, 1, time.monotonic())
+    return find_attempt(Layout(ROOT / "meeting"), 5, Rank(1, 2), 1, time.monotonic(), set())
 
 
 def _draft(data: bytes) -> object:
     path = placed("drafts/part-00001.json", data)
-    return collect_drafts(path.parent, ATTEMPT, TABLE, time.monotonic())
+    placed("drafts/sums-00001.json", _SUMS)
+    placed("drafts/sent-00001.json", _SENT)
+    return collect_parts(path.parent, ATTEMPT, DIVISION, TABLE, time.monotonic())
 
 
 def _failure(data: bytes) -> object:
     path = placed("failures/part-00001.failed.json", data)
-    return collect_drafts(path.parent, ATTEMPT, TABLE, time.monotonic())
+    return collect_parts(path.parent, ATTEMPT, DIVISION, TABLE, time.monotonic())
 
 
 def _checkpoint(data: bytes) -> object:
@@ -110,7 +120,16 @@ def _failure_example() -> bytes:
     return next(directory.glob("*.failed.json")).read_bytes()
 
 
-_DRAFT = INDEX.replace(b'"s"', b'"part-00001.safetensors"')
+_VERSION = parse_index(INDEX.replace(b'"s"', b'"part-00001.safetensors"'), TABLE)
+_PART = Part(0, _VERSION.parts[1].segments)
+_CHUNK = replace(_VERSION.chunks[0], key=ChunkKey(0, "BF16", 0))
+_DRAFT = write_index(replace(_VERSION, parts=(_PART,), chunks=(_CHUNK,)), TABLE)
+DIVISION = Division((Part(0, ()), _PART), ({}, {}), {})
+_HOLDS = {0: Box.whole(TABLE[0].shape), 1: Box((0,) * len(TABLE[1].shape), TABLE[1].shape)}
+_SENT = exchange.write_sent(
+    Sent({ChunkKey(0, TABLE[0].dtype, 0): Share(0, 24, Lanes(1, 2), Lanes(3, 4))}, {0: "ab" * 16})
+)
+_SUMS = exchange.write_sums({0: SegmentSums(Lanes(1, 2), Lanes(3, 4), Lanes(5, 6))})
 _INBOX = {
     "format": 1,
     "entries": [
@@ -145,6 +164,16 @@ RECORDS: dict[str, Target] = {
     "queue": (packed(_QUEUE), _queue),
     "attempt": (packed(asdict(ATTEMPT)), _attempt),
     "draft": (_DRAFT, _draft),
+    "holds": (
+        exchange.write_holds(_HOLDS, TABLE),
+        lambda data: exchange.parse_holds(data, TABLE, "holds"),
+    ),
+    "plan": (
+        exchange.write_plan([_HOLDS, {}], TABLE),
+        lambda data: exchange.parse_plan(data, TABLE, "plan"),
+    ),
+    "sent": (_SENT, lambda data: exchange.parse_sent(data, "sent")),
+    "sums": (_SUMS, lambda data: exchange.parse_sums(data, TABLE, "sums")),
     "failed part": (_failure_example(), _failure),
     "checkpoint index": (packed(_WEIGHT_MAP), _checkpoint),
     "engine reply": (packed(_REPLY), lambda data: _reply(Reply("http://engine", 200, data))),

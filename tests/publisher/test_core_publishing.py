@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -224,10 +225,11 @@ def test_frozen_tensors_may_be_left_out_and_must_not_move(tmp_path: Path, rng: n
     place.arrives(model, 2)
 
 
-@pytest.mark.parametrize("bad", ["big endian", "strings", "a shard of a distributed tensor"])
+@pytest.mark.parametrize("bad", ["big endian", "strings", "a partial sum"])
 def test_tensors_that_are_no_tensors_of_a_file(tmp_path: Path, rng: np.random.Generator, bad: str) -> None:
-    class Shard:
+    class Partial:
         dtype, shape = np.dtype("f4"), (2, 2)
+        placements = (SimpleNamespace(is_partial=lambda: True),)
 
         def full_tensor(self) -> object:
             return self
@@ -235,7 +237,7 @@ def test_tensors_that_are_no_tensors_of_a_file(tmp_path: Path, rng: np.random.Ge
     made = {
         "big endian": np.zeros((2, 2), ">f4"),
         "strings": np.array(["a"]),
-        "a shard of a distributed tensor": Shard(),
+        "a partial sum": Partial(),
     }
     place = make_place(tmp_path, {"w": tensor(rng, "F32", 2, 2)})
     with place.publisher() as publisher, pytest.raises(Refused, match="w"):

@@ -1,0 +1,189 @@
+"""Ranks that hold pieces of tensors publish them without gathering: cut any way, unevenly, doubly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from core_cases import Model, Tensor, all_changed, rot, snapshot, tensor
+from publisher_cases import ENCODINGS, Place, as_numpy, make_place, numpy_model
+from sharded_world import along, cut_model, grid_of, published, replicated, world_of
+
+from weightcast.publisher import Shard
+from weightcast.shared.channel.chain import verify
+from weightcast.shared.channel.pointer import Pointer
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import NeedsReseed, Refused
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return make_place(tmp_path, numpy_model(np.random.default_rng(3)))
+
+
+def big_model(rng: np.random.Generator) -> Model:
+    """One tensor that is cut into segments, with odd rows; and what is too small for it."""
+    return {
+        "big": tensor(rng, "F16", 2101, 1003),
+        "norm": tensor(rng, "F32", 130),
+        "scalar": tensor(rng, "F32"),
+    }
+
+
+def segments_of(place: Place, version: int) -> list[list[tuple[int, int, int]]]:
+    channel = Channel.open(place.channel)
+    _, base = channel.require_ours()
+    index = channel.index(Pointer(version, None, channel.directory), version, base.table)
+    return [[(s.tensor, s.start, s.stop) for s in part.segments] for part in index.parts]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_any_dimension(place: Place, dim: int, encoding: str) -> None:
+    """Every dtype, odd sizes, 0-dim and empty tensors, three ranks."""
+    rng = np.random.default_rng(5)
+    model = place.model
+    with world_of(place, 3, encoding=encoding) as world:
+        for step in (1, 2):
+            model = all_changed(model, rng, 5)
+            assert published(world.publish(cut_model(model, along(dim), 3), step)) == step
+    place.arrives(model, 2)
+    assert verify(Channel.open(place.channel)) == []
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("changes", [0, 1, 4000, 10**9])
+def test_a_tensor_in_several_segments(tmp_path: Path, dim: int, changes: int) -> None:
+    rng = np.random.default_rng(6)
+    place = make_place(tmp_path, big_model(rng))
+    moved = {**place.model, "norm": place.model["norm"].changed(rng, 1)}
+    if changes:
+        moved["big"] = some(moved["big"], rng, changes)
+    with world_of(place, 2, separate=True) as world:
+        assert published(world.publish(cut_model(moved, along(dim), 2), 1)) == 1
+    place.arrives(moved, 1)
+    parts = segments_of(place, 1)
+    cut = 1051 * 1003 if dim == 0 else 2101 * 1003 // 2
+    border = -(-cut // 64) * 64
+    assert sorted(one for part in parts for one in part if not one[0]) == [
+        (0, 0, border),
+        (0, border, 2101 * 1003),
+    ]
+    assert all(any(not one[0] for one in part) for part in parts)
+    assert not list(place.channel.glob("*.parts"))
+
+
+def some(one: Tensor, rng: np.random.Generator, count: int) -> Tensor:
+    words = one.data.view("<u2").copy()
+    where = rng.choice(len(words), count, replace=False) if count < len(words) else slice(None)
+    words[where] ^= rng.integers(1, 1 << 16, len(words[where]), np.uint16)
+    return Tensor(one.dtype, one.shape, words.view(np.uint8))
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_a_mesh_of_two_dimensions_and_replicas(place: Place, separate: bool) -> None:
+    """Eight ranks: two copies of 2 x 2 pieces; small tensors are on all of them."""
+    model = all_changed(place.model, np.random.default_rng(5), 5)
+    given = cut_model(model, replicated(grid_of(2, 2), 2), 8)
+    with world_of(place, 8, separate=separate) as world:
+        assert published(world.publish(given, 1)) == 1
+    place.arrives(model, 1)
+
+
+def test_worlds_of_other_sizes_go_on(place: Place) -> None:
+    rng = np.random.default_rng(5)
+    model = place.model
+    for version, size in enumerate((4, 2, 1, 3), 1):
+        model = all_changed(model, rng, 2)
+        with world_of(place, size) as world:
+            assert published(world.publish(cut_model(model, along(0), size), 7)) == version
+    place.arrives(model, 4)
+    assert verify(Channel.open(place.channel)) == []
+
+
+def test_replicas_that_differ_are_refused(place: Place) -> None:
+    before = snapshot(place.channel)
+    given = cut_model(place.model, replicated(along(0), 2), 4)
+    shard = given[3]["f16.matrix"]
+    shard.tensor.view(np.uint16)[2, 3] ^= 1
+    with world_of(place, 4) as world:
+        for outcome in world.publish(given, 1):
+            assert isinstance(outcome, Refused)
+            assert "f16.matrix has other values on rank 1 than on rank 3" in str(outcome)
+        assert snapshot(place.channel, leave_out=("publishers", ".trash", "weight_v000001.parts")) == before
+        shard.tensor.view(np.uint16)[2, 3] ^= 1
+        assert published(world.publish(given, 2)) == 1
+
+
+def test_what_is_missing_and_what_overlaps_is_listed(place: Place) -> None:
+    given = cut_model(place.model, along(0), 3)
+    del given[2]["f16.matrix"]
+    given[1]["i16.matrix"] = Shard(given[1]["i16.matrix"].tensor, (7, 0), (23, 17))
+    for tensors in given.values():
+        del tensors["scalar"]
+    with world_of(place, 3) as world:
+        outcomes = world.publish(given, 1)
+    for outcome in outcomes:
+        assert isinstance(outcome, Refused)
+        assert "f16.matrix came only with 272 of 391 elements, from ranks 0, 1" in str(outcome)
+        assert "i16.matrix is held in overlapping pieces by rank 0 and rank 1" in str(outcome)
+        assert "scalar came from no rank" in str(outcome)
+
+
+def test_a_shard_without_other_ranks_is_refused(place: Place) -> None:
+    with (
+        place.publisher() as publisher,
+        pytest.raises(Refused, match=r"i16\.matrix is a shard .* no other ranks"),
+    ):
+        given = cut_model(place.model, along(0), 2)[0]
+        whole = {name: as_numpy(one) for name, one in place.model.items()}
+        publisher.publish({**whole, "i16.matrix": given["i16.matrix"]})
+
+
+def test_a_shard_must_fit(place: Place) -> None:
+    with place.publisher() as publisher, pytest.raises(Refused, match=r"i16\.matrix: a shard of"):
+        publisher.publish({"i16.matrix": Shard(np.zeros((4, 17), np.int16), (20, 0), (23, 17))})
+
+
+def test_a_rank_0_that_fails_early_keeps_nobody_waiting(place: Place) -> None:
+    given = {**cut_model(place.model, along(0), 3), 0: {"nothing": np.zeros(3, np.float32)}}
+    with world_of(place, 3) as world:
+        first, second, third = world.publish(given, 1)
+    assert isinstance(first, Refused) and "nothing is not part of the run" in str(first)
+    assert "rank 0 gave up: the weights do not fit" in str(second) == str(third)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_drift_under_another_ranks_piece_is_found(place: Place, rank: int) -> None:
+    """A bit that one rank compares with and another one's local checkpoint has otherwise."""
+    model = all_changed(place.model, np.random.default_rng(5), 5)
+    with world_of(place, 2, separate=True) as world:
+        given = cut_model(place.model, along(1), 2)
+        published(world.publish(given, 1))
+        for name in ("f16.matrix", "i16.matrix", "i8.matrix"):
+            rot(place.root / f"pub-{rank}", name, 3)
+            rot(place.root / f"pub-{rank}", name, 30)
+        outcomes = world.publish(cut_model(model, along(1), 2), 2)
+        assert any(isinstance(one, NeedsReseed) for one in outcomes)
+        assert all(isinstance(one, NeedsReseed | Refused) for one in outcomes)
+        assert published(world.publish(cut_model(model, along(1), 2), 3)) == 2
+    place.arrives(model, 2)
+
+
+def test_tied_tensors_of_two_ranks(tmp_path: Path) -> None:
+    """The first stage has the embedding, the last one the head; the base stores the embedding alone."""
+    rng = np.random.default_rng(8)
+    model = {"embed": tensor(rng, "F16", 40, 9), "norm": tensor(rng, "F16", 9)}
+    place = make_place(tmp_path, model, aliases={"head": "embed"})
+    moved = all_changed(model, rng, 3)
+    embed, norm = as_numpy(moved["embed"]), as_numpy(moved["norm"])
+    with world_of(place, 2) as world:
+        assert published(world.publish({0: {"embed": embed}, 1: {"norm": norm, "head": embed}}, 1)) == 1
+        place.arrives(moved, 1)
+        for outcome in world.publish({0: {"embed": embed}, 1: {"norm": norm, "head": embed + 1}}, 2):
+            assert "embed has other values on rank 0 than on rank 1" in str(outcome)
+        pieces = {rank: cut_model({"head": moved["embed"]}, along(0), 2)[rank] for rank in (0, 1)}
+        pieces[0]["norm"] = norm  # type: ignore[index]
+        assert published(world.publish(pieces, 3)) == 2
+    place.arrives(moved, 2)
