@@ -10,7 +10,7 @@ from core_cases import Model, Tensor, all_changed, rot, snapshot, tensor
 from publisher_cases import ENCODINGS, Place, as_numpy, make_place, numpy_model
 from sharded_world import along, cut_model, grid_of, published, replicated, world_of
 
-from weightcast.publisher import Shard
+from weightcast.publisher import Shard, cast_like
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.store import Channel
@@ -187,3 +187,15 @@ def test_tied_tensors_of_two_ranks(tmp_path: Path) -> None:
         pieces[0]["norm"] = norm  # type: ignore[index]
         assert published(world.publish(pieces, 3)) == 2
     place.arrives(moved, 2)
+
+
+def test_masters_of_another_precision(tmp_path: Path) -> None:
+    """Each rank casts its own piece."""
+    rng = np.random.default_rng(8)
+    place = make_place(tmp_path, {"w": tensor(rng, "F16", 40, 9)})
+    masters = rng.standard_normal((40, 9)).astype(np.float32)
+    cast = {rank: cast_like(place.base, {"w": along(1)(masters, rank, 2)}) for rank in (0, 1)}
+    with world_of(place, 2) as world:
+        assert published(world.publish(cast, 1)) == 1
+    halves = masters.astype(np.float16)
+    place.arrives({"w": Tensor("F16", (40, 9), halves.view(np.uint8).reshape(-1))}, 1)
