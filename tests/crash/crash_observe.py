@@ -27,7 +27,12 @@ def see_channel(channel: Path) -> ChannelSeen:
     for entry in sorted(channel.glob("weight_v*")):
         number = entry.name.removeprefix("weight_v")
         if number.isdigit() and (entry / INDEX).exists():
-            versions[int(number)] = _see_version(entry)
+            try:
+                versions[int(number)] = _see_version(entry)
+            except FileNotFoundError:
+                # pruned just now; the horizon, which is read last, says so
+                if entry.exists():
+                    raise
     claims = [int(path.stem) for path in (channel / "publishers").glob("*.json") if path.stem.isdigit()]
     base = blake3((channel / "base.json").read_bytes()).hexdigest()
     horizon = json.loads((channel / "channel.json").read_bytes())["horizon"]

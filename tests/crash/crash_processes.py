@@ -6,6 +6,7 @@ that a daemon is armed while it runs. Keep this process free of threads.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import json
@@ -28,7 +29,9 @@ from weightcast.shared import failpoints
 
 Action = Literal["kill", "stop", "term", "error"]
 _SIZE = 1 << 16
-_ORDER, _FIRED, _SEEDS, _COUNTS = 8, 4096, 4100, 8192
+_ORDER, _FIRED, _COUNTS = 8, 4096, 4104
+_SLOTS, _SLOT = 8192, 28 << 10
+"""two places for the counts, written by turns"""
 _PR_SET_PDEATHSIG = 1
 
 KINDS = {
@@ -124,16 +127,22 @@ class Wire:
         return self._memory[_FIRED : _FIRED + 4] != bytes(4)
 
     def count(self, counts: dict[str, int]) -> None:
-        text = json.dumps(counts).encode()[: _SIZE - _COUNTS - 4]
-        self._memory[_COUNTS + 4 : _COUNTS + 4 + len(text)] = text
-        self._memory[_COUNTS : _COUNTS + 4] = struct.pack("<I", len(text))
+        text = json.dumps(counts).encode()
+        last, _ = struct.unpack("<II", self._memory[_COUNTS : _COUNTS + 8])
+        at = _SLOTS + (1 - last) * _SLOT
+        self._memory[at : at + len(text)] = text
+        self._memory[_COUNTS : _COUNTS + 8] = struct.pack("<II", 1 - last, len(text))
 
     @property
     def counts(self) -> dict[str, int]:
-        """Rows that the child passed since its start. Read it when the child is dead or idle."""
-        (length,) = struct.unpack("<I", self._memory[_COUNTS : _COUNTS + 4])
-        found: dict[str, int] = json.loads(self._memory[_COUNTS + 4 : _COUNTS + 4 + length] or b"{}")
-        return found
+        """Rows that the child passed since its start."""
+        while True:
+            slot, length = struct.unpack("<II", self._memory[_COUNTS : _COUNTS + 8])
+            at = _SLOTS + slot * _SLOT
+            # a child that lives may have come round to this slot meanwhile
+            with contextlib.suppress(ValueError):
+                found: dict[str, int] = json.loads(self._memory[at : at + length] or b"{}")
+                return found
 
 
 class Trap:
