@@ -8,6 +8,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+_DONTNEED = 4
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of madvise(2), Linux 5.14; refused by older kernels, which does no harm"""
 _LEAST = 1 << 18
@@ -25,3 +26,14 @@ def populate(mapped: NDArray[Any]) -> None:
         address = mapped.ctypes.data
         begin = address & ~(mmap.PAGESIZE - 1)
         _madvise(begin, address + mapped.nbytes - begin, _POPULATE_WRITE)
+
+
+def ready_to_write(mapped: NDArray[Any]) -> None:
+    """As `populate`, for a view whose pages will nearly all be written. Pages of a file that were written
+    back or only read are protected, and each would cost a fault of its own; those that are not mapped at all
+    come back many at once. Bytes stay as they are: for shared mappings only."""
+    if mapped.nbytes >= _LEAST:
+        address = mapped.ctypes.data
+        begin = address & ~(mmap.PAGESIZE - 1)
+        _madvise(begin, address + mapped.nbytes - begin, _DONTNEED)
+        populate(mapped)

@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from itertools import pairwise
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from weightcast.shared.codec.changes import Changes
 from weightcast.shared.codec.kernels import kernels
-from weightcast.shared.codec.plain import unpack_gaps
+from weightcast.shared.codec.plain import ESCAPED_GAP, unpack_gaps
 from weightcast.shared.codec.scratch import scratch
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.failpoints import failpoint
@@ -92,6 +92,20 @@ class _Payload:
     escapes: NDArray[np.uint32]
     old: Words
     new: Words
+
+    @property
+    def reach(self) -> int:
+        """Words from the first change to the last, both counted."""
+        near = int(self.gaps.sum(dtype=np.int64)) - ESCAPED_GAP * len(self.escapes)
+        return 1 + near + int(self.escapes.sum(dtype=np.int64))
+
+
+Begin = Callable[[Words, int], None]
+"""Called with a stretch of words and how many of them will be written."""
+
+
+def _at_once(words: Words, changes: int) -> None:
+    """For words in memory: nothing is to be made ready."""
 
 
 @dataclass(frozen=True)
@@ -297,11 +311,15 @@ class JournalReader:
             raise self._bad("ends early")
         return record
 
-    def exchange(self, record: PackedRecord, words: Words, way: Way, *, again: bool) -> int | None:
+    def exchange(
+        self, record: PackedRecord, words: Words, way: Way, *, again: bool, begin: Begin = _at_once
+    ) -> int | None:
         """Writes new words over old ones of the record's tensor, or the way back, and reads them back.
+        `begin` is called with the stretch of `words` that the record covers, and how many of it will change.
         Returns the first word that is none of those expected (`again`: or already written); some before it
         are written then. Raises DamagedFile with nothing of the record written. Safe in any thread."""
         payload = self._payload(record)
+        begin(words[record.first : record.first + payload.reach], record.count)
         before, after = (payload.old, payload.new) if way is Way.FORWARD else (payload.new, payload.old)
         try:
             failed: int | None = kernels().exchange_packed(

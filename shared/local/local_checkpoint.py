@@ -30,7 +30,7 @@ from weightcast.shared.files.checkpoint import (
     surplus_weights,
 )
 from weightcast.shared.files.mounts import file_system
-from weightcast.shared.files.paging import populate
+from weightcast.shared.files.paging import populate, ready_to_write
 from weightcast.shared.files.unshare import unshare_blocks
 from weightcast.shared.local.host import Host
 from weightcast.shared.local.locks import FileLock, Wait, holder, owner_text
@@ -44,6 +44,7 @@ _SEEDED_AGAIN = "the next sync seeds it again from base or anchor"
 _LEAVE_ALONE = "nothing else may write here; the next sync reads all of it, or seeds it again"
 PATCH_LOCK_SECONDS = 60.0
 _BLOCK = 512
+_PAGE = 4096
 _SHARING_SYSTEMS = ("xfs",)
 """file systems whose files may share blocks"""
 _PLAIN_SYSTEMS = ("ext4", "xfs", "tmpfs")
@@ -190,6 +191,10 @@ class LocalCheckpoint:
         for path in self.checkpoint.weight_files:
             self._maps[path] = _map(path)
 
+    @property
+    def _in_memory(self) -> bool:
+        return any(mapped.in_memory for mapped in self._maps.values())
+
     def close(self) -> None:
         for mapped in self._maps.values():
             # views handed out keep a map alive; it is dropped with them
@@ -243,6 +248,12 @@ class LocalCheckpoint:
         if self._maps[self.checkpoint.places[tensor].file].in_memory:
             populate(words)
         return words
+
+    def begin_writing(self, words: Words, changes: int) -> None:
+        """`words`: a stretch of a tensor in which so many words will be written. Where few pages stay as they
+        are, all of them are made ready at once; memory of tmpfs is never written back, and is ready."""
+        if changes * _PAGE >= words.nbytes and not self._in_memory:
+            ready_to_write(words)
 
     def chunk_words(self, chunk: Chunk) -> Words:
         """The chunk's words with zero padding; not to be written. A view where the chunk is one run."""

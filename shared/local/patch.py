@@ -120,7 +120,8 @@ def _write_all(local: LocalCheckpoint, step: Step, way: Way, *, replay: bool, th
 
         def write(records: Sequence[PackedRecord]) -> None:
             for record in records:
-                failed = journal.exchange(record, local.words(record.tensor), way, again=replay)
+                words = local.words(record.tensor)
+                failed = journal.exchange(record, words, way, again=replay, begin=local.begin_writing)
                 if failed is not None:
                     raise _UnexpectedWordError(record.tensor, failed)
                 failpoint("patch.record", local.directory)
