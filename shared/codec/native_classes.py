@@ -14,6 +14,7 @@ from weightcast.shared.digest.native import (
     frozen,
     inlined,
     kernel,
+    on_stack,
     reaching64,
     set_bits,
     trailing_zeros,
@@ -80,8 +81,10 @@ def _put_classes(
     gaps: Any,
 ) -> Any:
     """`book`: int64[2, 8], per class: where its next gap goes, where its room ends."""
-    masks, base = np.zeros(CLASSES, np.uint64), np.zeros(CLASSES, np.int64)
-    at, behind = book[0].copy(), np.zeros(CLASSES, np.int64)
+    masks, base = on_stack(CLASSES, U64(0)), on_stack(CLASSES, I64(0))
+    at, behind = book[0], on_stack(CLASSES, I64(0))
+    for c in range(CLASSES):
+        base[c] = behind[c] = I64(0)
     low, j, most = U64(kind[LOW]), I64(0), index.size
     for n in range(spans.shape[0]):
         stop = spans[n, 0] + spans[n, 1]
@@ -113,7 +116,6 @@ def _put_classes(
                         behind[c] = rank + 1
                         still &= still - U64(1)
                 base[c] += set_bits(masks[c])
-    book[0] = at
     return True
 
 
@@ -179,11 +181,11 @@ def _take_classes(
     index: Any,
 ) -> Any:
     """`gaps`: behind each class lies one that no class reaches. `index`: room for 64 more than may come."""
-    masks, next_rank = np.zeros(CLASSES, np.uint64), np.zeros(CLASSES, np.int64)
+    masks, next_rank = on_stack(CLASSES, U64(0)), on_stack(CLASSES, I64(0))
     low, found, most = U64(kind[LOW]), I64(0), index.size - 64
-    at = np.zeros(CLASSES, np.int64)
-    at[1:] = ends[:-1] + 1
+    at = on_stack(CLASSES, I64(0))
     for c in range(CLASSES):
+        at[c] = I64(0) if c == 0 else ends[c - 1] + 1
         next_rank[c] = I64(gaps[at[c]])
     for n in range(spans.shape[0]):
         stop = spans[n, 0] + spans[n, 1]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba.extending import register_jitable
-
 from weightcast.shared.codec import contexts, rice
-from weightcast.shared.digest.native import kernel
+from weightcast.shared.digest.native import kernel, rule
 
-for rule in (rice.rice_parameter, contexts._first_exponent, contexts._plan):
-    register_jitable(rule)
+for each in (rice.rice_parameter, contexts._first_exponent, contexts._plan):
+    rule(each)
 
 plan_contexts: Any = kernel(contexts.plan_contexts)

@@ -14,6 +14,7 @@ from weightcast.shared.digest.native import (
     frozen,
     inlined,
     kernel,
+    on_stack,
     prefetch,
     set_word,
     unwritable,
@@ -82,7 +83,7 @@ def _exchange(
 ) -> Any:
     """`like`, `word`: arrays of the dtypes of escapes and words. While a block is exchanged, the next one's
     places are found and asked for."""
-    here, there = np.empty(_BLOCK, np.int64), np.empty(_BLOCK, np.int64)
+    here, there = on_stack(_BLOCK, I64(0)), on_stack(_BLOCK, I64(0))
     position, used, ready = I64(first), I64(0), min(_BLOCK, gaps.size)
     for j in range(ready):
         gap, used = _stride(gaps, escapes, j, used, like)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 from llvmlite import binding, ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
 
-from weightcast.shared.digest.native import address
+from weightcast.shared.digest.native import address, cgutils, chosen_features, intrinsic, types
 
 _COUNT = 16
 _NUMBER, _WORD = ir.IntType(32), ir.IntType(64)
@@ -19,12 +16,12 @@ _OLD, _NEW, _AT, _INDEX, _BEFORE, _AFTER, _FOUND = range(7)
 
 def _compresses() -> bool:
     """Whether the machine that kernels are compiled for moves chosen lanes together by itself."""
-    chosen = numba.config.CPU_FEATURES
+    chosen = chosen_features()
     features = binding.get_host_cpu_features().flatten() if chosen is None else chosen
     return "+avx512f" in features.split(",")
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def list16(typing: Any, old: Any, new: Any, at: Any, index: Any, before: Any, after: Any, found: Any) -> Any:
     """Of 16 words of two byte arrays from word `at` on, those that differ: positions and both words, from
     `found` on. Returns where the next ones go; up to 16 are written."""
@@ -94,7 +91,7 @@ class _Listing:
         return found
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def copy16(typing: Any, target: Any, to: Any, source: Any, at: Any) -> Any:
     """16 words of `source` from `at` on into bytes that hold such words, from word `to` on."""
 

@@ -14,6 +14,7 @@ from weightcast.shared.digest.native import (
     U64,
     inlined,
     kernel,
+    on_stack,
     reaching64,
     store64,
     trailing_zeros,
@@ -108,10 +109,11 @@ def _put_runs(values: Any, k_run: Any, k_rest: Any, out: Any, most: Any) -> Any:
 @kernel
 def _group(magnitude: Any, exponents: Any, first: Any, contexts: Any, grouped: Any) -> None:
     last = contexts.shape[0] - 1
-    places = np.zeros(last + 1, np.uint64)  # as subscripts, unsigned ones are quicker
+    places = on_stack(EXPONENTS, U64(0))  # as subscripts, unsigned ones are quicker
+    places[0] = U64(0)
     for context in range(last):
         places[context + 1] = places[context] + U64(contexts[context, COUNT])
-    table = np.empty(EXPONENTS, np.uint64)
+    table = on_stack(EXPONENTS, U64(0))
     for power in range(EXPONENTS):
         table[power] = min(max(power - first, 0), last)
     for i in range(magnitude.size):

@@ -17,6 +17,7 @@ from weightcast.shared.digest.native import (
     differing64,
     frozen,
     kernel,
+    on_stack,
     prefetch,
     prefetch64,
     set_bits,
@@ -26,8 +27,9 @@ from weightcast.shared.digest.native import (
     word_at,
 )
 from weightcast.shared.digest.native_mix import (
+    SUMS,
     closed,
-    empty_sums,
+    empty,
     keep8,
     mix64,
     mix_changed64,
@@ -41,6 +43,7 @@ Tallies = NDArray[np.int64]
 
 _BLOCK = 1 << 14
 """words compared before those that differ are gathered: they still lie in the nearest caches"""
+_MASKS = (_BLOCK >> 6) + 1
 _AHEAD = 48
 """changes between asking for a cache line and using it"""
 
@@ -147,7 +150,8 @@ def _listed_all(
     sums: Any,
 ) -> Any:
     """Does for a block of many changes what `_listed` and `keep8` do. `number`: of its first 8-byte word."""
-    place = opened(number)
+    place = on_stack(SUMS, U64(0))
+    opened(place, number)
     for first in range(start, stop, 64):
         mix_changed64(old, new, first, before, place, sums)
         for part in range(first, first + 64, 16):
@@ -162,11 +166,13 @@ def _scanned(
     """`spans`: int64[n, 3], offset, words, number of the chunk's 8-byte word 0 in its tensor's count. Blocks
     pass through here while they lie in the nearest caches; from memory they are read once. `index` begins
     behind one that is no position."""
-    masks, found = np.empty((_BLOCK >> 6) + 1, np.uint64), I64(1)
+    masks, found = on_stack(_MASKS, U64(0)), I64(1)
+    sums, touched = on_stack(SUMS, U64(0)), on_stack(SUMS, U64(0))
     for n in range(spans.shape[0]):
         first_found, at, end = found, spans[n, 0], spans[n, 0] + spans[n, 1]
         number = U64(spans[n, 2])
-        sums, touched = opened(number + U64(at >> shift)), empty_sums()
+        opened(sums, number + U64(at >> shift))
+        empty(touched)
         while at < end:
             stop = min(end, at + _BLOCK)
             whole = at + ((stop - at) & ~63)
@@ -243,31 +249,38 @@ def scatter(words: Words, index: Array32, new: Words) -> None:
         write(words.view(np.uint8), unwritable(index), unwritable(new))
 
 
+_FOUR = 4 * 256 * 2
+
+
 @kernel
 def _split(old: Any, new: Any, kind: Any, magnitude: Any, exponents: Any, signs: Any, tallies: Any) -> None:
-    """`four`: how many (and 2**32 times how many are not 0), sum. Four, so that equal neighbours do not wait
-    for each other."""
-    four, whole = np.zeros((4, 256, 2), np.uint64), old.size & ~15
+    """`four`: tables of 256 pairs, how many (and 2**32 times how many are not 0), sum. Four, so that equal
+    neighbours do not wait for each other."""
+    four, whole = on_stack(_FOUR, U64(0)), old.size & ~15
+    for n in range(_FOUR):
+        four[n] = U64(0)
     for first in range(0, whole, 16):
         signs[first >> 4] = split16(old, new, first, kind, magnitude, exponents)
         for i in range(first, first + 16):
-            row, value = four[U64(i & 3), exponents[i]], U64(magnitude[i])
-            row[0] += U64(1) + (U64(value != U64(0)) << U64(32))
-            row[1] += value
+            row, value = (U64(i & 3) << U64(9)) | (U64(exponents[i]) << U64(1)), U64(magnitude[i])
+            four[row] += U64(1) + (U64(value != U64(0)) << U64(32))
+            four[row | U64(1)] += value
     bits = U64(0)
     for i in range(whole, old.size):
         step = step_between(old[i], new[i], kind)
         magnitude[i], exponents[i] = abs(step) - 1, exponent(old[i], kind)
         bits |= U64(step < 0) << U64(i & 15)
-        four[0, exponents[i], 0] += U64(1) + (U64(magnitude[i] != 0) << U64(32))
-        four[0, exponents[i], 1] += U64(magnitude[i])
+        row = U64(exponents[i]) << U64(1)
+        four[row] += U64(1) + (U64(magnitude[i] != 0) << U64(32))
+        four[row | U64(1)] += U64(magnitude[i])
     if whole < old.size:
         signs[whole >> 4] = bits
     for power in range(256):
         for n in range(4):
-            tallies[power, 0] += I64(four[n, power, 0] & U64(0xFFFFFFFF))
-            tallies[power, 1] += I64(four[n, power, 1])
-            tallies[power, 2] += I64(four[n, power, 0] >> U64(32))
+            row = U64((n << 9) | (power << 1))
+            tallies[power, 0] += I64(four[row] & U64(0xFFFFFFFF))
+            tallies[power, 1] += I64(four[row | U64(1)])
+            tallies[power, 2] += I64(four[row] >> U64(32))
 
 
 def split(

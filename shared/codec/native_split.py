@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
 
 from weightcast.shared.codec.native_ordinals import FLOATS, HALF, LOW, MASK, SHIFT, SIGN
-from weightcast.shared.digest.native import address, repeated
+from weightcast.shared.digest.native import address, intrinsic, repeated, types
 
 _COUNT = 16
 _OLD, _NEW, _AT, _KIND, _MAGNITUDE, _EXPONENTS = range(6)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def split16(typing: Any, old: Any, new: Any, at: Any, kind: Any, magnitude: Any, exponents: Any) -> Any:
     """|step| - 1 from old[i] to new[i] and the exponent of old[i], for 16 words from `at` on. Returns their
     signs as bits, 1 for a step down. `kind`: as `native_ordinals.facts`."""

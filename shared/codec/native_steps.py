@@ -19,6 +19,7 @@ from weightcast.shared.digest.native import (
     inlined,
     kernel,
     load64,
+    on_stack,
     prefetch,
     trailing_zeros,
     unwritable,
@@ -34,6 +35,7 @@ _WHOLE_BITS = 57
 """bits that are there for certain after a load of 8 bytes from the byte that holds the first"""
 _BLOCK = 512
 """changes from their old words to their sums at once: all that is kept of them lies in the nearest cache"""
+_ROOM = _BLOCK + 8
 _A0, _A1, _A2 = (U64(value) for value in MIX_A)
 _B0, _B1, _B2 = (U64(value) for value in MIX_B)
 
@@ -267,6 +269,7 @@ def _take_steps(
     data: Any,
     signs: Any,
     streams: Any,
+    book: Any,
     first: Any,
     old: Any,
     index: Any,
@@ -279,10 +282,8 @@ def _take_steps(
     sums: Any,
     changed: Any,
 ) -> Any:
-    room = _BLOCK + 8
-    wide, touched, numbers = np.empty(room, np.uint64), np.empty(room, np.uint64), np.empty(room, np.uint64)
-    words, steps, exponents = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int64)
-    book = np.empty((4, streams.shape[0]), np.int64)
+    wide, touched, numbers = on_stack(_ROOM, U64(0)), on_stack(_ROOM, U64(0)), on_stack(_ROOM, U64(0))
+    words, steps, exponents = on_stack(_ROOM, I64(0)), on_stack(_ROOM, I64(0)), on_stack(_ROOM, I64(0))
     _opened(data, streams, book)
     over, start, span = U64(0), I64(0), 0
     while start < index.size:
@@ -326,6 +327,7 @@ def take_steps(
         frozen(data),
         U64(signs),
         streams,
+        np.empty((4, len(streams)), np.int64),
         first,
         frozen(old),
         unwritable(index),

@@ -10,6 +10,7 @@ from weightcast.shared.codec.choose import StepEncoding
 from weightcast.shared.codec.container import decode_chunk, encode_chunk
 from weightcast.shared.codec.kernels import kernels
 from weightcast.shared.codec.scan import scan
+from weightcast.shared.digest.hash import all_compiled
 from weightcast.shared.digest.touched import span_sums
 from weightcast.shared.words import Chunk, Span, Words
 
@@ -30,6 +31,7 @@ def warm_up() -> None:
         _both_ways(chunk, old, new, "small")
         new[::2] ^= 1  # step bytes
         _both_ways(chunk, old, new, "fast")
+    all_compiled()
 
 
 def _both_ways(chunk: Chunk, old: Words, new: Words, encoding: StepEncoding) -> None:

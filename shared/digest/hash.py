@@ -42,6 +42,14 @@ def kernels() -> Literal["numba", "numpy"]:
     return "numpy" if implementation() is lanes_plain else "numba"
 
 
+def all_compiled() -> None:
+    """To be called when every kernel was used: from then on processes need no compiler to begin."""
+    if kernels() == "numba":
+        from weightcast.shared.digest.native import STORE
+
+        STORE.completed()
+
+
 def hash_bytes(data: ByteArray, first_word: int = 0) -> Lanes:
     """Raw lanes of contiguous bytes that begin at 8-byte word `first_word` of their tensor. A tail of less
     than 8 bytes counts as a word padded with zeros, so it must be the tensor's. Any alignment."""

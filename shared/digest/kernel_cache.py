@@ -16,6 +16,7 @@ from pathlib import Path
 CACHE_VARIABLE = "WEIGHTCAST_CACHE"
 _SOURCES = (
     "digest/*native*.py",
+    "digest/compiled.py",
     "digest/lanes.py",
     "codec/*native*.py",
     "codec/contexts.py",

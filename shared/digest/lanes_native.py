@@ -15,11 +15,22 @@ from weightcast.shared.digest.native import (
     inlined,
     kernel,
     load64,
+    on_stack,
     prefetch,
     prefetch64,
     unwritable,
 )
-from weightcast.shared.digest.native_mix import A0, B0, closed, mix64, mixed_tail, opened, rounds_a, rounds_b
+from weightcast.shared.digest.native_mix import (
+    A0,
+    B0,
+    SUMS,
+    closed,
+    mix64,
+    mixed_tail,
+    opened,
+    rounds_a,
+    rounds_b,
+)
 from weightcast.shared.words import ByteArray, Words
 
 _BATCH = 1024
@@ -30,7 +41,8 @@ _AHEAD_BYTES = 2048
 
 @kernel
 def _hash(data: ByteArray, first: Any) -> Any:
-    sums = opened(first)
+    sums = on_stack(SUMS, U64(0))
+    opened(sums, first)
     whole = data.size & ~63
     for place in range(0, whole, 64):
         prefetch64(data, place + _AHEAD_BYTES, data)
@@ -62,8 +74,7 @@ def _touched(
 ) -> None:
     """`shift`: log2 of the words per 8 bytes. `ends`, `numbers`: per span its end in the chunk and the number
     of the chunk's 8-byte word 0 in its tensor's count. `sums`: uint64[spans, 4], old a, b, new a, b."""
-    before, after = np.empty(_BATCH, np.uint64), np.empty(_BATCH, np.uint64)
-    places = np.empty(_BATCH, np.uint64)
+    before, after, places = on_stack(_BATCH, U64(0)), on_stack(_BATCH, U64(0)), on_stack(_BATCH, U64(0))
     bits, last = U64(64 >> shift), index.size - 1
     kept = ~(~U64(0) >> (U64(64) - bits))
     in_word = (I64(1) << shift) - 1

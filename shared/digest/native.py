@@ -1,23 +1,24 @@
 """The one door to numba: how kernels are compiled, and the machine operations it has no word for.
 
 Bit code is uint64 throughout: numba makes a float64 of int64 with uint64. Importing this module raises
-ImportError where numba is missing.
+ImportError where numba is missing. numba itself is imported when something is to be compiled.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
-import numba
 import numpy as np
 from llvmlite import binding, ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from weightcast.shared.digest.compiled import Code, Kernel, Store, environment_of, undefined_symbols
 from weightcast.shared.digest.kernel_cache import cache_directory
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -27,33 +28,116 @@ U64: Any = np.uint64
 I64: Any = np.int64
 
 
-if numba.config.DISABLE_JIT:
-    raise ImportError("NUMBA_DISABLE_JIT is set")
+class _Late:
+    """A module that is imported when something of it is used."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(import_module(self._name), attribute)
+
+
+types: Any = _Late("numba.core.types")
+cgutils: Any = _Late("numba.core.cgutils")
+_numba: Any = _Late("numba")
+_extending: Any = _Late("numba.extending")
+_arrays: Any = _Late("numba.np.arrayobj")
+
+_SETTINGS = (
+    "NUMBA_CPU_NAME",
+    "NUMBA_CPU_FEATURES",
+    "NUMBA_OPT",
+    "NUMBA_LOOP_VECTORIZE",
+    "NUMBA_SLP_VECTORIZE",
+)
 
 
 def _cpu() -> str:
-    return f"{numba.__version__} {binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
+    versions = f"{version('numba')} {version('llvmlite')} {environment_of(_SETTINGS)}"
+    return f"{versions} {binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
 
 
+if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
+    raise ImportError("NUMBA_DISABLE_JIT is set")
 CACHE: Path | None = cache_directory(os.environ, _cpu())
 """where compiled kernels are kept; None: nowhere, they are compiled by every process"""
+STORE = Store(CACHE)
+if not STORE.complete:
+    import_module("numba")  # a compiler that is missing is found here and not in the midst of a version
+
+
+def chosen_features() -> str | None:
+    """Of the machine that is compiled for, where the user named them."""
+    return cast("str | None", _numba.config.CPU_FEATURES)
+
+
+class Piece:
+    """Something that kernels call: known to numba only when one of them is compiled."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make, self._made = make, None
+
+    @property
+    def numba(self) -> Any:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+
+_RULES: dict[Any, Piece] = {}
 
 
 def kernel(function: Function) -> Function:
-    """Compiled at first call, without the GIL; kept on disk where there is a place for it."""
-    if CACHE is None:
-        return cast(Function, numba.njit(nogil=True)(function))
-    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(CACHE)
-    try:
-        return cast(Function, numba.njit(nogil=True, cache=True)(function))
-    finally:
-        # the caches of others in this process are theirs
-        numba.config.CACHE_DIR = before
+    """Compiled at first call, called without the GIL; kept on disk where there is a place for it."""
+    made = Piece(lambda: _numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(_resolved(function)))
+    return cast(Function, Kernel(function, STORE, made, lambda arguments: _compiled(made.numba, arguments)))
 
 
 def inlined(function: Function) -> Function:
     """A piece of kernels: compiled into each of them."""
-    return cast(Function, numba.njit(inline="always")(function))
+    return cast(Function, Piece(lambda: _numba.njit(inline="always")(_resolved(function))))
+
+
+def rule(function: Function) -> Function:
+    """A plain function that kernels may call; for others it stays as it is."""
+    _RULES[function] = Piece(lambda: _numba.njit(_resolved(function)))
+    return function
+
+
+def intrinsic(function: Callable[..., Any]) -> Any:
+    return Piece(lambda: _extending.intrinsic(function))
+
+
+def _resolved(function: Any) -> Any:
+    """The function with numba's things in the places of ours."""
+    names = dict(function.__globals__)
+    for name in function.__code__.co_names:
+        value = names.get(name)
+        if isinstance(value, Kernel):
+            names[name] = value.source.numba
+        elif isinstance(value, Piece):
+            names[name] = value.numba
+        elif isinstance(value, FunctionType) and value in _RULES:
+            names[name] = _RULES[value].numba
+    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    made.__qualname__, made.__module__ = function.__qualname__, function.__module__
+    return made
+
+
+_LETTERS = {"none": "", "bool": "?", "int64": "q", "uint64": "Q", "int32": "i", "uint32": "I", "uint8": "B"}
+
+
+def _compiled(dispatcher: Any, arguments: tuple[Any, ...]) -> Code:
+    """Object code for arguments like those given."""
+    kinds = tuple(_numba.typeof(value) for value in arguments)
+    dispatcher.compile(kinds)
+    made = dispatcher.overloads[kinds]
+    code = made.library._get_compiled_object()
+    returned = made.signature.return_type
+    parts = list(returned) if isinstance(returned, types.BaseTuple) else [returned]
+    letters = "".join(_LETTERS[str(part)] for part in parts)
+    return Code(made.fndesc.llvm_func_name, letters, tuple(undefined_symbols(code)), code)
 
 
 def unwritable(data: NDArray[Scalar]) -> NDArray[Scalar]:
@@ -76,7 +160,7 @@ def address(context: Any, builder: Any, array_type: Any, array: Any, offset: Any
     return builder.bitcast(builder.gep(start, [offset]), ir.IntType(bits).as_pointer())
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load64(typing: Any, data: Any, offset: Any) -> Any:
     """The little-endian 8 bytes at `offset` of a byte array, aligned or not. The caller keeps the bounds."""
 
@@ -87,7 +171,7 @@ def load64(typing: Any, data: Any, offset: Any) -> Any:
     return types.uint64(data, types.int64), build
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store64(typing: Any, data: Any, offset: Any, value: Any) -> Any:
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         place = address(context, builder, signature.args[0], args[0], args[1], 64)
@@ -97,7 +181,7 @@ def store64(typing: Any, data: Any, offset: Any, value: Any) -> Any:
     return types.none(data, types.int64, types.uint64), build
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def trailing_zeros(typing: Any, value: Any) -> Any:
     """Of a uint64; 64 for zero."""
 
@@ -107,7 +191,7 @@ def trailing_zeros(typing: Any, value: Any) -> Any:
     return types.uint64(types.uint64), build
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def set_bits(typing: Any, value: Any) -> Any:
     """How many bits of a uint64 are one."""
 
@@ -117,7 +201,7 @@ def set_bits(typing: Any, value: Any) -> Any:
     return types.int64(types.uint64), build
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def word_at(typing: Any, data: Any, position: Any, like: Any) -> Any:
     """Word `position` of bytes that hold words of `like`'s dtype, aligned or not."""
 
@@ -127,7 +211,7 @@ def word_at(typing: Any, data: Any, position: Any, like: Any) -> Any:
     return like.dtype(data, types.int64, like), build
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def set_word(typing: Any, data: Any, position: Any, word: Any) -> Any:
     """Writes a word into bytes that hold words of its dtype, aligned or not."""
 
@@ -145,7 +229,7 @@ def _word_address(context: Any, builder: Any, signature: Any, args: Any, like: A
     return address(context, builder, signature.args[0], args[0], offset, bits)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def prefetch(typing: Any, data: Any, position: Any, like: Any) -> Any:
     """Asks for the cache line of `word_at(data, position, like)`."""
 
@@ -157,7 +241,7 @@ def prefetch(typing: Any, data: Any, position: Any, like: Any) -> Any:
     return types.none(data, types.int64, like), build
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def prefetch64(typing: Any, data: Any, first: Any, like: Any) -> Any:
     """Asks for the cache lines of 64 words from `first` on; those may lie behind the array's end."""
 
@@ -190,7 +274,7 @@ def _lanes64(context: Any, builder: Any, array_type: Any, array: Any, first: Any
     return builder.load(builder.bitcast(start, lanes.as_pointer()), align=1)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def differing64(typing: Any, one: Any, other: Any, first: Any, like: Any) -> Any:
     """Bit j says whether word first + j differs in two byte arrays that hold words of `like`'s dtype."""
 
@@ -202,7 +286,7 @@ def differing64(typing: Any, one: Any, other: Any, first: Any, like: Any) -> Any
     return types.uint64(one, other, types.int64, like), build
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def reaching64(typing: Any, data: Any, first: Any, like: Any, mask: Any, least: Any) -> Any:
     """Bit j says whether word first + j, under `mask`, is at least `least`."""
 
@@ -223,3 +307,32 @@ def repeated(builder: Any, value: Any, bits: int, count: int) -> Any:
     lanes = ir.Constant(ir.VectorType(lane, count), ir.Undefined)
     single = builder.insert_element(lanes, narrow, ir.Constant(number, 0))
     return builder.shuffle_vector(single, single, ir.Constant(ir.VectorType(number, count), [0] * count))
+
+
+def _prefers_literals(function: Callable[..., Any]) -> Any:
+    return Piece(lambda: _extending.intrinsic(prefer_literal=True)(function))
+
+
+@_prefers_literals
+def on_stack(typing: Any, count: Any, like: Any) -> Any:
+    """An array of `count` words, a constant, of `like`'s type: uninitialised, at a multiple of 64 bytes, gone
+    when the kernel returns."""
+    form = types.Array(like, 1, "C")
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lane, size = context.get_data_type(like), ir.Constant(ir.IntType(64), count.literal_value)
+        room = cgutils.alloca_once(builder, ir.ArrayType(lane, count.literal_value))
+        room.align = 64
+        width = ir.Constant(ir.IntType(64), context.get_abi_sizeof(lane))
+        array = context.make_array(form)(context, builder)
+        _arrays.populate_array(
+            array,
+            data=builder.bitcast(room, array.data.type),
+            shape=cgutils.pack_array(builder, [size]),
+            strides=cgutils.pack_array(builder, [width]),
+            itemsize=width,
+            meminfo=None,
+        )
+        return array._getvalue()
+
+    return form(count, like), build

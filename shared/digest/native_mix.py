@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
 
 from weightcast.shared.digest.lanes import MIX_A, MIX_B
-from weightcast.shared.digest.native import U64, address, inlined, kernel, repeated
+from weightcast.shared.digest.native import U64, address, inlined, intrinsic, kernel, repeated, types
 
 _WORD = ir.IntType(64)
 _LANES = ir.VectorType(_WORD, 8)
@@ -75,7 +72,7 @@ class _Sum(_Rows):
         self.add(3, _each(8 * MIX_B[0]))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def mix64(typing: Any, data: Any, first: Any, like: Any, sums: Any) -> Any:
     """Adds 64 words of `like`'s dtype, from word `first` of a byte array on, to a sum in progress."""
 
@@ -93,7 +90,7 @@ def mix64(typing: Any, data: Any, first: Any, like: Any, sums: Any) -> Any:
     return types.none(data, types.int64, like, sums), build
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def mix_changed64(typing: Any, old: Any, new: Any, first: Any, like: Any, place: Any, sums: Any) -> Any:
     """Of 64 words from word `first` of two byte arrays on, the 8-byte words that differ into `sums` as
     `keep8` has them. `place`: a sum in progress of which only the products move on."""
@@ -130,7 +127,7 @@ def mix_changed64(typing: Any, old: Any, new: Any, first: Any, like: Any, place:
 _OLD, _NEW, _INDEX, _AT, _FIRST, _BEFORE, _AFTER, _SUMS = range(8)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def keep8(
     typing: Any, old: Any, new: Any, index: Any, at: Any, first: Any, before: Any, after: Any, sums: Any
 ) -> Any:
@@ -209,22 +206,23 @@ class _Touched:
             builder.store(builder.add(builder.load(place, align=8), counted), place, align=8)
 
 
-@kernel
-def empty_sums() -> Any:
-    """uint64[32], zeros. A vector across two cache lines would be slow to read back."""
-    room = np.zeros(40, np.uint64)
-    skipped = -(room.ctypes.data >> 3) & 7
-    return room[skipped : skipped + 32]
+SUMS = 32
+"""words of a sum in progress; as all that lies on the stack not across two cache lines, which is slow"""
 
 
-@kernel
-def opened(number: Any) -> Any:
+@inlined
+def empty(sums: Any) -> None:
+    for lane in range(SUMS):
+        sums[lane] = U64(0)
+
+
+@inlined
+def opened(sums: Any, number: Any) -> None:
     """A sum in progress whose next word is `number` in its tensor's count."""
-    sums = empty_sums()
     for lane in range(8):
+        sums[lane] = sums[lane + 8] = U64(0)
         sums[16 + lane] = (number + U64(lane)) * A0
         sums[24 + lane] = (number + U64(lane)) * B0
-    return sums
 
 
 @kernel

@@ -62,23 +62,43 @@ def test_no_place_at_all(tmp_path: Path) -> None:
 
 
 _HASH = """
-import numpy as np, os, numba
+import numpy as np, sys
 from weightcast.shared.digest.hash import hash_bytes
 from weightcast.shared.service.kernels import kernel_status
 hash_bytes(np.arange(8, dtype=np.uint8))
-print(numba.config.CACHE_DIR, kernel_status().model_dump_json())
+print(kernel_status().model_dump_json(), "numba" in sys.modules)
 """
 
 
-def test_kernels_are_kept_there_and_status_says_so(tmp_path: Path) -> None:
+def kernels_in(directory: Path) -> dict[Path, tuple[int, int]]:
+    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in directory.rglob("*.kernel")}
+
+
+def run_hash(environment: dict[str, str]) -> str:
+    command = [sys.executable, "-c", _HASH]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+def test_kernels_are_kept_there_and_need_no_compiler_once_all_are(tmp_path: Path) -> None:
     environment = {**os.environ, "WEIGHTCAST_CACHE": str(tmp_path / "own"), "NUMBA_DISABLE_JIT": "0"}
-    for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", _HASH], env=environment, capture_output=True, text=True, check=True
-        )
-        kept = sorted(path.stat().st_mtime_ns for path in (tmp_path / "own").rglob("*.nbc"))
-        assert kept and str(tmp_path / "own") in done.stdout and '"numba"' in done.stdout
-    assert not done.stdout.startswith(str(tmp_path)), "other users of numba keep their own cache"
+    first = run_hash(environment)
+    kept = kernels_in(tmp_path / "own")
+    assert kept and str(tmp_path / "own") in first and first.endswith("True\n")
+    assert run_hash(environment).endswith("True\n"), "more may be to compile: is there a compiler?"
+    (next(iter(kept)).parent / "complete").touch()
+    assert run_hash(environment).endswith("False\n")
+    assert kernels_in(tmp_path / "own") == kept
+
+
+def test_a_kernel_that_is_damaged_on_disk_is_compiled_again(tmp_path: Path) -> None:
+    environment = {**os.environ, "WEIGHTCAST_CACHE": str(tmp_path / "own"), "NUMBA_DISABLE_JIT": "0"}
+    run_hash(environment)
+    (path,) = kernels_in(tmp_path / "own")
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:20], whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1])):
+        path.write_bytes(damaged)
+        assert '"numba"' in run_hash(environment)
+        assert path.stat().st_size == len(whole)
 
 
 def test_status_says_why_kernels_are_not_compiled(tmp_path: Path) -> None:

@@ -1,0 +1,243 @@
+"""Compiled kernels without their compiler: kept as object code, loaded by llvmlite, called through ctypes.
+
+numba takes more than a second of every process to be imported and to read back what it compiled. What it
+compiles is a plain function of numbers and addresses, so numba is imported only where a kernel is new.
+
+Of a kernel with n arguments: int32 f(result *, error **, ...). An array is passed as two null pointers (its
+owner, unused), its size, item size and address, then shape and strides in int64; a tuple as its members.
+Kernels must not allocate: arrays of their own lie on the stack (`native.on_stack`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import secrets
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llvmlite import binding
+
+_MAGIC = b"wckernl1"
+_HEAD = struct.Struct("<8s16sI")
+"""magic, BLAKE2b-128 of what follows the head, bytes of the facts"""
+_OF_C = frozenset(("memcpy", "memmove", "memset"))
+_NEVER_CALLED = frozenset(("NRT_MemInfo_call_dtor",))
+"""frees an array that a kernel allocated"""
+_DONE = (0, -2)
+"""what a function returns that ended well: with a value, with None"""
+
+
+@dataclass(frozen=True)
+class Code:
+    """`returns`: results in the letters of `struct`; `needs`: symbols that the object does not define."""
+
+    symbol: str
+    returns: str
+    needs: tuple[str, ...]
+    code: bytes
+
+
+class Store:
+    """Object code on disk, a file for each kernel and kinds of arguments. What is damaged is not there."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self.directory = directory
+
+    def _path(self, directory: Path, name: str) -> Path:
+        return directory / f"{blake2b(name.encode(), digest_size=16).hexdigest()}.kernel"
+
+    def get(self, name: str) -> Code | None:
+        if self.directory is None:
+            return None
+        try:
+            data = self._path(self.directory, name).read_bytes()
+        except OSError:
+            return None
+        return _unpacked(data)
+
+    def put(self, name: str, code: Code) -> None:
+        if self.directory is None:
+            return
+        path = self._path(self.directory, name)
+        temporary = path.with_suffix(f".{secrets.token_hex(4)}.tmp")
+        try:
+            temporary.write_bytes(_packed(code))
+            temporary.rename(path)
+        except OSError:  # a full disk: the next process compiles it again
+            temporary.unlink(missing_ok=True)
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything that warming up needs was kept."""
+        return self.directory is not None and (self.directory / "complete").exists()
+
+    def completed(self) -> None:
+        if self.directory is not None and not self.complete:
+            (self.directory / "complete").touch()
+
+
+def _packed(code: Code) -> bytes:
+    facts = asdict(code)
+    del facts["code"]
+    text = json.dumps(facts).encode()
+    body = text + code.code
+    return _HEAD.pack(_MAGIC, blake2b(body, digest_size=16).digest(), len(text)) + body
+
+
+def _unpacked(data: bytes) -> Code | None:
+    if len(data) < _HEAD.size:
+        return None
+    magic, digest, length = _HEAD.unpack_from(data)
+    body = data[_HEAD.size :]
+    if magic != _MAGIC or blake2b(body, digest_size=16).digest() != digest:
+        return None
+    facts = json.loads(body[:length])
+    return Code(facts["symbol"], facts["returns"], tuple(facts["needs"]), body[length:])
+
+
+def undefined_symbols(code: bytes) -> list[str]:
+    """Of an ELF-64 object, little-endian: names that others must define."""
+    found: list[str] = []
+    (sections,) = struct.unpack_from("<Q", code, 0x28)
+    size, count = struct.unpack_from("<HH", code, 0x3A)
+    heads = [struct.unpack_from("<IIQQQQII", code, sections + n * size) for n in range(count)]
+    for _, kind, _, _, start, length, link, _ in heads:
+        if kind == _SYMBOLS:
+            names = heads[link][4]
+            for at in range(start, start + length, _SYMBOL.size):
+                name, _, _, section, _, _ = _SYMBOL.unpack_from(code, at)
+                if name and section == 0:
+                    found.append(code[names + name : code.index(b"\0", names + name)].decode())
+    return found
+
+
+_SYMBOLS = 2
+"""type of a section of symbols"""
+_SYMBOL = struct.Struct("<IBBHQQ")
+
+
+class _Machine:
+    """Where object code becomes functions of this process."""
+
+    def __init__(self) -> None:
+        binding.initialize_native_target()
+        binding.initialize_native_asmprinter()
+        machine = binding.Target.from_default_triple().create_target_machine()
+        self._engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
+        self._library = ctypes.CDLL(None)
+
+    def load(self, code: Code) -> int:
+        """The function's address. Raises ImportError for symbols that nobody has."""
+        for name in code.needs:
+            if name in _NEVER_CALLED and binding.address_of_symbol(name) is None:
+                binding.add_symbol(name, ctypes.cast(self._library.abort, ctypes.c_void_p).value)
+            elif name not in _OF_C | _NEVER_CALLED:
+                raise ImportError(f"{code.symbol} needs {name}")
+        self._engine.add_object_file(binding.object_file.ObjectFileRef.from_data(code.code))
+        self._engine.finalize_object()
+        return int(self._engine.get_function_address(code.symbol))
+
+
+@cache
+def _machine() -> _Machine:
+    return _Machine()
+
+
+_LOCK = threading.RLock()
+"""held while kernels are compiled and loaded"""
+
+Compile = Callable[[tuple[Any, ...]], Code]
+"""Object code for arguments like those given."""
+
+
+class Kernel:
+    """A function that is compiled at its first call with new kinds of arguments, and called without the GIL.
+    Arrays must be contiguous."""
+
+    def __init__(self, function: Callable[..., Any], store: Store, source: Any, compiler: Compile) -> None:
+        """`source`: what kernels that call this one are given in its place."""
+        self.source = source
+        self._function, self._store, self._compiler = function, store, compiler
+        self._loaded: dict[tuple[Any, ...], _Loaded] = {}
+
+    def __call__(self, *arguments: Any) -> Any:
+        kinds = tuple(map(_kind, arguments))
+        loaded = self._loaded.get(kinds)
+        if loaded is None:
+            loaded = self._load(kinds, arguments)
+        return loaded(arguments)
+
+    def _load(self, kinds: tuple[Any, ...], arguments: tuple[Any, ...]) -> _Loaded:
+        with _LOCK:
+            if kinds not in self._loaded:
+                name = f"{self._function.__module__}.{self._function.__qualname__}{kinds}"
+                code = self._store.get(name)
+                if code is None:
+                    code = self._compiler(arguments)
+                    self._store.put(name, code)
+                self._loaded[kinds] = _Loaded(self._function.__name__, code, arguments)
+            return self._loaded[kinds]
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        flags = value.flags
+        if not flags.c_contiguous:
+            raise ValueError("kernels take contiguous arrays only")
+        return value.dtype.str, value.ndim, flags.writeable, flags.aligned
+    return ("tuple", len(value)) if isinstance(value, tuple) else type(value).__name__
+
+
+class _Loaded:
+    def __init__(self, name: str, code: Code, like: Sequence[Any]) -> None:
+        self._name = name
+        self._returns = struct.Struct(code.returns)
+        forms = [form for value in like for form in _forms(value)]
+        prototype = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, *forms)
+        self._function = prototype(_machine().load(code))
+
+    def __call__(self, arguments: tuple[Any, ...]) -> Any:
+        room = np.empty(max(8, self._returns.size) + 8, np.uint8)
+        address = room.ctypes.data
+        flat = (part for value in arguments for part in _parts(value))
+        if self._function(address + 8, address, *flat) not in _DONE:
+            raise RuntimeError(f"the kernel {self._name} failed")
+        results = self._returns.unpack_from(room.data, 8)
+        return results if len(results) > 1 else (results[0] if results else None)
+
+
+def _forms(value: Any) -> Iterator[Any]:
+    if isinstance(value, np.ndarray):
+        yield from (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
+        yield from (ctypes.c_int64 for _ in range(2 * value.ndim))
+    elif isinstance(value, tuple):
+        yield from (ctypes.c_int64 for _ in value)
+    elif isinstance(value, bool):
+        yield ctypes.c_int8
+    else:
+        yield ctypes.c_uint64 if isinstance(value, np.unsignedinteger) else ctypes.c_int64
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, np.ndarray):
+        yield from (None, None, value.size, value.itemsize, value.__array_interface__["data"][0])
+        yield from value.shape
+        yield from value.strides
+    elif isinstance(value, tuple):
+        yield from value
+    else:
+        yield int(value)
+
+
+def environment_of(names: Sequence[str]) -> str:
+    """What the user's environment says about how code is made."""
+    return " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
