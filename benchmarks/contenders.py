@@ -335,8 +335,10 @@ class _Daemon:
 
 
 def spawn(words: Sequence[object], log: Path, **pipes: int) -> subprocess.Popen[str]:
-    """A process whose messages go to `log`, without settings of the caller's environment."""
+    """A process whose messages go to `log`, without settings of the caller's environment. Its modules are
+    compiled once, as where it is installed, not by every command."""
     environment = {name: text for name, text in os.environ.items() if not name.startswith("WEIGHTCAST_")}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     with log.open("ab") as stream:
         return subprocess.Popen(
             [str(word) for word in words],

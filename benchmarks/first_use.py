@@ -20,7 +20,7 @@ def measure_first_use(directory: Path, *, empty_cache: bool) -> Iterator[FirstUs
     """`directory`: where an empty cache of kernels is made. Without `empty_cache` the user's own is used,
     filled first."""
     with tempfile.TemporaryDirectory(dir=directory) as cache:
-        environment = {**os.environ, "NUMBA_CACHE_DIR": cache} if empty_cache else dict(os.environ)
+        environment = {**os.environ, "WEIGHTCAST_CACHE": cache} if empty_cache else dict(os.environ)
         first = _seconds(_KERNELS, environment)
         if empty_cache:
             yield FirstUse(what="weightcast, kernels compiled for the first time", seconds=first)

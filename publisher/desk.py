@@ -17,7 +17,7 @@ from weightcast.publisher.export import Handed
 from weightcast.publisher.inbox import Choice, InboxRules, Sighting, step_of
 from weightcast.publisher.progress import Meter
 from weightcast.publisher.publisher import Publisher
-from weightcast.publisher.queue import Job, Publication, Queue
+from weightcast.publisher.queue import Job, Publication, Queue, publication
 from weightcast.publisher.received import Received
 from weightcast.publisher.routes import check_checkpoint
 from weightcast.publisher.settings import THREADS, PublisherSettings
@@ -32,7 +32,6 @@ from weightcast.publisher.status import (
     RefusedStatus,
     UpkeepStatus,
     add,
-    publication,
     waiting_status,
 )
 from weightcast.publisher.tensors import NewWeights
@@ -52,8 +51,8 @@ from weightcast.shared.local.seed import check_other_files, check_table
 from weightcast.shared.service.daemon import Stop, Wakeup, failure_of
 from weightcast.shared.service.hooks import run_hook
 from weightcast.shared.service.logs import get_log
-from weightcast.shared.service.settings import working_threads
 from weightcast.shared.service.snapshot import Failure, Snapshot
+from weightcast.shared.service.threads import working_threads
 from weightcast.shared.service.verify import verify_status
 
 _HOSTS_SECONDS = 5.0

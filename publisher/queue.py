@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, ValidationError
 
+from weightcast.publisher.report import PublishReport
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.files import durable
 from weightcast.shared.files.strict_json import parse_object
@@ -41,6 +43,28 @@ class Publication(Frozen):
     """what was done to the names that were given, and to how many"""
     at: float = 0.0
     """unix time of the publisher's clock"""
+
+
+def publication(report: PublishReport, source: str) -> Publication:
+    return Publication(
+        version=report.version,
+        kind=report.kind,
+        step=report.step,
+        source=source,
+        changed_elements=report.changed_elements,
+        density_elements=report.density_elements,
+        density_bytes=report.density_bytes,
+        delta_bytes=report.delta_bytes,
+        full_bytes=report.full_bytes,
+        bits_per_change=report.bits_per_change,
+        seconds=dict(report.seconds),
+        mapped=dict(report.mapped),
+        at=time.time(),
+    )
+
+
+def total_seconds(seconds: dict[str, float]) -> float:
+    return seconds["total"] if "total" in seconds else sum(seconds.values())
 
 
 class Job(Frozen):

@@ -9,8 +9,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from weightcast.publisher.inbox import Waiting
-from weightcast.publisher.queue import Job, Publication
-from weightcast.publisher.report import PublishReport
+from weightcast.publisher.queue import Job, Publication, total_seconds
 from weightcast.shared.channel.reports import Report
 from weightcast.shared.service import metrics
 from weightcast.shared.service.kernels import KernelStatus
@@ -118,24 +117,6 @@ class PublisherStatus(Frozen):
         return Readiness(ready=self.ready, reasons=self.not_ready_reasons)
 
 
-def publication(report: PublishReport, source: str) -> Publication:
-    return Publication(
-        version=report.version,
-        kind=report.kind,
-        step=report.step,
-        source=source,
-        changed_elements=report.changed_elements,
-        density_elements=report.density_elements,
-        density_bytes=report.density_bytes,
-        delta_bytes=report.delta_bytes,
-        full_bytes=report.full_bytes,
-        bits_per_change=report.bits_per_change,
-        seconds=dict(report.seconds),
-        mapped=dict(report.mapped),
-        at=time.time(),
-    )
-
-
 def add(totals: Totals, done: Publication) -> Totals:
     return Totals(
         publications=totals.publications + 1,
@@ -145,10 +126,6 @@ def add(totals: Totals, done: Publication) -> Totals:
         full_bytes=totals.full_bytes + done.full_bytes,
         seconds=totals.seconds + total_seconds(done.seconds),
     )
-
-
-def total_seconds(seconds: dict[str, float]) -> float:
-    return seconds["total"] if "total" in seconds else sum(seconds.values())
 
 
 def waiting_status(waiting: Iterable[Waiting]) -> tuple[WaitingStatus, ...]:

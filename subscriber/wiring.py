@@ -13,7 +13,7 @@ from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.prepare import PreRead
 from weightcast.shared.local.state import read_state
 from weightcast.shared.service.hooks import run_hook
-from weightcast.shared.service.settings import working_threads
+from weightcast.shared.service.threads import working_threads
 from weightcast.subscriber.engines.align import Pace
 from weightcast.subscriber.engines.base import (
     BadEngineOption,

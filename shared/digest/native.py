@@ -88,10 +88,11 @@ class Piece:
 _RULES: dict[Any, Piece] = {}
 
 
-def kernel(function: Function) -> Function:
-    """Compiled at first call, called without the GIL; kept on disk where there is a place for it."""
+def kernel(function: Function, store: Store = STORE) -> Function:
+    """Compiled at first call, called without the GIL; kept on disk where there is a place for it. It may be
+    given arrays, integers, truth values and tuples of integers, and must not make arrays (`on_stack`)."""
     made = Piece(lambda: _numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(_resolved(function)))
-    return cast(Function, Kernel(function, STORE, made, lambda arguments: _compiled(made.numba, arguments)))
+    return cast(Function, Kernel(function, store, made, lambda arguments: _compiled(made.numba, arguments)))
 
 
 def inlined(function: Function) -> Function:

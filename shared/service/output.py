@@ -10,25 +10,18 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
 
 import typer
-from pydantic import BaseModel
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.progress import Advance
 
+# pydantic and rich cost a quarter of a second that verbs without them need not pay
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+    from pydantic import BaseModel
+    from rich.console import Console
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 ChannelOption = Annotated[
@@ -80,6 +73,16 @@ class Output:
         if not sys.stderr.isatty():
             yield lambda nbytes: None
             return
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(),
@@ -94,6 +97,8 @@ class Output:
 
 def console(is_terminal: bool) -> Console:
     """A console on stdout that prints text as it is: names from channels and engines are no markup."""
+    from rich.console import Console
+
     width = None if is_terminal or "COLUMNS" in os.environ else _PIPE_COLUMNS
     return Console(width=width, markup=False, highlight=False, emoji=False)
 
@@ -126,13 +131,19 @@ def time_text(unix: float) -> str:
 
 
 def to_json(data: BaseModel | Mapping[str, Any] | DataclassInstance) -> str:
-    if isinstance(data, BaseModel):
+    if _is_model(data):
         return data.model_dump_json()
     return json.dumps(_plain(data), default=_plain)
 
 
+def _is_model(value: object) -> TypeGuard[BaseModel]:
+    """Without importing pydantic, which is there if there is a model of it."""
+    pydantic = sys.modules.get("pydantic")
+    return pydantic is not None and isinstance(value, pydantic.BaseModel)
+
+
 def _plain(value: Any) -> Any:
-    if isinstance(value, BaseModel):
+    if _is_model(value):
         return value.model_dump(mode="json")
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from pydantic_settings import (
 )
 
 from weightcast.shared.errors import USAGE, Refused
+from weightcast.shared.service.threads import MEMORY_BUDGET
 
 ENV_PREFIX = "WEIGHTCAST_"
 PUBLISHER_PORT = 8340
@@ -47,10 +47,7 @@ def _header_text(token: SecretStr) -> SecretStr:
 Token = Annotated[SecretStr, AfterValidator(_header_text)]
 
 
-MEMORY_BUDGET = 256 << 20
 VERIFY_RATE = 32 << 20
-SCRATCH_BYTES = 128 << 20
-"""of working buffers per thread: a chunk of 4 Mi words as old and new words, changes and code"""
 
 
 class ServiceSettings(BaseSettings):
@@ -157,20 +154,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def working_threads(
-    threads: int | None, memory_budget: int = MEMORY_BUDGET, *, default: int | None = None
-) -> int:
-    """Threads asked for (else `default`, else every core), as many as the budget has buffers for."""
-    cores = usable_cores()
-    wanted = threads if threads is not None else cores if default is None else min(cores, default)
-    return max(1, min(wanted, memory_budget // SCRATCH_BYTES))
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)

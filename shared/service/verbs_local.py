@@ -20,7 +20,8 @@ from weightcast.shared.local.repair import Repaired, repair_files, restore_base
 from weightcast.shared.progress import Advance
 from weightcast.shared.service.cli import group
 from weightcast.shared.service.output import JsonOption, Output, TrustedKeyOption, printable
-from weightcast.shared.service.settings import BadSettings, working_threads
+from weightcast.shared.service.settings import BadSettings
+from weightcast.shared.service.threads import working_threads
 
 LOCK_SECONDS = 60.0
 
