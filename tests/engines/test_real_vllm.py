@@ -39,7 +39,7 @@ IN_FLIGHT_TOKENS = 240
 
 
 PACKED_ONCE = pytest.mark.xfail(
-    reason="tied embeddings: vLLM's CPU build keeps the output layer that it packed at its start, and says 200",
+    reason="tied embeddings: vLLM's CPU build keeps the output layer packed at its start, and says 200",
     strict=False,
 )
 """Not strict: which releases and models do is told in docs/engines.md."""
