@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install test test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak clean
+.PHONY: install test test-trainers test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak clean
 
 install: $(STAMP)
 
@@ -53,6 +53,18 @@ test-engines-full: install $(ENGINES)/.installed $(ENGINES_OLD)/.installed $(SGL
 demo-vllm: install $(ENGINES)/.installed
 	$(BIN)/python -m examples.demo --engine-python $(ENGINES)/bin/python $(DEMO_ARGS)
 
+# Released trainers on the CPU, in an environment of their own.
+TRAINERS := .venv-trainers
+
+$(TRAINERS)/.installed: constraints-trainers.txt pyproject.toml
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q -c $< torch
+	$(@D)/bin/python -m pip install -q -c $< transformers trl hypothesis pytest pytest-timeout -e .
+	@touch $@
+
+test-trainers: $(TRAINERS)/.installed
+	$(TRAINERS)/bin/python -m pytest -q -m trainers tests/trainers
+
 # Kills at every failpoint, at least three times each; `make crash CRASH_ARGS="--seed 7 --kills 60"`.
 crash: install
 	$(BIN)/python tests/crash/crash_run.py --kills 500 --cover 3 --minutes 15 $(CRASH_ARGS)
@@ -96,4 +108,4 @@ lint: install .typing/weightcast/benchmarks
 	PYTHONPATH=.typing $(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) $(ENGINES) $(ENGINES_OLD) .typing build dist *.egg-info demo-run
+	rm -rf $(VENV) $(TRAINERS) $(ENGINES) $(ENGINES_OLD) .typing build dist *.egg-info demo-run

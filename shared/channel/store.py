@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from blake3 import blake3
@@ -33,6 +34,7 @@ from weightcast.shared.channel.signing import (
 )
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater, UnknownFormat, Untrusted
 from weightcast.shared.files.durable import read_file
+from weightcast.shared.files.safetensors import read_header
 from weightcast.shared.words import TensorTable
 
 _CHANNEL_FILE_LIMIT = 16 << 20
@@ -130,7 +132,7 @@ class Channel:
 
     def _parse(
         self, data: bytes, directory: Path, version: int, table: TensorTable
-    ) -> Index | ForeignIndex | FullVersion:
+    ) -> Index | ForeignIndex | FullVersion | None:
         kind = "ours" if self.trust is not None else describe(data)
         if kind == "ours" and not self.foreign:
             index = self._ours(data, directory, version, table, "")
@@ -147,7 +149,7 @@ class Channel:
             return FullVersion(version, digest_of(data), directory)
         foreign = parse_foreign(data)
         _require(foreign.version == version, f"{directory}: its index is of version {foreign.version}")
-        return foreign
+        return _told_apart(foreign, directory, data)
 
     def anchor(self, version: int, table: TensorTable) -> Index | None:
         """The index of the anchor beside a version."""
@@ -246,6 +248,19 @@ def _single_file(directory: Path, version: int) -> FullVersion | None:
     return FullVersion(
         version, digest_of(f"{version} {found.st_size} {found.st_mtime_ns}".encode()), directory
     )
+
+
+def _told_apart(foreign: ForeignIndex, directory: Path, data: bytes) -> ForeignIndex | None:
+    """With a digest over the checksums in the shards too: two runs that changed the same tensors write the
+    same index. None while a shard is not there."""
+    told = [data]
+    for shard in sorted(set(foreign.weight_map.values())):
+        try:
+            header = read_header(directory / shard)
+        except FileNotFoundError:
+            return None
+        told.append(json.dumps([shard, sorted(header.metadata.items())]).encode())
+    return replace(foreign, digest=digest_of(b"\n".join(told)))
 
 
 def digest_of(data: bytes) -> str:

@@ -1,0 +1,58 @@
+"""The pointer for trainers that publish in the field's format themselves: a hook of slime and miles.
+
+`--custom-update-weight-post-write-path weightcast.publisher.field_hook.point` writes `latest` into the
+directory of `--update-weight-disk-dir`, which is then a foreign channel. docs/FORMAT.md, Foreign channels.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from weightcast.shared.channel.index import INDEX_LIMIT, INDEX_NAME, describe, parse_foreign
+from weightcast.shared.channel.layout import version_of
+from weightcast.shared.channel.pointer import write_pointer
+from weightcast.shared.errors import DamagedFile, Refused
+from weightcast.shared.files.durable import read_file
+
+_SINGLE = "model.safetensors"
+"""full weights may have no index"""
+
+
+def point(args: Any, directory: str | Path, engines: Any = ()) -> None:
+    """Called by every rank when a version's files are written, with its directory; rank 0 points to it.
+    `args` and `engines` are not looked at. Also called for the emptied channel when a training begins:
+    nothing is pointed to then.
+
+    Raises Refused when the version is not there, DamagedFile for an index that is not the version's;
+    OSError when the pointer can't be written. The pointer then stays where it was.
+    """
+    path = Path(directory)
+    version = version_of(path.name)
+    if version is None or _rank() != 0:
+        return
+    _check(path, version)
+    write_pointer(path.parent, version)
+
+
+def _check(path: Path, version: int) -> None:
+    """Of rank 0's own files: those of other ranks may show here later than to hosts, which look for them."""
+    try:
+        data = read_file(path / INDEX_NAME, INDEX_LIMIT)
+    except FileNotFoundError:
+        if (path / _SINGLE).is_file():
+            return
+        raise Refused(f"{path} has no {INDEX_NAME}", remedy="call this when the version is written") from None
+    if describe(data) == "foreign delta":
+        index = parse_foreign(data, what=str(path / INDEX_NAME))
+        if index.version != version:
+            raise DamagedFile(f"{path}: its index is of version {index.version}")
+
+
+def _rank() -> int:
+    """Of this process in the trainer's group; 0 without one."""
+    try:
+        import torch.distributed as group
+    except ImportError:
+        return 0
+    return int(group.get_rank()) if group.is_available() and group.is_initialized() else 0

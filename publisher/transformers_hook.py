@@ -1,0 +1,132 @@
+"""Publishes from transformers' Trainer and everything built on it, TRL's trainers among them.
+
+>>> publish = PublishCallback("/mnt/run7/channel", local="/nvme/weightcast/publisher", base="/mnt/run7/base")
+>>> trainer = GRPOTrainer(..., callbacks=[publish])
+
+Needs transformers, which is imported here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, TrainerCallback
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.trainer_callback import ExportableState
+
+from weightcast.publisher.cast import cast_like
+from weightcast.publisher.publisher import Publisher
+from weightcast.publisher.resume import Resumed
+from weightcast.publisher.submit import Handle, WhenBusy
+from weightcast.shared.errors import Refused
+
+Export = Callable[[Any], Mapping[str, Any] | Iterable[tuple[str, Any]]]
+"""a model to its tensors, under the names that its files have"""
+
+_POSITION = "position"
+
+
+def named_tensors(model: Any) -> Mapping[str, Any]:
+    """As `save_pretrained` names and shapes them: a model may hold its experts fused and store them one by
+    one. A model without such a rule gives its own tensors, nothing is copied."""
+    state: Mapping[str, Any] = model.state_dict()
+    return revert_weight_conversion(model, state) if isinstance(model, PreTrainedModel) else state
+
+
+class PublishCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """Publishes after every optimizer step, or after `every` of them and at the end. The trainer's
+    checkpoints know their place in the channel; a run that is resumed from one continues the chain.
+
+    The main process publishes; its model must be whole there (one process, or DistributedDataParallel).
+    Weights in another precision than the base's are rounded to it, as `cast_like` does. What a publication
+    raises ends the training at the next step; nothing wrong is published.
+    """
+
+    def __init__(
+        self,
+        channel: str | Path | None,
+        *,
+        local: str | Path,
+        base: str | Path | None = None,
+        every: int = 1,
+        when_busy: WhenBusy = "block",
+        export: Export = named_tensors,
+        **options: Any,
+    ) -> None:
+        """`options`: of `Publisher.open`. `export`: what is published of the trainer's model, for wrappers
+        that hold more than the fleet loads (adapters to be merged, a value head)."""
+        if channel is None:
+            raise Refused(
+                "PublishCallback has no channel",
+                remedy="give one. restore_callback_states_from_checkpoint makes callbacks anew, without what "
+                "they were given: leave it off, the place in the channel is read anyway",
+            )
+        if every < 1:
+            raise Refused(f"every={every}", remedy="give a number of steps, 1 or more")
+        self._channel, self._options = channel, {"local": local, "base": base, **options}
+        self._every, self._when_busy, self._export = every, when_busy, export
+        self._handle: Handle | None = None
+        self._submitted: int | None = None
+        self.publisher: Publisher | None = None
+        """while a training runs, on the main process"""
+        self.resumed: Resumed | None = None
+        """how far the channel was ahead of the checkpoint that the training went on from"""
+
+    def state(self) -> dict[str, Any]:
+        """For the trainer's checkpoint."""
+        position = None if self.publisher is None else self.publisher.state_dict()
+        return {"args": {"channel": None, "local": None}, "attributes": {_POSITION: position}}
+
+    def close(self) -> None:
+        """Waits for what was submitted. For a training that was broken off; one that ends does this."""
+        publisher, self.publisher, self._handle = self.publisher, None, None
+        if publisher is not None:
+            publisher.close()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.close()
+        if not state.is_world_process_zero:
+            return
+        self._submitted = state.global_step
+        self.publisher = Publisher.open(self._channel, **self._options)
+        position = _position_in(state.stateful_callbacks.get(type(self).__name__))
+        try:
+            self.resumed = None if position is None else self.publisher.load_state_dict(position)
+        except BaseException:
+            self.close()
+            raise
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._handle is not None:
+            self._handle.release()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self._every == 0:
+            self._submit(kwargs["model"], state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.publisher is None:
+            return
+        # leaving it raises what went wrong with the last publications
+        with self.publisher:
+            try:
+                if self._submitted != state.global_step:
+                    self._submit(kwargs["model"], state.global_step)
+            finally:
+                self.publisher = self._handle = None
+
+    def _submit(self, model: Any, step: int) -> None:
+        if self.publisher is None:
+            return
+        tensors = cast_like(self.publisher, self._export(model))
+        self._handle = self.publisher.submit(tensors, step=step, when_busy=self._when_busy)
+        self._submitted = step
+
+
+def _position_in(saved: Any) -> Mapping[str, object] | None:
+    """What `state` put into the checkpoint; None for one that was written without this callback."""
+    attributes = saved.get("attributes") if isinstance(saved, Mapping) else None
+    position = attributes.get(_POSITION) if isinstance(attributes, Mapping) else None
+    return position if isinstance(position, Mapping) else None
