@@ -132,7 +132,7 @@ class Channel:
 
     def _parse(
         self, data: bytes, directory: Path, version: int, table: TensorTable
-    ) -> Index | ForeignIndex | FullVersion | None:
+    ) -> Index | ForeignIndex | FullVersion:
         kind = "ours" if self.trust is not None else describe(data)
         if kind == "ours" and not self.foreign:
             index = self._ours(data, directory, version, table, "")
@@ -250,15 +250,18 @@ def _single_file(directory: Path, version: int) -> FullVersion | None:
     )
 
 
-def _told_apart(foreign: ForeignIndex, directory: Path, data: bytes) -> ForeignIndex | None:
+def _told_apart(foreign: ForeignIndex, directory: Path, data: bytes) -> ForeignIndex:
     """With a digest over the checksums in the shards too: two runs that changed the same tensors write the
-    same index. None while a shard is not there."""
+    same index. Raises RetryLater while a shard is not there."""
     told = [data]
     for shard in sorted(set(foreign.weight_map.values())):
         try:
             header = read_header(directory / shard)
         except FileNotFoundError:
-            return None
+            raise RetryLater(
+                f"{directory / shard} is not there, which its index names",
+                remedy="is the mount stale? is a trainer emptying the channel?",
+            ) from None
         told.append(json.dumps([shard, sorted(header.metadata.items())]).encode())
     return replace(foreign, digest=digest_of(b"\n".join(told)))
 
