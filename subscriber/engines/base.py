@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 from urllib.parse import urlsplit
@@ -63,6 +63,8 @@ class EngineSpec:
     """certificates that an https engine is checked against; None: the system's"""
     verify: bool = True
     """False: whoever answers at the URL is believed to be the engine"""
+    local: Path | None = field(default=None, compare=False)
+    """the local checkpoint as the subscriber sees it"""
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,7 @@ def parse_engine(text: str, local: Path) -> EngineSpec:
         if "api_key_env" in options
         else None,
         deadline=_seconds(text, options["deadline"]) if "deadline" in options else None,
+        local=local,
     )
     return _with_trust(spec, text, options)
 

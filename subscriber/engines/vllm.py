@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from weightcast.shared.errors import EngineFailed
+import json
+from pathlib import Path
+
+from weightcast.shared.errors import EngineFailed, WeightcastError
+from weightcast.shared.files import durable
+from weightcast.shared.files.checkpoint import open_checkpoint
 from weightcast.subscriber.engines.base import (
     Confirmation,
     Done,
@@ -26,7 +31,16 @@ from weightcast.subscriber.engines.wire import (
 )
 
 PAUSE_MODES: dict[Policy, str] = {"recompute": "keep", "wait": "wait", "abort": "abort"}
+CONFIG_LIMIT = 4 << 20
+"""bytes of config.json"""
+_HEAD = "lm_head.weight"
 DEV_MODE = "start vLLM >= 0.16 with VLLM_SERVER_DEV_MODE=1"
+
+PACKED_HEAD = (
+    "with tied embeddings vLLM on a CPU keeps the output layer that it packed at its start, and answers "
+    "a reload with success: give the model a head of its own (tie_word_embeddings false), or restart the "
+    "engine for new weights"
+)
 
 
 class VLLM:
@@ -76,6 +90,9 @@ class VLLM:
             "kwargs": {"weights_path": path},
             "timeout": self._timeouts.reload,
         }
+        hindrance = self._hindrance()
+        if hindrance is not None:
+            return Intact(hindrance)
         try:
             reply = self._wire.post_once("/collective_rpc", order, self._timeouts.reload)
         except (NotSent, NoReply) as failure:
@@ -85,6 +102,17 @@ class VLLM:
         if reply.status != 200 or not _all_workers_done(reply):
             return Suspect(reply.describe())
         return self._labelled(label)
+
+    def _hindrance(self) -> str | None:
+        """Why a reload would be answered with success and yet leave wrong weights; None: nothing is known
+        against it. Seen on the CPU build of 0.32: a tied output layer is packed at the start, never again."""
+        if self.spec.local is None or not _tied(self.spec.local):
+            return None
+        try:
+            reply = self._wire.get("/server_info?config_format=json", self._timeouts.control)
+        except EngineFailed as failure:
+            return str(failure)
+        return PACKED_HEAD if reply.status == 200 and _packs_once(reply) else None
 
     def _labelled(self, label: str) -> ReloadOutcome:
         try:
@@ -120,3 +148,26 @@ def _all_workers_done(reply: Reply) -> bool:
     """`reload_weights` returns nothing, so that every worker's result is null; all else is no success."""
     results = reply.fields().get("results")
     return isinstance(results, list) and bool(results) and all(result is None for result in results)
+
+
+def _tied(directory: Path) -> bool:
+    """What config.json says, of the model or of its text part; else whether there is no head."""
+    try:
+        # not the strict reader: configurations of some models hold an Infinity
+        config = json.loads(durable.read_file(directory / "config.json", CONFIG_LIMIT))
+        for part in (config, config.get("text_config")):
+            said = part.get("tie_word_embeddings") if isinstance(part, dict) else None
+            if isinstance(said, bool):
+                return said
+        return _HEAD not in open_checkpoint(directory, follow_links=False).table.numbers
+    except (OSError, ValueError, AttributeError, RecursionError, WeightcastError):
+        return False
+
+
+def _packs_once(reply: Reply) -> bool:
+    config = reply.fields().get("vllm_config")
+    device, model = (
+        config.get(part) if isinstance(config, dict) else None for part in ("device_config", "model_config")
+    )
+    untied = isinstance(model, dict) and model.get("word_embeddings_untied_by_checkpoint") is True
+    return isinstance(device, dict) and device.get("device") == "cpu" and not untied

@@ -365,6 +365,54 @@ def test_vllm_whose_label_cannot_be_set_is_suspect(stage: Stage) -> None:
     assert isinstance(reload(stage.engine("vllm", double)), Suspect)
 
 
+def server_info(device: str, **model: object) -> Answer:
+    return Answer(200, {"vllm_config": {"device_config": {"device": device}, "model_config": model}})
+
+
+def reloads(double: Double) -> int:
+    return sum(call.path == "/collective_rpc" for call in double.calls)
+
+
+@pytest.mark.parametrize(
+    "config", ['{"tie_word_embeddings": true}', '{"text_config": {"tie_word_embeddings": true}}']
+)
+def test_vllm_on_a_cpu_is_not_reloaded_with_tied_embeddings(stage: Stage, config: str) -> None:
+    (stage.local / "config.json").write_text(config)
+    double = VLLMDouble()
+    double.script("/server_info", server_info("cpu", word_embeddings_untied_by_checkpoint=False))
+    outcome = reload(stage.engine("vllm", double))
+    assert isinstance(outcome, Intact) and "tie_word_embeddings" in outcome.reason
+    assert reloads(double) == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "answer"),
+    [
+        ('{"tie_word_embeddings": true}', server_info("cuda")),
+        ('{"tie_word_embeddings": true}', server_info("cpu", word_embeddings_untied_by_checkpoint=True)),
+        ('{"tie_word_embeddings": true}', Answer(404, {})),
+        ('{"tie_word_embeddings": true}', Answer(200, {"vllm_config": "a text"})),
+        ('{"tie_word_embeddings": false, "scale": Infinity}', server_info("cpu")),
+        ("no JSON", server_info("cpu")),
+    ],
+)
+def test_vllm_elsewhere_is_reloaded(stage: Stage, config: str, answer: Answer) -> None:
+    (stage.local / "config.json").write_text(config)
+    double = VLLMDouble()
+    double.script("/server_info", answer)
+    assert reload(stage.engine("vllm", double)) == Done()
+    assert reloads(double) == 1
+
+
+def test_vllm_that_does_not_say_what_it_runs_on_is_left_alone(stage: Stage) -> None:
+    (stage.local / "config.json").write_text('{"tie_word_embeddings": true}')
+    double = VLLMDouble()
+    double.script("/server_info", Hang())
+    engine = stage.engine("vllm", double, timeouts=dataclasses.replace(QUICK, control=0.2))
+    assert isinstance(reload(engine), Intact)
+    assert reloads(double) == 0
+
+
 def test_vllm_other_label_is_a_failure(stage: Stage) -> None:
     double = VLLMDouble()
     double.label = "7"
