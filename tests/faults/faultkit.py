@@ -66,6 +66,11 @@ class Namespace:
         done = self.tell("sh", command=[str(each) for each in command])
         assert done["code"] == 0, (command, done["text"])
 
+    def read_only(self, mount: Path) -> None:
+        """A bind mount can become read-only when nobody has a file there open for writing."""
+        command = ["mount", "-o", "remount,bind,ro", str(mount)]
+        until(lambda: self.tell("sh", command=command)["code"] == 0, f"{mount} is read-only")
+
     def inside(self, path: Path) -> Path:
         """A path as it is seen there."""
         return Path(f"/proc/{self.pid}/root") / path.relative_to("/")

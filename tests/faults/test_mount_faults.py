@@ -151,7 +151,7 @@ def test_a_read_only_channel(fleet: Fleet) -> None:
     publisher = fleet.publisher(run.root / "publisher")
     host = fleet.host(fleet.place.root / "host")
     host.arrives(1)
-    namespace.sh("mount", "-o", "remount,bind,ro", fleet.channel)
+    namespace.read_only(fleet.channel)
     new = run.versions[-1].changed(7)
     fleet.hand_over(new, "step_2")
     until(lambda: publisher.told("Read-only"), f"status tells: {publisher.words()}")
@@ -166,7 +166,7 @@ def test_a_read_only_channel(fleet: Fleet) -> None:
 
 
 def test_a_host_needs_no_right_to_write_to_the_channel(fleet: Fleet) -> None:
-    fleet.place.namespace.sh("mount", "-o", "remount,bind,ro", fleet.channel)
+    fleet.place.namespace.read_only(fleet.channel)
     host = fleet.host(fleet.place.root / "host")
     host.arrives(1)
     until(lambda: "Read-only" in host.daemon.status["report_error"], "status tells of the report")
@@ -233,7 +233,7 @@ def test_a_local_disk_that_is_read_only_for_a_while(fleet: Fleet) -> None:
     host.arrives(1)
     # over it: files that are open for writing keep a mount from becoming read-only itself
     fleet.place.bind(local, local)
-    fleet.place.namespace.sh("mount", "-o", "remount,bind,ro", local)
+    fleet.place.namespace.read_only(local)
     version = fleet.run.publish()
     until(lambda: host.daemon.told("Read-only"), "status tells")
     steps = host.daemon.status["loop"]["steps"]
