@@ -334,7 +334,7 @@ def test_an_old_owner_that_wakes_in_the_middle_cannot_commit(
 # killed
 
 
-@pytest.mark.parametrize("phase", ["diff", "ranks", "stage", "commit", "patch"])
+@pytest.mark.parametrize("phase", ["diff", "stage", "commit", "patch"])
 def test_killed_in_a_phase(place: Place, rng: np.random.Generator, phase: str) -> None:
     child = start(CHILD, place.channel, place.pub, place.base, 5, phase)
     try:
