@@ -134,12 +134,11 @@ def is_whole(data: bytes) -> bool:
     reader = h11.Connection(h11.SERVER, max_incomplete_event_size=HEADER_LIMIT)
     reader.receive_data(data)
     try:
-        while not isinstance(event := reader.next_event(), h11.EndOfMessage):
-            if event is h11.NEED_DATA:
-                return False
+        while isinstance(event := reader.next_event(), h11.Request | h11.Data):
+            pass
     except h11.RemoteProtocolError:
-        pass
-    return True
+        return True
+    return isinstance(event, h11.EndOfMessage)
 
 
 def send(port: int, data: bytes) -> bytes:
