@@ -92,10 +92,9 @@ def _obey(double: Copying | Mapping, order: str) -> None:
     if order in ("refuse", "accept"):
         double.refuses = order == "refuse"
     elif order == "restart":
-        # a new process: it has read what lies on disk
+        # a new process, which has loaded nothing yet
         double.restart()
-        if isinstance(double, Copying):
-            double.loaded = False
+        double.loaded = False
 
 
 def _facts(double: Copying | Mapping) -> dict[str, Any]:

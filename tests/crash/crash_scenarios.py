@@ -225,7 +225,7 @@ def seed(run: Run) -> None:
 
 
 def lose_power_of_host(run: Run) -> None:
-    """A subscriber's machine goes down at work, and comes up with what was synced."""
+    """A subscriber's machine goes down at work, its engines with it, and comes up with what was synced."""
     world = run.world
     _end(_running(world, "host"))
     record = world.root / "syncs"
@@ -238,6 +238,7 @@ def lose_power_of_host(run: Run) -> None:
         _end(victim)
     durable.learn(record)
     Loss(durable, run.rng, run.rng.random() < 0.4).strike(world.local)
+    world.tell_engines("restart")
     durable.close()
     shutil.rmtree(record)
     another_boot(world.local)
