@@ -14,7 +14,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SIDES = ("benchmarks", "shared", "publisher", "subscriber")
-NEEDS_TORCH = {"weightcast.benchmarks.on_device", "weightcast.benchmarks.step_cost"}
+NEEDS_TORCH = {
+    "weightcast.benchmarks.on_device",
+    "weightcast.benchmarks.step_cost",
+    "weightcast.publisher.transformers_hook",
+}
 
 
 def folders() -> list[str]:
