@@ -190,12 +190,15 @@ def test_a_foreign_channel_is_listed(tmp_path: Path, weightcast: Callable[..., D
     }
     index = {"metadata": metadata, "weight_map": {"a": "model-00000-of-00001.safetensors"}}
     (directory / INDEX).write_text(json.dumps(index))
+    shard = directory / "model-00000-of-00001.safetensors"
+    shard.write_bytes(len(b"{}      ").to_bytes(8, "little") + b"{}      ")
     (tmp_path / "latest").write_text("000001")
     done = weightcast("channel", "log", "--channel", tmp_path, "--json")
     assert done.code == 0 and done.json["foreign"] and done.json["versions"][0]["kind"] == "foreign delta"
     assert weightcast("channel", "show", "1", "--channel", tmp_path, "--json").json["encoding"] == "xor"
+    shard.unlink()
     checked = weightcast("channel", "verify", "--channel", tmp_path)
-    assert checked.code == 3 and "is missing" in checked.out
+    assert checked.code == 3 and shard.name in checked.out and "is not there" in checked.out
 
 
 def test_verify_of_a_directory_that_is_no_channel(tmp_path: Path, weightcast: Callable[..., Done]) -> None:
