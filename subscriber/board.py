@@ -66,6 +66,7 @@ class Board:
                     "state": view.state,
                     "progress_bytes": view.progress_bytes,
                     "bytes_read": view.bytes_read,
+                    "bytes_by_cause": dict(view.bytes_by_cause),
                     "local_version": local_version,
                     "target_version": target,
                     "served_version": confirmed,

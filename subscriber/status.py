@@ -16,6 +16,9 @@ State = Literal[
     "hashing", "repairing", "gathering", "idle", "stopped",
 ]  # fmt: skip
 MoveKind = Literal["seed", "patch", "relabel", "reload", "undo", "repair"]
+Cause = Literal["step", "skip", "anchor", "repair"]
+"""What bytes of the channel are read for: the delta from the version before, one from an older version, full
+weights, or making damaged tensors anew (what comes from the base for that is counted too)."""
 Assurance = Literal["full", "changed-tensors"]
 """What was proven of the local bytes: all of them against the run's root, or (foreign channels state no more)
 the tensors that a version changed."""
@@ -141,6 +144,8 @@ class HostStatus(Frozen):
     updates: tuple[UpdateStatus, ...] = ()
     """newest last"""
     bytes_read: int = 0
+    bytes_by_cause: Mapping[Cause, int] = {}
+    """the same bytes, once what they are for has ended"""
     """from the channel, since the start"""
     engines: tuple[EngineStatus, ...] = ()
     last_full_hash: float | None = None

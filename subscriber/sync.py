@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
+from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel
@@ -50,7 +52,7 @@ from weightcast.subscriber.engines.roster import EngineResult
 from weightcast.subscriber.group import Order
 from weightcast.subscriber.lead import Lead
 from weightcast.subscriber.reload import Engines
-from weightcast.subscriber.status import MoveKind, State, UpdateStatus
+from weightcast.subscriber.status import Cause, MoveKind, State, UpdateStatus
 from weightcast.subscriber.stopwatch import Stopwatch
 from weightcast.subscriber.target import FOLLOW_LATEST, Target, resolve
 
@@ -80,6 +82,10 @@ class SyncOptions:
     """the local checkpoint moves only towards `Sync.order`"""
 
 
+def _no_bytes() -> dict[Cause, int]:
+    return dict.fromkeys(get_args(Cause), 0)
+
+
 @dataclass
 class View:
     """What a step knows, for the status. Only the step writes it."""
@@ -89,6 +95,7 @@ class View:
     target_version: int | None = None
     progress_bytes: int = 0
     bytes_read: int = 0
+    bytes_by_cause: dict[Cause, int] = field(default_factory=_no_bytes)
     degraded: tuple[str, ...] = ()
     not_ready: tuple[str, ...] = ("starting",)
     moves: list[UpdateStatus] = field(default_factory=list)
@@ -430,6 +437,7 @@ class Sync:
             return
         self._usable = True
         self._watch.changes += repaired.words
+        self._count_read("repair", repaired.nbytes)
         self._moved("repair", None if before is None else before.position.version, 0)
 
     def _route(self, channel: Channel) -> Route:
@@ -514,6 +522,8 @@ class Sync:
         self._usable = True
         self._let_read()
         self._watch.bytes = self._local().table.nbytes
+        if plan.version:
+            self._count_read("anchor", self._watch.bytes)
         self._moved("seed", None if before is None else before.position.version, 1)
         if plan.then.legs:
             self._patch(channel, route, plan.then)
@@ -549,10 +559,28 @@ class Sync:
             if kept.step.target.version == leg[-1]:
                 return kept
             self._local().paths.journal(kept.step.journal).unlink(missing_ok=True)
-        staged = self.follower.prepare(route, leg, channel, self._advance_fetch)
+        before = self.view.bytes_read
+        try:
+            staged = self.follower.prepare(route, leg, channel, self._advance_fetch)
+        finally:
+            self._divide(route, leg, self.view.bytes_read - before)
         self._watch.enter("")
         self._watch.changes += staged.changes
         return staged
+
+    def _divide(self, route: Route, leg: Sequence[int], nbytes: int) -> None:
+        """Among single steps and deltas from older versions, by the sizes that their indexes state."""
+        if not nbytes:
+            return
+        sizes = {version: _size(route.delta(version)[0]) for version in leg}
+        older = sum(size for version, size in sizes.items() if route.leads_from(version) != version - 1)
+        skipped = nbytes * older // max(1, sum(sizes.values()))
+        self.view.bytes_by_cause["skip"] += skipped
+        self.view.bytes_by_cause["step"] += nbytes - skipped
+
+    def _count_read(self, cause: Cause, nbytes: int) -> None:
+        self.view.bytes_read += nbytes
+        self.view.bytes_by_cause[cause] += nbytes
 
     def _apply(self, staged: Staged, *, last: bool, before: int = 0, folded: int = 0) -> None:
         """Engines that map the files are paused for every leg; the others are reloaded once, at the last."""
@@ -753,6 +781,11 @@ class Sync:
         self._shown = self._clock()
         self.view.local = self._state()
         self._show(self)
+
+
+def _size(index: Index | ForeignIndex) -> int:
+    """A foreign index states none: all its versions count alike."""
+    return sum(file.size for file in index.files) if isinstance(index, Index) else 1
 
 
 def _require_run(channel: Channel, order: Order) -> None:

@@ -68,12 +68,14 @@ class Walk:
 
 @dataclass(frozen=True)
 class Repaired:
-    """`words`: how many were wrong, in `tensors`; `source`: the full weights they were made from."""
+    """`words`: how many were wrong, in `tensors`; `source`: the full weights they were made from; `nbytes`:
+    read of these and of deltas."""
 
     position: Position
     tensors: tuple[str, ...]
     words: int
     source: str
+    nbytes: int = 0
 
 
 class _Cover:
@@ -237,14 +239,14 @@ def repair(
     except OSError as error:
         raise _no_room(local, error) from error
     try:
-        source = _build(local, scratch, damage, ways(damage.position), tensors, advance)
+        walk = _build(local, scratch, damage, ways(damage.position), tensors, advance)
         failpoint("repair.built", local.directory)
         words = sum(_put(local, scratch, tensor) for tensor in tensors)
     finally:
         scratch.close()
     failpoint("repair.written", local.directory)
     _settle(local, damage, tensors)
-    return Repaired(damage.position, damage.tensors, words, source)
+    return Repaired(damage.position, damage.tensors, words, str(walk.way.directory), walk.nbytes)
 
 
 def _damage(local: LocalCheckpoint, threads: int, advance: Advance | None) -> Differs | None:
@@ -293,8 +295,8 @@ def _build(
     ways: Sequence[Way],
     tensors: Sequence[int],
     advance: Advance | None,
-) -> str:
-    """Returns the way that led there. What a way brought is proven before it counts."""
+) -> Walk:
+    """What led there. What a way brought is proven before it counts."""
     lanes = lanes_list(damage.position.lanes)
     reasons = []
     for walk in cheapest([plan_walk(local.table, way, tensors) for way in ways]):
@@ -306,7 +308,7 @@ def _build(
             reasons.append(f"{walk.way.directory}: {error}")
             continue
         if not wrong:
-            return str(walk.way.directory)
+            return walk
         reasons.append(f"{walk.way.directory} gives other bytes of {local.table[wrong[0]].name}")
     raise Differs(
         f"{local.directory}: {len(tensors)} tensors cannot be repaired: "

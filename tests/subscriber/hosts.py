@@ -20,6 +20,7 @@ from doubles import Answer, Double, SGLangDouble, WebhookDouble, serve
 from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.publisher import Publisher
 from weightcast.publisher.report import PublishReport
+from weightcast.publisher.upkeep import UpkeepOptions
 from weightcast.shared.local.state import LocalState, read_state
 from weightcast.subscriber.board import Board
 from weightcast.subscriber.engines.align import Pace
@@ -182,6 +183,7 @@ class Run:
         encoding: Any = "fast",
         sign_key: Path | None = None,
         base: Weights | None = None,
+        upkeep: UpkeepOptions | None = None,
     ) -> None:
         self.root = root
         self.base = Weights.make() if base is None else base
@@ -196,6 +198,7 @@ class Run:
                 base=self.base_dir,
                 encoding=encoding,
                 sign_key=sign_key,
+                upkeep=upkeep,
             )
         )
 
@@ -214,6 +217,10 @@ class Run:
         if anchor:
             self._publisher.write_anchor()
         return number
+
+    def make_due(self) -> list[str]:
+        """What its upkeep makes beside the versions."""
+        return self._publisher.make_due()
 
     def publish_by_two(self) -> int:
         """A version whose parts two ranks write; the last one that this run publishes."""
