@@ -67,6 +67,8 @@ class Watched:
         self._arrived: dict[str, Marks | None] = {}
         """what was first seen of it after its arrival"""
         self._clock = clock
+        self._half_consumed: set[str] = set()
+        """published, and kept from being deleted by an error of the disk"""
         self._inbox = Inbox(rules, _read(memory))
         self._stored = b""
 
@@ -111,6 +113,7 @@ class Watched:
     def next(self) -> Choice:
         """Raises RetryLater when the directory is not there."""
         failpoint("inbox.looked", self.directory)
+        self._finish_consuming()
         found = self._look()
         choice = self._inbox.choose(found.unknown, self._clock())
         self.waiting = choice.waiting
@@ -177,8 +180,23 @@ class Watched:
             looks.consume(self.directory, name, self._inbox.entries[name].files)
         except FileNotFoundError:
             return  # by the process that was killed
-        except (Refused, OSError) as error:
+        except Refused as error:
             log.warning("checkpoint not consumed", checkpoint=name, reason=str(error))
+        except OSError as error:
+            log.warning("checkpoint not consumed yet", checkpoint=name, reason=str(error))
+            self._half_consumed.add(name)
+
+    def _finish_consuming(self) -> None:
+        """In the look after an error; one that lasts was logged."""
+        if not self._half_consumed:
+            return
+        try:
+            looks.bury_leftovers(self.directory)
+        except OSError:
+            return
+        names, self._half_consumed = self._half_consumed, set()
+        for name in sorted(names & self._inbox.entries.keys()):
+            self._consume_published(name)
 
     def _store(self) -> None:
         packed = pack_entries(self._inbox.entries)

@@ -2,8 +2,9 @@
 
     python tests/crash/crash_run.py --kills 500 --cover 3
 
-Every failpoint is struck at least `--cover` times, in each kind of file and by each side that passes it; one
-that is never reached fails the run, as does every violation. `--seed` fixes the plan, not the timing.
+At every failpoint at least `--cover` processes are killed, and at least one in each kind of file by each side
+that passes it; one that is never reached fails the run, as does every violation. `--seed` fixes the plan, not
+the timing.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ WEIGHTS = {
     "power of publisher": 0.05,
 }
 """share of the strikes that are more, or less, than a kill; the rest is shared by need"""
+SHARE_OF_MOMENTS = 0.08
+USES_BY_A_MISS = 6
+"""a row that was not passed may want a world of another shape"""
 
 
 @dataclass
@@ -72,9 +76,9 @@ class Violation:
 class Plan:
     """Which scenario and row come next: the rows struck least, in a scenario that passes them."""
 
-    def __init__(self, rng: random.Random, names: Sequence[str], row: str) -> None:
+    def __init__(self, rng: random.Random, names: Sequence[str], row: str, cover: int) -> None:
         self.names = tuple(names)
-        self._rng, self._row = rng, row
+        self._rng, self._row, self._cover = rng, row, cover
         self.passed: dict[str, dict[str, int]] = {}
         """scenario to the rows it passes, and how often"""
         self.struck: Counter[tuple[str, str]] = Counter()
@@ -89,7 +93,11 @@ class Plan:
         weights = [WEIGHTS[name] for name in kinds]
         draw = self._rng.choices([*kinds, ""], [*weights, max(0.0, 1 - sum(weights))])[0]
         names = [draw] if draw else [name for name in self.names if name not in WEIGHTS] or list(self.names)
-        name, row = min(self._candidates(names), key=self._score)
+        candidates = self._candidates(names)
+        moments = [each for each in candidates if each[1] == RANDOM]
+        if moments and self._rng.random() < SHARE_OF_MOMENTS:
+            candidates = moments
+        name, row = min(candidates, key=self._score)
         return name, self._order(name, row)
 
     def _candidates(self, names: Sequence[str]) -> list[tuple[str, str]]:
@@ -101,7 +109,8 @@ class Plan:
         return found
 
     def _score(self, candidate: tuple[str, str]) -> tuple[float, ...]:
-        """Rows that a side passes and was never struck at first, then those struck least by anybody."""
+        """Rows that are not covered at first, those tried least among them, then those struck least by
+        anybody. A row that is often missed is no less wanted: only some worlds pass it."""
         name, row = candidate
         if name in WEIGHTS:
             return self.struck[candidate] + self._missed[candidate], self._rng.random()
@@ -110,8 +119,11 @@ class Plan:
             (SCENARIOS[other].side, count) for (other, which), count in self.struck.items() if which == row
         ]
         own = sum(count for each, count in kills if each == side)
-        total = sum(count for _, count in kills) / (4 if row == RANDOM else 1)
-        return min(own, 1) + self._missed[candidate], total, self.struck[candidate], self._rng.random()
+        failpoint = row.partition(" ")[0]
+        of_failpoint = sum(n for (_, which), n in self.struck.items() if which.partition(" ")[0] == failpoint)
+        wanted = row != RANDOM and (own == 0 or of_failpoint < self._cover)
+        tried = self._missed[candidate] + sum(count for _, count in kills) / (4 if row == RANDOM else 1)
+        return not wanted, tried, self.struck[candidate], self._rng.random()
 
     def _order(self, name: str, row: str) -> Order:
         if row == RANDOM:
@@ -130,10 +142,10 @@ class Plan:
 
 
 class Campaign:
-    def __init__(self, root: Path, seed: int, names: Sequence[str], row: str) -> None:
+    def __init__(self, root: Path, seed: int, names: Sequence[str], row: str, cover: int) -> None:
         self.seed, self._root = seed, root
         self._rng = random.Random(seed)
-        self.plan = Plan(self._rng, names, row)
+        self.plan = Plan(self._rng, names, row, cover)
         self.rows: dict[tuple[str, str], Row] = {}
         self.violations: list[Violation] = []
         self.others = 0
@@ -166,6 +178,8 @@ class Campaign:
             run.check([f"did not come to an end: {error}"])
         self.plan.learn(name, run)
         self._note(scenario, run)
+        if run.order.key and not run.struck:
+            self._wear(key)
         violation = None
         if run.violations:
             violation = Violation(name, run.order, seed, tuple(run.violations))
@@ -175,6 +189,10 @@ class Campaign:
         else:
             world.rest()
         return violation
+
+    def _wear(self, key: object) -> None:
+        world, seed, used = self._worlds[key]
+        self._worlds[key] = (world, seed, used + USES_BY_A_MISS)
 
     def _world(self, key: object, scenario: Scenario) -> tuple[World, int]:
         if key in self._worlds and self._worlds[key][2] >= USES_OF_A_WORLD:
@@ -222,20 +240,19 @@ class Campaign:
         row.violations += bool(run.violations)
 
     def uncovered(self, cover: int) -> list[str]:
-        """Rows struck too seldom, and sides that pass a row and were not struck there."""
-        kills: Counter[str] = Counter()
-        for row in self.rows.values():
-            kills[row.name] += row.kills
+        """Failpoints with less kills than `cover`; rows, by the kind of file, that a side passes and where it
+        was never killed."""
         passed = {
             (SCENARIOS[name].side, row)
             for name, rows in self.plan.passed.items()
             for row in rows
             if name not in WEIGHTS
         }
-        found = []
-        for row_name in sorted({row for _, row in passed}):
-            if kills[row_name] < cover:
-                found.append(f"{row_name}: {kills[row_name]} kills")
+        kills: Counter[str] = Counter()
+        for row in self.rows.values():
+            kills[row.name.partition(" ")[0]] += row.kills
+        failpoints = sorted({row.partition(" ")[0] for _, row in passed})
+        found = [f"{name}: {kills[name]} kills" for name in failpoints if kills[name] < cover]
         for side, row_name in sorted(passed):
             known = self.rows.get((side, row_name))
             if known is None or not known.kills:
@@ -313,14 +330,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--strikes", type=int, default=0, help="end after so many strikes of any kind")
     parser.add_argument("--minutes", type=float, default=15.0)
-    parser.add_argument("--cover", type=int, default=0, help="times that every row must be struck")
+    parser.add_argument("--cover", type=int, default=0, help="kills that every failpoint must see")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--scenario", action="append", choices=list(SCENARIOS))
-    parser.add_argument("--jobs", type=int, default=2, help="1: hosts and publishers one after the other")
+    parser.add_argument("--jobs", type=int, default=2, help="1: all in one process, one after the other")
     parser.add_argument(
         "--patience", type=float, default=1.0, help="multiplies every wait: for a busy machine"
     )
-    parser.add_argument("--half", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--row", default="", help="only this row, or rows whose name contains this")
     parser.add_argument("--first", action="store_true", help="end at the first violation")
     parser.add_argument("--most", type=int, default=10, help="end after so many violations")
@@ -336,7 +353,7 @@ def run_here(arguments: argparse.Namespace, seed: int, console: Console) -> dict
     memory = Path("/dev/shm")
     place = arguments.root or (memory if os.access(memory, os.W_OK) else None)
     root = Path(tempfile.mkdtemp(prefix="weightcast-crash-", dir=place))
-    campaign = Campaign(root, seed, arguments.scenario or list(SCENARIOS), arguments.row)
+    campaign = Campaign(root, seed, arguments.scenario or list(SCENARIOS), arguments.row, arguments.cover)
     try:
         missing = run_campaign(arguments, campaign, console)
     finally:
@@ -345,29 +362,31 @@ def run_here(arguments: argparse.Namespace, seed: int, console: Console) -> dict
     return {**campaign.facts(), "missing": missing}
 
 
-def run_halves(arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """Hosts' and publishers' scenarios at once, each in a process of its own; the results of both."""
-    hosts = [name for name, scenario in SCENARIOS.items() if scenario.side == "host"]
-    others = [name for name in SCENARIOS if name not in hosts]
+def run_parts(arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """The scenarios of hosts, of publishers' daemons and of what runs without daemons at once, each in a
+    process of its own; the results of all."""
+    hosts = [name for name, scenario in SCENARIOS.items() if scenario.side == "host" and scenario.daemons]
+    publishers = [name for name, each in SCENARIOS.items() if each.daemons and name not in hosts]
+    others = [name for name, scenario in SCENARIOS.items() if not scenario.daemons]
     with tempfile.TemporaryDirectory() as directory:
-        files = [Path(directory) / f"{number}.json" for number in range(2)]
-        halves = [
-            subprocess.Popen(_half(arguments, seed + number, names, file))
-            for number, (names, file) in enumerate(zip((hosts, others), files, strict=True))
+        files = [Path(directory) / f"{number}.json" for number in range(3)]
+        parts = [
+            subprocess.Popen(_part(arguments, seed + number, names, file))
+            for number, (names, file) in enumerate(zip((hosts, publishers, others), files, strict=True))
         ]
-        ended = [half.wait() for half in halves]
+        ended = [part.wait() for part in parts]
         if not all(file.exists() for file in files):
-            raise SystemExit(f"a half ended without results: {ended}")
-        one, other = (json.loads(file.read_text()) for file in files)
-    merged = {key: one[key] + other[key] for key in one if key != "seed"}
-    return {"seed": seed, **merged}
+            raise SystemExit(f"a part ended without results: {ended}")
+        results = [json.loads(file.read_text()) for file in files]
+    merged = {key: sum((each[key] for each in results[1:]), results[0][key]) for key in results[0]}
+    return {**merged, "seed": seed}
 
 
-def _half(arguments: argparse.Namespace, seed: int, names: Sequence[str], file: Path) -> list[str]:
-    command = [sys.executable, __file__, "--jobs", "1", "--half", "--json", str(file), "--seed", str(seed)]
+def _part(arguments: argparse.Namespace, seed: int, names: Sequence[str], file: Path) -> list[str]:
+    command = [sys.executable, __file__, "--jobs", "1", "--part", "--json", str(file), "--seed", str(seed)]
     for option in ("minutes", "cover", "most", "patience"):
         command += [f"--{option}", str(getattr(arguments, option))]
-    command += ["--kills", str(-(-arguments.kills // 2))]
+    command += ["--kills", str(-(-arguments.kills // 3))]
     return command + [word for name in names for word in ("--scenario", name)]
 
 
@@ -378,16 +397,14 @@ def main() -> int:
     console.print(f"seed {seed}")
     began = time.monotonic()
     whole = not (arguments.scenario or arguments.row or arguments.strikes)
-    if whole and arguments.jobs > 1:
-        facts = run_halves(arguments, seed)
-    else:
-        facts = run_here(arguments, seed, console)
+    parts = whole and arguments.jobs > 1
+    facts = run_parts(arguments, seed) if parts else run_here(arguments, seed, console)
     facts["seconds"] = time.monotonic() - began
     if whole and arguments.cover:
         facts["missing"] += never_reached([Row(**row) for row in facts["rows"]])
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(facts, indent=1))
-    if not arguments.half:
+    if not arguments.part:
         console.print(table_of(facts))
     for text in facts["missing"]:
         console.print(text, style="red", highlight=False)

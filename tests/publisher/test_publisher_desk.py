@@ -28,6 +28,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from weightcast.publisher.desk import Desk
 from weightcast.publisher.settings import PublisherSettings
 from weightcast.publisher.watched import Arrivals
+from weightcast.shared import failpoints
 from weightcast.shared.channel.claims import claim, this_process
 from weightcast.shared.channel.reports import Report, write_report
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater, WrongRun
@@ -235,6 +236,28 @@ def test_consume_deletes_what_was_published_and_nothing_else(places: Places, ope
         "notes",
     ]
     assert office.published() == [(1, 1)]
+
+
+def test_what_a_disk_error_left_of_a_consumed_checkpoint_goes_with_the_next_look(
+    places: Places, opened: Opening
+) -> None:
+    office = opened(consume=True)
+    errors = iter([OSError(28, "No space left on device")])
+
+    def fail_once(name: str, where: Path | None) -> None:
+        if name == "inbox.buried":
+            for error in errors:
+                raise error
+
+    failpoints.watch(fail_once)
+    try:
+        rename_in(places.watch / "step_1", weights(1))
+        office.settle()
+    finally:
+        failpoints.watch(None)
+    office.step()
+    assert [path.name for path in places.watch.iterdir() if path.name != ".probe"] == []
+    assert next(errors, None) is None and office.published() == [(1, 1)]
 
 
 def test_a_kill_between_version_and_memory_publishes_nothing_twice(places: Places, opened: Opening) -> None:
