@@ -1,4 +1,4 @@
-"""Verbs of the subscriber: `subscriber run`; `sync` and `run-engine` have modules of their own."""
+"""Verbs of the subscriber: `subscriber run`; `sync`, `run-engine` and `doctor` have modules of their own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import typer
 
 from weightcast.shared.service.cli import group
 from weightcast.shared.service.options import settings_command
-from weightcast.subscriber import verbs_engine, verbs_sync
+from weightcast.subscriber import verbs_doctor, verbs_engine, verbs_sync
 from weightcast.subscriber.settings import SubscriberSettings
 
 
@@ -17,6 +17,7 @@ def register(app: typer.Typer) -> None:
     )(_run)
     verbs_sync.register(app)
     verbs_engine.register(app)
+    verbs_doctor.register(app)
 
 
 def _run(settings: SubscriberSettings) -> None:

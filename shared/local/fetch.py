@@ -26,8 +26,10 @@ from weightcast.shared.progress import Advance
 
 _BLOCK = 4 << 20
 _RETRY_FIRST, _RETRY_MOST = 0.05, 2.0
-_JOURNAL_BYTES = 10
+JOURNAL_BYTES = 10
 """of a journal per changed word, at most: old and new word of 4 bytes, the gap, a share of record heads"""
+ROOM_BYTES = 1 << 20
+"""for everything small"""
 
 
 class NotThere(RetryLater):
@@ -41,9 +43,9 @@ class NotThere(RetryLater):
 def check_space(paths: LocalPaths, versions: Sequence[Index | ForeignIndex]) -> None:
     """RetryLater when spool and journal of `versions` would not fit. A foreign index states no sizes."""
     ours = [version for version in versions if isinstance(version, Index)]
-    wanted = 1 << 20
+    wanted = ROOM_BYTES
     wanted += sum(file.size for version in ours for file in version.files)
-    wanted += sum(chunk.changed for version in ours for chunk in version.chunks) * _JOURNAL_BYTES
+    wanted += sum(chunk.changed for version in ours for chunk in version.chunks) * JOURNAL_BYTES
     free = os.statvfs(paths.room)
     if free.f_bavail * free.f_frsize < wanted:
         raise RetryLater(

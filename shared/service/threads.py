@@ -8,6 +8,9 @@ MEMORY_BUDGET = 256 << 20
 SCRATCH_BYTES = 128 << 20
 """of working buffers per thread: a chunk of 4 Mi words as old and new words, changes and code"""
 
+DAEMON_BYTES = 512 << 20
+"""that a daemon's own memory grows by at most (tests/publisher/test_core_memory.py)"""
+
 
 def working_threads(
     threads: int | None, memory_budget: int = MEMORY_BUDGET, *, default: int | None = None

@@ -30,6 +30,7 @@ PAUSE_MODES: dict[Policy, str | None] = {"recompute": "retract", "abort": "abort
 UNREAD = "Failed to get weights iterator"
 """How SGLang begins the message of the one refusal that it gives before it touches a weight: it could not
 open the directory. Its other refusals come with changed or half-changed weights."""
+INFO_ROUTES = ("/server_info", "/get_server_info")
 RANKS = " | "
 """between the messages of data-parallel ranks"""
 
@@ -59,6 +60,14 @@ class SGLang:
         except EngineFailed:
             return EngineFacts(reachable=True, process=process)
         return EngineFacts(reachable=True, label=label, process=process, source=self._source)
+
+    def release(self) -> str | None:
+        """The version of the software; None where it does not say. Raises EngineFailed."""
+        for route in INFO_ROUTES:
+            reply = self._wire.get(route, self._timeouts.probe)
+            if reply.status not in NO_ROUTE:
+                return reply.text_field("version")
+        return None
 
     def pause(self) -> None:
         mode = PAUSE_MODES[self.spec.policy]
@@ -107,7 +116,7 @@ class SGLang:
         """A draft model is loaded after the model itself: then a directory that could not be opened says
         nothing of the model."""
         try:
-            for route in ("/server_info", "/get_server_info"):
+            for route in INFO_ROUTES:
                 reply = self._wire.get(route, self._timeouts.control)
                 if reply.status not in NO_ROUTE:
                     reply.require_ok("see the engine's log")

@@ -1,0 +1,123 @@
+"""What this machine, or this container, gives a process: facts, no judgement."""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightcast.shared.local.host import Host
+from weightcast.shared.service.kernels import kernel_status
+from weightcast.shared.service.threads import usable_cores
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
+_SHM = Path("/dev/shm")
+_NONE = 1 << 62
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    cores: int
+    memory_bytes: int
+    """of the machine"""
+    limit_bytes: int
+    """of the machine or of the control group that allows less"""
+    available_bytes: int
+    """that may still be taken, page cache included"""
+    shm_bytes: int
+    """size of /dev/shm; 0: there is none"""
+    open_files: int
+    """RLIMIT_NOFILE: soft"""
+    open_files_most: int
+    """hard"""
+    file_bytes: int | None
+    """RLIMIT_FSIZE; None: no limit"""
+    locked_bytes: int | None
+    """RLIMIT_MEMLOCK; None: no limit"""
+    boot_id: bool
+    """whether the kernel tells one"""
+    machine_id: bool
+    kernels: str
+    """numba or numpy"""
+    kernel_problem: str
+
+
+def look_at_machine() -> MachineFacts:
+    """Compiles a first kernel where none is kept."""
+    memory, available = _memory()
+    limit, used = _control_group()
+    host, kernels = Host.here(), kernel_status()
+    open_files, open_files_most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MachineFacts(
+        cores=usable_cores(),
+        memory_bytes=memory,
+        limit_bytes=min(memory, limit),
+        available_bytes=min(available, max(0, limit - used)),
+        shm_bytes=_size_of(_SHM),
+        open_files=open_files,
+        open_files_most=open_files_most,
+        file_bytes=_limit(resource.RLIMIT_FSIZE),
+        locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
+        boot_id=bool(host.boot_id),
+        machine_id=_text(Path("/etc/machine-id")) != "",
+        kernels=kernels.kind,
+        kernel_problem=kernels.problem,
+    )
+
+
+def _memory() -> tuple[int, int]:
+    """MemTotal and MemAvailable of proc(5), in bytes."""
+    rows = dict(line.split(":", 1) for line in _text(_MEMINFO).splitlines() if ":" in line)
+
+    def nbytes(name: str) -> int:
+        number = rows.get(name, "").split()[:1]
+        return int(number[0]) << 10 if number and number[0].isdigit() else _NONE
+
+    return nbytes("MemTotal"), nbytes("MemAvailable")
+
+
+def _control_group() -> tuple[int, int]:
+    """Limit and use of the tightest control group (version 2) that this process is in. What the page cache
+    of files holds can be taken back and is not counted; files in a tmpfs cannot, and are."""
+    own = next((line[3:] for line in _text(_OWN_CGROUP).splitlines() if line.startswith("0::")), "/")
+    found = [(_NONE, 0)]
+    directory = _CGROUPS / own.lstrip("/")
+    for place in (directory, *directory.parents):
+        if place.is_relative_to(_CGROUPS):
+            limit = _number(_text(place / "memory.max"))
+            if limit is not None:
+                found.append((limit, _in_use(place)))
+    return min(found, key=lambda each: each[0] - each[1])
+
+
+def _in_use(group: Path) -> int:
+    rows = dict(line.split(" ", 1) for line in _text(group / "memory.stat").splitlines() if " " in line)
+    cached = (_number(rows.get("file", "")) or 0) - (_number(rows.get("shmem", "")) or 0)
+    return max(0, (_number(_text(group / "memory.current")) or 0) - max(0, cached))
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def _limit(which: int) -> int | None:
+    soft = resource.getrlimit(which)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _size_of(mount: Path) -> int:
+    try:
+        found = os.statvfs(mount)
+    except OSError:
+        return 0
+    return found.f_blocks * found.f_frsize
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,192 @@
+"""What a directory is and does: facts, no judgement."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from weightcast.shared.channel.index import Index
+from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import WeightcastError
+from weightcast.shared.files.mounts import Mount, mount_of
+from weightcast.shared.local.local_checkpoint import LocalPaths
+from weightcast.shared.service.doctor.trials import Outcome, try_all
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Space:
+    total_bytes: int
+    free_bytes: int
+    free_files: int | None
+    """None where the file system does not count them"""
+
+
+@dataclass(frozen=True)
+class PlaceFacts:
+    """`tried`: where the trials ran: the directory, one below it, or the nearest one above that exists; None
+    where nothing may be written."""
+
+    asked: Path
+    there: bool
+    is_link: bool
+    is_directory: bool
+    tried: Path | None
+    refused: str
+    """why nothing could be tried"""
+    mount: Mount | None
+    space: Space
+    open_to_all: bool
+    """everybody on the machine may replace files"""
+    trials: Mapping[str, Outcome] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Of the channel's run; None where it does not say. `delta_bytes`, `changed`: of the newest version."""
+
+    foreign: bool = False
+    version: int | None = None
+    full_bytes: int | None = None
+    elements: int | None = None
+    delta_bytes: int | None = None
+    changed: int | None = None
+    problem: str = ""
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class LocalFacts:
+    """`seeded`: weights lie there already; `strange`: files that are not weightcast's, and nothing of it."""
+
+    seeded: bool
+    strange: bool
+    files: int
+
+
+def answered(look: Callable[[], T], seconds: float) -> T | None:
+    """None when `look` hangs, as calls into a dead network mount do. The thread is left behind: nothing can
+    end it. Raises what `look` raises."""
+    results: list[T] = []
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(look())
+        except Exception as error:  # for the thread that waits
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="doctor", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failures:
+        raise failures[0]
+    return results[0] if results else None
+
+
+def look_at_channel(channel: Path) -> PlaceFacts:
+    """Hosts need not write there: where only `hosts/` lets them, that is tried. Raises OSError when not even
+    what is there can be looked at."""
+    places = [channel, Layout(channel).hosts_dir] if channel.is_dir() else []
+    return _facts(channel, places)
+
+
+def look_at_local(local: Path) -> PlaceFacts:
+    """A directory that is not there yet is tried above it, one in use in weightcast's own part, where no
+    engine looks. Raises OSError."""
+    room = LocalPaths(local).room
+    return _facts(local, [room if room.is_dir() else _nearest(local)])
+
+
+def _facts(asked: Path, places: Sequence[Path]) -> PlaceFacts:
+    nearest = _nearest(asked)
+    tried, refused, trials = _tried(places)
+    return PlaceFacts(
+        asked=asked,
+        there=os.path.lexists(asked),
+        is_link=asked.is_symlink(),
+        is_directory=asked.is_dir(),
+        tried=tried,
+        refused=refused,
+        mount=mount_of(nearest),
+        space=_space(nearest),
+        open_to_all=asked.exists() and _open_to_all(asked),
+        trials=trials,
+    )
+
+
+def _nearest(asked: Path) -> Path:
+    path = asked.absolute()
+    while not path.is_dir():
+        path = path.parent
+    return path
+
+
+def _tried(places: Sequence[Path]) -> tuple[Path | None, str, Mapping[str, Outcome]]:
+    refused = ""
+    for place in places:
+        try:
+            return place, "", try_all(place)
+        except OSError as error:
+            refused = refused or error.strerror or str(error)
+    return None, refused, {}
+
+
+def _space(path: Path) -> Space:
+    found = os.statvfs(path)
+    return Space(
+        found.f_blocks * found.f_frsize,
+        found.f_bavail * found.f_frsize,
+        found.f_favail if found.f_files else None,
+    )
+
+
+def _open_to_all(path: Path) -> bool:
+    mode = path.stat().st_mode
+    return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
+
+
+def look_at_run(channel: Path) -> RunFacts:
+    """Reads channel.json, base.json, pointer and the newest index."""
+    try:
+        return _run_facts(Channel.open(channel))
+    except WeightcastError as error:
+        return RunFacts(problem=error.message, remedy=error.remedy)
+    except OSError as error:
+        return RunFacts(problem=str(error), remedy="let this user read the channel")
+
+
+def _run_facts(channel: Channel) -> RunFacts:
+    pointer = channel.pointer()
+    version = None if pointer is None else pointer.version
+    if channel.base is None:
+        return RunFacts(foreign=True, version=version)
+    table = channel.base.table
+    index = None if pointer is None else channel.index(pointer, pointer.version, table)
+    ours = index if isinstance(index, Index) else None
+    return RunFacts(
+        version=version,
+        full_bytes=table.nbytes,
+        elements=table.elements,
+        delta_bytes=None if ours is None else ours.totals.delta_bytes,
+        changed=None if ours is None else ours.totals.changed,
+    )
+
+
+def look_into_local(local: Path) -> LocalFacts:
+    """Raises OSError."""
+    names = set(os.listdir(local)) if local.is_dir() else set()
+    room = LocalPaths(local).room.name
+    weights = [name for name in names if name.endswith(".safetensors")]
+    return LocalFacts(
+        seeded=room in names and bool(weights),
+        strange=room not in names and bool(names),
+        files=len(weights),
+    )

@@ -1,0 +1,76 @@
+"""Engines as `weightcast doctor` finds them: asked, never told anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from weightcast.shared.errors import EngineFailed
+from weightcast.shared.service.doctor.findings import Finding
+from weightcast.subscriber.engines.base import Engine, EngineFacts, EngineSpec, Timeouts, parse_engines
+from weightcast.subscriber.engines.kinds import open_engine
+from weightcast.subscriber.engines.sglang import SGLang
+from weightcast.subscriber.engines.vllm import DEV_MODE
+
+_PROBE_SECONDS = 5.0
+_RESTARTS = {
+    "sglang": "start SGLang with --enable-metrics",
+    "vllm": "its /metrics should tell process_start_time_seconds",
+    "webhook": "let its answer to GET name `process`",
+}
+
+
+def judge_engines(texts: Sequence[str], local: Path, seconds: float) -> Iterator[Finding]:
+    """`texts`: values of `--engine`. Raises BadEngineOption."""
+    timeouts = Timeouts(connect=min(seconds, _PROBE_SECONDS), probe=min(seconds, _PROBE_SECONDS))
+    for spec in parse_engines(texts, local):
+        with closing(open_engine(spec, timeouts=timeouts)) as engine:
+            yield from judge_engine(spec, _facts(engine))
+
+
+def _facts(engine: Engine) -> EngineFacts:
+    facts = engine.probe()
+    if not isinstance(engine, SGLang) or not facts.reachable:
+        return facts
+    with suppress(EngineFailed):
+        return replace(facts, software=engine.release())
+    return facts
+
+
+def judge_engine(spec: EngineSpec, facts: EngineFacts) -> Iterator[Finding]:
+    """Rules: no IO."""
+    if not facts.reachable:
+        yield _silent(spec, facts)
+        return
+    release = f"{spec.kind} {facts.software}" if facts.software else f"{spec.kind}, which tells no version"
+    yield Finding(spec.name, "answers", "ok", f"{spec.url}: {release}")
+    if spec.kind == "vllm" and facts.paused is None:
+        yield Finding(
+            spec.name,
+            "control",
+            "failure",
+            "its control routes are not there: versions cannot be loaded",
+            DEV_MODE,
+            EngineFailed.exit_code,
+        )
+    if facts.paused:
+        yield Finding(
+            spec.name,
+            "paused",
+            "warning",
+            "it is paused: requests wait",
+            "nothing while a version is loaded; else start its subscriber, which resumes it",
+        )
+    if facts.process is None:
+        remedy = _RESTARTS[spec.kind]
+        yield Finding(spec.name, "restarts", "warning", "whether it restarted cannot be seen", remedy)
+    label = "tells no version of its weights" if facts.label is None else f"holds weights {facts.label!r}"
+    yield Finding(spec.name, "label", "ok" if facts.label is not None else "note", label)
+
+
+def _silent(spec: EngineSpec, facts: EngineFacts) -> Finding:
+    says = f"nothing listens at {spec.url}" if facts.absent else f"{spec.url} does not answer as it should"
+    remedy = "start the engine, or correct its URL; the subscriber waits for it"
+    return Finding(spec.name, "answers", "failure", says, remedy, EngineFailed.exit_code)
