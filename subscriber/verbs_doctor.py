@@ -55,7 +55,7 @@ def doctor(
 
 
 def _facts(findings: list[Finding]) -> dict[str, Any]:
-    return {"findings": [_plain(finding) for finding in findings], **counts(findings)}
+    return {"findings": [_plain(finding) for finding in findings], "counts": counts(findings)}
 
 
 def _plain(finding: Finding) -> dict[str, Any]:

@@ -66,9 +66,7 @@ def _memory(facts: MachineFacts) -> Iterator[Finding]:
         "/dev/shm",
         "note" if small else "ok",
         f"a tmpfs of {size_text(facts.shm_bytes)}",
-        "too small for weights: --shm-size, or an emptyDir of medium Memory with a sizeLimit"
-        if small
-        else "",
+        remedy if small else "",
     )
 
 

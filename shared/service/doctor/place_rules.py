@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +14,7 @@ CLOCK_SECONDS = 2.0
 SLOW_COMMIT_SECONDS = 1.0
 LATE_SECONDS = 1.0
 FEW_FILES = 1000
-READ_ONLY = os.strerror(errno.EROFS)
+_NOT_REMOVED = "a file system that shows removed files does not do for weightcast"
 
 
 @dataclass(frozen=True)
@@ -97,10 +95,12 @@ def judge_access(place: str, facts: PlaceFacts) -> Iterator[Finding]:
             f"{facts.asked} is not a directory",
             "give another directory, or move it",
         )
+    if facts.left:
+        yield Finding(place, "removal", "failure", facts.left, "remove it by hand; " + _NOT_REMOVED)
     if facts.open_to_all:
         yield Finding(
             place,
-            "permissions",
+            "writers",
             "warning",
             "every user of the machine may replace files here",
             f"chmod o-w {facts.asked}: who may write decides what engines run",

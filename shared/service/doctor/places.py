@@ -16,7 +16,7 @@ from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.files.mounts import Mount, mount_of
 from weightcast.shared.local.local_checkpoint import LocalPaths
-from weightcast.shared.service.doctor.trials import Outcome, try_all
+from weightcast.shared.service.doctor.trials import Outcome, Tried, try_all
 
 T = TypeVar("T")
 
@@ -45,6 +45,8 @@ class PlaceFacts:
     space: Space
     open_to_all: bool
     """everybody on the machine may replace files"""
+    left: str
+    """why something of the trials is still there; empty: nothing is"""
     trials: Mapping[str, Outcome] = field(default_factory=dict)
 
 
@@ -107,18 +109,19 @@ def look_at_local(local: Path) -> PlaceFacts:
 
 def _facts(asked: Path, places: Sequence[Path]) -> PlaceFacts:
     nearest = _nearest(asked)
-    tried, refused, trials = _tried(places)
+    place, refused, tried = _tried(places)
     return PlaceFacts(
         asked=asked,
         there=os.path.lexists(asked),
         is_link=asked.is_symlink(),
         is_directory=asked.is_dir(),
-        tried=tried,
+        tried=place,
         refused=refused,
         mount=mount_of(nearest),
         space=_space(nearest),
         open_to_all=asked.exists() and _open_to_all(asked),
-        trials=trials,
+        left=tried.left,
+        trials=tried.outcomes,
     )
 
 
@@ -129,14 +132,14 @@ def _nearest(asked: Path) -> Path:
     return path
 
 
-def _tried(places: Sequence[Path]) -> tuple[Path | None, str, Mapping[str, Outcome]]:
+def _tried(places: Sequence[Path]) -> tuple[Path | None, str, Tried]:
     refused = ""
     for place in places:
         try:
             return place, "", try_all(place)
         except OSError as error:
             refused = refused or error.strerror or str(error)
-    return None, refused, {}
+    return None, refused, Tried({})
 
 
 def _space(path: Path) -> Space:

@@ -6,6 +6,7 @@ refused. All of it is seen from this machine alone: that two machines exclude ea
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -14,9 +15,8 @@ import shutil
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,7 @@ _ROUNDS = 100
 _RACERS = 8
 _COMMITS = 3
 _SIZE = 1 << 20
-_SEEN_SECONDS = 5.0
+_SEEN_SECONDS = 3.0
 _LOOK_EVERY = 0.01
 _POINTERS = tuple(b"%06d" % number for number in range(_ROUNDS))
 
@@ -49,31 +49,40 @@ class Outcome:
 Trial = Callable[[Path], float]
 
 
-@contextmanager
-def room_in(directory: Path) -> Iterator[Path]:
-    """A directory for trials. Raises OSError when it cannot be made, or not be removed."""
+@dataclass(frozen=True)
+class Tried:
+    """`left`: why something of ours is still there; empty: nothing is."""
+
+    outcomes: Mapping[str, Outcome]
+    left: str = ""
+
+
+def try_all(directory: Path) -> Tried:
+    """Every trial by name, each in a directory of its own. Raises OSError when none can be made."""
     room = directory / f"{_ROOM_PREFIX}{secrets.token_hex(8)}"
     room.mkdir(mode=0o700)
+    found, left = {}, ""
     try:
-        yield room
+        for name, trial in TRIALS.items():
+            own = room / name
+            own.mkdir()
+            found[name] = _outcome(trial, own)
     finally:
-        _remove(room)
+        left = _remove(room)
+    return Tried(found, left)
 
 
-def _remove(room: Path) -> None:
-    try:
-        shutil.rmtree(room)
-    except OSError as error:
-        raise OSError(error.errno, f"{room} cannot be removed again: {error.strerror}") from error
-
-
-def try_all(directory: Path) -> Mapping[str, Outcome]:
-    """Every trial by name, each in a room of its own. Raises OSError when no room can be made."""
-    found = {}
-    for name, trial in TRIALS.items():
-        with room_in(directory) as room:
-            found[name] = _outcome(trial, room)
-    return found
+def _remove(room: Path) -> str:
+    """Where listings are late a directory is empty only some time after its files were removed."""
+    deadline = time.monotonic() + _SEEN_SECONDS
+    while True:
+        try:
+            shutil.rmtree(room)
+            return ""
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY or time.monotonic() > deadline:
+                return f"{room} cannot be removed again: {error.strerror}"
+        time.sleep(_LOOK_EVERY)
 
 
 def _outcome(trial: Trial, room: Path) -> Outcome:

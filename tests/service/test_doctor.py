@@ -1,0 +1,372 @@
+"""`weightcast doctor` on real directories, and its rules on made-up machines."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from weightcast.publisher.channel_init import init_channel
+from weightcast.publisher.publisher import Publisher
+from weightcast.shared.files.mounts import Mount
+from weightcast.shared.service.cli import run
+from weightcast.shared.service.doctor.channel_rules import judge_channel
+from weightcast.shared.service.doctor.findings import Finding, Level, exit_code, size_text
+from weightcast.shared.service.doctor.local_rules import judge_local, step_bytes
+from weightcast.shared.service.doctor.machine import MachineFacts, look_at_machine
+from weightcast.shared.service.doctor.machine_rules import judge_machine
+from weightcast.shared.service.doctor.places import LocalFacts, PlaceFacts, RunFacts, Space, answered
+from weightcast.shared.service.doctor.trials import TRIALS, Outcome, try_all
+
+GB = 10**9
+
+
+@dataclass(frozen=True)
+class Told:
+    code: int
+    facts: dict[str, Any]
+
+    def finding(self, place: str, check: str) -> dict[str, Any]:
+        (found,) = (f for f in self.facts["findings"] if (f["place"], f["check"]) == (place, check))
+        return dict(found)
+
+    def bad(self) -> set[tuple[str, str]]:
+        return {(f["place"], f["check"]) for f in self.facts["findings"] if f["level"] == "failure"}
+
+
+Doctor = Callable[..., Told]
+
+
+@pytest.fixture
+def doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Doctor]:
+    for name in ("CHANNEL", "LOCAL", "ENGINE"):
+        monkeypatch.delenv(f"WEIGHTCAST_{name}", raising=False)
+
+    def call(*arguments: str | Path) -> Told:
+        capsys.readouterr()
+        code = run(["doctor", *map(str, arguments), "--json"])
+        return Told(code, json.loads(capsys.readouterr().out))
+
+    yield call
+
+
+@pytest.fixture
+def channel(tmp_path: Path) -> Path:
+    """With one version."""
+    base = tmp_path / "base"
+    base.mkdir()
+    header = json.dumps({"w": {"dtype": "F32", "shape": [4, 5], "data_offsets": [0, 80]}}).encode()
+    (base / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(80))
+    (base / "config.json").write_text("{}")
+    init_channel(tmp_path / "channel", base)
+    with Publisher.open(tmp_path / "channel", local=tmp_path / "publisher", base=base) as publisher:
+        publisher.publish({"w": np.full((4, 5), 2.5, np.float32)})
+    return tmp_path / "channel"
+
+
+def everything(root: Path) -> dict[str, bytes | None]:
+    return {str(p.relative_to(root)): p.read_bytes() if p.is_file() else None for p in root.rglob("*")}
+
+
+def test_a_good_machine_and_nothing_stays(doctor: Doctor, channel: Path, tmp_path: Path) -> None:
+    before = everything(tmp_path)
+    told = doctor("--channel", channel, "--local", tmp_path / "host")
+    assert told.code == 0 and told.bad() == set()
+    assert everything(tmp_path) == before
+    assert told.finding("channel", "run")["says"] == "version 1, weights of 80 B"
+    assert told.finding("local", "permissions")["says"].startswith("not there yet")
+    for check in ("rename", "exclusive create", "visibility", "mmap", "lock", "clock", "space"):
+        assert told.finding("channel", check)["level"] == "ok"
+        assert told.finding("local", check)["level"] == "ok"
+    counts = told.facts["counts"]
+    assert sum(counts.values()) == len(told.facts["findings"]) and counts["failure"] == 0
+
+
+def test_a_local_checkpoint_in_use_is_tried_where_no_engine_looks(
+    doctor: Doctor, channel: Path, tmp_path: Path
+) -> None:
+    seen: set[str] = set()
+    local, ended = tmp_path / "publisher", threading.Event()
+
+    def look() -> None:
+        while not ended.is_set():
+            seen.update(os.listdir(local))
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        told = doctor("--channel", channel, "--local", local)
+    finally:
+        ended.set()
+        looking.join()
+    assert told.code == 0
+    assert not any("doctor" in name for name in seen)
+
+
+def test_a_table_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(["doctor", "--local", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["place", "check", "found"]
+    assert lines[-1].split(",")[0].endswith(" ok")
+    assert any("exclusive create" in line for line in lines)
+
+
+def test_only_what_is_given_is_looked_at(doctor: Doctor) -> None:
+    assert {finding["place"] for finding in doctor().facts["findings"]} == {"machine"}
+
+
+def test_a_channel_that_is_not_there(doctor: Doctor, tmp_path: Path) -> None:
+    told = doctor("--channel", tmp_path / "missing")
+    assert told.code == 3 and told.bad() == {("channel", "run")}
+    assert "mount it" in told.finding("channel", "run")["remedy"]
+    assert not (tmp_path / "missing").exists()
+
+
+def test_an_empty_mount_point(doctor: Doctor, tmp_path: Path) -> None:
+    told = doctor("--channel", tmp_path)
+    assert told.code == 0
+    assert told.finding("channel", "run")["level"] == "warning"
+
+
+def test_a_damaged_channel(doctor: Doctor, channel: Path) -> None:
+    (channel / "base.json").unlink()
+    told = doctor("--channel", channel)
+    assert told.code == 3 and "base.json is missing" in told.finding("channel", "run")["says"]
+
+
+def test_directories_that_are_none(doctor: Doctor, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "channel")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "letter.txt").touch()
+    assert ("local", "path") in doctor("--local", tmp_path / "file").bad()
+    assert ("channel", "path") in doctor("--channel", tmp_path / "link").bad()
+    assert doctor("--local", tmp_path / "full").bad() == {("local", "path")}
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["letter.txt"]
+
+
+def test_who_may_replace_files(doctor: Doctor, tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    told = doctor("--local", tmp_path)
+    assert told.code == 0 and told.finding("local", "writers")["level"] == "warning"
+    assert "chmod o-w" in told.finding("local", "writers")["remedy"]
+    tmp_path.chmod(0o1777)
+    assert "writers" not in {f["check"] for f in doctor("--local", tmp_path).facts["findings"]}
+
+
+def test_every_trial_passes_here(tmp_path: Path) -> None:
+    tried = try_all(tmp_path)
+    found = tried.outcomes
+    assert tried.left == ""
+    assert {name: outcome.problem for name, outcome in found.items()} == dict.fromkeys(TRIALS, "")
+    assert found["readers"].figure > 0 and abs(found["clock"].figure) < 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_hangs_is_left_and_what_fails_is_raised() -> None:
+    release = threading.Event()
+    assert answered(lambda: release.wait(20), 0.05) is None
+    release.set()
+    assert answered(lambda: 7, 20) == 7
+
+    def fail() -> None:
+        raise OSError(5, "by design")
+
+    with pytest.raises(OSError, match="by design"):
+        answered(fail, 20)
+
+
+# rules
+
+MACHINE = MachineFacts(
+    cores=8,
+    memory_bytes=64 * GB,
+    limit_bytes=64 * GB,
+    available_bytes=32 * GB,
+    shm_bytes=32 * GB,
+    open_files=1024,
+    open_files_most=4096,
+    file_bytes=None,
+    locked_bytes=None,
+    boot_id=True,
+    machine_id=True,
+    kernels="numba",
+    kernel_problem="",
+)
+PLACE = PlaceFacts(
+    asked=Path("/c"),
+    there=True,
+    is_link=False,
+    is_directory=True,
+    tried=Path("/c"),
+    refused="",
+    mount=Mount(Path("/"), "8:1", "ext4", frozenset({"rw"})),
+    space=Space(1000 * GB, 500 * GB, 10**6),
+    open_to_all=False,
+    left="",
+    trials=dict.fromkeys(TRIALS, Outcome(0.001)),
+)
+RUN = RunFacts(version=3, full_bytes=20 * GB, elements=10 * GB, delta_bytes=100_000_000, changed=10**8)
+NEW = LocalFacts(seeded=False, strange=False, files=0)
+
+
+def levels(findings: Iterable[Finding]) -> dict[str, Level]:
+    """Of what is not ok."""
+    return {finding.check: finding.level for finding in findings if finding.level != "ok"}
+
+
+def mounted(kind: str, *options: str) -> PlaceFacts:
+    return replace(PLACE, mount=Mount(Path("/c"), "0:9", kind, frozenset(options)))
+
+
+def tried(name: str, problem: str = "odd", figure: float = 0.0) -> PlaceFacts:
+    return replace(PLACE, trials={**PLACE.trials, name: Outcome(figure, problem)})
+
+
+def free(nbytes: int, kind: str = "ext4") -> PlaceFacts:
+    return replace(mounted(kind), space=Space(1000 * GB, nbytes, None))
+
+
+def test_good_facts_are_good() -> None:
+    assert levels(judge_channel(PLACE, RUN, None)) == {}
+    assert levels(judge_local(PLACE, NEW, RUN, MACHINE)) == {}
+    assert levels(judge_machine(MACHINE, RUN, NEW)) == {}
+
+
+def test_this_machine_is_judged() -> None:
+    facts = look_at_machine()
+    assert 0 < facts.available_bytes <= facts.limit_bytes <= facts.memory_bytes
+    assert exit_code(judge_machine(facts, None, None)) == 0
+
+
+@pytest.mark.parametrize(
+    ("trial", "channel", "local"),
+    [
+        ("rename", {"rename": "failure"}, {"rename": "failure"}),
+        ("readers", {"rename, seen": "warning"}, {}),
+        ("exclusive", {"exclusive create": "failure"}, {"exclusive create": "note"}),
+        ("lock", {"lock": "note"}, {"lock": "failure"}),
+        ("map", {"mmap": "note"}, {"mmap": "failure"}),
+        ("allocate", {}, {"allocation": "failure"}),
+        ("visible", {"visibility": "failure"}, {"visibility": "failure"}),
+    ],
+)
+def test_what_a_trial_means(trial: str, channel: dict[str, Level], local: dict[str, Level]) -> None:
+    assert levels(judge_channel(tried(trial), RUN, None)) == channel
+    assert levels(judge_local(tried(trial), NEW, RUN, MACHINE)) == local
+
+
+def test_kinds_of_file_systems() -> None:
+    assert levels(judge_channel(mounted("nfs4", "hard"), RUN, None)) == {}
+    assert levels(judge_channel(mounted("nfs4", "soft"), RUN, None)) == {"file system": "warning"}
+    assert levels(judge_channel(mounted("tmpfs"), RUN, None)) == {"file system": "warning"}
+    assert levels(judge_local(mounted("fuse.s3fs"), NEW, RUN, MACHINE)) == {"file system": "warning"}
+    assert levels(judge_local(mounted("overlay"), NEW, RUN, MACHINE)) == {"file system": "warning"}
+    assert levels(judge_local(replace(PLACE, mount=None), NEW, RUN, MACHINE)) == {}
+
+
+def test_clocks_and_delays() -> None:
+    (found,) = (f for f in judge_channel(tried("clock", "", -7.25), RUN, None) if f.level != "ok")
+    assert (found.check, found.level) == ("clock", "warning") and "7.2 s behind" in found.says
+    assert levels(judge_channel(tried("visible", "", 1.5), RUN, None)) == {"delay": "note"}
+    assert levels(judge_channel(tried("rename", "", 2.0), RUN, None)) == {"pace": "warning"}
+
+
+def test_rights_depend_on_the_role() -> None:
+    none = replace(PLACE, tried=None, refused="Read-only file system", trials={})
+    reports = replace(PLACE, tried=Path("/c/hosts"))
+    assert levels(judge_channel(none, RUN, "publisher")) == {"permissions": "failure"}
+    assert levels(judge_channel(none, RUN, "subscriber")) == {"permissions": "note"}
+    assert levels(judge_channel(none, RUN, None)) == {"permissions": "warning"}
+    assert levels(judge_channel(reports, RUN, "subscriber")) == {}
+    assert levels(judge_channel(reports, RUN, "publisher")) == {"permissions": "failure"}
+    assert levels(judge_local(none, NEW, RUN, MACHINE)) == {"permissions": "failure"}
+
+
+def test_space_of_a_channel() -> None:
+    def judged(nbytes: int) -> dict[str, Level]:
+        return levels(judge_channel(free(nbytes), RUN, None))
+
+    assert judged(20 * GB) == {} and judged(20 * GB - 1) == {"space": "warning"}
+    assert judged(100_000_000) == {"space": "failure"}
+    assert levels(judge_channel(free(0), RUN, "subscriber")) == {}
+
+
+def test_space_of_a_local_checkpoint() -> None:
+    step = step_bytes(RUN)
+    assert 2 * (RUN.delta_bytes or 0) < step < 3 * GB
+    seeded = replace(NEW, seeded=True, files=9)
+    for inside, wanted in ((NEW, 20 * GB + step), (seeded, step)):
+        assert levels(judge_local(free(wanted), inside, RUN, MACHINE)) == {}
+        assert levels(judge_local(free(wanted - 1), inside, RUN, MACHINE)) == {"space": "failure"}
+    assert levels(judge_local(free(step_bytes(None)), NEW, None, MACHINE)) == {}
+    no_files = replace(PLACE, space=Space(GB, GB, 3))
+    assert levels(judge_local(no_files, seeded, None, MACHINE)) == {"files": "failure"}
+
+
+def test_a_tmpfs_counts_as_memory() -> None:
+    tight = replace(MACHINE, available_bytes=21 * GB, limit_bytes=2000 * GB)
+    assert levels(judge_local(free(500 * GB, "tmpfs"), NEW, RUN, tight)) == {"memory": "failure"}
+    roomy = replace(tight, available_bytes=30 * GB)
+    assert levels(judge_local(free(500 * GB, "tmpfs"), NEW, RUN, roomy)) == {}
+    small = replace(roomy, limit_bytes=64 * GB)
+    assert levels(judge_local(free(500 * GB, "tmpfs"), NEW, RUN, small)) == {"memory": "warning"}
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"kernels": "numpy", "kernel_problem": "no numba"}, {"kernels": "warning"}),
+        ({"kernel_problem": "no directory"}, {"kernels": "warning"}),
+        ({"available_bytes": 1 << 20}, {"memory": "failure"}),
+        ({"shm_bytes": 64 << 20}, {"/dev/shm": "note"}),
+        ({"shm_bytes": 0}, {"/dev/shm": "note"}),
+        ({"open_files": 200}, {"open files": "failure"}),
+        ({"file_bytes": GB}, {"file size": "warning"}),
+        ({"boot_id": False}, {"boot id": "warning"}),
+        ({"machine_id": False}, {"machine id": "note"}),
+    ],
+)
+def test_machines(change: dict[str, Any], found: dict[str, Level]) -> None:
+    assert levels(judge_machine(replace(MACHINE, **change), RUN, NEW)) == found
+
+
+def test_many_weight_files_need_many_descriptors() -> None:
+    many = replace(NEW, files=600)
+    assert levels(judge_machine(MACHINE, RUN, many)) == {"open files": "failure"}
+
+
+def test_foreign_and_unreadable_channels() -> None:
+    foreign = RunFacts(foreign=True, version=4)
+    assert levels(judge_channel(PLACE, foreign, None)) == {"run": "note"}
+    assert exit_code(judge_channel(PLACE, foreign, "publisher")) == 3
+    assert levels(judge_channel(PLACE, RunFacts(problem="torn"), None)) == {"run": "failure"}
+
+
+def test_exit_codes() -> None:
+    def failure(code: int) -> Finding:
+        return Finding("p", "c", "failure", "bad", exit_code=code)
+
+    assert exit_code([]) == exit_code([Finding("p", "c", "warning", "so so")]) == 0
+    assert exit_code([failure(5)]) == 5
+    assert exit_code([failure(5), failure(3)]) == 3
+    assert exit_code([failure(3), failure(4), failure(5)]) == 4
+
+
+def test_sizes_as_text() -> None:
+    assert [size_text(n) for n in (0, 999, 1000, 1_234_567, 20 * GB, 1.5e12, 2e15)] == [
+        "0 B",
+        "999 B",
+        "1 kB",
+        "1.23 MB",
+        "20 GB",
+        "1.5 TB",
+        "2,000 TB",
+    ]
