@@ -40,13 +40,15 @@ def is_aligned(record: EngineState | None, sight: Sight, version: int) -> bool:
     if record is None or record.mark is not Mark.SERVED or record.version != version:
         return False
     facts = sight.facts
+    if facts.in_doubt or (facts.held is not None and facts.held.version != version):
+        return False
     if not facts.reachable or needs_reload(facts, record.process, _label(record, version), sight.source):
         return False
     return sight.steady or None not in (facts.process, record.process)
 
 
 def _label(record: EngineState, version: int) -> str | None:
-    return label_of(version) if record.confirmed_by == "label" else None
+    return label_of(version) if record.confirmed_by in ("label", "digest") else None
 
 
 def unaligned(records: Records) -> dict[str, EngineState]:

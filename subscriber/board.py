@@ -14,6 +14,7 @@ from weightcast.shared.local.state import EngineState, LocalState, Mark, Phase
 from weightcast.shared.service.snapshot import Snapshot
 from weightcast.shared.service.verify import verify_status
 from weightcast.subscriber.engines.base import Engine
+from weightcast.subscriber.engines.live import live_of
 from weightcast.subscriber.held import Post
 from weightcast.subscriber.lead import Lead, Line
 from weightcast.subscriber.reload import Engines
@@ -25,6 +26,7 @@ from weightcast.subscriber.status import (
     GroupStatus,
     HostStatus,
     LastError,
+    LiveStatus,
     MemberStatus,
     UpdateStatus,
     served,
@@ -165,6 +167,22 @@ def _engine_status(
         failures=engines.failures(spec.name),
         seconds={} if last is None else {part: round(each, 6) for part, each in asdict(last.phases).items()},
         pause_seconds=None if last is None else last.pause_seconds,
+        via=spec.via,
+        live=_live_status(engine),
+    )
+
+
+def _live_status(engine: Engine) -> LiveStatus | None:
+    live = live_of(engine)
+    if live is None:
+        return None
+    facts = live.facts
+    return LiveStatus(
+        way=facts.way,
+        patches=facts.patches,
+        reloads=facts.reloads,
+        because={str(why): count for why, count in facts.because.items()},
+        reason=facts.reason,
     )
 
 

@@ -5,6 +5,7 @@ Every method is called by the work thread. Threads of its own live only as long 
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -13,20 +14,26 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from weightcast.shared.errors import EngineFailed, NeedsReseed
+from weightcast.shared.errors import EngineFailed, NeedsReseed, WeightcastError
 from weightcast.shared.failpoints import failpoint
+from weightcast.shared.local.access import Readers
+from weightcast.shared.local.engine_patch import drop_engine_patches
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
-from weightcast.shared.local.state import EngineState, LocalState, Mark, Phase
+from weightcast.shared.local.state import EngineState, LocalState, Mark, Phase, Step
 from weightcast.subscriber.aligned import Sight, after, in_doubt, is_aligned, label_of
 from weightcast.subscriber.engines import align as alignment
 from weightcast.subscriber.engines.align import NotPatched, Pace
 from weightcast.subscriber.engines.base import Engine, EngineFacts
+from weightcast.subscriber.engines.grouped import Grouped
+from weightcast.subscriber.engines.live import Live, live_of
 from weightcast.subscriber.engines.roster import EngineResult, Order, goes_on, reload_order
+from weightcast.subscriber.offers import Candidate, Offer, make_offers
 
 _RETRY_FIRST, _RETRY_MOST, _RETRY_FAILED = 1.0, 60.0, 600.0
 LOOK_JITTER = 0.2
 FAILED_AFTER = 5
 """rounds of reloads in a row, in vain, until an engine counts as failed"""
+E = TypeVar("E")
 T = TypeVar("T")
 UNSEEN = EngineFacts(reachable=False)
 
@@ -78,6 +85,8 @@ class Engines:
         self._jitter = jitter
         self._next_look = 0.0
         self._known = {engine.spec.name: _Known() for engine in self.engines}
+        self._offers: dict[str, Offer] = {}
+        """to engines that take patches, for the version that comes next"""
 
     @property
     def mapping(self) -> tuple[Engine, ...]:
@@ -131,7 +140,7 @@ class Engines:
         elif known.silent_since is None:
             known.silent_since = self._clock()
         if not facts.reachable:
-            known.reason = f"{engine.spec.url} does not answer"
+            known.reason = facts.hindrance or f"{engine.spec.url} does not answer"
         elif known.failures == 0:
             known.reason = ""
 
@@ -194,11 +203,37 @@ class Engines:
                 del records[engine.spec.name]
             else:
                 known = self._known[engine.spec.name]
-                known.facts = replace(known.facts, label=label_of(version))
+                known.facts = replace(known.facts, label=label_of(version), held=None)
                 records[engine.spec.name] = EngineState(
                     Mark.SERVED, version, confirmed, record.process, record.reason
                 )
         local.save(local.state.but(engines=records))
+
+    @property
+    def lives(self) -> Mapping[str, Live]:
+        """Engines that take patches, by name."""
+        found = ((engine.spec.name, live_of(engine)) for engine in self.engines)
+        return {name: live for name, live in found if live is not None}
+
+    def offer(self, local: LocalCheckpoint, staged: Step, readers: Readers | None = None) -> None:
+        """Has a patch made of what leads to the staged version, and checked by each engine that takes
+        patches. Engines serve; nothing of the local checkpoint is written. The next `reload` is told."""
+        engines = [engine for engine in self.engines if engine.spec.name in self.lives]
+        for engine, facts in zip(engines, self._each(engines, lambda e: e.probe()), strict=True):
+            self._see(engine, facts)
+        candidates = [
+            Candidate(
+                name,
+                live,
+                local.state.engines.get(name),
+                self._known[name].sight(),
+                any(engine.spec.name == name and isinstance(engine, Grouped) for engine in engines),
+            )
+            for name, live in self.lives.items()
+        ]
+        if candidates:
+            steps = (*local.state.undo, staged)
+            self._offers = make_offers(local, steps, candidates, self._each, readers)
 
     def reload(
         self,
@@ -215,7 +250,23 @@ class Engines:
         are ready. `report` is called after every engine. Raises EngineFailed when an engine that maps the
         files cannot be paused (nothing is patched then), and what `patch` raises.
         """
-        ledger = _Ledger(local, report)
+        try:
+            return self._reload(local, version, patch, only, _Ledger(local, report))
+        finally:
+            if self._offers:
+                self._offers = {}
+                # what stays is dropped before the next one is made
+                with contextlib.suppress(OSError, WeightcastError):
+                    drop_engine_patches(local.paths)
+
+    def _reload(
+        self,
+        local: LocalCheckpoint,
+        version: int,
+        patch: Callable[[], None] | None,
+        only: Sequence[Engine] | None,
+        ledger: _Ledger,
+    ) -> tuple[EngineResult, ...]:
         chosen = list(self._ready() if only is None else only)
         results: list[EngineResult] = []
         if patch is not None:
@@ -273,7 +324,9 @@ class Engines:
         return list(done.results)
 
     def _align(self, engine: Engine, version: int, ledger: _Ledger) -> EngineResult:
-        name = engine.spec.name
+        name, live = engine.spec.name, live_of(engine)
+        if live is not None:
+            live.aim(self._offers.get(name, Offer()).aim(ledger.local.state.position))
         result = alignment.align(
             engine,
             engine.spec.path,
@@ -291,7 +344,7 @@ class Engines:
         seconds = engine.spec.deadline
         return self._pace if seconds is None else replace(self._pace, total=seconds)
 
-    def _each(self, engines: Sequence[Engine], work: Callable[[Engine], T]) -> list[T]:
+    def _each(self, engines: Sequence[E], work: Callable[[E], T]) -> list[T]:
         """In threads, so that an interrupt of the caller waits for engines that are paused."""
         if not engines:
             return []
@@ -303,7 +356,7 @@ class Engines:
         known.last, known.reason = result, result.reason
         known.steady = result.state == "served"
         if known.steady:
-            label = result.label if result.confirmed_by == "label" else None
+            label = None if result.confirmed_by == "status-only" else result.label
             known.facts = EngineFacts(True, label=label, process=result.process, source=result.source)
             known.source = result.source
             known.failures, known.next_try = 0, 0.0

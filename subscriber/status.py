@@ -36,6 +36,19 @@ class LastError(Frozen):
     """unix time"""
 
 
+class LiveStatus(Frozen):
+    """Of an engine with `via=live`, since the start."""
+
+    way: Literal["", "live", "reload"] = ""
+    """how it came to the version that it holds; empty: not since the start"""
+    patches: int = 0
+    reloads: int = 0
+    because: Mapping[str, int] = {}
+    """reloads from disk by their cause; docs/engines.md has the list"""
+    reason: str = ""
+    """of the last reload from disk; empty after a patch"""
+
+
 class EngineStatus(Frozen):
     name: str
     kind: str
@@ -62,6 +75,10 @@ class EngineStatus(Frozen):
     """of its last reload: pause, patch, reload, read_back, resume"""
     pause_seconds: float | None = None
     """of its last reload: from the first call of the pause until the resume returned"""
+    via: Literal["reload", "live"] = "reload"
+    """as configured"""
+    live: LiveStatus | None = None
+    """null without `via=live`"""
 
 
 class UpdateStatus(Frozen):
@@ -77,8 +94,9 @@ class UpdateStatus(Frozen):
     changes: int
     """words changed"""
     seconds: Mapping[str, float]
-    """by phase: plan, seed, fetch, stage, group (waiting for its hosts), lock, patch, pause, reload,
-    read_back, resume, total; of several engines the slowest"""
+    """by phase: plan, seed, fetch, stage, offer (a patch for engines' memory, made and checked), group
+    (waiting for its hosts), lock, patch, pause, reload, read_back, resume, total; of several engines the
+    slowest"""
     pause_seconds: float | None
     """longest time that an engine was paused"""
     around: tuple[str, ...] = ()

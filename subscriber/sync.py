@@ -588,6 +588,8 @@ class Sync:
             target = self.options.target
             limit = self.view.target_version if target.exact else None
             self.follower.fetch_ahead(staged.step.target.version, limit)
+        if last:
+            self._offer(staged)
         self._watch.enter("lock")
         with self._local().patching(wait=self._wait):
             self._watch.enter("")
@@ -596,6 +598,12 @@ class Sync:
             if last:
                 self._moved("patch", before, folded)
                 self._settle(results)
+
+    def _offer(self, staged: Staged) -> None:
+        if self.engines.lives:
+            self._enter("staging")
+            with self._watch.timed("offer"):
+                self.engines.offer(self._local(), staged.step, self.options.readable_by)
 
     def _bring(
         self, version: int, patch: Callable[[], None] | None, everyone: bool

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from weightcast.shared.local.engine_patch import directory_of
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 
 Readers = Literal["owner", "group", "all"]
@@ -21,6 +22,14 @@ def let_read(local: LocalCheckpoint, readers: Readers) -> None:
         _set(path, _FILES[readers])
     for path in (local.directory, local.paths.room):
         _set(path, _DIRECTORIES[readers] | path.stat().st_mode & _SET_GROUP)
+
+
+def let_read_patches(local: LocalCheckpoint, readers: Readers) -> None:
+    """The same for patches of engines' memory. Raises OSError."""
+    directory = directory_of(local.paths)
+    _set(directory, _DIRECTORIES[readers] | directory.stat().st_mode & _SET_GROUP)
+    for path in directory.iterdir():
+        _set(path, _FILES[readers])
 
 
 def _set(path: Path, mode: int) -> None:

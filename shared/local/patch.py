@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from weightcast.shared.codec.parallel import ordered
 from weightcast.shared.errors import DamagedFile, NeedsReseed
 from weightcast.shared.failpoints import failpoint
+from weightcast.shared.local.engine_patch import drop_engine_patches
 from weightcast.shared.local.hashing import Differs, differing, full_hash, nearest
 from weightcast.shared.local.journal import JournalReader, PackedRecord, Way
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, empty_spool
@@ -246,10 +247,11 @@ def rehash(local: LocalCheckpoint, *, threads: int = 1, advance: Advance | None 
 
 
 def drop_strays(local: LocalCheckpoint) -> None:
-    """Journals that no state names, and everything in the spool: leftovers of a kill."""
+    """Journals that no state names, patches for engines, everything in the spool: leftovers of a kill."""
     state = local.state
     named = {step.journal for step in state.undo} | ({state.active.journal} if state.active else set())
     for path in local.paths.journals.iterdir():
         if path.stem not in named:
             path.unlink()
+    drop_engine_patches(local.paths)
     empty_spool(local.paths)

@@ -18,14 +18,17 @@ from weightcast.shared.errors import USAGE, Refused
 Kind = Literal["sglang", "vllm", "webhook"]
 Policy = Literal["recompute", "wait", "abort"]
 """What becomes of requests in flight: recomputed under the new weights, finished before, or ended early."""
+Via = Literal["reload", "live"]
+"""How versions come into an engine: from disk, or as patches of its memory where that can be done."""
 Confirmation = Literal["digest", "label", "status-only"]
 """What says that the engine took the weights, from strongest to weakest."""
 
 KINDS: Mapping[str, Kind] = {"sglang": "sglang", "vllm": "vllm", "webhook": "webhook"}
 POLICIES: Mapping[str, Policy] = {"recompute": "recompute", "wait": "wait", "abort": "abort"}
+VIAS: Mapping[str, Via] = {"reload": "reload", "live": "live"}
 OPTIONS = ("path", "via", "policy", "name", "copies", "api_key_env", "deadline", "ca", "verify")
 SYNTAX = (
-    "--engine kind=URL[,path=LOCAL as the engine sees it][,via=reload][,policy=recompute|wait|abort]"
+    "--engine kind=URL[,path=LOCAL as the engine sees it][,via=reload|live][,policy=recompute|wait|abort]"
     "[,name=NAME][,copies=true|false][,api_key_env=VARIABLE][,deadline=SECONDS][,ca=FILE][,verify=true|false]"
     "; kinds: sglang, vllm, webhook"
 )
@@ -63,8 +66,17 @@ class EngineSpec:
     """certificates that an https engine is checked against; None: the system's"""
     verify: bool = True
     """False: whoever answers at the URL is believed to be the engine"""
+    via: Via = "reload"
     local: Path | None = field(default=None, compare=False)
     """the local checkpoint as the subscriber sees it"""
+
+
+@dataclass(frozen=True)
+class Held:
+    """The weights that an engine states to hold."""
+
+    version: int
+    root: str
 
 
 @dataclass(frozen=True)
@@ -81,6 +93,13 @@ class EngineFacts:
     software: str | None = None
     source: str | None = None
     """the directory that it says it loaded last"""
+    held: Held | None = None
+    in_doubt: bool = False
+    """it says itself that its weights are none that may be served"""
+    unpatchable: str = ""
+    """why its memory cannot be patched at all; empty: it can, or is never asked to"""
+    hindrance: str = ""
+    """why it counts as not reachable although something answers"""
 
 
 @dataclass(frozen=True)
@@ -156,12 +175,11 @@ def parse_engine(text: str, local: Path) -> EngineSpec:
     if not equals or kind is None:
         raise BadEngineOption(f"--engine {text!r}: {kind_text!r} is no engine kind")
     options = _options(text, rest)
-    if options.get("via", "reload") != "reload":
-        raise BadEngineOption(
-            f"--engine {text!r}: via={options['via']} is not in this release, only via=reload"
-        )
+    via = VIAS[_checked(text, "via", options.get("via", "reload"), VIAS.__contains__)]
     url = _checked_url(text, url)
     copies = options.get("copies", "false" if kind == "webhook" else "true")
+    if via == "live" and (kind != "vllm" or copies != "true"):
+        raise BadEngineOption(f"--engine {text!r}: via=live is for vllm, which copies weights")
     spec = EngineSpec(
         kind=kind,
         url=url,
@@ -175,6 +193,7 @@ def parse_engine(text: str, local: Path) -> EngineSpec:
         if "api_key_env" in options
         else None,
         deadline=_seconds(text, options["deadline"]) if "deadline" in options else None,
+        via=via,
         local=local,
     )
     return _with_trust(spec, text, options)

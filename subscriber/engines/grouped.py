@@ -30,40 +30,40 @@ class Grouped:
     """As the engine, with a look at the group before its reload and before its weights are believed."""
 
     def __init__(self, engine: Engine, group: Group) -> None:
-        self._engine, self._group = engine, group
+        self.engine, self._group = engine, group
         self._grants: Mapping[str, str] = {}
 
     @property
     def spec(self) -> EngineSpec:
-        return self._engine.spec
+        return self.engine.spec
 
     @property
     def copies_weights(self) -> bool:
-        return self._engine.copies_weights
+        return self.engine.copies_weights
 
     def probe(self) -> EngineFacts:
-        return self._engine.probe()
+        return self.engine.probe()
 
     def pause(self) -> None:
-        self._engine.pause()
+        self.engine.pause()
 
     def reload(self, path: str, version: int, label: str) -> ReloadOutcome:
         try:
             self._grants = self._group.standing()
         except EngineFailed as failure:
             return Intact(str(failure))
-        return self._engine.reload(path, version, label)
+        return self.engine.reload(path, version, label)
 
     def read_back(self, label: str) -> Confirmation:
-        confirmed = self._engine.read_back(label)
+        confirmed = self.engine.read_back(label)
         self._group.stood(self._grants)
         return confirmed
 
     def resume(self) -> None:
-        self._engine.resume()
+        self.engine.resume()
 
     def relabel(self, label: str) -> Confirmation:
-        return self._engine.relabel(label)
+        return self.engine.relabel(label)
 
     def close(self) -> None:
-        self._engine.close()
+        self.engine.close()

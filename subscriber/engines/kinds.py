@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from weightcast.subscriber.engines.base import BadEngineOption, Engine, EngineSpec, Timeouts
+from weightcast.subscriber.engines.live import Live
 from weightcast.subscriber.engines.sglang import SGLang
 from weightcast.subscriber.engines.vllm import VLLM
+from weightcast.subscriber.engines.vllm_live import VLLMLive
 from weightcast.subscriber.engines.webhook import Webhook
 from weightcast.subscriber.engines.wire import Wire
 
@@ -30,7 +32,7 @@ def open_engine(
         case "sglang":
             return SGLang(spec, wire, limits)
         case "vllm":
-            return VLLM(spec, wire, limits)
+            return Live(VLLMLive(spec, wire, limits)) if spec.via == "live" else VLLM(spec, wire, limits)
         case "webhook":
             return Webhook(spec, wire, limits, run_id)
 

@@ -26,6 +26,7 @@ OPERATIONS = (DOCS / "operations.md").read_text()
 SHOWN: tuple[type[BaseModel], ...] = (
     host_status.HostStatus,
     host_status.EngineStatus,
+    host_status.LiveStatus,
     host_status.UpdateStatus,
     host_status.BlockedStatus,
     host_status.LastError,

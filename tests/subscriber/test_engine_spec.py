@@ -82,9 +82,15 @@ def test_what_is_wrong_is_a_usage_error_that_lists_the_kinds(text: str) -> None:
     assert "secret" not in str(refused.value)
 
 
-def test_live_patching_is_refused_by_name() -> None:
-    with pytest.raises(BadEngineOption, match="via=live is not in this release"):
-        parse_engine("vllm=http://h,via=live", LOCAL)
+def test_engines_that_copy_weights_may_be_patched_in_memory() -> None:
+    assert parse_engine("vllm=http://h,via=live", LOCAL).via == "live"
+    assert parse_engine("vllm=http://h", LOCAL).via == "reload"
+
+
+@pytest.mark.parametrize("text", ["vllm=http://h,via=live,copies=false", "webhook=http://h,via=live"])
+def test_others_are_not(text: str) -> None:
+    with pytest.raises(BadEngineOption, match="via=live is for"):
+        parse_engine(text, LOCAL)
 
 
 @given(st.text(max_size=60))

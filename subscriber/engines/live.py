@@ -1,0 +1,228 @@
+"""Engines that take patches of the weights in their memory, with the reload from disk behind them.
+
+A patch is tried once, in the pause, and only if the engine has checked it before. Whatever else comes of it
+than a success that is said, the engine loads the checkpoint from disk: at once where nothing was changed, and
+as a suspect, paused, where nobody knows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from weightcast.shared.errors import EngineFailed
+from weightcast.shared.failpoints import failpoint
+from weightcast.subscriber.engines.base import (
+    Confirmation,
+    Done,
+    Engine,
+    EngineFacts,
+    EngineSpec,
+    Held,
+    ReloadOutcome,
+    Suspect,
+)
+from weightcast.subscriber.engines.grouped import Grouped
+
+Way = Literal["", "live", "reload"]
+Why = Literal[
+    "unknown", "group", "journal", "unpatchable", "patch", "refused", "rolled-back", "in-doubt", "waiting",
+    "align",
+]  # fmt: skip
+"""Why an engine loads from disk: what it holds is not known; it is one of a group; the steps from what it
+holds are not at hand; it cannot be patched at all; no patch was made; it refused the patch while it served;
+it took nothing of it, or took it back, in the pause; nobody knows what it took; after such failures; no
+version came, but the engine is brought to the local one, or back."""
+MOST_WAITED = 63
+"""versions loaded from disk after failures in the pause"""
+
+
+ALIGNED = "it was brought to the local version, as after its start"
+
+
+class NotTaken(EngineFailed):
+    """The engine will not take the patch; it serves what it served."""
+
+
+@dataclass(frozen=True)
+class PatchFile:
+    """As the engine is told of it: the name of a file in its directory, and where that leads."""
+
+    name: str
+    version: int
+    root: str
+    changes: int
+
+
+@dataclass(frozen=True)
+class EngineLanes:
+    """Lanes of live parameters as hex text, as of `version`; `refused` says of which it has none, and why.
+    `changed`: a patch came between."""
+
+    version: int | None
+    lanes: Mapping[str, str]
+    refused: Mapping[str, str]
+    changed: bool
+
+
+class Patchable(Protocol):
+    """An engine whose memory can be patched, spoken to in its dialect. What Engine says of the methods that
+    it has too holds here."""
+
+    @property
+    def spec(self) -> EngineSpec: ...
+
+    def probe(self) -> EngineFacts: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def reload(self, path: str, label: str) -> ReloadOutcome:
+        """From disk. The engine then holds nothing that it has a name for, until `hold`."""
+
+    def hold(self, held: Held, label: str) -> None:
+        """Tells the engine what it has loaded from disk. Raises EngineFailed."""
+
+    def check(self, patch: PatchFile) -> None:
+        """Whether all of its workers could take it now, while it serves. Raises NotTaken."""
+
+    def apply(self, patch: PatchFile, label: str) -> ReloadOutcome:
+        """Paused; sent once. Intact: nothing of it is in the weights."""
+
+    def confirm(self, held: Held | None, label: str) -> Confirmation:
+        """Asks what it holds. EngineFailed when it names other weights."""
+
+    def relabel(self, label: str) -> Confirmation: ...
+
+    def lanes(self, names: Sequence[str]) -> EngineLanes:
+        """Of these tensors, read from its memory while it serves. Raises EngineFailed."""
+
+
+@dataclass(frozen=True)
+class Aim:
+    """Where a reload leads. `patch`: checked by the engine; without one, `why` and `reason` say so."""
+
+    held: Held
+    patch: PatchFile | None = None
+    why: Why = "align"
+    reason: str = ALIGNED
+
+
+@dataclass(frozen=True)
+class LiveFacts:
+    """Since the start. `way`: how it came to what it holds; `because`: reloads from disk by their cause;
+    `reason`: of the last one, empty after a patch."""
+
+    way: Way = ""
+    patches: int = 0
+    reloads: int = 0
+    because: Mapping[Why, int] = field(default_factory=dict)
+    reason: str = ""
+
+
+class Live:
+    """As the engine that it wraps, with a patch before its reload where `aim` names one."""
+
+    def __init__(self, engine: Patchable) -> None:
+        self.engine = engine
+        self._aim: Aim | None = None
+        self._untried: PatchFile | None = None
+        self._why: Why = "align"
+        self._reason = ""
+        self._way: Way = ""
+        self._patches, self._because = 0, Counter[Why]()
+        self._failures = self._wait = 0
+
+    @property
+    def spec(self) -> EngineSpec:
+        return self.engine.spec
+
+    @property
+    def copies_weights(self) -> bool:
+        return True
+
+    @property
+    def facts(self) -> LiveFacts:
+        return LiveFacts(
+            self._way, self._patches, sum(self._because.values()), dict(self._because), self._reason
+        )
+
+    def waits(self) -> bool:
+        """Whether this version is to be loaded from disk, since patches failed in the pause before. Called
+        once per version."""
+        waits = self._wait > 0
+        self._wait -= waits
+        return waits
+
+    def aim(self, aim: Aim) -> None:
+        """Before every alignment."""
+        self._aim, self._untried = aim, aim.patch
+        self._why, self._reason = aim.why, aim.reason
+
+    def probe(self) -> EngineFacts:
+        return self.engine.probe()
+
+    def pause(self) -> None:
+        self.engine.pause()
+
+    def resume(self) -> None:
+        self.engine.resume()
+
+    def relabel(self, label: str) -> Confirmation:
+        return self.engine.relabel(label)
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def reload(self, path: str, version: int, label: str) -> ReloadOutcome:
+        patch, self._untried = self._untried, None
+        if patch is not None:
+            outcome = self.engine.apply(patch, label)
+            failpoint("engine.applied")
+            if isinstance(outcome, Done):
+                self._patched()
+                return outcome
+            self._failed("in-doubt" if isinstance(outcome, Suspect) else "rolled-back", outcome.reason)
+            if isinstance(outcome, Suspect):
+                return outcome
+        return self._reload(path, label)
+
+    def _reload(self, path: str, label: str) -> ReloadOutcome:
+        outcome = self.engine.reload(path, label)
+        if isinstance(outcome, Done):
+            self._way = "reload"
+            self._because[self._why] += 1
+            if self._aim is not None:
+                return self._hold(self._aim.held, label)
+        return outcome
+
+    def _hold(self, held: Held, label: str) -> ReloadOutcome:
+        try:
+            self.engine.hold(held, label)
+        except EngineFailed as failure:
+            return Suspect(str(failure))
+        return Done()
+
+    def _patched(self) -> None:
+        self._way, self._why, self._reason = "live", "align", ""
+        self._patches += 1
+        self._failures = 0
+
+    def _failed(self, why: Why, reason: str) -> None:
+        self._why, self._reason = why, reason
+        self._failures += 1
+        self._wait = min(2 ** min(self._failures - 1, 30) - 1, MOST_WAITED)
+
+    def read_back(self, label: str) -> Confirmation:
+        return self.engine.confirm(None if self._aim is None else self._aim.held, label)
+
+
+def live_of(engine: Engine) -> Live | None:
+    """The engine behind what wraps it, if it takes patches."""
+    inner = engine.engine if isinstance(engine, Grouped) else engine
+    return inner if isinstance(inner, Live) else None

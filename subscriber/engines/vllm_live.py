@@ -1,0 +1,196 @@
+"""vLLM with the plugin of `weightcast-engine`: patches, reloads and pauses through its doors under /v1.
+
+No dev mode is needed. A path is never sent: patches are named files in a directory that was fixed at the
+engine's start, and a reload reads the model's own directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import httpx
+
+from weightcast.shared.errors import EngineFailed
+from weightcast.subscriber.engines.base import (
+    Confirmation,
+    Done,
+    EngineFacts,
+    EngineSpec,
+    Held,
+    Intact,
+    ReloadOutcome,
+    Suspect,
+    Timeouts,
+)
+from weightcast.subscriber.engines.live import EngineLanes, NotTaken, PatchFile
+from weightcast.subscriber.engines.wire import (
+    NEVER_HANDLED,
+    NO_ROUTE,
+    NoReply,
+    NotSent,
+    Reply,
+    Wire,
+    failed_reload,
+)
+
+DOOR = "/v1/weightcast"
+FORMAT = 1
+INSTALL = "install weightcast-engine beside vLLM and name it in VLLM_PLUGINS (docs/engines.md)"
+LOG = "see the engine's log"
+_UNTOUCHED = NEVER_HANDLED | {400, 409, 422}
+"""refused before anything was written"""
+
+
+class VLLMLive:
+    def __init__(self, spec: EngineSpec, wire: Wire, timeouts: Timeouts) -> None:
+        self.spec = spec
+        self._wire = wire
+        self._timeouts = timeouts
+
+    def close(self) -> None:
+        self._wire.close()
+
+    def probe(self) -> EngineFacts:
+        try:
+            reply = self._wire.get(DOOR, self._timeouts.probe)
+        except EngineFailed as failure:
+            return EngineFacts(reachable=False, absent=isinstance(failure, NotSent))
+        hindrance = _hindrance(reply)
+        if hindrance:
+            return EngineFacts(reachable=False, hindrance=hindrance)
+        fields = reply.fields()
+        doubtful = fields.get("in_doubt") is not False
+        return EngineFacts(
+            reachable=True,
+            # a label of weights that are in doubt must not resume anybody
+            label=None if doubtful else reply.text_field("label"),
+            process=reply.text_field("process"),
+            paused=_truth(fields, "paused"),
+            software=reply.text_field("plugin"),
+            held=None if doubtful else _held(reply),
+            in_doubt=doubtful,
+            unpatchable=_unpatchable(reply),
+        )
+
+    def pause(self) -> None:
+        drain = self._timeouts.drain if self.spec.policy == "wait" else 0.0
+        self._post("pause", {"policy": self.spec.policy}, self._timeouts.control + drain).require_ok(LOG)
+
+    def resume(self) -> None:
+        self._post("resume", {}, self._timeouts.control).require_ok("resume or restart the engine by hand")
+
+    def reload(self, path: str, label: str) -> ReloadOutcome:
+        try:
+            reply = self._once("reload", {"label": label})
+        except (NotSent, NoReply) as failure:
+            return failed_reload(failure)
+        # 409: it is not paused, so that another process answers than the one that was
+        if reply.status in _UNTOUCHED - {409}:
+            return Intact(_said(reply))
+        return Done() if _says(reply, label=label) else Suspect(_said(reply))
+
+    def hold(self, held: Held, label: str) -> None:
+        order = {"version": held.version, "root": held.root, "label": label}
+        self._post("holds", order, self._timeouts.control).require_ok(LOG)
+
+    def check(self, patch: PatchFile) -> None:
+        try:
+            reply = self._post("check", {"file": patch.name}, self._timeouts.reload)
+        except EngineFailed as failure:
+            raise NotTaken(failure.message, remedy=failure.remedy) from failure
+        if not _says(reply, changes=patch.changes):
+            raise NotTaken(_said(reply), remedy=LOG)
+
+    def apply(self, patch: PatchFile, label: str) -> ReloadOutcome:
+        try:
+            reply = self._once("apply", {"file": patch.name, "label": label})
+        except (NotSent, NoReply) as failure:
+            return failed_reload(failure)
+        if reply.status in _UNTOUCHED or _is_rolled_back(reply):
+            return Intact(_said(reply))
+        done = _says(reply, version=patch.version, root=patch.root, label=label)
+        return Done() if done else Suspect(_said(reply))
+
+    def confirm(self, held: Held | None, label: str) -> Confirmation:
+        reply = self._wire.get(DOOR, self._timeouts.control).require_ok(LOG)
+        shown, found = reply.text_field("label"), _held(reply)
+        doubtful = reply.fields().get("in_doubt") is not False
+        if doubtful or shown != label or (held is not None and found != held):
+            raise EngineFailed(
+                f"{self.spec.url} says that it holds {shown!r}, {found}"
+                f"{', in doubt' if doubtful else ''}, after it was brought to {label!r}",
+                remedy="see the engine's log; restart it if this stays",
+            )
+        return "label"
+
+    def relabel(self, label: str) -> Confirmation:
+        """Labels are versions here (`aligned.label_of`)."""
+        found = _held(self._wire.get(DOOR, self._timeouts.control).require_ok(LOG))
+        if found is None:
+            raise EngineFailed(f"{self.spec.url} does not know what it holds", remedy="it is reloaded")
+        held = Held(int(label), found.root)
+        self.hold(held, label)
+        return self.confirm(held, label)
+
+    def lanes(self, names: Sequence[str]) -> EngineLanes:
+        order = {"tensors": list(names), "from": 0, "count": len(names)}
+        reply = self._post("digest", order, self._timeouts.reload).require_ok(LOG)
+        fields = reply.fields()
+        version = fields.get("version")
+        return EngineLanes(
+            version if type(version) is int else None,
+            _texts(fields.get("lanes")),
+            _texts(fields.get("refused")),
+            fields.get("changed") is True,
+        )
+
+    def _post(self, door: str, order: Mapping[str, object], seconds: float) -> Reply:
+        return self._wire.post(f"{DOOR}/{door}", order, seconds)
+
+    def _once(self, door: str, order: Mapping[str, object]) -> Reply:
+        return self._wire.post_once(f"{DOOR}/{door}", order, self._timeouts.reload)
+
+
+def _hindrance(reply: Reply) -> str:
+    if reply.status in NO_ROUTE:
+        return f"{reply.url} answers {reply.status}: {INSTALL}"
+    if reply.status != httpx.codes.OK:
+        return reply.describe()
+    spoken = reply.fields().get("format")
+    return "" if spoken == FORMAT else f"{reply.url} speaks format {spoken!r}, not {FORMAT}: {INSTALL}"
+
+
+def _unpatchable(reply: Reply) -> str:
+    if reply.fields().get("patchable") is True:
+        return ""
+    return reply.text_field("reason") or "the engine says that it cannot be patched"
+
+
+def _held(reply: Reply) -> Held | None:
+    version, root = reply.fields().get("version"), reply.text_field("root")
+    return None if type(version) is not int or root is None else Held(version, root)
+
+
+def _truth(fields: Mapping[str, object], key: str) -> bool | None:
+    value = fields.get(key)
+    return value if isinstance(value, bool) else None
+
+
+def _texts(value: object) -> dict[str, str]:
+    return {k: v for k, v in value.items() if isinstance(v, str)} if isinstance(value, dict) else {}
+
+
+def _says(reply: Reply, **wanted: object) -> bool:
+    """Success is 200 with these facts, and nothing else."""
+    fields = reply.fields()
+    return reply.status == httpx.codes.OK and all(fields.get(key) == value for key, value in wanted.items())
+
+
+def _is_rolled_back(reply: Reply) -> bool:
+    return reply.status >= 500 and reply.fields().get("state") == "rolled-back"
+
+
+def _said(reply: Reply) -> str:
+    """The plugin's own words, where it has some."""
+    words = [text for key in ("error", "remedy") if (text := reply.text_field(key))]
+    return f"{reply.url} answered {reply.status}: {'; '.join(words)}" if words else reply.describe()

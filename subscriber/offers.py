@@ -1,0 +1,127 @@
+"""Patches offered to engines: one file per version, made from the journals and checked by each engine while
+it serves. Whoever cannot take it loads the checkpoint from disk, and the offer says why.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from weightcast.shared.errors import WeightcastError
+from weightcast.shared.failpoints import failpoint
+from weightcast.shared.local.access import Readers, let_read_patches
+from weightcast.shared.local.engine_patch import drop_engine_patches, write_engine_patch
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint
+from weightcast.shared.local.state import EngineState, Mark, Position, Step
+from weightcast.subscriber.aligned import Sight, is_aligned
+from weightcast.subscriber.engines.base import Held
+from weightcast.subscriber.engines.live import ALIGNED, Aim, Live, NotTaken, PatchFile, Why
+
+
+@dataclass(frozen=True)
+class Offer:
+    """`patch`: checked; None: the engine loads from disk, because of `why`."""
+
+    patch: PatchFile | None = None
+    why: Why = "align"
+    reason: str = ALIGNED
+
+    def aim(self, target: Position) -> Aim:
+        """Towards the local checkpoint's version; a patch that leads elsewhere is none."""
+        held = Held(target.version, target.root)
+        if self.patch is not None and Held(self.patch.version, self.patch.root) != held:
+            return Aim(held)
+        return Aim(held, self.patch, self.why, self.reason)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An engine that takes patches, and what is known of it now."""
+
+    name: str
+    live: Live
+    record: EngineState | None
+    sight: Sight
+    grouped: bool = False
+
+
+def start_of(one: Candidate, steps: Sequence[Step]) -> int | Offer:
+    """The first of `steps` that the engine needs, else why it loads from disk. No IO."""
+    record, facts = one.record, one.sight.facts
+    if one.grouped:
+        return Offer(None, "group", "engines of a group load from disk: other hosts' parts have no patch")
+    if facts.unpatchable:
+        return Offer(None, "unpatchable", facts.unpatchable)
+    served = None if record is None or record.mark is not Mark.SERVED else record.version
+    if served is None or facts.held is None or not is_aligned(record, one.sight, served):
+        return Offer(None, "unknown", "it was started, or its weights were changed, since the last version")
+    for number, step in enumerate(steps):
+        if facts.held.root == step.base.root:
+            return number
+    return Offer(
+        None, "journal", f"no journals lead from what it holds to version {steps[-1].target.version}"
+    )
+
+
+def make_offers(
+    local: LocalCheckpoint,
+    steps: Sequence[Step],
+    candidates: Sequence[Candidate],
+    each: Callable[[Sequence[Candidate], Callable[[Candidate], Offer]], Sequence[Offer]],
+    readers: Readers | None,
+) -> dict[str, Offer]:
+    """By name. `steps` as of `write_engine_patch`; `each` runs a function for all engines at once. Raises
+    nothing for what an engine, a journal or the disk does."""
+    starts = {one.name: start_of(one, steps) for one in candidates}
+    found = {name: start for name, start in starts.items() if isinstance(start, Offer)}
+    found |= {one.name: _WAITS for one in candidates if one.name not in found and one.live.waits()}
+    bases = {
+        one.name: _Base(one.sight.facts.held, start)
+        for one in candidates
+        if one.name not in found and isinstance(start := starts[one.name], int)
+    }
+    if not bases:
+        return found
+    base, _ = Counter(bases.values()).most_common(1)[0]
+    found |= {name: _APART for name, its in bases.items() if its != base}
+    fit = [one for one in candidates if one.name not in found]
+    patch = _written(local, steps[base.start :], base.held, readers)
+    checked = [patch] * len(fit) if isinstance(patch, Offer) else each(fit, lambda one: _checked(one, patch))
+    failpoint("engine.checked")
+    return found | {one.name: offer for one, offer in zip(fit, checked, strict=True)}
+
+
+@dataclass(frozen=True)
+class _Base:
+    held: Held | None
+    start: int
+    """the first step from there"""
+
+
+_WAITS = Offer(None, "waiting", "patches failed in the pause before; some versions are loaded from disk")
+_APART = Offer(None, "journal", "other engines hold another version, and a patch has one base")
+
+
+def _written(
+    local: LocalCheckpoint, steps: Sequence[Step], held: Held | None, readers: Readers | None
+) -> PatchFile | Offer:
+    try:
+        drop_engine_patches(local.paths)
+        made = write_engine_patch(local, steps, steps[0].base.version if held is None else held.version)
+        if readers is not None:
+            let_read_patches(local, readers)
+    except WeightcastError as error:
+        return Offer(None, "patch", error.message)
+    except OSError as error:
+        return Offer(None, "patch", f"{error.filename or local.paths.room}: {error.strerror or error}")
+    failpoint("engine.staged")
+    return PatchFile(made.name, made.version, made.root, made.changes)
+
+
+def _checked(one: Candidate, patch: PatchFile) -> Offer:
+    try:
+        one.live.engine.check(patch)
+    except NotTaken as refusal:
+        return Offer(None, "refused", refusal.message)
+    return Offer(patch)

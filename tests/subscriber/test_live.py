@@ -1,0 +1,353 @@
+"""Versions as patches of an engine's memory: through the real subscriber, against the plugin's doors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from doubles import Answer, Call, Drop, Hang, nobody
+from hosts import QUICK, Host, SGLang, Site
+from plugin_double import DOOR, PluginDouble
+
+from weightcast.shared.local.state import Mark
+from weightcast.subscriber.status import LiveStatus
+
+PATCHED = ["holds", "check", "pause", "apply", "resume"]
+
+
+class World:
+    """A run and a host with an engine that takes patches and was brought to the base."""
+
+    def __init__(self, site: Site, *more: Any, **options: Any) -> None:
+        self.site = site
+        self.run = site.run()
+        self.engine = PluginDouble(site.root / "host")
+        self.option = f"vllm={site.serve(self.engine)},via=live,name=live"
+        self.host: Host = site.host(self.run, self.option, *more, **options)
+        self.host.step()
+        self.engine.calls.clear()
+
+    def follow(self) -> None:
+        """Publishes a version and follows it."""
+        self.run.publish()
+        self.host.step()
+
+    @property
+    def live(self) -> LiveStatus:
+        found = self.host.status.engines[0].live
+        assert found is not None
+        return found
+
+    def serves(self, version: int) -> bool:
+        """Host, engine and status agree on it, and nothing of a patch is left."""
+        run, host, engine = self.run, self.host, self.engine
+        assert host.at(run, version) and host.journals == []
+        assert (engine.held, engine.label, engine.paused) == (run.digest(version), str(version), False)
+        assert (engine.version, engine.root) == (version, host.state.position.root)
+        assert host.state.engines["live"].mark is Mark.SERVED and host.status.ready
+        assert list((host.local / ".weightcast").glob("engine/*")) == []
+        return True
+
+
+@pytest.fixture
+def world(site: Site) -> World:
+    return World(site)
+
+
+def test_versions_are_patched_into_memory_and_nothing_is_reloaded(world: World) -> None:
+    assert world.engine.reloaded == 1 and world.live.because == {"align": 1}
+    for version in (1, 2, 3):
+        world.engine.calls.clear()
+        world.follow()
+        assert world.serves(version)
+        assert world.engine.doors() == ["check", "pause", "apply", "resume"]
+    assert (world.live.way, world.live.patches, world.live.reloads, world.live.reason) == ("live", 3, 1, "")
+    assert "offer" in world.host.status.updates[-1].seconds
+    assert world.host.status.engines[0].via == "live"
+
+
+def test_the_disk_is_patched_before_the_engine_and_after_its_check(world: World) -> None:
+    seen: dict[str, int] = {}
+
+    def note(door: str) -> Callable[[Call], Answer]:
+        def act(call: Call) -> Answer:
+            seen[door] = world.host.state.position.version
+            return world.engine.behave(call)
+
+        return act
+
+    for door in ("check", "pause", "apply"):
+        world.engine.script(f"{DOOR}/{door}", note(door))
+    world.follow()
+    assert seen == {"check": 0, "pause": 1, "apply": 1}
+
+
+def test_versions_that_come_together_are_one_patch(world: World) -> None:
+    for _ in range(3):
+        world.run.publish()
+    world.host.step()
+    assert world.serves(3) and world.engine.applied == 1
+    assert world.host.status.updates[-1].folded == 3
+
+
+def test_a_patch_that_several_steps_on_disk_lead_to(site: Site) -> None:
+    """A version whose writers were others cannot be folded: two journals, one patch."""
+    world = World(site)
+    world.run.publish()
+    world.run.publish_by_two()
+    world.host.step()
+    assert world.serves(2)
+    assert world.engine.applied == 1 and world.engine.reloaded == 1
+
+
+def test_same_bytes_under_a_new_number(world: World) -> None:
+    world.follow()
+    world.run.publish(world.run.versions[-1])
+    world.host.step()
+    assert world.serves(2)
+    assert (world.engine.applied, world.engine.reloaded) == (1, 1)
+    world.follow()
+    assert world.serves(3) and world.engine.applied == 2
+
+
+REFUSALS: list[tuple[str, Any, str]] = [
+    ("check", Answer(422, {"error": "w is transposed", "tensor": "w", "remedy": "reload"}), "refused"),
+    ("check", Answer(409, {"error": "base", "holds": {"version": 9, "root": "x"}}), "refused"),
+    ("check", Answer(200, {"changes": 1}), "refused"),
+    ("check", Answer(500, b"<html>"), "refused"),
+    ("check", Drop(), "refused"),
+    ("apply", Answer(422, {"error": "w is not finite", "tensor": "w"}), "rolled-back"),
+    ("apply", Answer(409, {"error": "base", "holds": {"version": None, "root": None}}), "rolled-back"),
+    ("apply", Answer(404, {}), "rolled-back"),
+]
+
+
+@pytest.mark.parametrize(("door", "answer", "why"), REFUSALS)
+def test_a_patch_that_is_not_taken_becomes_a_reload(world: World, door: str, answer: Any, why: str) -> None:
+    world.engine.script(f"{DOOR}/{door}", *([answer] * (2 if answer == Drop() else 1)))
+    world.follow()
+    assert world.serves(1)
+    assert (world.engine.applied, world.engine.reloaded) == (0, 2)
+    assert world.live.way == "reload" and world.live.because == {"align": 1, why: 1}
+    assert f"{DOOR}/{door}" in world.live.reason
+    assert world.host.status.degraded == ()
+
+
+def test_what_was_rolled_back_is_reloaded_in_the_same_pause(world: World) -> None:
+    world.engine.script(f"{DOOR}/apply", world.engine.rolls_back)
+    world.follow()
+    assert world.serves(1)
+    assert world.engine.doors() == ["check", "pause", "apply", "reload", "holds", "resume"]
+    assert world.live.because["rolled-back"] == 1 and "out of memory" in world.live.reason
+
+
+def test_an_engine_in_doubt_stays_paused_until_its_reload(world: World) -> None:
+    marks = []
+
+    def look(call: Call) -> Answer:
+        marks.append((world.host.state.engines["live"].mark, world.engine.paused))
+        return world.engine.behave(call)
+
+    world.engine.script(f"{DOOR}/apply", world.engine.half_applied)
+    world.engine.script(f"{DOOR}/reload", look)
+    world.follow()
+    assert world.serves(1)
+    assert marks == [(Mark.SUSPECT, True)]
+    assert world.live.because["in-doubt"] == 1
+
+
+@pytest.mark.parametrize("act", [Drop(), Drop(after=True), Answer(500, b"?"), Answer(200, {"version": 1})])
+def test_an_answer_that_says_nothing_leads_to_a_reload(world: World, act: Any) -> None:
+    world.engine.script(f"{DOOR}/apply", act)
+    world.follow()
+    assert world.serves(1)
+    assert world.engine.reloaded == 2 and world.live.because["in-doubt"] == 1
+
+
+def test_a_hanging_patch_is_given_up_and_its_late_effect_is_undone(site: Site) -> None:
+    world = World(site, timeouts=replace(QUICK, reload=0.5))
+    world.engine.script(f"{DOOR}/apply", Hang())
+    world.engine.script(f"{DOOR}/reload", lambda call: _late(world, call))
+    world.follow()
+    assert world.serves(1)
+    assert world.live.because["in-doubt"] == 1
+
+
+def _late(world: World, call: Call) -> Answer:
+    world.engine.release()
+    return world.engine.behave(call)
+
+
+def test_an_engine_replaced_in_the_pause_is_reloaded(world: World) -> None:
+    world.engine.script(f"{DOOR}/apply", world.engine.dies)
+    world.follow()
+    world.host.retry()
+    assert world.serves(1)
+    world.follow()
+    assert world.serves(2) and world.engine.applied == 1
+
+
+@pytest.mark.parametrize("moment", ["check", "pause"])
+def test_an_engine_that_started_since_is_reloaded_once(world: World, moment: str) -> None:
+    world.engine.script(
+        f"{DOOR}/{moment}", lambda call: (world.engine.restart(), world.engine.behave(call))[1]
+    )
+    world.follow()
+    world.host.retry()
+    assert world.serves(1)
+    world.follow()
+    assert world.serves(2) and world.engine.applied == 1
+
+
+def test_a_restarted_engine_is_reloaded_once_and_patched_again(world: World) -> None:
+    world.follow()
+    world.engine.restart()
+    world.host.step()
+    assert world.serves(1) and world.live.because == {"align": 2}
+    world.follow()
+    assert world.serves(2) and world.live.way == "live"
+
+
+def test_a_restarted_subscriber_goes_on_with_patches(world: World) -> None:
+    world.follow()
+    world.host.restart()
+    world.follow()
+    assert world.serves(2)
+    assert (world.engine.applied, world.engine.reloaded) == (2, 1)
+
+
+def test_an_engine_that_somebody_else_reloaded_is_reloaded(world: World) -> None:
+    world.engine.version, world.engine.root = None, None
+    world.follow()
+    assert world.serves(1) and world.live.because == {"align": 1, "unknown": 1}
+
+
+def test_an_engine_that_says_that_it_is_in_doubt_is_reloaded(world: World) -> None:
+    world.engine.in_doubt = True
+    world.host.step()
+    assert world.serves(0) and world.engine.reloaded == 2
+
+
+def test_an_engine_that_cannot_be_patched_says_why(world: World) -> None:
+    world.engine.patchable = False
+    world.follow()
+    assert world.serves(1)
+    assert world.live.because["unpatchable"] == 1 and world.live.reason == "the weights are packed"
+    assert "check" not in world.engine.doors()
+
+
+def test_a_tensor_that_is_refused_reloads_only_the_versions_that_change_it(world: World) -> None:
+    world.engine.refused = {"model.layers.0.up.weight": "it is transposed"}
+    world.run.publish(world.run.versions[-1].changed(5, "model.embed.weight", "model.steps"))
+    world.host.step()
+    assert world.serves(1) and world.live.way == "live"
+    world.follow()
+    assert world.serves(2) and world.live.way == "reload" and "it is transposed" in world.live.reason
+
+
+def test_after_failures_in_the_pause_versions_are_reloaded_for_a_while(world: World) -> None:
+    world.engine.script(f"{DOOR}/apply", *([world.engine.rolls_back] * 2))
+    ways = []
+    for _ in range(5):
+        world.follow()
+        ways.append(world.live.because.get("waiting", 0))
+    assert world.serves(5)
+    assert ways == [0, 0, 1, 1, 1] and world.engine.applied == 2
+
+
+def test_a_patch_as_large_as_the_model_is_not_made(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightcast.shared.local.engine_patch.ALWAYS_BYTES", 0)
+    data = world.run.versions[-1].tensors
+    world.run.publish(
+        replace(
+            world.run.versions[-1],
+            tensors={n: (d, s, bytes(b ^ 1 for b in raw)) for n, (d, s, raw) in data.items()},
+        )
+    )
+    world.host.step()
+    assert world.serves(1) and world.live.because["patch"] == 1 and "no gain" in world.live.reason
+
+
+def test_a_directory_for_patches_that_is_a_link_is_refused(world: World) -> None:
+    elsewhere = world.site.root / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine").touch()
+    (world.host.local / ".weightcast" / "engine").symlink_to(elsewhere)
+    world.run.publish()
+    world.host.step()
+    assert world.live.because["patch"] == 1 and "symbolic link" in world.live.reason
+    assert world.engine.held == world.run.digest(1)
+    assert [path.name for path in elsewhere.iterdir()] == ["mine"]
+
+
+def test_without_the_plugin_the_host_says_what_is_missing(site: Site) -> None:
+    run, engine = site.run(), PluginDouble(site.root / "host")
+    engine.installed = False
+    host = site.host(run, f"vllm={site.serve(engine)},via=live,name=live")
+    host.step()
+    assert not host.status.ready
+    assert "install weightcast-engine" in host.status.not_ready_reasons[0]
+    engine.installed = True
+    host.step()
+    assert host.status.ready
+
+
+def test_an_absent_engine_is_patched_on_from_its_reload(world: World, site: Site) -> None:
+    with nobody() as url:
+        host = site.host(world.run, f"vllm={url},via=live,name=gone", name="other")
+        host.step()
+        world.run.publish()
+        host.step()
+    assert host.at(world.run, 1) and not host.status.ready
+
+
+def test_the_api_key_opens_the_doors(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENGINE_KEY", "s3cret")
+    run, engine = site.run(), PluginDouble(site.root / "host")
+    engine.key = "s3cret"
+    host = site.host(run, f"vllm={site.serve(engine)},via=live,name=live,api_key_env=ENGINE_KEY")
+    host.step()
+    run.publish()
+    host.step()
+    assert engine.applied == 1 and host.status.ready
+
+
+@pytest.mark.parametrize("order", ["together", "rolling"])
+def test_several_engines_of_a_host(site: Site, order: str) -> None:
+    second, third = PluginDouble(site.root / "host"), SGLang()
+    option = f"vllm={site.serve(second)},via=live,name=second"
+    disk = f"sglang={site.serve(third)},name=disk"
+    world = World(site, option, disk, conduct={"order": order})
+    world.follow()
+    assert world.serves(1) and second.held == world.run.digest(1)
+    assert [engine.applied for engine in (world.engine, second)] == [1, 1]
+    world.engine.script(f"{DOOR}/apply", world.engine.rolls_back)
+    world.follow()
+    assert world.serves(2) and (world.engine.applied, second.applied) == (1, 2)
+    ways = {
+        engine.name: None if engine.live is None else engine.live.way for engine in world.host.status.engines
+    }
+    assert ways == {"live": "reload", "second": "live", "disk": None}
+
+
+def test_an_engine_that_holds_another_version_than_the_others_is_reloaded(site: Site) -> None:
+    second = PluginDouble(site.root / "host")
+    world = World(site, f"vllm={site.serve(second)},via=live,name=second")
+    second.restart()
+    world.follow()
+    assert world.serves(1) and second.held == world.run.digest(1)
+    assert (world.engine.applied, second.applied, second.reloaded) == (1, 0, 2)
+
+
+def test_a_version_that_no_engine_takes_is_gone_back_from_on_disk_and_in_the_engine(world: World) -> None:
+    world.follow()
+    refusal = Answer(422, {"error": "no", "tensor": "w", "remedy": ""})
+    world.engine.script(f"{DOOR}/check", refusal)
+    world.engine.script(f"{DOOR}/reload", refusal)
+    world.follow()
+    assert world.host.state.blocked[0].version == 2
+    assert world.host.at(world.run, 1) and world.engine.held == world.run.digest(1)
+    world.follow()
+    assert world.serves(3)
