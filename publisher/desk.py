@@ -9,11 +9,10 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry
-
 from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.commit import PostWrite
 from weightcast.publisher.export import Handed
+from weightcast.publisher.figures import Figures
 from weightcast.publisher.inbox import Choice, InboxRules, Sighting, step_of
 from weightcast.publisher.progress import Meter
 from weightcast.publisher.publisher import Publisher
@@ -27,7 +26,6 @@ from weightcast.publisher.status import (
     DatedFailure,
     Hosts,
     InboxStatus,
-    Numbers,
     PublisherStatus,
     RefusedStatus,
     UpkeepStatus,
@@ -49,13 +47,16 @@ from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.scrub import Scrub
 from weightcast.shared.local.seed import check_other_files, check_table
 from weightcast.shared.service.daemon import Stop, Wakeup, failure_of
+from weightcast.shared.service.disk import DiskFigures
 from weightcast.shared.service.hooks import run_hook
 from weightcast.shared.service.logs import get_log
+from weightcast.shared.service.metrics import Metrics
 from weightcast.shared.service.snapshot import Failure, Snapshot
 from weightcast.shared.service.threads import working_threads
 from weightcast.shared.service.verify import verify_status
 
 _HOSTS_SECONDS = 5.0
+_LOOK_SECONDS = 5.0
 _INBOX, _QUEUE, _HANDED = "inbox.json", "publications.json", "handed.json"
 
 log = get_log("publisher")
@@ -67,7 +68,7 @@ class Desk:
     def __init__(
         self,
         settings: PublisherSettings,
-        registry: CollectorRegistry,
+        registry: Metrics,
         wakeup: Wakeup,
         stop: Stop,
         arrivals: Arrivals,
@@ -78,11 +79,13 @@ class Desk:
         """why this publisher may not go on"""
         self._settings = settings
         self._wakeup, self._stop, self._arrivals = wakeup, stop, arrivals
-        self._meter, self._numbers, self._hosts = Meter(), Numbers(registry), Hosts()
+        self._meter, self._figures, self._hosts = Meter(), Figures(registry), Hosts()
         self._publisher: Publisher | None = None
         self._watched: Watched | None = None
         self._received: Received | None = None
         self._recovered = False
+        self._disk = DiskFigures(registry, {"channel": settings.channel, "local": settings.local})
+        self._looked = -_LOOK_SECONDS
         self._scrub = Scrub(int(settings.verify_rate), stop=lambda: stop.requested)
         self._held: str | None = None
         self._background: Background | None = None
@@ -288,7 +291,7 @@ class Desk:
         if publisher.version > before:
             return self._done(self._read_back(publisher, source))
         failure = failure_of(error)
-        self._numbers.failed()
+        self._figures.failed(error)
         self._note(failure)
         log.warning("not published", checkpoint=source, **failure.model_dump())
         status = self._status.get()
@@ -319,7 +322,8 @@ class Desk:
 
     def _done(self, done: Publication) -> Publication:
         self._ended.appendleft(done)
-        self._numbers.published(done)
+        self._figures.published(done)
+        self._looked = -_LOOK_SECONDS
         status = self._status.get()
         self._status.set(status.model_copy(update={"totals": add(status.totals, done)}))
         log.info(
@@ -329,6 +333,8 @@ class Desk:
             source=done.source,
             density=round(done.density_elements, 6),
             delta_bytes=done.delta_bytes,
+            full_bytes=done.full_bytes,
+            **{f"{phase}_s": round(seconds, 4) for phase, seconds in done.seconds.items()},
         )
         return done
 
@@ -354,7 +360,20 @@ class Desk:
             }
         self._status.set(self._status.get().model_copy(update=facts))
         self._read_hosts()
-        self._numbers.show(self.status())
+        self._look_at_channel()
+        self._disk.show()
+        self._figures.show(self.status())
+
+    def _look_at_channel(self) -> None:
+        """What changes there without this publisher's doing."""
+        now, channel = time.monotonic(), self._settings.channel
+        if now - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = now
+        with contextlib.suppress(OSError):
+            self._figures.show_channel(
+                created_at(channel, self._status.get().version), current_epoch(channel)
+            )
 
     def _upkeep_status(self) -> UpkeepStatus:
         if self._background is None:
@@ -382,6 +401,14 @@ class Desk:
         with contextlib.suppress(OSError):
             hosts = self._hosts.update(read_reports(self._settings.channel))
             self._status.set(self._status.get().model_copy(update={"hosts": hosts}))
+
+
+def created_at(channel: Path, version: int | None) -> float:
+    """When a version came to be, as unix time of the channel's clock; before the first, when the channel did.
+    Raises OSError."""
+    layout = Layout(channel)
+    file = layout.index(version) if version else layout.channel_json
+    return file.stat().st_mtime
 
 
 def ready_channel(settings: PublisherSettings, meter: Meter) -> int:

@@ -11,9 +11,11 @@ from weightcast.publisher.finite import NonFinite
 from weightcast.publisher.retention import Retention
 from weightcast.publisher.upkeep import UpkeepOptions
 from weightcast.shared.channel.index import Encoding
+from weightcast.shared.channel.keys import load_private_key
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.files.paths import file_name
-from weightcast.shared.service.settings import PUBLISHER_PORT, ServiceSettings
+from weightcast.shared.local.follow import open_base
+from weightcast.shared.service.settings import PUBLISHER_PORT, ServiceSettings, problem_of
 
 THREADS = 2
 """at most, unless told: the trainer needs the cores"""
@@ -136,6 +138,15 @@ class PublisherSettings(ServiceSettings):
         if value is None and info.data.get("trusted_key"):
             raise ValueError("required beside trusted keys (--trusted-key)")
         return value
+
+    def missing(self) -> list[str]:
+        key = self.sign_key
+        problems = [
+            *super().missing(),
+            problem_of(lambda: open_base(self.base)),
+            "" if key is None else problem_of(lambda: load_private_key(key)),
+        ]
+        return [problem for problem in problems if problem]
 
     @property
     def upkeep(self) -> UpkeepOptions:

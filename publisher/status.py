@@ -6,15 +6,12 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry
-
 from weightcast.publisher.inbox import Waiting
 from weightcast.publisher.queue import Job, Publication, total_seconds
 from weightcast.shared.channel.reports import Report
-from weightcast.shared.service import metrics
 from weightcast.shared.service.kernels import KernelStatus
 from weightcast.shared.service.snapshot import Failure, Frozen, LoopStatus, Readiness
-from weightcast.shared.service.verify import VerifyFigures, VerifyStatus
+from weightcast.shared.service.verify import VerifyStatus
 
 PUBLICATIONS_SHOWN = 20
 WAITING_SHOWN = 20
@@ -161,44 +158,6 @@ def _host(report: Report, age_seconds: float) -> HostStatus:
         last_error=report.last_error,
         age_seconds=age_seconds,
     )
-
-
-class Numbers:
-    """The publisher's metrics."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._version = metrics.number(registry, "version", "Version that the pointer names.")
-        self._published = metrics.count(registry, "publications", "Publications.", ("outcome",))
-        self._delta = metrics.byte_count(registry, "delta", "Bytes of published deltas.")
-        self._full = metrics.byte_count(registry, "full", "Bytes that full checkpoints would have had.")
-        self._changed = metrics.count(registry, "changed_elements", "Elements changed by publications.")
-        self._seconds = metrics.duration(registry, "publish", "A whole publication.")
-        self._phases = metrics.count(registry, "publish_phase_seconds", "Time by phase.", ("phase",))
-        self._density = metrics.number(registry, "density_elements", "Changed share, last publication.")
-        self._queue = metrics.number(registry, "queue_length", "Publications asked for and not ended.")
-        self._waiting = metrics.number(registry, "inbox_waiting", "Watched checkpoints not yet complete.")
-        self._verify = VerifyFigures(registry)
-        self._hosts = metrics.number(registry, "hosts", "Hosts that reported.")
-
-    def published(self, done: Publication) -> None:
-        self._published.labels("done").inc()
-        self._delta.inc(done.delta_bytes)
-        self._full.inc(done.full_bytes)
-        self._changed.inc(done.changed_elements)
-        self._seconds.observe(total_seconds(done.seconds))
-        for phase, seconds in done.seconds.items():
-            self._phases.labels(phase).inc(seconds)
-        self._density.set(done.density_elements)
-
-    def failed(self) -> None:
-        self._published.labels("failed").inc()
-
-    def show(self, status: PublisherStatus) -> None:
-        self._verify.show(status.verify, None if status.verify is None else status.verify.full_pass)
-        self._version.set(0 if status.version is None else status.version)
-        self._queue.set(len(status.queue))
-        self._waiting.set(0 if status.inbox is None else len(status.inbox.waiting))
-        self._hosts.set(len(status.hosts))
 
 
 def start_status(channel: Path, local: Path, encoding: str) -> PublisherStatus:

@@ -20,7 +20,7 @@ from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.service.cli import group
 from weightcast.shared.service.logs import setup_logs
-from weightcast.shared.service.options import settings_command
+from weightcast.shared.service.options import settings_command, show_settings_command
 from weightcast.shared.service.output import (
     ChannelOption,
     JsonOption,
@@ -39,6 +39,7 @@ def register(app: typer.Typer) -> None:
     settings_command(publisher, "run", PublisherSettings, "Publish what the trainer writes, until stopped.")(
         _run
     )
+    show_settings_command(app, "publisher", PublisherSettings)
     channel = group(app, "channel", "Make and inspect channels.")
     channel.command("init")(init)
     channel.command("sign")(sign)

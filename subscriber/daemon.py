@@ -10,6 +10,7 @@ from fastapi import FastAPI
 
 from weightcast.shared.local.scrub import Scrub
 from weightcast.shared.service.daemon import Stop, Wakeup, run_daemon
+from weightcast.shared.service.disk import DiskFigures
 from weightcast.shared.service.http import make_app
 from weightcast.shared.service.kernels import STATUS, warm_up_in_background
 from weightcast.shared.service.logs import get_log, setup_logs
@@ -42,6 +43,7 @@ class Subscriber:
         self.registry = new_registry()
         watch_loop(self.registry, self.loop)
         self.figures = Figures(self.registry)
+        self.disk = DiskFigures(self.registry, {"channel": settings.channel, "local": settings.local})
         self._troubles: tuple[str, ...] = ()
         self.failed = FailedEngines(settings.on_engine_failed, settings.hook_seconds, self.stop.request)
         self.reporter = Reporter(settings.channel) if settings.report else None
@@ -56,6 +58,7 @@ class Subscriber:
     def _show(self, sync: Sync) -> None:
         self.board.show(sync)
         self.figures.show(self.board.status.get())
+        self.disk.show()
 
     def step(self, stop: Stop) -> None:
         try:
@@ -77,8 +80,12 @@ class Subscriber:
             log.info(
                 "engines reloaded" if move.kind == "reload" else "version",
                 kind=move.kind,
+                from_version=move.from_version,
                 version=move.version,
                 target=self.sync.view.target_version,
+                folded=move.folded,
+                bytes=move.bytes,
+                changes=move.changes,
                 pause_total_s=None if move.pause_seconds is None else round(move.pause_seconds, 4),
                 **parts,
             )

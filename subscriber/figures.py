@@ -2,52 +2,97 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry
+from collections.abc import Iterable, Mapping
+from typing import Literal, get_args
 
-from weightcast.shared.service.metrics import byte_count, count, duration, number
+from weightcast.shared.service.metrics import (
+    NONE,
+    OTHER,
+    Metrics,
+    byte_count,
+    count,
+    duration,
+    facts,
+    number,
+    one_of,
+)
 from weightcast.shared.service.verify import VerifyFigures
-from weightcast.subscriber.status import HostStatus, UpdateStatus
+from weightcast.subscriber.status import EngineCondition, EngineStatus, HostStatus, MoveKind, UpdateStatus
+from weightcast.subscriber.target import FOLLOW_LATEST
 
-_NONE = -1
+PHASES = (
+    "plan", "seed", "repair", "fetch", "stage", "offer", "group", "lock", "patch", "pause", "reload", "read_back",
+    "resume", OTHER,
+)  # fmt: skip
+CAUSES: tuple[str, ...] = get_args(Cause)
+CONDITIONS: tuple[str, ...] = get_args(EngineCondition)
+Way = Literal["live", "reload"]
+_ENGINE = "as --engine names it"
+_NAN = float("nan")
 
 
 class Figures:
     """`show` is called with every status; updates are counted once each."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: Metrics) -> None:
+        self._run = facts(
+            registry,
+            "run",
+            "The run that is followed here; always 1.",
+            {"run_id": "the channel's", "role": ("subscriber",), "software": "this daemon's"},
+        )
         self._local = number(registry, "local_version", "Version on disk; -1: none.")
         self._target = number(registry, "target_version", "Version to be reached; -1: not known.")
         self._served = number(registry, "served_version", "Lowest version an engine confirmed; -1: none.")
+        self._lag = number(
+            registry, "lag_versions", "Target less served version; NaN while either is not known."
+        )
+        self._follows = number(
+            registry, "follows_latest", "1 when the target is latest, 0 for a version or a tag."
+        )
         self._ready = number(registry, "ready", "1 when every engine serves the local version.")
         self._degraded = number(registry, "degraded", "1 when the host is not where it should be.")
         self._blocked = number(registry, "blocked_versions", "Versions that the engines refused.")
-        self._read = byte_count(registry, "channel_read", "Bytes of versions read from the channel.")
-        self._updates = count(registry, "updates", "Moves of the local checkpoint and reloads.", ("kind",))
-        self._seconds = duration(registry, "update_phase", "Time of an update by phase.", ("phase",))
+        self._bytes = byte_count(
+            registry,
+            "channel",
+            "Bytes of versions, by direction and by what they were for.",
+            {"direction": ("read",), "cause": CAUSES},
+        )
+        self._changes = count(registry, "changed_words", "Words changed on disk by updates.")
+        self._updates = count(
+            registry, "updates", "Moves of the local checkpoint and reloads.", {"kind": get_args(MoveKind)}
+        )
+        self._seconds = duration(registry, "update", "A whole update.", {"kind": get_args(MoveKind)})
+        self._phases = duration(registry, "update_phase", "Time of an update by phase.", {"phase": PHASES})
         self._paused = duration(registry, "engine_pause", "Longest pause of an engine in an update.")
-        self._engine_ready = number(
-            registry, "engine_ready", "1 when this engine serves the local version.", ("engine",)
+        self._damage = count(
+            registry,
+            "digest_mismatches",
+            "Files of the channel and tensors on disk that were not what their digests say.",
+            {"place": ("channel", "local")},
         )
-        self._engine_failures = number(
-            registry, "engine_failures", "Rounds of reloads in vain, in a row.", ("engine",)
-        )
+        self._engines = _EngineFigures(registry)
         self._verify = VerifyFigures(registry)
-        self._bytes_seen = 0
+        self._seen: dict[str, int] = {}
+        self._read: Mapping[Cause, int] = {}
         self._newest: UpdateStatus | None = None
 
     def show(self, status: HostStatus) -> None:
+        self._run.info({"run_id": status.run_id or "", "role": "subscriber", "software": status.software})
         self._local.set(_number(status.local_version))
         self._target.set(_number(status.target_version))
         self._served.set(_number(status.served_version))
+        self._lag.set(_NAN if status.lag_versions is None else status.lag_versions)
+        self._follows.set(status.target == FOLLOW_LATEST.text)
         self._ready.set(status.ready)
         self._degraded.set(bool(status.degraded))
         self._blocked.set(len(status.blocked))
-        self._read.inc(status.bytes_read - self._bytes_seen)
-        self._bytes_seen = status.bytes_read
-        for engine in status.engines:
-            self._engine_ready.labels(engine.name).set(engine.ready)
-            self._engine_failures.labels(engine.name).set(engine.failures)
+        self._engines.show(status.engines)
         self._verify.show(status.verify, status.last_full_hash)
+        for cause, nbytes in status.bytes_by_cause.items():
+            self._bytes.labels("read", cause).inc(nbytes - self._read.get(cause, 0))
+        self._read = status.bytes_by_cause
         for update in self._unseen(status):
             self._count(update)
 
@@ -63,11 +108,53 @@ class Figures:
 
     def _count(self, update: UpdateStatus) -> None:
         self._updates.labels(update.kind).inc()
+        self._changes.inc(update.changes)
         for phase, seconds in update.seconds.items():
-            self._seconds.labels(phase).observe(seconds)
+            if phase == "total":
+                self._seconds.labels(update.kind).observe(seconds)
+            else:
+                self._phases.labels(one_of(phase, PHASES)).observe(seconds)
         if update.pause_seconds is not None:
             self._paused.observe(update.pause_seconds)
+        self._damage.labels("channel").inc(len(update.around))
+        self._damage.labels("local").inc(update.kind == "repair")
+
+
+class _EngineFigures:
+    def __init__(self, registry: Metrics) -> None:
+        engine = {"engine": _ENGINE}
+        self._state = number(
+            registry,
+            "engine_state",
+            "1 for the state that the engine is in.",
+            {**engine, "state": CONDITIONS},
+        )
+        self._version = number(registry, "engine_version", "Version it confirmed last; -1: none.", engine)
+        self._failures = number(registry, "engine_failures", "Rounds of reloads in vain, in a row.", engine)
+
+        self._ways = count(
+            registry,
+            "engine_updates",
+            "How engines with via=live came to versions: by a patch of their memory, or from disk.",
+            {**engine, "way": get_args(Way)},
+        )
+        self._seen: dict[tuple[str, Way], int] = {}
+
+    def show(self, engines: Iterable[EngineStatus]) -> None:
+        for engine in engines:
+            for condition in CONDITIONS:
+                self._state.labels(engine.name, condition).set(engine.state == condition)
+            self._version.labels(engine.name).set(_number(engine.version))
+            self._failures.labels(engine.name).set(engine.failures)
+            if engine.live is not None:
+                self._count(engine.name, "live", engine.live.patches)
+                self._count(engine.name, "reload", engine.live.reloads)
+
+    def _count(self, name: str, way: Way, total: int) -> None:
+        seen = self._seen.get((name, way), 0)
+        self._ways.labels(name, way).inc(total - seen)
+        self._seen[name, way] = total
 
 
 def _number(version: int | None) -> int:
-    return _NONE if version is None else version
+    return NONE if version is None else version

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from weightcast.shared.local.access import Readers
 from weightcast.shared.service.settings import SUBSCRIBER_PORT, ServiceSettings, Token, is_loopback
+from weightcast.subscriber.engines.base import SYNTAX, BadEngineOption, parse_engine, parse_engines
 from weightcast.subscriber.engines.roster import Order
 from weightcast.subscriber.group import LEASE_LIMIT
 from weightcast.subscriber.member_door import is_member_url
+from weightcast.subscriber.target import BadTarget, parse_target
 
 MOST_MEMBERS = 256
 
@@ -88,6 +91,24 @@ class SubscriberSettings(ServiceSettings):
         description="Seconds that members may take to come to a version.",
     )
 
+    @field_validator("engine", mode="after")
+    @classmethod
+    def _check_engines(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        # What is wrong with `local` itself is said elsewhere, and it is then absent here.
+        problems = engine_problems(value, info.data.get("local", Path("/")))
+        if problems:
+            raise ValueError("; ".join(problems))
+        return value
+
+    @field_validator("target", mode="after")
+    @classmethod
+    def _check_target(cls, value: str) -> str:
+        try:
+            parse_target(value)
+        except BadTarget as error:
+            raise ValueError(str(error)) from error
+        return value
+
     @model_validator(mode="after")
     def _check_group(self) -> Self:
         if self.group_follower and (self.engine or self.group_member):
@@ -105,3 +126,19 @@ class SubscriberSettings(ServiceSettings):
     def members_token(self) -> str | None:
         token = self.token if self.group_token is None else self.group_token
         return None if token is None else token.get_secret_value()
+
+
+def engine_problems(texts: Sequence[str], local: Path) -> list[str]:
+    """What is wrong with `--engine` options, all of it."""
+    problems = []
+    for text in texts:
+        try:
+            parse_engine(text, local)
+        except BadEngineOption as error:
+            problems.append(error.message)
+    if not problems:
+        try:
+            parse_engines(texts, local)
+        except BadEngineOption as error:
+            problems.append(error.message)
+    return [*problems, f"give {SYNTAX}"] if problems else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from weightcast.shared.service.cli import group
-from weightcast.shared.service.options import settings_command
+from weightcast.shared.service.options import settings_command, show_settings_command
 from weightcast.subscriber import verbs_doctor, verbs_engine, verbs_sync
 from weightcast.subscriber.settings import SubscriberSettings
 
@@ -15,6 +15,7 @@ def register(app: typer.Typer) -> None:
     settings_command(
         subscriber, "run", SubscriberSettings, "Follow a channel and reload the engines, until stopped."
     )(_run)
+    show_settings_command(app, "subscriber", SubscriberSettings)
     verbs_sync.register(app)
     verbs_engine.register(app)
     verbs_doctor.register(app)

@@ -22,6 +22,7 @@ from weightcast.shared.errors import EngineFailed, NotInTime, Refused, RetryLate
 from weightcast.shared.files import durable
 from weightcast.shared.service.http import HEADER_LIMIT
 from weightcast.shared.service.logs import get_log
+from weightcast.shared.service.metrics import error_kind
 from weightcast.shared.service.settings import ServiceSettings
 from weightcast.shared.service.snapshot import Failure, LoopStatus, Snapshot
 
@@ -105,14 +106,23 @@ def next_status(before: LoopStatus, error: Exception | None, poll_seconds: float
         )
     expected = isinstance(error, WeightcastError)
     in_a_row = before.failures_in_a_row + 1
+    kind = error_kind(error)
     return LoopStatus(
         steps=before.steps + 1,
         failures=before.failures + expected,
         crashes=before.crashes + (not expected),
         failures_in_a_row=in_a_row,
+        retries=before.retries,
+        errors={**before.errors, kind: before.errors.get(kind, 0) + 1},
         last_failure=failure_of(error),
         pause_seconds=backoff_for(error).pause(in_a_row),
     )
+
+
+def begun(before: LoopStatus, now: float) -> LoopStatus:
+    """The loop's status when a step begins at the unix time `now`."""
+    retries = before.retries + (before.failures_in_a_row > 0)
+    return before.model_copy(update={"step_began": now, "retries": retries})
 
 
 def failure_of(error: BaseException) -> Failure:
@@ -146,7 +156,7 @@ class Loop:
 
     def run_once(self) -> None:
         error: Exception | None = None
-        self._status.set(self._status.get().model_copy(update={"step_began": time.time()}))
+        self._status.set(begun(self._status.get(), time.time()))
         try:
             self._step(self._stop)
         except WeightcastError as expected:

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from weightcast.shared.service.cli import group
+from weightcast.shared.service.output import JsonOption, Output, printable
 from weightcast.shared.service.settings import (
+    EffectiveSetting,
     ServiceSettings,
     describe_settings,
+    effective_settings,
     flag_of,
     is_list,
     is_switch,
     load_settings,
+    require_files,
+    trace_settings,
 )
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 S = TypeVar("S", bound=ServiceSettings)
 
@@ -30,7 +40,9 @@ def settings_command(
     def register(body: Callable[[S], None]) -> None:
         def verb(**flags: Any) -> None:
             config = flags.pop("config")
-            body(load_settings(cls, flags, config))
+            settings = load_settings(cls, flags, config)
+            require_files(settings)
+            body(settings)
 
         parameters = _parameters(cls)
         verb.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -38,6 +50,41 @@ def settings_command(
         app.command(name, help=help)(verb)
 
     return register
+
+
+def show_settings_command(app: typer.Typer, side: str, cls: type[S]) -> None:
+    """The verb `config show SIDE`: takes the options of the daemon and prints what it would go by."""
+
+    def verb(**flags: Any) -> None:
+        config, as_json = flags.pop("config"), flags.pop("as_json")
+        shown = effective_settings(trace_settings(cls, flags, config))
+        facts = {"settings": [asdict(one) for one in shown]}
+        Output(json=as_json).result(facts, lambda console: _show(console, shown))
+
+    parameters = _parameters(cls)
+    parameters.append(
+        inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=JsonOption)
+    )
+    verb.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    verb.__annotations__ = {each.name: each.annotation for each in parameters}
+    config_group = group(app, "config", "What the daemons go by.")
+    show = group(config_group, "show", "Every setting as it counts, and where it came from.")
+    show.command(side, help=f"The settings of `weightcast {side} run`, given the same options.")(verb)
+
+
+def _show(console: Console, settings: Sequence[EffectiveSetting]) -> None:
+    from rich.table import Table
+
+    table = Table("setting", "value", "from", box=None, pad_edge=False)
+    for one in settings:
+        table.add_row(one.name, printable(_text(one.value)), printable(one.place or one.source))
+    console.print(table)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "-"
+    return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _parameters(cls: type[ServiceSettings]) -> list[inspect.Parameter]:

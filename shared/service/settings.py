@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, ByteSize, Field, PositiveInt, SecretStr, ValidationError, field_validator
 from pydantic.fields import FieldInfo
@@ -19,7 +20,8 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from weightcast.shared.errors import USAGE, Refused
+from weightcast.shared.channel.signing import Trust
+from weightcast.shared.errors import USAGE, Refused, WeightcastError
 from weightcast.shared.service.threads import MEMORY_BUDGET
 
 ENV_PREFIX = "WEIGHTCAST_"
@@ -115,13 +117,42 @@ class ServiceSettings(BaseSettings):
         field = cls.model_fields[info.field_name]
         return value.split() if isinstance(value, str) and is_list(field) else value
 
+    def missing(self) -> list[str]:
+        """What is wrong with files that these settings name: looks at the disk."""
+        found = [problem_of(partial(Trust.load, (key,))) for key in self.trusted_key]
+        return [problem for problem in found if problem]
+
+
+def problem_of(read: Callable[[], object]) -> str:
+    """Why a file that is named here cannot be read; empty when it can."""
+    try:
+        read()
+    except WeightcastError as error:
+        return str(error)
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    return ""
+
 
 S = TypeVar("S", bound=ServiceSettings)
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[S]):
+    """`origins`: by name of a setting `flag`, `environment` or `file PATH`; defaults are left out."""
+
+    settings: S
+    origins: Mapping[str, str]
 
 
 def load_settings(cls: type[S], flags: Mapping[str, object], config: Path | None = None) -> S:
     """Flags (None: not given) over environment over the TOML file `config`, whose keys are the flags
     with - or _ between words. Raises BadSettings with every problem and the place it comes from."""
+    return trace_settings(cls, flags, config).settings
+
+
+def trace_settings(cls: type[S], flags: Mapping[str, object], config: Path | None = None) -> Loaded[S]:
+    """As `load_settings`, with where each value came from."""
     sources: tuple[tuple[str, Mapping[str, Any]], ...] = (
         (f"file {config}", {} if config is None else _read_toml(config)),
         ("environment", EnvSettingsSource(cls)()),
@@ -135,17 +166,57 @@ def load_settings(cls: type[S], flags: Mapping[str, object], config: Path | None
     try:
         settings = cls(**values)
     except ValidationError as error:
-        raise _all_problems(cls, error.errors(include_url=False), origins) from None
+        raise _all_problems(cls, error.errors(include_url=False), values, origins) from None
     check_bind(settings)
-    return settings
+    return Loaded(settings, origins)
 
 
 def check_bind(settings: ServiceSettings) -> None:
     """Raises BadSettings for a door that others can reach and that has no token."""
-    if settings.token is None and not is_loopback(settings.host):
+    problem = _open_door(settings.host, settings.token is not None)
+    if problem:
+        raise BadSettings(problem, remedy=f"set {ENV_PREFIX}TOKEN, or listen on 127.0.0.1")
+
+
+def _open_door(host: str, has_token: bool) -> str:
+    if has_token or is_loopback(host):
+        return ""
+    return f"host {host} can be reached from other machines and no token is set"
+
+
+@dataclass(frozen=True)
+class EffectiveSetting:
+    """One setting as it counts. `value` as JSON has it, a secret masked; `source`: flag, environment, file or
+    default; `place`: the flag, the variable or the file."""
+
+    name: str
+    value: object
+    source: str
+    place: str
+
+
+def effective_settings(loaded: Loaded[S]) -> list[EffectiveSetting]:
+    """Every setting in the order of its definition."""
+    values = loaded.settings.model_dump(mode="json")
+    return [_effective(name, value, loaded.origins.get(name, "default")) for name, value in values.items()]
+
+
+def _effective(name: str, value: object, origin: str) -> EffectiveSetting:
+    source, _, file = origin.partition(" ")
+    return EffectiveSetting(name, value, source, file or _place(name, origin))
+
+
+def _place(name: str, origin: str) -> str:
+    places = {"flag": flag_of(name), "environment": ENV_PREFIX + name.upper(), "default": ""}
+    return places.get(origin, origin)
+
+
+def require_files(settings: ServiceSettings) -> None:
+    """Raises BadSettings with every file named by the settings that a daemon cannot start with."""
+    problems = settings.missing()
+    if problems:
         raise BadSettings(
-            f"host {settings.host} can be reached from other machines and no token is set",
-            remedy=f"set {ENV_PREFIX}TOKEN, or listen on 127.0.0.1",
+            "wrong settings:\n  " + "\n  ".join(problems), remedy="correct them, or make these files"
         )
 
 
@@ -273,10 +344,16 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _all_problems(
-    cls: type[ServiceSettings], errors: list[ErrorDetails], origins: Mapping[str, str]
+    cls: type[ServiceSettings],
+    errors: list[ErrorDetails],
+    values: Mapping[str, Any],
+    origins: Mapping[str, str],
 ) -> BadSettings:
     # Messages only: a rejected value may be a secret in the wrong place.
     lines = [_problem(cls, error, origins) for error in errors]
+    if not any(error["loc"][:1] in (("host",), ("token",)) for error in errors):
+        host = values.get("host", cls.model_fields["host"].default)
+        lines += filter(None, [_open_door(str(host), values.get("token") is not None)])
     return BadSettings(
         "wrong settings:\n  " + "\n  ".join(lines), remedy="flags win over the environment and the file"
     )
@@ -291,6 +368,5 @@ def _problem(cls: type[ServiceSettings], error: ErrorDetails, origins: Mapping[s
         return f"{name}: required; set {flag_of(name)} or {ENV_PREFIX}{name.upper()}"
     if name not in cls.model_fields:
         return f"{name}: no such setting ({origins.get(name, 'unknown')})"
-    origin = origins.get(name, "default")
-    place = {"flag": flag_of(name), "environment": ENV_PREFIX + name.upper()}.get(origin, origin)
+    place = _place(name, origins.get(name, "default")) or "default"
     return f"{name}: {error['msg'].removeprefix('Value error, ')} ({place})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict
@@ -49,6 +50,10 @@ class LoopStatus(Frozen):
     failures: int = 0
     crashes: int = 0
     failures_in_a_row: int = 0
+    retries: int = 0
+    """steps begun because the one before had failed"""
+    errors: Mapping[str, int] = {}
+    """failures and crashes by kind: the class in the tree of errors, or `crash`"""
     last_failure: Failure | None = None
     """of the last step; None once a step succeeded"""
     step_began: float | None = None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry
-
 from weightcast.shared.local.scrub import ScrubStatus
-from weightcast.shared.service.metrics import count, number
+from weightcast.shared.service.metrics import Metrics, count, moment, share
 from weightcast.shared.service.snapshot import Frozen
 
 _NEVER = -1
@@ -44,11 +42,11 @@ def verify_status(scrub: ScrubStatus | None) -> VerifyStatus | None:
 
 
 class VerifyFigures:
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._progress = number(registry, "verify_progress", "Share of this pass of the verify that is done.")
+    def __init__(self, registry: Metrics) -> None:
+        self._progress = share(registry, "verify_progress", "Share of this pass of the verify that is done.")
         self._faults = count(registry, "verify_faults", "Tensors that the verify found wrong.")
-        self._hashed = number(
-            registry, "last_full_hash_time", "Unix time since which every byte was read; -1: never."
+        self._hashed = moment(
+            registry, "last_full_hash", "Unix time since which every byte was read; -1: never."
         )
         self._seen = 0
 

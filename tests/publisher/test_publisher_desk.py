@@ -23,7 +23,7 @@ from daemonkit import (
     wait_until,
     write,
 )
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 
 from weightcast.publisher.desk import Desk
 from weightcast.publisher.settings import PublisherSettings
@@ -33,6 +33,7 @@ from weightcast.shared.channel.claims import claim, this_process
 from weightcast.shared.channel.reports import Report, write_report
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater, WrongRun
 from weightcast.shared.service.daemon import Stop, Wakeup
+from weightcast.shared.service.metrics import Metrics
 
 
 class Office:
@@ -40,7 +41,7 @@ class Office:
 
     def __init__(self, places: Places, **settings: Any) -> None:
         self.places, self.stop, self.arrivals = places, Stop(), Arrivals()
-        self.registry = CollectorRegistry()
+        self.registry = Metrics()
         values: dict[str, Any] = {
             "channel": places.channel,
             "base": places.base,

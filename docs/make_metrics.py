@@ -1,0 +1,83 @@
+"""Prints docs/metrics.md from the code: python docs/make_metrics.py > docs/metrics.md"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from weightcast.publisher.figures import Figures as PublisherFigures
+from weightcast.shared.service.disk import DiskFigures
+from weightcast.shared.service.metrics import Labels, MetricDoc, Metrics, watch_loop
+from weightcast.shared.service.snapshot import LoopStatus, Snapshot
+from weightcast.subscriber.figures import Figures as SubscriberFigures
+
+HEAD = """\
+# Metrics
+
+What `/metrics` of both daemons shows, in Prometheus' text format; made from the code by
+`python docs/make_metrics.py`. Units stand in names: `_seconds`, `_bytes`, `_ratio` (1 is all),
+`_timestamp_seconds` (unix time), `_total` (counts since the daemon's start). A histogram has `_bucket`,
+`_sum` and `_count`.
+
+Labels have closed sets of values, or values from this daemon's own settings and its channel: what hosts
+report and what versions hold makes no series. Series of closed sets exist from the start. Scrape
+configuration, alerts and a Grafana dashboard: [operations](operations.md#metrics-and-alerts).
+"""
+TABLE = "| metric | kind | labels | |\n|---|---|---|---|\n"
+PROCESS = """
+Both show their process too: `process_resident_memory_bytes`, `process_cpu_seconds_total`, `process_open_fds`.
+"""
+
+
+def document() -> str:
+    publisher, subscriber = _publisher(), _subscriber()
+    both = [doc for doc in publisher if doc in subscriber]
+    return "\n".join(
+        (
+            HEAD,
+            "## Both daemons\n",
+            _table(both) + PROCESS,
+            "## The publisher\n",
+            _table([doc for doc in publisher if doc not in both]),
+            "## The subscriber\n",
+            _table([doc for doc in subscriber if doc not in both]).rstrip("\n"),
+        )
+    )
+
+
+def _publisher() -> list[MetricDoc]:
+    registry = Metrics()
+    PublisherFigures(registry)
+    return _with_furniture(registry)
+
+
+def _subscriber() -> list[MetricDoc]:
+    registry = Metrics()
+    SubscriberFigures(registry)
+    return _with_furniture(registry)
+
+
+def _with_furniture(registry: Metrics) -> list[MetricDoc]:
+    DiskFigures(registry, {"channel": Path(), "local": Path()})
+    watch_loop(registry, Snapshot(LoopStatus()))
+    return registry.docs
+
+
+def _table(docs: list[MetricDoc]) -> str:
+    return TABLE + "".join(
+        f"| `{doc.name}` | {doc.kind} | {_labels(doc.labels)} | {doc.help} |\n" for doc in docs
+    )
+
+
+def _labels(labels: Labels) -> str:
+    return "; ".join(f"`{name}`: {_values(values)}" for name, values in labels.items())
+
+
+def _values(values: object) -> str:
+    if isinstance(values, str):
+        return values
+    assert isinstance(values, tuple)
+    return ", ".join(f"`{value}`" for value in values)
+
+
+if __name__ == "__main__":
+    print(document())

@@ -1,0 +1,50 @@
+"""Free space where a daemon writes, as metrics."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from weightcast.shared.service.metrics import Metrics, byte_size
+
+EVERY_SECONDS = 5.0
+PLACES = ("channel", "local")
+
+
+class DiskFigures:
+    """`places`: a directory for each of PLACES; one that is not there yet is judged by where it will be."""
+
+    def __init__(
+        self, registry: Metrics, places: Mapping[str, Path], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        place = {"place": PLACES}
+        self._free = byte_size(registry, "disk_free", "Free space on the file system.", place)
+        self._size = byte_size(registry, "disk_size", "Size of the file system.", place)
+        self._places = dict(places)
+        self._clock = clock
+        self._due = -EVERY_SECONDS
+
+    def show(self) -> None:
+        """Called by the thread that reads these places anyway: a mount may hang."""
+        now = self._clock()
+        if now < self._due:
+            return
+        self._due = now + EVERY_SECONDS
+        for name, directory in self._places.items():
+            space = _space(directory)
+            if space is not None:
+                self._free.labels(name).set(space.f_bavail * space.f_frsize)
+                self._size.labels(name).set(space.f_blocks * space.f_frsize)
+
+
+def _space(directory: Path) -> os.statvfs_result | None:
+    for there in (directory, *directory.absolute().parents):
+        try:
+            return os.statvfs(there)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return None
+    return None
