@@ -17,12 +17,19 @@ from weightcast.shared.service.metrics import (
     one_of,
 )
 from weightcast.shared.service.verify import VerifyFigures
-from weightcast.subscriber.status import EngineCondition, EngineStatus, HostStatus, MoveKind, UpdateStatus
+from weightcast.subscriber.status import (
+    Cause,
+    EngineCondition,
+    EngineStatus,
+    HostStatus,
+    MoveKind,
+    UpdateStatus,
+)
 from weightcast.subscriber.target import FOLLOW_LATEST
 
 PHASES = (
-    "plan", "seed", "repair", "fetch", "stage", "offer", "group", "lock", "patch", "pause", "reload", "read_back",
-    "resume", OTHER,
+    "plan", "seed", "repair", "fetch", "stage", "offer", "group", "lock", "patch", "pause", "reload",
+    "read_back", "resume", OTHER,
 )  # fmt: skip
 CAUSES: tuple[str, ...] = get_args(Cause)
 CONDITIONS: tuple[str, ...] = get_args(EngineCondition)
@@ -74,7 +81,6 @@ class Figures:
         )
         self._engines = _EngineFigures(registry)
         self._verify = VerifyFigures(registry)
-        self._seen: dict[str, int] = {}
         self._read: Mapping[Cause, int] = {}
         self._newest: UpdateStatus | None = None
 

@@ -124,6 +124,7 @@ def engine(state: str, name: str = "vllm@h:1", version: int | None = 3) -> Engin
             "reason": "",
             "state": state,
             "failures": 2,
+            "live": {"patches": 5, "reloads": 1},
         }
     )
 
@@ -158,12 +159,14 @@ def test_a_host_is_shown() -> None:
 
     first, second = update(), update(kind="repair", around=("version 2 is damaged",), pause_seconds=None)
     shown = host(
+        bytes_by_cause={"step": 40, "anchor": 7},
         run_id="r", local_version=3, target_version=7, served_version=3, lag_versions=4, ready=True,
         engines=(engine("serving"), engine("silent", "b", None)), updates=(first,), degraded=("slow",),
     )  # fmt: skip
     figures.show(shown)
-    figures.show(shown.model_copy(update={"updates": (*shown.updates, second), "target": "7"}))
-    figures.show(shown.model_copy(update={"updates": (*shown.updates, second), "target": "7"}))
+    later = {"updates": (first, second), "target": "7", "bytes_by_cause": {"step": 45, "anchor": 7}}
+    figures.show(shown.model_copy(update=later))
+    figures.show(shown.model_copy(update=later))
     found = series(registry)
     assert found['weightcast_run_info{role="subscriber",run_id="r",software="weightcast 0"}'] == 1
     assert found["weightcast_lag_versions"] == 4 and found["weightcast_served_version"] == 3
@@ -176,6 +179,11 @@ def test_a_host_is_shown() -> None:
     assert 'weightcast_update_phase_seconds_count{phase="total"}' not in found
     assert found["weightcast_engine_pause_seconds_count"] == 1
     assert found["weightcast_changed_words_total"] == 10
+    assert found['weightcast_channel_bytes_total{cause="step",direction="read"}'] == 45
+    assert found['weightcast_channel_bytes_total{cause="anchor",direction="read"}'] == 7
+    assert found['weightcast_channel_bytes_total{cause="skip",direction="read"}'] == 0
+    assert found['weightcast_engine_updates_total{engine="vllm@h:1",way="live"}'] == 5
+    assert found['weightcast_engine_updates_total{engine="vllm@h:1",way="reload"}'] == 1
     assert found['weightcast_digest_mismatches_total{place="channel"}'] == 1
     assert found['weightcast_digest_mismatches_total{place="local"}'] == 1
     assert found['weightcast_engine_state{engine="vllm@h:1",state="serving"}'] == 1
