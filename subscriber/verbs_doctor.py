@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
-from weightcast.shared.errors import OK
+from weightcast.shared.errors import OK, Refused
+from weightcast.shared.files.checkpoint import open_checkpoint
 from weightcast.shared.service.doctor.findings import Finding, Role, counts, exit_code
 from weightcast.shared.service.doctor.look import Examined, examine
 from weightcast.shared.service.doctor.shown import show_findings
 from weightcast.shared.service.output import JsonOption, Output
+from weightcast.shared.service.sizing.rules import DEFAULT_THREADS, Asked, Encoding, Sizing, Weights, sizing
+from weightcast.shared.service.sizing.shown import plan_facts, show_plan
 from weightcast.subscriber.engine_findings import judge_engines
 
 
@@ -40,22 +44,69 @@ def doctor(
     timeout: Annotated[
         float, typer.Option("--timeout", min=0.1, max=3600, help="Seconds that each place may take.")
     ] = 30.0,
+    plan: Annotated[
+        Path | None,
+        typer.Option("--plan", help="HF checkpoint: say what a run of it will need; no weights are read."),
+    ] = None,
+    density: Annotated[
+        float,
+        typer.Option("--density", min=0, max=1, help="Plan: share of elements that a version changes."),
+    ] = 0.01,
+    interval: Annotated[
+        float, typer.Option("--interval", min=0.001, help="Plan: seconds between two versions.")
+    ] = 30.0,
+    hosts: Annotated[int, typer.Option("--hosts", min=1, help="Plan: rollout hosts.")] = 1,
+    away: Annotated[float, typer.Option("--away", min=0, help="Plan: seconds that a host misses.")] = 600.0,
+    link: Annotated[
+        float, typer.Option("--link", min=0.001, help="Plan: a host's link to the channel, Gbit/s.")
+    ] = 10.0,
+    threads: Annotated[int, typer.Option("--threads", min=1, help="Plan: of a host.")] = DEFAULT_THREADS,
+    encoding: Annotated[Encoding, typer.Option("--encoding", help="Plan: of the deltas.")] = "fast",
     as_json: JsonOption = False,
 ) -> None:
-    """Look whether this machine, its file systems and engines are fit for weightcast; changes nothing."""
-    place = Path.cwd() if local is None else local.absolute()
-    findings = [
-        *examine(Examined(channel, local, role, timeout)),
-        *judge_engines(engine or (), place, timeout),
-    ]
-    Output(json=as_json).result(_facts(findings), lambda console: show_findings(console, findings))
+    """Look whether this machine, its file systems and engines are fit for weightcast, or what a run will need
+    (--plan). Changes nothing."""
+    asked = Asked(density, interval, encoding, hosts, away, link * 1e9, threads)
+    planned = None if plan is None else _planned(plan, asked)
+    findings: list[Finding] = []
+    if plan is None or channel is not None or local is not None or engine:
+        findings += examine(Examined(channel, local, role, timeout))
+        findings += judge_engines(engine or (), Path.cwd() if local is None else local.absolute(), timeout)
+    Output(json=as_json).result(_facts(findings, planned), lambda console: _show(console, findings, planned))
     code = exit_code(findings)
     if code != OK:
         raise typer.Exit(code)
 
 
-def _facts(findings: list[Finding]) -> dict[str, Any]:
-    return {"findings": [_plain(finding) for finding in findings], "counts": counts(findings)}
+@dataclass(frozen=True)
+class _Planned:
+    weights: Weights
+    asked: Asked
+    found: Sizing
+
+
+def _planned(model: Path, asked: Asked) -> _Planned:
+    """Reads headers alone. Raises Refused for what is no checkpoint."""
+    try:
+        weights = Weights.of(open_checkpoint(model, follow_links=True).table)
+    except FileNotFoundError as error:
+        raise Refused(f"{model} is not there", remedy="give an HF checkpoint directory") from error
+    return _Planned(weights, asked, sizing(weights, asked))
+
+
+def _show(console: Console, findings: list[Finding], planned: _Planned | None) -> None:
+    if planned is not None:
+        show_plan(console, planned.weights, planned.asked, planned.found)
+    if findings:
+        show_findings(console, findings)
+
+
+def _facts(findings: list[Finding], planned: _Planned | None) -> dict[str, Any]:
+    return {
+        "findings": [_plain(finding) for finding in findings],
+        "counts": counts(findings),
+        "plan": None if planned is None else plan_facts(planned.weights, planned.asked, planned.found),
+    }
 
 
 def _plain(finding: Finding) -> dict[str, Any]:
