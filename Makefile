@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install test test-trainers test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak clean
+.PHONY: install test test-trainers test-browser test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak clean
 
 install: $(STAMP)
 
@@ -64,6 +64,14 @@ $(TRAINERS)/.installed: constraints-trainers.txt pyproject.toml
 
 test-trainers: $(TRAINERS)/.installed
 	$(TRAINERS)/bin/python -m pytest -q -m trainers tests/trainers
+
+# The fleet page in a real browser (Debian's chromium), built anew where npm is.
+$(VENV)/.browser: $(STAMP)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[browser]'
+	@touch $@
+
+test-browser: $(VENV)/.browser
+	$(BIN)/python -m pytest -q -m browser tests/browser
 
 # Kills at every failpoint, at least three times each; `make crash CRASH_ARGS="--seed 7 --kills 60"`.
 crash: install

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from weightcast.publisher.desk import Desk
+from weightcast.publisher.page_routes import PAGE_PATHS, page_routes
 from weightcast.publisher.routes import publication_routes
 from weightcast.publisher.settings import PublisherSettings
 from weightcast.publisher.status import PublisherStatus
@@ -37,7 +38,9 @@ def run_publisher(settings: PublisherSettings) -> None:
         None if settings.token is None else settings.token.get_secret_value(),
         wakeup.set,
         PublisherStatus,
+        PAGE_PATHS,
     )
+    app.include_router(page_routes())
     app.include_router(publication_routes(lambda: desk.queue, settings.roots, wakeup.set))
     warm_up_in_background()
     with ExitStack() as around:

@@ -117,7 +117,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     room = tmp_path_factory.mktemp("wheel")
     source = room / "source"
     for side in SIDES:
-        shutil.copytree(ROOT / side, source / side, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / side, source / side, ignore=shutil.ignore_patterns("__pycache__", "node_modules")
+        )
     shutil.copy(ROOT / "pyproject.toml", source)
     (source / "README.md").touch()
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(room), str(source)]
@@ -132,7 +134,12 @@ def test_the_wheel_holds_every_module(wheel: Path) -> None:
     expected = {
         f"weightcast/{path.relative_to(ROOT).as_posix()}"
         for side in SIDES
-        for path in [*(ROOT / side).rglob("*.py"), ROOT / side / "py.typed"]
+        for path in [
+            *(ROOT / side).rglob("*.py"),
+            ROOT / side / "py.typed",
+            *(ROOT / side).glob("page/dist/*"),
+        ]
+        if "node_modules" not in path.parts
     }
     assert {name for name in names if name.startswith("weightcast/")} == expected
     assert not [name for name in names if name.split("/")[0] in (*SIDES, "tests", "examples")]

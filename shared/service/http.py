@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
@@ -59,10 +59,12 @@ def make_app(
     token: str | None,
     wake: Callable[[], None],
     status_model: type[BaseModel] = BaseModel,
+    open_paths: Collection[str] = (),
 ) -> FastAPI:
     """`/healthz`, `/readyz`, `/v1/status`, `/v1/wake`, `/metrics`, `/docs`. With a token everything but
-    `/healthz` asks for it. `status_model` is what OpenAPI shows of the status. `app.state.dead`, a function
-    set by `run_daemon`, gives the reason for an unhealthy answer ("" when all is well)."""
+    `/healthz` asks for it, and reading `open_paths`. `status_model` is what OpenAPI shows of the status.
+    `app.state.dead`, a function set by `run_daemon`, gives the reason for an unhealthy answer ("" when all is
+    well)."""
     bearer = [Depends(HTTPBearer(auto_error=False))] if token is not None else []
     app = FastAPI(title=title, version="1", dependencies=bearer)
     app.state.dead = lambda: ""
@@ -70,7 +72,7 @@ def make_app(
     _add_probes(app, ready)
     _add_verbs(app, status, metrics, wake, status_model)
     _add_error_answers(app)
-    app.add_middleware(_Gate, token=token)
+    app.add_middleware(_Gate, token=token, open_paths=frozenset(open_paths))
     return app
 
 
@@ -148,8 +150,9 @@ class _Gate:
     """Before any route: token, origin, size of the body. A pure ASGI middleware, since it must also see
     requests that no route takes."""
 
-    def __init__(self, app: ASGIApp, token: str | None) -> None:
+    def __init__(self, app: ASGIApp, token: str | None, open_paths: frozenset[str]) -> None:
         self._app = app
+        self._open_paths = open_paths
         self._expected = None if token is None else f"Bearer {token}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -186,6 +189,8 @@ class _Gate:
             return None
         if self._expected is None:
             return _browser_refusal(scope["method"], headers)
+        if scope["path"] in self._open_paths and scope["method"] in _SAFE_METHODS:
+            return None
         given = headers.get("authorization", "").encode("latin-1", "replace")
         # The scheme's name is case-insensitive (RFC 9110, 11.1), the token is not.
         scheme, _, rest = given.partition(b" ")

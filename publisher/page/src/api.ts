@@ -1,0 +1,142 @@
+/** What the publisher answers. Times are unix seconds of its clock, sizes bytes, durations seconds. */
+
+export const PHASES = ["plan", "fetch", "stage", "patch", "pause", "reload", "read_back", "resume"] as const;
+export type Phase = (typeof PHASES)[number];
+
+/** Of an engine: it answers no requests in these. */
+export const PAUSED: ReadonlySet<Phase> = new Set<Phase>(["pause", "reload", "read_back", "resume"]);
+
+export interface Update {
+  version: number;
+  began: number;
+  seconds: Partial<Record<Phase, number>>;
+  bytes: number;
+  outcome: string;
+}
+
+export interface Engine {
+  name: string;
+  kind: string;
+  state: string;
+  version: number | null;
+  confirmed_by: string;
+}
+
+/** Worst first. */
+export const CONDITIONS = ["lost", "failed", "stale", "behind", "ready"] as const;
+export type Condition = (typeof CONDITIONS)[number];
+
+export interface Host {
+  key: string;
+  host: string;
+  local: string;
+  run_id: string;
+  presence: "live" | "stale" | "lost";
+  heard_seconds_ago: number;
+  condition: Condition;
+  state: string;
+  ready: boolean;
+  phase: string;
+  local_version: number | null;
+  served_version: number | null;
+  target: string;
+  lag: number | null;
+  last_error: string;
+  remedy: string;
+  retries: number;
+  bytes: Record<string, number>;
+  engines: Engine[];
+  software: string;
+  clock_offset_seconds: number | null;
+  updates: Update[];
+}
+
+export interface LagCount {
+  lag: number | null;
+  hosts: number;
+}
+
+export interface Fleet {
+  now: number;
+  channel: string;
+  run_id: string | null;
+  latest: number | null;
+  hosts: Host[];
+  counts: Record<Condition, number>;
+  lag: LagCount[];
+}
+
+export interface Version {
+  version: number;
+  step: number | null;
+  created: number | null;
+  bytes: number;
+  changed: number | null;
+  elements: number | null;
+  density: number | null;
+  ratio: number | null;
+  publish_seconds: number | null;
+  kept: boolean;
+  tags: string[];
+  anchor: boolean;
+  skips: number[];
+}
+
+export interface CatchUpRow {
+  lag: number;
+  bytes: number;
+  steps: string[];
+  seconds: number | null;
+}
+
+export interface CatchUp {
+  rows: CatchUpRow[];
+  joiner: Partial<Omit<CatchUpRow, "lag">> | null;
+}
+
+export interface Planned {
+  version: number;
+  bytes: number;
+  why: string;
+}
+
+export interface PrunePlan {
+  horizon: number | null;
+  remove: Planned[];
+  keep: Planned[];
+}
+
+/** The publisher asks for a token, or for another one. */
+export class Unauthorized extends Error {}
+
+/** An answer that is not the one asked for. `remedy` may be empty. */
+export class Refused extends Error {
+  constructor(
+    message: string,
+    readonly remedy: string,
+  ) {
+    super(message);
+  }
+}
+
+export async function open(path: string, token: string | null, signal: AbortSignal): Promise<Response> {
+  const headers: Record<string, string> = token === null ? {} : { Authorization: `Bearer ${token}` };
+  const answer = await fetch(path, { headers, signal, cache: "no-store", credentials: "omit" });
+  if (answer.status === 401) throw new Unauthorized("this publisher asks for a token");
+  if (!answer.ok) throw await refusal(answer);
+  return answer;
+}
+
+export async function load<T>(path: string, token: string | null, signal: AbortSignal): Promise<T> {
+  const answer = await open(path, token, signal);
+  return (await answer.json()) as T;
+}
+
+async function refusal(answer: Response): Promise<Refused> {
+  try {
+    const { message, remedy } = (await answer.json()) as { message?: string; remedy?: string };
+    return new Refused(message ?? answer.statusText, remedy ?? "");
+  } catch {
+    return new Refused(`HTTP ${answer.status}`, "");
+  }
+}

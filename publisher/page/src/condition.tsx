@@ -1,0 +1,30 @@
+import type { ComponentChildren } from "preact";
+import type { Condition } from "./api.ts";
+
+const WORDS: Record<Condition, string> = {
+  lost: "Lost",
+  failed: "Failed",
+  stale: "Stale",
+  behind: "Behind",
+  ready: "Ready",
+};
+
+/** Shapes, so that no condition is told by its colour alone. */
+const SHAPES: Record<Condition, ComponentChildren> = {
+  ready: <circle cx="6" cy="6" r="4.5" />,
+  behind: <path d="M6 1.2 11 10.4H1z" />,
+  stale: <circle cx="6" cy="6" r="3.8" fill="none" stroke="currentColor" stroke-width="1.6" stroke-dasharray="2.4 1.6" />,
+  failed: <path d="M1.5 1.5h9v9h-9z" />,
+  lost: <path d="M2 2l8 8M10 2l-8 8" fill="none" stroke="currentColor" stroke-width="2.2" stroke-linecap="round" />,
+};
+
+export function Badge({ condition }: { condition: Condition }) {
+  return (
+    <span class={`badge ${condition}`}>
+      <svg viewBox="0 0 12 12" width="12" height="12" fill="currentColor" aria-hidden="true">
+        {SHAPES[condition]}
+      </svg>
+      {WORDS[condition]}
+    </span>
+  );
+}

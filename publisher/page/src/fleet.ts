@@ -1,0 +1,91 @@
+/** Rules of the fleet table: what a host counts as, what is shown, in which order. */
+
+import { CONDITIONS, type Condition, type Host } from "./api.ts";
+
+export const COLUMNS = ["host", "condition", "served", "local", "lag", "heard"] as const;
+export type Column = (typeof COLUMNS)[number];
+
+export const PAGE_ROWS = 25;
+
+/** What the reader asked for; kept in the address, so that it survives a reload and can be sent to a colleague. */
+export interface Look {
+  words: string;
+  only: Condition | null;
+  sort: Column;
+  descending: boolean;
+  page: number;
+  host: string | null;
+}
+
+export const FIRST_LOOK: Look = { words: "", only: null, sort: "condition", descending: false, page: 0, host: null };
+
+export function select(hosts: readonly Host[], look: Look): Host[] {
+  const words = look.words.toLowerCase().split(/\s+/).filter(Boolean);
+  const found = hosts.filter((host) => isOf(host, look.only) && words.every((word) => says(host, word)));
+  return found.sort((a, b) => compare(a, b, look.sort) * (look.descending ? -1 : 1) || byName(a, b));
+}
+
+/** The page that is shown of `rows`: the asked one, or the last there is. */
+export function pageOf(rows: number, asked: number): number {
+  return Math.max(0, Math.min(asked, Math.ceil(rows / PAGE_ROWS) - 1));
+}
+
+function isOf(host: Host, only: Condition | null): boolean {
+  return only === null || host.condition === only;
+}
+
+function says(host: Host, word: string): boolean {
+  const texts = [host.host, host.local, host.condition, host.state, host.phase, host.target, host.last_error];
+  return [...texts, ...host.engines.flatMap(({ name, kind, state }) => [name, kind, state])].some((text) =>
+    text.toLowerCase().includes(word),
+  );
+}
+
+function compare(a: Host, b: Host, column: Column): number {
+  if (column === "host") return byName(a, b);
+  if (column === "condition") return severity(a) - severity(b) || number(b.lag) - number(a.lag);
+  return number(figure(a, column)) - number(figure(b, column));
+}
+
+function figure(host: Host, column: Exclude<Column, "host" | "condition">): number | null {
+  const { served_version: served, local_version: local, lag, heard_seconds_ago: heard } = host;
+  return { served, local, lag, heard }[column];
+}
+
+function number(value: number | null): number {
+  return value ?? -1;
+}
+
+function severity(host: Host): number {
+  return CONDITIONS.indexOf(host.condition);
+}
+
+const names = new Intl.Collator("en", { numeric: true });
+
+function byName(a: Host, b: Host): number {
+  return names.compare(a.host, b.host) || names.compare(a.local, b.local);
+}
+
+export function lookOf(hash: string): Look {
+  const given = new URLSearchParams(hash.replace(/^#/, ""));
+  const sort = COLUMNS.find((column) => column === given.get("sort")) ?? FIRST_LOOK.sort;
+  return {
+    words: (given.get("find") ?? "").slice(0, 200),
+    only: CONDITIONS.find((condition) => condition === given.get("only")) ?? null,
+    sort,
+    descending: given.get("order") === "down",
+    page: Math.max(0, Math.trunc(Number(given.get("page") ?? 1)) - 1 || 0),
+    host: given.get("host"),
+  };
+}
+
+export function hashOf(look: Look): string {
+  const given = new URLSearchParams();
+  if (look.words !== "") given.set("find", look.words);
+  if (look.only !== null) given.set("only", look.only);
+  if (look.sort !== FIRST_LOOK.sort) given.set("sort", look.sort);
+  if (look.descending) given.set("order", "down");
+  if (look.page > 0) given.set("page", String(look.page + 1));
+  if (look.host !== null) given.set("host", look.host);
+  return given.toString();
+}

@@ -1,0 +1,232 @@
+import { Fragment } from "preact";
+import { useEffect, useState } from "preact/hooks";
+import { CONDITIONS, type Fleet, type Host } from "./api.ts";
+import { Badge } from "./condition.tsx";
+import { FIRST_LOOK, hashOf, lookOf, PAGE_ROWS, pageOf, select, type Column, type Look } from "./fleet.ts";
+import { age, bytes, count, seconds, version } from "./format.ts";
+import { HostDetail } from "./host_detail.tsx";
+import { useNow } from "./live.ts";
+import { total } from "./phases.tsx";
+
+type Turn = (some: Partial<Look>) => void;
+
+const HEADINGS: [Column, string][] = [
+  ["host", "Host"],
+  ["condition", "State"],
+  ["served", "Serves"],
+  ["local", "Local"],
+  ["lag", "Lag"],
+  ["heard", "Heard"],
+];
+/** Without a column to sort by. */
+const MORE = ["Engines", "Last update"];
+const WIDTH = HEADINGS.length + MORE.length;
+
+export function FleetPart({ fleet, came, live }: { fleet: Fleet | null; came: number; live: boolean }) {
+  const [look, turn] = useLook();
+  return (
+    <section id="hosts" tabIndex={-1} aria-labelledby="hosts-title">
+      <h2 id="hosts-title">Hosts</h2>
+      {fleet === null && <p class="none">Waiting for the publisher.</p>}
+      {fleet !== null && fleet.hosts.length === 0 && <p class="none">No host has reported yet.</p>}
+      {fleet !== null && fleet.hosts.length > 0 && <Hosts fleet={fleet} came={came} live={live} look={look} turn={turn} />}
+    </section>
+  );
+}
+
+/** The look, kept in the address. Any change but of the page goes back to the first page. */
+function useLook(): [Look, Turn] {
+  const [look, setLook] = useState(() => lookOf(location.hash));
+  useEffect(() => {
+    const follow = () => setLook(lookOf(location.hash));
+    addEventListener("hashchange", follow);
+    return () => removeEventListener("hashchange", follow);
+  }, []);
+  const turn = (some: Partial<Look>) => {
+    const next = { ...look, ...("host" in some ? {} : { page: FIRST_LOOK.page }), ...some };
+    history.replaceState(null, "", hashOf(next) === "" ? location.pathname : `#${hashOf(next)}`);
+    setLook(next);
+  };
+  return [look, turn];
+}
+
+interface Showing {
+  fleet: Fleet;
+  came: number;
+  live: boolean;
+  look: Look;
+  turn: Turn;
+}
+
+function Hosts({ fleet, came, live, look, turn }: Showing) {
+  const found = select(fleet.hosts, look);
+  const page = pageOf(found.length, look.page);
+  const rows = found.slice(page * PAGE_ROWS, (page + 1) * PAGE_ROWS);
+  const silent = Math.max(0, useNow() - came) / 1000;
+  return (
+    <>
+      <Filters fleet={fleet} look={look} turn={turn} found={found.length} />
+      <div class="wide" data-live={live}>
+        <table class="hosts">
+          <caption class="unseen">Hosts as they report themselves, press a column to sort by it</caption>
+          <Headings look={look} turn={turn} />
+          <tbody>
+            {rows.map((host) => (
+              <Row key={host.key} host={host} silent={silent} open={host.key === look.host} turn={turn} />
+            ))}
+          </tbody>
+        </table>
+      </div>
+      {found.length === 0 && <p class="none">No host is like that.</p>}
+      <Pages rows={found.length} page={page} turn={turn} />
+    </>
+  );
+}
+
+function Filters({ fleet, look, turn, found }: { fleet: Fleet; look: Look; turn: Turn; found: number }) {
+  return (
+    <div class="filters">
+      <div role="group" aria-label="Show hosts that are" class="chips">
+        <button type="button" aria-pressed={look.only === null} onClick={() => turn({ only: null })}>
+          All <b>{count(fleet.hosts.length)}</b>
+        </button>
+        {CONDITIONS.map((each) => (
+          <button key={each} type="button" data-only={each} aria-pressed={look.only === each} onClick={() => turn({ only: each })}>
+            <Badge condition={each} /> <b>{count(fleet.counts[each])}</b>
+          </button>
+        ))}
+      </div>
+      <label class="find">
+        <span class="unseen">Find hosts</span>
+        <input type="search" placeholder="Find host, path, error" value={look.words} onInput={(event) => turn({ words: event.currentTarget.value })} />
+      </label>
+      <p class="unseen" role="status">
+        {look.words === "" && look.only === null ? "" : `${count(found)} of ${count(fleet.hosts.length)} hosts shown`}
+      </p>
+    </div>
+  );
+}
+
+function Headings({ look, turn }: { look: Look; turn: Turn }) {
+  return (
+    <thead>
+      <tr>
+        {HEADINGS.map(([column, text]) => {
+          const here = look.sort === column;
+          return (
+            <th key={column} scope="col" class={column} aria-sort={here ? (look.descending ? "descending" : "ascending") : "none"}>
+              <button type="button" onClick={() => turn({ sort: column, descending: here && !look.descending })}>
+                {text}
+                <span class="arrow" aria-hidden="true">
+                  {here ? (look.descending ? "↓" : "↑") : ""}
+                </span>
+              </button>
+            </th>
+          );
+        })}
+        {MORE.map((text) => (
+          <th key={text} scope="col" class="more">
+            {text}
+          </th>
+        ))}
+      </tr>
+    </thead>
+  );
+}
+
+function Row({ host, silent, open, turn }: { host: Host; silent: number; open: boolean; turn: Turn }) {
+  const detail = `detail-${host.key}`;
+  return (
+    <Fragment>
+      <tr class={`host ${host.condition}`} data-host={host.host} data-key={host.key}>
+        <th scope="row">
+          <button
+            type="button"
+            id={`open-${host.key}`}
+            aria-expanded={open}
+            aria-controls={open ? detail : undefined}
+            onClick={() => turn({ host: open ? null : host.key })}
+          >
+            <span class="turn" aria-hidden="true" />
+            {host.host}
+          </button>
+        </th>
+        <td class="condition">
+          <Badge condition={host.condition} />
+          <small>{doing(host)}</small>
+        </td>
+        <td class="served">{version(host.served_version)}</td>
+        <td class="local">{version(host.local_version)}</td>
+        <td class="lag">{count(host.lag)}</td>
+        <td class="heard">{age(host.heard_seconds_ago + silent)}</td>
+        <td class="more">{engines(host)}</td>
+        <td class="more">{lastUpdate(host)}</td>
+      </tr>
+      {host.last_error !== "" && <Trouble host={host} />}
+      {open && (
+        <tr class="detail" id={detail}>
+          <td colSpan={WIDTH} onKeyDown={(event) => event.key === "Escape" && close(host, turn)}>
+            <HostDetail host={host} />
+          </td>
+        </tr>
+      )}
+    </Fragment>
+  );
+}
+
+function close(host: Host, turn: Turn): void {
+  document.getElementById(`open-${host.key}`)?.focus();
+  turn({ host: null });
+}
+
+function Trouble({ host }: { host: Host }) {
+  return (
+    <tr class="trouble" data-trouble={host.host}>
+      <td colSpan={WIDTH}>
+        <span class="unseen">{host.host}: </span>
+        <span class="error">{host.last_error}</span>
+        {host.remedy !== "" && <span class="remedy"> {sentence(host.remedy)}</span>}
+      </td>
+    </tr>
+  );
+}
+
+function Pages({ rows, page, turn }: { rows: number; page: number; turn: Turn }) {
+  if (rows <= PAGE_ROWS) return null;
+  const [first, last] = [page * PAGE_ROWS + 1, Math.min(rows, (page + 1) * PAGE_ROWS)];
+  return (
+    <nav class="pages" aria-label="Pages of hosts">
+      <button type="button" disabled={page === 0} onClick={() => turn({ page: page - 1 })}>
+        Previous
+      </button>
+      <span role="status">
+        {count(first)}–{count(last)} of {count(rows)}
+      </span>
+      <button type="button" disabled={last === rows} onClick={() => turn({ page: page + 1 })}>
+        Next
+      </button>
+    </nav>
+  );
+}
+
+/** What the state adds to the condition. */
+function doing(host: Host): string {
+  const words = [host.state, host.phase].filter((word, at, all) => word !== host.condition && all.indexOf(word) === at);
+  const said = words.join(" ").trim();
+  return host.presence === "live" || said === "" ? said : `last said ${said}`;
+}
+
+function engines(host: Host): string {
+  if (host.engines.length === 0) return "none";
+  const serving = host.engines.filter((engine) => engine.state === "serving").length;
+  return `${serving} of ${host.engines.length} serving`;
+}
+
+function lastUpdate(host: Host): string {
+  const last = host.updates[0];
+  return last === undefined ? "–" : `${seconds(total(last))} · ${bytes(last.bytes)}`;
+}
+
+function sentence(text: string): string {
+  return text.charAt(0).toUpperCase() + text.slice(1);
+}

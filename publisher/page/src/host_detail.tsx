@@ -1,0 +1,137 @@
+import type { Engine, Host, Update } from "./api.ts";
+import { bytes, clock, count, seconds, version } from "./format.ts";
+import { Wide } from "./part.tsx";
+import { paused, PhaseBar, PhaseLegend, total } from "./phases.tsx";
+
+export function HostDetail({ host }: { host: Host }) {
+  return (
+    <div class="inside">
+      <dl class="facts">
+        {facts(host).map(([name, value]) => (
+          <div key={name}>
+            <dt>{name}</dt>
+            <dd>{value}</dd>
+          </div>
+        ))}
+      </dl>
+      <Wide name={`Engines of ${host.host}`}>
+        <Engines engines={host.engines} />
+      </Wide>
+      <Wide name={`Last updates of ${host.host}`}>
+        <Updates updates={host.updates} />
+      </Wide>
+    </div>
+  );
+}
+
+function facts(host: Host): [string, string][] {
+  return [
+    ["Local checkpoint", host.local],
+    ["Follows", host.target],
+    ["Run", host.run_id],
+    ["Read from the channel", read(host.bytes)],
+    ["Retries", count(host.retries)],
+    ["Clock beside the channel's", offset(host.clock_offset_seconds)],
+    ["Software", host.software],
+  ];
+}
+
+const CAUSES: [string, string][] = [
+  ["step", "steps"],
+  ["skip", "deltas from older versions"],
+  ["anchor", "anchors"],
+  ["repair", "repairs"],
+];
+
+function read(causes: Record<string, number>): string {
+  const parts = CAUSES.filter(([cause]) => (causes[cause] ?? 0) > 0);
+  return parts.length === 0 ? "nothing yet" : parts.map(([cause, word]) => `${bytes(causes[cause])} ${word}`).join(", ");
+}
+
+function offset(value: number | null): string {
+  if (value === null) return "–";
+  return `${seconds(Math.abs(value))} ${value < 0 ? "behind" : "ahead"}`;
+}
+
+function Engines({ engines }: { engines: Engine[] }) {
+  if (engines.length === 0) return <p class="none">This host has no engines.</p>;
+  return (
+    <table>
+      <caption>Engines</caption>
+      <thead>
+        <tr>
+          <th scope="col">Engine</th>
+          <th scope="col">Kind</th>
+          <th scope="col">State</th>
+          <th scope="col" class="number">
+            Version
+          </th>
+          <th scope="col">Confirmed by</th>
+        </tr>
+      </thead>
+      <tbody>
+        {engines.map((engine) => (
+          <tr key={engine.name}>
+            <th scope="row">{engine.name}</th>
+            <td>{engine.kind}</td>
+            <td>{engine.state}</td>
+            <td class="number">{version(engine.version)}</td>
+            <td>{engine.confirmed_by || "–"}</td>
+          </tr>
+        ))}
+      </tbody>
+    </table>
+  );
+}
+
+function Updates({ updates }: { updates: Update[] }) {
+  if (updates.length === 0) return <p class="none">No update since this host's daemon started.</p>;
+  const longest = Math.max(...updates.map(total), 1e-9);
+  return (
+    <>
+      <table class="updates">
+        <caption>
+          Last updates <PhaseLegend />
+        </caption>
+        <thead>
+          <tr>
+            <th scope="col" class="number">
+              Version
+            </th>
+            <th scope="col">Began</th>
+            <th scope="col" class="time">
+              Phases
+            </th>
+            <th scope="col" class="number">
+              Total
+            </th>
+            <th scope="col" class="number">
+              Paused
+            </th>
+            <th scope="col" class="number">
+              Read
+            </th>
+            <th scope="col">Outcome</th>
+          </tr>
+        </thead>
+        <tbody>
+          {updates.map((update) => (
+            <tr key={`${update.version} ${update.began}`}>
+              <th scope="row" class="number">
+                {version(update.version)}
+              </th>
+              <td>{clock(update.began)}</td>
+              <td class="time">
+                <PhaseBar update={update} longest={longest} />
+              </td>
+              <td class="number">{seconds(total(update))}</td>
+              <td class="number">{seconds(paused(update))}</td>
+              <td class="number">{bytes(update.bytes)}</td>
+              <td>{update.outcome}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </>
+  );
+}

@@ -1,0 +1,74 @@
+import type { Planned, PrunePlan } from "./api.ts";
+import { bytes, count, version } from "./format.ts";
+import type { Part } from "./live.ts";
+import { Section, Wide } from "./part.tsx";
+
+export function PlanPart({ part }: { part: Part<PrunePlan> }) {
+  return (
+    <Section id="pruning" title="Pruning" part={part}>
+      {(plan) => (
+        <>
+          <p class="plan">
+            {plan.remove.length === 0 ? (
+              "Pruning now would remove nothing."
+            ) : (
+              <>
+                Pruning now would remove <strong>{versions(plan.remove.length)}</strong> and free{" "}
+                <strong>{bytes(sum(plan.remove))}</strong>; {versions(plan.keep.length)} with {bytes(sum(plan.keep))} would stay.
+              </>
+            )}
+          </p>
+          <div class="pair">
+            <Rows title="Would go" rows={plan.remove} />
+            <Rows title="Would stay" rows={plan.keep} />
+          </div>
+        </>
+      )}
+    </Section>
+  );
+}
+
+function Rows({ title, rows }: { title: string; rows: Planned[] }) {
+  if (rows.length === 0) return null;
+  return (
+    <details>
+      <summary>
+        {title}: {versions(rows.length)}
+      </summary>
+      <Wide name={title}>
+        <table>
+          <thead>
+            <tr>
+              <th scope="col" class="number">
+                Version
+              </th>
+              <th scope="col" class="number">
+                Bytes
+              </th>
+              <th scope="col">Why</th>
+            </tr>
+          </thead>
+          <tbody>
+            {rows.map((row) => (
+              <tr key={row.version}>
+                <th scope="row" class="number">
+                  {version(row.version)}
+                </th>
+                <td class="number">{bytes(row.bytes)}</td>
+                <td>{row.why}</td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </Wide>
+    </details>
+  );
+}
+
+function versions(number: number): string {
+  return `${count(number)} ${number === 1 ? "version" : "versions"}`;
+}
+
+function sum(rows: Planned[]): number {
+  return rows.reduce((all, row) => all + row.bytes, 0);
+}

@@ -1,0 +1,193 @@
+"""A publisher with a fleet that a test makes up: real page and gate over real HTTP, figures of its own."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
+from prometheus_client import CollectorRegistry
+
+from weightcast.publisher.page_routes import PAGE_PATHS, page_routes
+from weightcast.publisher.status import PublisherStatus
+from weightcast.shared.service.http import make_app
+from weightcast.shared.service.snapshot import Readiness
+
+JSON = dict[str, Any]
+PHASES = ("plan", "fetch", "stage", "patch", "pause", "reload", "read_back", "resume")
+CONDITIONS = ("ready", "behind", "stale", "lost", "failed")
+
+
+def update(version: int, seconds: float = 1.0, outcome: str = "done") -> JSON:
+    shares = (0.01, 0.34, 0.2, 0.12, 0.02, 0.25, 0.04, 0.02)
+    return {
+        "version": version,
+        "began": 1_790_000_000.0 + version * 30,
+        "seconds": {phase: seconds * share for phase, share in zip(PHASES, shares, strict=True)},
+        "bytes": 4_200_000 + version * 1000,
+        "outcome": outcome,
+    }
+
+
+def host(number: int, latest: int, **others: Any) -> JSON:
+    """Ready at the newest version, unless `others` say else."""
+    name = f"rollout-{number:03}"
+    engine = {
+        "name": "engine",
+        "kind": "sglang",
+        "state": "serving",
+        "version": latest,
+        "confirmed_by": "digest",
+    }
+    return {
+        "key": f"{name}-{number:08x}",
+        "host": name,
+        "local": "/data/policy",
+        "run_id": "4f2b9c1e7a55",
+        "presence": "live",
+        "heard_seconds_ago": 3.0,
+        "condition": "ready",
+        "state": "ready",
+        "ready": True,
+        "phase": "",
+        "local_version": latest,
+        "served_version": latest,
+        "target": "latest",
+        "lag": 0,
+        "last_error": "",
+        "remedy": "",
+        "retries": 0,
+        "bytes": {"step": 84_000_000, "skip": 0, "anchor": 0, "repair": 0},
+        "engines": [engine],
+        "software": "weightcast 0.1.0",
+        "clock_offset_seconds": 0.02,
+        "updates": [
+            update(version, 0.8 + version % 7 / 9) for version in range(latest, max(latest - 8, 0), -1)
+        ],
+        **others,
+    }
+
+
+def fleet(hosts: list[JSON], latest: int) -> JSON:
+    lags = [each["lag"] for each in hosts]
+    return {
+        "now": time.time(),
+        "channel": "/shared/run7",
+        "run_id": "4f2b9c1e7a55",
+        "latest": latest,
+        "hosts": hosts,
+        "counts": {word: sum(each["condition"] == word for each in hosts) for word in CONDITIONS},
+        "lag": [
+            {"lag": lag, "hosts": lags.count(lag)} for lag in sorted({lag for lag in lags if lag is not None})
+        ],
+    }
+
+
+def versions(latest: int) -> JSON:
+    rows = []
+    for number in range(latest, 0, -1):
+        density = 0.011 + 0.004 * (number * 7919 % 13) / 13
+        nbytes = int(15.2e9 * density * 9.2 / 16)
+        rows.append(
+            {
+                "version": number,
+                "step": number * 4,
+                "created": 1_790_000_000.0 + number * 30,
+                "bytes": nbytes,
+                "changed": int(7.6e9 * density),
+                "elements": 7_600_000_000,
+                "density": density,
+                "ratio": 15.2e9 / nbytes,
+                "publish_seconds": 11 + number * 31 % 17 / 4,
+                "kept": number == 40,
+                "tags": ["best"] if number == 40 else [],
+                "anchor": number % 50 == 0,
+                "skips": [number - 8] if number % 8 == 0 else [],
+            }
+        )
+    return {"versions": rows}
+
+
+class Double:
+    def __init__(self) -> None:
+        self.fleet: JSON = fleet([], 0)
+        self.versions: JSON = {"versions": []}
+        self.catch_up: JSON = {"rows": [], "joiner": None}
+        self.plan: JSON = {"horizon": 0, "remove": [], "keep": []}
+        self.url = ""
+        self._changed = threading.Condition()
+        self._number = 0
+        self._ended = False
+
+    def show(self, hosts: list[JSON], latest: int) -> None:
+        """What every page that listens is told now."""
+        with self._changed:
+            self.fleet = fleet(hosts, latest)
+            self._number += 1
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def events(self) -> Iterator[str]:
+        seen = -1
+        while True:
+            with self._changed:
+                if self._number == seen:
+                    self._changed.wait(0.2)
+                if self._ended:
+                    return
+                told, seen = (self._number != seen), self._number
+                body = json.dumps(self.fleet)
+            yield f"event: fleet\ndata: {body}\n\n" if told else ": here\n\n"
+
+
+def _app(double: Double, token: str | None) -> FastAPI:
+    app = make_app(
+        "double",
+        lambda: PublisherStatus(channel="", local="", encoding="fast"),
+        lambda: Readiness(ready=True),
+        CollectorRegistry(),
+        token,
+        lambda: None,
+        open_paths=PAGE_PATHS,
+    )
+    app.include_router(page_routes())
+    app.add_api_route("/v1/fleet", lambda: double.fleet)
+    app.add_api_route("/v1/versions", lambda: double.versions)
+    app.add_api_route("/v1/catch-up", lambda: double.catch_up)
+    app.add_api_route("/v1/prune-plan", lambda: double.plan)
+    app.add_api_route(
+        "/v1/events", lambda: StreamingResponse(double.events(), media_type="text/event-stream")
+    )
+    return app
+
+
+@contextmanager
+def serve(double: Double, token: str | None = None, port: int = 0) -> Iterator[Double]:
+    """On a free port, or on the one that an earlier publisher had."""
+    started = threading.Event()
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)
+            started.set()
+
+    config = uvicorn.Config(_app(double, token), port=port, log_config=None, timeout_graceful_shutdown=1)
+    server = Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    started.wait(20)
+    double.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    yield double
+    double.end()
+    server.should_exit = True
+    thread.join(20)

@@ -1,0 +1,392 @@
+"""What the page shows of a fleet that is made up here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import fleet_double
+import pytest
+from fleet_double import Double, host
+
+if TYPE_CHECKING:
+    from conftest import OpenTab
+    from playwright.sync_api import Page
+
+pytestmark = pytest.mark.browser
+
+LATEST = 128
+NONE = "\N{EN DASH}"
+"""stands for a figure that is not there"""
+SILENT = "EngineFailed: sglang http://127.0.0.1:30000 did not confirm version 128 within 300 s"
+RESTART = "restart the engine; it is reloaded when it answers"
+
+
+def mixed_fleet() -> list[dict[str, Any]]:
+    """Forty-four hosts, of which four are not well and one is behind."""
+    hosts = [host(number, LATEST) for number in range(1, 45)]
+    hosts[6] |= {
+        "presence": "lost",
+        "condition": "lost",
+        "heard_seconds_ago": 341.0,
+        "served_version": 117,
+        "local_version": 117,
+        "lag": 11,
+    }
+    engines = [
+        {"name": "a", "kind": "sglang", "state": "failed", "version": 126, "confirmed_by": "digest"},
+        {"name": "b", "kind": "sglang", "state": "serving", "version": 128, "confirmed_by": "digest"},
+    ]
+    hosts[11] |= {
+        "condition": "failed",
+        "ready": False,
+        "state": "reloading",
+        "served_version": 126,
+        "lag": 2,
+        "last_error": SILENT,
+        "remedy": RESTART,
+        "retries": 5,
+        "engines": engines,
+        "bytes": {"step": 84_000_000, "skip": 2_000_000, "anchor": 0, "repair": 0},
+    }
+    hosts[20] |= {"presence": "stale", "condition": "stale", "served_version": 125, "lag": 3}
+    hosts[30] |= {"condition": "behind", "state": "fetching", "served_version": 127, "lag": 1}
+    hosts[31] |= {
+        "condition": "behind",
+        "ready": False,
+        "state": "seeding",
+        "served_version": None,
+        "local_version": None,
+        "lag": None,
+        "engines": [],
+        "updates": [],
+    }
+    return hosts
+
+
+@pytest.fixture
+def double() -> Iterator[Double]:
+    with fleet_double.serve(Double()) as double:
+        double.versions = fleet_double.versions(LATEST)
+        double.catch_up = {
+            "rows": [
+                {
+                    "lag": lag,
+                    "bytes": 90_000_000 * lag,
+                    "steps": ["step"] * lag,
+                    "seconds": None if lag > 9 else 2.0 * lag,
+                }
+                for lag in (1, 2, 4, 8, 16)
+            ],
+            "joiner": {"bytes": 15_600_000_000, "steps": ["anchor"], "seconds": 92.0},
+        }
+        why = "before version 100, the first that is kept"
+        double.plan = {
+            "horizon": 100,
+            "remove": [{"version": version, "bytes": 91_000_000, "why": why} for version in range(1, 40)],
+            "keep": [{"version": version, "bytes": 91_000_000, "why": "kept"} for version in range(100, 129)],
+        }
+        double.show(mixed_fleet(), LATEST)
+        yield double
+
+
+def rows(page: Page) -> list[str]:
+    """Names of the hosts that are shown, in their order."""
+    return [name.strip() for name in page.locator("tr.host th").all_inner_texts()]
+
+
+def cells(page: Page, name: str) -> dict[str, str]:
+    row = page.locator(f'tr.host[data-host="{name}"]')
+    return {
+        column: row.locator(f"td.{column}").inner_text().strip()
+        for column in ("condition", "served", "local", "lag")
+    }
+
+
+def test_every_condition_stands_there_in_words_the_worst_first(double: Double, open_tab: OpenTab) -> None:
+    page = open_tab(double.url).page
+    page.wait_for_selector("tr.host")
+    assert rows(page)[:6] == [f"rollout-{number:03}" for number in (7, 12, 21, 31, 32, 1)]
+    assert cells(page, "rollout-007") == {
+        "condition": "Lostlast said ready",
+        "served": "117",
+        "local": "117",
+        "lag": "11",
+    }
+    assert cells(page, "rollout-012")["condition"] == "Failedreloading"
+    assert cells(page, "rollout-032") == {
+        "condition": "Behindseeding",
+        "served": NONE,
+        "local": NONE,
+        "lag": NONE,
+    }
+    assert page.locator("#figure-latest strong").inner_text() == "128"
+    assert page.locator("#figure-ready").inner_text().split() == ["Hosts", "ready", "39", "of", "44"]
+    assert page.title() == "1 lost, 1 failed, 1 stale, 2 behind · v128 · weightcast"
+
+
+def test_an_error_and_what_to_do_stand_below_their_host(double: Double, open_tab: OpenTab) -> None:
+    page = open_tab(double.url).page
+    trouble = page.locator("tr.trouble")
+    trouble.wait_for()
+    assert trouble.get_attribute("data-trouble") == "rollout-012"
+    assert SILENT in trouble.inner_text() and RESTART[1:] in trouble.inner_text()
+
+
+def test_a_host_opens_to_its_engines_and_its_last_updates_by_phase(double: Double, open_tab: OpenTab) -> None:
+    page = open_tab(double.url).page
+    page.get_by_role("button", name="rollout-012").click()
+    inside = page.locator("tr.detail")
+    assert "84.0 MB steps, 2.00 MB deltas from older versions" in inside.inner_text()
+    engine = inside.get_by_role("row", name="a sglang failed")
+    assert engine.inner_text().split() == ["a", "sglang", "failed", "126", "digest"]
+    update = inside.locator("table.updates tbody tr").first
+    bar = update.get_by_role("img")
+    assert bar.get_attribute("aria-label") == (
+        "plan 10.2 ms, fetch 348 ms, stage 204 ms, patch 123 ms, pause 20.4 ms, reload 256 ms, "
+        "read back 40.9 ms, resume 20.4 ms"
+    )
+    widths = [part.bounding_box() for part in bar.locator("span").all()]
+    fetch, patch = (widths[at]["width"] for at in (1, 3))  # type: ignore[index]
+    assert fetch == pytest.approx(patch * 0.34 / 0.12, rel=0.05)
+    page.get_by_role("button", name="rollout-012").click()
+    assert inside.count() == 0
+
+
+def test_a_host_without_engines_and_updates_opens_too(double: Double, open_tab: OpenTab) -> None:
+    page = open_tab(double.url).page
+    page.get_by_role("button", name="rollout-032").click()
+    text = page.locator("tr.detail").inner_text()
+    assert "no engines" in text and "No update" in text
+
+
+def test_sorted_by_any_column_and_back(double: Double, open_tab: OpenTab) -> None:
+    page = open_tab(double.url).page
+    heading = page.locator("th", has=page.get_by_role("button", name="Lag"))
+    heading.get_by_role("button").click()
+    assert heading.get_attribute("aria-sort") == "ascending"
+    assert rows(page)[0] == "rollout-032"
+    heading.get_by_role("button").click()
+    assert heading.get_attribute("aria-sort") == "descending"
+    assert rows(page)[:3] == ["rollout-007", "rollout-021", "rollout-012"]
+    assert page.locator("th[aria-sort=descending], th[aria-sort=ascending]").count() == 1
+    page.get_by_role("button", name="Host").click()
+    assert rows(page)[:2] == ["rollout-001", "rollout-002"]
+
+
+def test_filtered_by_condition_and_by_words(double: Double, open_tab: OpenTab) -> None:
+    page = open_tab(double.url).page
+    behind = page.get_by_role("button", name="Behind")
+    behind.click()
+    assert rows(page) == ["rollout-031", "rollout-032"]
+    assert behind.get_attribute("aria-pressed") == "true"
+    page.get_by_role("button", name=re.compile("^All")).click()
+    page.get_by_role("searchbox").fill("not confirm")
+    assert rows(page) == ["rollout-012"]
+    page.get_by_role("searchbox").fill("nobody")
+    assert page.get_by_text("No host is like that.").is_visible()
+
+
+def test_a_look_survives_a_reload_and_can_be_sent(double: Double, open_tab: OpenTab) -> None:
+    page = open_tab(f"{double.url}/#only=failed&host=rollout-012-0000000c").page
+    page.wait_for_selector("tr.detail")
+    assert rows(page) == ["rollout-012"]
+    page.get_by_role("button", name="Lag").click()
+    page.reload()
+    page.wait_for_selector("tr.detail")
+    assert rows(page) == ["rollout-012"]
+    assert page.locator("th.lag").get_attribute("aria-sort") == "ascending"
+
+
+def test_what_changes_appears_by_itself_and_focus_stays(double: Double, open_tab: OpenTab) -> None:
+    page = open_tab(double.url).page
+    button = page.get_by_role("button", name="rollout-012")
+    button.focus()
+    hosts = mixed_fleet()
+    hosts[11] = host(12, LATEST)
+    double.show(hosts, LATEST)
+    page.wait_for_selector("tr.host.ready[data-host=rollout-012]")
+    assert page.locator("tr.trouble").count() == 0
+    assert page.evaluate("document.activeElement.textContent") == "rollout-012"
+
+
+def test_a_thousand_hosts_come_in_pages_and_are_found_at_once(double: Double, open_tab: OpenTab) -> None:
+    page = open_tab(double.url).page
+    double.show([host(number, LATEST) for number in range(1, 1001)], LATEST)
+    page.get_by_text(f"1{NONE}25 of 1,000").wait_for()
+    page.get_by_role("button", name="Next").click()
+    assert rows(page)[0] == "rollout-026"
+    assert page.get_by_text(f"26{NONE}50 of 1,000").is_visible()
+    took = page.evaluate(
+        """async () => {
+            const field = document.querySelector("input[type=search]");
+            const began = performance.now();
+            field.value = "rollout-777";
+            field.dispatchEvent(new InputEvent("input", { bubbles: true }));
+            const shown = () => document.querySelectorAll("tr.host").length;
+            while (shown() !== 1) await new Promise(requestAnimationFrame);
+            return performance.now() - began;
+        }"""
+    )
+    assert rows(page) == ["rollout-777"]
+    assert took < 1000, "a reader waits"
+
+
+def test_versions_are_charts_and_a_table(double: Double, open_tab: OpenTab) -> None:
+    page = open_tab(double.url).page
+    charts = page.locator("#versions figure")
+    charts.first.wait_for()
+    assert charts.count() == 4
+    newest = double.versions["versions"][0]
+    assert charts.nth(0).locator(".reading").inner_text() == f"{newest['bytes'] / 1e6:.0f} MB"
+    label = charts.nth(2).get_by_role("img").get_attribute("aria-label")
+    assert label is not None and label.startswith("Full weights ÷ delta: 128 points, least ")
+    drawn = (
+        "canvas => new Set(canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data).size"
+    )
+    assert all(page.evaluate(drawn, canvas.element_handle()) > 8 for canvas in page.locator("canvas").all())
+    page.get_by_text("128 versions as a table").click()
+    row = page.locator("#versions tbody tr").nth(LATEST - 40)
+    assert row.locator("th").inner_text() == "40"
+    assert "tag best; kept; delta from 32" in row.inner_text()
+
+
+def test_lag_cost_and_pruning_are_told(double: Double, open_tab: OpenTab) -> None:
+    page = open_tab(double.url).page
+    page.locator("#lag summary").click()
+    table = [row.inner_text().split() for row in page.locator("#lag tbody tr").all()]
+    assert table[:4] == [["0", "39"], ["1", "1"], ["2", "1"], ["3", "1"]] and table[-1] == [
+        f"10{NONE}19",
+        "1",
+    ]
+    page.locator("#catch-up summary").click()
+    assert "A new host reads 15.6 GB in about 92.0 s." in page.locator("#catch-up").inner_text()
+    row = page.locator("#catch-up tbody tr").last
+    assert row.inner_text().split("\t") == ["16", "1.44 GB", NONE, "step, step, step, step, step and 11 more"]
+    text = page.locator("#pruning").inner_text()
+    assert "would remove 39 versions and free 3.55 GB; 29 versions with 2.64 GB would stay" in text
+
+
+def test_what_a_host_says_is_text(double: Double, open_tab: OpenTab) -> None:
+    page = open_tab(double.url).page
+    evil = '<img src=x onerror="alert(1)"><script>alert(2)</script>'
+    double.show([host(1, LATEST, host=evil, key="a-1", last_error=evil, remedy=evil, state=evil)], LATEST)
+    page.get_by_role("button", name="onerror").click()
+    assert rows(page) == [evil]
+    assert page.locator("#page img, #page script").count() == 0
+
+
+def test_before_anything_is_published_the_page_says_so(open_tab: OpenTab) -> None:
+    with fleet_double.serve(Double()) as double:
+        page = open_tab(double.url).page
+        page.locator("#hosts").get_by_text("No host has reported yet.").wait_for()
+        page.get_by_text("Nothing was published yet.").wait_for()
+        page.get_by_text("Pruning now would remove nothing.").wait_for()
+        assert page.title() == "all ready · v0 · weightcast"
+
+
+def test_the_token_is_asked_for_once_and_kept_in_the_tab(open_tab: OpenTab) -> None:
+    with fleet_double.serve(Double(), token="correct-horse") as double:
+        double.show(mixed_fleet(), LATEST)
+        tab = open_tab(double.url)
+        field = tab.page.get_by_label("Token of this publisher")
+        field.wait_for()
+        assert tab.page.evaluate("document.activeElement.id") == "token"
+        field.fill("wrong")
+        field.press("Enter")
+        tab.page.get_by_text("did not take this token").wait_for()
+        field.fill("correct-horse")
+        tab.page.get_by_role("button", name="Open").click()
+        tab.page.wait_for_selector("tr.host")
+        tab.page.reload()
+        tab.page.wait_for_selector("tr.host")
+        assert tab.page.evaluate("localStorage.length") == 0
+        assert not any("correct-horse" in url for url in tab.requested)
+        tab.forgive("401")
+
+
+def test_a_lost_publisher_is_seen_and_found_again(open_tab: OpenTab) -> None:
+    with fleet_double.serve(Double()) as double:
+        double.show(mixed_fleet(), LATEST)
+        tab = open_tab(double.url)
+        tab.page.wait_for_selector('[data-link="live"]')
+        tab.page.wait_for_selector("tr.host")
+        port = int(double.url.rpartition(":")[2])
+    tab.page.wait_for_selector('[data-link="lost"]')
+    assert tab.page.get_by_text("Connection to the publisher lost").count() == 1
+    assert rows(tab.page)[0] == "rollout-007", "what was known stays"
+    assert tab.page.locator('[data-live="false"]').count() == 1
+    with fleet_double.serve(Double(), port=port) as double:
+        double.show([host(1, LATEST + 1)], LATEST + 1)
+        tab.page.wait_for_selector('[data-link="live"]')
+        tab.page.wait_for_selector("tr.host.ready")
+        assert cells(tab.page, "rollout-001")["served"] == "129"
+    tab.forgive("ERR_", "fetch")
+
+
+def test_by_keyboard_alone(double: Double, open_tab: OpenTab) -> None:
+    page = open_tab(double.url).page
+    page.wait_for_selector("tr.host")
+    press = page.keyboard.press
+
+    def here() -> str:
+        return str(page.evaluate("document.activeElement.innerText || document.activeElement.type")).strip()
+
+    def tab_to(text: str) -> None:
+        for _ in range(60):
+            if here().startswith(text):
+                return
+            press("Tab")
+        pytest.fail(f"{text} is not reached, focus is on {here()}")
+
+    press("Tab")
+    assert here() == "Skip to the hosts"
+    press("Enter")
+    assert page.evaluate("document.activeElement.id") == "hosts"
+    tab_to("Failed")
+    press("Space")
+    assert rows(page) == ["rollout-012"]
+    tab_to("rollout-012")
+    outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline == "solid", "focus is to be seen"
+    press("Enter")
+    page.wait_for_selector("tr.detail")
+    press("Enter")
+    assert page.locator("tr.detail").count() == 0
+    press("Shift+Tab")
+    assert here() == "Heard"
+    press("Enter")
+    assert page.locator("th.heard").get_attribute("aria-sort") == "ascending"
+    tab_to("128 versions as a table")
+    press("Enter")
+    press("Tab")
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Versions as a table"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 360])
+def test_readable_for_everybody(
+    double: Double, open_tab: OpenTab, built: Path, scheme: str, width: int
+) -> None:
+    """axe-core's rules: contrast, names, roles, headings, order."""
+    page = open_tab(double.url, color_scheme=scheme, viewport={"width": width, "height": 800}).page
+    page.get_by_role("button", name="rollout-012").click()
+    page.locator("#versions canvas").first.wait_for()
+    for summary in page.locator("summary").all():
+        summary.click()
+    page.evaluate((built / "node_modules/axe-core/axe.min.js").read_text())
+    found = page.evaluate("axe.run().then((result) => result.violations)")
+    assert [(each["id"], each["nodes"][0]["html"]) for each in found] == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_the_scheme_is_followed_while_the_page_is_open(double: Double, open_tab: OpenTab) -> None:
+    page = open_tab(double.url, color_scheme="light").page
+    page.locator("#versions canvas").first.wait_for()
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(ground)
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_function(f"{ground} !== '{light}'")
+    assert page.locator("#versions canvas").count() == 4

@@ -1,0 +1,100 @@
+"""The page's files: for everybody who reaches the door, and nothing else with them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from weightcast.publisher.page_routes import PAGE_PATHS, page_routes
+from weightcast.publisher.status import PublisherStatus
+from weightcast.shared.service.http import make_app
+from weightcast.shared.service.snapshot import Readiness
+
+TOKEN = "correct-horse"
+
+
+@pytest.fixture(params=[None, TOKEN], ids=["open", "token"])
+def client(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
+    app = make_app(
+        "test",
+        lambda: PublisherStatus(channel="", local="", encoding="fast"),
+        lambda: Readiness(ready=True),
+        CollectorRegistry(),
+        request.param,
+        lambda: None,
+        open_paths=PAGE_PATHS,
+    )
+    app.include_router(page_routes())
+    started = threading.Event()
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: object = None) -> None:
+            await super().startup()
+            started.set()
+
+    server = Server(uvicorn.Config(app, port=0, log_config=None))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    started.wait(20)
+    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    with httpx.Client(base_url=url, trust_env=False, timeout=20) as opened:
+        yield opened
+    server.should_exit = True
+    thread.join(20)
+
+
+def test_every_file_comes_under_a_policy_that_lets_nothing_else_in(client: httpx.Client) -> None:
+    for path in PAGE_PATHS:
+        answer = client.get(path)
+        assert answer.status_code == 200 and answer.content, path
+        assert answer.headers["content-security-policy"].startswith("default-src 'self';")
+        assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_the_page_has_no_script_or_style_of_its_own(client: httpx.Client) -> None:
+    text = client.get("/").text
+    assert "<style" not in text and "style=" not in text and " on" not in text.replace(" one", "")
+    assert text.count("<script") == 1 and '<script type="module" src="page/page.js"></script>' in text
+    assert "//" not in text.replace("<!doctype", ""), "everything comes from the publisher itself"
+
+
+def test_what_a_browser_has_is_not_sent_again(client: httpx.Client) -> None:
+    first = client.get("/page/page.js")
+    tag = first.headers["etag"]
+    assert first.headers["cache-control"] == "no-cache"
+    again = client.get("/page/page.js", headers={"If-None-Match": f'"other", W/{tag}'})
+    assert (again.status_code, again.content) == (304, b"")
+    assert client.get("/page/page.js", headers={"If-None-Match": '"other"'}).status_code == 200
+    assert client.head("/page/page.js").headers["etag"] == tag
+
+
+@pytest.mark.parametrize(
+    "path", ["/page", "/page/", "/page/../routes.py", "/page/%2e%2e/routes.py", "/page/page.ts"]
+)
+def test_nothing_beside_the_page_s_files_is_served(client: httpx.Client, path: str) -> None:
+    assert client.get(path).status_code in (401, 404)
+
+
+def test_files_are_only_read_and_figures_ask_for_the_token(client: httpx.Client) -> None:
+    assert client.post("/").status_code in (401, 405)
+    assert client.request("DELETE", "/page/page.js").status_code in (401, 405)
+    figures = client.get("/v1/status").status_code
+    assert figures == (401 if client.post("/").status_code == 401 else 200)
+
+
+def test_without_a_token_foreign_names_see_no_page(client: httpx.Client) -> None:
+    answer = client.get("/", headers={"Host": "evil.example"})
+    with_token = client.get("/v1/status").status_code == 401
+    assert answer.status_code == (200 if with_token else 403)
+
+
+def test_the_page_lies_beside_its_sources() -> None:
+    built = Path(__file__).parents[2] / "publisher" / "page" / "dist"
+    names = {"index.html", "page.js", "page.css", "icon.svg", "licenses.txt"}
+    assert {path.name for path in built.iterdir()} == names
