@@ -21,7 +21,8 @@ from weightcast.shared.service.snapshot import Readiness
 
 JSON = dict[str, Any]
 PHASES = ("plan", "fetch", "stage", "patch", "pause", "reload", "read_back", "resume")
-CONDITIONS = ("ready", "behind", "stale", "lost", "failed")
+NOBODY: JSON = {"bytes": None, "steps": [], "seconds": None, "without_base": None}
+STANDINGS = ("ready", "behind", "stale", "lost", "failed")
 
 
 def update(version: int, seconds: float = 1.0, outcome: str = "done") -> JSON:
@@ -52,13 +53,14 @@ def host(number: int, latest: int, **others: Any) -> JSON:
         "run_id": "4f2b9c1e7a55",
         "presence": "live",
         "heard_seconds_ago": 3.0,
-        "condition": "ready",
+        "standing": "ready",
         "state": "ready",
         "ready": True,
         "phase": "",
         "local_version": latest,
         "served_version": latest,
         "target": "latest",
+        "target_version": latest,
         "lag": 0,
         "last_error": "",
         "remedy": "",
@@ -82,7 +84,7 @@ def fleet(hosts: list[JSON], latest: int) -> JSON:
         "run_id": "4f2b9c1e7a55",
         "latest": latest,
         "hosts": hosts,
-        "counts": {word: sum(each["condition"] == word for each in hosts) for word in CONDITIONS},
+        "counts": {word: sum(each["standing"] == word for each in hosts) for word in STANDINGS},
         "lag": [
             {"lag": lag, "hosts": lags.count(lag)} for lag in sorted({lag for lag in lags if lag is not None})
         ],
@@ -116,10 +118,11 @@ def versions(latest: int) -> JSON:
 
 class Double:
     def __init__(self) -> None:
+        self.hosts: list[JSON] = []
         self.fleet: JSON = fleet([], 0)
         self.versions: JSON = {"versions": []}
-        self.catch_up: JSON = {"rows": [], "joiner": None}
-        self.plan: JSON = {"horizon": 0, "remove": [], "keep": []}
+        self.catch_up: JSON = {"rows": [], "joiner": NOBODY}
+        self.plan: JSON = {"horizon": 0, "remove": [], "keep": [], "why_not": "nothing is published"}
         self.url = ""
         self._changed = threading.Condition()
         self._number = 0
@@ -128,9 +131,14 @@ class Double:
     def show(self, hosts: list[JSON], latest: int) -> None:
         """What every page that listens is told now."""
         with self._changed:
-            self.fleet = fleet(hosts, latest)
+            self.hosts = hosts
+            large = len(hosts) > 100
+            self.fleet = fleet([{**each, "updates": []} for each in hosts] if large else hosts, latest)
             self._number += 1
             self._changed.notify_all()
+
+    def host(self, key: str) -> JSON:
+        return next(each for each in self.hosts if each["key"] == key)
 
     def end(self) -> None:
         with self._changed:
@@ -162,6 +170,7 @@ def _app(double: Double, token: str | None) -> FastAPI:
     )
     app.include_router(page_routes())
     app.add_api_route("/v1/fleet", lambda: double.fleet)
+    app.add_api_route("/v1/hosts/{key}", double.host)
     app.add_api_route("/v1/versions", lambda: double.versions)
     app.add_api_route("/v1/catch-up", lambda: double.catch_up)
     app.add_api_route("/v1/prune-plan", lambda: double.plan)

@@ -29,7 +29,7 @@ def mixed_fleet() -> list[dict[str, Any]]:
     hosts = [host(number, LATEST) for number in range(1, 45)]
     hosts[6] |= {
         "presence": "lost",
-        "condition": "lost",
+        "standing": "lost",
         "heard_seconds_ago": 341.0,
         "served_version": 117,
         "local_version": 117,
@@ -40,7 +40,7 @@ def mixed_fleet() -> list[dict[str, Any]]:
         {"name": "b", "kind": "sglang", "state": "serving", "version": 128, "confirmed_by": "digest"},
     ]
     hosts[11] |= {
-        "condition": "failed",
+        "standing": "failed",
         "ready": False,
         "state": "reloading",
         "served_version": 126,
@@ -51,10 +51,10 @@ def mixed_fleet() -> list[dict[str, Any]]:
         "engines": engines,
         "bytes": {"step": 84_000_000, "skip": 2_000_000, "anchor": 0, "repair": 0},
     }
-    hosts[20] |= {"presence": "stale", "condition": "stale", "served_version": 125, "lag": 3}
-    hosts[30] |= {"condition": "behind", "state": "fetching", "served_version": 127, "lag": 1}
+    hosts[20] |= {"presence": "stale", "standing": "stale", "served_version": 125, "lag": 3}
+    hosts[30] |= {"standing": "behind", "state": "fetching", "served_version": 127, "lag": 1}
     hosts[31] |= {
-        "condition": "behind",
+        "standing": "behind",
         "ready": False,
         "state": "seeding",
         "served_version": None,
@@ -80,10 +80,16 @@ def double() -> Iterator[Double]:
                 }
                 for lag in (1, 2, 4, 8, 16)
             ],
-            "joiner": {"bytes": 15_600_000_000, "steps": ["anchor"], "seconds": 92.0},
+            "joiner": {
+                "bytes": 3_000_000_000,
+                "steps": ["steps 1 to 128"],
+                "seconds": 92.0,
+                "without_base": {"bytes": 15_600_000_000, "steps": ["anchor 100", "steps 101 to 128"]},
+            },
         }
         why = "before version 100, the first that is kept"
         double.plan = {
+            "why_not": "",
             "horizon": 100,
             "remove": [{"version": version, "bytes": 91_000_000, "why": why} for version in range(1, 40)],
             "keep": [{"version": version, "bytes": 91_000_000, "why": "kept"} for version in range(100, 129)],
@@ -101,23 +107,23 @@ def cells(page: Page, name: str) -> dict[str, str]:
     row = page.locator(f'tr.host[data-host="{name}"]')
     return {
         column: row.locator(f"td.{column}").inner_text().strip()
-        for column in ("condition", "served", "local", "lag")
+        for column in ("standing", "served", "local", "lag")
     }
 
 
-def test_every_condition_stands_there_in_words_the_worst_first(double: Double, open_tab: OpenTab) -> None:
+def test_every_standing_stands_there_in_words_the_worst_first(double: Double, open_tab: OpenTab) -> None:
     page = open_tab(double.url).page
     page.wait_for_selector("tr.host")
     assert rows(page)[:6] == [f"rollout-{number:03}" for number in (7, 12, 21, 31, 32, 1)]
     assert cells(page, "rollout-007") == {
-        "condition": "Lostlast said ready",
+        "standing": "Lostlast said ready",
         "served": "117",
         "local": "117",
         "lag": "11",
     }
-    assert cells(page, "rollout-012")["condition"] == "Failedreloading"
+    assert cells(page, "rollout-012")["standing"] == "Failedreloading"
     assert cells(page, "rollout-032") == {
-        "condition": "Behindseeding",
+        "standing": "Behindseeding",
         "served": NONE,
         "local": NONE,
         "lag": NONE,
@@ -162,6 +168,16 @@ def test_a_host_without_engines_and_updates_opens_too(double: Double, open_tab: 
     assert "no engines" in text and "No update" in text
 
 
+def test_hosts_of_one_name_are_told_apart_and_strangers_named(double: Double, open_tab: OpenTab) -> None:
+    page = open_tab(double.url).page
+    other = host(9, LATEST, standing="failed", run_id="another", key="c-1")
+    hosts = [host(1, LATEST, key=f"{at}-1", host="same", local=f"/data/{at}") for at in "ab"]
+    double.show([*hosts, other], LATEST)
+    page.wait_for_selector("tr.host[data-host=same]")
+    assert page.locator("tr.host small.path").all_inner_texts() == ["/data/a", "/data/b"]
+    assert "follows another run, another" in page.locator("tr.trouble").inner_text()
+
+
 def test_sorted_by_any_column_and_back(double: Double, open_tab: OpenTab) -> None:
     page = open_tab(double.url).page
     heading = page.locator("th", has=page.get_by_role("button", name="Lag"))
@@ -176,7 +192,7 @@ def test_sorted_by_any_column_and_back(double: Double, open_tab: OpenTab) -> Non
     assert rows(page)[:2] == ["rollout-001", "rollout-002"]
 
 
-def test_filtered_by_condition_and_by_words(double: Double, open_tab: OpenTab) -> None:
+def test_filtered_by_standing_and_by_words(double: Double, open_tab: OpenTab) -> None:
     page = open_tab(double.url).page
     behind = page.get_by_role("button", name="Behind")
     behind.click()
@@ -231,6 +247,9 @@ def test_a_thousand_hosts_come_in_pages_and_are_found_at_once(double: Double, op
         }"""
     )
     assert rows(page) == ["rollout-777"]
+    page.get_by_role("button", name="rollout-777").click()
+    # Large fleets come without updates: they are asked for.
+    page.wait_for_selector("table.updates")
     assert took < 1000, "a reader waits"
 
 
@@ -262,7 +281,10 @@ def test_lag_cost_and_pruning_are_told(double: Double, open_tab: OpenTab) -> Non
         "1",
     ]
     page.locator("#catch-up summary").click()
-    assert "A new host reads 15.6 GB in about 92.0 s." in page.locator("#catch-up").inner_text()
+    assert (
+        "A new host with the base reads 3.00 GB in about 92.0 s. Without the base it reads 15.6 GB."
+        in page.locator("#catch-up").inner_text()
+    )
     row = page.locator("#catch-up tbody tr").last
     assert row.inner_text().split("\t") == ["16", "1.44 GB", NONE, "step, step, step, step, step and 11 more"]
     text = page.locator("#pruning").inner_text()
@@ -283,7 +305,7 @@ def test_before_anything_is_published_the_page_says_so(open_tab: OpenTab) -> Non
         page = open_tab(double.url).page
         page.locator("#hosts").get_by_text("No host has reported yet.").wait_for()
         page.get_by_text("Nothing was published yet.").wait_for()
-        page.get_by_text("Pruning now would remove nothing.").wait_for()
+        page.get_by_text("Pruning now would remove nothing: nothing is published.").wait_for()
         assert page.title() == "all ready · v0 · weightcast"
 
 

@@ -1,15 +1,19 @@
 /** What the publisher answers. Times are unix seconds of its clock, sizes bytes, durations seconds. */
 
-export const PHASES = ["plan", "fetch", "stage", "patch", "pause", "reload", "read_back", "resume"] as const;
+/** In their order. An engine answers no requests from `pause` on. */
+export const PHASES = [
+  ...(["plan", "seed", "fetch", "stage", "group", "lock", "patch"] as const),
+  ...(["pause", "reload", "read_back", "resume"] as const),
+];
 export type Phase = (typeof PHASES)[number];
 
-/** Of an engine: it answers no requests in these. */
 export const PAUSED: ReadonlySet<Phase> = new Set<Phase>(["pause", "reload", "read_back", "resume"]);
 
 export interface Update {
   version: number;
   began: number;
-  seconds: Partial<Record<Phase, number>>;
+  kind?: string;
+  seconds: Partial<Record<Phase | "total", number>>;
   bytes: number;
   outcome: string;
 }
@@ -23,8 +27,8 @@ export interface Engine {
 }
 
 /** Worst first. */
-export const CONDITIONS = ["lost", "failed", "stale", "behind", "ready"] as const;
-export type Condition = (typeof CONDITIONS)[number];
+export const STANDINGS = ["lost", "failed", "stale", "behind", "ready"] as const;
+export type Standing = (typeof STANDINGS)[number];
 
 export interface Host {
   key: string;
@@ -33,13 +37,14 @@ export interface Host {
   run_id: string;
   presence: "live" | "stale" | "lost";
   heard_seconds_ago: number;
-  condition: Condition;
+  standing: Standing;
   state: string;
   ready: boolean;
   phase: string;
   local_version: number | null;
   served_version: number | null;
   target: string;
+  target_version: number | null;
   lag: number | null;
   last_error: string;
   remedy: string;
@@ -48,11 +53,12 @@ export interface Host {
   engines: Engine[];
   software: string;
   clock_offset_seconds: number | null;
+  /** Newest first; none in large fleets, where they are asked for host by host. */
   updates: Update[];
 }
 
 export interface LagCount {
-  lag: number | null;
+  lag: number;
   hosts: number;
 }
 
@@ -62,7 +68,7 @@ export interface Fleet {
   run_id: string | null;
   latest: number | null;
   hosts: Host[];
-  counts: Record<Condition, number>;
+  counts: Record<Standing, number>;
   lag: LagCount[];
 }
 
@@ -89,9 +95,15 @@ export interface CatchUpRow {
   seconds: number | null;
 }
 
+export interface Joiner {
+  bytes: number | null;
+  seconds: number | null;
+  without_base: { bytes: number } | null;
+}
+
 export interface CatchUp {
   rows: CatchUpRow[];
-  joiner: Partial<Omit<CatchUpRow, "lag">> | null;
+  joiner: Joiner;
 }
 
 export interface Planned {
@@ -102,6 +114,8 @@ export interface Planned {
 
 export interface PrunePlan {
   horizon: number | null;
+  /** Why nothing would go, or empty. */
+  why_not: string;
   remove: Planned[];
   keep: Planned[];
 }

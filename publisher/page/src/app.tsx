@@ -3,7 +3,7 @@ import { CatchUpPart } from "./catch_up.tsx";
 import { FleetPart } from "./fleet_table.tsx";
 import { Head } from "./head.tsx";
 import { LagPart } from "./lag.tsx";
-import { useLive } from "./live.ts";
+import { Token, useLive } from "./live.ts";
 import { PlanPart } from "./plan.tsx";
 import { TokenForm } from "./token_form.tsx";
 import { VersionsPart } from "./versions.tsx";
@@ -26,7 +26,7 @@ export function App() {
 function Page({ token, refused }: { token: string | null; refused: () => void }) {
   const shown = useLive(token, refused);
   return (
-    <>
+    <Token.Provider value={token}>
       <a class="skip" href="#hosts" onClick={toHosts}>
         Skip to the hosts
       </a>
@@ -43,7 +43,7 @@ function Page({ token, refused }: { token: string | null; refused: () => void })
       <footer>
         Hosts are shown as they report themselves. <a href="docs">API</a> <a href="page/licenses.txt">Licences</a>
       </footer>
-    </>
+    </Token.Provider>
   );
 }
 

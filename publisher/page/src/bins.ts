@@ -10,7 +10,7 @@ export interface Bin {
 const EXACT = 10;
 
 export function binned(counts: readonly LagCount[]): Bin[] {
-  const known = counts.flatMap(({ lag, hosts }) => (lag === null ? [] : [{ lag: Math.max(lag, 0), hosts }]));
+  const known = counts.map(({ lag, hosts }) => ({ lag: Math.max(lag, 0), hosts }));
   const edges = edgesTo(Math.max(0, ...known.map(({ lag }) => lag)));
   const bins = edges.map(([low, high]) => ({ name: low === high ? `${low}` : `${low}–${high}`, hosts: 0 }));
   for (const { lag, hosts } of known) bins[edges.findIndex(([, high]) => lag <= high)]!.hosts += hosts;

@@ -1,4 +1,4 @@
-import type { CatchUp, CatchUpRow } from "./api.ts";
+import type { CatchUp, CatchUpRow, Joiner } from "./api.ts";
 import { Chart } from "./chart.tsx";
 import { bytes, count, seconds } from "./format.ts";
 import type { Part } from "./live.ts";
@@ -12,16 +12,33 @@ export function CatchUpPart({ part }: { part: Part<CatchUp> }) {
           {rows.length > 0 && (
             <Chart title="Read by a host this many versions behind" names={rows.map((row) => count(row.lag))} values={rows.map((row) => row.bytes)} text={bytes} shape="line" />
           )}
-          {joiner !== null && (
-            <p class="joiner">
-              A new host reads <strong>{bytes(joiner.bytes)}</strong>
-              {joiner.seconds != null && <> in about {seconds(joiner.seconds)}</>}.
-            </p>
-          )}
+          <Joining joiner={joiner} />
           {rows.length > 0 && <Rows rows={rows} />}
         </>
       )}
     </Section>
+  );
+}
+
+function Joining({ joiner }: { joiner: Joiner }) {
+  const { bytes: nbytes, seconds: takes, without_base: bare } = joiner;
+  if (nbytes === null && bare === null) return <p class="none">Nothing leads a new host to the newest version yet.</p>;
+  return (
+    <p class="joiner">
+      {nbytes !== null && (
+        <>
+          A new host with the base reads <strong>{bytes(nbytes)}</strong>
+          {takes !== null && <> in about {seconds(takes)}</>}.{" "}
+        </>
+      )}
+      {bare === null ? (
+        "Without the base none can join: the channel has no anchor."
+      ) : (
+        <>
+          Without the base it reads <strong>{bytes(bare.bytes)}</strong>.
+        </>
+      )}
+    </p>
   );
 }
 

@@ -1,8 +1,8 @@
 /** Rules of the fleet table: what a host counts as, what is shown, in which order. */
 
-import { CONDITIONS, type Condition, type Host } from "./api.ts";
+import { STANDINGS, type Fleet, type Host, type Standing } from "./api.ts";
 
-export const COLUMNS = ["host", "condition", "served", "local", "lag", "heard"] as const;
+export const COLUMNS = ["host", "standing", "served", "local", "lag", "heard"] as const;
 export type Column = (typeof COLUMNS)[number];
 
 export const PAGE_ROWS = 25;
@@ -10,14 +10,14 @@ export const PAGE_ROWS = 25;
 /** What the reader asked for; kept in the address, so that it survives a reload and can be sent to a colleague. */
 export interface Look {
   words: string;
-  only: Condition | null;
+  only: Standing | null;
   sort: Column;
   descending: boolean;
   page: number;
   host: string | null;
 }
 
-export const FIRST_LOOK: Look = { words: "", only: null, sort: "condition", descending: false, page: 0, host: null };
+export const FIRST_LOOK: Look = { words: "", only: null, sort: "standing", descending: false, page: 0, host: null };
 
 export function select(hosts: readonly Host[], look: Look): Host[] {
   const words = look.words.toLowerCase().split(/\s+/).filter(Boolean);
@@ -25,17 +25,44 @@ export function select(hosts: readonly Host[], look: Look): Host[] {
   return found.sort((a, b) => compare(a, b, look.sort) * (look.descending ? -1 : 1) || byName(a, b));
 }
 
+/** What the table says of all hosts at once. */
+export interface Traits {
+  runId: string | null;
+  /** Large fleets come without. */
+  updates: boolean;
+  /** Names that several hosts have: their directories tell them apart. */
+  shared: ReadonlySet<string>;
+}
+
+export function traits(fleet: Fleet): Traits {
+  const [seen, shared] = [new Set<string>(), new Set<string>()];
+  for (const { host } of fleet.hosts) (seen.has(host) ? shared : seen).add(host);
+  return { runId: fleet.run_id, updates: fleet.hosts.some((host) => host.updates.length > 0), shared };
+}
+
+/** What is wrong with a host, and what to do. */
+export interface Trouble {
+  error: string;
+  remedy: string;
+}
+
+export function troubleOf(host: Host, runId: string | null): Trouble | null {
+  if (host.last_error !== "") return { error: host.last_error, remedy: host.remedy };
+  if (runId === null || host.run_id === runId) return null;
+  return { error: `follows another run, ${host.run_id}`, remedy: "give it this run's channel, or a local directory of its own" };
+}
+
 /** The page that is shown of `rows`: the asked one, or the last there is. */
 export function pageOf(rows: number, asked: number): number {
   return Math.max(0, Math.min(asked, Math.ceil(rows / PAGE_ROWS) - 1));
 }
 
-function isOf(host: Host, only: Condition | null): boolean {
-  return only === null || host.condition === only;
+function isOf(host: Host, only: Standing | null): boolean {
+  return only === null || host.standing === only;
 }
 
 function says(host: Host, word: string): boolean {
-  const texts = [host.host, host.local, host.condition, host.state, host.phase, host.target, host.last_error];
+  const texts = [host.host, host.local, host.standing, host.state, host.phase, host.target, host.last_error];
   return [...texts, ...host.engines.flatMap(({ name, kind, state }) => [name, kind, state])].some((text) =>
     text.toLowerCase().includes(word),
   );
@@ -43,11 +70,11 @@ function says(host: Host, word: string): boolean {
 
 function compare(a: Host, b: Host, column: Column): number {
   if (column === "host") return byName(a, b);
-  if (column === "condition") return severity(a) - severity(b) || number(b.lag) - number(a.lag);
+  if (column === "standing") return severity(a) - severity(b) || number(b.lag) - number(a.lag);
   return number(figure(a, column)) - number(figure(b, column));
 }
 
-function figure(host: Host, column: Exclude<Column, "host" | "condition">): number | null {
+function figure(host: Host, column: Exclude<Column, "host" | "standing">): number | null {
   const { served_version: served, local_version: local, lag, heard_seconds_ago: heard } = host;
   return { served, local, lag, heard }[column];
 }
@@ -57,7 +84,7 @@ function number(value: number | null): number {
 }
 
 function severity(host: Host): number {
-  return CONDITIONS.indexOf(host.condition);
+  return STANDINGS.indexOf(host.standing);
 }
 
 const names = new Intl.Collator("en", { numeric: true });
@@ -71,7 +98,7 @@ export function lookOf(hash: string): Look {
   const sort = COLUMNS.find((column) => column === given.get("sort")) ?? FIRST_LOOK.sort;
   return {
     words: (given.get("find") ?? "").slice(0, 200),
-    only: CONDITIONS.find((condition) => condition === given.get("only")) ?? null,
+    only: STANDINGS.find((standing) => standing === given.get("only")) ?? null,
     sort,
     descending: given.get("order") === "down",
     page: Math.max(0, Math.trunc(Number(given.get("page") ?? 1)) - 1 || 0),

@@ -1,8 +1,8 @@
 import { Fragment } from "preact";
 import { useEffect, useState } from "preact/hooks";
-import { CONDITIONS, type Fleet, type Host } from "./api.ts";
-import { Badge } from "./condition.tsx";
-import { FIRST_LOOK, hashOf, lookOf, PAGE_ROWS, pageOf, select, type Column, type Look } from "./fleet.ts";
+import { STANDINGS, type Fleet, type Host } from "./api.ts";
+import { Badge } from "./standing.tsx";
+import { FIRST_LOOK, hashOf, lookOf, PAGE_ROWS, pageOf, select, traits, troubleOf, type Column, type Look, type Traits, type Trouble } from "./fleet.ts";
 import { age, bytes, count, seconds, version } from "./format.ts";
 import { HostDetail } from "./host_detail.tsx";
 import { useNow } from "./live.ts";
@@ -12,15 +12,17 @@ type Turn = (some: Partial<Look>) => void;
 
 const HEADINGS: [Column, string][] = [
   ["host", "Host"],
-  ["condition", "State"],
+  ["standing", "State"],
   ["served", "Serves"],
   ["local", "Local"],
   ["lag", "Lag"],
   ["heard", "Heard"],
 ];
-/** Without a column to sort by. */
-const MORE = ["Engines", "Last update"];
-const WIDTH = HEADINGS.length + MORE.length;
+
+/** Columns that nobody sorts by. */
+function more(all: Traits): string[] {
+  return all.updates ? ["Engines", "Last update"] : ["Engines"];
+}
 
 export function FleetPart({ fleet, came, live }: { fleet: Fleet | null; came: number; live: boolean }) {
   const [look, turn] = useLook();
@@ -60,6 +62,7 @@ interface Showing {
 
 function Hosts({ fleet, came, live, look, turn }: Showing) {
   const found = select(fleet.hosts, look);
+  const all = traits(fleet);
   const page = pageOf(found.length, look.page);
   const rows = found.slice(page * PAGE_ROWS, (page + 1) * PAGE_ROWS);
   const silent = Math.max(0, useNow() - came) / 1000;
@@ -69,10 +72,10 @@ function Hosts({ fleet, came, live, look, turn }: Showing) {
       <div class="wide" data-live={live}>
         <table class="hosts">
           <caption class="unseen">Hosts as they report themselves, press a column to sort by it</caption>
-          <Headings look={look} turn={turn} />
+          <Headings look={look} turn={turn} more={more(all)} />
           <tbody>
             {rows.map((host) => (
-              <Row key={host.key} host={host} silent={silent} open={host.key === look.host} turn={turn} />
+              <Row key={host.key} host={host} all={all} silent={silent} open={host.key === look.host} turn={turn} />
             ))}
           </tbody>
         </table>
@@ -90,9 +93,9 @@ function Filters({ fleet, look, turn, found }: { fleet: Fleet; look: Look; turn:
         <button type="button" aria-pressed={look.only === null} onClick={() => turn({ only: null })}>
           All <b>{count(fleet.hosts.length)}</b>
         </button>
-        {CONDITIONS.map((each) => (
+        {STANDINGS.map((each) => (
           <button key={each} type="button" data-only={each} aria-pressed={look.only === each} onClick={() => turn({ only: each })}>
-            <Badge condition={each} /> <b>{count(fleet.counts[each])}</b>
+            <Badge standing={each} /> <b>{count(fleet.counts[each])}</b>
           </button>
         ))}
       </div>
@@ -107,7 +110,7 @@ function Filters({ fleet, look, turn, found }: { fleet: Fleet; look: Look; turn:
   );
 }
 
-function Headings({ look, turn }: { look: Look; turn: Turn }) {
+function Headings({ look, turn, more }: { look: Look; turn: Turn; more: string[] }) {
   return (
     <thead>
       <tr>
@@ -124,7 +127,7 @@ function Headings({ look, turn }: { look: Look; turn: Turn }) {
             </th>
           );
         })}
-        {MORE.map((text) => (
+        {more.map((text) => (
           <th key={text} scope="col" class="more">
             {text}
           </th>
@@ -134,11 +137,21 @@ function Headings({ look, turn }: { look: Look; turn: Turn }) {
   );
 }
 
-function Row({ host, silent, open, turn }: { host: Host; silent: number; open: boolean; turn: Turn }) {
+interface RowOf {
+  host: Host;
+  all: Traits;
+  silent: number;
+  open: boolean;
+  turn: Turn;
+}
+
+function Row({ host, all, silent, open, turn }: RowOf) {
   const detail = `detail-${host.key}`;
+  const trouble = troubleOf(host, all.runId);
+  const width = HEADINGS.length + more(all).length;
   return (
     <Fragment>
-      <tr class={`host ${host.condition}`} data-host={host.host} data-key={host.key}>
+      <tr class={`host ${host.standing}`} data-host={host.host} data-key={host.key}>
         <th scope="row">
           <button
             type="button"
@@ -150,9 +163,10 @@ function Row({ host, silent, open, turn }: { host: Host; silent: number; open: b
             <span class="turn" aria-hidden="true" />
             {host.host}
           </button>
+          {all.shared.has(host.host) && <small class="path">{host.local}</small>}
         </th>
-        <td class="condition">
-          <Badge condition={host.condition} />
+        <td class="standing">
+          <Badge standing={host.standing} />
           <small>{doing(host)}</small>
         </td>
         <td class="served">{version(host.served_version)}</td>
@@ -160,13 +174,13 @@ function Row({ host, silent, open, turn }: { host: Host; silent: number; open: b
         <td class="lag">{count(host.lag)}</td>
         <td class="heard">{age(host.heard_seconds_ago + silent)}</td>
         <td class="more">{engines(host)}</td>
-        <td class="more">{lastUpdate(host)}</td>
+        {all.updates && <td class="more">{lastUpdate(host)}</td>}
       </tr>
-      {host.last_error !== "" && <Trouble host={host} />}
+      {trouble !== null && <TroubleRow host={host} trouble={trouble} width={width} />}
       {open && (
         <tr class="detail" id={detail}>
-          <td colSpan={WIDTH} onKeyDown={(event) => event.key === "Escape" && close(host, turn)}>
-            <HostDetail host={host} />
+          <td colSpan={width} onKeyDown={(event) => event.key === "Escape" && close(host, turn)}>
+            <HostDetail host={host} fleetHasUpdates={all.updates} />
           </td>
         </tr>
       )}
@@ -179,13 +193,13 @@ function close(host: Host, turn: Turn): void {
   turn({ host: null });
 }
 
-function Trouble({ host }: { host: Host }) {
+function TroubleRow({ host, trouble, width }: { host: Host; trouble: Trouble; width: number }) {
   return (
     <tr class="trouble" data-trouble={host.host}>
-      <td colSpan={WIDTH}>
+      <td colSpan={width}>
         <span class="unseen">{host.host}: </span>
-        <span class="error">{host.last_error}</span>
-        {host.remedy !== "" && <span class="remedy"> {sentence(host.remedy)}</span>}
+        <span class="error">{trouble.error}</span>
+        {trouble.remedy !== "" && <span class="remedy"> {sentence(trouble.remedy)}</span>}
       </td>
     </tr>
   );
@@ -209,9 +223,11 @@ function Pages({ rows, page, turn }: { rows: number; page: number; turn: Turn })
   );
 }
 
-/** What the state adds to the condition. */
+/** What the state adds to the standing. */
 function doing(host: Host): string {
-  const words = [host.state, host.phase].filter((word, at, all) => word !== host.condition && all.indexOf(word) === at);
+  const words = [host.state, host.phase].filter(
+    (word, at, all) => word !== host.standing && word !== "idle" && all.indexOf(word) === at,
+  );
   const said = words.join(" ").trim();
   return host.presence === "live" || said === "" ? said : `last said ${said}`;
 }

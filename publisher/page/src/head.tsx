@@ -1,4 +1,4 @@
-import { CONDITIONS, type Fleet } from "./api.ts";
+import { STANDINGS, type Fleet } from "./api.ts";
 import type { Link } from "./events.ts";
 import { age, bytes, count, times, version } from "./format.ts";
 import { useNow, type Shown } from "./live.ts";
@@ -68,7 +68,7 @@ function largestLag(fleet: Fleet): number | null {
 
 function title(fleet: Fleet | null): string {
   if (fleet === null) return "weightcast";
-  const worst = CONDITIONS.filter((each) => each !== "ready" && fleet.counts[each] > 0);
+  const worst = STANDINGS.filter((each) => each !== "ready" && fleet.counts[each] > 0);
   const hosts = worst.map((each) => `${fleet.counts[each]} ${each}`).join(", ");
   return `${hosts === "" ? "all ready" : hosts} · v${fleet.latest ?? "–"} · weightcast`;
 }

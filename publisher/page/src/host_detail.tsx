@@ -1,9 +1,11 @@
 import type { Engine, Host, Update } from "./api.ts";
 import { bytes, clock, count, seconds, version } from "./format.ts";
+import { useWhole } from "./live.ts";
 import { Wide } from "./part.tsx";
-import { paused, PhaseBar, PhaseLegend, total } from "./phases.tsx";
+import { longest, paused, PhaseBar, PhaseLegend, total } from "./phases.tsx";
 
-export function HostDetail({ host }: { host: Host }) {
+export function HostDetail({ host: known, fleetHasUpdates }: { host: Host; fleetHasUpdates: boolean }) {
+  const host = useWhole(known, fleetHasUpdates);
   return (
     <div class="inside">
       <dl class="facts">
@@ -27,7 +29,7 @@ export function HostDetail({ host }: { host: Host }) {
 function facts(host: Host): [string, string][] {
   return [
     ["Local checkpoint", host.local],
-    ["Follows", host.target],
+    ["Follows", host.target_version === null ? host.target : `${host.target} (${host.target_version})`],
     ["Run", host.run_id],
     ["Read from the channel", read(host.bytes)],
     ["Retries", count(host.retries)],
@@ -46,6 +48,11 @@ const CAUSES: [string, string][] = [
 function read(causes: Record<string, number>): string {
   const parts = CAUSES.filter(([cause]) => (causes[cause] ?? 0) > 0);
   return parts.length === 0 ? "nothing yet" : parts.map(([cause, word]) => `${bytes(causes[cause])} ${word}`).join(", ");
+}
+
+/** What most updates are goes without saying. */
+function outcome({ kind, outcome }: Update): string {
+  return kind === undefined || kind === "patch" ? outcome : `${kind} ${outcome}`;
 }
 
 function offset(value: number | null): string {
@@ -86,12 +93,12 @@ function Engines({ engines }: { engines: Engine[] }) {
 
 function Updates({ updates }: { updates: Update[] }) {
   if (updates.length === 0) return <p class="none">No update since this host's daemon started.</p>;
-  const longest = Math.max(...updates.map(total), 1e-9);
+  const whole = longest(updates);
   return (
     <>
       <table class="updates">
         <caption>
-          Last updates <PhaseLegend />
+          Last updates <PhaseLegend updates={updates} />
         </caption>
         <thead>
           <tr>
@@ -122,12 +129,12 @@ function Updates({ updates }: { updates: Update[] }) {
               </th>
               <td>{clock(update.began)}</td>
               <td class="time">
-                <PhaseBar update={update} longest={longest} />
+                <PhaseBar update={update} longest={whole} />
               </td>
               <td class="number">{seconds(total(update))}</td>
               <td class="number">{seconds(paused(update))}</td>
               <td class="number">{bytes(update.bytes)}</td>
-              <td>{update.outcome}</td>
+              <td>{outcome(update)}</td>
             </tr>
           ))}
         </tbody>

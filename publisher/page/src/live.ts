@@ -1,7 +1,8 @@
 /** What the page knows, kept new. */
 
-import { useEffect, useRef, useState } from "preact/hooks";
-import { load, Refused, Unauthorized, type CatchUp, type Fleet, type PrunePlan, type Version } from "./api.ts";
+import { createContext } from "preact";
+import { useContext, useEffect, useRef, useState } from "preact/hooks";
+import { load, Refused, Unauthorized, type CatchUp, type Fleet, type Host, type PrunePlan, type Version } from "./api.ts";
 import { listen, type Link, type Message } from "./events.ts";
 
 /** A part of the page: its last answer, and why the last attempt brought none. */
@@ -82,6 +83,24 @@ async function loadPart(
     // Without a connection the head of the page says so; the last figures stay.
     if (error instanceof Refused) set({ [name]: { value: null, problem: error } });
   }
+}
+
+/** What requests are sent with; null where the publisher asks for none. */
+export const Token = createContext<string | null>(null);
+
+/** The host with its last updates, asked for where the fleet came without them; again after each update. */
+export function useWhole(host: Host, fleetHasUpdates: boolean): Host {
+  const token = useContext(Token);
+  const [whole, setWhole] = useState<Host | null>(null);
+  useEffect(() => {
+    if (fleetHasUpdates) return;
+    const stop = new AbortController();
+    const path = `v1/hosts/${encodeURIComponent(host.key)}`;
+    // Until it comes the host is shown as it is known; the connection's state stands at the head of the page.
+    load<Host>(path, token, stop.signal).then(setWhole, () => undefined);
+    return () => stop.abort();
+  }, [host.key, host.local_version, host.served_version, fleetHasUpdates, token]);
+  return fleetHasUpdates || whole?.key !== host.key ? host : { ...host, updates: whole.updates };
 }
 
 /** Milliseconds of this machine's clock, new every second. */

@@ -1,52 +1,60 @@
 import { PAUSED, PHASES, type Phase, type Update } from "./api.ts";
 import { seconds } from "./format.ts";
 
-const WORDS: Record<Phase, string> = {
-  plan: "plan",
-  fetch: "fetch",
-  stage: "stage",
-  patch: "patch",
-  pause: "pause",
-  reload: "reload",
-  read_back: "read back",
-  resume: "resume",
-};
+/** Hosts say what they like: a negative time is none. */
+function time(update: Update, phase: Phase | "total"): number {
+  return Math.max(0, update.seconds[phase] ?? 0);
+}
 
 export function total(update: Update): number {
-  return PHASES.reduce((sum, phase) => sum + (update.seconds[phase] ?? 0), 0);
+  return time(update, "total") || sum(update, PHASES);
 }
 
 export function paused(update: Update): number {
-  return PHASES.reduce((sum, phase) => sum + (PAUSED.has(phase) ? (update.seconds[phase] ?? 0) : 0), 0);
+  return sum(update, [...PAUSED]);
+}
+
+function sum(update: Update, phases: readonly Phase[]): number {
+  return phases.reduce((all, phase) => all + time(update, phase), 0);
+}
+
+/** Width of the longest bar. Phases that overlap make a bar longer than its total. */
+export function longest(updates: Update[]): number {
+  return Math.max(...updates.map((update) => sum(update, PHASES)), 1e-9);
 }
 
 /** One bar per update, all to the same scale: `longest` seconds are the whole width. */
 export function PhaseBar({ update, longest }: { update: Update; longest: number }) {
-  const parts = PHASES.filter((phase) => (update.seconds[phase] ?? 0) > 0);
-  const text = parts.map((phase) => `${WORDS[phase]} ${seconds(update.seconds[phase])}`).join(", ");
+  const parts = PHASES.filter((phase) => time(update, phase) > 0);
+  const text = parts.map((phase) => `${word(phase)} ${seconds(time(update, phase))}`).join(", ");
   return (
     <div class="phases" role="img" aria-label={text === "" ? "no time measured" : text}>
       {parts.map((phase) => (
         <span
           key={phase}
-          class={phase}
-          style={{ width: `${(100 * update.seconds[phase]!) / longest}%` }}
-          title={`${WORDS[phase]} ${seconds(update.seconds[phase])}`}
+          class={`phase-${phase}`}
+          style={{ width: `${(100 * time(update, phase)) / longest}%` }}
+          title={`${word(phase)} ${seconds(time(update, phase))}`}
         />
       ))}
     </div>
   );
 }
 
-export function PhaseLegend() {
+export function PhaseLegend({ updates }: { updates: Update[] }) {
+  const present = PHASES.filter((phase) => updates.some((update) => time(update, phase) > 0));
   return (
     <ul class="legend" aria-label="Phases of an update">
-      {PHASES.map((phase) => (
+      {present.map((phase) => (
         <li key={phase}>
-          <span class={`swatch ${phase}`} aria-hidden="true" />
-          {WORDS[phase]}
+          <span class={`swatch phase-${phase}`} aria-hidden="true" />
+          {word(phase)}
         </li>
       ))}
     </ul>
   );
+}
+
+function word(phase: Phase): string {
+  return phase.replace("_", " ");
 }

@@ -10,7 +10,7 @@ export function PlanPart({ part }: { part: Part<PrunePlan> }) {
         <>
           <p class="plan">
             {plan.remove.length === 0 ? (
-              "Pruning now would remove nothing."
+              `Pruning now would remove nothing${plan.why_not === "" ? "" : `: ${plan.why_not}`}.`
             ) : (
               <>
                 Pruning now would remove <strong>{versions(plan.remove.length)}</strong> and free{" "}

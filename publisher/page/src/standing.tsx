@@ -1,7 +1,7 @@
 import type { ComponentChildren } from "preact";
-import type { Condition } from "./api.ts";
+import type { Standing } from "./api.ts";
 
-const WORDS: Record<Condition, string> = {
+const WORDS: Record<Standing, string> = {
   lost: "Lost",
   failed: "Failed",
   stale: "Stale",
@@ -9,8 +9,8 @@ const WORDS: Record<Condition, string> = {
   ready: "Ready",
 };
 
-/** Shapes, so that no condition is told by its colour alone. */
-const SHAPES: Record<Condition, ComponentChildren> = {
+/** Shapes, so that no standing is told by its colour alone. */
+const SHAPES: Record<Standing, ComponentChildren> = {
   ready: <circle cx="6" cy="6" r="4.5" />,
   behind: <path d="M6 1.2 11 10.4H1z" />,
   stale: <circle cx="6" cy="6" r="3.8" fill="none" stroke="currentColor" stroke-width="1.6" stroke-dasharray="2.4 1.6" />,
@@ -18,13 +18,13 @@ const SHAPES: Record<Condition, ComponentChildren> = {
   lost: <path d="M2 2l8 8M10 2l-8 8" fill="none" stroke="currentColor" stroke-width="2.2" stroke-linecap="round" />,
 };
 
-export function Badge({ condition }: { condition: Condition }) {
+export function Badge({ standing }: { standing: Standing }) {
   return (
-    <span class={`badge ${condition}`}>
+    <span class={`badge ${standing}`}>
       <svg viewBox="0 0 12 12" width="12" height="12" fill="currentColor" aria-hidden="true">
-        {SHAPES[condition]}
+        {SHAPES[standing]}
       </svg>
-      {WORDS[condition]}
+      {WORDS[standing]}
     </span>
   );
 }
