@@ -29,8 +29,10 @@ class Copying(SGLangDouble):
 
     maps = False
 
-    def __init__(self) -> None:
+    def __init__(self, others: tuple[Path, ...] = ()) -> None:
         super().__init__()
+        self.others = others
+        """what the engine's other hosts read"""
         self.refuses = self.loaded = False
         self.served: list[str] = []
 
@@ -38,7 +40,8 @@ class Copying(SGLangDouble):
         found = on_disk(Path(directory))
         if not found or (self.refuses and found != self.held):
             return False
-        self.held = found
+        same = all(on_disk(other) == found for other in self.others)
+        self.held = found if same else "several versions at once"
         self.loaded, self.broken = True, False
         return True
 
@@ -73,12 +76,13 @@ class Mapping(WebhookDouble):
         return on_disk(self.local)
 
 
-def run_engines(local: Path, kinds: tuple[str, ...], wire: Connection) -> None:
-    """Sends the engines' options, then answers `see`, `refuse`, `accept`, `restart` and `end`."""
+def run_engines(local: Path, kinds: tuple[str, ...], wire: Connection, others: tuple[Path, ...] = ()) -> None:
+    """Sends the engines' options, then answers `see`, `refuse`, `accept`, `restart` and `end`.
+    `others`: local checkpoints of an engine group's other hosts."""
     with ExitStack() as stack:
         doubles: list[tuple[str, Copying | Mapping]] = []
         for kind in kinds:
-            double = Copying() if kind == "copy" else Mapping(local)
+            double = Copying(others) if kind == "copy" else Mapping(local)
             dialect = "sglang" if kind == "copy" else "webhook"
             doubles.append((f"{dialect}={stack.enter_context(serve(double))},name={kind}", double))
         wire.send([option for option, _ in doubles])

@@ -24,7 +24,7 @@ from crash_world import World
 
 from weightcast.publisher import Publisher
 
-Side = Literal["publisher", "host", "rank 1"]
+Side = Literal["publisher", "host", "member", "rank 1"]
 """rank 0 is a publisher like any other"""
 RANDOM = "at a random moment"
 RANK_SECONDS = 3.0
@@ -90,6 +90,8 @@ class Run:
 
 
 BESIDE = re.compile(r"^(anchor|skip|prune)\.| (anchor|skip)( index)?$")
+IN_A_GROUP = re.compile(r"^(group|engine|patch|undo)\.")
+"""the others lie on the way of every host"""
 BEFORE_A_PUBLISHER = (
     "",
     "version.moved",
@@ -190,6 +192,25 @@ def follow(run: Run) -> None:
         run.check(world.violations_now())
         world.start_host()
     run.settle()
+
+
+def follow_in_group(run: Run, side: Side) -> None:
+    """The hosts of an engine group see a new version; the one that leads, or the other, is struck."""
+    world = run.world
+    victim = _running(world, side)
+    before = victim.wire.counts
+    victim.wire.order(run.trap)
+    world.hand_over()
+    ended = run.strike(victim, lambda: world.published() and world.followed(see_pointer(world.channel)))
+    run.rows = {row: count for row, count in passed(victim, before).items() if IN_A_GROUP.search(row)}
+    if ended:
+        run.check(world.violations_now())
+        _start(world, side)
+    run.settle()
+
+
+def _start(world: World, side: Side) -> Child:
+    return world.start_member() if side == "member" else world.start_host()
 
 
 def start_host(run: Run) -> None:
@@ -514,7 +535,7 @@ def _ranks_again(world: World, step: int, shared: bool) -> list[str]:
 
 
 def _running(world: World, side: Side) -> Child:
-    child = world.publisher if side == "publisher" else world.host
+    child = {"publisher": world.publisher, "member": world.member}.get(side, world.host)
     if child is None or child.ended:
         raise NotReached(f"no {side} runs: {'' if child is None else child.words()}")
     return child
@@ -532,7 +553,8 @@ def _end(child: Child) -> None:
 @dataclass(frozen=True)
 class Scenario:
     """`new`: it needs a world of its own; `daemons`: publisher and host run already; `engines`: only
-    these; `keep_versions`: older ones are pruned, None: as the world is drawn."""
+    these; `keep_versions`: older ones are pruned, None: as the world is drawn; `member`: the engines' group
+    has two hosts."""
 
     act: Callable[[Run], None]
     side: Side
@@ -540,6 +562,7 @@ class Scenario:
     daemons: bool = True
     engines: tuple[str, ...] | None = None
     keep_versions: int | None = None
+    member: bool = False
     moments: bool = True
     """also struck at random moments"""
 
@@ -553,6 +576,12 @@ SCENARIOS: Mapping[str, Scenario] = {
     "seed": Scenario(seed, "host"),
     "repair": Scenario(repair, "host"),
     "refuse": Scenario(refuse, "host", engines=("copy",)),
+    "group: leader follows": Scenario(
+        lambda run: follow_in_group(run, "host"), "host", engines=("copy",), member=True
+    ),
+    "group: member follows": Scenario(
+        lambda run: follow_in_group(run, "member"), "member", engines=("copy",), member=True
+    ),
     "first publisher": Scenario(birth, "publisher", new=True, daemons=False),
     "first host": Scenario(first_host, "host", new=True, daemons=False),
     "rank 0 dies": Scenario(lambda run: ranks(run, 0), "publisher", daemons=False),

@@ -9,6 +9,7 @@ import multiprocessing
 import random
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ from weightcast.subscriber.settings import SubscriberSettings
 
 MARKER = "complete"
 POLL_SECONDS = 0.05
+GROUP_LEASE = 3.0
 QUIET_SECONDS = 0.6
 LOOKS = 2
 """steps that a process has begun before it counts as settled"""
@@ -58,6 +60,8 @@ class Shape:
     anchor_every: int = 3
     hook: str | None = None
     keep_versions: int | None = None
+    member: bool = False
+    """a second host, whose local checkpoint the engines read too"""
 
     @classmethod
     def drawn(cls, rng: random.Random) -> Shape:
@@ -80,6 +84,8 @@ class World:
         self.before: ChannelSeen | None = None
         self.publisher: Child | None = None
         self.host: Child | None = None
+        self.member: Child | None = None
+        self._member_port = _free_port() if shape.member else 0
         self.seeds = 0
         """of the host, that are called for until it is settled the next time"""
         self._seeds_seen = 0
@@ -110,30 +116,38 @@ class World:
     def local(self) -> Path:
         return self.root / "host"
 
+    @property
+    def member_local(self) -> Path:
+        return self.root / "member"
+
+    @property
+    def children(self) -> tuple[Child, ...]:
+        return tuple(each for each in (self.publisher, self.host, self.member) if each is not None)
+
     def _start_engines(self) -> tuple[Any, tuple[str, ...]]:
         ours, theirs = multiprocessing.Pipe()
         local, kinds = self.local, self.shape.engines
-        self._engine_process = fork(lambda: run_engines(local, kinds, theirs), self.root / "engines.log")
+        others = (self.member_local,) if self.shape.member else ()
+        self._engine_process = fork(
+            lambda: run_engines(local, kinds, theirs, others), self.root / "engines.log"
+        )
         theirs.close()
         return ours, tuple(ours.recv())
 
     def close(self) -> None:
-        for child in (self.publisher, self.host, self._engine_process):
-            if child is not None:
-                child.signal(signal.SIGCONT)
-                child.kill()
+        for child in (*self.children, self._engine_process):
+            child.signal(signal.SIGCONT)
+            child.kill()
         self._engines.close()
 
     def rest(self) -> None:
         """Nobody polls while other worlds are at work."""
-        for child in (self.publisher, self.host):
-            if child is not None:
-                child.signal(signal.SIGSTOP)
+        for child in self.children:
+            child.signal(signal.SIGSTOP)
 
     def wake(self) -> None:
-        for child in (self.publisher, self.host):
-            if child is not None:
-                child.signal(signal.SIGCONT)
+        for child in self.children:
+            child.signal(signal.SIGCONT)
 
     # what the outside world does
 
@@ -191,19 +205,8 @@ class World:
         return self.publisher
 
     def start_host(self, order: Order | None = None, record: Path | None = None) -> Child:
-        settings = SubscriberSettings(
-            channel=self.channel,
-            base=self.base,
-            local=self.local,
-            engine=self.options,
-            threads=1,
-            pre_read=self.shape.hook,
-            port=0,
-            port_file=self.root / "host.port",
-            poll_seconds=POLL_SECONDS,
-            visible_deadline=5.0,
-            engine_deadline=10.0,
-        )
+        group = {"group_member": (self._member_url,)} if self.shape.member else {}
+        settings = self._host_settings(self.local, "host", engine=self.options, **group)
 
         def run() -> None:
             if record is not None:
@@ -214,6 +217,34 @@ class World:
         (self.root / "host.port").unlink(missing_ok=True)
         self.host = fork(run, self.root / "host.log", order)
         return self.host
+
+    def start_member(self, order: Order | None = None) -> Child:
+        settings = self._host_settings(
+            self.member_local, "member", group_follower=True, port=self._member_port
+        )
+        self.member = fork(lambda: run_subscriber(settings), self.root / "member.log", order)
+        return self.member
+
+    @property
+    def _member_url(self) -> str:
+        return f"http://127.0.0.1:{self._member_port}"
+
+    def _host_settings(self, local: Path, name: str, **more: Any) -> SubscriberSettings:
+        values: dict[str, Any] = {
+            "channel": self.channel,
+            "base": self.base,
+            "local": local,
+            "threads": 1,
+            "pre_read": self.shape.hook,
+            "port": 0,
+            "port_file": self.root / f"{name}.port",
+            "poll_seconds": POLL_SECONDS,
+            "visible_deadline": 5.0,
+            "engine_deadline": 10.0,
+            "group_lease": GROUP_LEASE,
+            "group_deadline": 10.0,
+        }
+        return SubscriberSettings(**(values | more))
 
     def publish_once(self, local: Path, step: int, **options: Any) -> None:
         """Another publisher, in process, for a step that was trained."""
@@ -263,6 +294,12 @@ class World:
         return time.monotonic() - self._quiet[0] > QUIET_SECONDS
 
     def followed(self, version: int) -> bool:
+        if self.shape.member:
+            member = see_local(self.member_local, tensors=False)
+            if member is None or (member.phase, member.version) != ("clean", version):
+                return False
+            if member.journals != member.named:  # its way back may stay until the next version
+                return False
         local = see_local(self.local, tensors=False)
         if local is None or (local.phase, local.version) != ("clean", version) or local.journals:
             return False
@@ -286,6 +323,10 @@ class World:
         self.before = channel
         if self.publisher is None or self.publisher.ended:
             found += [f"publisher: {text}" for text in self._local_violations(channel, see_local(self.pub))]
+        if self.member is not None and self.member.ended:
+            found += [
+                f"member: {text}" for text in self._local_violations(channel, see_local(self.member_local))
+            ]
         if self.host is None or self.host.ended:
             local = see_local(self.local)
             found += [f"host: {text}" for text in self._local_violations(channel, local)]
@@ -313,10 +354,22 @@ class World:
         engines: list[EngineSeen] = []
         if host:
             locals_ = {**locals_, "host": see_local(self.local)}
+            if self.shape.member:
+                locals_ = {**locals_, "member": self._see_member()}
             engines = self.tell_engines("see")
         found += settled_violations(self.truth, channel, locals_, engines, wanted, self._new_seeds())
         self.seeds = 0
         return found + (self._engine_violations(channel, engines) if host else [])
+
+    def _see_member(self) -> LocalSeen | None:
+        """Not in the moment in which it forgets its way back."""
+        seen = see_local(self.member_local)
+        for _ in range(20):
+            if seen is None or seen.journals == seen.named:
+                break
+            time.sleep(POLL_SECONDS)
+            seen = see_local(self.member_local)
+        return seen
 
     def _new_seeds(self) -> int:
         """Of the host's process that runs now, since it was last settled."""
@@ -339,6 +392,12 @@ class World:
         except NotReached as error:
             words = "" if child is None or child.ended else f"\n{child.words()[-1500:]}"
             raise NotReached(f"{error}{words}") from None
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
 
 
 @contextmanager
