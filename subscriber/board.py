@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version as version_of_package
 from typing import Literal
@@ -13,6 +14,7 @@ from weightcast.shared.errors import WeightcastError
 from weightcast.shared.local.state import EngineState, LocalState, Mark, Phase
 from weightcast.shared.service.snapshot import Snapshot
 from weightcast.shared.service.verify import verify_status
+from weightcast.subscriber.engine_verify import EngineVerifyFacts
 from weightcast.subscriber.engines.base import Engine
 from weightcast.subscriber.engines.live import live_of
 from weightcast.subscriber.held import Post
@@ -23,6 +25,7 @@ from weightcast.subscriber.status import (
     BlockedStatus,
     EngineCondition,
     EngineStatus,
+    EngineVerifyStatus,
     GroupStatus,
     HostStatus,
     LastError,
@@ -58,7 +61,7 @@ class Board:
     def show(self, sync: Sync) -> None:
         self._take_moves(sync)
         view, state = sync.view, sync.view.local
-        engines = engines_status(sync.engines, state)
+        engines = engines_status(sync.engines, state, view.engine_verify)
         local_version = _readable_version(state)
         confirmed = served(engines, local_version)
         target = view.target_version
@@ -137,17 +140,29 @@ def _of_state(state: LocalState | None) -> dict[str, object]:
     }
 
 
-def engines_status(engines: Engines, state: LocalState | None) -> tuple[EngineStatus, ...]:
+def engines_status(
+    engines: Engines, state: LocalState | None, verified: Mapping[str, EngineVerifyFacts]
+) -> tuple[EngineStatus, ...]:
     aligned = frozenset[str]() if state is None else engines.aligned(state)
     records = {} if state is None else state.engines
     return tuple(
-        _engine_status(engine, engines, records.get(engine.spec.name), engine.spec.name in aligned)
+        _engine_status(
+            engine,
+            engines,
+            records.get(engine.spec.name),
+            engine.spec.name in aligned,
+            verified.get(engine.spec.name),
+        )
         for engine in engines.engines
     )
 
 
 def _engine_status(
-    engine: Engine, engines: Engines, record: EngineState | None, aligned: bool
+    engine: Engine,
+    engines: Engines,
+    record: EngineState | None,
+    aligned: bool,
+    verified: EngineVerifyFacts | None,
 ) -> EngineStatus:
     spec = engine.spec
     facts, last = engines.facts(spec.name), engines.last(spec.name)
@@ -168,11 +183,11 @@ def _engine_status(
         seconds={} if last is None else {part: round(each, 6) for part, each in asdict(last.phases).items()},
         pause_seconds=None if last is None else last.pause_seconds,
         via=spec.via,
-        live=_live_status(engine),
+        live=_live_status(engine, verified),
     )
 
 
-def _live_status(engine: Engine) -> LiveStatus | None:
+def _live_status(engine: Engine, verified: EngineVerifyFacts | None) -> LiveStatus | None:
     live = live_of(engine)
     if live is None:
         return None
@@ -183,6 +198,7 @@ def _live_status(engine: Engine) -> LiveStatus | None:
         reloads=facts.reloads,
         because={str(why): count for why, count in facts.because.items()},
         reason=facts.reason,
+        verify=None if verified is None else EngineVerifyStatus(**asdict(verified)),
     )
 
 

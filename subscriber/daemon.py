@@ -18,6 +18,7 @@ from weightcast.shared.service.metrics import new_registry, watch_loop
 from weightcast.shared.service.snapshot import LoopStatus, Readiness, Snapshot
 from weightcast.shared.service.watch import Watcher
 from weightcast.subscriber.board import Board, group_status
+from weightcast.subscriber.engine_verify import EngineVerify
 from weightcast.subscriber.failed import FailedEngines
 from weightcast.subscriber.figures import Figures
 from weightcast.subscriber.held import Follower, Post
@@ -48,6 +49,9 @@ class Subscriber:
         self.failed = FailedEngines(settings.on_engine_failed, settings.hook_seconds, self.stop.request)
         self.reporter = Reporter(settings.channel) if settings.report else None
         self.scrub = Scrub(int(settings.verify_rate), stop=lambda: self.stop.requested)
+        self.engine_verify = EngineVerify(
+            int(settings.verify_rate), settings.verify_engine_every, stop=lambda: self.stop.requested
+        )
         lead = open_lead(settings)
         self.sync = Sync(
             self.options, open_engines(settings, lead), lead, show=self._show, stop=self.stop.wait
@@ -65,6 +69,7 @@ class Subscriber:
             outcome = self.sync.sync_once() if self.follower is None else self.follower.step()
             if self.follower is None or not self.follower.is_still:
                 self.sync.verify_some(self.scrub)
+                self._verify_engines()
         finally:
             self._log_moves()
             self.failed.tell(self.board.status.get())
@@ -73,6 +78,10 @@ class Subscriber:
         if outcome.moved:
             # another version may have come meanwhile
             self.wakeup.set()
+
+    def _verify_engines(self) -> None:
+        for name, fault in self.sync.verify_engines(self.engine_verify).items():
+            log.warning("engine verify", engine=name, fault=fault)
 
     def _log_moves(self) -> None:
         for move in self.sync.view.moves:

@@ -17,11 +17,13 @@ from weightcast.shared.service.metrics import (
     one_of,
 )
 from weightcast.shared.service.verify import VerifyFigures
+from weightcast.subscriber.engines.live import Why
 from weightcast.subscriber.status import (
     Cause,
     EngineCondition,
     EngineStatus,
     HostStatus,
+    LiveStatus,
     MoveKind,
     UpdateStatus,
 )
@@ -33,6 +35,7 @@ PHASES = (
 )  # fmt: skip
 CAUSES: tuple[str, ...] = get_args(Cause)
 CONDITIONS: tuple[str, ...] = get_args(EngineCondition)
+WHYS: tuple[str, ...] = (*get_args(Why), OTHER)
 Way = Literal["live", "reload"]
 _ENGINE = "as --engine names it"
 _NAN = float("nan")
@@ -144,7 +147,17 @@ class _EngineFigures:
             "How engines with via=live came to versions: by a patch of their memory, or from disk.",
             {**engine, "way": get_args(Way)},
         )
+        self._because = count(
+            registry,
+            "engine_disk_reloads",
+            "Reloads from disk of engines with via=live, by their cause.",
+            {**engine, "because": WHYS},
+        )
+        self._faults = count(
+            registry, "engine_verify_faults", "Times that an engine's memory was found wrong.", engine
+        )
         self._seen: dict[tuple[str, Way], int] = {}
+        self._lives: dict[str, LiveStatus] = {}
 
     def show(self, engines: Iterable[EngineStatus]) -> None:
         for engine in engines:
@@ -155,11 +168,22 @@ class _EngineFigures:
             if engine.live is not None:
                 self._count(engine.name, "live", engine.live.patches)
                 self._count(engine.name, "reload", engine.live.reloads)
+                self._count_causes(engine.name, engine.live)
 
     def _count(self, name: str, way: Way, total: int) -> None:
         seen = self._seen.get((name, way), 0)
         self._ways.labels(name, way).inc(total - seen)
         self._seen[name, way] = total
+
+    def _count_causes(self, name: str, live: LiveStatus) -> None:
+        before, self._lives[name] = self._lives.get(name, LiveStatus()), live
+        self._faults.labels(name).inc(_faults(live) - _faults(before))
+        for why, times in live.because.items():
+            self._because.labels(name, one_of(why, WHYS)).inc(times - before.because.get(why, 0))
+
+
+def _faults(live: LiveStatus) -> int:
+    return 0 if live.verify is None else live.verify.faults
 
 
 def _number(version: int | None) -> int:

@@ -173,6 +173,20 @@ class Engines:
             if not self.failed(name):
                 known.next_try = 0.0
 
+    def doubt(self, local: LocalCheckpoint, name: str, reason: str) -> None:
+        """Its memory does not hold what it confirmed: only a reload makes it known again."""
+        known = local.state.engines.get(name)
+        record = replace(_noted(known, Mark.SUSPECT), reason=reason)
+        local.save(local.state.but(engines={**local.state.engines, name: record}))
+        self._known[name].reason = reason
+
+    def confirm(self, local: LocalCheckpoint, name: str) -> None:
+        """All of its memory was read, and is the local version."""
+        record = local.state.engines[name]
+        if record.confirmed_by != "digest":
+            record = replace(record, confirmed_by="digest")
+            local.save(local.state.but(engines={**local.state.engines, name: record}))
+
     def resume_noted(self, state: LocalState) -> None:
         """Lets engines go on that a killed run left paused with the weights they name. Their note stays: they
         are reloaded as soon as the local checkpoint is open."""

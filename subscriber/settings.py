@@ -61,6 +61,13 @@ class SubscriberSettings(ServiceSettings):
         min_length=1,
         description="Command run when an engine has failed; the word exit: end with code 5.",
     )
+    verify_engine_every: int = Field(
+        0,
+        ge=0,
+        le=1_000_000,
+        description="Versions after which all of a patched engine's memory is verified at once; 0: at the "
+        "pace of --verify-rate alone.",
+    )
     readable_by: Readers | None = Field(
         None, description="Who may read the local checkpoint; unset: whom the umask lets."
     )

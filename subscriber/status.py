@@ -36,6 +36,25 @@ class LastError(Frozen):
     """unix time"""
 
 
+class EngineVerifyStatus(Frozen):
+    """What was read of an engine's memory, since the start."""
+
+    done_bytes: int
+    """of this pass"""
+    total_bytes: int
+    passes: int
+    full_pass: float | None
+    """unix time at which the last whole pass began"""
+    version: int | None
+    """the last one at which every tensor was read and was right"""
+    refused: int
+    """tensors in this pass that the engine cannot read back"""
+    faults: int
+    last_fault: str
+    last_fault_at: float | None
+    """unix time"""
+
+
 class LiveStatus(Frozen):
     """Of an engine with `via=live`, since the start."""
 
@@ -47,6 +66,8 @@ class LiveStatus(Frozen):
     """reloads from disk by their cause; docs/engines.md has the list"""
     reason: str = ""
     """of the last reload from disk; empty after a patch"""
+    verify: EngineVerifyStatus | None = None
+    """null until its memory was first read"""
 
 
 class EngineStatus(Frozen):

@@ -47,6 +47,7 @@ from weightcast.subscriber.aligned import (
     rolls_back,
     unaligned,
 )
+from weightcast.subscriber.engine_verify import EngineVerify, EngineVerifyFacts
 from weightcast.subscriber.engines.base import Engine
 from weightcast.subscriber.engines.roster import EngineResult
 from weightcast.subscriber.group import Order
@@ -102,6 +103,8 @@ class View:
     """of the running step"""
     error: WeightcastError | None = None
     scrub: ScrubStatus | None = None
+    engine_verify: dict[str, EngineVerifyFacts] = field(default_factory=dict)
+    """by the engine's name"""
 
 
 @dataclass(frozen=True)
@@ -235,6 +238,26 @@ class Sync:
         finally:
             self.view.scrub = scrub.status
             self._tell()
+
+    def verify_engines(self, verify: EngineVerify) -> dict[str, str]:
+        """Has engines that are patched read a little of their memory. One that holds other words is in doubt,
+        and reloaded by a step at once: raises what `sync_once` raises. Returns what was wrong, by name."""
+        local = self.follower.local
+        if local is None or not self.engines.lives:
+            return {}
+        aligned = self.engines.aligned(local.state)
+        lives = {name: live for name, live in self.engines.lives.items() if name in aligned}
+        faults = verify.turn(local, lives)
+        for name, live in lives.items():
+            if name in faults:
+                self.engines.doubt(local, name, faults[name])
+            elif verify.is_confirmed(name, live, local):
+                self.engines.confirm(local, name)
+        self.view.engine_verify = {name: facts for name in lives if (facts := verify.facts(name)) is not None}
+        self._tell()
+        if faults:
+            self.sync_once()
+        return faults
 
     def outcome(self) -> Outcome:
         """As of the last step."""

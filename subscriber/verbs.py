@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import typer
 
+from weightcast.shared.progress import Advance
+from weightcast.shared.service import verbs_local
 from weightcast.shared.service.cli import group
 from weightcast.shared.service.options import settings_command, show_settings_command
+from weightcast.shared.service.verbs_local import EngineFound
 from weightcast.subscriber import verbs_doctor, verbs_engine, verbs_sync
 from weightcast.subscriber.settings import SubscriberSettings
 
@@ -19,6 +25,14 @@ def register(app: typer.Typer) -> None:
     verbs_sync.register(app)
     verbs_engine.register(app)
     verbs_doctor.register(app)
+    verbs_local.engines_are_read_by(_look)
+
+
+def _look(option: str, local: Path, names: Sequence[str], advance: Advance | None) -> EngineFound:
+    # needed by one verb: the others start without it
+    from weightcast.subscriber.engine_look import look
+
+    return look(option, local, names, advance)
 
 
 def _run(settings: SubscriberSettings) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +26,29 @@ from weightcast.shared.service.settings import BadSettings
 from weightcast.shared.service.threads import working_threads
 
 LOCK_SECONDS = 60.0
+_WRONG_MEMORY = "it answers with wrong weights; restart it, or let the daemon's own verify reload it"
+
+
+@dataclass(frozen=True)
+class EngineFound:
+    """What an engine holds in its memory. `root`: over all tensors; None where it does not tell all."""
+
+    engine: str
+    version: int
+    root: str | None
+    tensors: int
+    differing: tuple[str, ...]
+    refused: Mapping[str, str]
+
+
+EngineLook = Callable[[str, Path, Sequence[str], Advance | None], EngineFound]
+"""An `--engine` option, the local checkpoint, names of tensors (none: all)."""
+_looks: list[EngineLook] = []
+
+
+def engines_are_read_by(look: EngineLook) -> None:
+    """Told by the side that speaks to engines."""
+    _looks[:] = [look]
 
 
 def register_local(app: typer.Typer) -> None:
@@ -47,10 +72,22 @@ def verify(
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="Working threads; unset: every core allowed.")
     ] = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--engine",
+            help="Also read the memory of this engine, which has weightcast-engine: URL or kind=URL[,...]; "
+            "repeatable.",
+        ),
+    ] = None,
+    name: Annotated[
+        list[str] | None,
+        typer.Option("--name", help="Only this tensor of the engine's memory; repeatable."),
+    ] = None,
     trusted_key: TrustedKeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Read every byte of a local checkpoint and compare it with the version that it claims to be."""
+    """Read every byte of a local checkpoint, and of engines, and compare it with the version that it is."""
     output, count = Output(json=as_json), working_threads(threads)
     if repair and channel is None:
         raise BadSettings("--repair needs --channel", remedy="give the channel that the checkpoint follows")
@@ -60,9 +97,17 @@ def verify(
         if repair and channel is not None and found.faults:
             done = repair_local(local, channel, base, count, advance, Trust.load(trusted_key or ()))
             found = inspect_local(local, count, advance)
-    output.result(_facts(local, found, done), lambda console: _show(console, local, found, done))
-    if found.faults:
+        engines = [_look(option, local, name or (), advance) for option in engine or ()]
+    facts = _facts(local, found, done) | {"engines": [asdict(each) for each in engines]}
+    output.result(facts, lambda console: _show(console, local, found, done, engines))
+    if found.faults or any(each.differing for each in engines):
         raise typer.Exit(DamagedFile.exit_code)
+
+
+def _look(option: str, local: Path, names: Sequence[str], advance: Advance | None) -> EngineFound:
+    if not _looks:
+        raise Refused("engines cannot be read here", remedy="install weightcast's subscriber")
+    return _looks[0](option, local, names, advance)
 
 
 def inspect_local(local: Path, threads: int, advance: Advance | None = None) -> Inspection:
@@ -112,7 +157,15 @@ def _facts(local: Path, found: Inspection, done: Repaired | None) -> dict[str, A
     }
 
 
-def _show(console: Console, local: Path, found: Inspection, done: Repaired | None) -> None:
+def _show(
+    console: Console,
+    local: Path,
+    found: Inspection,
+    done: Repaired | None,
+    engines: Sequence[EngineFound],
+) -> None:
+    for each in engines:
+        _show_engine(console, each)
     if done is not None:
         console.print(
             f"repaired {done.words} words in {len(done.tensors)} tensors from {printable(done.source) or '-'}"
@@ -123,3 +176,15 @@ def _show(console: Console, local: Path, found: Inspection, done: Repaired | Non
         console.print(
             f"{local}: every byte is that of version {found.report.version}, root {found.report.root}"
         )
+
+
+def _show_engine(console: Console, found: EngineFound) -> None:
+    name = printable(found.engine)
+    for tensor in found.differing:
+        console.print(f"{name}: {printable(tensor)} differs in its memory\n  {_WRONG_MEMORY}")
+    for tensor, reason in found.refused.items():
+        console.print(f"{name}: {printable(tensor)} cannot be read back: {printable(reason)}")
+    if not found.differing:
+        told = found.tensors - len(found.refused)
+        root = "" if found.root is None else f", root {found.root}"
+        console.print(f"{name}: {told} of {found.tensors} tensors are those of version {found.version}{root}")

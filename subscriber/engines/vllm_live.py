@@ -6,7 +6,8 @@ engine's start, and a reload reads the model's own directory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 import httpx
 
@@ -37,8 +38,11 @@ DOOR = "/v1/weightcast"
 FORMAT = 1
 INSTALL = "install weightcast-engine beside vLLM and name it in VLLM_PLUGINS (docs/engines.md)"
 LOG = "see the engine's log"
-_UNTOUCHED = NEVER_HANDLED | {400, 409, 422}
+_BASE, _PAUSED, _BUSY = 409, 423, 503
+"""it holds another base; it is not paused; it carries out another order and has not begun this one"""
+_UNTOUCHED = NEVER_HANDLED | {400, _BASE, 413, 422, _PAUSED}
 """refused before anything was written"""
+_BUSY_SECONDS = 0.05
 
 
 class VLLMLive:
@@ -84,8 +88,8 @@ class VLLMLive:
             reply = self._once("reload", {"label": label})
         except (NotSent, NoReply) as failure:
             return failed_reload(failure)
-        # 409: it is not paused, so that another process answers than the one that was
-        if reply.status in _UNTOUCHED - {409}:
+        # not paused: another process answers than the one that was
+        if reply.status in _UNTOUCHED - {_BASE, _PAUSED}:
             return Intact(_said(reply))
         return Done() if _says(reply, label=label) else Suspect(_said(reply))
 
@@ -145,10 +149,22 @@ class VLLMLive:
         )
 
     def _post(self, door: str, order: Mapping[str, object], seconds: float) -> Reply:
-        return self._wire.post(f"{DOOR}/{door}", order, seconds)
+        return _patiently(lambda left: self._wire.post(f"{DOOR}/{door}", order, left), seconds)
 
     def _once(self, door: str, order: Mapping[str, object]) -> Reply:
-        return self._wire.post_once(f"{DOOR}/{door}", order, self._timeouts.reload)
+        return _patiently(
+            lambda left: self._wire.post_once(f"{DOOR}/{door}", order, left), self._timeouts.reload
+        )
+
+
+def _patiently(send: Callable[[float], Reply], seconds: float) -> Reply:
+    """Sends again what the plugin has not begun, since another order was under way."""
+    deadline = time.monotonic() + seconds
+    reply = send(seconds)
+    while reply.status == _BUSY and (left := deadline - time.monotonic()) > _BUSY_SECONDS:
+        time.sleep(_BUSY_SECONDS)
+        reply = send(left)
+    return reply
 
 
 def _hindrance(reply: Reply) -> str:

@@ -1,7 +1,7 @@
-"""Two inference servers in a process of their own, which outlives the subscribers that are killed.
+"""Inference servers in a process of their own, which outlives the subscribers that are killed.
 
-One copies the weights when it loads (SGLang's dialect), one maps the files (the webhook's). Both note what
-they held whenever they began to serve.
+One copies the weights when it loads (SGLang's dialect), one maps the files (the webhook's), one is patched in
+memory (the plugin's doors). All note what they held whenever they began to serve.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 from core_cases import read_checkpoint
 from crash_observe import digest_of
-from doubles import SGLangDouble, WebhookDouble, serve
+from doubles import Answer, Double, SGLangDouble, WebhookDouble, serve
+from plugin_double import PluginDouble
 
 
 def on_disk(directory: Path) -> str:
@@ -27,7 +28,7 @@ def on_disk(directory: Path) -> str:
 class Copying(SGLangDouble):
     """Loads what lies in a checkpoint directory. While it `refuses`, it takes only what it had before."""
 
-    maps = False
+    name, maps = "copy", False
 
     def __init__(self, others: tuple[Path, ...] = ()) -> None:
         super().__init__()
@@ -54,8 +55,47 @@ class Copying(SGLangDouble):
         return self.held
 
 
+class Patching(PluginDouble):
+    """As `Copying`, and takes patches."""
+
+    name, maps = "live", False
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.refuses = self.loaded = False
+        self.served: list[str] = []
+
+    def load_disk(self) -> None:
+        self.weights = read_checkpoint(self.directory)
+        self.loaded = True
+
+    def restart(self) -> None:
+        """Another process, which has loaded nothing yet."""
+        Double.restart(self)
+        self.version, self.root, self.in_doubt, self.weights = None, None, False, {}
+
+    def on_check(self, body: Any) -> Answer:
+        return self.refusal() if self.refuses else super().on_check(body)
+
+    def on_reload(self, body: Any) -> Answer:
+        if self.refuses and on_disk(self.directory) != self.now_held():
+            return self.refusal()
+        return super().on_reload(body)
+
+    def refusal(self) -> Answer:
+        return Answer(422, {"error": "not these weights", "tensor": "scalar", "remedy": "others"})
+
+    def resume(self) -> None:
+        super().resume()
+        if self.loaded:
+            self.served.append(self.now_held())
+
+    def now_held(self) -> str:
+        return digest_of(self.weights)
+
+
 class Mapping(WebhookDouble):
-    maps = True
+    name, maps = "map", True
     refuses = False
 
     def __init__(self, local: Path) -> None:
@@ -76,15 +116,25 @@ class Mapping(WebhookDouble):
         return on_disk(self.local)
 
 
+Engine = Copying | Mapping | Patching
+
+
+def made(kind: str, local: Path, others: tuple[Path, ...]) -> tuple[Engine, str, str]:
+    """With its dialect, and what else its option says."""
+    if kind == "copy":
+        return Copying(others), "sglang", ""
+    return (Mapping(local), "webhook", "") if kind == "map" else (Patching(local), "vllm", ",via=live")
+
+
 def run_engines(local: Path, kinds: tuple[str, ...], wire: Connection, others: tuple[Path, ...] = ()) -> None:
     """Sends the engines' options, then answers `see`, `refuse`, `accept`, `restart` and `end`.
     `others`: local checkpoints of an engine group's other hosts."""
     with ExitStack() as stack:
-        doubles: list[tuple[str, Copying | Mapping]] = []
+        doubles: list[tuple[str, Engine]] = []
         for kind in kinds:
-            double = Copying(others) if kind == "copy" else Mapping(local)
-            dialect = "sglang" if kind == "copy" else "webhook"
-            doubles.append((f"{dialect}={stack.enter_context(serve(double))},name={kind}", double))
+            double, dialect, more = made(kind, local, others)
+            option = f"{dialect}={stack.enter_context(serve(double))},name={kind}{more}"
+            doubles.append((option, double))
         wire.send([option for option, _ in doubles])
         while (order := wire.recv()) != "end":
             for _, double in doubles:
@@ -92,7 +142,7 @@ def run_engines(local: Path, kinds: tuple[str, ...], wire: Connection, others: t
             wire.send([_facts(double) for _, double in doubles])
 
 
-def _obey(double: Copying | Mapping, order: str) -> None:
+def _obey(double: Engine, order: str) -> None:
     if order in ("refuse", "accept"):
         double.refuses = order == "refuse"
     elif order == "restart":
@@ -101,10 +151,10 @@ def _obey(double: Copying | Mapping, order: str) -> None:
         double.loaded = False
 
 
-def _facts(double: Copying | Mapping) -> dict[str, Any]:
+def _facts(double: Engine) -> dict[str, Any]:
     label = "" if double.label == "default" else double.label
     return {
-        "name": "copy" if isinstance(double, Copying) else "map",
+        "name": double.name,
         "maps": double.maps,
         "loaded": double.loaded,
         "held": double.now_held() if double.loaded else "",

@@ -41,6 +41,7 @@ WEIGHTS = {
     "take over": 0.08,
     "disturb publisher": 0.05,
     "disturb host": 0.05,
+    "lose engine": 0.05,
     "power of host": 0.05,
     "power of publisher": 0.05,
 }

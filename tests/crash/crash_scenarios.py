@@ -230,6 +230,24 @@ def start_host(run: Run) -> None:
     run.settle()
 
 
+def lose_engine(run: Run) -> None:
+    """An engine's process ends and another begins while a running subscriber is at any step; that goes on."""
+    world = run.world
+    run.order = replace(run.order, action="stop")
+    victim = _running(world, "host")
+    before = victim.wire.counts
+    victim.wire.order(run.trap)
+    world.hand_over()
+    run.strike(victim, lambda: world.published() and world.followed(see_pointer(world.channel)))
+    run.rows = passed(victim, before)
+    if run.struck:
+        world.tell_engines("restart")
+        victim.signal(signal.SIGCONT)
+        # the state says that the process before serves, until it is looked at again
+        wait_for(lambda: all(one.loaded for one in world.tell_engines("see")), "loaded", SETTLE_SECONDS)
+    run.settle()
+
+
 def seed(run: Run) -> None:
     """A subscriber without a local checkpoint, or with the files of an earlier run."""
     world = run.world
@@ -572,10 +590,13 @@ SCENARIOS: Mapping[str, Scenario] = {
     "start publisher": Scenario(start_publisher, "publisher"),
     "make beside": Scenario(make_beside, "publisher", keep_versions=3, moments=False),
     "follow": Scenario(follow, "host"),
+    "patch engines": Scenario(follow, "host", engines=("live",)),
+    "lose engine": Scenario(lose_engine, "host", engines=("live",), moments=False),
     "start host": Scenario(start_host, "host"),
     "seed": Scenario(seed, "host"),
     "repair": Scenario(repair, "host"),
     "refuse": Scenario(refuse, "host", engines=("copy",)),
+    "refuse patch": Scenario(refuse, "host", engines=("live",)),
     "group: leader follows": Scenario(
         lambda run: follow_in_group(run, "host"), "host", engines=("copy",), member=True
     ),

@@ -67,7 +67,7 @@ class Shape:
     def drawn(cls, rng: random.Random) -> Shape:
         return cls(
             rng.choice(("fast", "fast", "small", "xor", "overwrite")),
-            rng.choice((("copy",), ("map",), ("copy", "map"))),
+            rng.choice((("copy",), ("map",), ("live",), ("copy", "map"), ("live", "map"))),
             rng.choice((1, 2)),
             rng.choice((1, 2, 3)),
             rng.choice((None, "true")),

@@ -27,6 +27,7 @@ SHOWN: tuple[type[BaseModel], ...] = (
     host_status.HostStatus,
     host_status.EngineStatus,
     host_status.LiveStatus,
+    host_status.EngineVerifyStatus,
     host_status.UpdateStatus,
     host_status.BlockedStatus,
     host_status.LastError,

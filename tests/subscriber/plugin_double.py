@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from core_cases import ITEM_SIZES
 from doubles import Answer, Call, Double
 from hosts import digest, unpack
 
 from weightcast.shared.digest.hash import hash_bytes
 
 DOOR = "/v1/weightcast"
-WIDTHS = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "I64": 8, "U16": 2, "F16": 2, "BOOL": 1, "U8": 1}
+WIDTHS = {**ITEM_SIZES, "U16": 2}
 FILE = re.compile(r"[0-9]+-[0-9a-f]{8}\.patch")
 
 
@@ -155,8 +156,12 @@ class PluginDouble(Double):
     def on_reload(self, body: Any) -> Answer:
         assert set(body) == {"label"}
         if not self.paused:
-            return Answer(409, {"error": "not paused", "remedy": "pause first"})
-        self.load_disk()
+            return Answer(423, {"error": "not paused", "remedy": "pause first"})
+        try:
+            self.load_disk()
+        except (OSError, ValueError) as error:
+            self.in_doubt = True
+            return Answer(500, {"error": f"what lies on disk cannot be loaded: {error}", "state": "in-doubt"})
         self.reloaded += 1
         self.in_doubt, self.version, self.root, self.label = False, None, None, body["label"]
         return Answer(200, {"label": self.label, "seconds": 0.1})
@@ -200,7 +205,7 @@ class PluginDouble(Double):
         assert set(body) == {"file", "label"}
         if not self.paused:
             self.unpaused_writes += 1
-            return Answer(409, {"error": "not paused", "remedy": "pause first"})
+            return Answer(423, {"error": "not paused", "remedy": "pause first"})
         judged = self.judge(body["file"])
         if isinstance(judged, Answer):
             return judged
