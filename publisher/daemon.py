@@ -5,10 +5,12 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from weightcast.publisher.desk import Desk
+from weightcast.publisher.fleet_routes import fleet_routes
+from weightcast.publisher.fleet_view import FleetView
 from weightcast.publisher.page_routes import PAGE_PATHS, page_routes
 from weightcast.publisher.routes import publication_routes
 from weightcast.publisher.settings import PublisherSettings
-from weightcast.publisher.status import PublisherStatus
+from weightcast.publisher.status import PublisherStatus, host_status
 from weightcast.publisher.watched import Arrivals
 from weightcast.shared.service.daemon import Stop, Wakeup, run_daemon
 from weightcast.shared.service.http import make_app
@@ -25,15 +27,21 @@ def run_publisher(settings: PublisherSettings) -> None:
     loop = Snapshot(LoopStatus())
     watch_loop(registry, loop)
     arrivals = Arrivals()
+    view = FleetView(
+        settings.channel, settings.upkeep.retention, settings.bounds, lambda: desk.publish_seconds
+    )
     desk = Desk(settings, registry, wakeup, stop, arrivals)
 
     def status() -> PublisherStatus:
-        return desk.status().model_copy(update={"loop": loop.get(), "kernels": STATUS.get()})
+        hosts = tuple(map(host_status, view.hosts().hosts))
+        return desk.status().model_copy(
+            update={"loop": loop.get(), "kernels": STATUS.get(), "hosts": hosts}
+        )
 
     app = make_app(
         "weightcast publisher",
         status,
-        lambda: status().readiness(),
+        lambda: desk.status().readiness(),
         registry,
         None if settings.token is None else settings.token.get_secret_value(),
         wakeup.set,
@@ -42,8 +50,13 @@ def run_publisher(settings: PublisherSettings) -> None:
     )
     app.include_router(page_routes())
     app.include_router(publication_routes(lambda: desk.queue, settings.roots, wakeup.set))
+    app.include_router(
+        fleet_routes(view, lambda: desk.status().run_id, lambda: bool(app.state.stopping()))
+    )
     warm_up_in_background()
     with ExitStack() as around:
+        view.start()
+        around.callback(view.stop)
         if settings.watch is not None:
             around.enter_context(Watcher(settings.watch, wakeup, arrivals.note))
         run_daemon(app, desk.step, wakeup, settings, desk.start, desk.close, loop, stop)

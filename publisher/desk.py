@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from weightcast.publisher.channel_init import init_channel
@@ -14,9 +14,10 @@ from weightcast.publisher.commit import PostWrite
 from weightcast.publisher.export import Handed
 from weightcast.publisher.figures import Figures
 from weightcast.publisher.inbox import Choice, InboxRules, Sighting, step_of
+from weightcast.publisher.ledger import ROWS_LIMIT
 from weightcast.publisher.progress import Meter
 from weightcast.publisher.publisher import Publisher
-from weightcast.publisher.queue import Job, Publication, Queue, publication
+from weightcast.publisher.queue import Job, Publication, Queue, publication, total_seconds
 from weightcast.publisher.received import Received
 from weightcast.publisher.routes import check_checkpoint
 from weightcast.publisher.settings import THREADS, PublisherSettings
@@ -24,7 +25,6 @@ from weightcast.publisher.status import (
     PUBLICATIONS_SHOWN,
     REFUSED_SHOWN,
     DatedFailure,
-    Hosts,
     InboxStatus,
     PublisherStatus,
     RefusedStatus,
@@ -39,7 +39,6 @@ from weightcast.publisher.work import Work, report_of
 from weightcast.shared.channel.claims import current_epoch
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Layout
-from weightcast.shared.channel.reports import read_reports
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import NeedsReseed, NotInTime, Refused, RetryLater
 from weightcast.shared.local.follow import open_base
@@ -55,7 +54,6 @@ from weightcast.shared.service.snapshot import Failure, Snapshot
 from weightcast.shared.service.threads import working_threads
 from weightcast.shared.service.verify import verify_status
 
-_HOSTS_SECONDS = 5.0
 _LOOK_SECONDS = 5.0
 _INBOX, _QUEUE, _HANDED = "inbox.json", "publications.json", "handed.json"
 
@@ -79,7 +77,9 @@ class Desk:
         """why this publisher may not go on"""
         self._settings = settings
         self._wakeup, self._stop, self._arrivals = wakeup, stop, arrivals
-        self._meter, self._figures, self._hosts = Meter(), Figures(registry), Hosts()
+        self._meter, self._figures = Meter(), Figures(registry)
+        self.publish_seconds: Mapping[int, float] = {}
+        """of what this process published; replaced as a whole"""
         self._publisher: Publisher | None = None
         self._watched: Watched | None = None
         self._received: Received | None = None
@@ -91,7 +91,6 @@ class Desk:
         self._background: Background | None = None
         self._poison = ""
         """job whose publication crashed: not tried again"""
-        self._hosts_read = -_HOSTS_SECONDS
         self._ended: deque[Publication] = deque(maxlen=PUBLICATIONS_SHOWN)
         self._full_bytes = 0
         self._status = Snapshot(
@@ -324,6 +323,8 @@ class Desk:
         self._ended.appendleft(done)
         self._figures.published(done)
         self._looked = -_LOOK_SECONDS
+        known = {**self.publish_seconds, done.version: total_seconds(done.seconds)}
+        self.publish_seconds = dict(list(known.items())[-ROWS_LIMIT:])
         status = self._status.get()
         self._status.set(status.model_copy(update={"totals": add(status.totals, done)}))
         log.info(
@@ -359,7 +360,6 @@ class Desk:
                 "epoch": self._publisher.epoch,
             }
         self._status.set(self._status.get().model_copy(update=facts))
-        self._read_hosts()
         self._look_at_channel()
         self._disk.show()
         self._figures.show(self.status())
@@ -391,16 +391,6 @@ class Desk:
                 for name, failure in self._watched.refused()[-REFUSED_SHOWN:]
             ),
         )
-
-    def _read_hosts(self) -> None:
-        now = time.monotonic()
-        if now - self._hosts_read < _HOSTS_SECONDS:
-            return
-        self._hosts_read = now
-        # Reports are no reason to stop publishing.
-        with contextlib.suppress(OSError):
-            hosts = self._hosts.update(read_reports(self._settings.channel))
-            self._status.set(self._status.get().model_copy(update={"hosts": hosts}))
 
 
 def created_at(channel: Path, version: int | None) -> float:

@@ -11,9 +11,8 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from weightcast.publisher.arrivals import Arrivals
 from weightcast.publisher.commit import PostWrite
 from weightcast.publisher.finite import NonFinite
 from weightcast.publisher.member import Member
@@ -38,6 +37,9 @@ from weightcast.shared.local.follow import Follower, FollowOptions
 from weightcast.shared.local.scrub import Scrub
 from weightcast.shared.local.seed import check_other_files
 from weightcast.shared.progress import Advance
+
+if TYPE_CHECKING:
+    from weightcast.shared.service.arrivals import Arrivals
 
 _BEAT_SECONDS = 10.0
 
@@ -70,7 +72,7 @@ class Publisher:
         whole_old = options.encoding == "small"
         self.baselines = Baselines(options.on_device, whole_old=whole_old) if near else None
         self._submissions = Submissions(self._publish)
-        self._arrivals = Arrivals(follower.channel_dir)
+        self._arrivals: Arrivals | None = None
 
     @classmethod
     def open(
@@ -293,6 +295,11 @@ class Publisher:
         Hosts say this of themselves in the channel, nobody authenticates it. Raises NotInTime that names the
         hosts which are behind.
         """
+        # pydantic costs a fifth of a second that most publishers need not pay
+        from weightcast.shared.service.arrivals import Arrivals
+
+        if self._arrivals is None:
+            self._arrivals = Arrivals.in_channel(self._follower.channel_dir)
         return self._arrivals.wait(version, min_hosts, fraction, timeout)
 
     def publish_checkpoint(

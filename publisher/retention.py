@@ -77,11 +77,23 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class Hop:
+    """The delta to `version` from `base_version`; None: its full weights."""
+
+    version: int
+    base_version: int | None
+
+
+@dataclass(frozen=True)
 class Way:
-    """The versions whose deltas or full weights are read on the way of the fewest bytes."""
+    """What is read on the way of the fewest bytes, in order."""
 
     nbytes: int
-    versions: tuple[int, ...]
+    hops: tuple[Hop, ...]
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        return tuple(hop.version for hop in self.hops)
 
 
 def decide(situation: Situation, retention: Retention) -> Verdict:
@@ -146,11 +158,11 @@ def cheapest(versions: Mapping[int, Held], target: int, start: Mapping[int, int]
         held = versions[version]
         ways = [best[version]] if version in best else []
         if held.full is not None:
-            ways.append(Way(held.full, (version,)))
+            ways.append(Way(held.full, (Hop(version, None),)))
         hops = {**held.shown.skips, **({} if held.whole else {version - 1: held.shown.nbytes})}
         for base, nbytes in hops.items():
             if base in best:
-                ways.append(Way(best[base].nbytes + nbytes, (*best[base].versions, version)))
+                ways.append(Way(best[base].nbytes + nbytes, (*best[base].hops, Hop(version, base))))
         if ways:
             best[version] = min(ways, key=lambda way: way.nbytes)
     return best.get(target)

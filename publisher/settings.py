@@ -15,6 +15,7 @@ from weightcast.shared.channel.keys import load_private_key
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.files.paths import file_name
 from weightcast.shared.local.follow import open_base
+from weightcast.shared.service.fleet import LOST_SECONDS, STALE_SECONDS, Bounds
 from weightcast.shared.service.settings import PUBLISHER_PORT, ServiceSettings, problem_of
 
 THREADS = 2
@@ -114,6 +115,16 @@ class PublisherSettings(ServiceSettings):
     host_versions: int = Field(
         64, ge=0, description="Prune: versions kept beyond these, at most, for hosts that are behind."
     )
+    stale_seconds: float = Field(
+        STALE_SECONDS,
+        gt=0,
+        le=86400,
+        allow_inf_nan=False,
+        description="A host whose report stood still for so long is stale.",
+    )
+    lost_seconds: float = Field(
+        LOST_SECONDS, gt=0, le=86400, allow_inf_nan=False, description="And lost after so long."
+    )
     take_over: bool = Field(False, description="Take the channel from a publisher that seems alive.")
     sign_key: Path | None = Field(
         None,
@@ -159,6 +170,10 @@ class PublisherSettings(ServiceSettings):
             encoding="small" if self.encoding == "small" else "fast",
             retention=Retention(self.keep_versions, self.keep_hours, self.host_versions),
         )
+
+    @property
+    def bounds(self) -> Bounds:
+        return Bounds(stale_seconds=self.stale_seconds, lost_seconds=self.lost_seconds)
 
     @property
     def aliases(self) -> dict[str, str]:

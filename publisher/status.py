@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from weightcast.publisher.inbox import Waiting
 from weightcast.publisher.queue import Job, Publication, total_seconds
-from weightcast.shared.channel.reports import Report
+from weightcast.shared.service.fleet import Host
 from weightcast.shared.service.kernels import KernelStatus
 from weightcast.shared.service.snapshot import Failure, Frozen, LoopStatus, Readiness
 from weightcast.shared.service.verify import VerifyStatus
@@ -129,34 +128,16 @@ def waiting_status(waiting: Iterable[Waiting]) -> tuple[WaitingStatus, ...]:
     return tuple(WaitingStatus(name=each.name, reason=each.reason) for each in waiting)[:WAITING_SHOWN]
 
 
-class Hosts:
-    """Remembers when each report last changed: their time stamps are of foreign clocks."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._seen: dict[tuple[str, str], tuple[int, float]] = {}
-
-    def update(self, reports: Iterable[Report]) -> tuple[HostStatus, ...]:
-        now, before, self._seen = self._clock(), self._seen, {}
-        shown = []
-        for report in reports:
-            key = (report.host, report.local)
-            counter, since = before.get(key, (report.counter, now))
-            self._seen[key] = (report.counter, since if counter == report.counter else now)
-            shown.append(_host(report, now - self._seen[key][1]))
-        return tuple(shown)
-
-
-def _host(report: Report, age_seconds: float) -> HostStatus:
+def host_status(host: Host) -> HostStatus:
     return HostStatus(
-        host=report.host,
-        local=report.local,
-        state=report.state,
-        local_version=report.local_version,
-        served_version=report.served_version,
-        lag=report.lag,
-        last_error=report.last_error,
-        age_seconds=age_seconds,
+        host=host.host,
+        local=host.local,
+        state=host.state,
+        local_version=host.local_version,
+        served_version=host.served_version,
+        lag=host.lag,
+        last_error=host.last_error,
+        age_seconds=host.heard_seconds_ago,
     )
 
 

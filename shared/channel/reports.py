@@ -7,14 +7,15 @@ ever, and the paths in them are text.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.records import FORMAT, check_format
-from weightcast.shared.errors import WeightcastError
+from weightcast.shared.errors import DamagedFile, UnknownFormat, WeightcastError
 from weightcast.shared.files import durable
 from weightcast.shared.files.paths import is_plain
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
@@ -22,15 +23,34 @@ from weightcast.shared.files.strict_json import Members, parse_object, write_obj
 REPORT_LIMIT = 64 << 10
 """bytes"""
 REPORTS_LIMIT = 4096
+UPDATES_LIMIT = 20
+CAUSES = ("step", "skip", "anchor", "repair")
+"""what bytes of the channel are read for"""
 _ENGINES_LIMIT = 64
 _ERROR_LIMIT = 4096
+_PHASES_LIMIT = 32
 _SUFFIX = ".json"
 
 
 @dataclass(frozen=True)
+class Update:
+    """One move of the local checkpoint, or one reload of engines. `began`: unix time on the host's clock;
+    `seconds` by phase; `bytes` read; `outcome`: `done`, or `refused` where the engines did not take a
+    version and the host went back."""
+
+    version: int
+    kind: str
+    began: float
+    seconds: Mapping[str, float]
+    bytes: int
+    outcome: str
+
+
+@dataclass(frozen=True)
 class Report:
-    """`lag` counts versions; `target` is `latest`, a version or a tag. `counter` rises with each report: a
-    host whose counter stands still is not heard from, whatever its clock says."""
+    """`state`: `ready`, or what the host is at; `phase`: what it is at, ready or not. `lag` counts versions;
+    `target` is `latest`, a version or a tag. `counter` rises with each report: a host whose counter stands
+    still is not heard from, whatever its clock says."""
 
     host: str
     local: str
@@ -45,23 +65,57 @@ class Report:
     """one object per engine, as in the daemon's status"""
     counter: int
     software: str
+    phase: str = ""
+    target_version: int | None = None
+    remedy: str = ""
+    retries: int = 0
+    """steps tried again since the start"""
+    bytes: Mapping[str, int] = field(default_factory=dict)
+    """read from the channel since the start, by cause"""
+    clock_offset: float | None = None
+    """seconds by which the host's clock is ahead of the channel's file system, or of the publisher's clock"""
+    updates: tuple[Update, ...] = ()
+    """newest first"""
 
 
-def write_report(channel: Path, report: Report) -> None:
-    """Raises OSError, on a channel mounted read-only for instance."""
+def write_report(channel: Path, report: Report) -> float:
+    """Returns when it was written by the clock of the channel's file system. Raises OSError, on a channel
+    mounted read-only for instance."""
     layout = Layout(channel)
     layout.hosts_dir.mkdir(exist_ok=True)
-    durable.replace(layout.report(report.host, report.local), pack_report(report))
+    path = layout.report(report.host, report.local)
+    durable.swap(path, pack_report(report))
+    return path.lstat().st_mtime
 
 
 def pack_report(report: Report) -> bytes:
-    """The error's text is cut and its control characters are dropped, so that readers take the report."""
-    error = "".join(c if is_plain(c) else " " for c in report.last_error[:_ERROR_LIMIT])
-    return write_object({"format": FORMAT, **asdict(replace(report, last_error=error))})
+    """Texts are cut and their control characters dropped, and what makes it too long is left out, oldest
+    updates first, so that readers take the report."""
+    report = replace(
+        report,
+        last_error=_plain(report.last_error),
+        remedy=_plain(report.remedy),
+        updates=report.updates[:UPDATES_LIMIT],
+        engines=report.engines[:_ENGINES_LIMIT],
+    )
+    while len(data := write_object({"format": FORMAT, **asdict(report)})) > REPORT_LIMIT:
+        if report.updates:
+            report = replace(report, updates=report.updates[:-1])
+        elif report.engines:
+            report = replace(report, engines=report.engines[:-1])
+        else:
+            break
+    return data
+
+
+def _plain(text: str) -> str:
+    return "".join(c if is_plain(c) else " " for c in text[:_ERROR_LIMIT])
 
 
 def parse_report(data: bytes, what: str) -> Report:
-    """Raises DamagedFile and UnknownFormat."""
+    """Members that older releases do not write may be absent. Raises DamagedFile and UnknownFormat."""
+    if len(data) > REPORT_LIMIT:
+        raise DamagedFile(f"{what}: larger than {REPORT_LIMIT} bytes")
     members = Members(parse_object(data, what), what)
     check_format(members, what)
     engines = members.array("engines")
@@ -80,28 +134,141 @@ def parse_report(data: bytes, what: str) -> Report:
         engines=tuple(cast(list[dict[str, object]], engines)),
         counter=members.integer("counter"),
         software=members.text("software", 256),
+        phase=members.text("phase", 64) if "phase" in members else "",
+        target_version=members.optional_integer("target_version"),
+        remedy=members.text("remedy", _ERROR_LIMIT) if "remedy" in members else "",
+        retries=members.integer("retries") if "retries" in members else 0,
+        bytes=_bytes(members, what) if "bytes" in members else {},
+        clock_offset=None if members.absent("clock_offset") else members.number("clock_offset"),
+        updates=_updates(members, what) if "updates" in members else (),
     )
+
+
+def _bytes(members: Members, what: str) -> dict[str, int]:
+    found = Members(members.object("bytes"), f"{what}: bytes")
+    return {cause: found.integer(cause) for cause in CAUSES if cause in found}
+
+
+def _updates(members: Members, what: str) -> tuple[Update, ...]:
+    rows = members.array("updates")
+    if len(rows) > UPDATES_LIMIT:
+        raise members.bad("updates", f"at most {UPDATES_LIMIT} objects")
+    return tuple(_update(Members(row, f"{what}: updates")) for row in rows)
+
+
+def _update(row: Members) -> Update:
+    return Update(
+        version=row.integer("version"),
+        kind=row.text("kind", 32),
+        began=row.number("began"),
+        seconds=_seconds(row),
+        bytes=row.integer("bytes"),
+        outcome=row.text("outcome", 32),
+    )
+
+
+def _seconds(row: Members) -> dict[str, float]:
+    found = row.object("seconds")
+    phases = Members(found, "seconds")
+    if len(found) > _PHASES_LIMIT or any(len(name) > 32 or not is_plain(name) for name in found):
+        raise row.bad("seconds", f"at most {_PHASES_LIMIT} phases")
+    return {name: phases.number(name) for name in found}
 
 
 def read_reports(channel: Path, limit: int = REPORTS_LIMIT) -> list[Report]:
     """In the order of file names, at most `limit`. What cannot be read as a report is left out: one bad host
     must not hide the others."""
-    found = (_read(path) for path in _paths(channel)[:limit])
-    return [report for report in found if report is not None]
+    return [sighting.report for sighting in ReportReader(channel, limit).read()]
 
 
-def _paths(channel: Path) -> list[Path]:
-    hosts = Layout(channel).hosts_dir
-    try:
-        with os.scandir(hosts) as scan:
-            names = [entry.name for entry in scan if entry.name.endswith(_SUFFIX)]
-    except FileNotFoundError:
-        return []
-    return [hosts / name for name in sorted(names) if not durable.is_temporary(name)]
+@dataclass(frozen=True)
+class Sighting:
+    """A report as it lies in the channel. `key`: its file's name without `.json`; `written`: when, by the
+    clock of the channel's file system."""
+
+    key: str
+    report: Report
+    written: float
+
+
+@dataclass(frozen=True)
+class _Seen:
+    inode: int
+    mtime_ns: int
+    size: int
+
+
+class ReportReader:
+    """Reads again only the files that were replaced since: of 1,000 hosts a few dozen write in a second.
+    For one thread."""
+
+    def __init__(self, channel: Path, limit: int = REPORTS_LIMIT) -> None:
+        self._hosts, self._limit = Layout(channel).hosts_dir, limit
+        self._known: dict[str, tuple[_Seen, Report | None]] = {}
+
+    def read(self) -> list[Sighting]:
+        """In the order of file names, at most `limit`; what is no report is left out. Raises OSError when the
+        directory cannot be listed."""
+        before, self._known = self._known, {}
+        for name, seen in self._listed():
+            known = before.get(name)
+            if known is not None and known[0] == seen:
+                self._known[name] = known
+                continue
+            try:
+                self._known[name] = seen, _read(self._hosts / name)
+            except (OSError, WeightcastError):
+                # it changes just now, or is gone
+                continue
+        return [
+            Sighting(name.removesuffix(_SUFFIX), report, seen.mtime_ns / 1e9)
+            for name, (seen, report) in self._known.items()
+            if report is not None
+        ]
+
+    def _listed(self) -> Sequence[tuple[str, _Seen]]:
+        try:
+            with os.scandir(self._hosts) as scan:
+                entries = [each for each in scan if _is_report(each.name)]
+        except FileNotFoundError:
+            return ()
+        entries.sort(key=lambda each: each.name)
+        listed = []
+        for entry in entries[: self._limit]:
+            try:
+                found = entry.stat(follow_symlinks=False)
+            except OSError:
+                continue
+            listed.append((entry.name, _Seen(found.st_ino, found.st_mtime_ns, found.st_size)))
+        return listed
+
+
+def _is_report(name: str) -> bool:
+    return name.endswith(_SUFFIX) and not durable.is_temporary(name)
 
 
 def _read(path: Path) -> Report | None:
+    """None for what is no report, and will be none until it is replaced."""
     try:
         return parse_report(durable.read_file(path, REPORT_LIMIT), path.name)
-    except (WeightcastError, OSError):
+    except (DamagedFile, UnknownFormat):
         return None
+
+
+class Heard:
+    """How long ago each report last changed, by this process's clock.
+
+    When it is first met, by how much older it is than the newest report: both times are of the channel's
+    file system, so that no clocks are compared."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: dict[str, tuple[int, float]] = {}
+
+    def seconds_ago(self, sightings: Sequence[Sighting]) -> dict[str, float]:
+        now, before, self._seen = self._clock(), self._seen, {}
+        newest = max((each.written for each in sightings), default=0.0)
+        for each in sightings:
+            counter, since = before.get(each.key, (each.report.counter, now - (newest - each.written)))
+            self._seen[each.key] = each.report.counter, since if counter == each.report.counter else now
+        return {key: now - since for key, (_, since) in self._seen.items()}

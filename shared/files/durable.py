@@ -6,7 +6,7 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,6 +29,17 @@ def replace(path: Path, data: bytes) -> None:
         temporary.rename(path)
         failpoint("file.renamed", path)
     sync_directory(path.parent)
+
+
+def swap(path: Path, data: bytes) -> None:
+    """As `replace`, but nothing waits for a disk: for what is soon written again anyway. After a power
+    failure `path` may hold the old bytes, or none."""
+    with _temporary(path, data, settle=_leave) as temporary:
+        temporary.rename(path)
+
+
+def _leave(fd: int) -> None:
+    pass
 
 
 def create(path: Path, data: bytes, *, mode: int = 0o666) -> None:
@@ -57,7 +68,9 @@ def _no_links(path: Path) -> Refused:
 
 
 @contextmanager
-def _temporary(target: Path, data: bytes, mode: int = 0o666) -> Iterator[Path]:
+def _temporary(
+    target: Path, data: bytes, mode: int = 0o666, settle: Callable[[int], None] = os.fsync
+) -> Iterator[Path]:
     failpoint("file.begun", target)
     path = target.parent / f"{_TEMPORARY_PREFIX}{secrets.token_hex(8)}"
     # Not mkstemp: its 0600 would hide channel files from hosts that run as other users.
@@ -66,7 +79,7 @@ def _temporary(target: Path, data: bytes, mode: int = 0o666) -> Iterator[Path]:
         try:
             _write_all(fd, data)
             failpoint("file.written", target)
-            os.fsync(fd)
+            settle(fd)
         finally:
             os.close(fd)
         failpoint("file.synced", target)

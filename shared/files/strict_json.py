@@ -72,6 +72,10 @@ class Members:
     def is_null(self, key: str) -> bool:
         return self._members.get(key, ...) is None
 
+    def absent(self, key: str) -> bool:
+        """Not there, or null."""
+        return self._members.get(key) is None
+
     def bad(self, key: str, wanted: str) -> DamagedFile:
         shown = repr(self._members.get(key))
         return DamagedFile(f"{self._what}: {key!r} must be {wanted}, not {shown[:80]}")

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from publisher_cases import Place, make_place
 
-from weightcast.publisher.arrivals import GONE_SECONDS, Arrivals
 from weightcast.shared.channel.reports import Report, write_report
 from weightcast.shared.errors import NotInTime, Refused
+from weightcast.shared.service.arrivals import Arrivals
+from weightcast.shared.service.fleet import LOST_SECONDS
 
 RUN = "run-under-test"
 
@@ -48,7 +49,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def arrivals(place: Place, clock: Clock) -> Arrivals:
-    return Arrivals(place.channel, clock, clock.pause)
+    return Arrivals.in_channel(place.channel, clock, clock.pause)
 
 
 def test_ready_hosts_count(place: Place, arrivals: Arrivals, clock: Clock) -> None:
@@ -89,10 +90,10 @@ def test_hosts_that_are_gone_are_no_part_of_the_fleet(place: Place, arrivals: Ar
     write_report(place.channel, report("gone", 1))
     write_report(place.channel, report("here", 8))
     clock.events = [
-        (100.0 + GONE_SECONDS - 1, lambda: write_report(place.channel, report("here", 8, counter=2)))
+        (100.0 + LOST_SECONDS - 1, lambda: write_report(place.channel, report("here", 8, counter=2)))
     ]
-    assert arrivals.wait(8, None, 1.0, GONE_SECONDS + 10) == ["here"]
-    assert clock.now >= 100.0 + GONE_SECONDS
+    assert arrivals.wait(8, None, 1.0, LOST_SECONDS + 10) == ["here"]
+    assert clock.now >= 100.0 + LOST_SECONDS
 
 
 @pytest.mark.parametrize("bad", [(0, None), (None, 0.0), (None, 1.5), (-1, 0.5)])

@@ -1,0 +1,117 @@
+"""Waiting until hosts serve a version, by what they say of themselves: in the channel, or to the publisher."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightcast.shared.errors import NotInTime, Refused, WeightcastError
+from weightcast.shared.service.fleet import Bounds, Fleet, FleetReader, Host, of_run
+
+_POLL_SECONDS = 0.25
+_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Hosts that are not lost, in the order of their reports. `behind`: with what they say of themselves."""
+
+    arrived: tuple[str, ...]
+    behind: tuple[str, ...]
+
+    def satisfies(self, min_hosts: int | None, fraction: float | None) -> bool:
+        wanted = 1 if min_hosts is None else min_hosts
+        if fraction is not None:
+            share = math.ceil(fraction * (len(self.arrived) + len(self.behind)) - 1e-9)
+            wanted = max(share, 1) if min_hosts is None else max(share, min_hosts)
+        return len(self.arrived) >= wanted
+
+
+def judge(version: int, hosts: Iterable[Host]) -> Situation:
+    """Only a host that is ready, and was heard from lately, has arrived."""
+    arrived, behind = [], []
+    for host in hosts:
+        served = host.served_version
+        if host.ready and host.presence == "live" and served is not None and served >= version:
+            arrived.append(host.host)
+        else:
+            state = host.state if host.presence == "live" else host.presence
+            behind.append(f"{host.host} ({state}, {'no version' if served is None else f'version {served}'})")
+    return Situation(tuple(arrived), tuple(behind))
+
+
+class Arrivals:
+    """`look` gives the fleet as of now."""
+
+    def __init__(
+        self,
+        look: Callable[[], Fleet],
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+        poll_seconds: float = _POLL_SECONDS,
+    ) -> None:
+        self._look, self._clock, self._pause, self._poll_seconds = look, clock, pause, poll_seconds
+
+    @classmethod
+    def in_channel(
+        cls,
+        channel: Path,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+        bounds: Bounds | None = None,
+    ) -> Arrivals:
+        return cls(FleetReader(channel, bounds, clock).read, clock, pause)
+
+    def wait(self, version: int, min_hosts: int | None, fraction: float | None, timeout: float) -> list[str]:
+        """Names of the hosts that are ready and serve `version` or a later one, as soon as they are that
+        many. `fraction`: of the hosts of the run that are not lost. Both: both must hold; neither: one host.
+
+        Raises NotInTime that names the hosts which are behind, Refused for what makes no sense."""
+        if (min_hosts is not None and min_hosts < 1) or (fraction is not None and not 0 < fraction <= 1):
+            raise Refused(
+                f"waiting for min_hosts={min_hosts}, fraction={fraction}",
+                remedy="give at least one host, or a fraction above 0 and up to 1",
+            )
+        deadline = self._clock() + timeout
+        while True:
+            found, trouble = self._situation(version)
+            if found is not None and found.satisfies(min_hosts, fraction):
+                return list(found.arrived)
+            if self._clock() >= deadline:
+                raise _late(version, found, timeout) if trouble is None else trouble
+            self._pause(self._poll_seconds)
+
+    def _situation(self, version: int) -> tuple[Situation | None, WeightcastError | None]:
+        """What cannot be read now may be read in a moment; what is wrong for good is raised."""
+        try:
+            return judge(version, of_run(self._look())), None
+        except Refused:
+            raise
+        except WeightcastError as trouble:
+            return None, trouble
+
+
+def wait_for_hosts(
+    channel: str | Path,
+    version: int,
+    *,
+    min_hosts: int | None = None,
+    fraction: float | None = None,
+    timeout: float = 600.0,
+) -> list[str]:
+    """Waits until that many hosts are ready and serve `version` or a later one; their names: see
+    `Arrivals.wait`. Hosts say this of themselves in the channel, nobody authenticates it."""
+    return Arrivals.in_channel(Path(channel)).wait(version, min_hosts, fraction, timeout)
+
+
+def _late(version: int, found: Situation | None, timeout: float) -> NotInTime:
+    arrived, behind = ((), ()) if found is None else (found.arrived, found.behind)
+    some = ", ".join(behind[:_SHOWN]) + (", ..." if len(behind) > _SHOWN else "")
+    return NotInTime(
+        f"{len(arrived)} of {len(arrived) + len(behind)} hosts are ready with version "
+        f"{version} or later after {timeout:g} s; behind: {some or 'nobody reports'}",
+        remedy="look at these hosts; `weightcast status` of each says more",
+    )
