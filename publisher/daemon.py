@@ -50,9 +50,7 @@ def run_publisher(settings: PublisherSettings) -> None:
     )
     app.include_router(page_routes())
     app.include_router(publication_routes(lambda: desk.queue, settings.roots, wakeup.set))
-    app.include_router(
-        fleet_routes(view, lambda: desk.status().run_id, lambda: bool(app.state.stopping()))
-    )
+    app.include_router(fleet_routes(view, lambda: desk.status().run_id, lambda: bool(app.state.stopping())))
     warm_up_in_background()
     with ExitStack() as around:
         view.start()

@@ -1,4 +1,4 @@
-"""HTTP routes that show the fleet and its versions, and take reports. Everything is answered from snapshots."""
+"""HTTP routes that show fleet and versions, and take reports. Everything is answered from snapshots."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@ snapshots, so that a channel that hangs keeps no request waiting."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +17,8 @@ from weightcast.publisher.posted import Posted
 from weightcast.publisher.retention import Retention, Situation
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.service.fleet import MOST_WITH_UPDATES, Bounds, Fleet, FleetReader
-from weightcast.shared.service.snapshot import Snapshot
+from weightcast.shared.service.logs import get_log
+from weightcast.shared.service.snapshot import Frozen, Snapshot
 
 QUICK_SECONDS, IDLE_SECONDS = 1.0, 5.0
 """between two looks: while somebody watches, and while nobody does"""
@@ -25,6 +27,8 @@ STATS_PER_SECOND = 500
 _WATCHED_SECONDS = 30.0
 """after the last request"""
 _STOP_SECONDS = 2.0
+
+log = get_log("fleet")
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,7 @@ class FleetPage:
     serial: int
 
 
-@dataclass(frozen=True)
-class ChannelPage:
+class ChannelPage(Frozen):
     versions: Versions = Versions()
     catch_up: CatchUp = CatchUp()
     prune_plan: PrunePlan = PrunePlan()
@@ -106,9 +109,9 @@ class FleetView:
         living = [host for host in fleet.hosts if host.heard_seconds_ago < LIVING_SECONDS]
         self._versions.set(
             ChannelPage(
-                version_rows(page, self._publish_seconds()),
-                catch_up(page, [host for host in fleet.hosts if host.presence != "lost"]),
-                prune_plan(
+                versions=version_rows(page, self._publish_seconds()),
+                catch_up=catch_up(page, [host for host in fleet.hosts if host.presence != "lost"]),
+                prune_plan=prune_plan(
                     _situation(page, [h.local_version for h in living if h.local_version is not None]),
                     self._retention,
                 ),
@@ -128,10 +131,11 @@ class FleetView:
     def _run(self, look: Callable[[], None], pause: Callable[[], float]) -> None:
         while not self._ending.is_set():
             try:
-                look()
-            except (WeightcastError, OSError):
-                # what was read last stays, and grows old
-                pass
+                # what was read last stays while the channel cannot be read, and grows old
+                with contextlib.suppress(WeightcastError, OSError):
+                    look()
+            except Exception:
+                log.exception("looking at the channel crashed")
             waited = 0.0
             while waited < pause() and not self._ending.wait(0.2):
                 waited += 0.2

@@ -128,9 +128,7 @@ def catch_up(page: Page, hosts: Sequence[Host]) -> CatchUp:
         way = cheapest(held, page.pointer, {page.pointer - lag: 0})
         if way is not None:
             rows.append(
-                CatchUpRow(
-                    lag=lag, bytes=way.nbytes, steps=steps(way), seconds=pace.seconds_for(way.nbytes)
-                )
+                CatchUpRow(lag=lag, bytes=way.nbytes, steps=steps(way), seconds=pace.seconds_for(way.nbytes))
             )
     return CatchUp(rows=tuple(rows), joiner=_joiner(page, pace))
 

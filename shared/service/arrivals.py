@@ -1,4 +1,4 @@
-"""Waiting until hosts serve a version, by what they say of themselves: in the channel, or to the publisher."""
+"""Waiting until hosts serve a version, by what they say of themselves."""
 
 from __future__ import annotations
 

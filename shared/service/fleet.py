@@ -280,7 +280,8 @@ def standing_of(host: Host, presence: Presence, run: Run) -> Standing:
 
 
 def count(hosts: Iterable[Host]) -> Counts:
-    return Counts(**Counter(host.standing for host in hosts))
+    found = Counter(str(host.standing) for host in hosts)
+    return Counts(**found)
 
 
 def distribution(hosts: Iterable[Host]) -> tuple[LagCount, ...]:

@@ -1,0 +1,189 @@
+"""The publisher's fleet over real HTTP: hosts, versions, what catching up costs, events, posted reports."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from daemonkit import Daemon, Places, base_tensors, changed, rename_in, wait_until
+
+from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.marks import keep, set_tag
+from weightcast.shared.channel.reports import REPORT_LIMIT, Report, Update, pack_report, write_report
+
+UPDATE = Update(1, "patch", 1.0, {"fetch": 0.5, "stage": 0.25, "reload": 2.0, "total": 2.75}, 3000, "done")
+
+
+def report(host: str, run_id: str, served: int | None, counter: int = 1, **facts: Any) -> Report:
+    known = Report(
+        host, "/data/policy", run_id, "ready", served, served, "latest", 0, "", (), counter, "weightcast 0"
+    )
+    return replace(known, phase="idle", updates=(UPDATE,), bytes={"step": 3000}, **facts)
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Places:
+    return Places.made(tmp_path)
+
+
+@pytest.fixture
+def daemon(places: Places) -> Iterator[Daemon]:
+    started = Daemon.start(places, "--stale-seconds", "2", "--lost-seconds", "4", "--keep-hours", "99")
+    yield started.ready()
+    started.kill()
+
+
+@pytest.fixture
+def run_id(daemon: Daemon) -> str:
+    return str(daemon.status()["run_id"])
+
+
+def host_of(daemon: Daemon, name: str) -> dict[str, Any]:
+    found = daemon.get("/v1/fleet").json()["hosts"]
+    return next((host for host in found if host["host"] == name), {})
+
+
+@contextmanager
+def events(daemon: Daemon) -> Iterator[Callable[[], tuple[str, Any]]]:
+    """The next event: its name and data."""
+    with (
+        httpx.Client(base_url=daemon.client.base_url, trust_env=False, timeout=20) as client,
+        client.stream("GET", "/v1/events") as response,
+    ):
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = response.iter_lines()
+
+        def following() -> tuple[str, Any]:
+            name = next(line for line in lines if line.startswith("event: "))
+            return name[7:], json.loads(next(lines).removeprefix("data: "))
+
+        yield following
+
+
+def test_hosts_are_shown_grow_old_and_come_back(places: Places, daemon: Daemon, run_id: str) -> None:
+    engines = ({"name": "a", "kind": "vllm", "state": "serving", "version": 0, "confirmed_by": "label"},)
+    write_report(places.channel, report("one", run_id, 0, engines=engines))
+    write_report(places.channel, report("two", run_id, None, state="seeding", target="3", lag=None))
+    write_report(places.channel, report("bad", run_id, 0, state="waiting", last_error="E: m", remedy="r"))
+    fleet = wait_until(
+        lambda: fleet if len((fleet := daemon.get("/v1/fleet").json())["hosts"]) == 3 else None
+    )
+    assert (fleet["channel"], fleet["run_id"], fleet["latest"]) == (str(places.channel), run_id, 0)
+    assert fleet["counts"] == {"ready": 1, "behind": 1, "stale": 0, "lost": 0, "failed": 1}
+    assert fleet["lag"] == [{"lag": 0, "hosts": 2}]
+    bad, one, two = fleet["hosts"]
+    assert (one["host"], one["ready"], one["presence"], one["lag"]) == ("one", True, "live", 0)
+    assert one["engines"] == list(engines) and one["bytes"] == {
+        "step": 3000,
+        "skip": 0,
+        "anchor": 0,
+        "repair": 0,
+    }
+    assert one["updates"][0]["seconds"]["reload"] == 2.0 and one["updates"][0]["outcome"] == "done"
+    assert (two["state"], two["ready"], two["standing"]) == ("seeding", False, "behind")
+    assert (bad["last_error"], bad["remedy"], bad["standing"]) == ("E: m", "r", "failed")
+    assert daemon.get(f"/v1/hosts/{one['key']}").json()["updates"] == one["updates"]
+    assert daemon.get("/v1/hosts/nobody").status_code == 404
+
+    rename_in(places.watch / "step_7", changed(base_tensors(), 7))
+    daemon.wait_for_version(1)
+    lost = wait_until(lambda: host if (host := host_of(daemon, "one"))["presence"] == "lost" else None)
+    assert (lost["served_version"], lost["lag"], lost["standing"]) == (0, 1, "lost"), "the host itself said 0"
+    assert lost["heard_seconds_ago"] >= 4
+    write_report(places.channel, report("one", run_id, 1, counter=2))
+    wait_until(lambda: host_of(daemon, "one")["presence"] == "live")
+    assert host_of(daemon, "one")["lag"] == 0
+
+
+def test_versions_catching_up_and_pruning(places: Places, daemon: Daemon, run_id: str) -> None:
+    for step in (1, 2, 3, 4):
+        rename_in(places.watch / f"step_{step}", changed(base_tensors(), step))
+        daemon.wait_for_version(step)
+    keep(places.channel, 2)
+    set_tag(places.channel, "best", 3)
+    write_report(places.channel, report("one", run_id, 1))
+
+    def shown() -> list[dict[str, Any]]:
+        found = daemon.get("/v1/versions").json()
+        rows: list[dict[str, Any]] = found["versions"]
+        return rows if found["complete"] and len(rows) == 4 and rows[2]["kept"] else []
+
+    rows = wait_until(shown)
+    assert [row["version"] for row in rows] == [4, 3, 2, 1] and [row["step"] for row in rows] == [4, 3, 2, 1]
+    assert [row["tags"] for row in rows] == [[], ["best"], [], []]
+    newest = rows[0]
+    lies = sum(
+        path.stat().st_size for path in Layout(places.channel).version_dir(4).iterdir() if path.is_file()
+    )
+    assert newest["bytes"] == lies and newest["publish_seconds"] > 0
+    assert newest["density"] == newest["changed"] / newest["elements"] > 0
+    full = sum(len(data) for _, _, data in base_tensors().values())
+    assert newest["ratio"] == pytest.approx(full / lies)
+    assert len(daemon.get("/v1/versions?limit=2").json()["versions"]) == 2
+    assert daemon.get("/v1/versions?limit=0").status_code == 422
+
+    cost = wait_until(
+        lambda: cost if (cost := daemon.get("/v1/catch-up").json())["rows"][0]["seconds"] else None
+    )
+    assert [row["lag"] for row in cost["rows"]] == [1, 2, 3, 4], "3 is that of a host"
+    assert cost["rows"][0]["steps"] == ["step 4"] and cost["rows"][0]["bytes"] == newest["bytes"]
+    assert cost["rows"][0]["seconds"] == pytest.approx(newest["bytes"] * 0.75 / 3000 + 2.0)
+    assert cost["joiner"]["bytes"] <= sum(row["bytes"] for row in rows)
+
+    plan = daemon.get("/v1/prune-plan").json()
+    planned = {row["version"]: row["why"] for row in plan["keep"]}
+    assert set(planned) | {row["version"] for row in plan["remove"]} == {1, 2, 3, 4}
+    assert planned[2] == "kept by name or tagged" == planned[3]
+    assert (
+        plan["why_not"]
+        == planned[4]
+        == "no full weights at or before version 1, the first that is to be kept"
+    )
+
+
+def test_events_tell_hosts_and_versions(places: Places, daemon: Daemon, run_id: str) -> None:
+    with events(daemon) as following:
+        name, fleet = following()
+        assert (name, fleet["hosts"]) == ("fleet", [])
+        write_report(places.channel, report("one", run_id, 0))
+        name, fleet = following()
+        assert (name, [host["host"] for host in fleet["hosts"]]) == ("fleet", ["one"])
+        rename_in(places.watch / "step_1", changed(base_tensors(), 1))
+        seen = [following() for _ in range(2)]
+        assert ("versions", {"newest": 1}) in seen
+        assert [data["latest"] for name, data in seen if name == "fleet"] == [1]
+
+
+def test_an_open_page_does_not_keep_the_publisher_from_ending(daemon: Daemon) -> None:
+    with events(daemon) as following:
+        following()
+        assert daemon.stop() == 0
+
+
+def test_reports_are_posted_where_the_channel_is_read_only(
+    places: Places, daemon: Daemon, run_id: str
+) -> None:
+    mine = report("far", run_id, 0)
+
+    def post(data: bytes) -> httpx.Response:
+        return daemon.client.post("/v1/reports", content=data, headers={"Content-Type": "application/json"})
+
+    taken = post(pack_report(mine))
+    assert taken.status_code == 202 and taken.json()["now"] > 0
+    wait_until(lambda: host_of(daemon, "far").get("presence") == "live")
+    assert Layout(places.channel).report("far", "/data/policy").exists(), "for whoever reads the channel"
+    assert post(pack_report(replace(mine, counter=2))).status_code in (202, 429)
+    wait_until(lambda: post(pack_report(replace(mine, counter=3))).status_code == 202)
+    assert post(pack_report(replace(mine, counter=4))).status_code == 429, "twice in half a second"
+
+    other = post(pack_report(replace(mine, host="lost", run_id="another")))
+    assert (other.status_code, other.json()["error"]) == (422, "WrongRun")
+    assert post(b'{"format":1}').json()["error"] == "DamagedFile"
+    assert post(b"x" * (REPORT_LIMIT + 1)).status_code == 413
+    assert host_of(daemon, "lost") == {}
