@@ -90,6 +90,7 @@ def test_hosts_are_shown_grow_old_and_come_back(places: Places, daemon: Daemon, 
     assert (bad["last_error"], bad["remedy"], bad["standing"]) == ("E: m", "r", "failed")
     assert daemon.get(f"/v1/hosts/{one['key']}").json()["updates"] == one["updates"]
     assert daemon.get("/v1/hosts/nobody").status_code == 404
+    assert [host["host"] for host in daemon.status()["hosts"]] == ["bad", "one", "two"]
 
     rename_in(places.watch / "step_7", changed(base_tensors(), 7))
     daemon.wait_for_version(1)
