@@ -1,0 +1,151 @@
+"""Which elements of a checkpoint's tensor lie where in an engine's storage: arithmetic, no IO, no torch.
+
+A *block* is a run of neighbouring elements, repeated with one step in the checkpoint's tensor and another in
+the storage: a row block of a tensor (one run), a column block (a run per row). Everything counts elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise, product
+
+MOST_BLOCKS = 4096
+"""of one copy: what is more scattered is not patched"""
+
+Key = tuple[int, int, int, int]
+"""source, rows, source_step, run: which elements, wherever they lie"""
+
+
+@dataclass(frozen=True)
+class Block:
+    source: int
+    """the first element in the checkpoint's tensor"""
+    target: int
+    """the first element in the storage"""
+    rows: int
+    source_step: int
+    target_step: int
+    run: int
+
+    @property
+    def key(self) -> Key:
+        return (self.source, self.rows, self.source_step, self.run)
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.run
+
+    @property
+    def source_end(self) -> int:
+        return self.source + (self.rows - 1) * self.source_step + self.run
+
+    @property
+    def target_end(self) -> int:
+        return self.target + (self.rows - 1) * self.target_step + self.run
+
+
+class Scattered(ValueError):
+    """A copy that is no small number of blocks in the checkpoint's order."""
+
+
+@dataclass(frozen=True)
+class View:
+    """Of a tensor on its storage."""
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def blocks_of(source: View, target: View) -> tuple[Block, ...]:
+    """The blocks of a copy between views of one shape. Raises Scattered for one that transposes, repeats
+    elements or overlaps itself."""
+    if 0 in source.shape:
+        return ()
+    dims = [
+        (length, near, far)
+        for length, near, far in zip(source.shape, source.strides, target.strides, strict=True)
+        if length > 1
+    ]
+    _check_order(dims)
+    dims = _merged(dims)
+    run = dims.pop()[0] if dims and dims[-1][1:] == (1, 1) else 1
+    rows, near, far = dims.pop() if dims else (1, run, run)
+    if math.prod(length for length, _, _ in dims) > MOST_BLOCKS or run == 1 < rows:
+        raise Scattered("is laid out in another order than in the checkpoint")
+    starts = _starts(dims, source.offset, target.offset)
+    return tuple(Block(first, place, rows, near, far, run) for first, place in starts)
+
+
+_Dims = list[tuple[int, int, int]]
+"""length, step in the source, step in the target"""
+
+
+def _check_order(dims: _Dims) -> None:
+    for at in (1, 2):
+        reach = 1
+        for dim in sorted(dims, key=lambda dim: dim[at]):
+            if dim[at] < reach:
+                raise Scattered("repeats or overlaps elements")
+            reach = dim[at] * (dim[0] - 1) + reach
+    if any(one[1] < other[1] for one, other in pairwise(dims)):
+        raise Scattered("is transposed")
+
+
+def _merged(dims: _Dims) -> _Dims:
+    """Neighbouring dimensions that are one in both."""
+    found: _Dims = []
+    for length, near, far in dims:
+        if found and found[-1][1:] == (near * length, far * length):
+            length *= found.pop()[0]
+        found.append((length, near, far))
+    return found
+
+
+def _starts(dims: _Dims, source: int, target: int) -> Iterator[tuple[int, int]]:
+    for place in product(*(range(length) for length, _, _ in dims)):
+        steps = list(zip(place, dims, strict=True))
+        yield (
+            source + sum(at * near for at, (_, near, _) in steps),
+            target + sum(at * far for at, (_, _, far) in steps),
+        )
+
+
+def on_whole_words(key: Key, per_word: int, elements: int) -> bool:
+    """Whether no 8-byte word of the tensor lies partly in the block: the last word ends with the tensor."""
+    source, rows, step, run = key
+    end = source + (rows - 1) * step + run
+    whole_run = run % per_word == 0 or (rows == 1 and end == elements)
+    return source % per_word == 0 and whole_run and (rows == 1 or step % per_word == 0)
+
+
+def tile(keys: Sequence[Key], elements: int) -> bool:
+    """Whether these different blocks hold every element exactly once. False where that takes longer to tell
+    than it is worth."""
+    ends = all(source + (rows - 1) * step + run <= elements for source, rows, step, run in keys)
+    return ends and sum(rows * run for _, rows, _, run in keys) == elements and disjoint(keys)
+
+
+def disjoint(keys: Iterable[Key]) -> bool:
+    ordered = sorted(keys)
+    flat = all(one[1] == 1 for one in ordered)
+    pairs: Iterable[tuple[Key, Key]] = pairwise(ordered)
+    if not flat:
+        if len(ordered) > 256:
+            return False
+        pairs = combinations(ordered, 2)
+    return all(_apart(one, other) for one, other in pairs)
+
+
+def _apart(one: Key, other: Key) -> bool:
+    """`one` begins first. Blocks of one step are apart when their columns are, or their rows."""
+    if one[0] + (one[1] - 1) * one[2] + one[3] <= other[0]:
+        return True
+    step = one[2]
+    if one[1] == 1 or other[1] == 1 or step != other[2]:
+        return False
+    left, right = one[0] % step, other[0] % step
+    within = left + one[3] <= step and right + other[3] <= step
+    return within and (left + one[3] <= right or right + other[3] <= left)

@@ -1,0 +1,57 @@
+"""What a model computes with besides its registered weights: a patch of a weight would not reach it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+from torch import Tensor, nn
+
+NOT_WEIGHTS = frozenset({"kv_cache"})
+"""attributes that hold no weights"""
+
+
+def live_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, tied ones under each of their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def storages_of(model: nn.Module) -> set[int]:
+    return {storage(tensor) for _, tensor in live_tensors(model)}
+
+
+def storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def private_copies(model: nn.Module) -> Mapping[int, str]:
+    """Storage to reason: weights of modules that keep a tensor of their own beside the registered ones, as
+    MLA does with parts of kv_b_proj. Which weights it is made of can't be seen: all of the module's are
+    taken."""
+    registered, found = storages_of(model), dict[int, str]()
+    for name, module in model.named_modules():
+        own = _own_tensor(module, registered)
+        if own is not None:
+            reason = f"{name or 'the model'} computes with a tensor {own} that may be made of it"
+            found |= {storage(weight): reason for weight in module.parameters()}
+    return found
+
+
+def _own_tensor(module: nn.Module, registered: Collection[int]) -> str | None:
+    for attribute, value in vars(module).items():
+        if attribute.startswith("_") and isinstance(value, dict):
+            continue
+        if attribute not in NOT_WEIGHTS and any(_is_own(tensor, registered) for tensor in _tensors(value)):
+            return str(attribute)
+    return None
+
+
+def _is_own(tensor: Tensor, registered: Collection[int]) -> bool:
+    return tensor.numel() > 0 and tensor.is_floating_point() and storage(tensor) not in registered
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        yield from (item for item in value if isinstance(item, Tensor))

@@ -1,0 +1,324 @@
+"""All ranks of an engine as one: the orders of an update, and what only all of them together can tell.
+
+A rank sums what it holds, block by block. Blocks that several ranks hold must be equal and count once; those
+of a tensor must hold every element of it once. Then the sums are those of the whole tensor, and are
+compared with the lanes of the version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from weightcast_engine.blocks import Key, tile
+from weightcast_engine.lanes import Lanes
+from weightcast_engine.rank import Answer, Order
+from weightcast_engine.refusals import (
+    RELOAD,
+    RELOAD_AND_TELL,
+    BadPatch,
+    InDoubt,
+    NotPaused,
+    OtherBase,
+    Refusal,
+)
+
+CHANGES = 1 << 18
+"""checked between two steps of an engine that serves: tens of milliseconds"""
+WORDS = 1 << 21
+"""8-byte words summed between two steps"""
+UNKNOWN = "is not in the engine's model directory"
+NOWHERE = "is taken nowhere by the model's loader, or not as a whole"
+_KINDS: Mapping[int, type[Refusal]] = {
+    kind.status: kind for kind in (BadPatch, OtherBase, NotPaused, InDoubt)
+}
+
+Sums = dict[int, list[Lanes]]
+"""number of a tensor: its sums over all ranks, once or before and after"""
+
+
+class Controls(Protocol):
+    """The engine's own, beside what its ranks do."""
+
+    async def ranks(self, order: Order) -> Sequence[Answer]:
+        """Carried out by every rank."""
+
+    async def pause(self, policy: str) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def paused(self) -> bool: ...
+
+    async def relabel(self, label: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class World:
+    """Where the checkpoint lies on all ranks."""
+
+    prints: tuple[str, ...]
+    elements: Mapping[str, int]
+    keys: Sequence[Mapping[str, Sequence[Key]]]
+    """per rank"""
+    refused: Mapping[str, str]
+
+    @classmethod
+    def of(cls, maps: Sequence[Answer]) -> World:
+        """`maps`: of each rank, as it tells them. Raises BadPatch for ranks of different checkpoints."""
+        elements = maps[0]["elements"]
+        if any(told["elements"] != elements for told in maps):
+            raise BadPatch("the ranks have different checkpoints in their model directories", remedy=RELOAD)
+        keys = [{name: [_key(key) for key in rows] for name, rows in told["keys"].items()} for told in maps]
+        refused = {name: reason for told in maps for name, reason in told["refused"].items()}
+        for name, count in elements.items():
+            if name not in refused and not tile(list({key for own in keys for key in own[name]}), count):
+                refused[name] = NOWHERE
+        return cls(tuple(told["print"] for told in maps), elements, keys, refused)
+
+
+class Front:
+    """One order at a time: `busy` says whether one is being carried out."""
+
+    def __init__(self, controls: Controls) -> None:
+        self._controls = controls
+        self._lock = asyncio.Lock()
+        self._told: list[Answer] = []
+        self._world: World | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._lock.locked()
+
+    async def state(self) -> Answer:
+        """As `GET /v1/weightcast` answers."""
+        looks, held = await self._controls.ranks({"do": "look"}), await self.held()
+        reason, refused = await self._patchable()
+        return {
+            **{key: looks[0][key] for key in ("plugin", "format", "process", "label")},
+            "version": held["version"],
+            "root": held["root"],
+            "ranks": len(looks),
+            "paused": await self._controls.paused(),
+            "patchable": not reason,
+            "reason": reason,
+            "refused": dict(sorted(refused.items())[:100]),
+            "refused_count": len(refused),
+            "in_doubt": bool(held["doubt"]) and not self.busy,
+        }
+
+    async def _patchable(self) -> tuple[str, Mapping[str, str]]:
+        if self.busy:
+            return ("", {}) if self._world is None else ("", self._world.refused)
+        async with self._lock:
+            try:
+                return "", (await self._look_around()).refused
+            except Refusal as refusal:
+                return refusal.message, {}
+
+    async def held(self) -> Answer:
+        """Version and root, and what makes them doubtful."""
+        looks = await self._controls.ranks({"do": "look"})
+        doubt = next((look["doubt"] for look in looks if look["doubt"]), "")
+        if len({(look["version"], look["root"]) for look in looks}) > 1:
+            doubt = doubt or "the ranks hold different versions"
+        return {"version": looks[0]["version"], "root": looks[0]["root"], "doubt": doubt}
+
+    async def hold(self, version: int, root: str, label: str) -> Answer:
+        async with self._lock:
+            await self._all({"do": "hold", "version": version, "root": root, "label": label})
+        return {}
+
+    async def check(self, file: str) -> Answer:
+        """Beside an engine that serves. Raises BadPatch and OtherBase."""
+        began = time.monotonic()
+        async with self._lock:
+            world, [staged, *_] = await self._look_around(), await self._stage(file)
+            for name, *_ in staged["tensors"]:
+                _require_whole(world, name)
+            await self._all({"do": "sums", "file": file})
+            sums = await self._gather(world, [name for name, *_ in staged["tensors"]], CHANGES)
+            _require_base(staged["tensors"], sums)
+            await self._all({"do": "passed", "file": file})
+        return {
+            "tensors": len(staged["tensors"]),
+            "changes": staged["changes"],
+            "bytes": staged["bytes"],
+            "seconds": time.monotonic() - began,
+        }
+
+    async def _stage(self, file: str) -> Sequence[Answer]:
+        answers = await self._all({"do": "stage", "file": file, "seconds": 0.02})
+        pause = 0.002
+        while not all(answer["ready"] for answer in answers):
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 0.1)
+            answers = await self._all({"do": "staged", "file": file, "seconds": 0.0})
+        return answers
+
+    async def pause(self, policy: str) -> Answer:
+        async with self._lock:
+            await self._controls.pause(policy)
+        return {}
+
+    async def resume(self) -> Answer:
+        async with self._lock:
+            await self._controls.resume()
+        return {}
+
+    async def apply(self, file: str, label: str) -> Answer:
+        """On all ranks or on none."""
+        async with self._lock:
+            await self._require_paused()
+            began = time.monotonic()
+            answers = await self._controls.ranks({"do": "apply", "file": file})
+            written = time.monotonic()
+            if any(answer["status"] != 200 for answer in answers):
+                await self._take_back(file)
+                raise _refusal(answers)
+            await self._certain({"do": "commit", "file": file, "label": label})
+            await self._named(label)
+            held = (await self._all({"do": "look"}))[0]
+            named = time.monotonic()
+        return {
+            **{key: held[key] for key in ("version", "root", "label")},
+            "seconds": {"write": written - began, "label": named - written},
+        }
+
+    async def _take_back(self, file: str) -> None:
+        await self._certain({"do": "rollback", "file": file})
+
+    async def _certain(self, order: Order) -> None:
+        """An order that must not fail on any rank."""
+        failed = [answer for answer in await self._controls.ranks(order) if answer["status"] != 200]
+        if failed:
+            raise InDoubt(f"{order['do']}: {failed[0]['error']}", remedy=RELOAD_AND_TELL)
+
+    async def _named(self, label: str) -> None:
+        try:
+            await self._controls.relabel(label)
+        except Exception as error:  # an engine's own, of any kind
+            raise InDoubt(f"the engine does not take the label {label!r}: {error}"[:300]) from error
+
+    async def reload(self, label: str) -> Answer:
+        async with self._lock:
+            await self._require_paused()
+            began = time.monotonic()
+            await self._certain({"do": "reload"})
+            await self._named(label)
+        return {"label": label, "seconds": time.monotonic() - began}
+
+    async def _require_paused(self) -> None:
+        if not await self._controls.paused():
+            raise NotPaused("the engine generates", remedy="pause it first")
+
+    async def digest(self, names: Sequence[str] | None, start: int, count: int) -> Answer:
+        """Lanes of the live words of `count` tensors from `start` on, beside an engine that serves."""
+        async with self._lock:
+            world, before = await self._look_around(), await self._all({"do": "look"})
+            every = sorted(world.elements, key=str.encode) if names is None else list(names)
+            asked = every[start : start + count]
+            unknown = {name: UNKNOWN for name in asked if name not in world.elements}
+            refused = unknown | {name: world.refused[name] for name in asked if name in world.refused}
+            summed = [name for name in asked if name not in refused]
+            await self._all({"do": "digest", "names": summed})
+            sums = await self._gather(world, summed, WORDS)
+            after = await self._all({"do": "look"})
+        return {
+            "version": after[0]["version"],
+            "lanes": {name: sums[number][0].hex() for number, name in enumerate(summed)},
+            "refused": refused,
+            "next": start + count if start + count < len(every) else None,
+            "changed": [look["changes"] for look in before] != [look["changes"] for look in after],
+        }
+
+    async def _all(self, order: Order) -> Sequence[Answer]:
+        """Raises what the first rank says that refuses."""
+        answers = await self._controls.ranks(order)
+        if any(answer["status"] != 200 for answer in answers):
+            raise _refusal(answers)
+        return answers
+
+    async def _look_around(self) -> World:
+        """Raises BadPatch where nothing can be patched."""
+        known = [told["print"] for told in self._told]
+        answers = await self._all({"do": "map", "known": known})
+        hindrance = next((answer["hindrance"] for answer in answers if answer["hindrance"]), None)
+        if hindrance is not None:
+            raise BadPatch(hindrance, remedy=RELOAD)
+        told = [answer if "keys" in answer else self._told[number] for number, answer in enumerate(answers)]
+        if self._world is None or self._world.prints != tuple(answer["print"] for answer in answers):
+            self._world, self._told = World.of(told), told
+        return self._world
+
+    async def _gather(self, world: World, names: Sequence[str], budget: int) -> Sums:
+        """All that the ranks sum, in steps between which the engine serves. Raises OtherBase where ranks hold
+        different words of the same elements."""
+        found: dict[tuple[int, int, int], list[int]] = {}
+        done = False
+        while not done:
+            answers = await self._all({"do": "more", "budget": budget})
+            done = all(answer["done"] for answer in answers)
+            for rank, answer in enumerate(answers):
+                for number, piece, *lanes in answer["rows"]:
+                    _add(found, (rank, number, piece), lanes)
+        return _agreed(world, names, found)
+
+
+def _add(found: dict[tuple[int, int, int], list[int]], place: tuple[int, int, int], lanes: list[int]) -> None:
+    before = found.get(place, [0] * len(lanes))
+    found[place] = [(one + other) % (1 << 64) for one, other in zip(before, lanes, strict=True)]
+
+
+def _agreed(world: World, names: Sequence[str], found: Mapping[tuple[int, int, int], list[int]]) -> Sums:
+    return {number: _of_tensor(world, number, name, found) for number, name in enumerate(names)}
+
+
+def _of_tensor(
+    world: World, number: int, name: str, found: Mapping[tuple[int, int, int], list[int]]
+) -> list[Lanes]:
+    parts: dict[Key, list[int]] = {}
+    for rank, own in enumerate(world.keys):
+        for piece, key in enumerate(own[name]):
+            lanes = found.get((rank, number, piece), [0, 0, 0, 0])
+            if any(parts.setdefault(key, lanes)) | any(lanes) and parts[key] != lanes:
+                raise OtherBase(
+                    f"{name}: places that hold the same elements differ", tensor=name, remedy=RELOAD_AND_TELL
+                )
+    columns = [[lanes[at] if at < len(lanes) else 0 for lanes in parts.values()] for at in range(4)]
+    total = [sum(column) % (1 << 64) for column in columns]
+    return [Lanes(total[0], total[1]), Lanes(total[2], total[3])]
+
+
+def _require_base(tensors: Iterable[Sequence[str]], totals: Mapping[int, list[Lanes]]) -> None:
+    """The touched words are those of the base, and the new ones make the target of it."""
+    for number, (name, before, after) in enumerate(tensors):
+        old, new = totals[number]
+        if Lanes.from_hex(before).minus(old).plus(new) != Lanes.from_hex(after):
+            raise OtherBase(
+                f"{name}: its live words are not those of the patch's base",
+                tensor=name,
+                remedy=RELOAD_AND_TELL,
+            )
+
+
+def _require_whole(world: World, name: str) -> None:
+    reason = world.refused.get(name) if name in world.elements else UNKNOWN
+    if reason is not None:
+        raise BadPatch(f"{name} {reason}", tensor=name, remedy=RELOAD)
+
+
+def _key(row: Sequence[int]) -> Key:
+    source, rows, step, run = row
+    return (source, rows, step, run)
+
+
+def _refusal(answers: Sequence[Answer]) -> Refusal:
+    """Of the ranks that refused, the gravest."""
+    worst = max(
+        (answer for answer in answers if answer["status"] != 200), key=lambda answer: answer["status"] == 500
+    )
+    kind = _KINDS.get(worst["status"], InDoubt)
+    return kind(worst["error"], tensor=worst.get("tensor", ""), remedy=worst.get("remedy", ""))

@@ -1,0 +1,337 @@
+"""One rank's part of an update: a small state machine around its live weights. Engine-free.
+
+`Rank` carries out the orders of `front`. Orders and answers are dicts of JSON's types, for they cross
+processes; what an order comes to is told in its answer, which is never an exception.
+
+    stage ─> sums ─> passed ─> apply ─> commit          rollback: after apply, also when it failed
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from weightcast_engine import FORMAT, VERSION
+from weightcast_engine.blocks import on_whole_words
+from weightcast_engine.derived import live_tensors, private_copies, storage
+from weightcast_engine.live_words import Undo, resident, touched
+from weightcast_engine.patch_file import Change, Patch, Stand
+from weightcast_engine.refusals import RELOAD, RELOAD_AND_TELL, BadPatch, InDoubt, OtherBase, Refusal
+from weightcast_engine.stage import Stage
+from weightcast_engine.trace import Map, trace
+from weightcast_engine.words import Form, checkpoint_forms
+
+Order = Mapping[str, Any]
+Answer = dict[str, Any]
+Row = list[int]
+"""number of the tensor, number of its piece on this rank, then sums: a, b, once or before and after"""
+
+
+class Engine(Protocol):
+    """What an adapter knows of the engine around it."""
+
+    @property
+    def model(self) -> nn.Module:
+        """With a `load_weights`."""
+
+    @property
+    def directory(self) -> Path:
+        """Which the engine loaded its weights from."""
+
+    def hindrance(self) -> str | None:
+        """Why no weight of this engine can be patched."""
+
+    def refusals(self) -> Mapping[int, str]:
+        """Storage (`derived.storage`) to the reason why weights in it can't be patched."""
+
+    def at_rest(self) -> AbstractContextManager[None]:
+        """What a loader of this engine expects around it."""
+
+    def synchronise(self) -> None:
+        """Returns when the device has done what it was told."""
+
+    def reload(self) -> None:
+        """All weights from `directory`."""
+
+
+class Rank:
+    """`patches`: the directory of patches; `limit`: bytes of one. For one thread at a time."""
+
+    def __init__(self, engine: Engine, patches: Path, limit: int) -> None:
+        self._engine, self._patches, self._limit = engine, patches, limit
+        self._process = uuid.uuid4().hex
+        self._held: Stand | None = None
+        self._label: str | None = None
+        self._doubt = ""
+        self._changes = 0
+        """raised by whatever may change weights, so that sums in several parts can tell"""
+        self._residence = _Residence(engine, self._process)
+        self._stage: Stage | None = None
+        self._passed = ("", -1, "")
+        self._undo: Undo | None = None
+        self._work: Iterator[tuple[int, Row]] = iter(())
+        self._orders: Mapping[str, Callable[[Order], Answer]] = {
+            "look": self._look,
+            "map": self._tell_map,
+            "hold": self._hold,
+            "stage": self._begin,
+            "staged": self._staged,
+            "sums": self._sum_touched,
+            "digest": self._sum_all,
+            "more": self._more,
+            "passed": self._pass,
+            "apply": self._apply,
+            "rollback": self._roll_back,
+            "commit": self._commit,
+            "reload": self._reload,
+        }
+
+    def obey(self, order: Order) -> Answer:
+        """`order["do"]` says which. The answer has `status` 200, or what a Refusal tells."""
+        try:
+            with torch.no_grad():
+                return {"status": 200, **self._orders[order["do"]](order)}
+        except Refusal as refusal:
+            return refusal.told()
+        except Exception as error:  # an order must not end the engine
+            return InDoubt(f"{type(error).__name__}: {error}"[:500]).told()
+
+    def _look(self, order: Order) -> Answer:
+        held = self._held
+        return {
+            "plugin": VERSION,
+            "format": FORMAT,
+            "process": self._process,
+            "version": None if held is None else held.version,
+            "root": None if held is None else held.root,
+            "label": self._label,
+            "doubt": self._in_doubt(),
+            "changes": self._changes,
+        }
+
+    def _in_doubt(self) -> str:
+        return self._doubt or ("an update was not ended" if self._undo is not None else "")
+
+    def _require_certain(self) -> None:
+        if self._in_doubt():
+            raise OtherBase(f"what the engine holds is in doubt: {self._in_doubt()}", remedy=RELOAD_AND_TELL)
+
+    def _hold(self, order: Order) -> Answer:
+        self._require_certain()
+        self._held, self._label = Stand(order["version"], order["root"]), order["label"]
+        return {}
+
+    def _tell_map(self, order: Order) -> Answer:
+        hindrance = self._engine.hindrance()
+        if hindrance is not None:
+            return {"hindrance": hindrance, "print": ""}
+        return {"hindrance": None, **self._residence.told(order["known"])}
+
+    # a patch, beside an engine that serves
+
+    def _begin(self, order: Order) -> Answer:
+        self._require_certain()
+        self._stage = Stage(self._patches, order["file"], self._limit)
+        return self._staged(order)
+
+    def _staged(self, order: Order) -> Answer:
+        if not self._require_stage(order).wait(order["seconds"]):
+            return {"ready": False}
+        patch = self._patch(order)
+        return {
+            "ready": True,
+            "base": [patch.base.version, patch.base.root],
+            "target": [patch.target.version, patch.target.root],
+            "tensors": [[change.name, change.old.hex(), change.new.hex()] for change in patch.changes],
+            "changes": patch.count,
+            "bytes": patch.nbytes,
+        }
+
+    def _require_stage(self, order: Order) -> Stage:
+        if self._stage is None or self._stage.name != order["file"]:
+            raise OtherBase(f"{order['file']} was not checked", remedy="check it before it is applied")
+        return self._stage
+
+    def _patch(self, order: Order) -> Patch:
+        patch = self._require_stage(order).patch()
+        if patch.base != self._held:
+            raise OtherBase(f"{patch.name} starts from version {patch.base.version}", remedy=RELOAD_AND_TELL)
+        return patch
+
+    def _sum_touched(self, order: Order) -> Answer:
+        """Begins the sums over the touched words, before and after. Nothing is written."""
+        patch, found = self._patch(order), self._residence.current()
+        for change in patch.changes:
+            self._residence.require(change)
+
+        def work() -> Iterator[tuple[int, Row]]:
+            for number, change in enumerate(patch.changes):
+                for at, piece in enumerate(found.pieces[change.name]):
+                    for part in touched(piece, change):
+                        yield part.changes, [number, at, *part.old, *part.new]
+
+        self._work = work()
+        return {}
+
+    def _sum_all(self, order: Order) -> Answer:
+        """Begins the sums over all of some tensors; those that are refused are left out."""
+        found = self._residence.current()
+
+        def work() -> Iterator[tuple[int, Row]]:
+            for number, name in enumerate(order["names"]):
+                for at, piece in enumerate(found.pieces.get(name, ())):
+                    for words, lanes in resident(piece, self._residence.forms[name]):
+                        yield words, [number, at, *lanes]
+
+        self._work = work()
+        return {"changes": self._changes}
+
+    def _more(self, order: Order) -> Answer:
+        """The next rows of what was begun, until `budget` changes or words are done."""
+        left, rows = order["budget"], list[Row]()
+        while left > 0:
+            done, row = next(self._work, (0, None))
+            if row is None:
+                return {"rows": rows, "done": True}
+            rows.append(row)
+            left -= done
+        return {"rows": rows, "done": False}
+
+    def _pass(self, order: Order) -> Answer:
+        self._passed = (self._require_stage(order).name, self._changes, self._residence.print)
+        return {}
+
+    # a paused engine
+
+    def _apply(self, order: Order) -> Answer:
+        """Everything or nothing, on this rank."""
+        self._require_certain()
+        patch, found = self._patch(order), self._residence.current()
+        if self._passed != (patch.name, self._changes, self._residence.print):
+            raise OtherBase(f"{patch.name} was not checked, or weights moved since", remedy="check it again")
+        self._undo, self._changes = Undo(), self._changes + 1
+        try:
+            self._undo.write(found, patch.changes)
+            self._engine.synchronise()
+        except BaseException:
+            self._roll_back(order)
+            raise
+        return {}
+
+    def _roll_back(self, order: Order) -> Answer:
+        """Nothing to do is fine."""
+        if self._undo is not None:
+            try:
+                self._undo.roll_back()
+                self._engine.synchronise()
+            except BaseException as error:
+                self._doubt = f"an update could not be taken back: {error}"[:300]
+                raise InDoubt(self._doubt, remedy=RELOAD_AND_TELL) from error
+            self._undo = None
+        return {}
+
+    def _commit(self, order: Order) -> Answer:
+        patch = self._require_stage(order).patch()
+        self._held, self._label = patch.target, order["label"]
+        self._undo = self._stage = None
+        self._work = iter(())
+        return {}
+
+    def _reload(self, order: Order) -> Answer:
+        self._forget("a reload was not ended")
+        try:
+            self._engine.reload()
+            self._engine.synchronise()
+        except BaseException as error:
+            self._doubt = f"a reload failed: {type(error).__name__}: {error}"[:300]
+            raise InDoubt(self._doubt, remedy="see the engine's log; restart it if this stays") from error
+        self._doubt = ""
+        return {}
+
+    def _forget(self, doubt: str) -> None:
+        self._doubt, self._changes = doubt, self._changes + 1
+        self._held = self._label = self._undo = self._stage = None
+        self._work = iter(())
+        self._residence.forget()
+
+
+class _Residence:
+    """Where the checkpoint's tensors lie on this rank, for as long as they stay there."""
+
+    def __init__(self, engine: Engine, process: str) -> None:
+        self._engine, self._process = engine, process
+        self.forget()
+
+    def forget(self) -> None:
+        self._map: Map | None = None
+        self.forms: Mapping[str, Form] = {}
+        self.print = ""
+
+    def current(self) -> Map:
+        """Traced again when a weight lies elsewhere than before. Raises BadPatch."""
+        hindrance = self._engine.hindrance()
+        if hindrance is not None:
+            raise BadPatch(hindrance, remedy=RELOAD)
+        seen = _print(self._process, self._engine.model)
+        if self._map is None or seen != self.print:
+            self.forget()
+            self.forms = checkpoint_forms(self._engine.directory)
+            self._map, self.print = _mapped(self._engine, self.forms), seen
+        return self._map
+
+    def told(self, known: list[str]) -> Answer:
+        """Which elements of which tensor lie here, unless the caller knows this print already."""
+        found = self.current()
+        if self.print in known:
+            return {"print": self.print}
+        return {
+            "print": self.print,
+            "elements": {name: form.elements for name, form in self.forms.items()},
+            "keys": {name: [list(key) for key in found.keys(name)] for name in found.pieces},
+            "refused": found.refused,
+        }
+
+    def require(self, change: Change) -> None:
+        """Raises BadPatch for a tensor that can't be patched here."""
+        form, reason = self.forms.get(change.name), self.current().refused.get(change.name)
+        if form is None:
+            reason = f"{self._engine.directory} has no such tensor"
+        elif form != change.form:
+            other = change.form
+            reason = (
+                f"is {form.dtype} {list(form.shape)} here, {other.dtype} {list(other.shape)} in the patch"
+            )
+        if reason is not None:
+            raise BadPatch(f"{change.name} {reason}", tensor=change.name, remedy=RELOAD)
+
+
+def _mapped(engine: Engine, forms: Mapping[str, Form]) -> Map:
+    with engine.at_rest():
+        load: Any = engine.model.load_weights
+        found = trace(load, forms, [tensor for _, tensor in live_tensors(engine.model)])
+    stored = {**private_copies(engine.model), **engine.refusals()}
+    for name, pieces in list(found.pieces.items()):
+        reasons = [stored[key] for key in (storage(piece.flat) for piece in pieces) if key in stored]
+        if reasons:
+            found.refuse(name, reasons[0])
+        elif not all(
+            on_whole_words(key, forms[name].per_word, forms[name].elements) for key in found.keys(name)
+        ):
+            found.refuse(name, "has slices that share an 8-byte word of its digest")
+    return found
+
+
+def _print(process: str, model: nn.Module) -> str:
+    """Differs when a parameter or buffer lies elsewhere."""
+    places = [
+        (name, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), str(tensor.dtype))
+        for name, tensor in live_tensors(model)
+    ]
+    return hashlib.sha256(repr((process, places)).encode()).hexdigest()

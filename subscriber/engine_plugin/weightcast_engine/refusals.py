@@ -1,0 +1,47 @@
+"""Why an order is not carried out. Each becomes one HTTP status at the engine's doors.
+
+Refusal
+├── BadPatch     422   the file, or what it asks for, can't be patched into this engine: reload this version
+├── OtherBase    409   the engine does not hold what the patch starts from: reload, and say what it holds
+├── NotPaused    423   the order needs a paused engine
+└── InDoubt      500   nobody knows what the engine holds: it stays paused until a reload
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class Refusal(Exception):
+    """`message` names the file or the tensor, `remedy` says what to do."""
+
+    status: ClassVar[int] = 500
+
+    def __init__(self, message: str, *, tensor: str = "", remedy: str = "") -> None:
+        super().__init__(message)
+        self.message, self.tensor, self.remedy = message, tensor, remedy
+
+    def told(self) -> dict[str, object]:
+        """As it crosses processes, and as a door answers."""
+        words = {"error": self.message, "tensor": self.tensor, "remedy": self.remedy}
+        return {"status": self.status, **{key: word for key, word in words.items() if word}}
+
+
+class BadPatch(Refusal):
+    status = 422
+
+
+class OtherBase(Refusal):
+    status = 409
+
+
+class NotPaused(Refusal):
+    status = 423
+
+
+class InDoubt(Refusal):
+    status = 500
+
+
+RELOAD = "reload this version from disk"
+RELOAD_AND_TELL = "reload the engine from disk and say what it holds"

@@ -1,0 +1,83 @@
+"""vLLM: the doors, as routes of its own server. Installed by the entry point `vllm.endpoint_plugins`, which
+vLLM follows when VLLM_PLUGINS names it. Under /v1, so that `--api-key` guards them; no dev mode is needed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from weightcast_engine import doors
+from weightcast_engine.front import Front
+from weightcast_engine.rank import Answer, Order
+from weightcast_engine.vllm_worker import METHOD
+
+_MODES = {"recompute": "keep", "wait": "wait", "abort": "abort"}
+
+
+class WeightcastDoors:
+    name = "weightcast"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: Any) -> None:
+        if not os.environ.get("WEIGHTCAST_PATCH_DIR"):
+            return
+        from fastapi import Request
+        from fastapi.responses import JSONResponse
+
+        async def look(request: Request) -> JSONResponse:
+            return _reply(await doors.look(request.app.state.weightcast_front))
+
+        async def act(request: Request) -> JSONResponse:
+            data = await _body(request)
+            if data is None:
+                return _reply((413, {"error": f"more than {doors.BODY_LIMIT} bytes"}))
+            door = request.url.path.rpartition("/")[2]
+            return _reply(await doors.order(request.app.state.weightcast_front, door, data))
+
+        def _reply(reply: doors.Reply) -> JSONResponse:
+            return JSONResponse(reply[1], reply[0])
+
+        # without annotations as strings, fastapi would look for the names in this module
+        look.__annotations__, act.__annotations__ = {"request": Request}, {"request": Request}
+        app.add_api_route(doors.PREFIX, look, methods=["GET"], include_in_schema=False)
+        for door in doors.DOORS:
+            app.add_api_route(f"{doors.PREFIX}/{door}", act, methods=["POST"], include_in_schema=False)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        state.weightcast_front = Front(VllmControls(engine_client))
+
+
+async def _body(request: Any) -> bytes | None:
+    data = bytearray()
+    async for block in request.stream():
+        data += block
+        if len(data) > doors.BODY_LIMIT:
+            return None
+    return bytes(data)
+
+
+class VllmControls:
+    """`front.Controls` through vLLM's own client of its engine."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    async def ranks(self, order: Order) -> Sequence[Answer]:
+        answers: Sequence[Answer] = await self._client.collective_rpc(METHOD, args=(dict(order),))
+        return answers
+
+    async def pause(self, policy: str) -> None:
+        # the pause clears the caches: blocks of the weights before must not be used again
+        await self._client.pause_generation(mode=_MODES[policy], clear_cache=True)
+
+    async def resume(self) -> None:
+        await self._client.resume_generation()
+
+    async def paused(self) -> bool:
+        return bool(await self._client.is_paused())
+
+    async def relabel(self, label: str) -> None:
+        name = getattr(self._client, "update_weight_version", None)
+        if name is not None:
+            await name(label)

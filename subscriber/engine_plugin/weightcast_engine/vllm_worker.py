@@ -1,0 +1,119 @@
+"""vLLM: what lives in a worker. Installed by the entry point `vllm.general_plugins`, which runs in every
+process of the engine, and does nothing unless WEIGHTCAST_PATCH_DIR is set.
+
+Written against vLLM 0.32.0. On its CPU platform linear layers compute with packed copies of their weights;
+they are told to keep plain ones, for a patch would not reach a copy.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weightcast_engine.derived import storage
+from weightcast_engine.patch_file import LIMIT
+from weightcast_engine.rank import Answer, Order, Rank
+
+METHOD = "weightcast"
+"""of a worker, as `collective_rpc` calls it"""
+_PLAIN_FORMATS = ("auto", "hf", "safetensors", "runai_streamer", "fastsafetensors", "instanttensor")
+_PLAIN_METHODS = frozenset(
+    {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod", "NoneType"}
+)
+
+
+def register() -> None:
+    if not os.environ.get("WEIGHTCAST_PATCH_DIR"):
+        return
+    from vllm.v1.worker.worker_base import WorkerBase  # type: ignore[import-not-found]
+
+    setattr(WorkerBase, METHOD, obey)
+    _keep_plain_weights()
+
+
+def obey(worker: Any, order: Order) -> Answer:
+    """A method of vLLM's worker."""
+    rank = vars(worker).get("_weightcast")
+    if rank is None:
+        limit = int(os.environ.get("WEIGHTCAST_PATCH_LIMIT", LIMIT))
+        rank = worker._weightcast = Rank(VllmEngine(worker), Path(os.environ["WEIGHTCAST_PATCH_DIR"]), limit)
+    answer: Answer = rank.obey(order)
+    return answer
+
+
+def _keep_plain_weights() -> None:
+    from vllm.platforms import current_platform  # type: ignore[import-not-found]
+
+    if current_platform.is_cpu():
+        import vllm._custom_ops as ops  # type: ignore[import-not-found]
+        from vllm.model_executor.layers import utils  # type: ignore[import-not-found]
+
+        ops._supports_onednn = False
+        utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
+
+
+class VllmEngine:
+    """`rank.Engine` around a worker."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self.directory = Path(worker.vllm_config.model_config.model)
+
+    @property
+    def model(self) -> Any:
+        return self._worker.model_runner.get_model()
+
+    def hindrance(self) -> str | None:
+        config = self._worker.vllm_config
+        parallel, speculative = config.parallel_config, config.speculative_config
+        model, kind = config.model_config, config.load_config.load_format
+        draft = getattr(speculative, "draft_model_config", None)
+        hindrances = {
+            f"the model is quantised: {model.quantization}": model.quantization is not None,
+            "a draft model has weights of its own": draft is not None,
+            "LoRA adapters are on": config.lora_config is not None,
+            "data parallel replicas are reached one by one": parallel.data_parallel_size > 1,
+            "experts move between ranks (EPLB)": bool(getattr(parallel, "enable_eplb", False)),
+            f"weights are loaded as {kind}": str(kind) not in _PLAIN_FORMATS,
+            f"{self.directory} is no directory": not self.directory.is_dir(),
+        }
+        return next((reason for reason, applies in hindrances.items() if applies), None)
+
+    def refusals(self) -> Mapping[int, str]:
+        found: dict[int, str] = {}
+        for name, module in self.model.named_modules():
+            reason = _packed(name, module)
+            if reason is not None:
+                found |= {storage(weight): reason for weight in module.parameters()}
+        return found
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        from vllm.config import set_current_vllm_config  # type: ignore[import-not-found]
+
+        with set_current_vllm_config(self._worker.vllm_config):
+            yield
+
+    def synchronise(self) -> None:
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    def reload(self) -> None:
+        # vLLM remembers weights_path, so that a call without it may read another directory
+        self._worker.reload_weights(weights_path=str(self.directory))
+
+
+def _packed(name: str, module: Any) -> str | None:
+    """Why writing this module's weights may not change what it computes."""
+    method = type(getattr(module, "quant_method", None)).__name__
+    if method not in _PLAIN_METHODS:
+        return f"belongs to {name}, which computes by {method}"
+    # a function that closes over nothing reads the weight that it is given
+    if getattr(getattr(module, "cpu_linear", None), "__closure__", None):
+        return f"belongs to {name}, which computes with a packed copy"
+    return None

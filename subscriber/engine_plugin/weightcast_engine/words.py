@@ -1,0 +1,103 @@
+"""The dtypes of safetensors as torch has them, and what of a checkpoint is on disk: names, shapes, dtypes."""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from weightcast_engine import strict
+from weightcast_engine.refusals import BadPatch
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "F64": torch.float64,
+}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Of a width in bytes: the dtype in which words are moved, so that nothing is rounded."""
+HEADER_LIMIT = 100_000_000
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a checkpoint says of a tensor."""
+
+    dtype: str
+    """safetensors code"""
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def width(self) -> int:
+        """bytes per element"""
+        return int(DTYPES[self.dtype].itemsize)
+
+    @property
+    def per_word(self) -> int:
+        """elements per 8-byte word"""
+        return 8 // self.width
+
+
+def checkpoint_forms(directory: Path) -> dict[str, Form]:
+    """All tensors of the safetensors files in `directory`; dtypes that torch has no name for are left out.
+    Raises BadPatch where the directory can't be read."""
+    found: dict[str, Form] = {}
+    try:
+        for path in sorted(directory.glob("*.safetensors")):
+            found |= _header_forms(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadPatch(
+            f"{directory}: {error}", remedy="see what lies in the engine's model directory"
+        ) from error
+    if not found:
+        raise BadPatch(
+            f"{directory}: no safetensors files with tensors", remedy="give the engine the local checkpoint"
+        )
+    return found
+
+
+def _header_forms(path: Path) -> dict[str, Form]:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(HEADER_LIMIT, os.fstat(file.fileno()).st_size):
+            raise ValueError(f"{path.name}: no safetensors header")
+        entries = strict.json_object(file.read(length))
+    entries.pop("__metadata__", None)
+    return dict(_forms(entries))
+
+
+def _forms(entries: Mapping[str, object]):  # type: ignore[no-untyped-def]
+    for name, entry in entries.items():
+        if type(entry) is dict and entry.get("dtype") in DTYPES:
+            yield name, Form(str(entry["dtype"]), strict.shape(entry.get("shape"), name))
+
+
+def open_regular(directory: Path, name: str) -> int:
+    """A descriptor of a file in `directory`, no link. Raises OSError."""
+    folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
+    finally:
+        os.close(folder)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(f"{name} is no regular file")
+    return file

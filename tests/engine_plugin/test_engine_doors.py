@@ -1,0 +1,148 @@
+"""The doors' rules: what a request may say, and what it is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from patch_writer import name_of, root, some_changed, write_patch
+from plugin_models import Llama, ToyHost, checkpoint
+from weightcast_engine import doors
+
+
+class Site:
+    def __init__(self, room: Path, ranks: int = 1) -> None:
+        models = [Llama(torch.float32, rank, ranks) for rank in range(ranks)]
+        self.base = checkpoint()
+        self.host = ToyHost(models, self.base, room)
+
+    def post(self, door: str, body: Any) -> tuple[int, dict[str, Any]]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        status, answer = asyncio.run(doors.order(self.host.front, door, data))
+        return status, json.loads(json.dumps(answer))
+
+    def get(self) -> dict[str, Any]:
+        status, answer = asyncio.run(doors.look(self.host.front))
+        assert status == 200
+        return answer
+
+    def patch(self, version: int = 1) -> str:
+        return write_patch(self.host.patches, self.base, some_changed(self.base, version), version)
+
+    def holds(self) -> None:
+        assert self.post("holds", {"version": 0, "root": root(0), "label": "0"}) == (200, {})
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+def test_an_update_through_the_doors(site: Site) -> None:
+    fresh = site.get()
+    assert fresh == {
+        "plugin": "0.1.0", "format": 1, "process": fresh["process"],
+        "version": None, "root": None, "label": None, "ranks": 1, "paused": False,
+        "patchable": True, "reason": "", "refused": {}, "refused_count": 0, "in_doubt": False,
+    }  # fmt: skip
+    site.holds()
+    status, checked = site.post("check", {"file": site.patch()})
+    assert status == 200 and checked.keys() == {"tensors", "changes", "bytes", "seconds"}
+    assert site.post("pause", {"policy": "recompute"}) == (200, {})
+    status, done = site.post("apply", {"file": name_of(1), "label": "1"})
+    assert status == 200 and done["seconds"].keys() == {"write", "label"}
+    assert (done["version"], done["root"], done["label"]) == (1, root(1), "1")
+    assert site.post("resume", {}) == (200, {})
+    assert (site.get()["version"], site.get()["process"]) == (1, fresh["process"])
+    status, told = site.post("digest", {"tensors": None, "from": 0, "count": 3})
+    assert (status, len(told["lanes"]), told["next"], told["version"]) == (200, 3, 3, 1)
+
+
+def test_a_base_that_is_another_is_told(site: Site) -> None:
+    site.holds()
+    status, told = site.post("check", {"file": site.patch(4)})
+    assert (
+        status == 409
+        and told["holds"] == {"version": 0, "root": root(0)}
+        and told["error"]
+        and told["remedy"]
+    )
+
+
+def test_what_can_not_be_patched_is_named(site: Site) -> None:
+    site.holds()
+    status, told = site.post("check", {"file": name_of(9)})
+    assert status == 422 and name_of(9) in told["error"]
+    site.base["w"] = torch.zeros(3)
+    status, told = site.post("check", {"file": site.patch()})
+    assert (status, told["tensor"]) == (422, "w") and told["remedy"] == "reload this version from disk"
+
+
+def test_not_paused_is_423(site: Site) -> None:
+    site.holds()
+    file = site.patch()
+    site.post("check", {"file": file})
+    assert site.post("apply", {"file": file, "label": "1"})[0] == 423
+    assert site.post("reload", {"label": "1"})[0] == 423
+
+
+def test_a_rank_that_fails_rolls_all_back_and_one_that_can_not_leaves_a_doubt(tmp_path: Path) -> None:
+    site = Site(tmp_path, 2)
+    site.holds()
+    file = site.patch()
+    site.post("check", {"file": file})
+    site.post("pause", {"policy": "wait"})
+    site.host.engines[1].failures = 1
+    status, told = site.post("apply", {"file": file, "label": "1"})
+    assert (status, told["state"], told["holds"]["version"]) == (500, "rolled-back", 0)
+    site.post("check", {"file": file})
+    site.host.engines[1].failures = 3
+    status, told = site.post("apply", {"file": file, "label": "1"})
+    assert (status, told["state"]) == (500, "in-doubt") and site.get()["in_doubt"]
+    status, told = site.post("holds", {"version": 0, "root": root(0), "label": "0"})
+    assert status == 409
+    assert site.post("reload", {"label": "0"})[0] == 200
+    assert not site.get()["in_doubt"] and site.get()["version"] is None
+
+
+GOOD: dict[str, dict[str, Any]] = {
+    "holds": {"version": 0, "root": root(0), "label": "0"},
+    "check": {"file": name_of(1)},
+    "pause": {"policy": "wait"},
+    "apply": {"file": name_of(1), "label": "1"},
+    "reload": {"label": "1"},
+    "resume": {},
+    "digest": {"tensors": None, "from": 0, "count": 1},
+}
+
+
+@pytest.mark.parametrize("door", GOOD)
+def test_members_are_exactly_those_of_the_door(site: Site, door: str) -> None:
+    before = site.host.live()
+    assert site.post(door, {**GOOD[door], "path": "/etc"})[0] == 400
+    for member in GOOD[door]:
+        assert site.post(door, {key: value for key, value in GOOD[door].items() if key != member})[0] == 400
+        for wrong in (None, -1, True, 1.5, [], {}, "\n", "../x", "x" * 5000):
+            if (member, wrong) in [("tensors", None), ("tensors", []), ("label", "../x")]:
+                continue
+            status, told = site.post(door, {**GOOD[door], member: wrong})
+            assert status == 400 and told["remedy"], (member, wrong)
+    for body in (b"", b"[]", b"{", b'{"a":1,"a":1}', b"\xff", b"[" * 9999, b'{"x":NaN}'):
+        assert site.post(door, body)[0] == 400
+    assert site.host.live() == before and site.host.controls.orders == []
+
+
+def test_orders_are_carried_out_one_at_a_time(site: Site) -> None:
+    async def both() -> list[doors.Reply]:
+        data = json.dumps(GOOD["digest"]).encode()
+        first = asyncio.create_task(doors.order(site.host.front, "digest", data))
+        await asyncio.sleep(0)
+        return [await doors.order(site.host.front, "digest", data), await first]
+
+    site.host.controls.slow = True
+    replies = asyncio.run(both())
+    assert [status for status, _ in replies] == [503, 200]

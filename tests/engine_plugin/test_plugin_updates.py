@@ -1,0 +1,214 @@
+"""Live weights after an update are those of a fresh load, on every rank, or what they were before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from patch_writer import lanes, root, some_changed, write_patch
+from plugin_models import Llama, ToyHost, checkpoint
+from weightcast_engine.refusals import BadPatch, InDoubt, NotPaused, OtherBase
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def llama_host(room: Path, dtype: torch.dtype = torch.float32, ranks: int = 1, tied: bool = False) -> ToyHost:
+    models = [Llama(dtype, rank, ranks, tied) for rank in range(ranks)]
+    host = ToyHost(models, checkpoint(dtype, tied=tied), room)
+    host.run("hold", 0, root(0), "0")
+    return host
+
+
+def fresh(room: Path, host: ToyHost, tensors: dict[str, torch.Tensor]) -> list[dict[str, bytes]]:
+    first = host.engines[0].model
+    assert isinstance(first, Llama)
+    models = [Llama(first.embed.dtype, rank, first.ranks, first.tied) for rank in range(first.ranks)]
+    return ToyHost(models, tensors, room / "fresh").live()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_twenty_updates_are_a_fresh_load(tmp_path: Path, dtype: torch.dtype, ranks: int, tied: bool) -> None:
+    host, base = llama_host(tmp_path, dtype, ranks, tied), checkpoint(dtype, tied=tied)
+    refused = set(host.run("state")["refused"])
+    for version in range(1, 21):
+        target = some_changed(base, version)
+        target |= {name: base[name] for name in refused}
+        done = host.update(write_patch(host.patches, base, target, version), str(version))
+        assert (done["version"], done["root"], done["label"]) == (version, root(version), str(version))
+        base = target
+    assert host.live() == fresh(tmp_path, host, base)
+    assert host.controls.labels == [str(version) for version in range(1, 21)]
+    told = host.run("digest", None, 0, 100)
+    assert told["lanes"] == {name: lanes(base[name]) for name in base if name not in refused}
+    assert set(told["refused"]) == refused and told["next"] is None and not told["changed"]
+
+
+def test_what_slices_cut_inside_a_word_of_the_digest_is_refused_by_name(tmp_path: Path) -> None:
+    host = llama_host(tmp_path, torch.float8_e4m3fn, 4)
+    assert host.run("state")["refused"] == {
+        "down.weight": "has slices that share an 8-byte word of its digest"
+    }
+    assert llama_host(tmp_path, torch.float32, 4).run("state")["refused"] == {}
+
+
+@settings(max_examples=15, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(data=st.data())
+def test_any_change_of_any_ranks(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    room = tmp_path_factory.mktemp("any")
+    ranks = data.draw(st.sampled_from([1, 2, 4]))
+    host, base = llama_host(room, ranks=ranks), checkpoint()
+    target = {name: tensor.clone() for name, tensor in base.items()}
+    names = data.draw(st.lists(st.sampled_from([n for n in base if base[n].numel()]), unique=True))
+    for name in names:
+        words = target[name].view(-1).view(torch.int32)
+        for at in data.draw(st.sets(st.integers(0, len(words) - 1), max_size=9)):
+            words[at] ^= 1
+    before = host.live()
+    host.update(write_patch(host.patches, base, target, 1))
+    assert host.live() == fresh(room, host, target)
+    host.update(write_patch(host.patches, target, base, 2))
+    assert host.live() == before
+
+
+def test_folded_versions_are_one_update(tmp_path: Path) -> None:
+    host, base = llama_host(tmp_path), checkpoint()
+    third = some_changed(some_changed(some_changed(base, 1), 2), 3)
+    host.update(write_patch(host.patches, base, third, 3, step=3))
+    assert host.live() == fresh(tmp_path, host, third)
+
+
+def test_nothing_changed_is_an_update_too(tmp_path: Path) -> None:
+    host, base = llama_host(tmp_path), checkpoint()
+    before = host.live()
+    assert host.update(write_patch(host.patches, base, base, 1))["version"] == 1
+    assert host.live() == before
+
+
+def test_another_base_is_refused_and_told(tmp_path: Path) -> None:
+    host, base = llama_host(tmp_path), checkpoint()
+    file = write_patch(host.patches, base, some_changed(base, 1), 5)
+    before = host.live()
+    with pytest.raises(OtherBase, match="starts from version 4"):
+        host.run("check", file)
+    assert host.live() == before and host.run("state")["version"] == 0
+
+
+def test_a_flipped_bit_is_found_by_the_check_and_by_the_digest(tmp_path: Path) -> None:
+    host, base = llama_host(tmp_path, ranks=2), checkpoint()
+    target = some_changed(base, 1)
+    file = write_patch(host.patches, base, target, 1)
+    host.engines[1].model.down.view(torch.int32)[3, 4] ^= 1 << 20
+    found = host.run("digest", ["down.weight", "up.weight"], 0, 2)["lanes"]
+    assert found["down.weight"] != lanes(base["down.weight"])
+    assert found["up.weight"] == lanes(base["up.weight"])
+    host.engines[1].model.down.view(torch.int32)[3, 4] ^= 1 << 20
+    touched = int((target["q.weight"] != base["q.weight"]).view(-1).nonzero()[0])
+    model = host.engines[touched * 2 // base["q.weight"].numel()].model
+    model.qkv.view(-1).view(torch.int32)[touched % (base["q.weight"].numel() // 2)] ^= 1
+    with pytest.raises(OtherBase, match=r"q\.weight: its live words are not those"):
+        host.run("check", file)
+
+
+def test_replicas_that_differ_are_found(tmp_path: Path) -> None:
+    host = llama_host(tmp_path, ranks=2)
+    host.engines[1].model.norm.view(torch.int32)[0] ^= 1
+    with pytest.raises(OtherBase, match=r"norm\.weight: places that hold the same elements differ"):
+        host.run("digest", None, 0, 100)
+
+
+def test_only_what_was_checked_last_is_applied_and_only_to_a_paused_engine(tmp_path: Path) -> None:
+    host, base = llama_host(tmp_path), checkpoint()
+    first = write_patch(host.patches, base, some_changed(base, 1), 1)
+    second = write_patch(host.patches, base, some_changed(base, 2), 2, step=2)
+    before = host.live()
+    host.run("check", first)
+    with pytest.raises(NotPaused):
+        host.run("apply", first, "1")
+    host.run("pause", "wait")
+    with pytest.raises(OtherBase, match="was not checked"):
+        host.run("apply", second, "2")
+    host.run("check", second)
+    with pytest.raises(OtherBase, match="was not checked"):
+        host.run("apply", first, "1")
+    assert host.live() == before
+    assert host.run("apply", second, "2")["version"] == 2
+
+
+def test_weights_that_moved_since_the_check_are_refused_then_found_again(tmp_path: Path) -> None:
+    host, base = llama_host(tmp_path), checkpoint()
+    target = some_changed(base, 1)
+    file = write_patch(host.patches, base, target, 1)
+    host.run("check", file)
+    model = host.engines[0].model
+    model.norm.data = model.norm.data.clone()
+    host.run("pause", "abort")
+    with pytest.raises(OtherBase, match="weights moved"):
+        host.run("apply", file, "1")
+    host.run("check", file)
+    host.run("apply", file, "1")
+    assert host.live() == fresh(tmp_path, host, target)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_failure_of_one_rank_takes_all_back(tmp_path: Path, failing: int) -> None:
+    host, base = llama_host(tmp_path, ranks=2), checkpoint()
+    target = some_changed(base, 1)
+    file = write_patch(host.patches, base, target, 1)
+    before = host.live()
+    host.run("check", file)
+    host.run("pause", "recompute")
+    host.engines[failing].failures = 1
+    with pytest.raises(InDoubt, match="the device is gone"):
+        host.run("apply", file, "1")
+    assert host.live() == before
+    state = host.run("state")
+    assert (state["version"], state["in_doubt"], state["paused"]) == (0, False, True)
+    host.run("check", file)
+    host.run("apply", file, "1")
+    assert host.live() == fresh(tmp_path, host, target)
+
+
+def test_an_undo_that_fails_leaves_a_doubt_until_a_reload(tmp_path: Path) -> None:
+    host, base = llama_host(tmp_path, ranks=2), checkpoint()
+    file = write_patch(host.patches, base, some_changed(base, 1), 1)
+    host.run("check", file)
+    host.run("pause", "recompute")
+    host.engines[0].failures = 3
+    with pytest.raises(InDoubt):
+        host.run("apply", file, "1")
+    assert host.run("state")["in_doubt"]
+    for order in (("check", file), ("hold", 0, root(0), "0")):
+        with pytest.raises(OtherBase, match="in doubt"):
+            host.run(*order)
+    host.run("reload", "0")
+    state = host.run("state")
+    assert (state["in_doubt"], state["version"]) == (False, None)
+    assert host.live() == fresh(tmp_path, host, base)
+    host.run("hold", 0, root(0), "0")
+    host.run("check", file)
+
+
+def test_a_digest_says_when_weights_changed_between_its_pieces(tmp_path: Path) -> None:
+    host, base = llama_host(tmp_path), checkpoint()
+    file = write_patch(host.patches, base, some_changed(base, 1), 1)
+    names = sorted(base)
+    first = host.run("digest", None, 0, 5)
+    assert list(first["lanes"]) == names[:5] and first["next"] == 5 and first["version"] == 0
+    host.update(file)
+    assert host.run("digest", None, 5, 100)["version"] == 1
+    unknown = host.run("digest", ["none"], 0, 1)
+    assert unknown["refused"] == {"none": "is not in the engine's model directory"}
+
+
+def test_a_hindrance_refuses_everything_by_its_reason(tmp_path: Path) -> None:
+    host, base = llama_host(tmp_path), checkpoint()
+    host.engines[0].said = "the model is quantised (fp8)"
+    state = host.run("state")
+    assert (state["patchable"], state["reason"]) == (False, "the model is quantised (fp8)")
+    with pytest.raises(BadPatch, match="quantised"):
+        host.run("check", write_patch(host.patches, base, some_changed(base, 1), 1))
