@@ -14,6 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SIDES = ("benchmarks", "shared", "publisher", "subscriber")
+OTHER_DISTRIBUTION = ROOT / "subscriber" / "engine_plugin"
+"""what is installed into an engine's environment, where nothing else of weightcast is"""
 NEEDS_TORCH = {
     "weightcast.benchmarks.on_device",
     "weightcast.benchmarks.step_cost",
@@ -23,13 +25,17 @@ NEEDS_TORCH = {
 
 def folders() -> list[str]:
     """Every folder with an __init__.py, as the package that it is mapped to."""
-    found = [path.parent.relative_to(ROOT) for side in SIDES for path in (ROOT / side).rglob("__init__.py")]
+    found = [path.parent.relative_to(ROOT) for side in SIDES for path in sources(side, "__init__.py")]
     return sorted("weightcast." + ".".join(path.parts) for path in found)
 
 
+def sources(side: str, pattern: str = "*.py") -> list[Path]:
+    found = sorted((ROOT / side).rglob(pattern))
+    return [path for path in found if OTHER_DISTRIBUTION not in path.parents]
+
+
 def modules(side: str) -> list[str]:
-    found = sorted((ROOT / side).rglob("*.py"))
-    names = ["weightcast." + ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in found]
+    names = ["weightcast." + ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sources(side)]
     return [name.removesuffix(".__init__") for name in names]
 
 
@@ -45,7 +51,7 @@ def test_the_package_list_is_the_folders() -> None:
 
 def test_no_module_lies_outside_a_package() -> None:
     for side in SIDES:
-        for path in (ROOT / side).rglob("*.py"):
+        for path in sources(side):
             assert (path.parent / "__init__.py").exists(), path
 
 
