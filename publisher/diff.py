@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weightcast.publisher.finite import FiniteCheck, NonFinite
+from weightcast.publisher.finite import NonFinite, became_non_finite, check_finite
 from weightcast.publisher.match import Matched
 from weightcast.publisher.on_device import Near, drifted
 from weightcast.publisher.tensors import NewWeights
@@ -50,6 +50,8 @@ class Difference:
     lanes: Mapping[int, Lanes]
     changed: Mapping[int, int]
     split: Mapping[int, SegmentSums]
+    non_finite: Mapping[int, int]
+    """elements of each tensor that became NaN or infinite"""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class _Compared:
     prepared: bytes
     changed: tuple[tuple[int, int], ...]
     """(tensor, changed elements)"""
+    non_finite: tuple[tuple[int, int], ...]
+    """(tensor, elements that became so)"""
 
 
 def write_difference(
@@ -83,24 +87,21 @@ def write_difference(
     comparison = _Comparison(local, weights, matched, writer, near, merged)
     full: dict[int, Lanes] = {}
     book = _Book()
-    finite = FiniteCheck(local.table) if non_finite == "refuse" else None
     for one in ordered(comparison.compare, grid(local.table, part), threads):
         writer.append(one.chunk, one.prepared, one.new, one.step)
         for tensor, lanes in one.full:
             full[tensor] = full.get(tensor, Lanes()).plus(lanes)
         book.add(one)
-        if finite is not None and one.step is not None:
-            finite.look(one.chunk, one.step.changes, one.new)
         if advance is not None:
             advance(one.chunk.words * one.chunk.kind.width)
     _check_frozen(local.table, matched, book)
-    if finite is not None:
-        finite.check()
+    if non_finite == "refuse":
+        check_finite(local.table, book.non_finite)
     split = {tensor: book.segment_sums(tensor, full[tensor]) for tensor in _split(local.table, part)}
     _check_baseline(local, {tensor: lanes for tensor, lanes in full.items() if tensor not in split}, book)
     if near is not None:
         near.done(full)
-    return Difference(writer.close(), {t: full[t] for t in book.old}, book.changed, split)
+    return Difference(writer.close(), {t: full[t] for t in book.old}, book.changed, split, book.non_finite)
 
 
 def _split(table: TensorTable, part: Part) -> set[int]:
@@ -129,10 +130,12 @@ class _Comparison:
     def _encoded(self, chunk: Chunk, old: Words, new: FetchWords, found: Scan) -> _Compared:
         full = tuple((span.tensor, lanes) for span, lanes in zip(chunk.spans, found.full, strict=True))
         if not len(found.changes):
-            return _Compared(chunk, new, full, None, b"", ())
+            return _Compared(chunk, new, full, None, b"", (), ())
         prepared = self.writer.prepare(chunk, old, new, found.changes)
         step = ChunkStep(found.changes, found.sums)
-        return _Compared(chunk, new, full, step, prepared, tuple(self._changed(chunk, found.changes)))
+        changed = tuple(self._changed(chunk, found.changes))
+        odd = tuple(became_non_finite(chunk, found.changes, new))
+        return _Compared(chunk, new, full, step, prepared, changed, odd)
 
     def _fetched(self, chunk: Chunk, old: Words, changes: Changes) -> Words:
         """All words after all, for a mode that holds them, and with them a look at all of the old ones."""
@@ -164,6 +167,7 @@ class _Book:
         self.old: dict[int, Lanes] = {}
         self.new: dict[int, Lanes] = {}
         self.changed: dict[int, int] = {}
+        self.non_finite: dict[int, int] = {}
 
     def add(self, one: _Compared) -> None:
         for sums in one.step.sums if one.step is not None else ():
@@ -171,6 +175,8 @@ class _Book:
             self.new[sums.tensor] = self.new.get(sums.tensor, Lanes()).plus(sums.new)
         for tensor, count in one.changed:
             self.changed[tensor] = self.changed.get(tensor, 0) + count
+        for tensor, count in one.non_finite:
+            self.non_finite[tensor] = self.non_finite.get(tensor, 0) + count
 
     def segment_sums(self, tensor: int, full: Lanes) -> SegmentSums:
         return SegmentSums(self.old.get(tensor, Lanes()), self.new.get(tensor, Lanes()), full)

@@ -1,8 +1,8 @@
-"""Elements that become NaN or infinite: counted where the policy is not to publish them."""
+"""Elements that become NaN or infinite: counted, and refused where the policy is not to publish them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 import numpy as np
@@ -33,39 +33,37 @@ def non_finite(words: Words, dtype: str) -> NDArray[np.bool_]:
     return np.asarray(found, np.bool_)
 
 
-class FiniteCheck:
-    """Counts elements of one part that were finite, changed, and are not any more. Of 8-byte elements, those
-    that changed and are not."""
+def became_non_finite(chunk: Chunk, changes: Changes, new: Callable[[], Words]) -> Iterator[tuple[int, int]]:
+    """(tensor, count) of elements that were finite, changed, and are not any more; of 8-byte elements, those
+    that changed and are not. Safe in any thread."""
+    places = _places(chunk.dtype, changes, new)
+    if not len(places):
+        return
+    edges = np.searchsorted(places, [span.offset for span in chunk.spans] + [chunk.words])
+    for span, low, high in zip(chunk.spans, edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        if high > low:
+            yield span.tensor, high - low
 
-    def __init__(self, table: TensorTable) -> None:
-        self._table = table
-        self._found: dict[int, int] = {}
 
-    def look(self, chunk: Chunk, changes: Changes, new: Callable[[], Words]) -> None:
-        places = _places(chunk.dtype, changes, new)
-        if not len(places):
-            return
-        edges = np.searchsorted(places, [span.offset for span in chunk.spans] + [chunk.words])
-        for span, low, high in zip(chunk.spans, edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-            if high > low:
-                self._found[span.tensor] = self._found.get(span.tensor, 0) + high - low
-
-    def check(self) -> None:
-        """Raises Refused that names the tensors."""
-        if self._found:
-            some = [f"{self._table[t].name} ({count})" for t, count in sorted(self._found.items())[:_SHOWN]]
-            more = ", ..." if len(self._found) > _SHOWN else ""
-            raise Refused(
-                f"elements became NaN or infinite: {', '.join(some)}{more}",
-                remedy='look at the training run; non_finite="allow" (--non-finite allow) publishes them',
-            )
+def check_finite(table: TensorTable, found: Mapping[int, int]) -> None:
+    """`found`: count by tensor. Raises Refused that names the tensors."""
+    if not found:
+        return
+    some = [f"{table[tensor].name} ({count})" for tensor, count in sorted(found.items())[:_SHOWN]]
+    more = ", ..." if len(found) > _SHOWN else ""
+    raise Refused(
+        f"elements became NaN or infinite: {', '.join(some)}{more}",
+        remedy='look at the training run; non_finite="allow" (--non-finite allow) publishes them',
+    )
 
 
 def _places(dtype: str, changes: Changes, new: Callable[[], Words]) -> NDArray[np.integer]:
     """Word indices in the chunk, ascending, one for each element."""
     if dtype not in _LONG:
-        bad = non_finite(changes.new, dtype) & ~non_finite(changes.old, dtype)
-        return changes.index[bad]
+        bad = non_finite(changes.new, dtype)
+        if not bad.any():
+            return changes.index[:0]
+        return changes.index[bad & ~non_finite(changes.old, dtype)]
     width = np.dtype(_LONG[dtype]).itemsize
     elements = np.unique(changes.index // width)
     values = np.ascontiguousarray(new()).view(_LONG[dtype])[elements]

@@ -163,6 +163,7 @@ class Owner:
                 matched = matched_to(file, local.table, weights, self._rank, work)
                 frame = self._frame(local, work.step)
                 spooled = spool(local, frame, weights, matched, self._options, work.advance)
+            work.non_finite = spooled.non_finite
             work.let_go()
             return spooled
         finally:
@@ -284,6 +285,7 @@ class Owner:
                 return self._all_parts(writer, attempt, weights, matched, work), parts
             with work.phase("diff"):
                 own = writer.write(weights, matched, whole_part(local.table), work.advance)
+            work.non_finite = own.non_finite
             work.let_go()
             return assemble(local.table, frame.base, [own.draft]), parts
         except BaseException as error:

@@ -41,6 +41,8 @@ class Publication(Frozen):
     seconds: dict[str, float] = Field(default_factory=dict)
     mapped: dict[str, int] = Field(default_factory=dict)
     """what was done to the names that were given, and to how many"""
+    non_finite_elements: int = 0
+    """that became NaN or infinite with this version"""
     at: float = 0.0
     """unix time of the publisher's clock"""
 
@@ -59,6 +61,7 @@ def publication(report: PublishReport, source: str) -> Publication:
         bits_per_change=report.bits_per_change,
         seconds=dict(report.seconds),
         mapped=dict(report.mapped),
+        non_finite_elements=report.non_finite_elements,
         at=time.time(),
     )
 

@@ -29,6 +29,9 @@ class PublishReport:
     seconds: Mapping[str, float] = field(default_factory=dict)
     mapped: Mapping[str, int] = field(default_factory=dict)
     """what was done to the names that were given, and to how many: `{"-module.": 291}`"""
+    non_finite: Mapping[str, int] = field(default_factory=dict)
+    """elements by tensor that became NaN or infinite with this version, of what this rank compared; empty for
+    an anchor, which is compared with nothing"""
     anchor_problem: str = ""
     """why an anchor that was due could not be written; it is tried again beside the next version"""
 
@@ -39,6 +42,10 @@ class PublishReport:
     @property
     def density_bytes(self) -> float:
         return self.changed_bytes / self.full_bytes if self.full_bytes else 0.0
+
+    @property
+    def non_finite_elements(self) -> int:
+        return sum(self.non_finite.values())
 
     @property
     def bits_per_change(self) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,8 @@ class Spooled:
     frame: Frame
     draft: Index
     directory: Path
+    non_finite: Mapping[str, int]
+    """elements by tensor that became NaN or infinite"""
 
     def copy_to(self, parts: Path) -> None:
         """Makes its shards durable in `parts`. Raises DamagedFile when they are not what was written."""
@@ -68,7 +71,8 @@ def spool(
         durable=False,
         non_finite=options.non_finite,
     )
-    return Spooled(frame, writer.write(weights, matched, local.table.whole, advance).draft, outbox)
+    written = writer.write(weights, matched, local.table.whole, advance)
+    return Spooled(frame, written.draft, outbox, written.non_finite)
 
 
 def _emptied(outbox: Path) -> Path:

@@ -88,6 +88,7 @@ class Turn:
                 merged = Merged(own, runs_in(self._local.table, mine), self._received(division))
         with work.phase("diff"):
             written = self.writer.write(weights, matched, part, work.advance, merged)
+        work.non_finite = written.non_finite
         return Left(written.draft, written.sums, sent)
 
     def _alone(self, part: Part, mine: Mapping[int, Box]) -> bool:

@@ -112,6 +112,11 @@ def _show(console: Console, done: Publication, seconds: float) -> None:
             "full": f"{done.full_bytes:,} bytes (ratio {ratio:,.1f})",
             "bits per change": f"{done.bits_per_change:.2f}",
             "seconds": f"{seconds:.3f}",
+            **(
+                {"became NaN or infinite": f"{done.non_finite_elements:,} elements"}
+                if done.non_finite_elements
+                else {}
+            ),
             **({"names": ", ".join(f"{r}: {n}" for r, n in done.mapped.items())} if done.mapped else {}),
         },
     )

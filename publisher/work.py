@@ -70,6 +70,8 @@ class Work:
     seconds: dict[str, float] = field(default_factory=dict)
     mapped: Mapping[str, int] = field(default_factory=dict)
     """what was done to given names, and to how many"""
+    non_finite: Mapping[str, int] = field(default_factory=dict)
+    """elements by tensor that became NaN or infinite, where this rank compared"""
     allowed: Callable[[], None] | None = None
     """called before anything is written to the channel; raises what forbids it"""
     changeable: bool = False
@@ -175,7 +177,8 @@ class PartWriter:
         except BaseException:
             writer.abandon()
             raise
-        return Written(draft(self.frame, table, part, difference), difference.split)
+        odd = {table[tensor].name: count for tensor, count in sorted(difference.non_finite.items())}
+        return Written(draft(self.frame, table, part, difference), difference.split, odd)
 
 
 @dataclass(frozen=True)
@@ -183,6 +186,8 @@ class Written:
     draft: Index
     sums: Mapping[int, SegmentSums]
     """of tensors that other ranks write too"""
+    non_finite: Mapping[str, int]
+    """elements by tensor that became NaN or infinite in this part"""
 
 
 def report_of(index: Index, table: TensorTable, work: Work, directory: Path) -> PublishReport:
@@ -203,6 +208,7 @@ def report_of(index: Index, table: TensorTable, work: Work, directory: Path) -> 
         tensors_changed=len(index.tensors),
         seconds=dict(work.seconds),
         mapped=dict(work.mapped),
+        non_finite=dict(work.non_finite),
     )
 
 

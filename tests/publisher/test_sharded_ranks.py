@@ -10,7 +10,7 @@ from core_cases import Model, Tensor, all_changed, rot, snapshot, tensor
 from publisher_cases import ENCODINGS, Place, as_numpy, make_place, numpy_model
 from sharded_world import along, cut_model, grid_of, published, replicated, world_of
 
-from weightcast.publisher import Shard, cast_like
+from weightcast.publisher import PublishReport, Shard, cast_like
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.store import Channel
@@ -199,3 +199,16 @@ def test_masters_of_another_precision(tmp_path: Path) -> None:
         assert published(world.publish(cast, 1)) == 1
     halves = masters.astype(np.float16)
     place.arrives({"w": Tensor("F16", (40, 9), halves.view(np.uint8).reshape(-1))}, 1)
+
+
+def test_each_rank_counts_what_becomes_no_number_in_its_part(tmp_path: Path) -> None:
+    rows = 1 << 18
+    base = Tensor("F32", (rows, 16), np.zeros(rows * 64, np.uint8))
+    place = make_place(tmp_path, {"w": base})
+    bad = np.zeros((rows, 16), np.float32)
+    bad[5, 1], bad[-1, -2:] = np.nan, np.inf
+    halves = {rank: {"w": along(0)(bad, rank, 2)} for rank in range(2)}
+    with world_of(place, 2) as world:
+        outcomes = world.publish(halves, 1)
+    assert published(outcomes) == 1
+    assert [one.non_finite for one in outcomes if isinstance(one, PublishReport)] == [{"w": 1}, {"w": 2}]

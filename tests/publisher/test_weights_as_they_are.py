@@ -173,4 +173,19 @@ def test_elements_that_become_no_numbers(floats: Place, on_device: str) -> None:
     with floats.publisher() as publisher:
         bad = tensors(floats.model)
         bad["BF16.w"][0, 0] = float("inf")
-        assert publisher.publish(bad).version == before + 3
+        report = publisher.publish(bad)
+        assert (report.version, report.non_finite) == (before + 3, {"BF16.w": 1})
+
+
+@pytest.mark.parametrize("on_device", ["never", "always"])
+def test_elements_that_become_no_numbers_are_counted(floats: Place, on_device: str) -> None:
+    with floats.publisher(on_device=on_device) as publisher:
+        good, bad = tensors(floats.model), tensors(floats.model)
+        good["F32.w"][3, 3] += 1
+        assert publisher.publish(good).non_finite == {}, "what was no number before does not count"
+        for kind, values in BAD.items():
+            bad[f"{kind}.w"].view(-1)[:3] = torch.tensor([values[0]] * 3).to(bad[f"{kind}.w"].dtype)
+        report = publisher.submit(bad).result(240)
+        assert report.non_finite == {f"{kind}.w": 3 for kind in BAD}
+        assert report.non_finite_elements == 3 * len(BAD)
+        assert publisher.publish(bad).non_finite == {}
