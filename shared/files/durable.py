@@ -6,7 +6,7 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,12 +34,8 @@ def replace(path: Path, data: bytes) -> None:
 def swap(path: Path, data: bytes) -> None:
     """As `replace`, but nothing waits for a disk: for what is soon written again anyway. After a power
     failure `path` may hold the old bytes, or none."""
-    with _temporary(path, data, settle=_leave) as temporary:
+    with _temporary(path, data, sync=False) as temporary:
         temporary.rename(path)
-
-
-def _leave(fd: int) -> None:
-    pass
 
 
 def create(path: Path, data: bytes, *, mode: int = 0o666) -> None:
@@ -68,9 +64,7 @@ def _no_links(path: Path) -> Refused:
 
 
 @contextmanager
-def _temporary(
-    target: Path, data: bytes, mode: int = 0o666, settle: Callable[[int], None] = os.fsync
-) -> Iterator[Path]:
+def _temporary(target: Path, data: bytes, mode: int = 0o666, *, sync: bool = True) -> Iterator[Path]:
     failpoint("file.begun", target)
     path = target.parent / f"{_TEMPORARY_PREFIX}{secrets.token_hex(8)}"
     # Not mkstemp: its 0600 would hide channel files from hosts that run as other users.
@@ -79,7 +73,8 @@ def _temporary(
         try:
             _write_all(fd, data)
             failpoint("file.written", target)
-            settle(fd)
+            if sync:
+                os.fsync(fd)
         finally:
             os.close(fd)
         failpoint("file.synced", target)
