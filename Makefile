@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install test test-trainers test-browser test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak clean
+.PHONY: install test test-trainers test-browser test-monitoring test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak clean
 
 install: $(STAMP)
 
@@ -72,6 +72,10 @@ $(VENV)/.browser: $(STAMP)
 
 test-browser: $(VENV)/.browser
 	$(BIN)/python -m pytest -q -m browser tests/browser
+
+# A real Prometheus (apt-get install prometheus) and the browser against real daemons: rules, alerts, dashboard.
+test-monitoring: $(VENV)/.browser
+	$(BIN)/python -m pytest -q -m monitoring tests/monitoring
 
 # Kills at every failpoint, at least three times each; `make crash CRASH_ARGS="--seed 7 --kills 60"`.
 crash: install

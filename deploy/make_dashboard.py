@@ -69,9 +69,12 @@ ROWS = (
                 4,
             ),
             Panel(
-                "Hosts", "none", (Query("sum by (presence) (weightcast_hosts)", "{{presence}}"),), "stat", 8
+                "Hosts",
+                "none",
+                (Query("sum by (standing) (weightcast_hosts)", "{{standing}}"),),
+                "stat",
+                12,
             ),
-            Panel("Hosts ready", "none", (Query("weightcast_hosts_ready", "ready"),), "stat", 4),
             Panel(
                 "Firing alerts",
                 "none",
