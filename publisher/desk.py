@@ -363,6 +363,8 @@ class Desk:
         self._look_at_channel()
         self._disk.show()
         self._figures.show(self.status())
+        if self._background is not None:
+            self._figures.show_written(self._background.written)
 
     def _look_at_channel(self) -> None:
         """What changes there without this publisher's doing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.metadata import version as version_of_package
 
 from weightcast.publisher.queue import Publication, total_seconds
@@ -44,6 +45,7 @@ class Figures:
         )
         self._publications = _Publications(registry)
         self._verify = VerifyFigures(registry)
+        self._beside: dict[str, int] = {}
 
     def published(self, done: Publication) -> None:
         self._publications.published(done)
@@ -51,9 +53,11 @@ class Figures:
     def failed(self, error: BaseException) -> None:
         self._publications.failed(error)
 
-    def made(self, cause: str, nbytes: int) -> None:
-        """Bytes of something made beside the versions."""
-        self._publications.written.labels("written", cause).inc(nbytes)
+    def show_written(self, beside: Mapping[str, int]) -> None:
+        """`beside`: bytes of what was made beside the versions, since the start, by cause."""
+        for cause, nbytes in beside.items():
+            self._publications.written.labels("written", cause).inc(nbytes - self._beside.get(cause, 0))
+            self._beside[cause] = nbytes
 
     def show(self, status: PublisherStatus) -> None:
         self._run.info({"run_id": status.run_id or "", "role": "publisher", "software": SOFTWARE})

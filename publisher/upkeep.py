@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -108,6 +108,8 @@ class Upkeep:
         self._swept = False
         self._chain = Chain()
         self._pace, self._estimated = Pace(), 0
+        self.written = {"skip": 0, "anchor": 0}
+        """bytes since the start, by what they were for; other threads may read them"""
 
     def keep(self, step: Step, seconds: float) -> None:
         """Keeps the journal of a step that was just staged and patched, in so many seconds. Called by the
@@ -191,6 +193,7 @@ class Upkeep:
                 # one of the journals is wrong, and which one is not worth finding out
                 self._history.clear()
                 raise
+            self._wrote("skip", channel.layout.from_dir(version, base_version))
             return f"delta of version {version} from version {base_version}"
         return ""
 
@@ -203,7 +206,12 @@ class Upkeep:
         full = Full(past.run_id, positions[version], past.table, past.words_at(version), past.other_files)
         write_anchor(channel.layout, full, self._claim, self._vouching.key)
         self._chain = Chain()
+        self._wrote("anchor", channel.layout.anchor_dir(version))
         return f"anchor of version {version}"
+
+    def _wrote(self, cause: str, directory: Path) -> None:
+        shown = look(directory)
+        self.written[cause] += 0 if shown is None else shown.nbytes
 
     def _follow_chain(self, channel: Channel, pointer: Pointer, full_bytes: int) -> None:
         chain = self._chain
@@ -230,6 +238,7 @@ class Background:
 
     def __init__(self, upkeep: Upkeep) -> None:
         self._upkeep = upkeep
+        self.written: Mapping[str, int] = upkeep.written
         self._wanted, self._ending = threading.Event(), threading.Event()
         self.problem = ""
         """why the last step made nothing; empty when all is well"""

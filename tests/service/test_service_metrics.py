@@ -210,7 +210,8 @@ def test_a_publisher_is_shown() -> None:
     )  # fmt: skip
     figures.published(Publication(version=5, kind="anchor", delta_bytes=1000, full_bytes=1000))
     figures.failed(DamagedFile("x"))
-    figures.made("skip", 60)
+    figures.show_written({"skip": 60, "anchor": 0})
+    figures.show_written({"skip": 90, "anchor": 0})
     found = series(registry)
     assert found["weightcast_version"] == 4 and found["weightcast_held"] == 1
     assert (found["weightcast_epoch"], found["weightcast_channel_epoch"]) == (2, 3)
@@ -221,7 +222,7 @@ def test_a_publisher_is_shown() -> None:
     assert found['weightcast_publication_errors_total{kind="DamagedFile"}'] == 1
     assert found['weightcast_channel_bytes_total{cause="step",direction="written"}'] == 50
     assert found['weightcast_channel_bytes_total{cause="anchor",direction="written"}'] == 1000
-    assert found['weightcast_channel_bytes_total{cause="skip",direction="written"}'] == 60
+    assert found['weightcast_channel_bytes_total{cause="skip",direction="written"}'] == 90
     assert found["weightcast_full_bytes_total"] == 2000 and found["weightcast_changed_elements_total"] == 7
     assert found["weightcast_publish_seconds_sum"] == 3.0
     assert found['weightcast_publish_phase_seconds_sum{phase="diff"}'] == 1.5
