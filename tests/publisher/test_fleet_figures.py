@@ -55,7 +55,9 @@ def test_hosts_are_counted_by_where_they_stand_and_how_far_behind_they_are() -> 
             host("f", standing="behind", lag=200),
         ]
     )
-    hosts = {name: found[f'weightcast_hosts{{standing="{name}"}}'] for name in ("ready", "behind", "lost", "stale")}
+    hosts = {
+        name: found[f'weightcast_hosts{{standing="{name}"}}'] for name in ("ready", "behind", "lost", "stale")
+    }
     assert hosts == {"ready": 1, "behind": 3, "lost": 1, "stale": 0}
     behind = {
         label: found[f'weightcast_hosts_behind{{behind="{label}"}}']
@@ -65,18 +67,24 @@ def test_hosts_are_counted_by_where_they_stand_and_how_far_behind_they_are() -> 
 
 
 def test_what_hosts_say_makes_no_series() -> None:
-    strange = host("x" * 200, host='"\n', state="?", phase="?", software="?", target="tag", bytes={"?": 1}, lag=-7)
+    strange = host(
+        "x" * 200, host='"\n', state="?", phase="?", software="?", target="tag", bytes={"?": 1}, lag=-7
+    )
     assert set(shown([strange])) == set(shown())
 
 
-@pytest.mark.parametrize(("lag", "label"), [(None, "unknown"), (-5, "0"), (15, "4-15"), (16, "16-63"), (64, "64+")])
+@pytest.mark.parametrize(
+    ("lag", "label"), [(None, "unknown"), (-5, "0"), (15, "4-15"), (16, "16-63"), (64, "64+")]
+)
 def test_lags_are_labels_of_a_closed_set(lag: int | None, label: str) -> None:
     assert lag_label(lag) == label
 
 
 def test_catching_up_and_the_chain() -> None:
     page = ChannelPage(
-        versions=Versions(versions=(version(4, 40), version(3, 30), version(2, 20, anchor=True), version(1, 10))),
+        versions=Versions(
+            versions=(version(4, 40), version(3, 30), version(2, 20, anchor=True), version(1, 10))
+        ),
         catch_up=CatchUp(
             rows=(
                 CatchUpRow(lag=1, bytes=40, steps=(), seconds=2.0),
