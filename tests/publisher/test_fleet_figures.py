@@ -19,7 +19,8 @@ def host(name: str, **facts: object) -> Host:
     values = {
         "key": name, "host": name, "local": "/l", "run_id": "r", "presence": "live", "heard_seconds_ago": 1.0,
         "state": "ready", "ready": True, "standing": "ready", "phase": "idle", "local_version": 3,
-        "served_version": 3, "target": "latest", "target_version": 3, "lag": 0, "last_error": "", "remedy": "",
+        "served_version": 3, "target": "latest", "target_version": 3, "lag": 0, "last_error": "",
+        "remedy": "",
         "retries": 0, "bytes": {}, "engines": (), "software": "", "clock_offset_seconds": None, "updates": (),
     }  # fmt: skip
     return Host.model_validate(values | facts)
