@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from weightcast.publisher.figures import Figures as PublisherFigures
+from weightcast.publisher.fleet_figures import FleetFigures
+from weightcast.publisher.fleet_view import ChannelPage
 from weightcast.shared.service.disk import DiskFigures
+from weightcast.shared.service.fleet import Fleet
 from weightcast.shared.service.metrics import Labels, MetricDoc, Metrics, watch_loop
 from weightcast.shared.service.snapshot import LoopStatus, Snapshot
 from weightcast.subscriber.figures import Figures as SubscriberFigures
@@ -47,7 +50,12 @@ def document() -> str:
 def _publisher() -> list[MetricDoc]:
     registry = Metrics()
     PublisherFigures(registry)
+    FleetFigures(registry, _no_fleet, ChannelPage)
     return _with_furniture(registry)
+
+
+def _no_fleet() -> Fleet:
+    return Fleet(now=0.0, channel="", run_id=None, latest=None)
 
 
 def _subscriber() -> list[MetricDoc]:

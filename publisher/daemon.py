@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from weightcast.publisher.desk import Desk
+from weightcast.publisher.fleet_figures import FleetFigures
 from weightcast.publisher.fleet_routes import fleet_routes
 from weightcast.publisher.fleet_view import FleetView
 from weightcast.publisher.page_routes import PAGE_PATHS, page_routes
@@ -30,6 +31,7 @@ def run_publisher(settings: PublisherSettings) -> None:
     view = FleetView(
         settings.channel, settings.upkeep.retention, settings.bounds, lambda: desk.publish_seconds
     )
+    FleetFigures(registry, view.hosts, view.page)
     desk = Desk(settings, registry, wakeup, stop, arrivals)
 
     def status() -> PublisherStatus:

@@ -93,6 +93,10 @@ class FleetView:
         """The last look, for those who ask all the time."""
         return self._fleet.get().fleet
 
+    def page(self) -> ChannelPage:
+        """As `hosts`."""
+        return self._versions.get()
+
     def versions(self) -> ChannelPage:
         self._asked = self._clock()
         return self._versions.get()
