@@ -191,6 +191,10 @@ ROWS = (
                         "{{place}}",
                     ),
                     Query("sum(increase(weightcast_verify_faults_total[$__rate_interval]))", "verify"),
+                    Query(
+                        "sum(increase(weightcast_engine_verify_faults_total[$__rate_interval])) or vector(0)",
+                        "engines' memory",
+                    ),
                 ),
             ),
             Panel("Verify, share of the pass", "percentunit", (Query("weightcast_verify_progress_ratio"),)),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,12 +59,14 @@ class World:
     publisher: Daemon = field(init=False)
     hosts: dict[str, Host] = field(default_factory=dict)
     versions: list[Weights] = field(default_factory=lambda: [Weights.make()])
+    token: str = TOKEN
+    """empty: none is asked for"""
 
     def __post_init__(self) -> None:
         self.versions[0].write(self.base)
         self.inbox.mkdir()
         self.config = self.root / "token.toml"
-        self.config.write_text(f'token = "{TOKEN}"\n')
+        self.config.write_text(f'token = "{self.token}"\n' if self.token else "")
 
     @property
     def base(self) -> Path:
@@ -95,13 +100,14 @@ class World:
         """`local`: as the daemon sees it."""
         engine, engine_stack = SGLang(), ExitStack()
         self.stack.callback(engine_stack.close)
-        url, local = engine_stack.enter_context(serve(engine)), self.root / name if local is None else local
+        url = engine_stack.enter_context(serve(engine))
+        local = self.root / name if local is None else local
         seen = self.place.namespace.inside(local)
         daemon = self.place.daemon(
             *("subscriber", "run", *self.common, "--local", local, "--poll-seconds", "0.1"),
             *("--engine", f"sglang={url},path={seen},name={name}", "--visible-deadline", "1", *more),
         )
-        until(daemon.port.exists, f"{name} listens: {daemon.words()}", 60)
+        until(daemon.port.exists, f"{name} listens", 60)
         self.hosts[name] = Host(daemon, engine, engine_stack, seen)
         return self.hosts[name]
 
@@ -124,6 +130,23 @@ class World:
         self.versions.append(weights)
         return number
 
+    @contextmanager
+    def publishing(self, pause_seconds: float) -> Iterator[None]:
+        """One version after the other, in a thread, while the block runs."""
+        stop, pauses = threading.Event(), pause_seconds
+
+        def keep() -> None:
+            while not stop.wait(pauses):
+                self.publish()
+
+        with ThreadPoolExecutor(1) as pool:
+            keeping = pool.submit(keep)
+            try:
+                yield
+            finally:
+                stop.set()
+            keeping.result()
+
     def publish(self) -> int:
         number = self.give()
         until(lambda: get(self.address, "/v1/status")["version"] == number, f"version {number}", 60)
@@ -132,4 +155,4 @@ class World:
     def arrive(self, version: int, *names: str) -> None:
         for name in names or self.hosts:
             host = self.hosts[name]
-            until(lambda host=host: host.serves(version), f"{name} at {version}: {host.daemon.words()}", 60)
+            until(lambda host=host: host.serves(version), f"{name} at version {version}", 60)
