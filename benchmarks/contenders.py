@@ -39,14 +39,15 @@ class ContenderFailed(WeightcastError):
 
 @dataclass(frozen=True)
 class Done:
-    """One publication or sync. `cpu` and `anon_bytes`: see `results.Work`; `changed`: elements, 0 where the
-    contender does not count them."""
+    """One publication or sync. `cpu`, `anon_bytes` and `pointer`: see `results.Work`; `changed`: elements, 0
+    where the contender does not count them."""
 
     seconds: float
     phases: Mapping[str, float]
     cpu: float
     anon_bytes: int
     changed: int = 0
+    pointer: float | None = None
 
 
 @dataclass(frozen=True)
@@ -176,12 +177,19 @@ class Weightcast(Contender):
         with _Watched(daemon.process.pid) as watched:
             job = daemon.post("/v1/publish", {"checkpoint": str(checkpoint)})
             ended = daemon.wait(lambda: self._ended(job["id"]), _ROUND_SECONDS)
-        if ended["state"] != "done":
-            raise ContenderFailed(f"{self.name}: {ended['error']}")
-        report = ended["report"]
-        phases = {name: seconds for name, seconds in report["seconds"].items() if name != "total"}
-        total = report["seconds"].get("total", sum(phases.values()))
-        return Done(total, phases, watched.cpu, watched.anon_bytes, report["changed_elements"])
+            if ended["state"] != "done":
+                raise ContenderFailed(f"{self.name}: {ended['error']}")
+            report = ended["report"]
+            phases = daemon.wait(lambda: self._followed(report["version"]), _ROUND_SECONDS)
+        pointer = sum(report["seconds"].values())
+        total = sum(phases.values())
+        return Done(total, phases, watched.cpu, watched.anon_bytes, report["changed_elements"], pointer)
+
+    def _followed(self, version: int) -> Any:
+        """Seconds by phase, once the publisher's local checkpoint is at the version too."""
+        last = self._running.get("/v1/status")["publications"][:1]
+        there = last and last[0]["version"] == version and "patch" in last[0]["seconds"]
+        return last[0]["seconds"] if there else None
 
     def _ended(self, job: str) -> Any:
         told = self._running.get(f"/v1/publications/{job}")
@@ -245,7 +253,8 @@ class Field(Contender):
         with _Watched(process.pid) as watched:
             print(line, file=_pipe(process.stdin), flush=True)
             told = self._answer()
-        return Done(told["seconds"], told["profile"], watched.cpu, watched.anon_bytes)
+        pointer = told["pointed"] or None
+        return Done(told["seconds"], told["profile"], watched.cpu, watched.anon_bytes, pointer=pointer)
 
     def _answer(self) -> Any:
         line = _pipe(self._running.stdout).readline()

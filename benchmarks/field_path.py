@@ -55,6 +55,8 @@ class Round:
     seconds: float
     profile: Mapping[str, float]
     nbytes: int
+    pointed: float = 0.0
+    """seconds until the pointer named the version; 0 of a sync"""
 
 
 class Profile:
@@ -285,10 +287,11 @@ class FieldPublisher:
         shards = self._write(new, directory, profile)
         with profile.timed("commit"):
             self._commit(version, directory, shards)
+        pointed = time.perf_counter() - began
         self.version = version
         save_state(self._local, version)
         written = sum(path.stat().st_size for path in directory.iterdir())
-        return Round(version, time.perf_counter() - began, profile.seconds, written)
+        return Round(version, time.perf_counter() - began, profile.seconds, written, pointed)
 
     def _check(self, checkpoint: Path, new: Mapped) -> None:
         old = {name: len(data) for name, data in self._old.tensors.items()}

@@ -199,8 +199,10 @@ def _work(rounds: Sequence[Done]) -> Work:
     phases: Mapping[str, float] = {
         name: median(done.phases.get(name, 0.0) for done in rounds) for name in names
     }
+    pointers = [done.pointer for done in rounds if done.pointer is not None]
     return Work(
         seconds=Spread.of(done.seconds for done in rounds),
+        pointer=Spread.of(pointers) if pointers else None,
         cpu=Spread.of(done.cpu for done in rounds),
         anon_bytes=max(done.anon_bytes for done in rounds),
         phases=dict(phases),

@@ -70,6 +70,13 @@ def goals(results: Results) -> list[Goal]:
             )
             for verb, bound in zip(("publish", "sync"), bounds, strict=True)
         ]
+    found.append(
+        _at_least(
+            "daemons, 4 GB, 1.4%: to the pointer, times the field's",
+            3.0,
+            _pointer_speeds(results),
+        )
+    )
     found.append(_at_most("daemons: growth of anonymous memory, MiB", ANON_BYTES >> 20, _memory(results)))
     return found
 
@@ -148,14 +155,27 @@ def _chunk_ratio(results: Results, verb: str, row: ChunkRow) -> _Point | None:
 
 
 def _file_speeds(results: Results, doors: str, verb: str) -> Iterator[_Point]:
+    for row, other in _large_pairs(results, doors):
+        theirs: Work = getattr(other, verb)
+        mine: Work = getattr(row, verb)
+        yield _ratio(theirs.seconds, mine.seconds, f"{_gigabytes(row)}, {row.threads} threads")
+
+
+def _pointer_speeds(results: Results) -> Iterator[_Point]:
+    for row, other in _large_pairs(results, "daemons"):
+        theirs, mine = other.publish.pointer, row.publish.pointer
+        if theirs is not None and mine is not None:
+            yield _ratio(theirs, mine, f"{_gigabytes(row)}, {row.threads} threads")
+
+
+def _large_pairs(results: Results, doors: str) -> Iterator[tuple[FileRow, FileRow]]:
+    """Rows of `fast` and the field's beside them."""
     for row in results.files:
         large = row.model_bytes > _LARGE and _is_near(row.asked_density, _TYPICAL)
         if row.encoding == "fast" and row.doors == doors and row.cache == "warm" and large:
             other = _field_of(results, row)
             if other is not None:
-                theirs: Work = getattr(other, verb)
-                mine: Work = getattr(row, verb)
-                yield _ratio(theirs.seconds, mine.seconds, f"{_gigabytes(row)}, {row.threads} threads")
+                yield row, other
 
 
 def _ratio(theirs: Spread, mine: Spread, where: str) -> _Point:

@@ -134,7 +134,9 @@ _METHOD = """
   uses.
 - **Files**: checkpoints in shards of a GiB. Daemons are the real processes (`weightcast publisher run`,
   asked over HTTP; `weightcast subscriber run` without engines, woken over HTTP); their seconds are those
-  that they tell, `field`'s likewise. Commands are `weightcast publish` and `weightcast sync`, and count
+  that they tell, `field`'s likewise. *To the pointer*: until hosts see the version; *publish*: until the next
+  one can begin, which is what a trainer that never waits gets. weightcast's own local checkpoint follows
+  behind the pointer, `field`'s while it compares. Commands are `weightcast publish` and `weightcast sync`, and count
   from their start to their end, interpreter and imports included. Contenders take turns, who begins changes
   from version to version, and everything written is flushed between turns. Bytes are of all files of a
   version. Cold: the page cache drops the checkpoint's and the version's files before each turn. At the end
@@ -241,7 +243,8 @@ def _file_parts(results: Results) -> Iterator[str]:
 
 
 _FILE_HEADS = (
-    "model", "threads", "cache", "changed", "", "bits per change", "bytes of a version", "publish", "sync",
+    "model", "threads", "cache", "changed", "", "bits per change", "bytes of a version", "to the pointer",
+    "publish", "sync",
     "CPU publish, sync", "memory publish, sync",
 )  # fmt: skip
 
@@ -259,6 +262,7 @@ def _file_cells(row: FileRow) -> Sequence[str]:
         _name(row.encoding),
         _number(row.bits),
         f"{row.version_bytes / 1e6:,.2f} MB",
+        "" if row.publish.pointer is None else _rate(row.model_bytes, row.publish.pointer),
         _rate(row.model_bytes, row.publish.seconds),
         _rate(row.model_bytes, row.sync.seconds),
         f"{row.publish.cpu.median:.2f} s, {row.sync.cpu.median:.2f} s",

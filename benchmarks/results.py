@@ -69,10 +69,13 @@ class FloorRow(_Row):
 
 
 class Work(_Row):
-    """Publications or syncs of one contender. `cpu`: of its process; `anon_bytes`: most growth of RssAnon
-    while at it (of a command: all of its RssAnon); `phases`: medians, as the contender tells them."""
+    """Publications or syncs of one contender. `seconds`: until the next one can begin; `pointer`: of a
+    daemon's publication, until the pointer names the version. `cpu`: of its process; `anon_bytes`: most
+    growth of RssAnon while at it (of a command: all of its RssAnon); `phases`: medians, as the contender
+    tells them."""
 
     seconds: Spread
+    pointer: Spread | None = None
     cpu: Spread
     anon_bytes: int
     phases: dict[str, float]

@@ -174,7 +174,18 @@ class Desk:
             self._publish_handed(publisher, self._received, handed)
         elif self._watched is not None:
             self._run_inbox(publisher, self._watched)
+        self._settle(publisher)
         publisher.verify_some(self._scrub)
+
+    def _settle(self, publisher: Publisher) -> None:
+        """Those who asked are answered already; the local checkpoint follows."""
+        report = publisher.settle()
+        if report is None or not self._ended or report.version != self._ended[0].version:
+            return
+        last = self._ended[0]
+        if "patch" in report.seconds and "patch" not in last.seconds:
+            self._ended[0] = last.model_copy(update={"seconds": dict(report.seconds)})
+            self._figures.followed(report.seconds["patch"])
 
     def _opened(self) -> tuple[Publisher, Queue]:
         if self._publisher is None or self.queue is None:
@@ -446,6 +457,7 @@ def open_publisher(settings: PublisherSettings) -> Publisher:
         sign_key=settings.sign_key,
         trusted_keys=settings.trusted_key,
         non_finite=settings.non_finite,
+        until="out",
     )
 
 

@@ -50,6 +50,10 @@ class Figures:
     def published(self, done: Publication) -> None:
         self._publications.published(done)
 
+    def followed(self, seconds: float) -> None:
+        """The local checkpoint is at the last publication, so many seconds after its pointer moved."""
+        self._publications.followed(seconds)
+
     def failed(self, error: BaseException) -> None:
         self._publications.failed(error)
 
@@ -92,7 +96,7 @@ class _Publications:
         )
         self._full = metrics.byte_count(registry, "full", "Bytes that full checkpoints would have had.")
         self._changed = metrics.count(registry, "changed_elements", "Elements changed by publications.")
-        self._seconds = metrics.duration(registry, "publish", "A whole publication.")
+        self._seconds = metrics.duration(registry, "publish", "A publication, until the pointer names it.")
         self._phases = metrics.duration(
             registry, "publish_phase", "Time of a publication by phase.", {"phase": PHASES}
         )
@@ -118,6 +122,9 @@ class _Publications:
         self._elements.set(done.density_elements)
         self._bytes.set(done.density_bytes)
         self._compression.set(done.full_bytes / done.delta_bytes if done.delta_bytes else 0.0)
+
+    def followed(self, seconds: float) -> None:
+        self._phases.labels("patch").observe(seconds)
 
     def failed(self, error: BaseException) -> None:
         self._ended.labels("failed").inc()

@@ -112,7 +112,7 @@ class Owner:
         except NeedsReseed:
             # the local checkpoint is brought anew. Other ranks have seen this attempt end: their next call
             # meets ours
-            if not self._rank.alone or work.changeable:
+            if not self._rank.alone or work.changeable or work.is_told:
                 raise
         return self._publish_once(work)
 
@@ -230,6 +230,7 @@ class Owner:
         with work.phase("commit"):
             commit_index(channel.layout, index, local.table, self._claim, directory, self._options.key)
             advance_pointer(channel.layout, index.version, self._claim, self._options.post_write)
+        work.tell_out(report_of(index, local.table, work, directory))
         with work.phase("patch"):
             self._patch(local, staged, work)
         drop_parts(channel.layout)
@@ -317,9 +318,10 @@ class Owner:
         """Stages the written files as a host would: no host sees a version that did not pass."""
         index = parse_index(write_index(assembled.index, local.table), local.table)
         if not self._rank.alone:
-            # digests of our own files were just read from them. What fails is left for the next attempt to
-            # move away: after a takeover it may be another owner's
-            verify_files(directory, index)
+            # What fails is left for the next attempt to move away: after a takeover it may be another owner's.
+            # Digests of our own files were just read from them
+            own = rendezvous.shard_name(self._rank.number)
+            verify_files(directory, index, [new for new, old in assembled.sources.items() if old == own])
         return index, stage(local, [Fetched(index, directory)], threads=self._options.threads)
 
     def _patch(self, local: LocalCheckpoint, staged: Staged, work: Work) -> None:

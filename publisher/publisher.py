@@ -26,7 +26,7 @@ from weightcast.publisher.submit import Handle, Submissions, WhenBusy
 from weightcast.publisher.tensors import CheckpointWeights, GivenWeights, NewWeights
 from weightcast.publisher.upkeep import Background, Upkeep, UpkeepOptions
 from weightcast.publisher.vouching import Vouching
-from weightcast.publisher.work import PublishOptions, Watching, Work
+from weightcast.publisher.work import PublishOptions, Until, Watching, Work
 from weightcast.shared.channel.claims import Claim, claim, this_process
 from weightcast.shared.channel.index import STEP_ENCODINGS, Encoding
 from weightcast.shared.channel.layout import Layout
@@ -72,6 +72,7 @@ class Publisher:
         whole_old = options.encoding == "small"
         self.baselines = Baselines(options.on_device, whole_old=whole_old) if near else None
         self._submissions = Submissions(self._publish)
+        self._until = options.until
         self._arrivals: Arrivals | None = None
 
     @classmethod
@@ -98,6 +99,7 @@ class Publisher:
         trusted_keys: Sequence[str | Path] = (),
         visible_seconds: float = 30.0,
         non_finite: NonFinite = "allow",
+        until: Until = "patched",
     ) -> Publisher:
         """`channel`: made by `init_channel` or `weightcast channel init`. `local`: this publisher's own local
         checkpoint, seeded from `base` when it is new. Ranks other than 0 may share rank 0's `local` on its
@@ -111,6 +113,8 @@ class Publisher:
         beside it whose versions are continued, as text or files. `visible_seconds`: how long files that the
         channel names may stay invisible before they count as lost.
         `non_finite="refuse"`: a delta in which elements become NaN or infinite is not published.
+        `until="out"`: `publish` returns when the pointer names the version, and rank 0's local checkpoint
+        follows in a thread beside what the caller does next; the next call waits for it, as `settle` does.
 
         Raises Refused while another publisher owns the channel, WrongRun when `local` is another run's,
         Untrusted when the channel's base or newest version is signed by no key known here.
@@ -139,6 +143,7 @@ class Publisher:
             key=vouching.key,
             trust=vouching.trust,
             non_finite=non_finite,
+            until=until,
         )
         if rank != 0:
             return cls(follower, Rank(rank, world_size), options, None)
@@ -343,7 +348,15 @@ class Publisher:
         self._submissions.drain()
         self._submissions.raise_unseen()
         self._raise_held()
+        if self._owner is not None and self._until == "out":
+            return self._submissions.until_out(work)
         return self._publish(work)
+
+    def settle(self) -> PublishReport | None:
+        """Waits until the local checkpoint has followed the last version that was submitted or, with
+        `until="out"`, published; its report with the seconds of that. Raises what went wrong and was not told
+        yet: the version is out, and the next call catches up."""
+        return self._submissions.settle()
 
     def _raise_held(self) -> None:
         order = self._obey_orders()

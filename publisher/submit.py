@@ -25,6 +25,7 @@ class Handle:
         self._seen = False
         self._lock = threading.Lock()
         self._free, self._done = threading.Event(), threading.Event()
+        self._out = threading.Event()
         self._report: PublishReport | None = None
         self._error: BaseException | None = None
 
@@ -69,6 +70,17 @@ class Handle:
             raise Refused(f"step {self.step} has no result")
         return self._report
 
+    def _wait_out(self) -> PublishReport:
+        """Until the pointer names the version. Raises what went wrong before."""
+        self._out.wait()
+        if self._report is None:
+            return self.result()
+        return self._report
+
+    def _tell_out(self, report: PublishReport) -> None:
+        self._report = report
+        self._out.set()
+
     def _withdraw(self, reason: str) -> bool:
         with self._lock:
             if self._begun or self.done:
@@ -93,6 +105,7 @@ class Handle:
             # the tensors are the trainer's again, and nothing here keeps them in memory
             self._work.let_go()
             self._done.set()
+            self._out.set()
 
 
 class Submissions:
@@ -118,6 +131,20 @@ class Submissions:
         if when_busy == "block":
             handle._free.wait()
         return handle
+
+    def until_out(self, work: Work) -> PublishReport:
+        """Publishes and returns when the pointer names the version. What is left to do goes on in a thread of
+        its own; `settle` tells what becomes of it. Only after `drain`."""
+        handle = Handle(work)
+        work.out = handle._tell_out
+        self._take(handle)
+        return handle._wait_out()
+
+    def settle(self) -> PublishReport | None:
+        """Waits as `drain`; the last report, with all of its seconds. Raises as `raise_unseen`."""
+        self.drain()
+        self.raise_unseen()
+        return None if self._last is None else self._last._report
 
     def _take(self, handle: Handle) -> None:
         with self._changed:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from weightcast.publisher.boxes import Box
 from weightcast.publisher.commit import PostWrite
@@ -30,6 +31,8 @@ from weightcast.shared.local.state import Step
 from weightcast.shared.progress import Advance
 from weightcast.shared.words import Chunk, Part, TensorTable, Words, grid
 
+Until = Literal["patched", "out"]
+"""when a publication returns: its local checkpoint is at the version, or the pointer is"""
 Watching = Callable[[str], None]
 """Called with the name of each phase as it begins."""
 
@@ -53,6 +56,7 @@ class PublishOptions:
     trust: Trust | None = None
     """whose versions are continued; None: anybody's"""
     non_finite: NonFinite = "allow"
+    until: Until = "patched"
 
 
 @dataclass
@@ -76,6 +80,15 @@ class Work:
     """called before anything is written to the channel; raises what forbids it"""
     changeable: bool = False
     """they may have changed since: never to be read again"""
+    out: Callable[[PublishReport], None] | None = None
+    """called when the pointer names the version; what is left to do concerns the publisher's own files"""
+    is_told: bool = False
+    """somebody was told that it is out: never to be published again"""
+
+    def tell_out(self, report: PublishReport) -> None:
+        if self.out is not None:
+            self.is_told = True
+            self.out(report)
 
     def let_go(self) -> None:
         """The new weights are their owner's again."""
