@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -23,6 +24,17 @@ HOLD_PATH, RELEASE_PATH = "/v1/hold", "/v1/release"
 Phase = Literal["prepare", "hold"]
 HoldState = Literal["free", "working", "prepared", "held", "refused", "failed"]
 """free: no order. refused: this version is not taken here. failed: it is tried again."""
+
+
+def is_member_url(url: str) -> bool:
+    """Whether it is `http(s)://host[:port]` and nothing more."""
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+    rest = (parts.path.strip("/"), parts.query, parts.fragment, parts.username, parts.password)
+    return known and url.isascii() and url.isprintable() and " " not in url and not any(rest)
 
 
 @dataclass(frozen=True)

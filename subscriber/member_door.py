@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import httpx
 from pydantic import ValidationError
@@ -16,17 +15,6 @@ from weightcast.subscriber.group import HOLD_PATH, RELEASE_PATH, Hold, HoldReque
 
 MOST_SECONDS = 5.0
 """for an answer, which needs no work"""
-
-
-def is_member_url(url: str) -> bool:
-    """Whether it is `http(s)://host[:port]` and nothing more."""
-    try:
-        parts = urlsplit(url)
-        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
-    rest = (parts.path.strip("/"), parts.query, parts.fragment, parts.username, parts.password)
-    return known and url.isascii() and url.isprintable() and " " not in url and not any(rest)
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,10 @@ from weightcast.subscriber.engines.base import (
     parse_engines,
 )
 from weightcast.subscriber.engines.grouped import Grouped
-from weightcast.subscriber.engines.kinds import open_engine
 from weightcast.subscriber.engines.roster import Order
 from weightcast.subscriber.group import NAME_LIMIT
-from weightcast.subscriber.lead import PATIENCE, Lead
+from weightcast.subscriber.lead import PATIENCE, Lead, Member
 from weightcast.subscriber.lead import Pace as GroupPace
-from weightcast.subscriber.member_door import MemberDoor
 from weightcast.subscriber.reload import Engines
 from weightcast.subscriber.settings import SubscriberSettings
 from weightcast.subscriber.sync import SyncOptions
@@ -62,13 +60,21 @@ def _hook(command: str, seconds: float) -> PreRead:
 
 def open_lead(settings: SubscriberSettings) -> Lead:
     """Connects to nothing yet."""
-    token, lease = settings.members_token, settings.group_lease
+    lease = settings.group_lease
     return Lead(
-        [MemberDoor(url, token, lease) for url in settings.group_member],
+        _members(settings) if settings.group_member else [],
         name=f"{socket.gethostname()}:{settings.local.absolute()}"[:NAME_LIMIT],
         pace=GroupPace(lease=lease, deadline=settings.group_deadline, patience=min(lease, PATIENCE)),
         first_term=int(time.time() * 1000),
     )
+
+
+def _members(settings: SubscriberSettings) -> list[Member]:
+    # an HTTP client takes long to import, and most commands ask nobody
+    from weightcast.subscriber.member_door import MemberDoor
+
+    token, lease = settings.members_token, settings.group_lease
+    return [MemberDoor(url, token, lease) for url in settings.group_member]
 
 
 def open_engines(settings: SubscriberSettings, lead: Lead | None = None) -> Engines:
@@ -77,9 +83,7 @@ def open_engines(settings: SubscriberSettings, lead: Lead | None = None) -> Engi
     limits = Timeouts(reload=settings.engine_deadline)
     pace = Pace(attempts=ATTEMPTS, total=settings.engine_deadline)
     _require_one_mapping(specs, settings.reload)
-    engines: list[Engine] = [
-        open_engine(spec, run_id=lambda: _run_id(settings.local), timeouts=limits) for spec in specs
-    ]
+    engines = [_open_engine(spec, settings.local, limits) for spec in specs]
     if lead is not None and lead.members:
         engines = [Grouped(engine, lead) for engine in engines]
     return Engines(
@@ -89,6 +93,12 @@ def open_engines(settings: SubscriberSettings, lead: Lead | None = None) -> Engi
         failed_after=settings.engine_attempts,
         look_seconds=settings.engine_check_seconds,
     )
+
+
+def _open_engine(spec: EngineSpec, local: Path, limits: Timeouts) -> Engine:
+    from weightcast.subscriber.engines.kinds import open_engine
+
+    return open_engine(spec, run_id=lambda: _run_id(local), timeouts=limits)
 
 
 def _require_one_mapping(specs: Sequence[EngineSpec], order: Order) -> None:

@@ -5,20 +5,14 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import MutableMapping
+import threading
+from collections.abc import Callable, MutableMapping
 from typing import Any, Literal, TextIO
-
-import structlog
-import structlog.tracebacks
 
 from weightcast.shared.service.output import printable
 
 _SECRET = re.compile(r"token(?!iz)|secret|password|authorization|api_?key", re.IGNORECASE)
 _MASK = "********"
-# Local variables may hold tokens.
-_TRACEBACKS = structlog.processors.ExceptionRenderer(
-    structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
-)
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 Event = MutableMapping[str, Any]
@@ -32,6 +26,13 @@ def setup_logs(
     """Configures structlog for this process and sends the standard library's records (uvicorn's, from level
     warning) the same way. `stream` is stderr when None."""
     target = sys.stderr if stream is None else stream
+    _structlog.configure = lambda: _configure(form, level, target)
+    _adopt_standard_logging(max(_LEVELS[level], logging.WARNING))
+
+
+def _configure(form: Literal["console", "json"], level: str, target: TextIO) -> None:
+    import structlog
+
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -43,17 +44,50 @@ def setup_logs(
         logger_factory=structlog.PrintLoggerFactory(target),
         cache_logger_on_first_use=False,
     )
-    _adopt_standard_logging(max(_LEVELS[level], logging.WARNING))
+
+
+class _Structlog:
+    """Imported and configured when the first event comes: commands that say nothing start without it."""
+
+    def __init__(self) -> None:
+        self.configure: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+
+    def logger(self, room: str) -> Any:
+        import structlog
+
+        with self._lock:
+            configure, self.configure = self.configure, None
+            if configure is not None:
+                configure()
+        return structlog.get_logger(room=room)
+
+
+_structlog = _Structlog()
+
+
+class _Log:
+    def __init__(self, room: str) -> None:
+        self._room = room
+
+    def __getattr__(self, method: str) -> Any:
+        return getattr(_structlog.logger(self._room), method)
 
 
 def get_log(room: str) -> Any:
     """A logger: `get_log("sync").info("version applied", version=8)`."""
-    return structlog.get_logger(room=room)
+    return _Log(room)
 
 
 def _renderers(form: Literal["console", "json"], target: TextIO) -> list[Any]:
+    import structlog
+    import structlog.tracebacks
+
     if form == "json":
-        return [_TRACEBACKS, _mask, structlog.processors.JSONRenderer(default=str)]
+        # local variables may hold tokens
+        transformed = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+        tracebacks = structlog.processors.ExceptionRenderer(transformed)
+        return [tracebacks, _mask, structlog.processors.JSONRenderer(default=str)]
     plain = structlog.dev.plain_traceback
     return [
         _mask,
@@ -78,7 +112,7 @@ def _one_line(logger: Any, method: str, event: Event) -> Event:
 
 class _ToStructlog(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        log = structlog.get_logger(room=record.name)
+        log = _structlog.logger(record.name)
         log.log(record.levelno, record.getMessage(), exc_info=record.exc_info)
 
 
