@@ -14,18 +14,22 @@ from weightcast.shared.words import Words
 @dataclass(frozen=True)
 class Changes:
     """`index`: uint32[k], strictly increasing positions in the chunk; `old` and `new`: word[k], different
-    from each other at every position."""
+    from each other at every position. `whole`: all words after, where somebody had them anyway."""
 
     index: NDArray[np.uint32]
     old: Words
     new: Words
+    whole: Words | None = None
 
     def __len__(self) -> int:
         return len(self.index)
 
     def apply(self, words: Words) -> None:
-        """`words`: contiguous, of the dtype of those compared."""
-        kernels().scatter(words, self.index, self.new)
+        """`words`: contiguous, of the dtype of those compared, and the old ones where nothing changes."""
+        if self.whole is not None and len(self.whole) == len(words):
+            np.copyto(words, self.whole)
+        else:
+            kernels().scatter(words, self.index, self.new)
 
 
 def compare(old: Words, new: Words) -> Changes:

@@ -16,6 +16,7 @@ sums over the touched words, which the caller checks (`weightcast.shared.digest.
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 
 import numpy as np
 import xxhash
@@ -95,10 +96,11 @@ def _step(mode: int, payload: ByteArray, chunk: Chunk, old: Words, counted: Coun
                 f"{_name(chunk)} is encoded in mode {mode}, which this release does not read",
                 remedy="update weightcast on this host",
             )
-    changes, sums = changes_of(chunk, old, counted.spread(new, chunk.words))
+    after = counted.spread(new, chunk.words)
+    changes, sums = changes_of(chunk, old, after)
     if len(changes) != changed:
         raise ValueError(f"{len(changes)} words change where {changed} should")
-    return changes, sums
+    return replace(changes, whole=after), sums
 
 
 def _raw(payload: ByteArray, chunk: Chunk, counted: Counted) -> Words:
