@@ -136,11 +136,11 @@ _METHOD = """
   asked over HTTP; `weightcast subscriber run` without engines, woken over HTTP); their seconds are those
   that they tell, `field`'s likewise. *To the pointer*: until hosts see the version; *publish*: until the next
   one can begin, which is what a trainer that never waits gets. weightcast's own local checkpoint follows
-  behind the pointer, `field`'s while it compares. Commands are `weightcast publish` and `weightcast sync`, and count
-  from their start to their end, interpreter and imports included. Contenders take turns, who begins changes
-  from version to version, and everything written is flushed between turns. Bytes are of all files of a
-  version. Cold: the page cache drops the checkpoint's and the version's files before each turn. At the end
-  every host's bytes are compared with the last checkpoint's.
+  behind the pointer, `field`'s while it compares. Commands are `weightcast publish` and `weightcast sync`,
+  and count from their start to their end, interpreter and imports included. Contenders take turns, who
+  begins changes from version to version, and everything written is flushed between turns. Bytes are of all
+  files of a version. Cold: the page cache drops the checkpoint's and the version's files before each turn.
+  At the end every host's bytes are compared with the last checkpoint's.
 - **Memory** is the growth of RssAnon during a round, sampled every 20 ms; of a command, all of its RssAnon.
   **CPU** is user and system time of the process.
 """

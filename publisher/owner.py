@@ -318,8 +318,8 @@ class Owner:
         """Stages the written files as a host would: no host sees a version that did not pass."""
         index = parse_index(write_index(assembled.index, local.table), local.table)
         if not self._rank.alone:
-            # What fails is left for the next attempt to move away: after a takeover it may be another owner's.
-            # Digests of our own files were just read from them
+            # what fails is left for the next attempt to move away: after a takeover it may be another
+            # owner's. Digests of our own files were just read from them
             own = rendezvous.shard_name(self._rank.number)
             verify_files(directory, index, [new for new, old in assembled.sources.items() if old == own])
         return index, stage(local, [Fetched(index, directory)], threads=self._options.threads)
