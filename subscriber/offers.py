@@ -44,13 +44,14 @@ class Candidate:
     record: EngineState | None
     sight: Sight
     grouped: bool = False
+    """it is one of a group whose other hosts stage no patches"""
 
 
 def start_of(one: Candidate, steps: Sequence[Step]) -> int | Offer:
     """The first of `steps` that the engine needs, else why it loads from disk. No IO."""
     record, facts = one.record, one.sight.facts
     if one.grouped:
-        return Offer(None, "group", "engines of a group load from disk: other hosts' parts have no patch")
+        return Offer(None, "group", "its other hosts stage no patches: --group-patch is not set")
     if facts.unpatchable:
         return Offer(None, "unpatchable", facts.unpatchable)
     served = None if record is None or record.mark is not Mark.SERVED else record.version
@@ -77,16 +78,18 @@ def make_offers(
     found = {name: start for name, start in starts.items() if isinstance(start, Offer)}
     found |= {one.name: _WAITS for one in candidates if one.name not in found and one.live.waits()}
     bases = {
-        one.name: _Base(one.sight.facts.held, start)
+        one.name: _Base(held.version, start)
         for one in candidates
-        if one.name not in found and isinstance(start := starts[one.name], int)
+        if one.name not in found
+        and isinstance(start := starts[one.name], int)
+        and (held := one.sight.facts.held) is not None
     }
     if not bases:
         return found
     base, _ = Counter(bases.values()).most_common(1)[0]
     found |= {name: _APART for name, its in bases.items() if its != base}
     fit = [one for one in candidates if one.name not in found]
-    patch = _written(local, steps[base.start :], base.held, readers)
+    patch = write_patch(local, steps[base.start :], base.version, readers)
     checked = [patch] * len(fit) if isinstance(patch, Offer) else each(fit, lambda one: _checked(one, patch))
     failpoint("engine.checked")
     return found | {one.name: offer for one, offer in zip(fit, checked, strict=True)}
@@ -94,21 +97,23 @@ def make_offers(
 
 @dataclass(frozen=True)
 class _Base:
-    held: Held | None
+    """The version that engines hold, and the first step from there."""
+
+    version: int
     start: int
-    """the first step from there"""
 
 
 _WAITS = Offer(None, "waiting", "patches failed in the pause before; some versions are loaded from disk")
 _APART = Offer(None, "journal", "other engines hold another version, and a patch has one base")
 
 
-def _written(
-    local: LocalCheckpoint, steps: Sequence[Step], held: Held | None, readers: Readers | None
+def write_patch(
+    local: LocalCheckpoint, steps: Sequence[Step], base_version: int, readers: Readers | None
 ) -> PatchFile | Offer:
+    """In the place of older ones. Raises nothing for what a journal or the disk does."""
     try:
         drop_engine_patches(local.paths)
-        made = write_engine_patch(local, steps, steps[0].base.version if held is None else held.version)
+        made = write_engine_patch(local, steps, base_version)
         if readers is not None:
             let_read_patches(local, readers)
     except WeightcastError as error:

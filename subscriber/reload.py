@@ -74,8 +74,10 @@ class Engines:
         failed_after: int = FAILED_AFTER,
         look_seconds: float = 0.0,
         jitter: Callable[[], float] = random.random,
+        group_patches: bool = False,
     ) -> None:
-        """`look_seconds`: between looks at engines that are all aligned. `jitter`: uniform in [0, 1)."""
+        """`look_seconds`: between looks at engines that are all aligned. `jitter`: uniform in [0, 1).
+        `group_patches`: every host of the engines' group stages patches for them."""
         self.engines = tuple(engines)
         self.order = order
         self._pace = Pace() if pace is None else pace
@@ -84,6 +86,7 @@ class Engines:
         self._look_seconds = look_seconds
         self._jitter = jitter
         self._next_look = 0.0
+        self._group_patches = group_patches
         self._known = {engine.spec.name: _Known() for engine in self.engines}
         self._offers: dict[str, Offer] = {}
         """to engines that take patches, for the version that comes next"""
@@ -232,22 +235,19 @@ class Engines:
     def offer(self, local: LocalCheckpoint, staged: Step, readers: Readers | None = None) -> None:
         """Has a patch made of what leads to the staged version, and checked by each engine that takes
         patches. Engines serve; nothing of the local checkpoint is written. The next `reload` is told."""
-        engines = [engine for engine in self.engines if engine.spec.name in self.lives]
+        lives = self.lives
+        engines = [engine for engine in self.engines if engine.spec.name in lives]
         for engine, facts in zip(engines, self._each(engines, lambda e: e.probe()), strict=True):
             self._see(engine, facts)
-        candidates = [
-            Candidate(
-                name,
-                live,
-                local.state.engines.get(name),
-                self._known[name].sight(),
-                any(engine.spec.name == name and isinstance(engine, Grouped) for engine in engines),
-            )
-            for name, live in self.lives.items()
-        ]
+        candidates = [self._candidate(engine, lives[engine.spec.name], local) for engine in engines]
         if candidates:
             steps = (*local.state.undo, staged)
             self._offers = make_offers(local, steps, candidates, self._each, readers)
+
+    def _candidate(self, engine: Engine, live: Live, local: LocalCheckpoint) -> Candidate:
+        name = engine.spec.name
+        grouped = isinstance(engine, Grouped) and not self._group_patches
+        return Candidate(name, live, local.state.engines.get(name), self._known[name].sight(), grouped)
 
     def reload(
         self,

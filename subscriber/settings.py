@@ -79,6 +79,10 @@ class SubscriberSettings(ServiceSettings):
     group_follower: bool = Field(
         False, description="The local checkpoint moves only when the leader of its engine group asks."
     )
+    group_patch: bool = Field(
+        False,
+        description="Every host of the engine group stages patches for engines with via=live; set it on all.",
+    )
     group_token: Token | None = Field(
         None, description="Bearer token of the group's members; unset: this subscriber's own."
     )

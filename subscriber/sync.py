@@ -52,6 +52,7 @@ from weightcast.subscriber.engines.base import Engine
 from weightcast.subscriber.engines.roster import EngineResult
 from weightcast.subscriber.group import Order
 from weightcast.subscriber.lead import Lead
+from weightcast.subscriber.offers import Offer, write_patch
 from weightcast.subscriber.reload import Engines
 from weightcast.subscriber.status import Cause, MoveKind, State, UpdateStatus
 from weightcast.subscriber.stopwatch import Stopwatch
@@ -79,6 +80,8 @@ class SyncOptions:
     """whose versions are followed; None: anybody's"""
     readable_by: Readers | None = None
     """set by mode; None: as the umask has it"""
+    group_patch: bool = False
+    """a follower also stages patches for the group's engines"""
     group_follower: bool = False
     """the local checkpoint moves only towards `Sync.order`"""
 
@@ -397,11 +400,21 @@ class Sync:
         match route.plan:
             case Patch() as plan:
                 self._kept = self._prepare(channel, route, plan.legs[0])
+                if self.options.group_patch:
+                    self._stage_patch(self._kept)
                 self.is_prepared = True
             case Seed() | Relabel():
                 self.is_prepared = True
             case _:
                 self._carry_out(channel, route)
+
+    def _stage_patch(self, staged: Staged) -> None:
+        """For the part of an engine that reads this host's files; without it the engine loads from disk."""
+        local = self._local()
+        steps = (*local.state.undo, staged.step)
+        made = write_patch(local, steps, steps[0].base.version, self.options.readable_by)
+        if isinstance(made, Offer):
+            self._degrade(f"no patch for the group's engines: {made.reason}")
 
     def _drop_kept(self) -> None:
         """What was staged for an order that is no more."""

@@ -48,6 +48,7 @@ def options_of(settings: SubscriberSettings) -> SyncOptions:
         trust=Trust.load(settings.trusted_key),
         readable_by=settings.readable_by,
         group_follower=settings.group_follower,
+        group_patch=settings.group_patch,
     )
 
 
@@ -92,6 +93,7 @@ def open_engines(settings: SubscriberSettings, lead: Lead | None = None) -> Engi
         order=settings.reload,
         failed_after=settings.engine_attempts,
         look_seconds=settings.engine_check_seconds,
+        group_patches=settings.group_patch,
     )
 
 

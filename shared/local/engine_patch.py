@@ -60,8 +60,8 @@ class _Source:
     records: Sequence[PackedRecord]
     beside: bool
 
-    def read(self) -> Iterator[Record]:
-        return map(self.journal.at, self.records)
+    def read(self) -> Sequence[Record]:
+        return [self.journal.at(record) for record in self.records]
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _pieces(local: LocalCheckpoint, sources: dict[int, list[_Source]]) -> Iterat
         if len(its) == 1 and width == spec.kind.width:
             changes = sum(record.count for record in its[0].records)
         else:
-            changes = len(_touched(spec, its))
+            changes = len(_touched(spec, [source.read() for source in its]))
         piece = _Piece(number, its, changes, 4 if spec.elements <= 1 << 32 else 8, offset)
         yield piece
         offset = piece.end(width)
@@ -166,26 +166,27 @@ def _width(spec: TensorSpec) -> int:
     return width
 
 
-def _touched(spec: TensorSpec, sources: Sequence[_Source]) -> NDArray[np.uint64]:
-    """Elements with changed words, ascending, each once."""
-    found = [record.index for source in sources for record in source.read()]
-    index = found[0] if len(found) == 1 else np.concatenate(found)
+def _touched(spec: TensorSpec, records: Sequence[Sequence[Record]]) -> NDArray[np.uint64]:
+    """Elements with changed words, ascending, each once. `records`: of each journal."""
+    index = _joined([record.index for its in records for record in its])
     ratio = _width(spec) // spec.kind.width
     if ratio > 1:
         index = index // np.uint64(ratio)
-    return index if len(sources) == 1 and ratio == 1 else np.unique(index)
+    return index if len(records) == 1 and ratio == 1 else np.unique(index)
 
 
-def _gathered(local: LocalCheckpoint, piece: _Piece, index: NDArray[np.uint64]) -> Words:
-    """word[len(index) * r], r words per element: as they are in the target."""
-    spec = local.table[piece.number]
-    ratio = _width(spec) // spec.kind.width
-    whole = local.words(piece.number)
+def _joined(arrays: Sequence[Words]) -> Words:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _gathered(
+    whole: Words, ratio: int, index: NDArray[np.uint64], beside: Sequence[Record]
+) -> Words:
+    """word[len(index) * ratio], so many words per element: those of `whole` with what is not there yet."""
     words: Words = whole.reshape(-1, ratio)[index].reshape(-1)
-    for source in piece.sources:
-        for record in source.read() if source.beside else ():
-            element, part = np.divmod(record.index, np.uint64(ratio))
-            words[np.searchsorted(index, element) * ratio + part.astype(np.int64)] = record.new
+    for record in beside:
+        element, part = np.divmod(record.index, np.uint64(ratio))
+        words[np.searchsorted(index, element) * ratio + part.astype(np.int64)] = record.new
     return words
 
 
@@ -227,12 +228,23 @@ def _hex(packed: bytes, pieces: Sequence[_Piece]) -> list[str]:
 def _content(local: LocalCheckpoint, head: bytes, pieces: Sequence[_Piece]) -> Iterator[bytes | memoryview]:
     yield head
     for piece in pieces:
-        index = _touched(local.table[piece.number], piece.sources)
-        words = _gathered(local, piece, index)
+        index, words = _changes(local, piece)
         if len(index) != piece.changes or not (index[:-1] < index[1:]).all():
             raise DamagedFile(f"{local.table[piece.number].name}: its journal names a word twice")
         yield from _padded_bytes(index.astype(f"<u{piece.index_width}"))
         yield from _padded_bytes(words)
+
+
+def _changes(local: LocalCheckpoint, piece: _Piece) -> tuple[NDArray[np.uint64], Words]:
+    """Touched elements, and their words as they are in the target."""
+    spec = local.table[piece.number]
+    ratio = _width(spec) // spec.kind.width
+    records = [source.read() for source in piece.sources]
+    index = _touched(spec, records)
+    if ratio == 1 and [source.beside for source in piece.sources] == [True]:
+        return index, _joined([record.new for record in records[0]])
+    beside = [r for its, source in zip(records, piece.sources, strict=True) if source.beside for r in its]
+    return index, _gathered(local.words(piece.number), ratio, index, beside)
 
 
 def _padded_bytes(array: NDArray[np.unsignedinteger]) -> Iterator[bytes | memoryview]:

@@ -178,8 +178,8 @@ def parse_engine(text: str, local: Path) -> EngineSpec:
     via = VIAS[_checked(text, "via", options.get("via", "reload"), VIAS.__contains__)]
     url = _checked_url(text, url)
     copies = options.get("copies", "false" if kind == "webhook" else "true")
-    if via == "live" and (kind != "vllm" or copies != "true"):
-        raise BadEngineOption(f"--engine {text!r}: via=live is for vllm, which copies weights")
+    if via == "live" and (kind == "webhook" or copies != "true"):
+        raise BadEngineOption(f"--engine {text!r}: via=live is for vllm and sglang, which copy weights")
     spec = EngineSpec(
         kind=kind,
         url=url,

@@ -9,6 +9,7 @@ from dataclasses import replace
 from weightcast.subscriber.engines.base import BadEngineOption, Engine, EngineSpec, Timeouts
 from weightcast.subscriber.engines.live import Live
 from weightcast.subscriber.engines.sglang import SGLang
+from weightcast.subscriber.engines.sglang_live import SGLangLive
 from weightcast.subscriber.engines.vllm import VLLM
 from weightcast.subscriber.engines.vllm_live import VLLMLive
 from weightcast.subscriber.engines.webhook import Webhook
@@ -30,7 +31,7 @@ def open_engine(
     wire = Wire(spec, limits, _api_key(spec, environ))
     match spec.kind:
         case "sglang":
-            return SGLang(spec, wire, limits)
+            return Live(SGLangLive(spec, wire, limits)) if spec.via == "live" else SGLang(spec, wire, limits)
         case "vllm":
             return Live(VLLMLive(spec, wire, limits)) if spec.via == "live" else VLLM(spec, wire, limits)
         case "webhook":

@@ -197,16 +197,16 @@ class Live:
         if isinstance(outcome, Done):
             self._way = "reload"
             self._because[self._why] += 1
-            if self._aim is not None:
-                return self._hold(self._aim.held, label)
+            self._hold(label)
         return outcome
 
-    def _hold(self, held: Held, label: str) -> ReloadOutcome:
-        try:
-            self.engine.hold(held, label)
-        except EngineFailed as failure:
-            return Suspect(str(failure))
-        return Done()
+    def _hold(self, label: str) -> None:
+        """What was loaded is known here also when the engine cannot be told: then it is not patched next."""
+        if self._aim is not None:
+            try:
+                self.engine.hold(self._aim.held, label)
+            except EngineFailed as failure:
+                self._aim, self._reason = None, str(failure)
 
     def _patched(self) -> None:
         self._way, self._why, self._reason = "live", "align", ""

@@ -178,13 +178,20 @@ class Server:
     """vLLM's OpenAI server on a free port."""
 
     def __init__(
-        self, model: Path, log: Path, *, arguments: Sequence[str] = (), api_key: str | None = None
+        self,
+        model: Path,
+        log: Path,
+        *,
+        arguments: Sequence[str] = (),
+        api_key: str | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._model, self._log, self._arguments = model, log, list(arguments)
+        self._environment = {} if environment is None else environment
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._arguments += [] if api_key is None else ["--api-key", api_key]
         self._client = httpx.Client(
@@ -205,6 +212,7 @@ class Server:
             "DO_NOT_TRACK": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_HOST_IP": "127.0.0.1",
+            **self._environment,
         }
         command = [
             *(engine_python(), "-m", "vllm.entrypoints.openai.api_server"),

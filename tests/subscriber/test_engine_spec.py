@@ -63,7 +63,7 @@ def test_a_relative_local_checkpoint_is_told_as_an_absolute_path() -> None:
         "sglang=http://[::1",
         "sglang=http://user:secret@h",
         "sglang=http://h?x=1",
-        "sglang=http://h,via=live",
+        "sglang=http://h,via=both",
         "sglang=http://h,policy=keep",
         "sglang=http://h,copies=yes",
         "sglang=http://h,path=relative",

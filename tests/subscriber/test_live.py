@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import groups
 import pytest
 from doubles import Answer, Call, Drop, Hang, nobody
-from hosts import QUICK, Host, SGLang, Site
+from hosts import QUICK, Host, SGLang, Site, on_disk, wait_until
 from plugin_double import DOOR, PluginDouble
 
 from weightcast.shared.local.state import Mark
@@ -238,6 +240,16 @@ def test_an_engine_that_cannot_be_patched_says_why(world: World) -> None:
     assert "check" not in world.engine.doors()
 
 
+def test_an_engine_that_cannot_be_told_what_it_holds_is_reloaded_the_next_time_too(world: World) -> None:
+    world.engine.restart()
+    world.engine.script(f"{DOOR}/holds", Answer(500, b""))
+    world.host.step()
+    assert world.host.status.ready and world.engine.version is None
+    assert f"{DOOR}/holds" in world.live.reason
+    world.follow()
+    assert world.serves(1) and world.live.because == {"align": 2, "unknown": 1}
+
+
 def test_a_tensor_that_is_refused_reloads_only_the_versions_that_change_it(world: World) -> None:
     world.engine.refused = {"model.layers.0.up.weight": "it is transposed"}
     world.run.publish(world.run.versions[-1].changed(5, "model.embed.weight", "model.steps"))
@@ -351,3 +363,44 @@ def test_a_version_that_no_engine_takes_is_gone_back_from_on_disk_and_in_the_eng
     assert world.host.at(world.run, 1) and world.engine.held == world.run.digest(1)
     world.follow()
     assert world.serves(3)
+
+
+class OverHosts(PluginDouble):
+    """Its workers lie on several hosts: each reads the patch from its own host's directory."""
+
+    def __init__(self, *directories: Path) -> None:
+        super().__init__(directories[0])
+        self.directories = directories
+
+    def judge(self, name: str) -> Any:
+        files = [directory / ".weightcast" / "engine" / name for directory in self.directories]
+        missing = [str(file) for file in files if not file.exists()]
+        if missing:
+            return Answer(422, {"error": f"{missing[0]} is not there", "tensor": None, "remedy": ""})
+        assert len({file.read_bytes() for file in files}) == 1
+        return super().judge(name)
+
+
+@pytest.mark.parametrize(
+    ("leader_patches", "member_patches", "because"),
+    [(True, True, {}), (True, False, {"refused": 2}), (False, True, {"group": 2})],
+)
+def test_a_group_is_patched_when_every_host_stages_the_patch(
+    site: Site, leader_patches: bool, member_patches: bool, because: dict[str, int]
+) -> None:
+    run, engine = site.run(), OverHosts(site.root / "leader", site.root / "member")
+    member = groups.Host(run, site.root / "member", site.stack, group_follower=True)
+    member.start(group_patch=member_patches)
+    option = f"vllm={site.serve(engine)},via=live,name=live"
+    leader = groups.Host(run, site.root / "leader", site.stack, engine=(option,))
+    leader.start(group_member=(member.url,), group_patch=leader_patches)
+    for version in (0, 1, 2):
+        if version:
+            run.publish()
+            leader.daemon.wakeup.set()
+        wait_until(lambda v=version: leader.status.served_version == v and leader.status.ready, 90)  # type: ignore[misc]
+        wait_until(lambda: member.is_free, 90)
+        assert engine.held == run.digest(version) == on_disk(member.local)
+    live = leader.status.engines[0].live
+    assert live is not None
+    assert (live.patches, live.because) == (0 if because else 2, {"align": 1, **because})

@@ -1,0 +1,138 @@
+"""An unmodified vLLM with weightcast-engine, without dev mode, patched by the subscriber's daemon."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_world import (
+    LONG,
+    REPOSITORY,
+    SHORT,
+    STEP_SECONDS,
+    FreshLoad,
+    Host,
+    Run,
+    Server,
+    World,
+    one_shot,
+)
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
+
+VARIANT = "llama-untied-single-fp32"
+KEY = "live-key"
+ENTRY_POINTS = """\
+[vllm.general_plugins]
+weightcast = weightcast_engine.vllm_worker:register
+
+[vllm.endpoint_plugins]
+weightcast = weightcast_engine.vllm_doors:WeightcastDoors
+"""
+
+
+def with_plugin(directory: Path) -> Path:
+    """A directory for PYTHONPATH in which weightcast-engine is installed."""
+    facts = directory / "weightcast_engine-0.1.0.dist-info"
+    facts.mkdir(parents=True)
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: weightcast-engine\nVersion: 0.1.0\n")
+    (facts / "entry_points.txt").write_text(ENTRY_POINTS)
+    (directory / "weightcast_engine").symlink_to(REPOSITORY / "subscriber/engine_plugin/weightcast_engine")
+    return directory
+
+
+@dataclass
+class LiveWorld(World):
+    def require_named(self, version: int) -> None:
+        [engine] = self.host.status["engines"]
+        assert engine["version"] == version and engine["confirmed_by"] in ("label", "digest")
+
+    @property
+    def live(self) -> Any:
+        [engine] = self.host.status["engines"]
+        return engine["live"]
+
+
+@pytest.fixture(scope="module")
+def world(models: Path, judge: FreshLoad, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveWorld]:
+    root = tmp_path_factory.mktemp("live")
+    local = root / "local"
+    environment = {
+        "VLLM_SERVER_DEV_MODE": "0",
+        "VLLM_PLUGINS": "weightcast",
+        "WEIGHTCAST_PATCH_DIR": str(local / ".weightcast" / "engine"),
+        "PYTHONPATH": str(with_plugin(root / "plugin")),
+    }
+    with pytest.MonkeyPatch.context() as patched, Run(root, models / VARIANT) as run:
+        patched.setenv("LIVE_KEY", KEY)
+        one_shot("sync", "--channel", run.channel, "--base", run.base, "--local", local)
+        with Server(local, root / "vllm.log", api_key=KEY, environment=environment) as server:
+            option = f"vllm={server.url},via=live,name=live,api_key_env=LIVE_KEY"
+            host = Host(root, run.channel, run.base, local, option)
+            host.start()
+            try:
+                host.wait_served(0)
+                yield LiveWorld(root, run, server, host, judge)
+            finally:
+                host.stop()
+
+
+def test_versions_are_patched_under_traffic(world: LiveWorld) -> None:
+    before = world.live
+    pauses = []
+    for _ in range(6):
+        old = world.run.newest
+        running = [world.server.begin(prompt, 120) for prompt in (SHORT, LONG)]
+        version = world.run.publish()
+        world.host.wait_served(version)
+        for future in running:
+            answer = future.result(STEP_SECONDS)
+            assert answer.status == 200 and world.switch(answer, old) is not None
+        world.require(version)
+        pauses.append(round(1000 * world.host.status["updates"][-1]["pause_seconds"]))
+    after = world.live
+    print(f"pauses {pauses} ms", json.dumps(after))
+    assert (after["way"], after["patches"] - before["patches"]) == ("live", 6)
+    assert after["reloads"] == before["reloads"], after["reason"]
+
+
+def test_what_is_resident_is_verified(world: LiveWorld) -> None:
+    local, option = world.host.local, f"{world.server.url},api_key_env=LIVE_KEY"
+    found = json.loads(one_shot("local", "verify", "--json", "--local", local, "--engine", f"vllm={option}"))
+    [engine] = found["engines"]
+    assert engine["differing"] == [] and engine["version"] == world.run.newest
+    assert engine["root"] == found["root"] or engine["refused"]
+
+
+def test_a_daemon_killed_at_any_moment_leaves_engine_and_disk_together(world: LiveWorld) -> None:
+    chance = random.Random(20)
+    for _ in range(6):
+        world.run.publish()
+        threading.Event().wait(chance.uniform(0.0, 0.6))
+        assert world.host.process is not None
+        world.host.process._signal(signal.SIGKILL)
+        world.host.stop()
+        world.host.start()
+        world.host.wait_served(world.run.newest)
+        world.require(world.run.newest)
+    patches = world.live["patches"]
+    world.host.wait_served(world.run.publish())
+    assert world.live["patches"] == patches + 1
+
+
+def test_a_restarted_engine_is_loaded_once_and_patched_again(world: LiveWorld) -> None:
+    reloads = world.live["reloads"]
+    world.server.restart()
+    world.host.wait_served(world.run.newest)
+    assert world.live["reloads"] == reloads + 1
+    version = world.run.publish()
+    world.host.wait_served(version)
+    world.require(version)
+    assert world.live["way"] == "live" and world.live["reloads"] == reloads + 1
