@@ -66,11 +66,21 @@ def judge_engine(spec: EngineSpec, facts: EngineFacts) -> Iterator[Finding]:
     if facts.process is None:
         remedy = _RESTARTS[spec.kind]
         yield Finding(spec.name, "restarts", "warning", "whether it restarted cannot be seen", remedy)
+    if spec.via == "live" and spec.kind == "vllm":
+        yield _live(spec, facts)
     label = "tells no version of its weights" if facts.label is None else f"holds weights {facts.label!r}"
     yield Finding(spec.name, "label", "ok" if facts.label is not None else "note", label)
 
 
+def _live(spec: EngineSpec, facts: EngineFacts) -> Finding:
+    if facts.unpatchable:
+        says = f"versions are loaded from disk: {facts.unpatchable}"
+        return Finding(spec.name, "memory", "warning", says, "docs/engines.md, Live patch, says what can be")
+    return Finding(spec.name, "memory", "ok", "versions can be patched into its memory")
+
+
 def _silent(spec: EngineSpec, facts: EngineFacts) -> Finding:
     says = f"nothing listens at {spec.url}" if facts.absent else f"{spec.url} does not answer as it should"
+    says = facts.hindrance or says
     remedy = "start the engine, or correct its URL; the subscriber waits for it"
     return Finding(spec.name, "answers", "failure", says, remedy, EngineFailed.exit_code)

@@ -179,9 +179,7 @@ def _joined(arrays: Sequence[Words]) -> Words:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _gathered(
-    whole: Words, ratio: int, index: NDArray[np.uint64], beside: Sequence[Record]
-) -> Words:
+def _gathered(whole: Words, ratio: int, index: NDArray[np.uint64], beside: Sequence[Record]) -> Words:
     """word[len(index) * ratio], so many words per element: those of `whole` with what is not there yet."""
     words: Words = whole.reshape(-1, ratio)[index].reshape(-1)
     for record in beside:

@@ -132,7 +132,9 @@ class SGLangLive:
         told = self._ask("apply", {"file": patch.name, "label": label}, label)
         if told.untouched:
             return Intact(told.text)
-        return Done() if told.says(version=patch.version, root=patch.root, label=label) else Suspect(told.text)
+        return (
+            Done() if told.says(version=patch.version, root=patch.root, label=label) else Suspect(told.text)
+        )
 
     def confirm(self, held: Held | None, label: str) -> Confirmation:
         confirmed = self._plain.read_back(label)
@@ -165,7 +167,7 @@ class SGLangLive:
     def _ask(self, door: str, body: Mapping[str, object], label: str | None = None) -> _Told:
         order = json.dumps({"door": door, "body": body}, separators=(",", ":"))
         request = {
-            "serialized_named_tensors": [named_dummy(f"weightcast:{order}")] * self._ranks,
+            "serialized_named_tensors": [named_dummy(order)] * self._ranks,
             "load_format": LOADER,
             "weight_version": label,
             "flush_cache": door == "apply",
@@ -190,13 +192,11 @@ def _told(reply: Reply) -> _Told:
     fields = reply.fields()
     message = fields.get("message")
     try:
-        found, _ = json.JSONDecoder().raw_decode(message if isinstance(message, str) else "")
-        status, body = found["status"], found["body"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        refused = reply.status in NEVER_HANDLED
-        return _Told(400 if refused else 0, {}, reply.describe())
-    fits = type(status) is int and isinstance(body, dict)
-    if not fits or (status == httpx.codes.OK) != (fields.get("success") is True):
-        return _Told(0, {}, reply.describe())
+        body, _ = json.JSONDecoder().raw_decode(message if isinstance(message, str) else "")
+    except (ValueError, RecursionError):
+        body = None
+    status = body.get("status") if isinstance(body, dict) else None
+    if type(status) is not int or (status == httpx.codes.OK) != (fields.get("success") is True):
+        return _Told(400 if reply.status in NEVER_HANDLED else 0, {}, reply.describe())
     words = [str(body[key])[:QUOTED] for key in ("error", "remedy") if body.get(key)]
     return _Told(status, body, f"{reply.url}: {'; '.join(words) or reply.describe()}")

@@ -63,14 +63,14 @@ class VLLMLive:
         if hindrance:
             return EngineFacts(reachable=False, hindrance=hindrance)
         fields = reply.fields()
-        doubtful = fields.get("in_doubt") is not False
+        doubtful, plugin = fields.get("in_doubt") is not False, reply.text_field("plugin")
         return EngineFacts(
             reachable=True,
             # a label of weights that are in doubt must not resume anybody
             label=None if doubtful else reply.text_field("label"),
             process=reply.text_field("process"),
             paused=_truth(fields, "paused"),
-            software=reply.text_field("plugin"),
+            software=None if plugin is None else f"with weightcast-engine {plugin}",
             held=None if doubtful else _held(reply),
             in_doubt=doubtful,
             unpatchable=_unpatchable(reply),

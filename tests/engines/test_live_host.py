@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import random
 import signal
-import threading
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from vllm_world import (
     Server,
     World,
     one_shot,
+    wait_until,
 )
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
@@ -60,20 +60,30 @@ class LiveWorld(World):
         return engine["live"]
 
 
+class PluginServer(Server):
+    """Without dev mode, with the plugin and an API key. Patches lie where the subscriber of `local` has them."""
+
+    def __init__(self, local: Path, room: Path) -> None:
+        self._plugin = {
+            "VLLM_SERVER_DEV_MODE": "0",
+            "VLLM_PLUGINS": "weightcast",
+            "WEIGHTCAST_PATCH_DIR": str(local / ".weightcast" / "engine"),
+            "PYTHONPATH": str(with_plugin(room / "plugin")),
+        }
+        super().__init__(local, room / "vllm.log", api_key=KEY)
+
+    def _environment(self) -> dict[str, str]:
+        return {**super()._environment(), **self._plugin}
+
+
 @pytest.fixture(scope="module")
 def world(models: Path, judge: FreshLoad, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveWorld]:
     root = tmp_path_factory.mktemp("live")
     local = root / "local"
-    environment = {
-        "VLLM_SERVER_DEV_MODE": "0",
-        "VLLM_PLUGINS": "weightcast",
-        "WEIGHTCAST_PATCH_DIR": str(local / ".weightcast" / "engine"),
-        "PYTHONPATH": str(with_plugin(root / "plugin")),
-    }
     with pytest.MonkeyPatch.context() as patched, Run(root, models / VARIANT) as run:
         patched.setenv("LIVE_KEY", KEY)
         one_shot("sync", "--channel", run.channel, "--base", run.base, "--local", local)
-        with Server(local, root / "vllm.log", api_key=KEY, environment=environment) as server:
+        with PluginServer(local, root) as server:
             option = f"vllm={server.url},via=live,name=live,api_key_env=LIVE_KEY"
             host = Host(root, run.channel, run.base, local, option)
             host.start()
@@ -111,19 +121,30 @@ def test_what_is_resident_is_verified(world: LiveWorld) -> None:
     assert engine["root"] == found["root"] or engine["refused"]
 
 
-def test_a_daemon_killed_at_any_moment_leaves_engine_and_disk_together(world: LiveWorld) -> None:
-    chance = random.Random(20)
-    for _ in range(6):
+STEPS = (
+    "engine.staged", "engine.checked", "patch.begun", "patch.recorded", "engine.noted", "engine.paused",
+    "engine.applied", "engine.read-back", "engine.resumed", "engine.recorded",
+)  # fmt: skip
+
+
+def test_a_daemon_killed_at_every_step_leaves_engine_and_disk_together(world: LiveWorld) -> None:
+    host = world.host
+    for step in STEPS:
+        host.stop()
+        host.program = (sys.executable, REPOSITORY / "tests/engines/killed_at.py", step)
+        host.start()
         world.run.publish()
-        threading.Event().wait(chance.uniform(0.0, 0.6))
-        assert world.host.process is not None
-        world.host.process._signal(signal.SIGKILL)
-        world.host.stop()
-        world.host.start()
-        world.host.wait_served(world.run.newest)
+        process = host.process
+        assert process is not None
+        wait_until(lambda process=process: not process.running, f"killed at {step}")  # type: ignore[misc]
+        assert process.child.returncode == -signal.SIGKILL
+        host.stop()
+        host.program = ("weightcast",)
+        host.start()
+        host.wait_served(world.run.newest)
         world.require(world.run.newest)
     patches = world.live["patches"]
-    world.host.wait_served(world.run.publish())
+    host.wait_served(world.run.publish())
     assert world.live["patches"] == patches + 1
 
 

@@ -178,20 +178,13 @@ class Server:
     """vLLM's OpenAI server on a free port."""
 
     def __init__(
-        self,
-        model: Path,
-        log: Path,
-        *,
-        arguments: Sequence[str] = (),
-        api_key: str | None = None,
-        environment: Mapping[str, str] | None = None,
+        self, model: Path, log: Path, *, arguments: Sequence[str] = (), api_key: str | None = None
     ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._model, self._log, self._arguments = model, log, list(arguments)
-        self._environment = {} if environment is None else environment
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._arguments += [] if api_key is None else ["--api-key", api_key]
         self._client = httpx.Client(
@@ -204,23 +197,24 @@ class Server:
         self._pool = ThreadPoolExecutor(16)
         self.process = self._start()
 
-    def _start(self) -> Process:
-        environment = {
+    def _environment(self) -> dict[str, str]:
+        return {
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_HOST_IP": "127.0.0.1",
-            **self._environment,
         }
+
+    def _start(self) -> Process:
         command = [
             *(engine_python(), "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", self._model, "--served-model-name", "tiny", "--host", "127.0.0.1"),
             *("--port", str(self.port), "--dtype", "float32", "--max-model-len", "1024", "--enforce-eager"),
             *("--enable-prompt-tokens-details", "--enable-prefix-caching", *self._arguments),
         ]
-        return Process.start(self._log, command, environment)
+        return Process.start(self._log, command, self._environment())
 
     def restart(self) -> None:
         """As a supervisor would."""
@@ -334,12 +328,13 @@ class Host:
     process: Process | None = None
     starts: int = 0
     extra: Sequence[str] = field(default_factory=tuple)
+    program: Sequence[str | Path] = ("weightcast",)
 
     def start(self) -> None:
         self.starts += 1
         port_file = self.root / f"host-{self.starts}.port"
         command = [
-            *("weightcast", "subscriber", "run", "--channel", self.channel, "--base", self.base),
+            *(*self.program, "subscriber", "run", "--channel", self.channel, "--base", self.base),
             *("--local", self.local, "--engine", self.engine, "--poll-seconds", "0.1", "--threads", "1"),
             *("--port", "0", "--port-file", port_file, *self.extra),
         ]

@@ -82,9 +82,10 @@ class SGLangPlugin(PluginDouble):
             return Answer(500, b"")
         orders = {self.order(text) for text in body["serialized_named_tensors"]}
         assert len(body["serialized_named_tensors"]) == self.ranks and len(orders) == 1
-        order = json.loads(orders.pop().removeprefix("weightcast:"))
+        order = json.loads(orders.pop())
         answer = getattr(self, f"on_{order['door']}")(order["body"])
-        text = json.dumps({"status": answer.status, "body": answer.body})
+        assert isinstance(answer.body, dict)
+        text = json.dumps({"status": answer.status, **answer.body})
         if answer.status == 200 and body["weight_version"] is not None:
             self.label = body["weight_version"]
             text += f" Weight version updated to {self.label}."

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from doubles import Answer, Double, SGLangDouble, VLLMDouble, WebhookDouble, nobody, serve
+from plugin_double import PluginDouble
 
 from weightcast.shared.service.cli import run
 
@@ -52,6 +54,20 @@ def test_engines_that_are_well(kind: str, double: Double, release: str, ask: Ask
     assert {check: finding["level"] for check, finding in found.items()} == {"answers": "ok", "label": "ok"}
     assert found["answers"]["says"].endswith(release)
     assert double.paths() == [], "nothing was told"
+
+
+def test_an_engine_whose_memory_is_patched(ask: Ask, tmp_path: Path) -> None:
+    engine = PluginDouble(tmp_path)
+    with serve(engine) as url:
+        code, found = ask(f"vllm={url},via=live")
+        assert code == 0 and found["memory"]["level"] == "ok"
+        assert found["answers"]["says"].endswith("with weightcast-engine 0.1.0")
+        engine.patchable = False
+        assert "the weights are packed" in ask(f"vllm={url},via=live")[1]["memory"]["says"]
+        engine.installed = False
+        code, found = ask(f"vllm={url},via=live")
+    assert code == 5 and "install weightcast-engine" in found["answers"]["says"]
+    assert engine.doors() == [], "nothing was told"
 
 
 def test_nobody_there(ask: Ask) -> None:

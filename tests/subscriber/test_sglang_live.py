@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -89,8 +90,8 @@ def answers(world: World, what: Any) -> Callable[[Call], Answer]:
 
 
 def refusal(status: int, state: str = "") -> Answer:
-    body = '{"error": "out of memory"' + (f', "state": "{state}"' if state else "") + "}"
-    return SGLangPlugin.said(False, f'{{"status": {status}, "body": {body}}}')
+    told = {"status": status, "error": "out of memory"} | ({"state": state} if state else {})
+    return SGLangPlugin.said(False, json.dumps(told))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,76 @@
+"""What the subscriber writes is what the engine reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from patch_writer import header_and_payload, packed, write_checkpoint
+from test_engine_patch_file import GOLDEN, models
+from weightcast_engine.patch_file import read_patch
+
+from weightcast.publisher import Publisher, init_channel
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.local.engine_patch import directory_of, write_engine_patch
+from weightcast.shared.local.follow import Follower, FollowOptions
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint
+from weightcast.shared.local.plan import Seed
+from weightcast.shared.local.stage import Staged
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Follower]:
+    """On the base of the golden patch, with its target published."""
+    base, target = models()
+    write_checkpoint(tmp_path / "base", base)
+    (tmp_path / "base" / "config.json").write_text("{}")
+    channel = tmp_path / "channel"
+    init_channel(channel, tmp_path / "base")
+    with Publisher.open(channel, local=tmp_path / "publisher", base=tmp_path / "base") as publisher:
+        publisher.publish(target, step=1)
+    options = FollowOptions(visible_seconds=0.2)
+    with closing(Follower(channel, tmp_path / "host", tmp_path / "base", options)) as follower:
+        yield follower
+
+
+def staged(follower: Follower) -> tuple[LocalCheckpoint, Staged]:
+    channel = Channel.open(follower.channel_dir)
+    follower.own()
+    follower.load(channel)
+    pointer = channel.pointer()
+    assert pointer is not None
+    route = follower.route(channel, pointer, 1, exact=True)
+    assert isinstance(route.plan, Seed)
+    follower.seed(channel, route, route.plan)
+    assert follower.local is not None
+    return follower.local, follower.prepare(route, route.plan.then.legs[0], channel)
+
+
+def test_the_golden_patch_is_what_the_subscriber_writes(host: Follower) -> None:
+    local, version = staged(host)
+    patch = write_engine_patch(local, [version.step], 5)
+    data = (directory_of(local.paths) / patch.name).read_bytes()
+    end = 16 + int.from_bytes(data[8:16], "little")
+    header, payload = json.loads(data[16:end]), data[-(-end // 64) * 64 : -32]
+    golden, _ = header_and_payload(*models(), 7, step=2)
+    # what names the run and its versions cannot be the same; all else is, byte for byte
+    renamed = header | {key: golden[key] for key in ("run_id", "base", "target")}
+    assert packed(renamed, payload) == GOLDEN.read_bytes()
+
+
+def test_the_engine_reads_it(host: Follower) -> None:
+    local, version = staged(host)
+    written = write_engine_patch(local, [version.step], 5)
+    patch = read_patch(directory_of(local.paths), written.name)
+    assert (patch.base.version, patch.base.root) == (5, version.step.base.root)
+    assert (patch.target.version, patch.target.root) == (1, version.step.target.root)
+    assert (patch.count, patch.nbytes) == (written.changes, written.nbytes)
+    base, target = models()
+    for change in patch.changes:
+        new = base[change.name].clone().view(-1)
+        new[torch.from_numpy(change.index.astype("int64"))] = change.words.view(new.dtype)
+        assert torch.equal(new.view(torch.uint8), target[change.name].view(-1).view(torch.uint8)), change.name
