@@ -61,7 +61,7 @@ class LiveWorld(World):
 
 
 class PluginServer(Server):
-    """Without dev mode, with the plugin and an API key. Patches lie where the subscriber of `local` has them."""
+    """Without dev mode, with the plugin and an API key; patches lie where the subscriber puts them."""
 
     def __init__(self, local: Path, room: Path) -> None:
         self._plugin = {
