@@ -1,4 +1,4 @@
-"""A real run: the publisher's daemon, subscribers as processes, engine doubles over HTTP, weights that keep coming."""
+"""A real run: publisher and subscribers as processes, engine doubles over HTTP, weights that keep coming."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import doubles
 import httpx
-from daemonkit import Daemon, Places, Tensors, base_tensors, changed, rename_in, wait_until
+from daemonkit import Daemon, Places, base_tensors, changed, rename_in, wait_until
 from hosts import SGLang
 
 COMMAND = [sys.executable, "-m", "weightcast.shared.service.cli"]
@@ -93,7 +93,7 @@ class LiveFleet:
         local, engine = self.places.root / name, self._stack.enter_context(ExitStack())
         url = engine.enter_context(doubles.serve(SGLang()))
         rollout = Rollout(name, local, url, engine, self._start(name, local, url, options))
-        self._stack.callback(lambda: rollout.end())
+        self._stack.callback(rollout.end)
         return rollout
 
     def restart(self, rollout: Rollout, *options: str) -> None:

@@ -1,4 +1,4 @@
-"""The page beside a real publisher and real hosts: they come, stop, fail and recover before the reader's eyes."""
+"""The page beside a real publisher and real hosts: they come, stop, fail and recover as one looks on."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ def fleet(tmp_path: Path) -> Iterator[LiveFleet]:
 
 
 def row(page: Page, rollout: Rollout) -> Locator:
-    """Hosts of one machine have one name: their directories tell them apart."""
-    return page.locator("tr.host", has_text=str(rollout.local))
+    return page.locator(f'tr.host[data-local="{rollout.local}"]')
 
 
 def figures(page: Page, rollout: Rollout) -> tuple[str, str]:
@@ -75,7 +74,8 @@ def test_hosts_appear_stop_and_recover(fleet: LiveFleet, open_tab: OpenTab) -> N
     page.wait_for_function(
         "([key, served, lag]) => {"
         "  const row = document.querySelector(`tr[data-key='${key}']`);"
-        "  return row.querySelector('td.served').innerText === served && row.querySelector('td.lag').innerText === lag;"
+        "  const text = (column) => row.querySelector('td.' + column).innerText;"
+        "  return text('served') === served && text('lag') === lag;"
         "}",
         arg=[api["key"], str(api["served_version"]), str(api["lag"])],
         timeout=SHOWN_WITHIN_MS,

@@ -151,7 +151,7 @@ function Row({ host, all, silent, open, turn }: RowOf) {
   const width = HEADINGS.length + more(all).length;
   return (
     <Fragment>
-      <tr class={`host ${host.standing}`} data-host={host.host} data-key={host.key}>
+      <tr class={`host ${host.standing}`} data-host={host.host} data-key={host.key} data-local={host.local}>
         <th scope="row">
           <button
             type="button"
