@@ -96,17 +96,18 @@ def test_hosts_appear_stop_and_recover(fleet: LiveFleet, open_tab: OpenTab) -> N
     page.get_by_text(f"{fleet.published} versions as a table").wait_for()
 
 
-def test_an_engine_that_died_is_named_with_its_remedy(fleet: LiveFleet, open_tab: OpenTab) -> None:
+def test_an_engine_that_died_is_named_with_what_to_do(fleet: LiveFleet, open_tab: OpenTab) -> None:
     fleet.publish()
-    rollout = fleet.join("rollout", "--engine-attempts", "1")
+    rollout = fleet.join("rollout")
     page = open_tab(fleet.url).page
     stands(page, rollout, "Ready")
     rollout.engine.close()
     fleet.publish()
     trouble = page.locator("tr.trouble")
     trouble.wait_for(timeout=60_000)
-    api = in_api(fleet, rollout, standing="failed")
-    assert api["last_error"] in trouble.inner_text()
-    assert api["remedy"] and api["remedy"][1:] in trouble.inner_text()
+    api = in_api(fleet, rollout, ready=False, lag=1)
+    assert api["engines"][0]["name"] in trouble.inner_text()
+    assert "does not answer" in trouble.inner_text() and "See that it runs" in trouble.inner_text()
     row(page, rollout).get_by_role("button").click()
+    page.locator("tr.detail").get_by_role("row", name="silent").wait_for()
     assert page.locator("tr.detail table.updates tbody tr").count() >= 1

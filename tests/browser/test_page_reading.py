@@ -175,7 +175,22 @@ def test_hosts_of_one_name_are_told_apart_and_strangers_named(double: Double, op
     double.show([*hosts, other], LATEST)
     page.wait_for_selector("tr.host[data-host=same]")
     assert page.locator("tr.host small.path").all_inner_texts() == ["/data/a", "/data/b"]
-    assert "follows another run, another" in page.locator("tr.trouble").inner_text()
+    assert "Follows another run, another." in page.locator("tr.trouble").inner_text()
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [("silent", "does not answer"), ("failed", "has failed"), ("suspect", "is paused"), ("waiting", None)],
+)
+def test_an_engine_in_trouble_is_named(
+    double: Double, open_tab: OpenTab, state: str, says: str | None
+) -> None:
+    page = open_tab(double.url).page
+    engine = {"name": "e7", "kind": "vllm", "state": state, "version": 127, "confirmed_by": "label"}
+    double.show([host(1, LATEST, lag=1, standing="behind", ready=False, engines=[engine])], LATEST)
+    page.get_by_text("0 of 1 serving").wait_for()
+    assert page.locator("tr.trouble").count() == (0 if says is None else 1)
+    assert says is None or f"Engine e7 {says}" in page.locator("tr.trouble").inner_text()
 
 
 def test_sorted_by_any_column_and_back(double: Double, open_tab: OpenTab) -> None:

@@ -48,8 +48,27 @@ export interface Trouble {
 
 export function troubleOf(host: Host, runId: string | null): Trouble | null {
   if (host.last_error !== "") return { error: host.last_error, remedy: host.remedy };
-  if (runId === null || host.run_id === runId) return null;
-  return { error: `follows another run, ${host.run_id}`, remedy: "give it this run's channel, or a local directory of its own" };
+  if (runId !== null && host.run_id !== runId) return strange(host);
+  return engineTrouble(host);
+}
+
+function strange({ run_id: run }: Host): Trouble {
+  return { error: `Follows another run, ${run}.`, remedy: "give it this run's channel, or a local directory of its own" };
+}
+
+/** States of an engine that somebody has to look at; what is said of it, and the remedy. */
+const ENGINE_TROUBLE: Record<string, [string, string]> = {
+  failed: ["has failed", "restart it; it is reloaded as soon as it answers"],
+  silent: ["does not answer", "see that it runs, and that the subscriber's --engine names its address"],
+  suspect: ["is paused: what it holds is not known", "it is reloaded next; if this stays, restart it"],
+};
+
+function engineTrouble(host: Host): Trouble | null {
+  for (const [state, [says, remedy]] of Object.entries(ENGINE_TROUBLE)) {
+    const engine = host.engines.find((each) => each.state === state);
+    if (engine !== undefined) return { error: `Engine ${engine.name} ${says}.`, remedy };
+  }
+  return null;
 }
 
 /** The page that is shown of `rows`: the asked one, or the last there is. */
