@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install test test-trainers test-browser test-monitoring test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak clean
+.PHONY: install test test-trainers test-browser page test-monitoring test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak clean
 
 install: $(STAMP)
 
@@ -69,6 +69,10 @@ test-trainers: $(TRAINERS)/.installed
 $(VENV)/.browser: $(STAMP)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[browser]'
 	@touch $@
+
+# The page that the publisher serves, after a change of its sources: publisher/page/dist is kept.
+page:
+	cd publisher/page && npm ci && npm run build
 
 test-browser: $(VENV)/.browser
 	$(BIN)/python -m pytest -q -m browser tests/browser

@@ -29,6 +29,7 @@ def update(version: int, seconds: float = 1.0, outcome: str = "done") -> JSON:
     shares = (0.01, 0.34, 0.2, 0.12, 0.02, 0.25, 0.04, 0.02)
     return {
         "version": version,
+        "kind": "patch",
         "began": 1_790_000_000.0 + version * 30,
         "seconds": {phase: seconds * share for phase, share in zip(PHASES, shares, strict=True)},
         "bytes": 4_200_000 + version * 1000,
@@ -81,6 +82,7 @@ def fleet(hosts: list[JSON], latest: int) -> JSON:
     return {
         "now": time.time(),
         "channel": "/shared/run7",
+        "bounds": {"stale_seconds": 60.0, "lost_seconds": 120.0},
         "run_id": "4f2b9c1e7a55",
         "latest": latest,
         "hosts": hosts,
@@ -113,14 +115,14 @@ def versions(latest: int) -> JSON:
                 "skips": [number - 8] if number % 8 == 0 else [],
             }
         )
-    return {"versions": rows}
+    return {"versions": rows, "complete": True}
 
 
 class Double:
     def __init__(self) -> None:
         self.hosts: list[JSON] = []
         self.fleet: JSON = fleet([], 0)
-        self.versions: JSON = {"versions": []}
+        self.versions: JSON = {"versions": [], "complete": True}
         self.catch_up: JSON = {"rows": [], "joiner": NOBODY}
         self.plan: JSON = {"horizon": 0, "remove": [], "keep": [], "why_not": "nothing is published"}
         self.url = ""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,10 +17,10 @@ from typing import Any
 
 import doubles
 import httpx
-from daemonkit import Daemon, Places, base_tensors, changed, rename_in, wait_until
+from daemonkit import Daemon, Places, Tensors, base_tensors, changed, rename_in, wait_until, write
 from hosts import SGLang
 
-COMMAND = [sys.executable, "-m", "weightcast.shared.service.cli"]
+COMMAND = (sys.executable, "-m", "weightcast.shared.service.cli")
 
 
 @dataclass
@@ -47,11 +49,13 @@ class Rollout:
 
 
 class LiveFleet:
-    """`with LiveFleet(directory) as fleet`: a publisher that is ready."""
+    """`with LiveFleet(directory) as fleet`: a publisher that is ready. `tensors`: of the base."""
 
-    def __init__(self, root: Path, *flags: str) -> None:
+    def __init__(self, root: Path, *flags: str, tensors: Tensors | None = None) -> None:
         self.places = Places.made(root)
-        self._stack, self._tensors = ExitStack(), base_tensors()
+        self._stack = ExitStack()
+        self._tensors = base_tensors() if tensors is None else tensors
+        write(self.places.base, self._tensors)
         self._keeping = Keeping(self)
         self._flags = flags
         self.published = 0
@@ -69,6 +73,9 @@ class LiveFleet:
     ) -> None:
         self._stack.close()
 
+    def restart_publisher(self, *flags: str) -> None:
+        self.publisher = Daemon.start(self.places, *self._flags, *flags).ready()
+
     def _end_publisher(self) -> None:
         self.publisher.kill()
 
@@ -76,10 +83,10 @@ class LiveFleet:
     def url(self) -> str:
         return str(self.publisher.client.base_url).rstrip("/")
 
-    def publish(self) -> int:
-        """The next version, once it is there."""
+    def publish(self, share: float = 0.02) -> int:
+        """The next version, once it is there; `share` of its bytes are others."""
         self.published += 1
-        self._tensors = changed(self._tensors, self.published)
+        self._tensors = changed(self._tensors, self.published, share)
         rename_in(self.places.watch / f"step_{self.published}", self._tensors)
         self.publisher.wait_for_version(self.published)
         return self.published
@@ -96,28 +103,16 @@ class LiveFleet:
         self._stack.callback(rollout.end)
         return rollout
 
-    def restart(self, rollout: Rollout, *options: str) -> None:
-        rollout.process = self._start(rollout.name, rollout.local, rollout.url, options)
-
     def _start(self, name: str, local: Path, url: str, options: tuple[str, ...]) -> subprocess.Popen[bytes]:
         port_file = self.places.root / f"{name}.port"
-        port_file.unlink(missing_ok=True)
         with (self.places.root / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
                 [
-                    *(*COMMAND, "subscriber", "run", "--channel", str(self.places.channel)),
+                    *(*named(name), *COMMAND, "subscriber", "run", "--channel", str(self.places.channel)),
                     *("--base", str(self.places.base), "--local", str(local), "--engine", f"sglang={url}"),
-                    *(
-                        "--port",
-                        "0",
-                        "--port-file",
-                        str(port_file),
-                        "--threads",
-                        "1",
-                        "--poll-seconds",
-                        "0.1",
-                    ),
-                    *("--engine-check-seconds", "0.3", *options),
+                    *("--port", "0", "--port-file", str(port_file), "--threads", "1"),
+                    *("--poll-seconds", "0.1", "--engine-check-seconds", "0.3", "--report-seconds", "1"),
+                    *options,
                 ],
                 stderr=log,
                 env={**os.environ, "WEIGHTCAST_TOKEN": ""},
@@ -125,10 +120,13 @@ class LiveFleet:
         wait_until(lambda: port_file.exists() or process.poll() is not None)
         return process
 
+    def fleet(self) -> dict[str, Any]:
+        found: dict[str, Any] = httpx.get(f"{self.url}/v1/fleet", trust_env=False, timeout=20).json()
+        return found
+
     def host(self, rollout: Rollout) -> dict[str, Any] | None:
         """As the publisher's API shows it."""
-        fleet = httpx.get(f"{self.url}/v1/fleet", trust_env=False, timeout=20).json()
-        return next((each for each in fleet["hosts"] if each["local"] == str(rollout.local)), None)
+        return next((each for each in self.fleet()["hosts"] if each["local"] == str(rollout.local)), None)
 
 
 @dataclass
@@ -155,3 +153,18 @@ class Keeping:
     def _run(self) -> None:
         while not self._stop.wait(1.0):
             self.fleet.publish()
+
+
+def named(name: str) -> tuple[str, ...]:
+    """What begins a command that runs as on a machine of this name, where that is allowed here."""
+    return ("unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', name) if _may_name() else ()
+
+
+@functools.cache
+def _may_name() -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    tried = subprocess.run(
+        ["unshare", "--uts", "hostname", "elsewhere"], check=False, capture_output=True, timeout=20
+    )
+    return tried.returncode == 0

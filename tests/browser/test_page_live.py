@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS / "publisher"), str(TESTS / "subscriber")]
 
 from live_fleet import LiveFleet, Rollout, wait_until  # noqa: E402
+from tabs import OpenTab  # noqa: E402
 
 if TYPE_CHECKING:
-    from conftest import OpenTab
     from playwright.sync_api import Locator, Page
 
 pytestmark = pytest.mark.browser
 
 SHOWN_WITHIN_MS = 2000
 """from the API to the page"""
+BOUNDS = ("--stale-seconds", "6", "--lost-seconds", "9")
+VISIBLE_SECONDS = 60
+"""until a host that was told of is there, on a machine with other work"""
 
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[LiveFleet]:
-    with LiveFleet(tmp_path, "--stale-seconds", "6", "--lost-seconds", "10") as running:
+    with LiveFleet(tmp_path, *BOUNDS) as running:
         yield running
 
 
@@ -41,20 +45,31 @@ def figures(page: Page, rollout: Rollout) -> tuple[str, str]:
 
 
 def stands(page: Page, rollout: Rollout, word: str) -> None:
-    row(page, rollout).locator(".badge", has_text=word).wait_for(timeout=60_000)
+    row(page, rollout).locator(".badge", has_text=word).wait_for(timeout=VISIBLE_SECONDS * 1000)
 
 
 def in_api(fleet: LiveFleet, rollout: Rollout, **expected: Any) -> dict[str, Any]:
     def met() -> dict[str, Any] | None:
         host = fleet.host(rollout)
-        return (
-            host
-            if host is not None and all(host[name] == value for name, value in expected.items())
-            else None
-        )
+        if host is None or any(host[name] != value for name, value in expected.items()):
+            return None
+        return host
 
-    found: dict[str, Any] = wait_until(met, 60)
+    found: dict[str, Any] = wait_until(met, VISIBLE_SECONDS)
     return found
+
+
+def shows_soon(page: Page, host: dict[str, Any]) -> None:
+    """The page says of a host what the API says, within the bound."""
+    page.wait_for_function(
+        """([key, served, lag]) => {
+          const row = document.querySelector(`tr[data-key="${key}"]`);
+          const text = (column) => row.querySelector("td." + column).innerText;
+          return text("served") === served && text("lag") === lag;
+        }""",
+        arg=[host["key"], str(host["served_version"]), str(host["lag"])],
+        timeout=SHOWN_WITHIN_MS,
+    )
 
 
 def test_hosts_appear_stop_and_recover(fleet: LiveFleet, open_tab: OpenTab) -> None:
@@ -68,46 +83,96 @@ def test_hosts_appear_stop_and_recover(fleet: LiveFleet, open_tab: OpenTab) -> N
 
     stopping.hold()
     for _ in range(3):
-        newest = fleet.publish()
-    api = in_api(fleet, stopping, lag=newest - 1)
-    seen = time.monotonic()
-    page.wait_for_function(
-        "([key, served, lag]) => {"
-        "  const row = document.querySelector(`tr[data-key='${key}']`);"
-        "  const text = (column) => row.querySelector('td.' + column).innerText;"
-        "  return text('served') === served && text('lag') === lag;"
-        "}",
-        arg=[api["key"], str(api["served_version"]), str(api["lag"])],
-        timeout=SHOWN_WITHIN_MS,
-    )
-    assert (time.monotonic() - seen) * 1000 < SHOWN_WITHIN_MS
+        fleet.publish()
+    shows_soon(page, in_api(fleet, stopping, lag=3))
     assert figures(page, stopping) == ("1", "3")
+    stands(page, stopping, "Stale")
+    stands(page, stopping, "Lost")
+    shows_soon(page, in_api(fleet, stopping, presence="lost"))
 
-    with fleet.keep_publishing():
-        stands(page, stopping, "Stale")
-        stands(page, stopping, "Lost")
-        assert row(page, stopping).locator("td.heard").inner_text() != "0 s"
-        stopping.go_on()
-        stands(page, stopping, "Ready")
-    in_api(fleet, stopping, lag=0)
-    page.wait_for_function(
-        "() => [...document.querySelectorAll('tr.host td.lag')].every((cell) => cell.innerText === '0')"
-    )
-    page.get_by_text(f"{fleet.published} versions as a table").wait_for()
+    stopping.go_on()
+    stands(page, stopping, "Ready")
+    shows_soon(page, in_api(fleet, stopping, lag=0))
+    assert figures(page, stopping) == ("4", "0")
+    page.get_by_text("4 versions as a table").wait_for()
 
 
-def test_an_engine_that_died_is_named_with_what_to_do(fleet: LiveFleet, open_tab: OpenTab) -> None:
+def test_the_page_outlives_its_publisher(fleet: LiveFleet, open_tab: OpenTab) -> None:
     fleet.publish()
     rollout = fleet.join("rollout")
-    page = open_tab(fleet.url).page
-    stands(page, rollout, "Ready")
-    rollout.engine.close()
+    tab = open_tab(fleet.url)
+    stands(tab.page, rollout, "Ready")
+    port = fleet.url.rpartition(":")[2]
+    fleet.publisher.stop()
+    tab.page.wait_for_selector('[data-link="lost"]')
+    assert figures(tab.page, rollout) == ("1", "0"), "what was known stays"
+    fleet.restart_publisher("--port", port)
+    tab.page.wait_for_selector('[data-link="live"]')
     fleet.publish()
-    trouble = page.locator("tr.trouble")
-    trouble.wait_for(timeout=60_000)
-    api = in_api(fleet, rollout, ready=False, lag=1)
-    assert api["engines"][0]["name"] in trouble.inner_text()
+    shows_soon(tab.page, in_api(fleet, rollout, served_version=2))
+    tab.forgive("ERR_", "fetch")
+
+
+def larger_tensors() -> dict[str, Any]:
+    """Six million elements, for figures that look like figures."""
+    random = np.random.default_rng(1)
+    shapes = {"embed": (8000, 256), **{f"layer.{at}.up": (1024, 256) for at in range(16)}}
+    return {
+        name: ("BF16", shape, random.integers(0, 256, 2 * shape[0] * shape[1], dtype=np.uint8))
+        for name, shape in shapes.items()
+    }
+
+
+@pytest.fixture
+def five(tmp_path: Path, pictures: Path | None) -> Iterator[LiveFleet]:
+    """A publisher whose run has a short name where pictures are taken of it."""
+    root = tmp_path if pictures is None else Path("/tmp/run7")
+    if pictures is not None:
+        shutil.rmtree(root, ignore_errors=True)
+        root.mkdir()
+    tensors = None if pictures is None else larger_tensors()
+    with LiveFleet(root, *BOUNDS, "--keep-versions", "12", "--anchor-every", "8", tensors=tensors) as running:
+        yield running
+
+
+def test_of_five_hosts_the_dead_and_the_broken_are_named(
+    five: LiveFleet, open_tab: OpenTab, pictures: Path | None
+) -> None:
+    """Half a minute of real time: bounds of presence, and engines that are given time to answer."""
+    five.publish(0.008)
+    hosts = [five.join(f"rollout-{number}") for number in range(1, 6)]
+    page = open_tab(five.url).page
+    for host in hosts:
+        stands(page, host, "Ready")
+    for seed in range(2 if pictures is None else 30):
+        five.publish(0.005 + seed * 37 % 11 / 2000)
+    dead, broken = hosts[1], hosts[3]
+    in_api(five, dead, lag=0)
+    dead.hold()
+    in_api(five, broken, lag=0)
+    broken.engine.close()
+    five.publish(0.006)
+    five.publish(0.007)
+    stands(page, dead, "Lost")
+    shows_soon(page, in_api(five, dead, lag=2))
+    api = in_api(five, broken, ready=False)
+    trouble = page.locator(f'tr.trouble[data-trouble="{api["host"]}"]', has_text=api["engines"][0]["name"])
+    trouble.wait_for(timeout=VISIBLE_SECONDS * 1000)
     assert "does not answer" in trouble.inner_text() and "See that it runs" in trouble.inner_text()
-    row(page, rollout).get_by_role("button").click()
+    row(page, broken).get_by_role("button").click()
     page.locator("tr.detail").get_by_role("row", name="silent").wait_for()
     assert page.locator("tr.detail table.updates tbody tr").count() >= 1
+    assert page.locator("tr.host").count() == 5
+    assert page.locator("#figure-ready").inner_text().split()[-3:] == ["3", "of", "5"]
+    if pictures is not None:
+        take_pictures(five, hosts[0], open_tab, pictures)
+
+
+def take_pictures(fleet: LiveFleet, opened: Rollout, open_tab: OpenTab, pictures: Path) -> None:
+    key = in_api(fleet, opened)["key"]
+    for scheme in ("light", "dark"):
+        view = {"width": 1180, "height": 1000}
+        page = open_tab(f"{fleet.url}/#host={key}", color_scheme=scheme, viewport=view).page
+        page.wait_for_selector("table.updates")
+        page.locator("#versions canvas").first.wait_for()
+        page.screenshot(path=pictures / f"fleet-{scheme}.png")

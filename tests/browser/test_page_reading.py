@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,13 @@ from typing import TYPE_CHECKING, Any
 import fleet_double
 import pytest
 from fleet_double import Double, host
+from pydantic import BaseModel
+from tabs import OpenTab
+
+from weightcast.publisher.outlook import CatchUp, PrunePlan, Versions
+from weightcast.shared.service.fleet import Fleet
 
 if TYPE_CHECKING:
-    from conftest import OpenTab
     from playwright.sync_api import Page
 
 pytestmark = pytest.mark.browser
@@ -109,6 +114,17 @@ def cells(page: Page, name: str) -> dict[str, str]:
         column: row.locator(f"td.{column}").inner_text().strip()
         for column in ("standing", "served", "local", "lag")
     }
+
+
+def test_the_made_up_figures_have_the_publisher_s_form(double: Double) -> None:
+    answers: list[tuple[type[BaseModel], dict[str, Any]]] = [
+        (Fleet, double.fleet),
+        (Versions, double.versions),
+        (CatchUp, double.catch_up),
+        (PrunePlan, double.plan),
+    ]
+    for model, made in answers:
+        assert model.model_validate_json(json.dumps(made)).model_dump(mode="json") == made
 
 
 def test_every_standing_stands_there_in_words_the_worst_first(double: Double, open_tab: OpenTab) -> None:

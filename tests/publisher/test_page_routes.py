@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import httpx
 import pytest
 import uvicorn
 from prometheus_client import CollectorRegistry
+from pydantic import BaseModel
 
+from weightcast.publisher.outlook import CatchUp, CatchUpRow, Joiner, PlannedVersion, PrunePlan, VersionRow
 from weightcast.publisher.page_routes import PAGE_PATHS, page_routes
 from weightcast.publisher.status import PublisherStatus
+from weightcast.shared.service.fleet import EngineLine, Fleet, Host, LagCount, Standing, UpdateLine
 from weightcast.shared.service.http import make_app
 from weightcast.shared.service.snapshot import Readiness
 
 TOKEN = "correct-horse"
+PAGE = Path(__file__).parents[2] / "publisher" / "page"
 
 
 @pytest.fixture(params=[None, TOKEN], ids=["open", "token"])
@@ -94,7 +100,42 @@ def test_without_a_token_foreign_names_see_no_page(client: httpx.Client) -> None
     assert answer.status_code == (200 if with_token else 403)
 
 
+FORMS: dict[str, type[BaseModel]] = {
+    "Update": UpdateLine,
+    "Engine": EngineLine,
+    "Host": Host,
+    "LagCount": LagCount,
+    "Fleet": Fleet,
+    "Version": VersionRow,
+    "CatchUpRow": CatchUpRow,
+    "Joiner": Joiner,
+    "CatchUp": CatchUp,
+    "Planned": PlannedVersion,
+    "PrunePlan": PrunePlan,
+}
+
+
+def test_what_the_page_reads_is_what_the_publisher_answers() -> None:
+    """Names of members, as the page's sources declare them."""
+    text = (PAGE / "src" / "api.ts").read_text()
+    declared = dict(re.findall(r"export interface (\w+) \{\n(.*?)\n\}", text, re.DOTALL))
+    assert set(declared) == set(FORMS)
+    for name, body in declared.items():
+        members = set(re.findall(r"^  (\w+)\??:", body, re.MULTILINE))
+        assert members and members <= set(FORMS[name].model_fields), name
+
+
+def test_phases_and_standings_are_the_ones_that_hosts_have() -> None:
+    text = (PAGE / "src" / "api.ts").read_text()
+    (standings,) = re.findall(r"STANDINGS = \[(.*?)\]", text)
+    assert set(re.findall(r"\w+", standings)) == set(get_args(Standing))
+    css = (PAGE / "src" / "page.css").read_text()
+    (phases,) = re.findall(r"PHASES = \[(.*?)\n\]", text, re.DOTALL)
+    named = re.findall(r'"(\w+)"', phases)
+    assert {"plan", "fetch", "stage", "patch", "pause", "reload", "read_back", "resume"} <= set(named)
+    assert all(f".phase-{phase} {{" in css and f"--{phase}:" in css for phase in named)
+
+
 def test_the_page_lies_beside_its_sources() -> None:
-    built = Path(__file__).parents[2] / "publisher" / "page" / "dist"
     names = {"index.html", "page.js", "page.css", "icon.svg", "licenses.txt"}
-    assert {path.name for path in built.iterdir()} == names
+    assert {path.name for path in (PAGE / "dist").iterdir()} == names

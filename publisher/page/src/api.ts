@@ -2,7 +2,7 @@
 
 /** In their order. An engine answers no requests from `pause` on. */
 export const PHASES = [
-  ...(["plan", "seed", "fetch", "stage", "group", "lock", "patch"] as const),
+  ...(["plan", "seed", "fetch", "stage", "offer", "group", "lock", "patch"] as const),
   ...(["pause", "reload", "read_back", "resume"] as const),
 ];
 export type Phase = (typeof PHASES)[number];

@@ -48,7 +48,7 @@ export interface Trouble {
 
 export function troubleOf(host: Host, runId: string | null): Trouble | null {
   if (host.last_error !== "") return { error: host.last_error, remedy: host.remedy };
-  if (runId !== null && host.run_id !== runId) return strange(host);
+  if (runId !== null && host.run_id !== "" && host.run_id !== runId) return strange(host);
   return engineTrouble(host);
 }
 

@@ -44,6 +44,11 @@ export function times(ratio: number | null | undefined): string {
   return ratio == null ? NONE : `${digits(ratio)}×`;
 }
 
+/** A ratio to be read, not to be reckoned with. */
+export function round(ratio: number): string {
+  return ratio < 10 ? digits(ratio) : count(Math.round(ratio));
+}
+
 export function clock(unixSeconds: number | null | undefined): string {
   if (unixSeconds == null) return NONE;
   return new Date(unixSeconds * 1000).toLocaleTimeString("en-GB");

@@ -1,12 +1,13 @@
-import { STANDINGS, type Fleet } from "./api.ts";
+import { useEffect } from "preact/hooks";
+import { STANDINGS, type Fleet, type Standing } from "./api.ts";
 import type { Link } from "./events.ts";
-import { age, bytes, count, times, version } from "./format.ts";
+import { age, bytes, count, round, version } from "./format.ts";
 import { useNow, type Shown } from "./live.ts";
 
 export function Head({ shown }: { shown: Shown }) {
   const { fleet, link, came } = shown;
   const newest = shown.versions.value?.versions[0];
-  document.title = title(fleet);
+  useEffect(() => void (document.title = title(fleet)), [fleet]);
   return (
     <header>
       <div class="bar">
@@ -24,9 +25,12 @@ export function Head({ shown }: { shown: Shown }) {
           <Figure name="Latest version" value={version(fleet.latest)} note={newest?.step == null ? "" : `step ${count(newest.step)}`} id="latest" />
           <Figure name="Hosts ready" value={count(fleet.counts.ready)} note={`of ${count(fleet.hosts.length)}`} id="ready" />
           <Figure name="Largest lag" value={count(largestLag(fleet))} note="versions" id="largest-lag" />
-          <Figure name="Newest delta" value={bytes(newest?.bytes)} note={newest?.ratio == null ? "" : `${times(newest.ratio)} less than full`} id="newest" />
+          <Figure name="Newest delta" value={bytes(newest?.bytes)} note={newest?.ratio == null ? "" : `1/${round(newest.ratio)} of full`} id="newest" />
         </dl>
       )}
+      <p class="unseen" role="status">
+        {fleet !== null && standings(fleet, ["lost", "failed"])}
+      </p>
     </header>
   );
 }
@@ -68,7 +72,11 @@ function largestLag(fleet: Fleet): number | null {
 
 function title(fleet: Fleet | null): string {
   if (fleet === null) return "weightcast";
-  const worst = STANDINGS.filter((each) => each !== "ready" && fleet.counts[each] > 0);
-  const hosts = worst.map((each) => `${fleet.counts[each]} ${each}`).join(", ");
-  return `${hosts === "" ? "all ready" : hosts} · v${fleet.latest ?? "–"} · weightcast`;
+  const some = standings(fleet, STANDINGS.filter((each) => each !== "ready"));
+  return `${some === "" ? "all ready" : some} · v${version(fleet.latest)} · weightcast`;
+}
+
+function standings(fleet: Fleet, which: readonly Standing[]): string {
+  const some = which.filter((each) => fleet.counts[each] > 0);
+  return some.map((each) => `${fleet.counts[each]} ${each}`).join(", ");
 }

@@ -1,6 +1,6 @@
 import type { Version } from "./api.ts";
 import { Chart } from "./chart.tsx";
-import { bytes, clock, count, date, percent, seconds, times, version } from "./format.ts";
+import { bytes, count, date, percent, seconds, times, version } from "./format.ts";
 import type { Part } from "./live.ts";
 import { Section, Wide } from "./part.tsx";
 
@@ -25,6 +25,7 @@ function Versions({ versions }: { versions: Version[] }) {
       </div>
       <details>
         <summary>
+          {versions.length < versions[0]!.version && "Newest "}
           {count(versions.length)} {versions.length === 1 ? "version" : "versions"} as a table
         </summary>
         <Wide name="Versions as a table">
@@ -55,9 +56,7 @@ function VersionTable({ versions }: { versions: Version[] }) {
               {version(each.version)}
             </th>
             <td class="number">{count(each.step)}</td>
-            <td class="number" title={date(each.created)}>
-              {clock(each.created)}
-            </td>
+            <td class="number">{date(each.created)}</td>
             <td class="number">{bytes(each.bytes)}</td>
             <td class="number">{count(each.changed)}</td>
             <td class="number">{percent(each.density)}</td>
