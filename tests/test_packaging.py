@@ -141,7 +141,7 @@ def test_the_wheel_holds_every_module(wheel: Path) -> None:
         f"weightcast/{path.relative_to(ROOT).as_posix()}"
         for side in SIDES
         for path in [
-            *(ROOT / side).rglob("*.py"),
+            *sources(side),
             ROOT / side / "py.typed",
             *(ROOT / side).glob("page/dist/*"),
         ]
