@@ -109,8 +109,9 @@ def test_copies_of_narrow_views_are_taken(tmp_path: Path, case: str) -> None:
 def test_one_bad_tensor_leaves_the_others_patchable(tmp_path: Path) -> None:
     class Strict(Llama):
         def _load_norm(self, name: str, tensor: Tensor) -> None:
+            self.norm.data.copy_(tensor)
             if float(tensor[0]) > 0:
-                self.norm.data.copy_(tensor)
+                self.norm.data.mul_(2)
 
     found = traced(tmp_path, Strict(torch.float32), **checkpoint())
     assert set(found.refused) == {"norm.weight"}
@@ -151,7 +152,8 @@ def test_a_tensor_of_which_a_part_is_taken_is_refused(tmp_path: Path) -> None:
     assert list(host.run("state")["refused"]) == ["w"]
 
 
-def test_weights_of_which_a_module_keeps_a_copy_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("registered", [False, True])
+def test_weights_of_which_a_module_keeps_a_copy_are_refused(tmp_path: Path, registered: bool) -> None:
     class Latent(nn.Module):
         """As MLA does with kv_b_proj."""
 
@@ -165,11 +167,12 @@ def test_weights_of_which_a_module_keeps_a_copy_are_refused(tmp_path: Path) -> N
         def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
             for name, tensor in weights:
                 getattr(self, name).weight.data.copy_(tensor)
-            self.attention.W_UV = self.up.weight.data.t().contiguous()
+            made = self.up.weight.data.t().contiguous()
+            self.attention.W_UV = nn.Parameter(made, requires_grad=False) if registered else made
 
     host = ToyHost([Latent()], {"up": W, "out": W}, tmp_path)
     refused = host.run("state")["refused"]
-    assert list(refused) == ["up"] and "attention computes with a tensor W_UV" in refused["up"]
+    assert list(refused) == ["up"] and "attention computes with" in refused["up"] and "W_UV" in refused["up"]
 
 
 def test_a_view_of_a_weight_is_no_copy() -> None:

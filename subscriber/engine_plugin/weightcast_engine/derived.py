@@ -37,6 +37,19 @@ def private_copies(model: nn.Module) -> Mapping[int, str]:
     return found
 
 
+def unloaded(model: nn.Module, reached: Collection[int]) -> Mapping[int, str]:
+    """Storage to reason: weights of modules with a registered weight that no loader fills. It may be made of
+    the others when a model is loaded, and would stay as it is when they are patched. `reached`: the storages
+    that the loader puts anything into."""
+    found = dict[int, str]()
+    for name, module in model.named_modules():
+        for own, weight in module.named_parameters(recurse=False):
+            if _is_own(weight, reached):
+                reason = f"{name or 'the model'} computes with {own}, which is not loaded but may be made of it"
+                found |= {storage(other): reason for other in module.parameters()}
+    return found
+
+
 def _own_tensor(module: nn.Module, registered: Collection[int]) -> str | None:
     for attribute, value in vars(module).items():
         if attribute.startswith("_") and isinstance(value, dict):
@@ -47,7 +60,8 @@ def _own_tensor(module: nn.Module, registered: Collection[int]) -> str | None:
 
 
 def _is_own(tensor: Tensor, registered: Collection[int]) -> bool:
-    return tensor.numel() > 0 and tensor.is_floating_point() and storage(tensor) not in registered
+    # a single number is a scale or a flag
+    return tensor.numel() > 1 and tensor.is_floating_point() and storage(tensor) not in registered
 
 
 def _tensors(value: object) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""What a request to `/v1/weightcast` may say, and what it is answered. docs/engines.md, Live patch.
+"""What a request to `/v1/weightcast` may say, and what it is answered. docs/engines.md, The plugin.
 
     GET  /v1/weightcast           what the engine holds, and whether it can be patched
     POST /v1/weightcast/holds     what a confirmed reload, or a fresh start, gave it
@@ -39,7 +39,7 @@ async def order(front: Front, door: str, data: bytes) -> Reply:
     try:
         arguments = parse(strict.json_object(data))
     except ValueError as error:
-        return 400, {"error": f"{door}: {error}", "remedy": "see docs/engines.md, Live patch"}
+        return 400, {"error": f"{door}: {error}", "remedy": "see docs/engines.md, The plugin"}
     if front.busy:
         return 503, {"error": "another order is being carried out", "remedy": "send one at a time"}
     return await _answered(front, act(front, *arguments))

@@ -20,7 +20,7 @@ from torch import nn
 
 from weightcast_engine import FORMAT, VERSION
 from weightcast_engine.blocks import on_whole_words
-from weightcast_engine.derived import live_tensors, private_copies, storage
+from weightcast_engine.derived import live_tensors, private_copies, storage, unloaded
 from weightcast_engine.live_words import Undo, resident, touched
 from weightcast_engine.patch_file import Change, Patch, Stand
 from weightcast_engine.refusals import RELOAD, RELOAD_AND_TELL, BadPatch, InDoubt, OtherBase, Refusal
@@ -316,7 +316,11 @@ def _mapped(engine: Engine, forms: Mapping[str, Form]) -> Map:
     with engine.at_rest():
         load: Any = engine.model.load_weights
         found = trace(load, forms, [tensor for _, tensor in live_tensors(engine.model)])
-    stored = {**private_copies(engine.model), **engine.refusals()}
+    stored = {
+        **private_copies(engine.model),
+        **unloaded(engine.model, found.reached),
+        **engine.refusals(),
+    }
     for name, pieces in list(found.pieces.items()):
         reasons = [stored[key] for key in (storage(piece.flat) for piece in pieces) if key in stored]
         if reasons:

@@ -43,6 +43,8 @@ class Map:
 
     pieces: dict[str, tuple[Piece, ...]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    reached: set[int] = field(default_factory=set)
+    """storages that the loader puts anything into, refused or not"""
 
     def refuse(self, name: str, reason: str) -> None:
         self.pieces.pop(name, None)
@@ -69,7 +71,10 @@ def trace(load: Loader, forms: Mapping[str, Form], live: Iterable[Tensor]) -> Ma
                 reason = str(error)
         if reason is not None:
             found.refuse(name, reason)
-    _refuse_shared_places(found, [place for record in records for place in record.filled])
+        found.reached |= {_key(copy.live) for copy in copies}
+    filled = [place for record in records for place in record.filled]
+    found.reached |= {_key(place) for place in filled}
+    _refuse_shared_places(found, filled)
     return found
 
 

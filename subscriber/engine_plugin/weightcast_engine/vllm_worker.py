@@ -25,6 +25,8 @@ _PLAIN_FORMATS = ("auto", "hf", "safetensors", "runai_streamer", "fastsafetensor
 _PLAIN_METHODS = frozenset(
     {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod", "NoneType"}
 )
+_PLAIN_EXPERTS = frozenset({"TRITON", "BATCHED_TRITON"})
+"""which compute with experts as a checkpoint has them"""
 
 
 def register() -> None:
@@ -113,6 +115,9 @@ def _packed(name: str, module: Any) -> str | None:
     method = type(getattr(module, "quant_method", None)).__name__
     if method not in _PLAIN_METHODS:
         return f"belongs to {name}, which computes by {method}"
+    experts = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
+    if experts is not None and experts.name not in _PLAIN_EXPERTS:
+        return f"belongs to {name}, whose experts are packed for {experts.value}"
     # a function that closes over nothing reads the weight that it is given
     if getattr(getattr(module, "cpu_linear", None), "__closure__", None):
         return f"belongs to {name}, which computes with a packed copy"

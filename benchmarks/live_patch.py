@@ -1,0 +1,338 @@
+"""Pause to resume of a real vLLM: patched by weightcast-engine, by vLLM's own sparse patches, and loaded from disk.
+
+    python -m benchmarks.live_patch --engine-python .venv-vllm/bin/python --plugin SITE --params 50 --rounds 5
+
+`SITE` holds the installed plugin. Every round takes the three ways one after the other, each with a version of
+its own; a streaming request is in flight all the time. Medians are told per share of changed elements.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from numpy.typing import NDArray
+
+from weightcast.shared.digest.hash import hash_bytes
+from weightcast.shared.files.safetensors import read_header
+
+MAKE_MODEL = """
+import sys, torch
+from pathlib import Path
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+directory, layers, hidden = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(1024)}, unk_token="w1"))
+words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w0", eos_token="w1").save_pretrained(directory)
+torch.set_default_dtype(torch.bfloat16)
+LlamaForCausalLM(LlamaConfig(
+    vocab_size=1024, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
+    num_attention_heads=hidden // 64, num_key_value_heads=hidden // 64, max_position_embeddings=2048,
+    bos_token_id=0, eos_token_id=1,
+)).save_pretrained(directory, max_shard_size="100GB")
+"""
+OWN_PATCHES = """
+import torch
+def register():
+    from vllm.v1.worker.worker_base import WorkerBase
+    WorkerBase.bench_own_patches = own_patches
+def own_patches(worker, directory, name):
+    from pathlib import Path
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.checkpoint_weight_patch import (
+        CheckpointWeightPatch, load_checkpoint_weight_patches)
+    from weightcast_engine.patch_file import read_patch
+    from weightcast_engine.words import DTYPES
+    patches = [
+        CheckpointWeightPatch(c.name, c.form.shape, DTYPES[c.form.dtype], c.words.view(DTYPES[c.form.dtype]),
+                              torch.from_numpy(c.index.astype("int64")))
+        for c in read_patch(Path(directory), name).changes]
+    with set_current_vllm_config(worker.vllm_config):
+        load_checkpoint_weight_patches(worker.model_runner.get_model(), patches)
+"""
+SHARES = (0.003, 0.01, 0.05)
+SECONDS = 900.0
+WAYS = ("live", "own", "reload")
+
+
+class Weights:
+    """A checkpoint of one bf16 file, changed in place."""
+
+    def __init__(self, directory: Path) -> None:
+        self.file = directory / "model.safetensors"
+        header = read_header(self.file)
+        self._map = np.memmap(self.file, np.uint8, "r+", offset=header.data_start)
+        self.tensors = {
+            name: (entry.shape, self._map[entry.begin : entry.end].view("<u2"))
+            for name, entry in header.entries.items()
+        }
+        self._random = np.random.default_rng(7)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._map)
+
+    def change(self, share: float) -> Iterator[tuple[dict[str, object], bytes]]:
+        """Changes that share of every tensor, in its lowest bit; per tensor a row and a piece of a patch."""
+        for name, (shape, words) in self.tensors.items():
+            old = hash_bytes(words.view(np.uint8))
+            index = self._chosen(len(words), share)
+            words[index] ^= np.uint16(1)
+            row = {"name": name, "dtype": "BF16", "shape": list(shape), "changes": len(index), "index_width": 4}
+            lanes = {"lanes_old": old.hex(), "lanes_new": hash_bytes(words.view(np.uint8)).hex()}
+            yield {**row, **lanes}, _padded(index.astype("<u4").tobytes(), 8) + _padded(words[index].tobytes(), 8)
+
+    def _chosen(self, count: int, share: float) -> NDArray[np.int64]:
+        gaps = self._random.geometric(share, int(count * share * 1.2) + 8)
+        index = np.cumsum(gaps) - 1
+        return index[index < count] if index[0] < count else np.array([0])
+
+
+def _padded(data: bytes, unit: int) -> bytes:
+    return data + bytes(-len(data) % unit)
+
+
+def root(version: int) -> str:
+    return f"{version:064x}"
+
+
+def write_patch(directory: Path, weights: Weights, version: int, share: float) -> str:
+    """The name of the patch from version - 1; the weights are those of `version` then."""
+    rows, payload = list[dict[str, object]](), bytearray()
+    for row, piece in weights.change(share):
+        rows.append({**row, "offset": len(payload)})
+        payload += piece
+    base, target = ({"version": number, "root": root(number)} for number in (version - 1, version))
+    header = {"format": 1, "run_id": "bench", "base": base, "target": {**target, "digest": ""}, "tensors": rows}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    body = _padded(b"wcpatch1" + len(text).to_bytes(8, "little") + text, 64) + payload
+    name = f"{version}-{version:08x}.patch"
+    (directory / name).write_bytes(body + hashlib.sha256(body).digest())
+    return name
+
+
+@dataclass
+class Figures:
+    pause: list[float] = field(default_factory=list)
+    """seconds from the pause's call to the resume's answer"""
+    gap: list[float] = field(default_factory=list)
+    """seconds, the longest between two tokens of the stream around it"""
+    memory: list[int] = field(default_factory=list)
+    """bytes that the worker's peak rose above what it held before"""
+
+
+class Engine:
+    def __init__(self, python: Path, plugin: Path, room: Path, model: Path) -> None:
+        self.patches, self._arrivals, self._ended = room / "patches", list[float](), threading.Event()
+        self.patches.mkdir()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        _install_own_patches(room / "own")
+        environment = {
+            "PYTHONPATH": f"{plugin}:{room / 'own'}", "VLLM_PLUGINS": "weightcast,bench_own_patches",
+            "WEIGHTCAST_PATCH_DIR": str(self.patches), "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1",
+        }  # fmt: skip
+        command = [
+            *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)),
+            *("--served-model-name", "tiny", "--host", "127.0.0.1", "--dtype", "bfloat16"),
+            *("--max-model-len", "2048", "--enforce-eager"),
+        ]
+        self._log = (room / "vllm.log").open("wb")
+        self.process = subprocess.Popen(
+            command, env={**os.environ, **environment}, cwd=room, stdout=self._log, stderr=self._log,
+            start_new_session=True,
+        )  # fmt: skip
+        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=SECONDS, trust_env=False)
+        self._wait_ready()
+        self._reader = threading.Thread(target=self._stream, daemon=True)
+        self._reader.start()
+
+    def _wait_ready(self) -> None:
+        deadline, pause = time.monotonic() + SECONDS, threading.Event()
+        while time.monotonic() < deadline and self.process.poll() is None:
+            with suppress(httpx.HTTPError):
+                if self._client.get("/health", timeout=2).status_code == 200:
+                    return
+            pause.wait(0.5)
+        raise SystemExit(f"vLLM did not start: {self._log.name}")
+
+    def _stream(self) -> None:
+        """One greedy request after the other; the times of their tokens."""
+        request = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "stream": True}  # fmt: skip
+        while not self._ended.is_set():
+            with suppress(httpx.HTTPError), self._client.stream("POST", "/v1/completions", json=request) as reply:
+                for line in reply.iter_lines():
+                    if line.startswith("data: "):
+                        self._arrivals.append(time.monotonic())
+                    if self._ended.is_set():
+                        break
+
+    def post(self, path: str, body: object) -> Any:
+        reply = self._client.post(path, json=body)
+        if reply.status_code != 200:
+            raise SystemExit(f"{path}: {reply.status_code} {reply.text[:500]}")
+        return reply.json()
+
+    def measured(self, figures: Figures, act: Callable[[], object]) -> None:
+        with self._peak(figures):
+            began = time.monotonic()
+            self.post("/v1/weightcast/pause", {"policy": "recompute"})
+            act()
+            self.post("/v1/weightcast/resume", {})
+            ended = time.monotonic()
+        figures.pause.append(ended - began)
+        figures.gap.append(self._gap(began, ended))
+
+    def _gap(self, began: float, ended: float) -> float:
+        deadline, pause = time.monotonic() + 30, threading.Event()
+        while (not self._arrivals or self._arrivals[-1] < ended) and time.monotonic() < deadline:
+            pause.wait(0.01)
+        around = [at for at in list(self._arrivals) if at > began - 2]
+        return max((after - before for before, after in zip(around, around[1:], strict=False)), default=0.0)
+
+    @contextmanager
+    def _peak(self, figures: Figures) -> Iterator[None]:
+        workers = self._processes()
+        for pid in workers:
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
+        before = {pid: _kilobytes(pid, "VmRSS") for pid in workers}
+        yield
+        figures.memory.append(max(1024 * (_kilobytes(pid, "VmHWM") - held) for pid, held in before.items()))
+
+    def _processes(self) -> list[int]:
+        """The engine's, but the API server."""
+        found, seen = [self.process.pid], 0
+        while seen < len(found):
+            pid = found[seen]
+            children = Path(f"/proc/{pid}/task/{pid}/children")
+            found += [int(child) for child in children.read_text().split()]
+            seen += 1
+        return found[1:]
+
+    def close(self) -> None:
+        self._ended.set()
+        self.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(30)
+        self.process.kill()
+        self._client.close()
+        self._log.close()
+
+
+def _kilobytes(pid: int, key: str) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1])
+    return 0
+
+
+def _install_own_patches(site: Path) -> None:
+    found = site / "bench_own_patches-1.dist-info"
+    found.mkdir(parents=True)
+    (site / "bench_own_patches.py").write_text(OWN_PATCHES)
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: bench-own-patches\nVersion: 1\n")
+    (found / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nbench_own_patches = bench_own_patches:register\n"
+    )
+
+
+class Round:
+    """One way after the other, each to a version of its own."""
+
+    def __init__(self, engine: Engine, weights: Weights) -> None:
+        self.engine, self.weights, self.version = engine, weights, 0
+        self._hold()
+
+    def _hold(self) -> None:
+        stand = {"version": self.version, "root": root(self.version), "label": str(self.version)}
+        self.engine.post("/v1/weightcast/holds", stand)
+
+    def run(self, share: float, figures: dict[str, Figures]) -> None:
+        for way in WAYS:
+            self.version += 1
+            name = write_patch(self.engine.patches, self.weights, self.version, share)
+            getattr(self, f"_{way}")(name, figures[way])
+            (self.engine.patches / name).unlink()
+
+    def _live(self, name: str, figures: Figures) -> None:
+        self.engine.post("/v1/weightcast/check", {"file": name})
+        order = {"file": name, "label": str(self.version)}
+        self.engine.measured(figures, lambda: self.engine.post("/v1/weightcast/apply", order))
+
+    def _own(self, name: str, figures: Figures) -> None:
+        order = {"method": "bench_own_patches", "args": [str(self.engine.patches), name]}
+        self.engine.measured(figures, lambda: self.engine.post("/collective_rpc", order))
+        self._hold()
+
+    def _reload(self, name: str, figures: Figures) -> None:
+        order = {"label": str(self.version)}
+        self.engine.measured(figures, lambda: self.engine.post("/v1/weightcast/reload", order))
+        self._hold()
+
+
+def measure(engine: Engine, weights: Weights, shares: Sequence[float], rounds: int) -> dict[str, Any]:
+    rows, one = {}, Round(engine, weights)
+    for share in shares:
+        figures = {way: Figures() for way in WAYS}
+        one.run(share, {way: Figures() for way in WAYS})
+        for _ in range(rounds):
+            one.run(share, figures)
+        rows[str(share)] = {way: _told(found) for way, found in figures.items()}
+    return {"bytes": weights.nbytes, "rounds": rounds, "shares": rows}
+
+
+def _told(figures: Figures) -> dict[str, float]:
+    return {
+        "pause_ms": round(1000 * statistics.median(figures.pause), 1),
+        "pause_max_ms": round(1000 * max(figures.pause), 1),
+        "gap_ms": round(1000 * statistics.median(figures.gap), 1),
+        "memory_mb": round(statistics.median(figures.memory) / 1e6, 1),
+    }
+
+
+def shape_for(millions: int) -> tuple[int, int]:
+    """Layers and hidden size of a Llama of about so many million parameters: 16 h^2 a layer."""
+    hidden = 512 if millions < 150 else 1024
+    return max(1, round(millions * 1e6 / (16 * hidden * hidden))), hidden
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine-python", type=Path, required=True)
+    parser.add_argument("--plugin", type=Path, required=True)
+    parser.add_argument("--params", type=int, default=50, help="millions")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        room = Path(name)
+        model = room / "model"
+        layers, hidden = shape_for(asked.params)
+        command = [asked.engine_python, "-c", MAKE_MODEL, model, str(layers), str(hidden)]
+        subprocess.run(command, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": ""})
+        weights = Weights(model)
+        engine = Engine(asked.engine_python, asked.plugin.absolute(), room, model)
+        stack.callback(engine.close)
+        print(json.dumps(measure(engine, weights, asked.shares, asked.rounds), indent=1))
+
+
+if __name__ == "__main__":
+    main()

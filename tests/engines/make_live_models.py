@@ -1,0 +1,78 @@
+"""Small models of the kinds whose weights an engine does not keep as the checkpoint has them: a mixture of
+experts, latent attention, 8-bit floats. `python make_live_models.py DIRECTORY`, where the engines live."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from make_models import SIZES, tokenizer
+from safetensors.torch import load_file, save_file
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+LATENT = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "first_k_dense_replace": 99,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 64,
+    "n_group": 1,
+    "topk_group": 1,
+}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+PROJECTIONS = ("_proj.weight",)
+
+
+def save(directory: Path, config: PretrainedConfig, kind: type[PreTrainedModel]) -> Path:
+    torch.manual_seed(7)
+    model = kind(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5 * 1.5)
+    model.to(torch.bfloat16).save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
+    return directory
+
+
+def quantise(directory: Path) -> None:
+    """Weights of projections as 8-bit floats with a scale each, as fp8 checkpoints have them."""
+    tensors = load_file(directory / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(PROJECTIONS)]:
+        scale = tensors[name].float().abs().max() / 448
+        tensors[name] = (tensors[name].float() / scale).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale"] = scale
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": FP8}))
+
+
+def main(directory: Path) -> None:
+    moe = Qwen2MoeConfig(**SIZES, **EXPERTS, shared_expert_intermediate_size=64)
+    save(directory / "moe", moe, Qwen2MoeForCausalLM)
+    save(
+        directory / "mla",
+        DeepseekV2Config(**{**SIZES, "num_key_value_heads": 2}, **LATENT),
+        DeepseekV2ForCausalLM,
+    )
+    quantise(save(directory / "fp8", LlamaConfig(**SIZES), LlamaForCausalLM))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

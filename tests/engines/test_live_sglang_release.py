@@ -1,0 +1,46 @@
+"""What the plugin's hook relies on is in the released SGLang."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1] / "subscriber" / "engine_plugin"))
+
+pytestmark = pytest.mark.engines
+VENV = Path(os.environ.get("WEIGHTCAST_SGLANG_VENV", HERE.parents[1] / ".venv-sglang"))
+
+
+def source(module: str) -> ast.Module:
+    [package] = VENV.glob("lib/python*/site-packages/sglang")
+    path = package.joinpath(*module.split(".")[1:])
+    file = path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
+    return ast.parse(file.read_text())
+
+
+def found(tree: ast.AST, name: str) -> ast.AST:
+    kinds = (ast.ClassDef, ast.FunctionDef)
+    return next(node for node in ast.walk(tree) if isinstance(node, kinds) and node.name == name)
+
+
+def test_the_hooks_target_is_called_as_the_hook_expects() -> None:
+    from weightcast_engine.sglang_hook import TARGET
+
+    module, kind, method = TARGET.rsplit(".", 2)
+    function = found(found(source(module), kind), method)
+    assert isinstance(function, ast.FunctionDef)
+    assert [argument.arg for argument in function.args.args] == ["self", "named_tensors", "load_format"]
+    fields = ast.unparse(found(source(module), kind))
+    assert "get_model: Callable" in fields and "model_config: ModelConfig" in fields
+
+
+def test_hooks_around_get_the_original_first() -> None:
+    text = ast.unparse(source("sglang.srt.plugins.hook_registry"))
+    assert "AROUND = 'around'" in text and "def register(" in text
+    groups = ast.unparse(source("sglang.srt.distributed.parallel_state"))
+    assert "def get_tp_group(" in groups and "def all_gather_object(self, obj" in groups

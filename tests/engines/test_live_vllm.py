@@ -1,0 +1,252 @@
+"""Live patches of a real, unmodified vLLM: it says and holds what a fresh load does, or what it did before."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from live_world import (
+    LiveServer,
+    LiveWorld,
+    Tensors,
+    install,
+    lanes,
+    make_live_models,
+    root,
+    strongly_changed,
+    write_patch,
+)
+from patch_writer import name_of
+from safetensors.torch import save_file
+from vllm_world import LONG, SHORT, STEP_SECONDS, FreshLoad, copy_checkpoint, engine_python, wait_until
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+VERSIONS = 20
+IN_FLIGHT_TOKENS = 160
+FAULTS = Path(__file__).resolve().with_name("live_faults.py")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    site = install(tmp_path_factory.mktemp("plugin"))
+    (site / FAULTS.name).write_bytes(FAULTS.read_bytes())
+    found = site / "live_faults-1.dist-info"
+    found.mkdir()
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: live-faults\nVersion: 1\n")
+    (found / "entry_points.txt").write_text("[vllm.general_plugins]\nlive_faults = live_faults:register\n")
+    return site
+
+
+@pytest.fixture(scope="module")
+def live_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_live_models(tmp_path_factory.mktemp("live-models"))
+
+
+class Faulty(LiveServer):
+    def __init__(self, model: Path, room: Path, site: Path, *arguments: str) -> None:
+        self.faults = room / "faults"
+        self.faults.mkdir()
+        super().__init__(model, room, site, *arguments)
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            **super()._environment(),
+            "VLLM_PLUGINS": "weightcast,live_faults",
+            "WEIGHTCAST_TEST_FAULTS": str(self.faults),
+        }
+
+
+def started(model: Path, room: Path, site: Path, *arguments: str) -> Faulty:
+    """On a copy of the model, which a reload reads."""
+    room.mkdir(exist_ok=True)
+    return Faulty(copy_checkpoint(model, room / "model", lambda tensors: tensors), room, site, *arguments)
+
+
+@pytest.fixture(scope="module")
+def world(
+    models: Path, judge: FreshLoad, site: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveWorld]:
+    """Tied, fused projections, float32, one rank."""
+    room = tmp_path_factory.mktemp("live")
+    with started(models / "llama-tied-single-fp32", room, site) as server:
+        yield LiveWorld(server, judge, room)
+
+
+def test_the_doors_are_guarded_by_the_api_key_and_dev_mode_is_off(world: LiveWorld) -> None:
+    server = world.server
+    assert server.status("/is_paused") == 404 and server.status("/collective_rpc") in (404, 405)
+    with httpx.Client(base_url=server.url, timeout=STEP_SECONDS, trust_env=False) as bare:
+        assert bare.get("/v1/weightcast").status_code == 401
+        assert bare.post("/v1/weightcast/pause", json={"policy": "wait"}).status_code == 401
+    assert server.doors.post("/check", content=b"x" * 70_000).status_code == 413
+    state = server.state()
+    assert state["patchable"] and state["refused"] == {} and state["ranks"] == 1
+
+
+def test_consecutive_live_versions_under_traffic_are_fresh_loads(world: LiveWorld) -> None:
+    """What was in flight goes on with the new weights, its blocks computed anew; what comes after knows only
+    them, also where a long prompt was cached."""
+    caught = 0
+    for _ in range(VERSIONS):
+        before = world.checkpoint()
+        running = [world.server.begin(prompt, IN_FLIGHT_TOKENS) for prompt in (SHORT, LONG)]
+        done = world.update(world.next_tensors())
+        assert (done["version"], done["label"]) == (world.version, str(world.version))
+        for prompt in (SHORT, LONG, LONG):
+            assert world.errors(world.server.ask(prompt)) == []
+        world.require_resident()
+        for answer in (future.result(STEP_SECONDS) for future in running):
+            assert (answer.status, len(answer.tokens)) == (200, IN_FLIGHT_TOKENS), answer.text
+            [old] = world.judge.judge(before, [(answer.prompt, answer.tokens)])
+            [new] = world.judge.judge(world.checkpoint(), [(answer.prompt, answer.tokens)])
+            cuts = [
+                at for at in range(len(answer.tokens) + 1) if answer.fits(old, 0, at) and answer.fits(new, at)
+            ]
+            assert cuts, "neither weights said this, nor one after the other"
+            caught += 0 < cuts[0] < len(answer.tokens)
+    assert caught >= VERSIONS // 2, "too few requests were in flight at the pauses"
+
+
+def test_a_reload_from_disk_says_the_same_to_the_last_bit(world: LiveWorld) -> None:
+    world.update(world.next_tensors())
+    patched = [world.server.ask(prompt) for prompt in (SHORT, LONG)]
+    save_file(world.tensors, world.server.model / "model.safetensors", {"format": "pt"})
+    world.server.must("pause", policy="wait")
+    assert world.server.must("reload", label="again")["label"] == "again"
+    assert world.server.state()["version"] is None
+    world.server.must("resume")
+    world.server.must("holds", version=world.version, root=root(world.version), label="again")
+    world.require_resident()
+    loaded = [world.server.ask(prompt) for prompt in (SHORT, LONG)]
+    assert [(a.tokens, a.logprobs) for a in patched] == [(a.tokens, a.logprobs) for a in loaded]
+
+
+def test_folded_versions_and_abort(world: LiveWorld) -> None:
+    folded = world.next_tensors()
+    for _ in range(2):
+        folded = strongly_changed(folded, 1000 + world.version, 0.02)
+    running = world.server.begin(LONG, IN_FLIGHT_TOKENS)
+    world.update(folded, "abort")
+    assert running.result(STEP_SECONDS).finish == "abort"
+    assert world.errors(world.server.ask(LONG)) == []
+
+
+def test_what_is_refused_changes_nothing_and_is_named(world: LiveWorld) -> None:
+    server, target = world.server, world.next_tensors()
+    name = next(name for name in target if "down_proj" in name)
+    bad: Tensors = {**target, name: target[name].clone()}
+    bad[name].view(-1)[5] = float("nan")
+    status, told = server.post("check", file=world.write(bad))
+    assert status == 422 and "finite" in told["error"] and name in told["error"]
+    unknown = {**target, "model.extra.weight": torch.ones(4)}
+    file = write_patch(
+        server.patches, {**world.tensors, "model.extra.weight": torch.zeros(4)}, unknown, world.version + 1
+    )
+    status, told = server.post("check", file=file)
+    assert (status, told["tensor"]) == (422, "model.extra.weight")
+    file = write_patch(server.patches, world.tensors, target, world.version + 7)
+    status, told = server.post("check", file=file)
+    assert status == 409 and told["holds"] == {"version": world.version, "root": root(world.version)}
+    path = server.patches / world.write(target)
+    path.write_bytes(path.read_bytes()[:-40] + bytes(40))
+    status, told = server.post("check", file=path.name)
+    assert status == 422 and "digest" in told["error"]
+    assert server.post("check", file=name_of(999_999))[0] == 422
+    assert not server.paused
+    world.require_resident()
+    world.update(world.next_tensors())
+    assert world.errors(server.ask(LONG)) == []
+
+
+def test_a_flipped_bit_in_live_memory_is_found(world: LiveWorld) -> None:
+    (world.server.faults / "flip-0").touch()
+    told = world.server.must("digest", tensors=None, **{"from": 0, "count": 10_000})
+    wrong = [name for name, found in told["lanes"].items() if found != lanes(world.tensors[name])]
+    assert len(wrong) == 1 and "down_proj" in wrong[0]
+    (world.server.faults / "flip-0").touch()
+    world.require_resident()
+
+
+def test_an_error_in_a_worker_is_undone_and_the_next_update_goes_through(world: LiveWorld) -> None:
+    target = world.next_tensors()
+    file = world.write(target)
+    world.server.must("check", file=file)
+    world.server.must("pause", policy="recompute")
+    (world.server.faults / "fail-0").touch()
+    status, told = world.server.post("apply", file=file, label="x")
+    assert (status, told["state"]) == (500, "rolled-back")
+    world.server.must("resume")
+    world.require_resident()
+    assert world.errors(world.server.ask(LONG)) == []
+    world.update(target)
+    assert world.errors(world.server.ask(LONG)) == []
+
+
+def test_a_worker_that_dies_takes_the_engine_along_and_a_new_process_says_so(world: LiveWorld) -> None:
+    before = world.server.state()["process"]
+    file = world.write(world.next_tensors())
+    world.server.must("check", file=file)
+    world.server.must("pause", policy="recompute")
+    (world.server.faults / "die-0").touch()
+    with suppress(httpx.TransportError):
+        assert world.server.post("apply", file=file, label="x")[0] >= 500
+    wait_until(lambda: not world.server.process.running, "the engine's end")
+    save_file(world.tensors, world.server.model / "model.safetensors", {"format": "pt"})
+    world.server.restart()
+    state = world.server.state()
+    assert state["process"] != before and state["version"] is None
+    world.server.must("holds", version=world.version, root=root(world.version), label="0")
+    world.require_resident()
+    world.update(world.next_tensors())
+    assert world.errors(world.server.ask(LONG)) == []
+
+
+def test_two_tensor_parallel_ranks(models: Path, judge: FreshLoad, site: Path, tmp_path: Path) -> None:
+    """Slices, and a rank whose failure takes both back."""
+    with started(
+        models / "qwen2-tied-single-fp32", tmp_path / "room", site, "--tensor-parallel-size", "2"
+    ) as server:
+        world = LiveWorld(server, judge, tmp_path)
+        assert server.state()["ranks"] == 2 and server.state()["refused"] == {}
+        for _ in range(3):
+            world.update(world.next_tensors())
+            world.require_resident()
+            assert world.errors(server.ask(LONG)) == []
+        for rank in (0, 1):
+            file = world.write(world.next_tensors())
+            server.must("check", file=file)
+            server.must("pause", policy="recompute")
+            (server.faults / f"fail-{rank}").touch()
+            status, told = server.post("apply", file=file, label="x")
+            assert (status, told["state"]) == (500, "rolled-back")
+            server.must("resume")
+            world.require_resident()
+        world.update(world.next_tensors())
+        assert world.errors(server.ask(LONG)) == []
+        (server.faults / "flip-1").touch()
+        told = server.must("digest", tensors=None, **{"from": 0, "count": 10_000})
+        assert [found == lanes(world.tensors[name]) for name, found in told["lanes"].items()].count(
+            False
+        ) == 1
+
+
+def test_installing_the_plugin_adds_one_line_to_pip_freeze(site: Path, tmp_path: Path) -> None:
+    def frozen(path: str) -> set[str]:
+        code = (
+            "from importlib.metadata import distributions\n"
+            "for d in distributions(): print(d.metadata['Name'], d.version)"
+        )
+        environment = {**os.environ, "PYTHONPATH": path}
+        command = [engine_python(), "-c", code]
+        done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+        return set(done.stdout.splitlines())
+
+    clean = install(tmp_path)
+    assert frozen(str(clean)) - frozen("") == {"weightcast-engine 0.1.0"}
+    assert frozen("") <= frozen(str(clean))
