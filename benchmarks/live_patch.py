@@ -1,9 +1,9 @@
-"""Pause to resume of a real vLLM: patched by weightcast-engine, by vLLM's own sparse patches, and loaded from disk.
+"""Pause to resume of a real vLLM: patched by the plugin, by vLLM's own sparse patches, loaded from disk.
 
-    python -m benchmarks.live_patch --engine-python .venv-vllm/bin/python --plugin SITE --params 50 --rounds 5
+    python -m benchmarks.live_patch --engine-python .venv-vllm/bin/python --plugin SITE --params 50
 
-`SITE` holds the installed plugin. Every round takes the three ways one after the other, each with a version of
-its own; a streaming request is in flight all the time. Medians are told per share of changed elements.
+`SITE` holds the installed plugin. Every round takes the three ways one after the other, each with a version
+of its own; a streaming request is in flight all the time. Medians are told per share of changed elements.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +95,18 @@ class Weights:
             old = hash_bytes(words.view(np.uint8))
             index = self._chosen(len(words), share)
             words[index] ^= np.uint16(1)
-            row = {"name": name, "dtype": "BF16", "shape": list(shape), "changes": len(index), "index_width": 4}
+            row = {
+                "name": name,
+                "dtype": "BF16",
+                "shape": list(shape),
+                "changes": len(index),
+                "index_width": 4,
+            }
             lanes = {"lanes_old": old.hex(), "lanes_new": hash_bytes(words.view(np.uint8)).hex()}
-            yield {**row, **lanes}, _padded(index.astype("<u4").tobytes(), 8) + _padded(words[index].tobytes(), 8)
+            yield (
+                {**row, **lanes},
+                _padded(index.astype("<u4").tobytes(), 8) + _padded(words[index].tobytes(), 8),
+            )
 
     def _chosen(self, count: int, share: float) -> NDArray[np.int64]:
         gaps = self._random.geometric(share, int(count * share * 1.2) + 8)
@@ -119,7 +129,13 @@ def write_patch(directory: Path, weights: Weights, version: int, share: float) -
         rows.append({**row, "offset": len(payload)})
         payload += piece
     base, target = ({"version": number, "root": root(number)} for number in (version - 1, version))
-    header = {"format": 1, "run_id": "bench", "base": base, "target": {**target, "digest": ""}, "tensors": rows}
+    header = {
+        "format": 1,
+        "run_id": "bench",
+        "base": base,
+        "target": {**target, "digest": ""},
+        "tensors": rows,
+    }
     text = json.dumps(header, separators=(",", ":")).encode()
     body = _padded(b"wcpatch1" + len(text).to_bytes(8, "little") + text, 64) + payload
     name = f"{version}-{version:08x}.patch"
@@ -147,14 +163,15 @@ class Engine:
         _install_own_patches(room / "own")
         environment = {
             "PYTHONPATH": f"{plugin}:{room / 'own'}", "VLLM_PLUGINS": "weightcast,bench_own_patches",
-            "WEIGHTCAST_PATCH_DIR": str(self.patches), "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1",
+            "WEIGHTCAST_PATCH_DIR": str(self.patches), "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
+            "HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1",
         }  # fmt: skip
-        command = [
-            *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)),
-            *("--served-model-name", "tiny", "--host", "127.0.0.1", "--dtype", "bfloat16"),
-            *("--max-model-len", "2048", "--enforce-eager"),
-        ]
+        options = (
+            f"--model {model} --served-model-name tiny --host 127.0.0.1 --port {port} --dtype bfloat16 "
+            "--max-model-len 2048 --enforce-eager"
+        )
+        command = [str(python), "-m", "vllm.entrypoints.openai.api_server", *options.split()]
         self._log = (room / "vllm.log").open("wb")
         self.process = subprocess.Popen(
             command, env={**os.environ, **environment}, cwd=room, stdout=self._log, stderr=self._log,
@@ -176,9 +193,13 @@ class Engine:
 
     def _stream(self) -> None:
         """One greedy request after the other; the times of their tokens."""
-        request = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "stream": True}  # fmt: skip
+        request = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 1500, "stream": True}
+        request |= {"temperature": 0, "ignore_eos": True}
         while not self._ended.is_set():
-            with suppress(httpx.HTTPError), self._client.stream("POST", "/v1/completions", json=request) as reply:
+            with (
+                suppress(httpx.HTTPError),
+                self._client.stream("POST", "/v1/completions", json=request) as reply,
+            ):
                 for line in reply.iter_lines():
                     if line.startswith("data: "):
                         self._arrivals.append(time.monotonic())
@@ -206,7 +227,7 @@ class Engine:
         while (not self._arrivals or self._arrivals[-1] < ended) and time.monotonic() < deadline:
             pause.wait(0.01)
         around = [at for at in list(self._arrivals) if at > began - 2]
-        return max((after - before for before, after in zip(around, around[1:], strict=False)), default=0.0)
+        return max((after - before for before, after in pairwise(around)), default=0.0)
 
     @contextmanager
     def _peak(self, figures: Figures) -> Iterator[None]:

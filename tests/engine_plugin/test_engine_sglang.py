@@ -1,4 +1,4 @@
-"""The hook around SGLang's update, on two ranks at once, with the server's parts that it touches stood in for."""
+"""The hook around SGLang's update, on two ranks at once, with stand-ins for the server's parts around it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ class Server:
         self.patches.mkdir()
         self._group = group
         self.updaters = [
-            SimpleNamespace(get_model=lambda m=model: m, model_config=SimpleNamespace(model_path=str(directory)))
+            SimpleNamespace(
+                get_model=lambda m=model: m, model_config=SimpleNamespace(model_path=str(directory))
+            )
             for model in self.models
         ]
 
@@ -68,9 +70,11 @@ class Server:
 
         with ThreadPoolExecutor(RANKS) as pool:
             first, *others = pool.map(on_rank, range(RANKS))
-        assert [json.loads(told)["status"] for _, told in others] == [json.loads(first[1])["status"]] if (
-            load_format == sglang_hook.LOADER
-        ) else others == [first]
+        assert (
+            [json.loads(told)["status"] for _, told in others] == [json.loads(first[1])["status"]]
+            if (load_format == sglang_hook.LOADER)
+            else others == [first]
+        )
         return first[0], json.loads(first[1])
 
     def live(self) -> list[dict[str, bytes]]:
@@ -110,8 +114,14 @@ def test_a_refusal_is_a_message_and_changes_nothing(server: Server) -> None:
     done, told = server.update("check", file=name_of(3))
     assert not done and told["status"] == 422
     done, told = server.update("apply", file=name_of(3), label="3")
-    assert not done and told["status"] == 409
-    for name in ("w", "{}", '{"door":"reload","body":{}}', '{"door":"look"}', '{"door":"look","body":{},"x":1}'):
+    assert not done and told["status"] == 422
+    for name in (
+        "w",
+        "{}",
+        '{"door":"reload","body":{}}',
+        '{"door":"look"}',
+        '{"door":"look","body":{},"x":1}',
+    ):
         done, told = server.send(name)
         assert not done and told["status"] == 400
     assert server.live() == before

@@ -1,4 +1,4 @@
-"""Live patches of a real, unmodified vLLM: it says and holds what a fresh load does, or what it did before."""
+"""Live patches of a real, unmodified vLLM: it says and holds what a fresh load does, or what before."""
 
 from __future__ import annotations
 

@@ -45,7 +45,9 @@ def unloaded(model: nn.Module, reached: Collection[int]) -> Mapping[int, str]:
     for name, module in model.named_modules():
         for own, weight in module.named_parameters(recurse=False):
             if _is_own(weight, reached):
-                reason = f"{name or 'the model'} computes with {own}, which is not loaded but may be made of it"
+                reason = (
+                    f"{name or 'the model'} computes with {own}, which is not loaded but may be made of it"
+                )
                 found |= {storage(other): reason for other in module.parameters()}
     return found
 

@@ -31,9 +31,8 @@ from weightcast_engine.rank import Answer, Order, Rank
 from weightcast_engine.refusals import BadPatch
 
 LOADER = "weightcast_engine.sglang_hook.load"
-TARGET = (
-    "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor"
-)
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+TARGET = f"{_UPDATER}.update_weights_from_tensor"
 _SERVED = frozenset({"look", "holds", "check", "apply", "digest"})
 """pause, reload and resume are the server's own"""
 _fronts: WeakKeyDictionary[torch.nn.Module, Front] = WeakKeyDictionary()
