@@ -62,7 +62,7 @@ class LiveServer(Server):
         return {**super()._environment(), **self._added}
 
     def state(self) -> Any:
-        return self.doors.get("").raise_for_status().json()
+        return self.doors.get(f"{self.url}/v1/weightcast").raise_for_status().json()
 
     def post(self, door: str, **body: Any) -> tuple[int, Any]:
         reply = self.doors.post(f"/{door}", json=body)

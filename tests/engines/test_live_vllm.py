@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -116,12 +116,7 @@ def test_consecutive_live_versions_under_traffic_are_fresh_loads(world: LiveWorl
 def test_a_reload_from_disk_says_the_same_to_the_last_bit(world: LiveWorld) -> None:
     world.update(world.next_tensors())
     patched = [world.server.ask(prompt) for prompt in (SHORT, LONG)]
-    save_file(world.tensors, world.server.model / "model.safetensors", {"format": "pt"})
-    world.server.must("pause", policy="wait")
-    assert world.server.must("reload", label="again")["label"] == "again"
-    assert world.server.state()["version"] is None
-    world.server.must("resume")
-    world.server.must("holds", version=world.version, root=root(world.version), label="again")
+    reload_from_disk(world)
     world.require_resident()
     loaded = [world.server.ask(prompt) for prompt in (SHORT, LONG)]
     assert [(a.tokens, a.logprobs) for a in patched] == [(a.tokens, a.logprobs) for a in loaded]
@@ -250,3 +245,59 @@ def test_installing_the_plugin_adds_one_line_to_pip_freeze(site: Path, tmp_path:
     clean = install(tmp_path)
     assert frozen(str(clean)) - frozen("") == {"weightcast-engine 0.1.0"}
     assert frozen("") <= frozen(str(clean))
+
+
+def experts(name: str) -> bool:
+    return ".experts." in name
+
+
+def latent(name: str) -> bool:
+    return "kv_b_proj" in name
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_refused", "reason"),
+    [("moe", experts, "packed for CPU"), ("mla", latent, "which is not loaded but may be made of it")],
+)
+def test_what_is_packed_or_derived_is_refused_by_name_and_the_rest_is_patched(
+    judge: FreshLoad,
+    site: Path,
+    live_models: Path,
+    tmp_path: Path,
+    kind: str,
+    is_refused: Callable[[str], bool],
+    reason: str,
+) -> None:
+    """A mixture of experts, latent attention: versions that leave those alone are patched."""
+    with started(live_models / kind, tmp_path / "room", site, "--dtype", "bfloat16") as server:
+        world = LiveWorld(server, judge, tmp_path)
+        refused = [name for name in world.tensors if is_refused(name)]
+        state = server.state()
+        assert refused and sorted(state["refused"]) == sorted(refused)[:100]
+        assert all(reason in said for said in state["refused"].values()), state["refused"]
+        before = server.ask(LONG).logprobs
+        world.update(world.next_tensors(but=refused))
+        world.require_resident(refused=refused)
+        patched = server.ask(LONG)
+        assert patched.logprobs != before
+        status, told = server.post("check", file=world.write(world.next_tensors()))
+        assert (
+            status == 422 and is_refused(told["tensor"]) and told["remedy"] == "reload this version from disk"
+        )
+        reload_from_disk(world)
+        loaded = server.ask(LONG)
+        assert (patched.tokens, patched.logprobs) == (loaded.tokens, loaded.logprobs)
+
+
+def reload_from_disk(world: LiveWorld) -> None:
+    save_file(world.tensors, world.server.model / "model.safetensors", {"format": "pt"})
+    world.server.must("pause", policy="wait")
+    world.server.must("reload", label="again")
+    world.server.must("resume")
+    world.server.must("holds", version=world.version, root=root(world.version), label="again")
+
+
+def test_a_quantised_model_is_refused_as_a_whole(site: Path, live_models: Path, tmp_path: Path) -> None:
+    with started(live_models / "fp8", tmp_path / "room", site, "--dtype", "bfloat16") as server:
+        state = server.state()
+        assert (state["patchable"], state["reason"]) == (False, "the model is quantised: fp8")
