@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 from weightcast.publisher.desk import Desk
 from weightcast.publisher.fleet_figures import FleetFigures
-from weightcast.publisher.fleet_routes import fleet_routes
+from weightcast.publisher.fleet_routes import REPORTS_PATH, fleet_routes
 from weightcast.publisher.fleet_view import FleetView
 from weightcast.publisher.page_routes import PAGE_PATHS, page_routes
 from weightcast.publisher.routes import publication_routes
@@ -47,6 +47,7 @@ def run_publisher(settings: PublisherSettings) -> None:
         wakeup.set,
         PublisherStatus,
         PAGE_PATHS,
+        {} if settings.report_token is None else {REPORTS_PATH: settings.report_token.get_secret_value()},
     )
     app.include_router(page_routes())
     app.include_router(publication_routes(lambda: desk.queue, settings.roots, wakeup.set))

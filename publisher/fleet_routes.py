@@ -23,7 +23,8 @@ from weightcast.shared.service.snapshot import Failure, Frozen
 
 REPORTS_PATH = "/v1/reports"
 MOST_STREAMS = 64
-COMMENT_SECONDS = 15.0
+REFRESH_SECONDS = 10.0
+"""after which the fleet is told again, though only the time changed"""
 _LOOK_SECONDS = 0.2
 _EVENT_SECONDS = 1.0
 """between two events of a kind"""
@@ -121,15 +122,12 @@ class _Streams:
         while not self._is_stopping():
             now = time.monotonic()
             page, versions = self._view.fleet(), self._view.versions().versions.versions
-            if page.serial != serial and now - said >= _EVENT_SECONDS:
+            if now - said >= (_EVENT_SECONDS if page.serial != serial else REFRESH_SECONDS):
                 serial, said = page.serial, now
                 yield _event("fleet", page.body)
             if versions and versions[0].version != newest:
                 newest = versions[0].version
                 yield _event("versions", b'{"newest":%d}' % newest)
-            if now - said >= COMMENT_SECONDS:
-                said = now
-                yield b":\n\n"
             await asyncio.sleep(_LOOK_SECONDS)
 
 

@@ -26,6 +26,8 @@ STATS_PER_SECOND = 500
 """files of the channel that are looked at, at most"""
 _WATCHED_SECONDS = 30.0
 """after the last request"""
+_LOOK_SHARE = 20
+"""after a look at versions, as many times as long without"""
 _STOP_SECONDS = 2.0
 
 log = get_log("fleet")
@@ -65,6 +67,7 @@ class FleetView:
         self._fleet = Snapshot(_page(empty, 0))
         self._versions = Snapshot(ChannelPage())
         self._asked = clock() - _WATCHED_SECONDS
+        self._look_seconds = 0.0
         self._ending = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, args=(look, pause), name=name, daemon=True)
@@ -103,11 +106,20 @@ class FleetView:
 
     def look_at_hosts(self) -> None:
         """One look. Raises WeightcastError and OSError when the channel cannot be read."""
-        self.posted.write(self._channel)
+        # a channel that is full can still be looked at; what was posted is kept
+        with contextlib.suppress(OSError):
+            self.posted.write(self._channel)
         before, fleet = self._fleet.get(), self._reader.read()
         self._fleet.set(_page(fleet, before.serial + (_said(fleet) != _said(before.fleet))))
 
     def look_at_versions(self) -> None:
+        began = self._clock()
+        try:
+            self._look_at_versions()
+        finally:
+            self._look_seconds = self._clock() - began
+
+    def _look_at_versions(self) -> None:
         page = self._ledger.read(look_around=self._is_watched())
         fleet = self._fleet.get().fleet
         living = [host for host in fleet.hosts if host.heard_seconds_ago < LIVING_SECONDS]
@@ -130,7 +142,8 @@ class FleetView:
         return max(QUICK_SECONDS if self._is_watched() else IDLE_SECONDS, hosts / STATS_PER_SECOND)
 
     def _versions_pause(self) -> float:
-        return QUICK_SECONDS if self._is_watched() else IDLE_SECONDS
+        pause = QUICK_SECONDS if self._is_watched() else IDLE_SECONDS
+        return max(pause, _LOOK_SHARE * self._look_seconds)
 
     def _run(self, look: Callable[[], None], pause: Callable[[], float]) -> None:
         while not self._ending.is_set():

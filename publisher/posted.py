@@ -41,7 +41,7 @@ class Posted:
         with self._lock:
             self._spend()
         report = parse_report(data, "the posted report")
-        if run_id is not None and report.run_id != run_id:
+        if run_id is not None and report.run_id not in ("", run_id):
             raise WrongRun(
                 f"the report is of run {report.run_id}, this publisher's is {run_id}",
                 remedy="give --report-to the publisher of the run that --channel has",

@@ -151,18 +151,38 @@ def _needed(situation: Situation, start: int) -> set[int]:
     return {version for version in needed if version < start}
 
 
+@dataclass(frozen=True)
+class _Trail:
+    """A way as it grows; `hop` None: where it starts."""
+
+    nbytes: int
+    hop: Hop | None = None
+    before: _Trail | None = None
+
+    def then(self, hop: Hop, nbytes: int) -> _Trail:
+        return _Trail(self.nbytes + nbytes, hop, self)
+
+    def unrolled(self) -> Way:
+        hops: list[Hop] = []
+        at: _Trail | None = self
+        while at is not None and at.hop is not None:
+            hops.append(at.hop)
+            at = at.before
+        return Way(self.nbytes, tuple(reversed(hops)))
+
+
 def cheapest(versions: Mapping[int, Held], target: int, start: Mapping[int, int]) -> Way | None:
     """From full weights in the channel, or from a version that is held at the price given in `start`."""
-    best: dict[int, Way] = {version: Way(price, ()) for version, price in start.items()}
+    best = {version: _Trail(price) for version, price in start.items()}
     for version in sorted(version for version in versions if version <= target):
         held = versions[version]
         ways = [best[version]] if version in best else []
         if held.full is not None:
-            ways.append(Way(held.full, (Hop(version, None),)))
+            ways.append(_Trail(held.full, Hop(version, None)))
         hops = {**held.shown.skips, **({} if held.whole else {version - 1: held.shown.nbytes})}
         for base, nbytes in hops.items():
             if base in best:
-                ways.append(Way(best[base].nbytes + nbytes, (*best[base].hops, Hop(version, base))))
+                ways.append(best[base].then(Hop(version, base), nbytes))
         if ways:
             best[version] = min(ways, key=lambda way: way.nbytes)
-    return best.get(target)
+    return best[target].unrolled() if target in best else None

@@ -16,7 +16,7 @@ from weightcast.shared.errors import DamagedFile
 from weightcast.shared.files.paths import file_name
 from weightcast.shared.local.follow import open_base
 from weightcast.shared.service.fleet import LOST_SECONDS, STALE_SECONDS, Bounds
-from weightcast.shared.service.settings import PUBLISHER_PORT, ServiceSettings, problem_of
+from weightcast.shared.service.settings import PUBLISHER_PORT, ServiceSettings, Token, problem_of
 
 THREADS = 2
 """at most, unless told: the trainer needs the cores"""
@@ -114,6 +114,10 @@ class PublisherSettings(ServiceSettings):
     )
     host_versions: int = Field(
         64, ge=0, description="Prune: versions kept beyond these, at most, for hosts that are behind."
+    )
+    report_token: Token | None = Field(
+        None,
+        description="Bearer token for hosts' reports to the publisher, no more; unset: WEIGHTCAST_TOKEN.",
     )
     stale_seconds: float = Field(
         STALE_SECONDS,

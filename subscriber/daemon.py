@@ -22,7 +22,7 @@ from weightcast.subscriber.engine_verify import EngineVerify
 from weightcast.subscriber.failed import FailedEngines
 from weightcast.subscriber.figures import Figures
 from weightcast.subscriber.held import Follower, Post
-from weightcast.subscriber.report import Reporter
+from weightcast.subscriber.report import Reporting, open_reporter
 from weightcast.subscriber.routes import group_routes
 from weightcast.subscriber.settings import SubscriberSettings
 from weightcast.subscriber.status import HostStatus, readiness
@@ -47,7 +47,6 @@ class Subscriber:
         self.disk = DiskFigures(self.registry, {"channel": settings.channel, "local": settings.local})
         self._troubles: tuple[str, ...] = ()
         self.failed = FailedEngines(settings.on_engine_failed, settings.hook_seconds, self.stop.request)
-        self.reporter = Reporter(settings.channel) if settings.report else None
         self.scrub = Scrub(int(settings.verify_rate), stop=lambda: self.stop.requested)
         self.engine_verify = EngineVerify(
             int(settings.verify_rate), settings.verify_engine_every, stop=lambda: self.stop.requested
@@ -56,6 +55,8 @@ class Subscriber:
         self.sync = Sync(
             self.options, open_engines(settings, lead), lead, show=self._show, stop=self.stop.wait
         )
+        reporter = open_reporter(settings)
+        self.reporting = None if reporter is None else Reporting(reporter, self._reported)
         self.post = Post(self.wakeup.set) if settings.group_follower else None
         self.follower = None if self.post is None else Follower(self.sync, self.post)
 
@@ -73,7 +74,6 @@ class Subscriber:
         finally:
             self._log_moves()
             self.failed.tell(self.board.status.get())
-            self._report()
         self._log(outcome)
         if outcome.moved:
             # another version may have come meanwhile
@@ -108,15 +108,19 @@ class Subscriber:
             else:
                 log.info("all engines serve", version=outcome.version)
 
-    def _report(self) -> None:
-        if self.reporter is not None:
-            self.reporter.report(self.board.status.get())
+    def _reported(self) -> HostStatus:
+        return self.board.status.get().model_copy(update={"loop": self.loop.get()})
+
+    def on_start(self) -> None:
+        if self.reporting is not None:
+            self.reporting.start()
 
     def on_stop(self) -> None:
         if self.follower is not None:
             self.follower.close()
         self.sync.close()
-        self._report()
+        if self.reporting is not None:
+            self.reporting.stop()
 
     def status(self) -> HostStatus:
         status = self.board.status.get()
@@ -127,7 +131,7 @@ class Subscriber:
                 "kernels": STATUS.get(),
                 "last_full_hash_age_seconds": None if hashed is None else max(0.0, time.time() - hashed),
                 "group": group_status(self.sync.lead, self.post),
-                "report_error": "" if self.reporter is None else self.reporter.error,
+                "report_error": "" if self.reporting is None else self.reporting.error,
             }
         )
 
@@ -159,7 +163,8 @@ class Subscriber:
                 self.step,
                 self.wakeup,
                 self.settings,
-                on_stop=self.on_stop,
+                self.on_start,
+                self.on_stop,
                 loop=self.loop,
                 stop=self.stop,
             )

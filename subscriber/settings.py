@@ -71,6 +71,22 @@ class SubscriberSettings(ServiceSettings):
         None, description="Who may read the local checkpoint; unset: whom the umask lets."
     )
     report: bool = Field(True, description="Write a report of this host to the channel.")
+    report_to: str | None = Field(
+        None,
+        max_length=2048,
+        description="URL of the publisher that reports are posted to, where the channel is read-only here.",
+    )
+    report_token: Token | None = Field(
+        None,
+        description="Bearer token for hosts' reports to the publisher, no more; unset: WEIGHTCAST_TOKEN.",
+    )
+    report_seconds: float = Field(
+        30.0,
+        ge=0.5,
+        le=3600,
+        allow_inf_nan=False,
+        description="Between two reports while nothing changes.",
+    )
     group_member: tuple[str, ...] = Field(
         (),
         max_length=MOST_MEMBERS,
@@ -131,6 +147,23 @@ class SubscriberSettings(ServiceSettings):
             if self.members_token is None and not is_loopback(urlsplit(url).hostname or ""):
                 raise ValueError("group_member: other machines ask for a token; set WEIGHTCAST_GROUP_TOKEN")
         return self
+
+    @model_validator(mode="after")
+    def _check_report_to(self) -> Self:
+        if self.report_to is None:
+            return self
+        if not is_member_url(self.report_to):
+            raise ValueError("report_to: give http://HOST:PORT or https://HOST:PORT, nothing more")
+        if not self.report:
+            raise ValueError("report_to: means nothing without reports (--no-report)")
+        if self.reports_token is None and not is_loopback(urlsplit(self.report_to).hostname or ""):
+            raise ValueError("report_to: other machines ask for a token; set WEIGHTCAST_REPORT_TOKEN")
+        return self
+
+    @property
+    def reports_token(self) -> str | None:
+        token = self.token if self.report_token is None else self.report_token
+        return None if token is None else token.get_secret_value()
 
     @property
     def members_token(self) -> str | None:

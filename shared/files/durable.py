@@ -36,6 +36,7 @@ def swap(path: Path, data: bytes) -> None:
     failure `path` may hold the old bytes, or none."""
     with _temporary(path, data, sync=False) as temporary:
         temporary.rename(path)
+        failpoint("file.renamed", path)
 
 
 def create(path: Path, data: bytes, *, mode: int = 0o666) -> None:

@@ -266,7 +266,8 @@ def lag_of(host: Host, run: Run) -> int | None:
 
 
 def _is_other(host: Host, run: Run) -> bool:
-    return run.run_id is not None and host.run_id != run.run_id
+    """A host that is not seeded yet is of no run."""
+    return run.run_id is not None and host.run_id not in ("", run.run_id)
 
 
 def standing_of(host: Host, presence: Presence, run: Run) -> Standing:
@@ -299,5 +300,5 @@ def of_run(fleet: Fleet) -> Sequence[Host]:
     return [
         host
         for host in fleet.hosts
-        if host.presence != "lost" and (fleet.run_id is None or host.run_id == fleet.run_id)
+        if host.presence != "lost" and (fleet.run_id is None or host.run_id in ("", fleet.run_id))
     ]

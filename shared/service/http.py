@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
@@ -60,9 +60,11 @@ def make_app(
     wake: Callable[[], None],
     status_model: type[BaseModel] = BaseModel,
     open_paths: Collection[str] = (),
+    path_tokens: Mapping[str, str] | None = None,
 ) -> FastAPI:
     """`/healthz`, `/readyz`, `/v1/status`, `/v1/wake`, `/metrics`, `/docs`. With a token everything but
-    `/healthz` asks for it, and reading `open_paths`. `status_model` is what OpenAPI shows of the status.
+    `/healthz` asks for it, and reading `open_paths`; a path of `path_tokens` takes its own token too, which
+    opens nothing else. `status_model` is what OpenAPI shows of the status.
     `app.state.dead`, a function set by `run_daemon`, gives the reason for an unhealthy answer ("" when all is
     well)."""
     bearer = [Depends(HTTPBearer(auto_error=False))] if token is not None else []
@@ -72,7 +74,9 @@ def make_app(
     _add_probes(app, ready)
     _add_verbs(app, status, metrics, wake, status_model)
     _add_error_answers(app)
-    app.add_middleware(_Gate, token=token, open_paths=frozenset(open_paths))
+    app.add_middleware(
+        _Gate, token=token, open_paths=frozenset(open_paths), path_tokens=dict(path_tokens or {})
+    )
     return app
 
 
@@ -150,10 +154,13 @@ class _Gate:
     """Before any route: token, origin, size of the body. A pure ASGI middleware, since it must also see
     requests that no route takes."""
 
-    def __init__(self, app: ASGIApp, token: str | None, open_paths: frozenset[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, token: str | None, open_paths: frozenset[str], path_tokens: Mapping[str, str]
+    ) -> None:
         self._app = app
         self._open_paths = open_paths
-        self._expected = None if token is None else f"Bearer {token}".encode()
+        self._expected = None if token is None else _bearer(token)
+        self._path_tokens = {path: _bearer(each) for path, each in path_tokens.items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -194,7 +201,11 @@ class _Gate:
         given = headers.get("authorization", "").encode("latin-1", "replace")
         # The scheme's name is case-insensitive (RFC 9110, 11.1), the token is not.
         scheme, _, rest = given.partition(b" ")
-        if hmac.compare_digest(scheme.title() + b" " + rest.strip(), self._expected):
+        said = scheme.title() + b" " + rest.strip()
+        narrow = self._path_tokens.get(scope["path"])
+        if hmac.compare_digest(said, self._expected):
+            return None
+        if narrow is not None and hmac.compare_digest(said, narrow):
             return None
         return _failure(
             401,
@@ -203,6 +214,10 @@ class _Gate:
             "send the header Authorization: Bearer TOKEN",
             {"WWW-Authenticate": "Bearer"},
         )
+
+
+def _bearer(token: str) -> bytes:
+    return f"Bearer {token}".encode()
 
 
 def _header_bytes(scope: Scope) -> int:

@@ -6,19 +6,16 @@ import json
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
-import httpx
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from weightcast.shared.errors import NotInTime, Refused, RetryLater
+from weightcast.shared.service.client import Daemon, parsed
 from weightcast.shared.service.output import JsonOption, Output, printable, time_text
-from weightcast.shared.service.settings import is_token
 
-STATUS_LIMIT = 16 << 20
-_ROOMS = ("channel", "local", "keys")
+STATUS_PATH = "/v1/status"
+_ROOMS = ("channel", "local", "keys", "fleet")
 _TIMES = ("at", "since", "created", "last_full_hash")
 
 TokenOption = Annotated[
@@ -48,71 +45,8 @@ def status(
 def fetch_status(url: str, token: str | None, timeout_seconds: float) -> dict[str, Any]:
     """The status of the daemon at `url` (host:port or http[s]://…). Raises NotInTime if it does not answer,
     RetryLater if it is too busy, Refused if it wants another token or is no daemon."""
-    address = _address(url)
-    headers = {"Accept-Encoding": "identity"} | _authorization(token)
-    try:
-        # trust_env off: neither a proxy nor a .netrc comes between two machines of one cluster.
-        with (
-            httpx.Client(timeout=timeout_seconds, trust_env=False) as client,
-            client.stream("GET", address, headers=headers) as response,
-        ):
-            body = _capped(response, address)
-    except httpx.TransportError as error:
-        raise NotInTime(
-            f"no answer from {address}: {error or type(error).__name__}",
-            remedy="check address and port, and that the daemon runs",
-        ) from error
-    return _judge(response.status_code, body, address)
-
-
-def _authorization(token: str | None) -> dict[str, str]:
-    if token is None or token == "":
-        return {}
-    if not is_token(token):
-        raise typer.BadParameter("a token is printable ASCII without spaces")
-    return {"Authorization": f"Bearer {token}"}
-
-
-def _address(url: str) -> str:
-    text = (url if "://" in url else f"http://{url}").rstrip("/")
-    try:
-        parsed = httpx.URL(text)
-        host = urlsplit(text).hostname
-    except (httpx.InvalidURL, ValueError) as error:
-        raise typer.BadParameter(f"{url} is no address: {error}") from error
-    if parsed.scheme not in ("http", "https") or not host:
-        raise typer.BadParameter(f"{url} is no http address")
-    return f"{text}/v1/status"
-
-
-def _capped(response: httpx.Response, address: str) -> bytes:
-    body = bytearray()
-    for piece in response.iter_raw():
-        body += piece
-        if len(body) > STATUS_LIMIT:
-            raise Refused(
-                f"the answer of {address} is larger than {STATUS_LIMIT} bytes", remedy="is it a daemon?"
-            )
-    return bytes(body)
-
-
-def _judge(code: int, body: bytes, address: str) -> dict[str, Any]:
-    if code in (401, 403):
-        raise Refused(
-            f"{address} refused the token", remedy="give its token with --token or WEIGHTCAST_TOKEN"
-        )
-    if code == 503:
-        raise RetryLater(f"{address} is busy", remedy="try again")
-    try:
-        answer = json.loads(body)
-    except (ValueError, RecursionError):
-        answer = None
-    if code != 200 or not isinstance(answer, dict):
-        raise Refused(
-            f"{address} answered {code} without a status",
-            remedy="check that a weightcast daemon listens there",
-        )
-    return answer
+    with Daemon(url, token, timeout_seconds) as daemon:
+        return parsed(daemon.get(STATUS_PATH), daemon.url)
 
 
 def _show(console: Console, answer: dict[str, Any]) -> None:

@@ -178,7 +178,7 @@ class Daemon:
     client: httpx.Client
 
     @classmethod
-    def start(cls, places: Places, *flags: str) -> Daemon:
+    def start(cls, places: Places, *flags: str, token: str = "") -> Daemon:
         port_file, log = places.root / "port", places.root / "log"
         port_file.unlink(missing_ok=True)
         with log.open("ab") as stream:
@@ -191,7 +191,7 @@ class Daemon:
                     *("--poll-seconds", "0.1", "--settle-seconds", "0.3", *flags),
                 ],
                 stderr=stream,
-                env={**os.environ, "WEIGHTCAST_TOKEN": ""},
+                env={**os.environ, "WEIGHTCAST_TOKEN": token},
             )
         daemon = cls(process, log, httpx.Client(trust_env=False, timeout=20))
         try:

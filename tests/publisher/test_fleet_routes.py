@@ -188,3 +188,20 @@ def test_reports_are_posted_where_the_channel_is_read_only(
     assert post(b'{"format":1}').json()["error"] == "DamagedFile"
     assert post(b"x" * (REPORT_LIMIT + 1)).status_code == 413
     assert host_of(daemon, "lost") == {}
+
+
+def test_a_host_s_token_lets_it_report_and_nothing_else(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHTCAST_REPORT_TOKEN", "report-only")
+    daemon = Daemon.start(places, token="the-publishers")
+    try:
+        posted = pack_report(report("far", "", None))
+        for token, taken, shown in (("report-only", 202, 401), ("the-publishers", 202, 200), ("x", 401, 401)):
+            daemon.client.headers["Authorization"] = f"Bearer {token}"
+            wait_until(
+                lambda: daemon.client.post("/v1/reports", content=posted).status_code == taken  # noqa: B023
+            )
+            assert daemon.get("/v1/fleet").status_code == shown
+    finally:
+        daemon.kill()

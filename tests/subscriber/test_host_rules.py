@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightcast.shared.channel.layout import Layout
-from weightcast.shared.channel.reports import read_reports
+from weightcast.shared.channel.reports import Update, pack_report, parse_report, read_reports
 from weightcast.shared.local.state import Blocked, EngineState, Mark
+from weightcast.shared.service.snapshot import LoopStatus
 from weightcast.subscriber.aligned import (
     MOST_BLOCKED,
     Sight,
@@ -25,8 +27,16 @@ from weightcast.subscriber.aligned import (
 from weightcast.subscriber.engines.base import EngineFacts
 from weightcast.subscriber.engines.roster import EngineResult
 from weightcast.subscriber.engines.roster import EngineState as Came
-from weightcast.subscriber.report import EVERY_SECONDS, Reporter
-from weightcast.subscriber.status import EngineStatus, HostStatus, served, weakest
+from weightcast.subscriber.report import (
+    CHANGE_SECONDS,
+    EVERY_SECONDS,
+    PHASE_SECONDS,
+    InChannel,
+    Reporter,
+    ahead_by,
+    describe,
+)
+from weightcast.subscriber.status import EngineStatus, HostStatus, LastError, UpdateStatus, served, weakest
 
 SERVED = EngineState(Mark.SERVED, 7, "label", "p1")
 FACTS = EngineFacts(reachable=True, label="7", process="p1")
@@ -127,35 +137,93 @@ def channel(directory: Path) -> Path:
     return directory
 
 
+def in_channel(directory: Path, clock: Callable[[], float] = lambda: 0.0) -> Reporter:
+    return Reporter(InChannel(directory), clock=clock)
+
+
 def test_reports_are_written_on_change_and_when_time_is_up(tmp_path: Path) -> None:
     now = [0.0]
-    reporter = Reporter(channel(tmp_path), lambda: now[0])
+    reporter = in_channel(channel(tmp_path), lambda: now[0])
     reporter.report(STATUS)
     [first] = read_reports(tmp_path)
+    changed = STATUS.model_copy(update={"local_version": 4})
+    reporter.report(changed)
+    assert read_reports(tmp_path) == [first], "not more often than once a second"
+    now[0] += CHANGE_SECONDS
     reporter.report(STATUS)
-    assert read_reports(tmp_path) == [first]
-    reporter.report(STATUS.model_copy(update={"local_version": 4}))
+    assert read_reports(tmp_path) == [first], "nothing changed"
+    reporter.report(changed)
     [second] = read_reports(tmp_path)
     assert (second.local_version, second.counter) == (4, first.counter + 1)
-    now[0] += 2 * EVERY_SECONDS
-    reporter.report(STATUS.model_copy(update={"local_version": 4}))
+    assert (first.clock_offset, second.clock_offset) == (None, 0.0)
+    now[0] += CHANGE_SECONDS
+    fetching = changed.model_copy(update={"state": "fetching", "ready": True})
+    ready = changed.model_copy(update={"ready": True})
+    reporter.report(ready)
+    now[0] += CHANGE_SECONDS
+    reporter.report(fetching)
     [third] = read_reports(tmp_path)
-    assert third == replace(second, counter=second.counter + 1)
+    assert (third.state, third.phase) == ("ready", "starting"), "a phase that may pass in a moment"
+    now[0] += PHASE_SECONDS
+    reporter.report(fetching)
+    [fourth] = read_reports(tmp_path)
+    assert (fourth.state, fourth.phase) == ("ready", "fetching")
+    now[0] += 2 * EVERY_SECONDS
+    reporter.report(fetching)
+    [fifth] = read_reports(tmp_path)
+    assert fifth == replace(fourth, counter=fourth.counter + 1)
+    reporter.last(fetching)
+    assert read_reports(tmp_path)[0].counter == fifth.counter + 1
 
 
-def test_a_report_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_written_is_told_and_tried_again_less_and_less_often(tmp_path: Path) -> None:
+    now = [0.0]
     Layout(channel(tmp_path)).hosts_dir.write_text("in the way")
-    reporter = Reporter(tmp_path)
+    reporter = in_channel(tmp_path, lambda: now[0])
     reporter.report(STATUS)
-    assert "no report of this host can be written" in reporter.error
+    assert "no report of this host can be written" in reporter.error and "--report-to" in reporter.error
     Layout(tmp_path).hosts_dir.unlink()
+    reporter.report(STATUS)
+    assert reporter.error != ""
+    now[0] += 2 * CHANGE_SECONDS
     reporter.report(STATUS)
     assert reporter.error == "" and len(read_reports(tmp_path)) == 1
 
 
-def test_nothing_is_reported_before_the_run_is_known_or_without_a_channel(tmp_path: Path) -> None:
-    Reporter(tmp_path / "gone").report(STATUS)
-    Reporter(tmp_path).report(STATUS)
+def test_a_host_that_is_not_seeded_is_heard_of_and_nothing_is_made_without_a_channel(tmp_path: Path) -> None:
+    in_channel(tmp_path / "gone").report(STATUS)
+    in_channel(tmp_path).report(STATUS)
     assert list(tmp_path.iterdir()) == [], "where nothing is mounted"
-    Reporter(channel(tmp_path)).report(STATUS.model_copy(update={"run_id": None}))
-    assert not Layout(tmp_path).hosts_dir.exists()
+    in_channel(channel(tmp_path)).report(STATUS.model_copy(update={"run_id": None}))
+    [found] = read_reports(tmp_path)
+    assert found.run_id == ""
+
+
+def test_what_a_host_says_of_itself() -> None:
+    failure = LastError(error="RetryLater", message="no space", remedy="free some", at=5.0)
+    move = UpdateStatus(
+        kind="patch", from_version=2, version=3, folded=1, bytes=700, changes=9,
+        seconds={"fetch": 0.25, "total": 1.5}, pause_seconds=None, at=100.0,
+    )  # fmt: skip
+    status = STATUS.model_copy(
+        update={
+            "engines": (engine("served", 3),),
+            "last_error": failure,
+            "updates": (move.model_copy(update={"kind": "undo"}), move),
+            "loop": LoopStatus(retries=4),
+            "bytes_by_cause": {"step": 700, "skip": 0},
+            "target_version": 5,
+        }
+    )
+    report = parse_report(pack_report(describe(status)), "r")
+    assert (report.last_error, report.remedy, report.retries) == ("RetryLater: no space", "free some", 4)
+    assert (report.bytes, report.target_version, report.phase) == ({"step": 700, "skip": 0}, 5, "starting")
+    newest, before = report.updates
+    assert newest == Update(3, "patch", 98.5, {"fetch": 0.25, "total": 1.5}, 700, "done")
+    assert (before.kind, before.outcome) == ("undo", "refused")
+    assert report.engines[0]["version"] == 3 and "state" in report.engines[0]
+
+
+@pytest.mark.parametrize(("there", "ahead"), [(10.0, 0.0), (9.97, 0.0), (7.0, 3.0), (15.0, -4.0)])
+def test_clock_offset(there: float, ahead: float) -> None:
+    assert ahead_by(10.0, 11.0, there) == ahead

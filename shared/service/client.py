@@ -1,0 +1,136 @@
+"""Asking a weightcast daemon over HTTP: JSON in answers that are capped, and errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from weightcast.shared.errors import USAGE, NotInTime, Refused, RetryLater
+from weightcast.shared.service.settings import is_token
+
+ANSWER_LIMIT = 16 << 20
+
+
+class BadAddress(Refused):
+    """A usage error."""
+
+    exit_code = USAGE
+
+
+class Daemon:
+    """The daemon at `url` (host:port or http[s]://…). Every call raises NotInTime if it does not answer,
+    RetryLater if it is too busy, Refused if it wants another token, refuses, or is no daemon.
+    `token_from`: where the token is set, for the remedy."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None,
+        timeout_seconds: float = 10.0,
+        token_from: str = "--token or WEIGHTCAST_TOKEN",
+    ) -> None:
+        """Connects to nothing yet. Raises BadAddress."""
+        self.url, self._token_from = base_url(url), token_from
+        headers = {"Accept-Encoding": "identity"} | _authorization(token)
+        # trust_env off: neither a proxy nor a .netrc comes between two machines of one cluster.
+        self._client = httpx.Client(timeout=timeout_seconds, trust_env=False, headers=headers)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def __enter__(self) -> Daemon:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def get(self, path: str) -> bytes:
+        """The body of a good answer."""
+        return self._ask("GET", path, None)
+
+    def post_json(self, path: str, body: bytes) -> bytes:
+        return self._ask("POST", path, body)
+
+    def _ask(self, method: str, path: str, body: bytes | None) -> bytes:
+        address = self.url + path
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        try:
+            with self._client.stream(method, address, content=body, headers=headers) as response:
+                answer = _capped(response, address)
+        except httpx.TransportError as error:
+            raise NotInTime(
+                f"no answer from {address}: {error or type(error).__name__}",
+                remedy="check address and port, and that the daemon runs",
+            ) from error
+        self._judge(response.status_code, answer, address)
+        return answer
+
+    def _judge(self, code: int, body: bytes, address: str) -> None:
+        if code in (401, 403):
+            raise Refused(f"{address} refused the token", remedy=f"give its token with {self._token_from}")
+        if code in (429, 503):
+            raise RetryLater(f"{address} is busy", remedy="try again")
+        if code not in (200, 202):
+            said = _member(body, "message")
+            raise Refused(
+                f"{address} answered {code}{': ' if said else ''}{said}",
+                remedy=_member(body, "remedy")
+                or "check that a weightcast daemon of this release listens there",
+            )
+
+
+def base_url(url: str) -> str:
+    """Without a slash at its end. Raises BadAddress."""
+    text = (url if "://" in url else f"http://{url}").rstrip("/")
+    try:
+        parsed = httpx.URL(text)
+        host = urlsplit(text).hostname
+    except (httpx.InvalidURL, ValueError) as error:
+        raise BadAddress(f"{url} is no address: {error}") from error
+    if parsed.scheme not in ("http", "https") or not host:
+        raise BadAddress(f"{url} is no http address")
+    return text
+
+
+def _authorization(token: str | None) -> dict[str, str]:
+    if token is None or token == "":
+        return {}
+    if not is_token(token):
+        raise BadAddress("a token is printable ASCII without spaces")
+    return {"Authorization": f"Bearer {token}"}
+
+
+def _capped(response: httpx.Response, address: str) -> bytes:
+    body = bytearray()
+    for piece in response.iter_raw():
+        body += piece
+        if len(body) > ANSWER_LIMIT:
+            raise Refused(
+                f"the answer of {address} is larger than {ANSWER_LIMIT} bytes", remedy="is it a daemon?"
+            )
+    return bytes(body)
+
+
+def parsed(body: bytes, address: str) -> dict[str, Any]:
+    """The JSON object of an answer. Raises Refused."""
+    try:
+        answer = json.loads(body)
+    except (ValueError, RecursionError):
+        answer = None
+    if not isinstance(answer, dict):
+        raise Refused(
+            f"{address} did not answer with a JSON object",
+            remedy="check that a weightcast daemon listens there",
+        )
+    return answer
+
+
+def _member(body: bytes, name: str) -> str:
+    try:
+        value = json.loads(body).get(name)
+    except (ValueError, RecursionError, AttributeError):
+        return ""
+    return value[:1000] if isinstance(value, str) else ""

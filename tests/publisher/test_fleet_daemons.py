@@ -1,0 +1,147 @@
+"""A publisher and hosts as processes: who is heard from, who is not, in HTTP, channel and command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemonkit import Daemon, Places, base_tensors, changed, rename_in, wait_until
+
+from weightcast.shared.channel.reports import read_reports
+from weightcast.shared.service.arrivals import wait_for_hosts
+from weightcast.shared.service.cli import run as run_command
+
+COMMAND = [sys.executable, "-m", "weightcast.shared.service.cli"]
+
+
+@dataclass
+class Fleet:
+    places: Places
+    publisher: Daemon
+    hosts: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        return str(self.publisher.client.base_url)
+
+    def local(self, name: str) -> Path:
+        return self.places.root / name
+
+    def start(self, name: str, *flags: str) -> None:
+        """A subscriber with a local checkpoint of this name."""
+        with (self.places.root / f"{name}.log").open("ab") as log:
+            self.hosts[name] = subprocess.Popen(
+                [
+                    *(*COMMAND, "subscriber", "run", "--channel", str(self.places.channel)),
+                    *("--base", str(self.places.base), "--local", str(self.local(name)), "--port", "0"),
+                    *("--poll-seconds", "0.2", "--threads", "1", "--report-seconds", "0.5", *flags),
+                ],
+                stderr=log,
+            )
+
+    def kill(self, name: str) -> None:
+        self.hosts[name].kill()
+        self.hosts[name].wait(30)
+
+    def shown(self, name: str) -> dict[str, Any]:
+        hosts = self.publisher.get("/v1/fleet").json()["hosts"]
+        return next((host for host in hosts if host["local"] == str(self.local(name))), {})
+
+    def publish(self, step: int) -> None:
+        rename_in(self.places.watch / f"step_{step}", changed(base_tensors(), step))
+        self.publisher.wait_for_version(step)
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    places = Places.made(tmp_path)
+    publisher = Daemon.start(places, "--stale-seconds", "3", "--lost-seconds", "6")
+    found = Fleet(places, publisher)
+    try:
+        publisher.ready()
+        yield found
+    finally:
+        for host in found.hosts.values():
+            host.kill()
+            host.wait(30)
+        publisher.kill()
+
+
+@pytest.fixture
+def weightcast(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """The command in this process: exit code, stdout, stderr."""
+
+    def call(*words: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = run_command([*map(str, words)])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+def test_hosts_appear_stop_and_recover(fleet: Fleet, weightcast: Callable[..., tuple[int, str, str]]) -> None:
+    fleet.publish(1)
+    fleet.start("one")
+    fleet.start("posts", "--report-to", fleet.url)
+    for name in ("one", "posts"):
+        wait_until(lambda name=name: fleet.shown(name).get("served_version") == 1)
+    host = wait_until(lambda: host if (host := fleet.shown("posts"))["standing"] == "ready" else None)
+    assert (host["lag"], host["presence"], host["clock_offset_seconds"]) == (0, "live", 0.0)
+    assert host["bytes"]["step"] > 0 and {update["kind"] for update in host["updates"]} == {"seed", "patch"}
+    assert {"fetch", "stage", "patch", "total"} <= set(host["updates"][0]["seconds"])
+    assert wait_for_hosts(fleet.places.channel, 1, min_hosts=2, timeout=20) == [host["host"]] * 2
+
+    fleet.kill("one")
+    fleet.publish(2)
+    lost = wait_until(lambda: host if (host := fleet.shown("one"))["presence"] == "lost" else None)
+    assert (lost["served_version"], lost["lag"], lost["standing"]) == (1, 1, "lost")
+    wait_until(lambda: fleet.shown("posts")["lag"] == 0)
+
+    code, out, _ = weightcast("fleet", "--url", fleet.url, "--json")
+    said = json.loads(out)
+    assert code == 0 and said["latest"] == 2
+    assert said["counts"] == {"ready": 1, "behind": 0, "stale": 0, "lost": 1, "failed": 0}
+    assert {host["key"]: (host["served_version"], host["lag"]) for host in said["hosts"]} == {
+        host["key"]: (host["served_version"], host["lag"])
+        for host in fleet.publisher.get("/v1/fleet").json()["hosts"]
+    }
+    code, out, _ = weightcast("fleet", "--channel", fleet.places.channel)
+    assert code == 0 and "latest 2; 2 hosts" in out and "patch 2 in" in out
+    # the one that is gone is not waited for
+    code, out, _ = weightcast("wait", "--url", fleet.url, "--version", 2, "--fraction", 1.0, "--json")
+    assert code == 0 and json.loads(out) == {"version": 2, "hosts": [host["host"]]}
+    code, _, err = weightcast("wait", "--url", fleet.url, "--version", 2, "--min-hosts", 2, "--timeout", 0)
+    assert code == 4 and "1 of 1 hosts are ready" in err
+    code, _, err = weightcast("wait", "--channel", fleet.places.channel, "--version", 3, "--timeout", 0.1)
+    assert code == 4 and "version 2" in err
+
+    fleet.start("one")
+    wait_until(lambda: fleet.shown("one")["standing"] == "ready")
+    assert fleet.shown("one")["lag"] == 0
+
+
+def test_a_host_that_ends_says_so_and_one_that_reports_to_nobody_writes_nothing(fleet: Fleet) -> None:
+    fleet.start("ends")
+    wait_until(lambda: fleet.shown("ends").get("standing") == "ready")
+    fleet.hosts["ends"].terminate()
+    assert fleet.hosts["ends"].wait(30) == 0
+    wait_until(lambda: fleet.shown("ends")["state"] == "stopped")
+    assert fleet.shown("ends")["ready"] is False
+
+    port_file = fleet.places.root / "far.port"
+    fleet.start("far", "--report-to", "http://127.0.0.1:9", "--port-file", str(port_file))
+    wait_until(port_file.exists)
+
+    def report_error() -> str:
+        code = fleet.publisher.client.get(f"http://127.0.0.1:{int(port_file.read_text())}/v1/status")
+        return str(code.json()["report_error"])
+
+    wait_until(lambda: "127.0.0.1:9" in report_error())
+    assert [report.local for report in read_reports(fleet.places.channel)] == [str(fleet.local("ends"))]

@@ -1,0 +1,191 @@
+"""What the page shows of versions: what catching up costs, what pruning would do."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from publisher_cases import Place, make_place
+
+from weightcast.publisher.ledger import Ledger, Page
+from weightcast.publisher.outlook import catch_up, prune_plan, steps, version_rows
+from weightcast.publisher.posted import BURST, PER_HOST_SECONDS, Posted, TooMany
+from weightcast.publisher.retention import Held, Hop, Retention, Situation, Way
+from weightcast.shared.channel.reports import Report, pack_report, read_reports
+from weightcast.shared.channel.shown import Shown
+from weightcast.shared.errors import RetryLater, WrongRun
+from weightcast.shared.service.fleet import Host
+
+
+def held(nbytes: int = 10, skips: dict[int, int] | None = None, anchor: int | None = None) -> Held:
+    return Held(Shown(nbytes, skips or {}, anchor), 0.0)
+
+
+def host(**facts: Any) -> Host:
+    known: dict[str, Any] = {
+        "key": "k", "host": "h", "local": "/l", "run_id": "run", "presence": "live", "heard_seconds_ago": 0.0,
+        "state": "ready", "ready": True, "standing": "ready", "phase": "idle", "local_version": 5,
+        "served_version": 5, "target": "latest", "target_version": 5, "lag": 0, "last_error": "",
+        "remedy": "", "retries": 0, "bytes": {}, "engines": (), "software": "s",
+        "clock_offset_seconds": None, "updates": (),
+    }  # fmt: skip
+    return Host.model_validate(known | facts)
+
+
+def patch(nbytes: int, **seconds: float) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "kind": "patch",
+        "began": 0.0,
+        "seconds": seconds,
+        "bytes": nbytes,
+        "outcome": "done",
+    }
+
+
+def test_steps_in_words() -> None:
+    hops = (Hop(4, None), Hop(8, 4), Hop(9, 8), Hop(10, 9), Hop(12, 10), Hop(13, 12))
+    assert steps(Way(0, hops)) == ("anchor 4", "delta 4 to 8", "steps 9 to 10", "delta 10 to 12", "step 13")
+    assert steps(Way(0, ())) == ()
+
+
+def test_the_way_of_the_fewest_bytes_for_every_lag() -> None:
+    versions = {version: held() for version in range(1, 7)}
+    versions[4] = held(skips={0: 15}, anchor=100)
+    page = Page(6, versions, {})
+    cost = catch_up(page, [host(lag=3), host(lag=None), host(lag=-1), host(lag=60)])
+    assert [(row.lag, row.bytes, row.steps) for row in cost.rows] == [
+        (1, 10, ("step 6",)),
+        (2, 20, ("steps 5 to 6",)),
+        (3, 30, ("steps 4 to 6",)),
+        (4, 40, ("steps 3 to 6",)),
+    ], "6 is no power of two, and no host is so far behind; 60 is before the channel"
+    assert (cost.joiner.bytes, cost.joiner.steps) == (35, ("delta 0 to 4", "steps 5 to 6"))
+    assert cost.joiner.without_base is not None and cost.joiner.without_base.bytes == 120
+    assert cost.rows[0].seconds is None and cost.joiner.seconds is None, "nobody said how quick hosts are"
+
+
+def test_how_long_it_takes_is_what_hosts_took() -> None:
+    page = Page(2, {1: held(1000), 2: held(1000)}, {})
+    updates = (
+        patch(1000, fetch=1.0, stage=0.5, reload=3.0, total=4.5),
+        patch(3000, fetch=2.0, patch=0.5, pause=0.5, reload=0.5),
+        {**patch(9, fetch=900.0), "kind": "seed"},
+    )
+    rows = catch_up(page, [host(updates=updates)]).rows
+    assert [row.seconds for row in rows] == [pytest.approx(1.0 + 2.0), pytest.approx(2.0 + 2.0)]
+
+
+def test_nothing_is_published() -> None:
+    assert catch_up(Page(), []).rows == () and catch_up(Page(), []).joiner.steps == ()
+    assert version_rows(Page(complete=True), {}).versions == ()
+    plan = prune_plan(Situation(0, {}, 0.0), Retention(keep_versions=1))
+    assert (plan.why_not, plan.keep) == ("nothing is published", ())
+
+
+def test_why_versions_stay_and_go() -> None:
+    versions = {version: held() for version in range(1, 11)}
+    versions[6] = held(anchor=50)
+    plan = prune_plan(Situation(10, versions, 0.0, wanted=(3,)), Retention(keep_versions=3))
+    assert plan.horizon == 6
+    whys = {one.version: one.why for one in plan.keep}
+    assert {one.version for one in plan.remove} | set(whys) == set(range(1, 11))
+    assert whys[3] == "kept by name or tagged" and whys[2].startswith("on the way")
+    assert "full weights of version 6" in whys[7] and "from version 8 on" in whys[10]
+    assert [one.version for one in plan.remove] == [4, 5]
+    assert next(one.bytes for one in plan.keep if one.version == 6) == 60
+    unbound = prune_plan(Situation(10, versions, 0.0), Retention())
+    assert len(unbound.keep) == 10 and unbound.keep[0].why == "no bound is set" == unbound.why_not
+
+
+def test_a_long_chain_costs_little() -> None:
+    """A minute for what takes a few milliseconds: the square of its length would not do."""
+    versions = {version: held() for version in range(1, 10_001)}
+    began = time.monotonic()
+    [row] = [row for row in catch_up(Page(10_000, versions, {}), []).rows if row.lag == 1 << 13]
+    assert row.steps == (f"steps {10_001 - (1 << 13)} to 10000",) and time.monotonic() - began < 60
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return make_place(tmp_path)
+
+
+def test_the_ledger_reads_every_index_once_and_sees_what_is_pruned(place: Place) -> None:
+    now = [0.0]
+    ledger = Ledger(place.channel, lambda: now[0])
+    assert ledger.read(look_around=True) == Page(complete=True)
+    with place.publisher() as publisher:
+        for _ in range(3):
+            publisher.publish_checkpoint(place.new(place.model))
+        page = ledger.read(look_around=False)
+        assert page.pointer == 3 and page.complete and set(page.stated or {}) == {1, 2, 3}
+        first = (page.stated or {})[1]
+        publisher.write_anchor()
+    shutil.rmtree(place.channel / "weight_v000001")
+    now[0] += 1
+    again = ledger.read(look_around=False)
+    assert (again.stated or {})[1] is first, "nobody watches"
+    now[0] += 60
+    page = ledger.read(look_around=True)
+    assert set(page.stated or {}) == {2, 3}
+    rows = version_rows(page, {3: 1.5}).versions
+    assert [(row.version, row.anchor, row.publish_seconds) for row in rows] == [
+        (3, True, 1.5),
+        (2, False, None),
+    ]
+
+
+def test_a_channel_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(RetryLater):
+        Ledger(tmp_path / "none").read(look_around=True)
+
+
+def report(host: str, counter: int = 1) -> bytes:
+    return pack_report(Report(host, "/l", "run", "idle", 1, None, "latest", 0, "", (), counter, "weightcast"))
+
+
+def taking(posted: Posted) -> Callable[[bytes], bool]:
+    def take(data: bytes) -> bool:
+        try:
+            posted.take(data, "run")
+        except TooMany:
+            return False
+        return True
+
+    return take
+
+
+def test_posted_reports_are_bounded_and_written_once(tmp_path: Path) -> None:
+    now = [0.0]
+    posted = Posted(tmp_path, lambda: now[0])
+    take = taking(posted)
+    assert take(report("a")) and take(report("b"))
+    assert not take(report("a", 2)), "too soon"
+    now[0] += PER_HOST_SECONDS
+    assert take(report("a", 3))
+    posted.write(tmp_path)
+    assert [(one.host, one.counter) for one in read_reports(tmp_path)] == [("a", 3), ("b", 1)]
+    for path in (tmp_path / "hosts").iterdir():
+        path.unlink()
+    posted.write(tmp_path)
+    assert read_reports(tmp_path) == []
+    with pytest.raises(WrongRun):
+        posted.take(report("c"), "another")
+    now[0] += 3600
+    assert sum(take(report(f"h{number}")) for number in range(BURST + 5)) == BURST
+
+
+def test_what_cannot_be_written_is_kept(tmp_path: Path) -> None:
+    posted = Posted(tmp_path, lambda: 0.0)
+    posted.take(report("a"), None)
+    (tmp_path / "hosts").write_text("in the way")
+    with pytest.raises(OSError, match="hosts"):
+        posted.write(tmp_path)
+    (tmp_path / "hosts").unlink()
+    posted.write(tmp_path)
+    assert [one.host for one in read_reports(tmp_path)] == ["a"]

@@ -1,0 +1,196 @@
+"""The fleet from its reports: presence, standing, lag; what the commands print."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from weightcast.shared.channel.channel_file import ChannelFile, write_channel_file
+from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.reports import Heard, Report, Sighting, write_report
+from weightcast.shared.errors import RetryLater
+from weightcast.shared.service.cli import run as run_command
+from weightcast.shared.service.fleet import Bounds, Fleet, FleetReader, Host, Run, lag_of, standing_of
+from weightcast.shared.service.verbs_fleet import table
+
+REPORT = Report("a", "/l", "run", "ready", 3, 3, "latest", 0, "", (), 1, "weightcast 0", phase="idle")
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def channel(tmp_path: Path) -> Path:
+    layout = Layout(tmp_path / "channel")
+    layout.channel.mkdir()
+    layout.channel_json.write_bytes(write_channel_file(ChannelFile("run", 0.0)))
+    layout.latest.write_text("000005")
+    return layout.channel
+
+
+@pytest.fixture
+def weightcast(capsys: pytest.CaptureFixture[str]) -> Command:
+    def call(*words: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = run_command([*map(str, words)])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+def age(channel: Path, report: Report, seconds: float) -> None:
+    path = Layout(channel).report(report.host, report.local)
+    at = path.stat().st_mtime - seconds
+    os.utime(path, (at, at))
+
+
+def test_presence_is_judged_by_the_readers_clock(channel: Path) -> None:
+    now = [0.0]
+    reader = FleetReader(channel, Bounds(stale_seconds=10, lost_seconds=20), lambda: now[0], lambda: 99.0)
+    write_report(channel, REPORT)
+    assert [host.presence for host in reader.read().hosts] == ["live"]
+    for passed, presence in ((9.9, "live"), (10.0, "stale"), (19.9, "stale"), (20.0, "lost")):
+        now[0] = passed
+        # the host's own times say nothing
+        [host] = reader.read().hosts
+        assert (host.presence, host.heard_seconds_ago) == (presence, passed)
+    write_report(channel, replace(REPORT, counter=2))
+    [host] = reader.read().hosts
+    assert (host.presence, host.heard_seconds_ago) == ("live", 0.0)
+    Layout(channel).report("a", "/l").unlink()
+    assert reader.read().hosts == ()
+
+
+def test_who_was_silent_before_the_first_look_is_known_by_the_files(channel: Path) -> None:
+    write_report(channel, REPORT)
+    write_report(channel, replace(REPORT, host="gone"))
+    age(channel, replace(REPORT, host="gone"), 1000.0)
+    fleet = FleetReader(channel, clock=lambda: 0.0).read()
+    assert [(host.host, host.presence) for host in fleet.hosts] == [("a", "live"), ("gone", "lost")]
+
+
+def test_only_what_was_replaced_is_read_again(channel: Path) -> None:
+    reader = FleetReader(channel)
+    write_report(channel, REPORT)
+    write_report(channel, replace(REPORT, host="b"))
+    first = reader.read().hosts
+    write_report(channel, replace(REPORT, host="b", local_version=9))
+    second = reader.read().hosts
+    assert second[0].engines is first[0].engines and second[1].local_version == 9
+    (Layout(channel).hosts_dir / "c-00000000.json").write_bytes(b"{")
+    assert [host.host for host in reader.read().hosts] == ["a", "b"]
+
+
+def host(**facts: Any) -> Host:
+    known = {
+        "key": "k", "host": "h", "local": "/l", "run_id": "run", "presence": "live", "heard_seconds_ago": 0.0,
+        "state": "ready", "ready": True, "standing": "ready", "phase": "idle", "local_version": 5,
+        "served_version": 5, "target": "latest", "target_version": 5, "lag": 0, "last_error": "",
+        "remedy": "", "retries": 0, "bytes": {}, "engines": (), "software": "s",
+        "clock_offset_seconds": None, "updates": (),
+    }  # fmt: skip
+    return Host.model_validate(known | facts)
+
+
+RUN = Run("run", 5)
+FAILED = {"name": "e", "kind": "vllm", "state": "failed", "version": None, "confirmed_by": ""}
+
+
+@pytest.mark.parametrize(
+    ("facts", "standing", "lag"),
+    [
+        ({}, "ready", 0),
+        ({"served_version": 3}, "behind", 2),
+        ({"served_version": 3, "target": "3"}, "ready", 0),
+        ({"served_version": None, "ready": False}, "behind", None),
+        ({"ready": False}, "behind", 0),
+        ({"last_error": "E: m"}, "ready", 0),
+        ({"last_error": "E: m", "ready": False}, "failed", 0),
+        ({"engines": (FAILED,)}, "failed", 0),
+        ({"run_id": "another"}, "failed", 0),
+        ({"run_id": "", "served_version": None, "ready": False}, "behind", None),
+    ],
+)
+def test_where_a_host_stands(facts: dict[str, Any], standing: str, lag: int | None) -> None:
+    assert standing_of(host(**facts), "live", RUN) == standing
+    assert lag_of(host(**facts), RUN) == lag
+    assert standing_of(host(**facts), "lost", RUN) == "lost"
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 1e6), st.booleans()), max_size=20))
+def test_a_report_is_never_older_than_the_reader(steps: list[tuple[int, float, bool]]) -> None:
+    """Whatever counters and times do, what changed was heard of now."""
+    now = 0.0
+    heard = Heard(lambda: now)
+    counter = 0
+    for _, written, changes in steps:
+        counter += changes
+        now += 1.0
+        ages = heard.seconds_ago([Sighting("a", replace(REPORT, counter=counter), written)])
+        assert 0 <= ages["a"] <= now
+        assert not changes or ages["a"] == 0
+
+
+def test_the_counts_are_those_of_the_hosts(channel: Path) -> None:
+    write_report(channel, replace(REPORT, served_version=5))
+    write_report(channel, replace(REPORT, host="b"))
+    write_report(channel, replace(REPORT, host="c", state="fetching", served_version=None))
+    write_report(channel, replace(REPORT, host="d", state="waiting", last_error="E: m"))
+    fleet = FleetReader(channel).read()
+    assert fleet.counts.model_dump() == {"ready": 1, "behind": 2, "stale": 0, "lost": 0, "failed": 1}
+    assert [(row.lag, row.hosts) for row in fleet.lag] == [(0, 1), (2, 2)]
+    assert Fleet.model_validate_json(fleet.model_dump_json()) == fleet
+
+
+def test_hosts_in_a_channel_without_channel_json(tmp_path: Path) -> None:
+    with pytest.raises(RetryLater, match="not a directory"):
+        FleetReader(tmp_path / "none").read()
+    (tmp_path / "latest").write_text("000002")
+    write_report(tmp_path, replace(REPORT, run_id="foreign-1", served_version=2))
+    fleet = FleetReader(tmp_path).read()
+    assert (fleet.run_id, fleet.latest, fleet.counts.ready) == (None, 2, 1)
+
+
+def test_the_table_has_the_worst_first_and_no_control_characters(channel: Path, weightcast: Command) -> None:
+    write_report(channel, replace(REPORT, served_version=5))
+    write_report(
+        channel, replace(REPORT, host="bad", state="waiting", last_error="E: no space", remedy="free it")
+    )
+    path = Layout(channel).report("bad", "/l")
+    path.write_bytes(path.read_bytes().replace(b'"bad"', b'"b\\u2028d"'))
+    code, out, _ = weightcast("fleet", "--channel", channel)
+    lines = out.splitlines()
+    assert code == 0 and "2 hosts: 1 ready, 0 behind, 0 stale, 0 lost, 1 failed" in lines[0]
+    assert (
+        lines[2].startswith("b\\u2028d") and "E: no space (free it)" in lines[3] and lines[4].startswith("a")
+    )
+    code, out, _ = weightcast("fleet", "--channel", channel, "--json")
+    assert [host["host"] for host in json.loads(out)["hosts"]] == ["a", "b\u2028d"]
+
+
+def test_usage(channel: Path, weightcast: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WEIGHTCAST_CHANNEL", raising=False)
+    assert weightcast("fleet")[0] == 2
+    assert weightcast("fleet", "--url", "ftp://x")[0] == 2
+    assert weightcast("wait", "--channel", channel, "--version", 5, "--fraction", 2)[0] == 3
+    code, _, err = weightcast("fleet", "--url", "127.0.0.1:9")
+    assert code == 4 and "no answer from http://127.0.0.1:9/v1/fleet" in err
+    assert weightcast("wait", "--channel", channel, "--version", 5, "--timeout", 0)[0] == 4
+
+
+def test_a_large_fleet_is_cut_to_the_screen(channel: Path) -> None:
+    for number in range(30):
+        write_report(channel, replace(REPORT, host=f"host-{number:02}"))
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(table(FleetReader(channel).read(), most=5))
+    said = console.export_text()
+    assert "and 25 more" in said and "host-04" in said and "host-05" not in said
