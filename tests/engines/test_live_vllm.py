@@ -58,6 +58,8 @@ class Faulty(LiveServer):
         return {
             **super()._environment(),
             "VLLM_PLUGINS": "weightcast,live_faults",
+            # several ranks on a machine with one NUMA node
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "WEIGHTCAST_TEST_FAULTS": str(self.faults),
         }
 
@@ -126,8 +128,13 @@ def test_folded_versions_and_abort(world: LiveWorld) -> None:
     folded = world.next_tensors()
     for _ in range(2):
         folded = strongly_changed(folded, 1000 + world.version, 0.02)
-    running = world.server.begin(LONG, IN_FLIGHT_TOKENS)
-    world.update(folded, "abort")
+    file, label = world.write(folded), str(world.version + 1)
+    world.server.must("check", file=file)
+    running = world.server.begin(LONG, 600)
+    world.server.must("pause", policy="abort")
+    world.server.must("apply", file=file, label=label)
+    world.server.must("resume")
+    world.moved_to(folded)
     assert running.result(STEP_SECONDS).finish == "abort"
     assert world.errors(world.server.ask(LONG)) == []
 
