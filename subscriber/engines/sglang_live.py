@@ -173,7 +173,10 @@ class SGLangLive:
             "flush_cache": door == "apply",
             "abort_all_requests": False,
         }
-        return _told(self._wire.post_once("/update_weights_from_tensor", request, self._timeouts.reload))
+        # without a pause the update itself waits for the requests in flight
+        drain = self._timeouts.drain if self.spec.policy == "wait" else 0.0
+        seconds = self._timeouts.reload + drain
+        return _told(self._wire.post_once("/update_weights_from_tensor", request, seconds))
 
 
 def named_dummy(name: str) -> str:

@@ -241,6 +241,7 @@ def lose_engine(run: Run) -> None:
     run.strike(victim, lambda: world.published() and world.followed(see_pointer(world.channel)))
     run.rows = passed(victim, before)
     if run.struck:
+        wait_for(lambda: victim.stopped, "suspended")
         world.tell_engines("restart")
         victim.signal(signal.SIGCONT)
         # the state says that the process before serves, until it is looked at again

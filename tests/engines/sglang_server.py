@@ -16,8 +16,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
+import io
 import json
 import os
+import pickle
 import socket
 import time
 from pathlib import Path
@@ -32,6 +34,7 @@ from sglang_release import load_models
 models = load_models()
 app = FastAPI()
 STARTED = time.time()
+LOADER = "weightcast_engine.sglang_hook.load"
 NOT_FLUSHED = (
     "Weights were updated, but the cache was not flushed because requests are still running or queued. "
     "Retract or finish them, then call /flush_cache."
@@ -54,6 +57,9 @@ class Server:
         """race, hang or label-stays: what the next update comes to"""
         self.draft: str | None = None
         """the algorithm of speculative decoding, which has a model of its own"""
+        self.session = False
+        self.applied = 0
+        """patches"""
         self.calls: list[dict[str, Any]] = []
 
     def load(self, directory: Path) -> None:
@@ -111,6 +117,9 @@ MODELS = {
     "/update_weight_version": models.UpdateWeightVersionReqInput,
     "/pause_generation": models.PauseGenerationReqInput,
     "/continue_generation": models.ContinueGenerationReqInput,
+    "/begin_weight_update": models.BeginWeightUpdateReqInput,
+    "/end_weight_update": models.EndWeightUpdateReqInput,
+    "/update_weights_from_tensor": models.UpdateWeightsFromTensorReqInput,
 }
 
 
@@ -141,6 +150,69 @@ def answer(success: bool, message: str) -> JSONResponse:
     reply = models.UpdateWeightFromDiskReqOutput(success=success, message=message)
     told = {name: getattr(reply, name) for name in ("success", "message", "num_paused_requests")}
     return JSONResponse(told, status_code=200 if success else 400)
+
+
+class _Orders(pickle.Unpickler):
+    """Exact names alone, as the release's own."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) != ("torch", "FloatTensor"):
+            raise pickle.UnpicklingError(f"{module}.{name}")
+        return lambda size: size
+
+
+@app.post("/begin_weight_update")
+async def begin(obj: Annotated[models.BeginWeightUpdateReqInput, Body()]) -> JSONResponse:
+    server.session = True
+    return answer(True, "")
+
+
+@app.post("/end_weight_update")
+async def end(obj: Annotated[models.EndWeightUpdateReqInput, Body()]) -> JSONResponse:
+    server.session = False
+    return answer(True, "")
+
+
+@app.post("/update_weights_from_tensor")
+async def update_from_tensor(
+    obj: Annotated[models.UpdateWeightsFromTensorReqInput, Body()],
+) -> JSONResponse:
+    """The hook: its order is a tensor's name. What a patch brings lies on disk already."""
+    while server.paused is None and server.running:
+        await asyncio.sleep(0.01)
+    if not server.session:
+        return answer(False, "update_weights_from_tensor must run between begin and end")
+    if obj.load_format != LOADER:
+        os._exit(1)
+    [raw] = obj.serialized_named_tensors
+    [(name, _)] = _Orders(io.BytesIO(raw)).load()
+    order = json.loads(name)
+    wanted, server.next_update = server.next_update, ""
+    status, told = 200, carried_out(order["door"], order["body"])
+    if order["door"] == "check" and wanted == "refuse":
+        status, told = 422, {"error": "w is transposed", "tensor": "w"}
+    if status == 200 and obj.weight_version is not None:
+        server.label = obj.weight_version
+    added = "" if obj.weight_version is None else f" Weight version updated to {obj.weight_version}."
+    return answer(status == 200, json.dumps({"status": status, **told}) + added)
+
+
+def carried_out(door: str, body: dict[str, Any]) -> dict[str, Any]:
+    if door == "holds":
+        return {}
+    header = patch_header(Path(server.model_path) / ".weightcast" / "engine" / body["file"])
+    if door == "check":
+        return {"changes": sum(one["changes"] for one in header["tensors"])}
+    server.load(Path(server.model_path))
+    server.applied += 1
+    target = header["target"]
+    return {"version": target["version"], "root": target["root"], "label": body["label"]}
+
+
+def patch_header(file: Path) -> dict[str, Any]:
+    data = file.read_bytes()
+    header: dict[str, Any] = json.loads(data[16 : 16 + int.from_bytes(data[8:16], "little")])
+    return header
 
 
 def abort() -> None:
@@ -186,7 +258,8 @@ async def model_info() -> JSONResponse:
 
 @app.get("/server_info")
 async def server_info() -> JSONResponse:
-    return JSONResponse({"speculative_algorithm": server.draft, "weight_version": server.label})
+    told = {"speculative_algorithm": server.draft, "weight_version": server.label}
+    return JSONResponse({**told, "tp_size": 1, "custom_weight_loader": [LOADER]})
 
 
 @app.get("/metrics")

@@ -290,3 +290,24 @@ def test_a_pause_in_place_would_keep_old_blocks(site: Site, run: Run, engine: En
     assert reply.status_code == 400 and engine.double()["stale_blocks"] == 1
     reply = httpx.post(f"{engine.url}/pause_generation", content=b"", trust_env=False, timeout=30)
     assert reply.status_code == 422, "a body is required"
+
+
+def test_patches_of_its_memory_are_orders_that_it_takes(site: Site, run: Run) -> None:
+    engine = Engine(site.stack, site.root / "patched", run.base_dir)
+    host = site.host(run, f"sglang={engine.url},via=live")
+    host.step()
+    engine.forget_calls()
+    run.publish()
+    host.step()
+    assert host.at(run, 1) and host.status.ready and engine.weights == held(run.versions[1])
+    live = host.status.engines[0].live
+    assert live is not None and (live.way, live.patches) == ("live", 1)
+    told = engine.double()
+    assert [call["unknown"] for call in told["calls"]] == [[]] * len(told["calls"])
+    assert (told["applied"], told["label"], told["paused"], told["session"]) == (1, "1", None, False)
+    engine.wish(next_update="refuse", calls=[])
+    run.publish()
+    host.step()
+    assert host.at(run, 2) and engine.weights == held(run.versions[2])
+    assert "w is transposed" in host.status.engines[0].live.reason
+    assert TO_UPDATE in engine.posts() and engine.double()["applied"] == 1

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from core_cases import bytes_of
-from local_cases import Run, following, make_run, patch_keeping_undo, step_to
+from core_cases import Model, all_changed, bytes_of, tensor, write_checkpoint
+from local_cases import Run, following, make_run, patch_keeping_undo, publish, step_to
 
+from weightcast.publisher import init_channel
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.digest.hash import hash_bytes
 from weightcast.shared.errors import DamagedFile, RetryLater
@@ -181,3 +183,22 @@ def test_a_start_drops_what_a_kill_left(run: Run, tmp_path: Path) -> None:
     with following(run, tmp_path / "host") as follower:
         follower.load(Channel.open(run.channel))
         assert list((tmp_path / "host/.weightcast/engine").iterdir()) == []
+
+
+def test_memory_grows_with_the_change_and_not_with_the_model(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    base: Model = {"large": tensor(rng, "BF16", 16 << 20)}
+    run = Run(tmp_path, [base, all_changed(base, rng, 5000)])
+    write_checkpoint(run.base, base)
+    init_channel(run.channel, run.base)
+    publish(run)
+    with following(run, tmp_path / "host") as follower:
+        step_to(follower, 0)
+        local, step = opened(follower), staged(follower, run, 1).step
+        tracemalloc.start()
+        try:
+            patch = write_engine_patch(local, [step], 0)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert patch.changes == 5000 and peak < 1 << 20
