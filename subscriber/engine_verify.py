@@ -26,6 +26,8 @@ _MOST_SECONDS = 10.0
 """of reading at the rate that are saved up"""
 _TURN_SECONDS = 2.0
 """of a turn that reads all: a newer version waits no longer"""
+_AGAIN_SECONDS = 60.0
+"""until an engine that did not answer is asked again: versions wait for its answer meanwhile"""
 _TIMES = 3
 REASON_LIMIT = 500
 
@@ -68,6 +70,7 @@ class _Reading:
     """taken since the last whole pass"""
     seen: str | None = None
     hurried: bool = False
+    not_before: float = 0.0
 
 
 class EngineVerify:
@@ -87,6 +90,7 @@ class EngineVerify:
         self._stop, self._clock, self._now = stop, clock, now
         self._credit, self._turned = 0.0, clock()
         self._readings: dict[str, _Reading] = {}
+        self._turns = 0
 
     def facts(self, name: str) -> EngineVerifyFacts | None:
         """None until it was first read."""
@@ -100,13 +104,20 @@ class EngineVerify:
         self._credit = min(self._credit + (now - self._turned) * self._rate, _MOST_SECONDS * self._rate)
         self._turned = now
         faults: dict[str, str] = {}
-        for name, live in engines.items() if local.state.phase is Phase.CLEAN else ():
+        for name, live in self._in_turn(engines) if local.state.phase is Phase.CLEAN else ():
             reading = self._readings.setdefault(name, _Reading())
             self._count(reading, local.state.position)
             fault = self._read(name, reading, live, local, now)
             if fault:
                 faults[name] = fault
         return faults
+
+    def _in_turn(self, engines: Mapping[str, Live]) -> Sequence[tuple[str, Live]]:
+        """Another one first every time: the rate may be used up by it alone."""
+        self._turns += 1
+        first = self._turns % max(len(engines), 1)
+        every = list(engines.items())
+        return every[first:] + every[:first]
 
     def is_confirmed(self, name: str, live: Live, local: LocalCheckpoint) -> bool:
         """Whether every tensor was read and found right since the engine came to this version."""
@@ -134,6 +145,7 @@ class EngineVerify:
             try:
                 found = live.engine.lanes([local.table[number].name for number in piece])
             except EngineFailed:
+                reading.not_before = self._clock() + _AGAIN_SECONDS
                 break
             if found.changed or found.version != local.state.position.version:
                 break
@@ -145,6 +157,8 @@ class EngineVerify:
         return ""
 
     def _may_read(self, reading: _Reading, began: float) -> bool:
+        if self._clock() < reading.not_before:
+            return False
         if reading.hurried:
             return self._clock() - began < _TURN_SECONDS
         return self._credit > 0

@@ -138,7 +138,7 @@ class VLLMLive:
 
     def lanes(self, names: Sequence[str]) -> EngineLanes:
         order = {"tensors": list(names), "from": 0, "count": len(names)}
-        reply = self._post("digest", order, self._timeouts.reload).require_ok(LOG)
+        reply = self._post("digest", order, self._timeouts.control).require_ok(LOG)
         fields = reply.fields()
         version = fields.get("version")
         return EngineLanes(

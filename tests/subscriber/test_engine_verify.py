@@ -20,10 +20,11 @@ RATE = 1 << 30
 
 
 class World:
-    def __init__(self, site: Site, rate: int = RATE, every: int = 0) -> None:
+    def __init__(self, site: Site, rate: int = RATE, every: int = 0, *more: str) -> None:
         self.run: Run = site.run()
         self.engine = PluginDouble(site.root / "host")
-        self.host: Host = site.host(self.run, f"vllm={site.serve(self.engine)},via=live,name=live")
+        option = f"vllm={site.serve(self.engine)},via=live,name=live"
+        self.host: Host = site.host(self.run, option, *more)
         self.clock = Clock()
         self.verify = EngineVerify(rate, every, clock=self.clock, now=self.clock)
         self.host.step()
@@ -107,6 +108,15 @@ def test_the_pace_is_that_of_the_rate(site: Site) -> None:
     assert world.status.passes == 2
 
 
+def test_engines_of_a_host_are_read_by_turns(site: Site) -> None:
+    second = PluginDouble(site.root / "host")
+    world = World(site, 1000, 0, f"vllm={site.serve(second)},via=live,name=second")
+    for _ in range(40):
+        world.turn()
+    asked = [engine.doors().count("digest") for engine in (world.engine, second)]
+    assert min(asked) > 0 and abs(asked[0] - asked[1]) <= 1
+
+
 def test_without_a_rate_only_every_nth_version_is_read(site: Site) -> None:
     world = World(site, rate=0, every=2)
     asked = []
@@ -154,7 +164,7 @@ def test_a_tensor_that_is_neither_told_nor_refused_is_a_fault(world: World) -> N
 def test_an_answer_that_proves_nothing_is_asked_again(world: World, act: Answer | Drop) -> None:
     world.engine.script(f"{DOOR}/digest", *([act] * 2 if isinstance(act, Drop) else [act]))
     assert world.turn() == {}
-    assert world.turn() == {}
+    assert world.turn(61.0) == {}
     assert world.status.passes == 1 and world.engine.reloaded == 1
 
 
