@@ -1,9 +1,11 @@
 """What publishing costs a trainer's step: python -m benchmarks.step_cost [--megabytes N] [--channel-in DIR]
 
 A bf16 model in torch takes simulated Adam steps. Measured is how long the trainer stands still: in `publish`,
-in `submit`, and in `submit` when the channel takes its time (`--slow` seconds before each pointer, as the
-commit of a bucket mount). `in the step` is the median; `published` is when the version is out, counted from
-the same moment. Beside them one copy of as many bytes, which is what the machine's memory allows.
+in `submit`, in `submit` when the channel takes its time (`--slow` seconds before each pointer, as the commit
+of a bucket mount), in `submit` of fp32 masters, in `submit` of two ranks (threads of this process) that hold
+half of each tensor, as they are or as a copy, and in `put` of a hand-over, whose publisher does not run. `in
+the step` is the median; `published` is when the version is out, counted from the same moment. Beside them one
+copy of as many bytes, which is what the machine's memory allows.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,15 +27,19 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from weightcast.publisher import Publisher, PublishReport, init_channel
+from weightcast.publisher import Publisher, Shard, cast_like, init_channel
+from weightcast.publisher.handover import HandOver
+from weightcast.publisher.submit import Hold
 from weightcast.shared.codec.warm_up import warm_up
 
 from .steps import Masters
 
-Begin = Callable[[Publisher, dict[str, Any]], Callable[[], PublishReport]]
-"""publishes; returns what waits until the version is out"""
+Given = dict[str, Any]
+Begin = Callable[[Given], Callable[[], object]]
+"""hands tensors over; returns what waits until the version is out"""
 
 _LAYERS = 8
+_SHM = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,7 @@ class _Trainer:
         self.tensors = {f"model.layers.{n}.weight": layers[n] for n in range(_LAYERS)}
         self.nbytes = 2 * words
 
-    def step(self) -> dict[str, Any]:
+    def step(self) -> Given:
         self._masters.step(self._density)
         return self.tensors
 
@@ -92,39 +99,106 @@ def measure(plan: Plan, room: Path, channels: Path) -> list[Row]:
     trainer = _Trainer(plan.nbytes, plan.density)
     base = trainer.write(room / "base")
     with ExitStack() as stack:
-        ways: list[tuple[str, Begin, Publisher]] = []
-        plans: list[tuple[str, Begin, float]] = [
-            ("publish", _publish, 0.0),
-            ("submit", _submit, 0.0),
-            (f"submit, channel {plan.slow:g} s late", _submit, plan.slow),
-        ]
-        for name, begin, slow in plans:
-            number = len(ways)
-            init_channel(channels / f"channel-{number}", base)
-            opened = Publisher.open(
-                channels / f"channel-{number}",
-                local=room / f"local-{number}",
-                base=base,
-                threads=plan.threads,
-                post_write=_late(slow),
-            )
-            ways.append((name, begin, stack.enter_context(opened)))
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name, *_ in ways}
+        ways = dict(_ways(plan, stack, _Place(room, channels, base)))
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
         for _ in range(plan.rounds + 1):
             tensors = trainer.step()
-            for name, begin, publisher in ways:
-                times[name].append(_timed(begin, publisher, tensors))
+            for name, begin in ways.items():
+                times[name].append(_timed(begin, tensors))
     rows = [_row(name, found[1:], trainer.nbytes) for name, found in times.items()]
     return [*rows, _copied(trainer, plan.rounds)]
 
 
-def _publish(publisher: Publisher, tensors: dict[str, Any]) -> Callable[[], PublishReport]:
-    report = publisher.publish(tensors)
-    return lambda: report
+@dataclass(frozen=True)
+class _Place:
+    room: Path
+    channels: Path
+    base: Path
+
+    def publisher(self, plan: Plan, name: str, **options: Any) -> Publisher:
+        channel = self.channels / name
+        if not channel.exists():
+            init_channel(channel, self.base)
+        return Publisher.open(
+            channel, local=self.room / f"local-{name}", base=self.base, threads=plan.threads, **options
+        )
 
 
-def _submit(publisher: Publisher, tensors: dict[str, Any]) -> Callable[[], PublishReport]:
-    return publisher.submit(tensors).result
+def _ways(plan: Plan, stack: ExitStack, place: _Place) -> Iterator[tuple[str, Begin]]:
+    def opened(name: str, **options: Any) -> Publisher:
+        return stack.enter_context(place.publisher(plan, name, **options))
+
+    yield "publish", _publish(opened("publish"))
+    yield "submit", _submit(opened("submit"))
+    yield f"submit, channel {plan.slow:g} s late", _submit(opened("late", post_write=_late(plan.slow)))
+    yield "submit, fp32 masters", _submit_masters(opened("masters"))
+    ranks = [opened("ranks", rank=rank, world_size=2) for rank in range(2)]
+    pool = stack.enter_context(ThreadPoolExecutor(2))
+    yield "submit, 2 ranks", _submit_halves(ranks, pool, "tensors")
+    yield "submit, 2 ranks, hold a copy", _submit_halves(ranks, pool, "copy")
+    shared = stack.enter_context(tempfile.TemporaryDirectory(dir=_SHM if _SHM.is_dir() else place.room))
+    yield "hand-over, put", _put(stack.enter_context(HandOver(Path(shared) / "hand-over")))
+
+
+def _publish(publisher: Publisher) -> Begin:
+    def begin(tensors: Given) -> Callable[[], object]:
+        publisher.publish(tensors)
+        return lambda: None
+
+    return begin
+
+
+def _submit(publisher: Publisher) -> Begin:
+    return lambda tensors: publisher.submit(tensors).result
+
+
+def _submit_masters(publisher: Publisher) -> Begin:
+    """The same weights in fp32; making them is not counted."""
+    masters: Given = {}
+
+    def begin(tensors: Given) -> Callable[[], object]:
+        return publisher.submit(cast_like(publisher, masters)).result
+
+    def prepare(tensors: Given) -> None:
+        masters.update({name: tensor.float() for name, tensor in tensors.items()})
+
+    return _Prepared(prepare, begin)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """Something is done before the time counts."""
+
+    prepare: Callable[[Given], None]
+    begin: Begin
+
+    def __call__(self, tensors: Given) -> Callable[[], object]:
+        return self.begin(tensors)
+
+
+def _submit_halves(ranks: Sequence[Publisher], pool: ThreadPoolExecutor, hold: Hold) -> Begin:
+    def half(tensors: Given, rank: int) -> Given:
+        found = {}
+        for name, tensor in tensors.items():
+            middle = tensor.shape[0] // 2
+            rows = slice(0, middle) if rank == 0 else slice(middle, None)
+            found[name] = Shard(tensor[rows], (rank * middle, 0), tuple(tensor.shape))
+        return found
+
+    def begin(tensors: Given) -> Callable[[], object]:
+        numbers = range(len(ranks))
+        handles = list(pool.map(lambda rank: ranks[rank].submit(half(tensors, rank), hold=hold), numbers))
+        return lambda: [handle.result() for handle in handles]
+
+    return begin
+
+
+def _put(hand_over: HandOver) -> Begin:
+    def begin(tensors: Given) -> Callable[[], object]:
+        hand_over.put(tensors)
+        return lambda: None
+
+    return begin
 
 
 def _late(seconds: float) -> Callable[[int, Path, str], None]:
@@ -135,9 +209,11 @@ def _late(seconds: float) -> Callable[[int, Path, str], None]:
     return post_write
 
 
-def _timed(begin: Begin, publisher: Publisher, tensors: dict[str, Any]) -> tuple[float, float]:
+def _timed(begin: Begin, tensors: Given) -> tuple[float, float]:
+    if isinstance(begin, _Prepared):
+        begin.prepare(tensors)
     began = time.perf_counter()
-    result = begin(publisher, tensors)
+    result = begin(tensors)
     free = time.perf_counter()
     result()
     return free - began, time.perf_counter() - began
@@ -161,9 +237,12 @@ def _copied(trainer: _Trainer, rounds: int) -> Row:
 
 def show(rows: list[Row], plan: Plan, console: Console) -> None:
     title = f"{plan.nbytes >> 20} MiB of bf16, {plan.density:.1%} changed, {plan.threads} thread(s)"
-    table = Table("", "in the step, s", "published, s", "GB/s in the step", title=title)
+    head = ("", "in the step, s", "published, s", "GB/s in the step", "copies in memory")
+    table = Table(*head, title=title)
     for row in rows:
-        table.add_row(row.way, f"{row.in_step:.3f}", f"{row.published:.3f}", f"{row.rate / 1e9:.2f}")
+        copies = row.in_step / rows[-1].in_step
+        seconds = (f"{row.in_step:.3f}", f"{row.published:.3f}")
+        table.add_row(row.way, *seconds, f"{row.rate / 1e9:.2f}", f"{copies:.1f}")
     console.print(table)
 
 

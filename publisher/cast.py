@@ -14,7 +14,6 @@ from weightcast.publisher.channel_init import ties_of
 from weightcast.publisher.given import CastTensor, RawTensor, dtype_of
 from weightcast.publisher.names import resolve
 from weightcast.publisher.publisher import Publisher
-from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import Refused
 from weightcast.shared.local.follow import open_base
 from weightcast.shared.words import TensorTable
@@ -72,7 +71,7 @@ def cast_like(
 
 def _run_of(base: str | Path | Publisher) -> tuple[TensorTable, Mapping[str, str]]:
     if isinstance(base, Publisher):
-        file, known = Channel.open(base.channel).require_ours()
+        file, known = base.run
         return known.table, file.aliases
     checkpoint = open_base(Path(base))
     return checkpoint.table, ties_of(Path(base), checkpoint)

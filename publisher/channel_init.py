@@ -149,4 +149,7 @@ def _says_tied(config: Any) -> bool | None:
 def _check_aliases(aliases: Mapping[str, str], base: Base) -> None:
     for alias, name in aliases.items():
         if name not in base.table.numbers or name in aliases:
-            raise Refused(f"alias {alias}={name}: {name} is not a tensor of the base")
+            raise Refused(
+                f"alias {alias}={name}: {name} is not a tensor of the base",
+                remedy="give A=B with B as the base's files name it",
+            )

@@ -326,7 +326,8 @@ class Desk:
 
     def _check_owner(self, publisher: Publisher, error: Exception) -> None:
         if current_epoch(self._settings.channel) > publisher.epoch:
-            self.superseded = error if isinstance(error, Refused) else Refused(str(error))
+            remedy = "another publisher has the channel now: do not start this one again"
+            self.superseded = error if isinstance(error, Refused) else Refused(str(error), remedy=remedy)
             self._stop.request()
             raise self.superseded
 

@@ -102,7 +102,7 @@ def spec_of(name: str, tensor: Any) -> TensorSpec:
     if hasattr(tensor, "full_tensor") or isinstance(tensor, Shard):
         raise Refused(
             f"{name} is a shard of a distributed tensor",
-            remedy="give tensor.full_tensor(), or whole tensors per rank",
+            remedy="give tensor.full_tensor() here; a Publisher on every rank takes shards as they are",
         )
     shape = tuple(int(size) for size in tensor.shape)
     if isinstance(tensor, RawTensor | CastTensor):

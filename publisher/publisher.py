@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from weightcast.publisher.commit import PostWrite
 from weightcast.publisher.finite import NonFinite
@@ -22,11 +22,13 @@ from weightcast.publisher.owner import Owner
 from weightcast.publisher.rendezvous import Rank
 from weightcast.publisher.report import PublishReport
 from weightcast.publisher.resume import Resumed, position, resumed
-from weightcast.publisher.submit import Handle, Submissions, WhenBusy
+from weightcast.publisher.submit import Handle, Hold, Submissions, WhenBusy
 from weightcast.publisher.tensors import CheckpointWeights, GivenWeights, NewWeights
 from weightcast.publisher.upkeep import Background, Upkeep, UpkeepOptions
 from weightcast.publisher.vouching import Vouching
 from weightcast.publisher.work import PublishOptions, Until, Watching, Work
+from weightcast.shared.channel.base import Base
+from weightcast.shared.channel.channel_file import ChannelFile
 from weightcast.shared.channel.claims import Claim, claim, this_process
 from weightcast.shared.channel.index import STEP_ENCODINGS, Encoding
 from weightcast.shared.channel.layout import Layout
@@ -204,6 +206,11 @@ class Publisher:
     def run_id(self) -> str:
         return Channel.open(self._follower.channel_dir).require_ours()[0].run_id
 
+    @functools.cached_property
+    def run(self) -> tuple[ChannelFile, Base]:
+        """What the channel was made with, as it was first read here: neither changes in a run."""
+        return Channel.open(self._follower.channel_dir, self._trust).require_ours()
+
     @property
     def local_version(self) -> int | None:
         state = self._follower.state
@@ -270,6 +277,7 @@ class Publisher:
         *,
         step: int | None = None,
         when_busy: WhenBusy = "block",
+        hold: Hold = "tensors",
     ) -> Handle:
         """Begins the next version and lets the trainer go on; `result()` of the handle is `publish`'s report.
 
@@ -279,11 +287,21 @@ class Publisher:
         for a comparison under way, and withdraws a submission that has not begun. One that waits while
         another is published gives way to the next.
 
+        `hold="copy"`: copies what this process holds into host memory, in the run's precision, and returns:
+        the tensors may change, whatever becomes of channel and other ranks. Costs the step one copy, and as
+        much memory until the comparison is done; twice with `when_busy="newest"`.
+
         Tensors given by an iterator are taken from it here, by this thread. Raises what the submission
         before raised if its `result()` was not asked for; this one is not taken then.
         """
+        if hold not in get_args(Hold):
+            raise Refused(f"hold is {hold!r}", remedy='give "tensors" or "copy"')
         weights = GivenWeights(named_tensors, self.baselines)
-        work = Work(lambda: weights, step, allowed=self._raise_held)
+        if hold == "copy":
+            # not before the one in flight has let go of its own
+            self._submissions.make_way(when_busy)
+            weights = weights.copied()
+        work = Work(lambda: weights, step, allowed=self._raise_held, copied=hold == "copy")
         return self._submissions.submit(work, when_busy)
 
     def wait(
@@ -406,7 +424,7 @@ class Publisher:
         """Full weights of the current version beside it, for hosts without a base. False when they exist."""
         self._submissions.drain()
         if self._owner is None:
-            raise Refused("only rank 0 writes anchors")
+            raise Refused("only rank 0 writes anchors", remedy="call it on rank 0")
         return self._owner.write_anchor()
 
 

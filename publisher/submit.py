@@ -13,6 +13,9 @@ from weightcast.shared.errors import NotInTime, Refused
 WhenBusy = Literal["block", "newest"]
 """`block`: every submission is published, in order. `newest`: one not yet begun gives way to the next."""
 
+Hold = Literal["tensors", "copy"]
+"""What is compared: the trainer's tensors while they stand still, or a copy in host memory."""
+
 Publish = Callable[[Work], PublishReport]
 
 
@@ -48,7 +51,10 @@ class Handle:
 
     def release(self, timeout: float | None = None) -> bool:
         """To be called before the tensors change. A submission that has not begun is withdrawn (False: its
-        weights are not published), for one that has its comparison is waited for. Raises NotInTime."""
+        weights are not published), for one that has its comparison is waited for. One that holds a copy goes
+        on, whatever changes. Raises NotInTime."""
+        if self._work.copied:
+            return True
         if self._withdraw(f"step {self.step} was not published: its tensors changed before its turn"):
             return False
         if not self._free.wait(timeout):
@@ -67,7 +73,7 @@ class Handle:
         if self._error is not None:
             raise self._error
         if self._report is None:
-            raise Refused(f"step {self.step} has no result")
+            raise Refused(f"step {self.step} has no result", remedy="submit it again")
         return self._report
 
     def _wait_out(self) -> PublishReport:
@@ -120,17 +126,23 @@ class Submissions:
 
     def submit(self, work: Work, when_busy: WhenBusy) -> Handle:
         """Raises what the last submission raised and nobody has seen; `work` is not taken then."""
+        self.make_way(when_busy)
+        handle = Handle(work)
+        work.compared = handle._free.set
+        if work.copied:
+            handle._free.set()
+        self._take(handle)
+        if when_busy == "block":
+            handle._free.wait()
+        return handle
+
+    def make_way(self, when_busy: WhenBusy) -> None:
+        """Waits for what `submit` would wait for before it takes anything, and raises what it would."""
         if when_busy not in get_args(WhenBusy):
             raise Refused(f"when_busy is {when_busy!r}", remedy='give "block" or "newest"')
         if when_busy == "block":
             self.drain()
         self.raise_unseen()
-        handle = Handle(work)
-        work.compared = handle._free.set
-        self._take(handle)
-        if when_busy == "block":
-            handle._free.wait()
-        return handle
 
     def until_out(self, work: Work) -> PublishReport:
         """Publishes and returns when the pointer names the version. What is left to do goes on in a thread of

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -163,6 +163,19 @@ class GivenWeights:
         self.table = TensorTable.of([one.whole for one in given.values()])
         self._flat = functools.lru_cache(maxsize=2)(self._flat_uncached)
 
+    def copied(self) -> GivenWeights:
+        """The same in host memory of its own, as the run has it: shards alone, rounded if they are to be."""
+        made: dict[object, RawTensor] = {}
+        given = {}
+        for name, one in self._given.items():
+            key = _place(one.tensor)
+            if key not in made:
+                made[key] = RawTensor(one.spec.dtype, one.spec.shape, _copy(one))
+            given[name] = replace(one, tensor=made[key])
+        copy = GivenWeights({})
+        copy._given, copy.table = given, self.table
+        return copy
+
     def box(self, name: str) -> Box:
         return self._given[name].box
 
@@ -193,12 +206,32 @@ class GivenWeights:
         self._flat.cache_clear()
 
 
+def _copy(one: _Given) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    copy = np.empty(one.spec.nbytes, np.uint8)
+    if one.spec.nbytes:
+        words = _host_words(_flat(one.tensor), one.spec, 0, one.spec.words)
+        copy[:] = words.view(np.uint8)
+    return copy
+
+
+def _place(tensor: Any) -> object:
+    """Equal for tied weights, which are one memory under two names."""
+    if isinstance(tensor, CastTensor):
+        return _place(tensor.tensor), tensor.dtype
+    if isinstance(tensor, np.ndarray | RawTensor):
+        return id(tensor)
+    if tensor.is_conj() or tensor.is_neg():
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
 def _flat(tensor: Any) -> Any:
     """One-dimensional; no copy when the tensor is contiguous."""
     if isinstance(tensor, CastTensor):
         tensor = tensor.made()
     if isinstance(tensor, RawTensor):
-        return tensor.flat.view(kind_of(tensor.dtype).numpy)
+        # by element: words of 8-byte dtypes are bytes
+        return tensor.flat.view(f"<u{DTYPES[tensor.dtype][0]}")
     if isinstance(tensor, np.ndarray):
         return np.ascontiguousarray(tensor).reshape(-1)
     return tensor.detach().contiguous().reshape(-1)

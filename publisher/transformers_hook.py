@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import distributed
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer_callback import ExportableState
@@ -19,7 +21,7 @@ from transformers.trainer_callback import ExportableState
 from weightcast.publisher.cast import cast_like
 from weightcast.publisher.publisher import Publisher
 from weightcast.publisher.resume import Resumed
-from weightcast.publisher.submit import Handle, WhenBusy
+from weightcast.publisher.submit import Handle, Hold, WhenBusy
 from weightcast.shared.errors import Refused
 
 Export = Callable[[Any], Mapping[str, Any] | Iterable[tuple[str, Any]]]
@@ -39,7 +41,10 @@ class PublishCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Publishes after every optimizer step, or after `every` of them and at the end. The trainer's
     checkpoints know their place in the channel; a run that is resumed from one continues the chain.
 
-    The main process publishes; its model must be whole there (one process, or DistributedDataParallel).
+    Where the model is whole on every process (one process, DistributedDataParallel), the main process
+    publishes. Where its parameters are DTensors (FSDP2) every process publishes its local shards, and nothing
+    is gathered. FSDP1 and ZeRO-3, whose parameters are flat or absent, are refused.
+
     Weights in another precision than the base's are rounded to it, as `cast_like` does. What a publication
     raises ends the training at the next step; nothing wrong is published.
     """
@@ -52,6 +57,7 @@ class PublishCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         base: str | Path | None = None,
         every: int = 1,
         when_busy: WhenBusy = "block",
+        hold: Hold = "tensors",
         export: Export = named_tensors,
         **options: Any,
     ) -> None:
@@ -66,11 +72,12 @@ class PublishCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         if every < 1:
             raise Refused(f"every={every}", remedy="give a number of steps, 1 or more")
         self._channel, self._options = channel, {"local": local, "base": base, **options}
-        self._every, self._when_busy, self._export = every, when_busy, export
+        self._every, self._export = every, export
+        self._when_busy, self._hold = when_busy, hold
         self._handle: Handle | None = None
         self._submitted: int | None = None
         self.publisher: Publisher | None = None
-        """while a training runs, on the main process"""
+        """while a training runs, on the processes that publish"""
         self.resumed: Resumed | None = None
         """how far the channel was ahead of the checkpoint that the training went on from"""
 
@@ -87,10 +94,16 @@ class PublishCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()
-        if not state.is_world_process_zero:
+        ranks = _ranks(kwargs["model"], state.is_world_process_zero)
+        if ranks is None:
             return
+        if ranks["world_size"] > 1 and self._when_busy == "newest":
+            raise Refused(
+                'when_busy="newest" with a sharded model: each rank would leave out other steps',
+                remedy='leave when_busy at "block", or give every=',
+            )
         self._submitted = state.global_step
-        self.publisher = Publisher.open(self._channel, **self._options)
+        self.publisher = Publisher.open(self._channel, **self._options, **ranks)
         position = _position_in(state.stateful_callbacks.get(type(self).__name__))
         try:
             self.resumed = None if position is None else self.publisher.load_state_dict(position)
@@ -121,8 +134,24 @@ class PublishCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         if self.publisher is None:
             return
         tensors = cast_like(self.publisher, self._export(model))
-        self._handle = self.publisher.submit(tensors, step=step, when_busy=self._when_busy)
+        self._handle = self.publisher.submit(tensors, step=step, when_busy=self._when_busy, hold=self._hold)
         self._submitted = step
+
+
+def _ranks(model: Any, is_main: bool) -> Mapping[str, Any] | None:
+    """Which rank of how many this process's publisher is; None: the main process publishes for it. The same
+    on all processes, or all raise Refused."""
+    parameters = list(model.parameters())
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise Refused("FSDP1 holds flat parameters, not the model's tensors", remedy="set fsdp_version to 2")
+    if any(hasattr(parameter, "ds_tensor") for parameter in parameters):
+        raise Refused(
+            "DeepSpeed's ZeRO-3 holds pieces of parameters without their places",
+            remedy="train with ZeRO-2 or FSDP2, or publish full checkpoints (publisher run --watch)",
+        )
+    if not any(isinstance(parameter, DTensor) for parameter in parameters):
+        return {"rank": 0, "world_size": 1} if is_main else None
+    return {"rank": distributed.get_rank(), "world_size": distributed.get_world_size()}
 
 
 def _position_in(saved: Any) -> Mapping[str, object] | None:

@@ -78,6 +78,8 @@ class Work:
     """elements by tensor that became NaN or infinite, where this rank compared"""
     allowed: Callable[[], None] | None = None
     """called before anything is written to the channel; raises what forbids it"""
+    copied: bool = False
+    """the new weights are a copy: their owner may change them from the start"""
     changeable: bool = False
     """they may have changed since: never to be read again"""
     out: Callable[[PublishReport], None] | None = None

@@ -19,6 +19,7 @@ OTHER_DISTRIBUTION = ROOT / "subscriber" / "engine_plugin"
 NEEDS_TORCH = {
     "weightcast.benchmarks.on_device",
     "weightcast.benchmarks.step_cost",
+    "weightcast.benchmarks.trainer_step",
     "weightcast.publisher.transformers_hook",
 }
 

@@ -11,7 +11,7 @@ import numpy as np
 from core_cases import Model
 from publisher_cases import Place, as_numpy
 
-from weightcast.publisher import Publisher, PublishReport, Shard
+from weightcast.publisher import Handle, Publisher, PublishReport, Shard
 
 Array = np.ndarray[Any, Any]
 Given = Mapping[str, Any]
@@ -78,6 +78,9 @@ class World:
 
         with ThreadPoolExecutor(len(given)) as pool:
             return list(pool.map(one, sorted(given)))
+
+    def submit(self, rank: int, given: Any, **options: Any) -> Handle:
+        return self._publishers[rank].submit(given, **options)
 
 
 @contextlib.contextmanager

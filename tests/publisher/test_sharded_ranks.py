@@ -212,3 +212,22 @@ def test_each_rank_counts_what_becomes_no_number_in_its_part(tmp_path: Path) -> 
         outcomes = world.publish(halves, 1)
     assert published(outcomes) == 1
     assert [one.non_finite for one in outcomes if isinstance(one, PublishReport)] == [{"w": 1}, {"w": 2}]
+
+
+def test_a_rank_that_holds_a_copy_waits_for_nobody(place: Place) -> None:
+    """Not for ranks that have not come, and its tensors may change."""
+    model = all_changed(place.model, np.random.default_rng(9), 5)
+    given = {
+        rank: {name: one if isinstance(one, Shard) else one.copy() for name, one in cut.items()}
+        for rank, cut in cut_model(model, along(0), 2).items()
+    }
+    with world_of(place, 2) as world:
+        handles = []
+        for rank in (0, 1):
+            handles.append(world.submit(rank, given[rank], hold="copy"))
+            assert handles[rank].free and not handles[0].done
+            for one in given[rank].values():
+                array = one.tensor if isinstance(one, Shard) else one
+                array.reshape(-1).view(np.uint8)[...] ^= 1
+        assert {handle.result(120).version for handle in handles} == {1}
+    place.arrives(model, 1)

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_cases import Model, all_changed, rot, some_changed, tensor, until
+from core_cases import Model, Tensor, all_changed, rot, some_changed, tensor, until
 from publisher_cases import Place, as_numpy, make_place, numpy_model
 
+from weightcast.publisher import cast_like
 from weightcast.publisher.orders import order_rollback
 from weightcast.shared.channel import marks
 from weightcast.shared.errors import NotInTime, Refused, RetryLater, WeightcastError
@@ -321,3 +322,68 @@ def test_an_error_is_retried_by_the_trainer(place: Place, rng: np.random.Generat
         away.rename(place.channel)
         assert publisher.submit(writable(model)).result(SECONDS).version == 2
     place.arrives(model, 2)
+
+
+# copies
+
+
+def test_a_copy_frees_the_tensors_whatever_the_channel_does(
+    place: Place, rng: np.random.Generator, gate: Gate
+) -> None:
+    first = all_changed(place.model, rng)
+    second = all_changed(first, rng)
+    with place.publisher(post_write=gate) as publisher:
+        handles = []
+        for model in (first, second):
+            arrays = writable(model)
+            handles.append(publisher.submit(arrays, when_busy="newest", hold="copy"))
+            assert handles[-1].free
+            scribble(arrays)
+            assert handles[-1].release(), "a copy is not withdrawn"
+        assert publisher.version == 0
+        gate.open.set()
+        assert [handle.result(SECONDS).version for handle in handles] == [1, 2]
+    place.arrives(second, 2)
+
+
+def test_a_copy_waits_for_its_turn(place: Place, rng: np.random.Generator) -> None:
+    model = place.model
+    with place.publisher() as publisher:
+        for _ in range(3):
+            model = all_changed(model, rng)
+            arrays = writable(model)
+            publisher.submit(arrays, hold="copy")
+            scribble(arrays)
+    place.arrives(model, 3)
+
+
+def test_a_copy_of_torch_tensors_tied_and_cast(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    weight = torch.linspace(-2, 2, 70).reshape(7, 10)
+    base = {"e.weight": tensor(np.random.default_rng(0), "BF16", 7, 10)}
+    place = make_place(tmp_path, base, aliases={"head.weight": "e.weight"})
+    with place.publisher() as publisher:
+        tied = {"e.weight": weight, "head.weight": weight.view(7, 10)}
+        handle = publisher.submit(cast_like(publisher, tied), hold="copy")
+        expected = weight.to(torch.bfloat16)
+        weight.zero_()
+        handle.result(SECONDS)
+    data = expected.view(torch.uint8).numpy().reshape(-1).copy()
+    place.arrives({"e.weight": Tensor("BF16", (7, 10), data)}, 1)
+
+
+def test_an_unknown_hold_is_refused(place: Place) -> None:
+    with place.publisher() as publisher, pytest.raises(Refused, match="hold is 'both'"):
+        publisher.submit(writable(place.model), hold="both")  # type: ignore[arg-type]
+
+
+def test_casting_does_not_ask_the_channel(place: Place, rng: np.random.Generator) -> None:
+    arrays = writable(place.model)
+    with place.publisher() as publisher:
+        assert cast_like(publisher, arrays).tensors == 0
+        hidden = place.channel.with_name("gone")
+        place.channel.rename(hidden)
+        try:
+            assert cast_like(publisher, arrays).tensors == 0
+        finally:
+            hidden.rename(place.channel)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Trainer,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
 )
 from trl import GRPOConfig, GRPOTrainer
@@ -236,3 +240,55 @@ def test_grpo_of_trl(tmp_path: Path) -> None:
     trainer.train()
     assert run.version == 3
     assert follows.seen == run.saved and len(follows.seen) == 3
+
+
+def sharded(run: Run, how: str, world: int = 2) -> list[str]:
+    """What each rank's training said; empty where it went well."""
+    command = [sys.executable, str(Path(__file__).with_name("sharded_child.py")), str(run.root)]
+    done = subprocess.run(
+        [*command, str(world), how], check=False, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads((run.root / f"rank-{rank}.json").read_text()) for rank in range(world)]
+
+
+@pytest.mark.parametrize(("kind", "how"), [("tied", "copy"), ("untied", "tensors")])
+def test_every_rank_of_fsdp2_publishes_its_shards(tmp_path: Path, kind: str, how: str) -> None:
+    run = Run(tmp_path, kind)
+    assert sharded(run, how) == ["", ""]
+    assert run.version == 3
+    found = run.on_host()
+    assert found != contents(run.base)
+    with safe_open(run.root / "full.safetensors", "pt") as full:
+        whole = {
+            name: full.get_tensor(name).view(torch.uint8).numpy().tobytes()
+            for name in full.keys()  # noqa: SIM118
+        }
+    assert found == {name: data for name, data in whole.items() if name in found}
+    assert set(whole) - set(found) <= {"lm_head.weight"}, "tied"
+
+
+def test_sharded_ranks_publish_the_same_steps(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    said = sharded(run, "newest")
+    assert all("each rank would leave out other steps" in text for text in said)
+    assert run.version == 0
+
+
+class FullyShardedDataParallel(torch.nn.Linear):
+    """Known by its name: torch's own wants a process group."""
+
+
+def zero_3() -> torch.nn.Module:
+    model = torch.nn.Linear(2, 2)
+    model.weight.ds_tensor = torch.zeros(1)  # as DeepSpeed marks them
+    return model
+
+
+def test_what_holds_no_tensors_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    state = TrainerState(is_world_process_zero=True)
+    for model, text in ((FullyShardedDataParallel(2, 2), "fsdp_version"), (zero_3(), "ZeRO-3")):
+        with pytest.raises(Refused, match=text):
+            run.callback().on_train_begin(None, state, None, model=model)
+    assert run.version == 0

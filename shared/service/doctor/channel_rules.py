@@ -133,7 +133,7 @@ def _needs_write(says: str, role: Role | None, enough: str) -> Finding:
     if role == "subscriber":
         if enough == "ok":
             return Finding(CHANNEL, "permissions", "ok", f"{says}: enough for a host")
-        remedy = "fine for a host; its reports are not seen: let it write to hosts/"
+        remedy = "fine for a host; for its reports: let it write to hosts/, or --report-to the publisher"
         return Finding(CHANNEL, "permissions", "note", says, remedy)
     remedy = "a publisher must write here: mount it read-write, or give its user the directory"
     if role is None:
