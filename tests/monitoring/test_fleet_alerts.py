@@ -1,0 +1,221 @@
+"""A person on call: five hosts, and four things that break. Each is found on the page in a real browser, by
+`weightcast fleet`, and as an alert of a real Prometheus."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from faultkit import Place, until
+from promkit import Prometheus
+from worldkit import Host, World, get
+
+from weightcast.shared.service.cli import run as run_command
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator, Page
+
+pytestmark = pytest.mark.monitoring
+CHROMIUM = os.environ.get("WEIGHTCAST_CHROMIUM", "chromium")
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
+STALE_SECONDS, LOST_SECONDS = 15, 20
+FOUND_SECONDS = 45.0
+"""from a break to its alert, besides the seconds until a silent host counts as lost"""
+SHOWN_MS = 5000.0
+"""from the API to the page"""
+CORRUPTER = """\
+import os, pathlib, sys
+order = pathlib.Path(sys.argv[1])
+if os.environ["WEIGHTCAST_PHASE"] == "version" and order.exists():
+    order.unlink()
+    shards = pathlib.Path(os.environ["WEIGHTCAST_DIR"]).glob("*.safetensors")
+    shard = max(shards, key=lambda path: path.stat().st_size)
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 0x10
+    shard.write_bytes(data)
+"""
+
+
+@dataclass
+class OnCall:
+    """What somebody on call looks at."""
+
+    world: World
+    prometheus: Prometheus
+    page: Page
+    command: Callable[..., dict[str, Any]]
+
+    def in_api(self, name: str) -> dict[str, Any]:
+        fleet = get(self.world.address, "/v1/fleet")
+        return self._of(fleet, name)
+
+    def in_terminal(self, name: str) -> dict[str, Any]:
+        return self._of(self.command("fleet", "--url", self.world.address, "--json"), name)
+
+    def _of(self, fleet: dict[str, Any], name: str) -> dict[str, Any]:
+        local = str(self.world.root / name / "local")
+        found: dict[str, Any] = next(host for host in fleet["hosts"] if host["local"] == local)
+        return found
+
+    def row(self, name: str) -> Locator:
+        return self.page.locator(f"tr.host[data-key='{self.in_api(name)['key']}']")
+
+    def shows_standing(self, name: str, word: str) -> None:
+        self.row(name).locator(".badge", has_text=word).wait_for(timeout=SHOWN_MS)
+
+    def shows_trouble(self, name: str, text: str) -> None:
+        key = self.in_api(name)["key"]
+        self.page.locator(f"tr.host[data-key='{key}'] + tr.trouble", has_text=text).wait_for(timeout=SHOWN_MS)
+
+    def alarmed(self, alert: str, **labels: str) -> None:
+        until(lambda: self.prometheus.firing(alert, **labels), f"{alert} fires", FOUND_SECONDS)
+
+    def calm(self, alert: str) -> None:
+        until(lambda: not self.prometheus.firing(alert), f"{alert} no longer fires", FOUND_SECONDS)
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    from playwright.sync_api import sync_playwright
+
+    found = shutil.which(CHROMIUM)
+    assert found is not None, "chromium is needed here: apt-get install chromium"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found, args=list(FLAGS))
+        yield browser.new_page(viewport={"width": 1280, "height": 900})
+        browser.close()
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+    def call(*arguments: str) -> dict[str, Any]:
+        capsys.readouterr()
+        assert run_command(list(arguments)) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    return call
+
+
+@pytest.fixture
+def world(place: Place, stack: ExitStack, tmp_path: Path) -> World:
+    world = World(place, stack, tmp_path, token="")
+    script = tmp_path / "corrupter.py"
+    script.write_text(CORRUPTER)
+    world.start_publisher(
+        *("--stale-seconds", STALE_SECONDS, "--lost-seconds", LOST_SECONDS),
+        *("--post-write", f"{sys.executable} -S {script} {corrupt_next(world)}"),
+    )
+    place.tmpfs(tmp_path / "full", 16)
+    for name in ("stopped", "engineless", "full", "well-a", "well-b"):
+        more = ("--engine-deadline", "3", "--engine-attempts", "1") if name == "engineless" else ()
+        world.start_host(name, *more, local=tmp_path / name / "local")
+    world.arrive(0)
+    return world
+
+
+def corrupt_next(world: World) -> Path:
+    """While it exists, the next version is damaged between its index and the pointer."""
+    return world.root / "corrupt-next"
+
+
+@pytest.fixture
+def on_call(world: World, page: Page, command: Callable[..., dict[str, Any]]) -> OnCall:
+    prometheus = world.start_prometheus()
+    page.goto(f"http://{world.address}/")
+    return OnCall(world, prometheus, page, command)
+
+
+def test_what_breaks_is_found_on_the_page_in_the_terminal_and_by_an_alert(
+    world: World, on_call: OnCall
+) -> None:
+    all_is_well(world, on_call)
+    with world.publishing(pause_seconds=1.0):
+        a_host_stops(world.hosts["stopped"], on_call)
+        an_engine_dies(world.hosts["engineless"], on_call)
+        filler = a_disk_fills_up(world.hosts["full"], on_call)
+    a_delta_is_corrupt(world, on_call)
+    what_was_mended_recovers(world, on_call, filler)
+    assert "WeightcastCrashes" not in on_call.prometheus.all_firing()
+
+
+def all_is_well(world: World, on_call: OnCall) -> None:
+    world.arrive(world.publish())
+    for name in world.hosts:
+        on_call.shows_standing(name, "Ready")
+        assert on_call.in_terminal(name)["standing"] == "ready"
+    until(lambda: on_call.prometheus.value("sum(up)") == 1 + len(world.hosts), "all are scraped")
+    assert on_call.prometheus.all_firing() == set()
+
+
+def a_host_stops(host: Host, on_call: OnCall) -> None:
+    host.daemon.signal(signal.SIGSTOP)
+    on_call.alarmed("WeightcastHostDown", instance=host.address)
+    until(lambda: on_call.in_api("stopped")["standing"] == "lost", "lost", LOST_SECONDS + FOUND_SECONDS)
+    on_call.shows_standing("stopped", "Lost")
+    found = on_call.in_terminal("stopped")
+    assert found["standing"] == "lost" and found["heard_seconds_ago"] >= LOST_SECONDS and found["lag"] > 3
+    on_call.alarmed("WeightcastHostLost")
+
+
+def an_engine_dies(host: Host, on_call: OnCall) -> None:
+    host.end_engine()
+    on_call.alarmed("WeightcastEngineFailed", instance=host.address, engine="engineless")
+    until(lambda: on_call.in_api("engineless")["standing"] == "failed", "failed", FOUND_SECONDS)
+    on_call.shows_standing("engineless", "Failed")
+    [engine] = on_call.in_terminal("engineless")["engines"]
+    assert (engine["name"], engine["state"]) == ("engineless", "failed")
+
+
+def a_disk_fills_up(host: Host, on_call: OnCall) -> Path:
+    filler = host.local.parent / "filler"
+    left = os.statvfs(host.local)
+    filler.write_bytes(bytes(left.f_bavail * left.f_frsize))
+    on_call.alarmed("WeightcastDiskNearlyFull", instance=host.address, place="local")
+    until(lambda: "MiB free" in on_call.in_api("full")["last_error"], "the disk", FOUND_SECONDS)
+    on_call.shows_trouble("full", "MiB free")
+    found = on_call.in_terminal("full")
+    assert "MiB free" in found["last_error"] and "free space on the local disk" in found["remedy"]
+    return filler
+
+
+def a_delta_is_corrupt(world: World, on_call: OnCall) -> None:
+    """An odd version: no delta leads around it before the next one."""
+    if len(world.versions) % 2 == 0:
+        world.arrive(world.publish(), "well-a", "well-b")
+    corrupt_next(world).touch()
+    damaged = world.publish()
+    assert damaged % 2 == 1
+    for name in ("well-a", "well-b"):
+        host = world.hosts[name]
+        on_call.alarmed("WeightcastDigestMismatch", instance=host.address)
+        until(lambda name=name: "DamagedFile" in on_call.in_api(name)["last_error"], name, FOUND_SECONDS)
+        on_call.shows_trouble(name, "weight_v")
+        assert f"weight_v{damaged:06d}" in on_call.in_terminal(name)["last_error"]
+        assert host.serves(damaged - 1)
+
+
+def what_was_mended_recovers(world: World, on_call: OnCall, filler: Path) -> None:
+    filler.unlink()
+    world.hosts["stopped"].daemon.signal(signal.SIGCONT)
+    newest = world.publish()
+    well = [name for name in world.hosts if name != "engineless"]
+    for name in well:
+        world.hosts[name].daemon.wake()
+    world.arrive(newest, *well)
+    for name in well:
+        until(
+            lambda name=name: on_call.in_api(name)["standing"] == "ready", f"{name} is ready", FOUND_SECONDS
+        )
+        on_call.shows_standing(name, "Ready")
+    for alert in ("WeightcastHostDown", "WeightcastHostLost", "WeightcastDiskNearlyFull"):
+        on_call.calm(alert)
