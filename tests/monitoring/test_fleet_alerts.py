@@ -117,8 +117,7 @@ def world(place: Place, stack: ExitStack, tmp_path: Path) -> World:
     )
     place.tmpfs(tmp_path / "full", 16)
     for name in ("stopped", "engineless", "full", "well-a", "well-b"):
-        more = ("--engine-deadline", "3", "--engine-attempts", "1") if name == "engineless" else ()
-        world.start_host(name, *more, local=tmp_path / name / "local")
+        world.start_host(name, local=tmp_path / name / "local")
     world.arrive(0)
     return world
 
@@ -169,11 +168,12 @@ def a_host_stops(host: Host, on_call: OnCall) -> None:
 
 def an_engine_dies(host: Host, on_call: OnCall) -> None:
     host.end_engine()
-    on_call.alarmed("WeightcastEngineFailed", instance=host.address, engine="engineless")
-    until(lambda: on_call.in_api("engineless")["standing"] == "failed", "failed", FOUND_SECONDS)
-    on_call.shows_standing("engineless", "Failed")
-    [engine] = on_call.in_terminal("engineless")["engines"]
-    assert (engine["name"], engine["state"]) == ("engineless", "failed")
+    on_call.alarmed("WeightcastEngineSilent", instance=host.address, engine="engineless")
+    until(lambda: not on_call.in_api("engineless")["ready"], "not ready", FOUND_SECONDS)
+    on_call.row("engineless").get_by_text("0 of 1 serving").wait_for(timeout=SHOWN_MS)
+    found = on_call.in_terminal("engineless")
+    assert [(engine["name"], engine["state"]) for engine in found["engines"]] == [("engineless", "silent")]
+    assert found["standing"] in ("behind", "failed")
 
 
 def a_disk_fills_up(host: Host, on_call: OnCall) -> Path:
