@@ -9,7 +9,7 @@ import pytest
 
 # runs, engines, mounts and daemons are shared with other rooms' tests
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / room) for room in ("faults", "subscriber", "crash")] + [str(TESTS)]
+sys.path[:0] = [str(TESTS / room) for room in ("faults", "subscriber", "crash", "browser")] + [str(TESTS)]
 
 from faultkit import Namespace, Place  # noqa: E402
 

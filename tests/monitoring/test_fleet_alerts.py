@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from faultkit import Place, until
 from promkit import Prometheus
+from tabs import OpenTab, chromium, tabs
 from worldkit import Host, World, get
 
 from weightcast.shared.service.cli import run as run_command
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
 
 pytestmark = pytest.mark.monitoring
-CHROMIUM = os.environ.get("WEIGHTCAST_CHROMIUM", "chromium")
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
 STALE_SECONDS, LOST_SECONDS = 15, 20
 FOUND_SECONDS = 45.0
 """from a break to its alert, besides the seconds until a silent host counts as lost"""
@@ -84,15 +82,9 @@ class OnCall:
 
 
 @pytest.fixture
-def page() -> Iterator[Page]:
-    from playwright.sync_api import sync_playwright
-
-    found = shutil.which(CHROMIUM)
-    assert found is not None, "chromium is needed here: apt-get install chromium"
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=list(FLAGS))
-        yield browser.new_page(viewport={"width": 1280, "height": 900})
-        browser.close()
+def open_tab() -> Iterator[OpenTab]:
+    with chromium() as browser, tabs(browser) as open_it:
+        yield open_it
 
 
 @pytest.fixture
@@ -128,10 +120,9 @@ def corrupt_next(world: World) -> Path:
 
 
 @pytest.fixture
-def on_call(world: World, page: Page, command: Callable[..., dict[str, Any]]) -> OnCall:
+def on_call(world: World, open_tab: OpenTab, command: Callable[..., dict[str, Any]]) -> OnCall:
     prometheus = world.start_prometheus()
-    page.goto(f"http://{world.address}/")
-    return OnCall(world, prometheus, page, command)
+    return OnCall(world, prometheus, open_tab(f"http://{world.address}/").page, command)
 
 
 def test_what_breaks_is_found_on_the_page_in_the_terminal_and_by_an_alert(
