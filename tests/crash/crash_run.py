@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,8 @@ class Plan:
     def _order(self, name: str, row: str) -> Order:
         if row == RANDOM:
             return Order(RANDOM)
+        if self._missed[name, row] > self.struck[name, row]:
+            return Order(row)
         most = max(1, self.passed[name][row])
         return Order(row, self._rng.choice((1, most, self._rng.randint(1, most))))
 
@@ -245,25 +247,19 @@ class Campaign:
             row.seconds.append(run.seconds)
         row.violations += bool(run.violations)
 
+    def passed(self) -> list[tuple[str, str]]:
+        """Sides, and the rows that they pass."""
+        return sorted(
+            {
+                (SCENARIOS[name].side, row)
+                for name, rows in self.plan.passed.items()
+                for row in rows
+                if name not in WEIGHTS
+            }
+        )
+
     def uncovered(self, cover: int) -> list[str]:
-        """Failpoints with less kills than `cover`; rows, by the kind of file, that a side passes and where it
-        was never killed."""
-        passed = {
-            (SCENARIOS[name].side, row)
-            for name, rows in self.plan.passed.items()
-            for row in rows
-            if name not in WEIGHTS
-        }
-        kills: Counter[str] = Counter()
-        for row in self.rows.values():
-            kills[row.name.partition(" ")[0]] += row.kills
-        failpoints = sorted({row.partition(" ")[0] for _, row in passed})
-        found = [f"{name}: {kills[name]} kills" for name in failpoints if kills[name] < cover]
-        for side, row_name in sorted(passed):
-            known = self.rows.get((side, row_name))
-            if known is None or not known.kills:
-                found.append(f"{row_name}: no {side} was killed there")
-        return found
+        return uncovered(self.passed(), list(self.rows.values()), cover)
 
     def facts(self) -> dict[str, object]:
         return {
@@ -272,8 +268,21 @@ class Campaign:
             "strikes": self.strikes,
             "rows": [asdict(row) for row in self.rows.values()],
             "others": self.others,
+            "passed": self.passed(),
             "violations": [asdict(each) for each in self.violations],
         }
+
+
+def uncovered(passed: Sequence[tuple[str, str]], rows: Sequence[Row], cover: int) -> list[str]:
+    """Failpoints with less kills than `cover`; rows, by the kind of file, that a side passes and where it was
+    never killed."""
+    kills: Counter[str] = Counter()
+    for row in rows:
+        kills[row.name.partition(" ")[0]] += row.kills
+    failpoints = sorted({row.partition(" ")[0] for _, row in passed})
+    found = [f"{name}: {kills[name]} kills" for name in failpoints if kills[name] < cover]
+    killed = {(row.side, row.name) for row in rows if row.kills}
+    return found + [f"{row}: no {side} was killed there" for side, row in passed if (side, row) not in killed]
 
 
 def never_reached(rows: Sequence[Row]) -> list[str]:
@@ -384,7 +393,25 @@ def run_parts(arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
             raise SystemExit(f"a part ended without results: {ended}")
         results = [json.loads(file.read_text()) for file in files]
     merged = {key: sum((each[key] for each in results[1:]), results[0][key]) for key in results[0]}
-    return {**merged, "seed": seed}
+    merged["rows"] = _summed(Row(**row) for row in merged["rows"])
+    passed = sorted({(side, row) for side, row in merged["passed"]})
+    missing = (
+        uncovered(passed, [Row(**row) for row in merged["rows"]], arguments.cover) if arguments.cover else []
+    )
+    return {**merged, "passed": passed, "missing": missing, "seed": seed}
+
+
+def _summed(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Parts strike the same failpoints: one row for each side and failpoint."""
+    found: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        whole = found.setdefault((row.side, row.name), Row(row.side, row.name))
+        whole.kills += row.kills
+        whole.suspended += row.suspended
+        whole.errors += row.errors
+        whole.seconds += row.seconds
+        whole.violations += row.violations
+    return [asdict(row) for row in found.values()]
 
 
 def _part(arguments: argparse.Namespace, seed: int, names: Sequence[str], file: Path) -> list[str]:
@@ -411,7 +438,7 @@ def main() -> int:
         arguments.json.write_text(json.dumps(facts, indent=1))
     if not arguments.part:
         console.print(table_of(facts))
-    for text in facts["missing"]:
+    for text in [] if arguments.part else facts["missing"]:
         console.print(text, style="red", highlight=False)
     violations = len(facts["violations"])
     console.print(f"{facts['kills']} kills, {violations} violations, {facts['seconds']:.0f} s")

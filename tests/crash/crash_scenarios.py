@@ -156,10 +156,10 @@ def make_beside(run: Run) -> None:
     """A running publisher makes anchors and deltas from older versions, and prunes."""
     world = run.world
     victim = _running(world, "publisher")
-    _age_the_trash(world)
     before = victim.wire.counts
     ended = False
-    for _ in range(VERSIONS_BESIDE):
+    for _ in range(VERSIONS_BESIDE if run.order.key else 3 * VERSIONS_BESIDE):
+        _age_the_trash(world)
         victim.wire.order(replace(run.trap, nth=1))
         world.hand_over()
         ended = run.strike(victim, world.quiet)
@@ -197,11 +197,16 @@ def follow(run: Run) -> None:
 def follow_in_group(run: Run, side: Side) -> None:
     """The hosts of an engine group see a new version; the one that leads, or the other, is struck."""
     world = run.world
-    victim = _running(world, side)
-    before = victim.wire.counts
+    leader, victim = _running(world, "host"), _running(world, side)
+    before, released = victim.wire.counts, leader.wire.counts.get("group.released", 0)
     victim.wire.order(run.trap)
     world.hand_over()
-    ended = run.strike(victim, lambda: world.published() and world.followed(see_pointer(world.channel)))
+
+    def settled() -> bool:
+        free = leader.wire.counts.get("group.released", 0) > released
+        return free and world.published() and world.followed(see_pointer(world.channel))
+
+    ended = run.strike(victim, settled)
     run.rows = {row: count for row, count in passed(victim, before).items() if IN_A_GROUP.search(row)}
     if ended:
         run.check(world.violations_now())
@@ -495,7 +500,9 @@ def ranks(run: Run, who: int) -> None:
     if not world.channel.exists():
         world.make_channel()
     step = world.train()
-    shared = run.rng.random() < 0.5
+    shared = run.rng.random() < 0.3
+    if run.rng.random() < 0.4:
+        shutil.rmtree(world.root / "rank1-local", ignore_errors=True)  # another machine
     _prepare_ranks(world, step)
     children = [_rank(world, step, n, shared, run.trap if n == who else Order()) for n in (0, 1)]
     victim = children[who]
