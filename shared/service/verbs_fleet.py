@@ -23,6 +23,8 @@ from weightcast.shared.service.fleet import Fleet, FleetReader, Host
 from weightcast.shared.service.output import JsonOption, Output, printable, to_json
 
 FLEET_PATH = "/v1/fleet"
+MOST = 50
+"""rows, unless all are wanted: a thousand take seconds to lay out, and nobody reads them"""
 _WATCH_SECONDS = 1.0
 _WORST_FIRST = ("failed", "lost", "stale", "behind", "ready")
 _STYLES = {"failed": "bold red", "lost": "red", "stale": "yellow", "behind": "cyan", "ready": "green"}
@@ -55,6 +57,7 @@ def fleet(
     url: UrlOption = None,
     token: TokenOption = None,
     watch: Annotated[bool, typer.Option("--watch", help="Go on, once a second, until Ctrl-C.")] = False,
+    whole: Annotated[bool, typer.Option("--all", help=f"All hosts, not only the {MOST} worst.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show the hosts of a run: who is behind, who is gone, and why. Hosts say this of themselves."""
@@ -63,7 +66,8 @@ def fleet(
             _watch(look, as_json)
             return
         found = look()
-        Output(json=as_json).result(found, lambda console: console.print(table(found)))
+        most = None if whole else MOST
+        Output(json=as_json).result(found, lambda console: console.print(table(found, most)))
 
 
 def wait(
@@ -115,7 +119,7 @@ def _watch(look: Look, as_json: bool) -> None:
         return
     console = Console(markup=False, highlight=False, emoji=False)
     if not sys.stdout.isatty():
-        _repeat(look, lambda found: console.print(table(found)))
+        _repeat(look, lambda found: console.print(table(found, MOST)))
         return
     with Live(console=console, auto_refresh=False, screen=True) as live:
         _repeat(
@@ -154,7 +158,7 @@ def table(fleet: Fleet, most: int | None = None) -> RenderableType:
             grid.add_row("", "", Text(_error(host), style="dim"))
     lines: list[RenderableType] = [_head(fleet), grid]
     if len(shown) < len(hosts):
-        lines.append(f"and {len(hosts) - len(shown)} more")
+        lines.append(f"and {len(hosts) - len(shown)} more, none worse: --all, --json")
     return Group(*lines)
 
 

@@ -21,7 +21,7 @@ from weightcast.shared.channel.reports import Heard, Report, Sighting, write_rep
 from weightcast.shared.errors import RetryLater
 from weightcast.shared.service.cli import run as run_command
 from weightcast.shared.service.fleet import Bounds, Fleet, FleetReader, Host, Run, lag_of, standing_of
-from weightcast.shared.service.verbs_fleet import table
+from weightcast.shared.service.verbs_fleet import MOST, table
 
 REPORT = Report("a", "/l", "run", "ready", 3, 3, "latest", 0, "", (), 1, "weightcast 0", phase="idle")
 Command = Callable[..., tuple[int, str, str]]
@@ -175,6 +175,16 @@ def test_the_table_has_the_worst_first_and_no_control_characters(channel: Path, 
     )
     code, out, _ = weightcast("fleet", "--channel", channel, "--json")
     assert [host["host"] for host in json.loads(out)["hosts"]] == ["a", "b\u2028d"]
+
+
+def test_the_worst_fifty_are_enough_unless_all_are_wanted(channel: Path, weightcast: Command) -> None:
+    for number in range(MOST + 1):
+        write_report(channel, replace(REPORT, host=f"host-{number:02}", served_version=5))
+    write_report(channel, replace(REPORT, host="late"))
+    code, out, _ = weightcast("fleet", "--channel", channel)
+    assert code == 0 and "late" in out.splitlines()[2] and out.splitlines()[-1].startswith("and 2 more")
+    code, out, _ = weightcast("fleet", "--channel", channel, "--all")
+    assert code == 0 and f"host-{MOST}" in out and "more" not in out
 
 
 def test_usage(channel: Path, weightcast: Command, monkeypatch: pytest.MonkeyPatch) -> None:
