@@ -173,6 +173,9 @@ def test_a_host_opens_to_its_engines_and_its_last_updates_by_phase(double: Doubl
     widths = [part.bounding_box() for part in bar.locator("span").all()]
     fetch, patch = (widths[at]["width"] for at in (1, 3))  # type: ignore[index]
     assert fetch == pytest.approx(patch * 0.34 / 0.12, rel=0.05)
+    turned = "element => getComputedStyle(element).transform"
+    opened, closed = (page.locator(f'[aria-expanded="{word}"] > .turn').first for word in ("true", "false"))
+    assert opened.evaluate(turned) != closed.evaluate(turned), "which row is open is to be seen"
     page.get_by_role("button", name="rollout-012").click()
     assert inside.count() == 0
 

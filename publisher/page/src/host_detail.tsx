@@ -33,7 +33,7 @@ function facts(host: Host): [string, string][] {
     ["Run", host.run_id],
     ["Read from the channel", read(host.bytes)],
     ["Retries", count(host.retries)],
-    ["Clock beside the channel's", offset(host.clock_offset_seconds)],
+    ["Clock", offset(host.clock_offset_seconds)],
     ["Software", host.software],
   ];
 }
