@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from vllm_world import (
+    COMMAND,
     LONG,
     REPOSITORY,
     SHORT,
@@ -139,7 +140,7 @@ def test_a_daemon_killed_at_every_step_leaves_engine_and_disk_together(world: Li
         wait_until(lambda process=process: not process.running, f"killed at {step}")  # type: ignore[misc]
         assert process.child.returncode == -signal.SIGKILL
         host.stop()
-        host.program = ("weightcast",)
+        host.program = (COMMAND,)
         host.start()
         host.wait_served(world.run.newest)
         world.require(world.run.newest)

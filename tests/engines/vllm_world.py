@@ -12,6 +12,7 @@ import random
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ VENV = Path(os.environ.get("WEIGHTCAST_ENGINE_VENV", REPOSITORY / ".venv-vllm"))
 NO_KEEP_ALIVE = httpx.Limits(max_keepalive_connections=0)
 """an idle connection may be dropped by the server just when it is used again"""
 START_SECONDS = 600.0
+COMMAND = Path(sys.executable).with_name("weightcast")
 STEP_SECONDS = 240.0
 """many times what an idle machine takes"""
 TOLERANCE = 2e-4
@@ -300,7 +302,7 @@ class Server:
 def one_shot(*words: str | Path, code: int = 0) -> str:
     """A `weightcast` command; its output."""
     done = subprocess.run(
-        ["weightcast", *map(str, words)], capture_output=True, text=True, timeout=STEP_SECONDS, check=False
+        [COMMAND, *map(str, words)], capture_output=True, text=True, timeout=STEP_SECONDS, check=False
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
@@ -328,7 +330,7 @@ class Host:
     process: Process | None = None
     starts: int = 0
     extra: Sequence[str] = field(default_factory=tuple)
-    program: Sequence[str | Path] = ("weightcast",)
+    program: Sequence[str | Path] = (COMMAND,)
 
     def start(self) -> None:
         self.starts += 1
