@@ -54,7 +54,7 @@ def test_publishes_what_comes_in_and_ends_on_sigterm(places: Places, started: St
     assert status["ready"] and status["publications"][0]["step"] == 1 and status["epoch"] == 1
     assert status["publications"][0]["delta_bytes"] > 0 and status["publications"][0]["full_bytes"] > 0
     assert status["inbox"]["refused"] == [] and status["last_error"] is None and status["hosts"] == []
-    assert local_bytes(places.local, base_tensors()) == plain(changed(base_tensors(), 1))
+    wait_until(lambda: local_bytes(places.local, base_tensors()) == plain(changed(base_tensors(), 1)))
 
     before = snapshot(places.channel)
     bad = base_tensors()

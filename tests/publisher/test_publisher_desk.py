@@ -107,7 +107,7 @@ def test_a_renamed_checkpoint_is_a_version_and_the_local_checkpoint_follows(
         rename_in(places.watch / f"step_{step}", weights(step), shards=step)
         office.step()
         assert places.latest() == f"00000{step}"
-        assert local_bytes(places.local, weights(step)) == plain(weights(step))
+        wait_until(lambda step=step: local_bytes(places.local, weights(step)) == plain(weights(step)))
     assert office.published() == [(1, 1), (2, 2)]
 
 
