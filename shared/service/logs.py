@@ -24,24 +24,26 @@ def setup_logs(
     stream: TextIO | None = None,
 ) -> None:
     """Configures structlog for this process and sends the standard library's records (uvicorn's, from level
-    warning) the same way. `stream` is stderr when None."""
-    target = sys.stderr if stream is None else stream
-    _structlog.configure = lambda: _configure(form, level, target)
+    warning) the same way. `stream` is stderr, as it stands when an event is written, when None."""
+    _structlog.configure = lambda: _configure(form, level, stream)
     _adopt_standard_logging(max(_LEVELS[level], logging.WARNING))
 
 
-def _configure(form: Literal["console", "json"], level: str, target: TextIO) -> None:
+def _configure(form: Literal["console", "json"], level: str, stream: TextIO | None) -> None:
     import structlog
+
+    def target() -> TextIO:
+        return sys.stderr if stream is None else stream
 
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            *_renderers(form, target),
+            *_renderers(form, colors=target().isatty()),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
-        logger_factory=structlog.PrintLoggerFactory(target),
+        logger_factory=lambda *arguments: structlog.PrintLogger(target()),
         cache_logger_on_first_use=False,
     )
 
@@ -79,7 +81,7 @@ def get_log(room: str) -> Any:
     return _Log(room)
 
 
-def _renderers(form: Literal["console", "json"], target: TextIO) -> list[Any]:
+def _renderers(form: Literal["console", "json"], colors: bool) -> list[Any]:
     import structlog
     import structlog.tracebacks
 
@@ -92,7 +94,7 @@ def _renderers(form: Literal["console", "json"], target: TextIO) -> list[Any]:
     return [
         _mask,
         _one_line,
-        structlog.dev.ConsoleRenderer(colors=target.isatty(), pad_event_to=0, exception_formatter=plain),
+        structlog.dev.ConsoleRenderer(colors=colors, pad_event_to=0, exception_formatter=plain),
     ]
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
@@ -39,6 +40,18 @@ def test_console_events_stay_on_their_line() -> None:
     assert stream.getvalue().count("\n") == 1
     assert "\x1b" not in stream.getvalue()
     assert "odd name" in stream.getvalue()
+
+
+def test_events_follow_a_stderr_that_was_replaced() -> None:
+    closed, later, last = io.StringIO(), io.StringIO(), io.StringIO()
+    with contextlib.redirect_stderr(closed):
+        setup_logs("json", "info")
+    closed.close()
+    for stream in (later, last):
+        with contextlib.redirect_stderr(stream):
+            get_log("sync").info("applied")
+        assert json.loads(stream.getvalue())["event"] == "applied"
+        stream.close()
 
 
 @pytest.mark.parametrize("form", ["console", "json"])
