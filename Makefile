@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 test: install
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadscope
 
 # Real engines, in environments of their own (3.4 GB each). Four starts, about six minutes; full: sixteen, twice.
 ENGINES := .venv-vllm

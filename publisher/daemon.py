@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 from weightcast.publisher.desk import Desk
 from weightcast.publisher.fleet_figures import FleetFigures
-from weightcast.publisher.fleet_routes import REPORTS_PATH, fleet_routes
+from weightcast.publisher.fleet_routes import fleet_routes
 from weightcast.publisher.fleet_view import FleetView
 from weightcast.publisher.page_routes import PAGE_PATHS, page_routes
 from weightcast.publisher.routes import publication_routes
@@ -14,6 +14,7 @@ from weightcast.publisher.settings import PublisherSettings
 from weightcast.publisher.status import PublisherStatus, host_status
 from weightcast.publisher.watched import Arrivals
 from weightcast.shared.service.daemon import Stop, Wakeup, run_daemon
+from weightcast.shared.service.fleet import REPORTS_PATH
 from weightcast.shared.service.http import make_app
 from weightcast.shared.service.kernels import STATUS, warm_up_in_background
 from weightcast.shared.service.metrics import new_registry, watch_loop

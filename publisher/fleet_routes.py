@@ -18,10 +18,9 @@ from weightcast.publisher.outlook import CatchUp, PrunePlan, Versions
 from weightcast.publisher.posted import TooMany
 from weightcast.shared.channel.reports import REPORT_LIMIT
 from weightcast.shared.errors import RetryLater
-from weightcast.shared.service.fleet import Fleet, Host
+from weightcast.shared.service.fleet import REPORTS_PATH, Fleet, Host
 from weightcast.shared.service.snapshot import Failure, Frozen
 
-REPORTS_PATH = "/v1/reports"
 MOST_STREAMS = 64
 REFRESH_SECONDS = 10.0
 """after which the fleet is told again, though only the time changed"""

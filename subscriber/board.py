@@ -6,12 +6,12 @@ import socket
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib.metadata import version as version_of_package
 from typing import Literal
 
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.local.state import EngineState, LocalState, Mark, Phase
+from weightcast.shared.service.fleet import SOFTWARE
 from weightcast.shared.service.snapshot import Snapshot
 from weightcast.shared.service.verify import verify_status
 from weightcast.subscriber.engine_verify import EngineVerifyFacts
@@ -37,7 +37,6 @@ from weightcast.subscriber.status import (
 )
 from weightcast.subscriber.sync import Sync, SyncOptions
 
-SOFTWARE = f"weightcast {version_of_package('weightcast')}"
 ShownMark = Literal["served", "pausing", "suspect", "unknown"]
 
 

@@ -17,6 +17,7 @@ from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.reports import UPDATES_LIMIT, Report, Update, pack_report, write_report
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.service.client import Daemon, parsed
+from weightcast.shared.service.fleet import REPORTS_PATH
 from weightcast.shared.service.logs import get_log
 from weightcast.subscriber.settings import SubscriberSettings
 from weightcast.subscriber.status import EngineStatus, HostStatus, UpdateStatus
@@ -29,7 +30,6 @@ PHASE_SECONDS = 5.0
 """before a phase is worth a report of its own"""
 LONGEST_PAUSE = 60.0
 """before the next try where reports cannot be delivered"""
-REPORTS_PATH = "/v1/reports"
 _LOOK_SECONDS = 0.25
 _STOP_SECONDS = 2.0
 _POST_SECONDS = 5.0

@@ -183,9 +183,9 @@ class HostStatus(Frozen):
     updates: tuple[UpdateStatus, ...] = ()
     """newest last"""
     bytes_read: int = 0
+    """from the channel, since the start"""
     bytes_by_cause: Mapping[Cause, int] = {}
     """the same bytes, once what they are for has ended"""
-    """from the channel, since the start"""
     engines: tuple[EngineStatus, ...] = ()
     last_full_hash: float | None = None
     """unix time at which every byte was last read and agreed with the root"""

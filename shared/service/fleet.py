@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +21,10 @@ from weightcast.shared.errors import RetryLater
 from weightcast.shared.files.durable import read_file
 from weightcast.shared.service.snapshot import Frozen
 
+SOFTWARE = f"weightcast {version('weightcast')}"
+"""what a daemon says that it is"""
+REPORTS_PATH = "/v1/reports"
+"""of the publisher, where hosts post what they cannot write into the channel"""
 STALE_SECONDS = 60.0
 LOST_SECONDS = 120.0
 MOST_WITH_UPDATES = 100
@@ -288,11 +293,6 @@ def count(hosts: Iterable[Host]) -> Counts:
 def distribution(hosts: Iterable[Host]) -> tuple[LagCount, ...]:
     found = Counter(host.lag for host in hosts if host.presence != "lost" and host.lag is not None)
     return tuple(LagCount(lag=lag, hosts=hosts) for lag, hosts in sorted(found.items()))
-
-
-def read_fleet(channel: Path) -> Fleet:
-    """One look. Raises what `FleetReader.read` raises."""
-    return FleetReader(channel).read()
 
 
 def of_run(fleet: Fleet) -> Sequence[Host]:
