@@ -16,7 +16,7 @@ import numpy as np
 
 from weightcast.publisher.commit import create_index, discard
 from weightcast.shared.channel.claims import Claim
-from weightcast.shared.channel.delta import file_record
+from weightcast.shared.channel.file_record import file_record
 from weightcast.shared.channel.index import INDEX_NAME, FileRecord, Index, TensorRecord, Totals
 from weightcast.shared.channel.keys import PrivateKey
 from weightcast.shared.channel.layout import Layout

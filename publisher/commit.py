@@ -16,7 +16,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from weightcast.shared.channel.claims import Claim
-from weightcast.shared.channel.delta import file_record
+from weightcast.shared.channel.file_record import file_record
 from weightcast.shared.channel.index import INDEX_NAME, Index, write_index
 from weightcast.shared.channel.keys import PrivateKey
 from weightcast.shared.channel.layout import Layout

@@ -11,7 +11,8 @@ from weightcast.publisher.finite import NonFinite, became_non_finite, check_fini
 from weightcast.publisher.match import Matched
 from weightcast.publisher.on_device import Near, drifted
 from weightcast.publisher.tensors import NewWeights
-from weightcast.shared.channel.delta import ChunkStep, PartFiles, ShardWriter
+from weightcast.shared.channel.chunk_step import ChunkStep
+from weightcast.shared.channel.delta_writer import PartFiles, ShardWriter
 from weightcast.shared.codec.changes import Changes, compare
 from weightcast.shared.codec.choose import FetchWords
 from weightcast.shared.codec.parallel import ordered

@@ -21,8 +21,9 @@ from weightcast.publisher.commit import discard, new_parts_dir
 from weightcast.publisher.history import History
 from weightcast.publisher.past import Past
 from weightcast.shared.channel.chain import check_files
+from weightcast.shared.channel.chunk_step import ChunkStep
 from weightcast.shared.channel.claims import Claim
-from weightcast.shared.channel.delta import ChunkStep, ShardWriter, open_shard_writer
+from weightcast.shared.channel.delta_writer import ShardWriter, open_shard_writer
 from weightcast.shared.channel.index import INDEX_LIMIT, INDEX_NAME, FileRecord, Index, parse_index
 from weightcast.shared.channel.layout import Layout, version_name
 from weightcast.shared.channel.signing import signature_path

@@ -15,8 +15,10 @@ import numpy as np
 
 from weightcast.publisher.commit import create_index, discard, verify_files
 from weightcast.publisher.past import Past
+from weightcast.shared.channel.chunk_step import ChunkStep
 from weightcast.shared.channel.claims import Claim
-from weightcast.shared.channel.delta import ChunkStep, PartFiles, ShardWriter, open_delta, open_shard_writer
+from weightcast.shared.channel.delta_reader import open_delta
+from weightcast.shared.channel.delta_writer import PartFiles, ShardWriter, open_shard_writer
 from weightcast.shared.channel.index import INDEX_NAME, Index, TensorRecord, Totals, parse_index, write_index
 from weightcast.shared.channel.keys import PrivateKey
 from weightcast.shared.channel.layout import Layout

@@ -16,7 +16,7 @@ from weightcast.publisher.match import Matched
 from weightcast.publisher.rendezvous import Rank
 from weightcast.publisher.tensors import NewWeights
 from weightcast.publisher.work import PartWriter, PublishOptions
-from weightcast.shared.channel.delta import file_record
+from weightcast.shared.channel.file_record import file_record
 from weightcast.shared.channel.index import Index
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.files import durable

@@ -20,7 +20,7 @@ from weightcast.publisher.rendezvous import Rank, shard_name
 from weightcast.publisher.report import PublishReport
 from weightcast.publisher.tensors import NewWeights
 from weightcast.shared.channel.channel_file import ChannelFile
-from weightcast.shared.channel.delta import open_shard_writer
+from weightcast.shared.channel.delta_writer import open_shard_writer
 from weightcast.shared.channel.index import INDEX_NAME, Encoding, Index
 from weightcast.shared.channel.keys import PrivateKey
 from weightcast.shared.channel.signing import Trust

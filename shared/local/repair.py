@@ -19,7 +19,7 @@ from blake3 import blake3
 
 from weightcast.shared.channel.base import BASE_LIMIT, Base, parse_base, write_base
 from weightcast.shared.channel.chain import check_files
-from weightcast.shared.channel.delta import open_delta
+from weightcast.shared.channel.delta_reader import open_delta
 from weightcast.shared.channel.index import STEP_ENCODINGS, FileRecord, ForeignIndex, Index
 from weightcast.shared.digest.root import root
 from weightcast.shared.errors import DamagedFile, RetryLater, WeightcastError

@@ -18,7 +18,7 @@ import numpy as np
 from blake3 import blake3
 
 from weightcast.shared.channel.base import Base, parse_base, write_base
-from weightcast.shared.channel.delta import file_record
+from weightcast.shared.channel.file_record import file_record
 from weightcast.shared.channel.index import INDEX_NAME, FileRecord, Index
 from weightcast.shared.digest.root import root
 from weightcast.shared.errors import DamagedFile, NeedsReseed, Refused, RetryLater, WrongRun

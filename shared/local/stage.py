@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from weightcast.shared.channel.delta import ChunkStep, DeltaReader, open_delta
+from weightcast.shared.channel.chunk_step import ChunkStep
+from weightcast.shared.channel.delta_reader import DeltaReader, open_delta
 from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.codec.changes import Changes
 from weightcast.shared.codec.parallel import ordered

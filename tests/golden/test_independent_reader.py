@@ -23,7 +23,8 @@ from core_cases import (
 from independent_reader import read
 
 from weightcast.publisher import Publisher, init_channel
-from weightcast.shared.channel.delta import ChunkStep, open_shard_writer
+from weightcast.shared.channel.chunk_step import ChunkStep
+from weightcast.shared.channel.delta_writer import open_shard_writer
 from weightcast.shared.channel.index import Encoding, Index, TensorRecord, Totals, write_index
 from weightcast.shared.channel.layout import INDEX_NAME, Layout
 from weightcast.shared.channel.pointer import write_pointer

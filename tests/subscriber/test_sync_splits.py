@@ -10,7 +10,8 @@ import pytest
 from hosts import Run, SGLang, Site, Weights
 
 from weightcast.publisher.publisher import Publisher
-from weightcast.shared.channel.delta import ChunkStep, open_shard_writer
+from weightcast.shared.channel.chunk_step import ChunkStep
+from weightcast.shared.channel.delta_writer import open_shard_writer
 from weightcast.shared.channel.index import Encoding, Index, TensorRecord, Totals, write_index
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.pointer import write_pointer
