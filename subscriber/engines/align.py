@@ -145,7 +145,9 @@ class _Alignment:
         # A process that is not there maps nothing; one that is silent may.
         if before_reload is not None and (facts.absent or self.engine.copies_weights):
             hindrance = self.patch_beside(before_reload)
-        self.doubt()
+        # One that is merely slow to answer holds what it held; one that starts may read files under a patch.
+        if facts.absent or not self.engine.copies_weights:
+            self.doubt()
         return self.result("failed", hindrance or f"{self.engine.spec.url} does not answer")
 
     def patch_beside(self, before_reload: Callable[[], None]) -> str | None:

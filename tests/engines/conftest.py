@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from statistics import median
 
 import pytest
-from vllm_world import HERE, START_SECONDS, TIMES, FreshLoad, Starts, World, engine_python
+from vllm_world import (
+    HERE,
+    LOGS,
+    START_SECONDS,
+    TIMES,
+    FreshLoad,
+    Starts,
+    World,
+    engine_python,
+    tail_of,
+)
+
+LOGS_SHOWN = 3
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What shares an engine comes together."""
     items.sort(key=_variant)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failure shows what engine and daemon said last."""
+    report = yield
+    if report.failed:
+        for log in [log for log in LOGS if log.exists()][-LOGS_SHOWN:]:
+            report.sections.append((f"end of {log.parent.name}/{log.name}", tail_of(log)))
+    return report
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

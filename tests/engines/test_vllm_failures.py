@@ -17,7 +17,7 @@ from vllm_world import LONG, STEP_SECONDS, Tensors, World, copy_checkpoint, wait
 
 from weightcast.shared.errors import WeightcastError
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 SHARDED, SINGLE = "qwen2-untied-sharded-bf16", "llama-untied-single-fp32"
 NORM = "model.norm.weight"
 

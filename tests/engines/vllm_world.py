@@ -35,10 +35,12 @@ REPOSITORY = HERE.parents[1]
 VENV = Path(os.environ.get("WEIGHTCAST_ENGINE_VENV", REPOSITORY / ".venv-vllm"))
 NO_KEEP_ALIVE = httpx.Limits(max_keepalive_connections=0)
 """an idle connection may be dropped by the server just when it is used again"""
-START_SECONDS = 600.0
+START_SECONDS = 900.0
 COMMAND = Path(sys.executable).with_name("weightcast")
-STEP_SECONDS = 240.0
-"""many times what an idle machine takes"""
+STEP_SECONDS = 420.0
+"""a hundred times what an idle machine takes: nothing here may fail because a machine is busy"""
+LOGS: list[Path] = []
+"""of all processes that a test may have to do with, the newest last; shown when one fails"""
 TOLERANCE = 2e-4
 """nats: float32 sums in another order (fused layers, chunked prefill) differ by a tenth of it, a stale layer
 or KV block by thousands of times as much"""
@@ -50,6 +52,19 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = STEP
         if time.monotonic() > deadline:
             pytest.fail(f"{what}: not within {seconds:.0f} s")
         pause.wait(0.02)
+
+
+def tail_of(log: Path, lines: int = 40) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def reserved_port() -> socket.socket:
+    """A port that nobody else is given while the socket is open. It does not listen: a server that sets
+    SO_REUSEADDR too, as vLLM does, can, now and after a restart."""
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
 
 
 def engine_python() -> Path:
@@ -68,6 +83,8 @@ class Process:
 
     @classmethod
     def start(cls, log: Path, command: Sequence[str | Path], env: Mapping[str, str] | None = None) -> Process:
+        if log not in LOGS:
+            LOGS.append(log)
         with log.open("ab") as stream:
             child = subprocess.Popen(
                 [str(word) for word in command],
@@ -84,7 +101,7 @@ class Process:
         return self.child.poll() is None
 
     def tail(self) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
+        return tail_of(self.log)
 
     def stop(self, grace: float = 20.0) -> None:
         self._signal(signal.SIGTERM)
@@ -177,14 +194,13 @@ class Answer:
 
 
 class Server:
-    """vLLM's OpenAI server on a free port."""
+    """vLLM's OpenAI server on a port of its own."""
 
     def __init__(
         self, model: Path, log: Path, *, arguments: Sequence[str] = (), api_key: str | None = None
     ) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self._reserved = reserved_port()
+        self.port = self._reserved.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._model, self._log, self._arguments = model, log, list(arguments)
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
@@ -196,6 +212,7 @@ class Server:
             trust_env=False,
             limits=NO_KEEP_ALIVE,
         )
+        self.api_key = api_key
         self._pool = ThreadPoolExecutor(16)
         self.process = self._start()
 
@@ -241,6 +258,9 @@ class Server:
     @property
     def paused(self) -> bool:
         return bool(self._client.get("/is_paused", timeout=10).json()["is_paused"])
+
+    def status_without_key(self, path: str) -> int:
+        return httpx.get(self.url + path, timeout=STEP_SECONDS, trust_env=False).status_code
 
     def fetch(self, path: str) -> Any:
         return self._client.get(path).raise_for_status().json()
@@ -297,6 +317,7 @@ class Server:
         self.process.stop()
         self._pool.shutdown()
         self._client.close()
+        self._reserved.close()
 
 
 def one_shot(*words: str | Path, code: int = 0) -> str:
@@ -495,9 +516,14 @@ class World:
         [judged] = self.judge.judge(self.run.versions[version], [(answer.prompt, answer.tokens)])
         return answer.fits(judged)
 
+    def option(self, added: str = "") -> str:
+        """`--engine` for this server."""
+        key = "" if self.server.api_key is None else f",api_key_env={KEY_VARIABLE}"
+        return f"vllm={self.server.url}{key}{added}"
+
     def start_host(self, *extra: str, path: Path | None = None) -> None:
         """The daemon anew unless it runs with these options; the newest version is served then."""
-        option = f"vllm={self.server.url}" + ("" if path is None else f",path={path}")
+        option = self.option("" if path is None else f",path={path}")
         self.host.supervise()
         if self.host.process is None or (self.host.engine, tuple(self.host.extra)) != (option, extra):
             self.host.extra = extra
@@ -563,6 +589,11 @@ class World:
         )
 
 
+KEYED = "qwen2-untied-sharded-bf16"
+"""its server is started with an API key"""
+KEY_VARIABLE, KEY = "WEIGHTCAST_TEST_ENGINE_KEY", "key-of-an-engine-under-test"
+
+
 class Starts:
     """One engine at a time: another variant ends the one before."""
 
@@ -572,10 +603,12 @@ class Starts:
         self._stack = ExitStack()
 
     def __enter__(self) -> Starts:
+        os.environ[KEY_VARIABLE] = KEY
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
+        del os.environ[KEY_VARIABLE]
 
     def world(self, variant: str) -> World:
         if variant != self._variant:
@@ -590,10 +623,15 @@ class Starts:
         run = self._stack.enter_context(Run(root, self._models / variant))
         local = root / "local"
         one_shot("sync", "--channel", run.channel, "--base", run.base, "--local", local)
-        server = self._stack.enter_context(Server(local, root / "vllm.log"))
-        host = Host(root, run.channel, run.base, local, f"vllm={server.url}")
-        self._stack.callback(host.stop)
-        return World(root, run, server, host, self._judge)
+        api_key = KEY if variant == KEYED else None
+        server = self._stack.enter_context(Server(local, root / "vllm.log", api_key=api_key))
+        return self._world_of(root, run, server, local)
+
+    def _world_of(self, root: Path, run: Run, server: Server, local: Path) -> World:
+        world = World(root, run, server, Host(root, run.channel, run.base, local, ""), self._judge)
+        world.host.engine = world.option()
+        self._stack.callback(world.host.stop)
+        return world
 
     def other_world(self, variant: str) -> World:
         """Another run of the same model, other files and dtype, whose host finds the engine in use."""
@@ -601,9 +639,7 @@ class Starts:
         root.mkdir()
         base = self._models / "-".join(OTHER.get(word, word) for word in variant.split("-"))
         run = self._stack.enter_context(Run(root, base))
-        host = Host(root, run.channel, run.base, root / "local", f"vllm={self._world.server.url}")
-        self._stack.callback(host.stop)
-        return World(root, run, self._world.server, host, self._judge)
+        return self._world_of(root, run, self._world.server, root / "local")
 
 
 OTHER = {"single": "sharded", "sharded": "single", "bf16": "fp32", "fp32": "bf16"}

@@ -320,6 +320,18 @@ def test_an_absent_engine_is_marked_for_a_reload(host: Host, kind: str) -> None:
     assert (result.state, result.attempts, host.noted()) == ("failed", 0, ["suspect"])
 
 
+@pytest.mark.parametrize("kind", ["vllm"])
+def test_an_engine_too_busy_to_answer_is_not_kept_paused_by_a_later_refusal(host: Host, kind: str) -> None:
+    double = DOUBLES[kind]()
+    engine = host.engine(kind, double)
+    double.script("/is_paused", Hang())
+    assert (host.align(engine).state, host.noted()) == ("failed", [])
+    double.release()
+    double.script(RELOAD[kind], Answer(404))
+    assert host.align(engine).state == "refused"
+    assert not double.paused and host.noted() == ["pausing", "refused"]
+
+
 # Patches that fail
 
 
