@@ -20,6 +20,7 @@ from weightcast.shared.channel.index import FileRecord, ForeignIndex, Index
 from weightcast.shared.errors import DamagedFile, RetryLater
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.durable import open_regular
+from weightcast.shared.files.space import require_free
 from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.spool import Arrivals, Spool
 from weightcast.shared.progress import Advance
@@ -46,12 +47,7 @@ def check_space(paths: LocalPaths, versions: Sequence[Index | ForeignIndex]) -> 
     wanted = ROOM_BYTES
     wanted += sum(file.size for version in ours for file in version.files)
     wanted += sum(chunk.changed for version in ours for chunk in version.chunks) * JOURNAL_BYTES
-    free = os.statvfs(paths.room)
-    if free.f_bavail * free.f_frsize < wanted:
-        raise RetryLater(
-            f"{paths.room}: {free.f_bavail * free.f_frsize >> 20} MiB free, staging needs {wanted >> 20} MiB",
-            remedy="free space on the local disk; nothing was changed",
-        )
+    require_free(paths.room, wanted, "staging")
 
 
 def fetch(

@@ -26,6 +26,7 @@ from weightcast.shared.errors import DamagedFile, RetryLater, WeightcastError
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import open_checkpoint
+from weightcast.shared.files.space import require_free
 from weightcast.shared.local.hashing import Differs, differing, full_hash, hash_tensor, nearest
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths, gather
 from weightcast.shared.local.patch import repairable, require_files
@@ -320,12 +321,7 @@ def _build(
 
 def _check_room(local: LocalCheckpoint, walk: Walk) -> None:
     wanted = sum((run.stop - run.start) * local.table[run.tensor].kind.width for run in walk.words)
-    free = os.statvfs(local.paths.room)
-    if free.f_bavail * free.f_frsize < wanted:
-        raise RetryLater(
-            f"{local.paths.room}: {free.f_bavail * free.f_frsize >> 20} MiB free, "
-            f"repairing needs {wanted >> 20} MiB"
-        )
+    require_free(local.paths.room, wanted, "repairing")
 
 
 def _no_room(local: LocalCheckpoint, error: OSError) -> RetryLater:

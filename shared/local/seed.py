@@ -26,6 +26,7 @@ from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import Checkpoint
 from weightcast.shared.files.leased import LeasedFile
+from weightcast.shared.files.space import require_free
 from weightcast.shared.local.hashing import hash_tensors
 from weightcast.shared.local.host import Host
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
@@ -231,13 +232,7 @@ def _check_room(paths: LocalPaths, checkpoint: Checkpoint) -> None:
             )
         if target.exists():
             wanted -= min(target.stat().st_blocks * 512, path.stat().st_size)
-    free = os.statvfs(paths.directory)
-    if free.f_bavail * free.f_frsize < wanted:
-        raise RetryLater(
-            f"{paths.directory}: {free.f_bavail * free.f_frsize >> 20} MiB free, "
-            f"seeding needs {wanted >> 20} MiB",
-            remedy="free space on the local disk; nothing was changed",
-        )
+    require_free(paths.directory, wanted, "seeding")
 
 
 @contextmanager

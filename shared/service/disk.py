@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from weightcast.shared.files.space import nearest_directory, space_of
 from weightcast.shared.service.metrics import Metrics, byte_size
 
 EVERY_SECONDS = 5.0
@@ -33,18 +34,7 @@ class DiskFigures:
             return
         self._due = now + EVERY_SECONDS
         for name, directory in self._places.items():
-            space = _space(directory)
-            if space is not None:
-                self._free.labels(name).set(space.f_bavail * space.f_frsize)
-                self._size.labels(name).set(space.f_blocks * space.f_frsize)
-
-
-def _space(directory: Path) -> os.statvfs_result | None:
-    for there in (directory, *directory.absolute().parents):
-        try:
-            return os.statvfs(there)
-        except FileNotFoundError:
-            continue
-        except OSError:
-            return None
-    return None
+            with contextlib.suppress(OSError):
+                space = space_of(nearest_directory(directory))
+                self._free.labels(name).set(space.free_bytes)
+                self._size.labels(name).set(space.total_bytes)

@@ -16,13 +16,14 @@ import pytest
 from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.publisher import Publisher
 from weightcast.shared.files.mounts import Mount
+from weightcast.shared.files.space import Space
 from weightcast.shared.service.cli import run
 from weightcast.shared.service.doctor.channel_rules import judge_channel
 from weightcast.shared.service.doctor.findings import Finding, Level, exit_code, size_text
 from weightcast.shared.service.doctor.local_rules import judge_local, step_bytes
 from weightcast.shared.service.doctor.machine import MachineFacts, look_at_machine
 from weightcast.shared.service.doctor.machine_rules import judge_machine
-from weightcast.shared.service.doctor.places import LocalFacts, PlaceFacts, RunFacts, Space, answered
+from weightcast.shared.service.doctor.places import LocalFacts, PlaceFacts, RunFacts, answered
 from weightcast.shared.service.doctor.trials import TRIALS, Outcome, try_all
 
 GB = 10**9

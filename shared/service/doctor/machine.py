@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import resource
 from dataclasses import dataclass
 from pathlib import Path
 
+from weightcast.shared.files.space import space_of
 from weightcast.shared.local.host import Host
 from weightcast.shared.service.kernels import kernel_status
 from weightcast.shared.service.threads import usable_cores
@@ -110,10 +110,9 @@ def _limit(which: int) -> int | None:
 
 def _size_of(mount: Path) -> int:
     try:
-        found = os.statvfs(mount)
+        return space_of(mount).total_bytes
     except OSError:
         return 0
-    return found.f_blocks * found.f_frsize
 
 
 def _text(path: Path) -> str:

@@ -15,18 +15,11 @@ from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.files.mounts import Mount, mount_of
+from weightcast.shared.files.space import Space, nearest_directory, space_of
 from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.service.doctor.trials import Outcome, Tried, try_all
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Space:
-    total_bytes: int
-    free_bytes: int
-    free_files: int | None
-    """None where the file system does not count them"""
 
 
 @dataclass(frozen=True)
@@ -104,11 +97,11 @@ def look_at_local(local: Path) -> PlaceFacts:
     """A directory that is not there yet is tried above it, one in use in weightcast's own part, where no
     engine looks. Raises OSError."""
     room = LocalPaths(local).room
-    return _facts(local, [room if room.is_dir() else _nearest(local)])
+    return _facts(local, [room if room.is_dir() else nearest_directory(local)])
 
 
 def _facts(asked: Path, places: Sequence[Path]) -> PlaceFacts:
-    nearest = _nearest(asked)
+    nearest = nearest_directory(asked)
     place, refused, tried = _tried(places)
     return PlaceFacts(
         asked=asked,
@@ -118,18 +111,11 @@ def _facts(asked: Path, places: Sequence[Path]) -> PlaceFacts:
         tried=place,
         refused=refused,
         mount=mount_of(nearest),
-        space=_space(nearest),
+        space=space_of(nearest),
         open_to_all=asked.exists() and _open_to_all(asked),
         left=tried.left,
         trials=tried.outcomes,
     )
-
-
-def _nearest(asked: Path) -> Path:
-    path = asked.absolute()
-    while not path.is_dir():
-        path = path.parent
-    return path
 
 
 def _tried(places: Sequence[Path]) -> tuple[Path | None, str, Tried]:
@@ -140,15 +126,6 @@ def _tried(places: Sequence[Path]) -> tuple[Path | None, str, Tried]:
         except OSError as error:
             refused = refused or error.strerror or str(error)
     return None, refused, Tried({})
-
-
-def _space(path: Path) -> Space:
-    found = os.statvfs(path)
-    return Space(
-        found.f_blocks * found.f_frsize,
-        found.f_bavail * found.f_frsize,
-        found.f_favail if found.f_files else None,
-    )
 
 
 def _open_to_all(path: Path) -> bool:

@@ -1,0 +1,45 @@
+"""How much a file system still takes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightcast.shared.errors import RetryLater
+
+
+@dataclass(frozen=True)
+class Space:
+    total_bytes: int
+    free_bytes: int
+    free_files: int | None
+    """None where the file system does not count them"""
+
+
+def space_of(path: Path) -> Space:
+    """Raises OSError."""
+    found = os.statvfs(path)
+    return Space(
+        found.f_blocks * found.f_frsize,
+        found.f_bavail * found.f_frsize,
+        found.f_favail if found.f_files else None,
+    )
+
+
+def nearest_directory(path: Path) -> Path:
+    """`path`, or the directory above it in which it would be made. Raises OSError."""
+    path = path.absolute()
+    while not path.is_dir():
+        path = path.parent
+    return path
+
+
+def require_free(directory: Path, nbytes: int, work: str) -> None:
+    """Before anything is written. Raises RetryLater when `work` needs more than there is, and OSError."""
+    free = space_of(directory).free_bytes
+    if free < nbytes:
+        raise RetryLater(
+            f"{directory}: {free >> 20} MiB free, {work} needs {nbytes >> 20} MiB",
+            remedy="free space on the local disk; nothing was changed",
+        )
