@@ -47,6 +47,7 @@ from weightcast.shared.local.scrub import Scrub
 from weightcast.shared.local.seed import check_other_files, check_table
 from weightcast.shared.service.daemon import Stop, Wakeup, failure_of
 from weightcast.shared.service.disk import DiskFigures
+from weightcast.shared.service.due import Due
 from weightcast.shared.service.hooks import run_hook
 from weightcast.shared.service.logs import get_log
 from weightcast.shared.service.metrics import Metrics
@@ -85,7 +86,7 @@ class Desk:
         self._received: Received | None = None
         self._recovered = False
         self._disk = DiskFigures(registry, {"channel": settings.channel, "local": settings.local})
-        self._looked = -_LOOK_SECONDS
+        self._look_due = Due(_LOOK_SECONDS)
         self._scrub = Scrub(int(settings.verify_rate), stop=lambda: stop.requested)
         self._held: str | None = None
         self._background: Background | None = None
@@ -334,7 +335,7 @@ class Desk:
     def _done(self, done: Publication) -> Publication:
         self._ended.appendleft(done)
         self._figures.published(done)
-        self._looked = -_LOOK_SECONDS
+        self._look_due.at_once()
         known = {**self.publish_seconds, done.version: total_seconds(done.seconds)}
         self.publish_seconds = dict(list(known.items())[-ROWS_LIMIT:])
         status = self._status.get()
@@ -380,14 +381,10 @@ class Desk:
 
     def _look_at_channel(self) -> None:
         """What changes there without this publisher's doing."""
-        now, channel = time.monotonic(), self._settings.channel
-        if now - self._looked < _LOOK_SECONDS:
-            return
-        self._looked = now
-        with contextlib.suppress(OSError):
-            self._figures.show_channel(
-                created_at(channel, self._status.get().version), current_epoch(channel)
-            )
+        channel, version = self._settings.channel, self._status.get().version
+        if self._look_due.take():
+            with contextlib.suppress(OSError):
+                self._figures.show_channel(created_at(channel, version), current_epoch(channel))
 
     def _upkeep_status(self) -> UpkeepStatus:
         if self._background is None:

@@ -108,7 +108,7 @@ class FleetView:
         """One look. Raises WeightcastError and OSError when the channel cannot be read."""
         # a channel that is full can still be looked at; what was posted is kept
         with contextlib.suppress(OSError):
-            self.posted.write(self._channel)
+            self.posted.write()
         before, fleet = self._fleet.get(), self._reader.read()
         self._fleet.set(_page(fleet, before.serial + (_said(fleet) != _said(before.fleet))))
 

@@ -230,12 +230,13 @@ class Owner:
         with work.phase("commit"):
             commit_index(channel.layout, index, local.table, self._claim, directory, self._options.key)
             advance_pointer(channel.layout, index.version, self._claim, self._options.post_write)
-        work.tell_out(report_of(index, local.table, work, directory))
+        report = report_of(index, local.table, work, directory)
+        work.tell_out(report)
         with work.phase("patch"):
             self._patch(local, staged, work)
         drop_parts(channel.layout)
         problem = self._anchor_if_due(channel, local, work)
-        return replace(report_of(index, local.table, work, directory), anchor_problem=problem)
+        return replace(report, seconds=dict(work.seconds), anchor_problem=problem)
 
     def _anchor_if_due(self, channel: Channel, local: LocalCheckpoint, work: Work) -> str:
         """Returns why there is none. The version is out whatever becomes of its anchor; one that could not be

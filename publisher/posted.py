@@ -29,7 +29,7 @@ class Posted:
     """The last report of each host, until it is written."""
 
     def __init__(self, channel: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._layout, self._clock = Layout(channel), clock
+        self._channel, self._clock = channel, clock
         self._lock = threading.Lock()
         self._waiting: dict[str, Report] = {}
         self._taken: dict[str, float] = {}
@@ -46,7 +46,7 @@ class Posted:
                 f"the report is of run {report.run_id}, this publisher's is {run_id}",
                 remedy="give --report-to the publisher of the run that --channel has",
             )
-        key = self._layout.report(report.host, report.local).name
+        key = Layout(self._channel).report(report.host, report.local).name
         with self._lock:
             self._admit(key)
             self._waiting[key] = report
@@ -69,14 +69,14 @@ class Posted:
             raise Refused(f"more than {REPORTS_LIMIT} hosts report", remedy="restart the publisher")
         self._taken[key] = now
 
-    def write(self, channel: Path) -> None:
+    def write(self) -> None:
         """Raises OSError; what is not written is kept, unless the host said something newer."""
         with self._lock:
             waiting, self._waiting = self._waiting, {}
         while waiting:
             key, report = next(iter(waiting.items()))
             try:
-                write_report(channel, report)
+                write_report(self._channel, report)
             except OSError:
                 with self._lock:
                     self._waiting = {**waiting, **self._waiting}

@@ -204,7 +204,7 @@ class Publisher:
 
     @property
     def run_id(self) -> str:
-        return Channel.open(self._follower.channel_dir).require_ours()[0].run_id
+        return self.run[0].run_id
 
     @functools.cached_property
     def run(self) -> tuple[ChannelFile, Base]:
@@ -350,8 +350,8 @@ class Publisher:
 
     def open_checkpoint(self, directory: Path) -> NewWeights:
         """A checkpoint directory as new weights of this run, for `publish_weights`."""
+        base = self.run[1]
         weights = CheckpointWeights(directory)
-        _, base = Channel.open(self._follower.channel_dir, self._trust).require_ours()
         given = {path.name for path in weights.checkpoint.other_files}
         # a trainer may leave out config and tokenizer; what it writes must be the run's
         known = [record for record in base.files if record.name in given]

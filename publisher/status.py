@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from weightcast.publisher.inbox import Waiting
 from weightcast.publisher.queue import Job, Publication, total_seconds
@@ -139,7 +138,3 @@ def host_status(host: Host) -> HostStatus:
         last_error=host.last_error,
         age_seconds=host.heard_seconds_ago,
     )
-
-
-def start_status(channel: Path, local: Path, encoding: str) -> PublisherStatus:
-    return PublisherStatus(channel=str(channel), local=str(local), encoding=encoding)

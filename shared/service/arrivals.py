@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightcast.shared.errors import NotInTime, Refused, WeightcastError
-from weightcast.shared.service.fleet import Bounds, Fleet, FleetReader, Host, of_run
+from weightcast.shared.service.fleet import Fleet, FleetReader, Host, of_run
 
 _POLL_SECONDS = 0.25
 _SHOWN = 10
@@ -61,9 +61,8 @@ class Arrivals:
         channel: Path,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
-        bounds: Bounds | None = None,
     ) -> Arrivals:
-        return cls(FleetReader(channel, bounds, clock).read, clock, pause)
+        return cls(FleetReader(channel, clock=clock).read, clock, pause)
 
     def wait(self, version: int, min_hosts: int | None, fraction: float | None, timeout: float) -> list[str]:
         """Names of the hosts that are ready and serve `version` or a later one, as soon as they are that

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from weightcast.shared.files.space import nearest_directory, space_of
+from weightcast.shared.service.due import Due
 from weightcast.shared.service.metrics import Metrics, byte_size
 
 EVERY_SECONDS = 5.0
@@ -24,15 +25,12 @@ class DiskFigures:
         self._free = byte_size(registry, "disk_free", "Free space on the file system.", place)
         self._size = byte_size(registry, "disk_size", "Size of the file system.", place)
         self._places = dict(places)
-        self._clock = clock
-        self._due = -EVERY_SECONDS
+        self._due = Due(EVERY_SECONDS, clock)
 
     def show(self) -> None:
         """Called by the thread that reads these places anyway: a mount may hang."""
-        now = self._clock()
-        if now < self._due:
+        if not self._due.take():
             return
-        self._due = now + EVERY_SECONDS
         for name, directory in self._places.items():
             with contextlib.suppress(OSError):
                 space = space_of(nearest_directory(directory))

@@ -168,11 +168,11 @@ def test_posted_reports_are_bounded_and_written_once(tmp_path: Path) -> None:
     assert not take(report("a", 2)), "too soon"
     now[0] += PER_HOST_SECONDS
     assert take(report("a", 3))
-    posted.write(tmp_path)
+    posted.write()
     assert [(one.host, one.counter) for one in read_reports(tmp_path)] == [("a", 3), ("b", 1)]
     for path in (tmp_path / "hosts").iterdir():
         path.unlink()
-    posted.write(tmp_path)
+    posted.write()
     assert read_reports(tmp_path) == []
     with pytest.raises(WrongRun):
         posted.take(report("c"), "another")
@@ -185,7 +185,7 @@ def test_what_cannot_be_written_is_kept(tmp_path: Path) -> None:
     posted.take(report("a"), None)
     (tmp_path / "hosts").write_text("in the way")
     with pytest.raises(OSError, match="hosts"):
-        posted.write(tmp_path)
+        posted.write()
     (tmp_path / "hosts").unlink()
-    posted.write(tmp_path)
+    posted.write()
     assert [one.host for one in read_reports(tmp_path)] == ["a"]
