@@ -69,6 +69,7 @@ def publication_routes(
 
     @router.get("/v1/publications/{id}", responses={404: {"model": Failure}})
     def show(id: str) -> Job:
+        """A publication that was asked for: how it stands, or how it ended."""
         job = opened().get(id)
         if job is None:
             raise HTTPException(404, "no publication of this id is remembered")

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weightcast.shared.errors import RetryLater, WeightcastError
 from weightcast.shared.files.strict_json import parse_object
+from weightcast.shared.service.docs_page import HEADERS, docs_page
 from weightcast.shared.service.snapshot import Failure, Readiness
 
 BODY_LIMIT = 1 << 20
@@ -62,16 +63,24 @@ def make_app(
     open_paths: Collection[str] = (),
     path_tokens: Mapping[str, str] | None = None,
 ) -> FastAPI:
-    """`/healthz`, `/readyz`, `/v1/status`, `/v1/wake`, `/metrics`, `/docs`. With a token everything but
-    `/healthz` asks for it, and reading `open_paths`; a path of `path_tokens` takes its own token too, which
+    """`/healthz`, `/readyz`, `/v1/status`, `/v1/wake`, `/metrics`, `/docs`, `/openapi.json`. With a token
+    everything but `/healthz` asks for it, and reading `open_paths`; a path of `path_tokens` takes its own token too, which
     opens nothing else. `status_model` is what OpenAPI shows of the status.
     `app.state.dead`, a function set by `run_daemon`, gives the reason for an unhealthy answer ("" when all is
     well)."""
     bearer = [Depends(HTTPBearer(auto_error=False))] if token is not None else []
-    app = FastAPI(title=title, version="1", dependencies=bearer)
+    app = FastAPI(
+        title=title,
+        version="1",
+        dependencies=bearer,
+        docs_url=None,
+        redoc_url=None,
+        responses={"default": {"model": Failure, "description": "Refused, or failed"}},
+    )
     app.state.dead = lambda: ""
     app.state.stopping = lambda: False
     _add_probes(app, ready)
+    _add_docs(app)
     _add_verbs(app, status, metrics, wake, status_model)
     _add_error_answers(app)
     app.add_middleware(
@@ -96,6 +105,12 @@ def _add_probes(app: FastAPI, ready: Callable[[], Readiness]) -> None:
         return _readiness(ready())
 
 
+def _add_docs(app: FastAPI) -> None:
+    @app.get("/docs", include_in_schema=False)
+    def show_docs() -> Response:
+        return HTMLResponse(docs_page(app.openapi()), headers=HEADERS)
+
+
 def _add_verbs(
     app: FastAPI,
     status: Callable[[], BaseModel],
@@ -105,6 +120,7 @@ def _add_verbs(
 ) -> None:
     @app.get("/v1/status", responses={200: {"model": status_model}})
     def show_status() -> Response:
+        """What the daemon is at, and what it did last."""
         return Response(status().model_dump_json(), media_type="application/json")
 
     @app.post("/v1/wake", status_code=202)
@@ -115,6 +131,7 @@ def _add_verbs(
 
     @app.get("/metrics", tags=["probes"])
     def show_metrics() -> Response:
+        """For Prometheus."""
         return Response(generate_latest(metrics), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import socket
 import threading
 from collections.abc import Callable
@@ -51,7 +52,7 @@ entered = threading.Event()
 leave = threading.Event()
 
 
-def test_probes_status_metrics_and_docs_answer(serve: Serve) -> None:
+def test_probes_status_and_metrics_answer(serve: Serve) -> None:
     with serve(prepare=routes).client() as client:
         assert client.get("/healthz").json() == {"ready": True, "reasons": []}
         assert client.get("/readyz").status_code == 200
@@ -59,10 +60,27 @@ def test_probes_status_metrics_and_docs_answer(serve: Serve) -> None:
         assert status.headers["content-type"] == "application/json"
         assert status.json()["version"] == 7
         assert client.get("/metrics").headers["content-type"].startswith("text/plain")
-        assert client.get("/docs").status_code == 200
         schema = client.get("/openapi.json").json()
     assert "/v1/wake" in schema["paths"]
     assert "LoopStatus" in schema["components"]["schemas"]
+
+
+def test_the_docs_name_every_route_and_load_nothing(serve: Serve) -> None:
+    with serve(prepare=routes).client() as client:
+        page = client.get("/docs")
+        schema = client.get("/openapi.json").json()
+        assert client.get("/redoc").status_code == 404
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert not re.search(r"<(script|link|img|iframe)|(src|href)=\"?(https?:)?//|@import|url\(", page.text)
+    for path, methods in schema["paths"].items():
+        for method, route in methods.items():
+            assert f"<code>{method.upper()} {path}</code>" in page.text
+            assert "default" in route["responses"]
+    anchors = set(re.findall(r'<h2 id="(\w+)">', page.text))
+    assert anchors == set(schema["components"]["schemas"]) > {"Order", "LoopStatus"}
+    assert set(re.findall(r'href="#(\w+)"', page.text)) <= anchors
+    assert '<code>POST /v1/order</code></td><td>Order</td><td><a href="#Order">' in page.text
 
 
 def test_not_ready_says_why(serve: Serve) -> None:
