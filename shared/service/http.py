@@ -64,8 +64,8 @@ def make_app(
     path_tokens: Mapping[str, str] | None = None,
 ) -> FastAPI:
     """`/healthz`, `/readyz`, `/v1/status`, `/v1/wake`, `/metrics`, `/docs`, `/openapi.json`. With a token
-    everything but `/healthz` asks for it, and reading `open_paths`; a path of `path_tokens` takes its own token too, which
-    opens nothing else. `status_model` is what OpenAPI shows of the status.
+    everything but `/healthz` asks for it, and reading `open_paths`; a path of `path_tokens` takes its own
+    token too, which opens nothing else. `status_model` is what OpenAPI shows of the status.
     `app.state.dead`, a function set by `run_daemon`, gives the reason for an unhealthy answer ("" when all is
     well)."""
     bearer = [Depends(HTTPBearer(auto_error=False))] if token is not None else []
