@@ -3,7 +3,8 @@
     python -m benchmarks.live_patch --engine-python .venv-vllm/bin/python --plugin SITE --params 50
 
 `SITE` holds the installed plugin. Every round takes the three ways one after the other, each with a version
-of its own; a streaming request is in flight all the time. Medians are told per share of changed elements.
+of its own; a streaming request is in flight all the time. Medians are told per share of changed elements,
+and the most memory of all rounds.
 """
 
 from __future__ import annotations
@@ -147,10 +148,12 @@ def write_patch(directory: Path, weights: Weights, version: int, share: float) -
 class Figures:
     pause: list[float] = field(default_factory=list)
     """seconds from the pause's call to the resume's answer"""
+    stopping: list[float] = field(default_factory=list)
+    """seconds of it until the engine had stopped: it ends the step that it is in"""
     gap: list[float] = field(default_factory=list)
-    """seconds, the longest between two tokens of the stream around it"""
+    """seconds, the longest between two tokens of the stream of which the later came in or after the pause"""
     memory: list[int] = field(default_factory=list)
-    """bytes that the worker's peak rose above what it held before"""
+    """bytes that the worker's peak rose above what it held before, with the check of a patch"""
 
 
 class Engine:
@@ -193,7 +196,7 @@ class Engine:
 
     def _stream(self) -> None:
         """One greedy request after the other; the times of their tokens."""
-        request = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 1500, "stream": True}
+        request = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 64, "stream": True}
         request |= {"temperature": 0, "ignore_eos": True}
         while not self._ended.is_set():
             with (
@@ -213,24 +216,31 @@ class Engine:
         return reply.json()
 
     def measured(self, figures: Figures, act: Callable[[], object]) -> None:
-        with self._peak(figures):
-            began = time.monotonic()
-            self.post("/v1/weightcast/pause", {"policy": "recompute"})
-            act()
-            self.post("/v1/weightcast/resume", {})
-            ended = time.monotonic()
+        began = time.monotonic()
+        self.post("/v1/weightcast/pause", {"policy": "recompute"})
+        stopped = time.monotonic()
+        act()
+        self.post("/v1/weightcast/resume", {})
+        ended = time.monotonic()
         figures.pause.append(ended - began)
+        figures.stopping.append(stopped - began)
         figures.gap.append(self._gap(began, ended))
 
     def _gap(self, began: float, ended: float) -> float:
-        deadline, pause = time.monotonic() + 30, threading.Event()
+        deadline, pause = time.monotonic() + SECONDS, threading.Event()
         while (not self._arrivals or self._arrivals[-1] < ended) and time.monotonic() < deadline:
             pause.wait(0.01)
-        around = [at for at in list(self._arrivals) if at > began - 2]
-        return max((after - before for before, after in pairwise(around)), default=0.0)
+        pairs = list(pairwise(list(self._arrivals)))
+        return max(
+            (after - before for before, after in pairs if after > began and before < ended), default=0.0
+        )
+
+    def step(self) -> float:
+        """Seconds, the median between two tokens."""
+        return statistics.median(after - before for before, after in pairwise(list(self._arrivals)))
 
     @contextmanager
-    def _peak(self, figures: Figures) -> Iterator[None]:
+    def peak(self, figures: Figures) -> Iterator[None]:
         workers = self._processes()
         for pid in workers:
             Path(f"/proc/{pid}/clear_refs").write_text("5")
@@ -290,7 +300,8 @@ class Round:
         for way in WAYS:
             self.version += 1
             name = write_patch(self.engine.patches, self.weights, self.version, share)
-            getattr(self, f"_{way}")(name, figures[way])
+            with self.engine.peak(figures[way]):
+                getattr(self, f"_{way}")(name, figures[way])
             (self.engine.patches / name).unlink()
 
     def _live(self, name: str, figures: Figures) -> None:
@@ -313,19 +324,26 @@ def measure(engine: Engine, weights: Weights, shares: Sequence[float], rounds: i
     rows, one = {}, Round(engine, weights)
     for share in shares:
         figures = {way: Figures() for way in WAYS}
-        one.run(share, {way: Figures() for way in WAYS})
+        first = {way: Figures() for way in WAYS}
+        one.run(share, first)
         for _ in range(rounds):
             one.run(share, figures)
+        for way, found in figures.items():
+            found.memory += first[way].memory
         rows[str(share)] = {way: _told(found) for way, found in figures.items()}
-    return {"bytes": weights.nbytes, "rounds": rounds, "shares": rows}
+        print(json.dumps({"share": share, **rows[str(share)]}), flush=True)
+    step = round(1000 * engine.step(), 1)
+    return {"bytes": weights.nbytes, "rounds": rounds, "step_ms": step, "shares": rows}
 
 
 def _told(figures: Figures) -> dict[str, float]:
     return {
         "pause_ms": round(1000 * statistics.median(figures.pause), 1),
         "pause_max_ms": round(1000 * max(figures.pause), 1),
+        "stopping_ms": round(1000 * statistics.median(figures.stopping), 1),
         "gap_ms": round(1000 * statistics.median(figures.gap), 1),
-        "memory_mb": round(statistics.median(figures.memory) / 1e6, 1),
+        "gap_max_ms": round(1000 * max(figures.gap), 1),
+        "memory_mb": round(max(figures.memory) / 1e6, 1),
     }
 
 
@@ -350,7 +368,7 @@ def main() -> None:
         command = [asked.engine_python, "-c", MAKE_MODEL, model, str(layers), str(hidden)]
         subprocess.run(command, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": ""})
         weights = Weights(model)
-        engine = Engine(asked.engine_python, asked.plugin.absolute(), room, model)
+        engine = Engine(asked.engine_python.absolute(), asked.plugin.absolute(), room, model)
         stack.callback(engine.close)
         print(json.dumps(measure(engine, weights, asked.shares, asked.rounds), indent=1))
 

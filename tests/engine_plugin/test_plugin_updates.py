@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from patch_writer import lanes, root, some_changed, write_patch
 from plugin_models import Llama, ToyHost, checkpoint
+from weightcast_engine.blocks import Block
+from weightcast_engine.live_words import Update
+from weightcast_engine.patch_file import read_patch
 from weightcast_engine.refusals import BadPatch, InDoubt, NotPaused, OtherBase
+from weightcast_engine.trace import Piece
+from weightcast_engine.words import INTEGERS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -152,6 +158,48 @@ def test_weights_that_moved_since_the_check_are_refused_then_found_again(tmp_pat
     host.run("check", file)
     host.run("apply", file, "1")
     assert host.live() == fresh(tmp_path, host, target)
+
+
+def test_a_check_that_is_not_ended_leaves_nothing_to_apply(tmp_path: Path) -> None:
+    host, base = llama_host(tmp_path, ranks=2), checkpoint()
+    target = some_changed(base, 1)
+    file = write_patch(host.patches, base, target, 1)
+    before = host.live()
+    host.run("check", file)
+    for order in ({"do": "stage", "seconds": 60.0}, {"do": "sums"}, {"do": "more", "budget": 1}):
+        asyncio.run(host.controls.ranks({**order, "file": file}))
+    host.run("pause", "wait")
+    with pytest.raises(OtherBase, match="was not checked"):
+        host.run("apply", file, "1")
+    assert host.live() == before
+    host.run("check", file)
+    host.controls.orders.clear()
+    host.run("apply", file, "1")
+    assert host.controls.orders == ["apply", "commit"]
+    assert host.live() == fresh(tmp_path, host, target)
+
+
+@pytest.mark.parametrize("budget", [0, 3000, 1 << 30])
+def test_an_update_is_the_same_whatever_of_it_is_ready_before_the_pause(tmp_path: Path, budget: int) -> None:
+    base = {"w": (torch.arange(300_000) % 1000).to(torch.float16), "rows": torch.arange(64.0).reshape(8, 8)}
+    target = {name: tensor.clone() for name, tensor in base.items()}
+    target["w"][1::2] += 1
+    target["rows"][::3, 1:7:2] += 1
+    changes = {
+        change.name: change for change in read_patch(tmp_path, write_patch(tmp_path, base, target, 1)).changes
+    }
+    live = {"w": base["w"].clone(), "rows": base["rows"][:, 4:].clone()}
+    places = {"w": Block(0, 0, 1, 300_000, 300_000, 300_000), "rows": Block(4, 0, 8, 8, 4, 4)}
+    update = Update(budget)
+    for name, change in changes.items():
+        flat = live[name].view(-1).view(INTEGERS[change.form.width])
+        assert all(part.changes for part in update.touched(Piece(flat, places[name]), change))
+    assert live["w"].equal(base["w"])
+    for _ in range(2):
+        update.write()
+        assert live["w"].equal(target["w"]) and live["rows"].equal(target["rows"][:, 4:])
+        update.take_back()
+        assert live["w"].equal(base["w"]) and live["rows"].equal(base["rows"][:, 4:])
 
 
 @pytest.mark.parametrize("failing", [0, 1])

@@ -1,4 +1,5 @@
-"""The command `weightcast`, killed where it first passes a failpoint: killed_at.py FAILPOINT ARGUMENTS..."""
+"""The command `weightcast`, sent a signal where it first passes a failpoint:
+killed_at.py FAILPOINT SIGNAL ARGUMENTS..."""
 
 from __future__ import annotations
 
@@ -11,14 +12,17 @@ from weightcast.shared import failpoints
 from weightcast.shared.service.cli import main
 
 
-def killed_at(wanted: str) -> None:
+def struck_at(wanted: str, number: signal.Signals) -> None:
+    left = [wanted]
+
     def pass_by(name: str, where: Path | None) -> None:
-        if name == wanted:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if name in left:
+            left.remove(name)
+            os.kill(os.getpid(), number)
 
     failpoints.watch(pass_by)
 
 
 if __name__ == "__main__":
-    killed_at(sys.argv[1])
-    main(sys.argv[2:])
+    struck_at(sys.argv[1], signal.Signals[sys.argv[2]])
+    main(sys.argv[3:])

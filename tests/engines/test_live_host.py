@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from vllm_world import (
     Server,
     World,
     one_shot,
+    running,
     wait_until,
 )
 
@@ -64,35 +67,38 @@ class LiveWorld(World):
 class PluginServer(Server):
     """Without dev mode, with the plugin and an API key; patches lie where the subscriber puts them."""
 
-    def __init__(self, local: Path, room: Path) -> None:
+    def __init__(self, local: Path, room: Path, arguments: Sequence[str] = ()) -> None:
         self._plugin = {
             "VLLM_SERVER_DEV_MODE": "0",
             "VLLM_PLUGINS": "weightcast",
             "WEIGHTCAST_PATCH_DIR": str(local / ".weightcast" / "engine"),
             "PYTHONPATH": str(with_plugin(room / "plugin")),
         }
-        super().__init__(local, room / "vllm.log", api_key=KEY)
+        super().__init__(local, room / "vllm.log", arguments=arguments, api_key=KEY)
 
     def _environment(self) -> dict[str, str]:
         return {**super()._environment(), **self._plugin}
 
 
-@pytest.fixture(scope="module")
-def world(models: Path, judge: FreshLoad, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveWorld]:
-    root = tmp_path_factory.mktemp("live")
+@contextmanager
+def served(root: Path, models: Path, judge: FreshLoad, *arguments: str) -> Iterator[LiveWorld]:
     local = root / "local"
-    with pytest.MonkeyPatch.context() as patched, Run(root, models / VARIANT) as run:
-        patched.setenv("LIVE_KEY", KEY)
+    with Run(root, models / VARIANT) as run:
         one_shot("sync", "--channel", run.channel, "--base", run.base, "--local", local)
-        with PluginServer(local, root) as server:
+        with PluginServer(local, root, arguments) as server:
             option = f"vllm={server.url},via=live,name=live,api_key_env=LIVE_KEY"
             host = Host(root, run.channel, run.base, local, option)
-            host.start()
-            try:
+            with running(host):
                 host.wait_served(0)
                 yield LiveWorld(root, run, server, host, judge)
-            finally:
-                host.stop()
+
+
+@pytest.fixture(scope="module")
+def world(models: Path, judge: FreshLoad, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveWorld]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("LIVE_KEY", KEY)
+        with served(tmp_path_factory.mktemp("live"), models, judge) as world:
+            yield world
 
 
 def test_versions_are_patched_under_traffic(world: LiveWorld) -> None:
@@ -132,7 +138,7 @@ def test_a_daemon_killed_at_every_step_leaves_engine_and_disk_together(world: Li
     host = world.host
     for step in STEPS:
         host.stop()
-        host.program = (sys.executable, REPOSITORY / "tests/engines/killed_at.py", step)
+        host.program = (sys.executable, REPOSITORY / "tests/engines/killed_at.py", step, "SIGKILL")
         host.start()
         world.run.publish()
         process = host.process
@@ -158,3 +164,59 @@ def test_a_restarted_engine_is_loaded_once_and_patched_again(world: LiveWorld) -
     world.host.wait_served(version)
     world.require(version)
     assert world.live["way"] == "live" and world.live["reloads"] == reloads + 1
+
+
+@pytest.mark.parametrize(
+    ("step", "whole"),
+    [("engine.checked", True), ("engine.paused", False), ("engine.applied", True), ("engine.resumed", False)],
+)
+def test_an_engine_that_dies_at_any_step_comes_back_current(world: LiveWorld, step: str, whole: bool) -> None:
+    """`whole`: the server's processes all end at once; else its worker alone, and the server by that."""
+    host = world.host
+    host.stop()
+    host.program = (sys.executable, REPOSITORY / "tests/engines/killed_at.py", step, "SIGSTOP")
+    host.start()
+    world.run.publish()
+    process = host.process
+    assert process is not None
+    wait_until(lambda: _state_of(process.child.pid) == "T", f"stopped at {step}")
+    pids = _below(world.server.process.child.pid)
+    for pid in pids if whole else pids[1:]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    world.server.restart()
+    process._signal(signal.SIGCONT)
+    host.wait_served(world.run.newest)
+    world.require(world.run.newest)
+    host.stop()
+    host.program = (COMMAND,)
+    host.start()
+    version = world.run.publish()
+    host.wait_served(version)
+    assert world.live["way"] == "live"
+
+
+def _state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def _below(pid: int) -> list[int]:
+    """The process and all that it has begun, itself first."""
+    children = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [pid, *(below for child in children for below in _below(child))]
+
+
+def test_two_workers_are_patched_as_one(
+    models: Path, judge: FreshLoad, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIVE_KEY", KEY)
+    with served(tmp_path, models, judge, "--tensor-parallel-size", "2") as world:
+        for _ in range(4):
+            version = world.run.publish()
+            world.host.wait_served(version)
+            world.require(version)
+        assert world.live["patches"] == 4, world.live
+        option = f"vllm={world.server.url},api_key_env=LIVE_KEY"
+        local = world.host.local
+        found = json.loads(one_shot("local", "verify", "--json", "--local", local, "--engine", option))
+        assert found["engines"][0]["differing"] == []

@@ -178,9 +178,8 @@ class Front:
             if any(answer["status"] != 200 for answer in answers):
                 await self._take_back(file)
                 raise _refusal(answers)
-            await self._certain({"do": "commit", "file": file, "label": label})
+            held = (await self._certain({"do": "commit", "file": file, "label": label}))[0]
             await self._named(label)
-            held = (await self._all({"do": "look"}))[0]
             named = time.monotonic()
         return {
             **{key: held[key] for key in ("version", "root", "label")},
@@ -190,11 +189,13 @@ class Front:
     async def _take_back(self, file: str) -> None:
         await self._certain({"do": "rollback", "file": file})
 
-    async def _certain(self, order: Order) -> None:
+    async def _certain(self, order: Order) -> Sequence[Answer]:
         """An order that must not fail on any rank."""
-        failed = [answer for answer in await self._controls.ranks(order) if answer["status"] != 200]
+        answers = await self._controls.ranks(order)
+        failed = [answer for answer in answers if answer["status"] != 200]
         if failed:
             raise InDoubt(f"{order['do']}: {failed[0]['error']}", remedy=RELOAD_AND_TELL)
+        return answers
 
     async def _named(self, label: str) -> None:
         try:

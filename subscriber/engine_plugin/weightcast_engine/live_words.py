@@ -6,8 +6,8 @@ makes the map (`blocks.on_whole_words`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,12 +15,13 @@ from torch import Tensor
 from weightcast_engine.blocks import Block
 from weightcast_engine.lanes import PIECE, Lanes, sums
 from weightcast_engine.patch_file import Change
-from weightcast_engine.trace import Map, Piece
+from weightcast_engine.trace import Piece
 from weightcast_engine.words import Form
 
 CHECKED = 1 << 17
-WRITTEN = 1 << 20
-"""changes handled at once: what is needed beside patch and undo is bounded by them"""
+"""changes handled at once: what is needed beside patch and update is bounded by them"""
+PREPARED = 2 << 30
+"""bytes on a rank's device that an update may take before the pause; what is beyond is prepared in it"""
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,89 @@ class Touched:
     new: Lanes
 
 
-def touched(piece: Piece, change: Change) -> Iterator[Touched]:
-    """In several parts, which add up."""
-    start, end = change.bounds(piece.block.source, piece.block.source_end)
-    while start < end:
-        stop = _word_border(change, min(start + CHECKED, end))
-        yield _touched(piece, change, start, stop)
-        start = stop
+@dataclass(frozen=True)
+class _Ready:
+    """Places in a storage, the words that belong there, and those that lay there."""
+
+    flat: Tensor
+    places: Tensor
+    words: Tensor
+    old: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.places, self.words, self.old))
+
+    def write(self) -> None:
+        self.flat.scatter_(0, self.places, self.words)
+
+    def take_back(self) -> None:
+        self.flat.scatter_(0, self.places, self.old)
+
+
+@dataclass(frozen=True)
+class _Left:
+    """Changes [start, stop) that lie in a piece, not looked up yet."""
+
+    piece: Piece
+    change: Change
+    start: int
+    stop: int
+
+    def ready(self) -> _Ready:
+        flat = self.piece.flat
+        elements, words = _chosen(self.piece.block, self.change, self.start, self.stop, flat.device)
+        places = _places(self.piece.block, elements)
+        return _Ready(flat, places, words, flat.gather(0, places))
+
+
+class Update:
+    """All that a patch writes on a rank: looked up beside an engine that serves, so that the pause has little
+    left to do but to write it."""
+
+    def __init__(self, budget: int = PREPARED) -> None:
+        self._parts: list[_Ready | _Left] = []
+        self._left = budget
+        self._written = 0
+
+    def touched(self, piece: Piece, change: Change) -> Iterator[Touched]:
+        """Sums in several parts, which add up. Nothing is written."""
+        start, end = change.bounds(piece.block.source, piece.block.source_end)
+        while start < end:
+            stop = _word_border(change, min(start + CHECKED, end))
+            yield self._touched(_Left(piece, change, start, stop))
+            start = stop
+
+    def _touched(self, part: _Left) -> Touched:
+        elements, words = _chosen(
+            part.piece.block, part.change, part.start, part.stop, part.piece.flat.device
+        )
+        if not len(elements):
+            return Touched(part.stop - part.start, Lanes(), Lanes())
+        near, numbers, at = _neighbours(part.piece, part.change.form, elements)
+        lay = near.view(-1).gather(0, at)
+        self._keep(part, _Ready(part.piece.flat, _places(part.piece.block, elements), words, lay))
+        old = sums(near.view(torch.int64).reshape(-1), numbers)
+        near.view(-1).scatter_(0, at, words)
+        return Touched(part.stop - part.start, old, sums(near.view(torch.int64).reshape(-1), numbers))
+
+    def _keep(self, part: _Left, ready: _Ready) -> None:
+        self._left -= ready.nbytes
+        self._parts.append(ready if self._left >= 0 else part)
+
+    def write(self) -> None:
+        """Once; only while the words are those that `touched` saw."""
+        for number, part in enumerate(self._parts):
+            ready = self._parts[number] = part.ready() if isinstance(part, _Left) else part
+            # counted before the write: taking it back is right whether or not it was carried out
+            self._written = number + 1
+            ready.write()
+
+    def take_back(self) -> None:
+        """What was written. May be repeated."""
+        for part in reversed(self._parts[: self._written]):
+            if isinstance(part, _Ready):
+                part.take_back()
 
 
 def _word_border(change: Change, stop: int) -> int:
@@ -48,19 +125,16 @@ def _word_border(change: Change, stop: int) -> int:
     return change.bounds(0, min((word + 1) * per_word, change.form.elements))[1]
 
 
-def _touched(piece: Piece, change: Change, start: int, stop: int) -> Touched:
-    flat, per_word = piece.flat, change.form.per_word
-    elements, words = _chosen(piece.block, change, start, stop, flat.device)
-    if not len(elements):
-        return Touched(stop - start, Lanes(), Lanes())
-    numbers, at = torch.unique_consecutive(elements // per_word, return_inverse=True)
+def _neighbours(piece: Piece, form: Form, elements: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The 8-byte words around these elements as [words, per word], their numbers, and where in all of them
+    the elements lie."""
+    flat, per_word = piece.flat, form.per_word
+    numbers, row = torch.unique_consecutive(elements // per_word, return_inverse=True)
     wanted = numbers.unsqueeze(1) * per_word + torch.arange(per_word, device=flat.device)
-    beyond = wanted >= change.form.elements
-    places = _places(piece.block, wanted.clamp_(max=change.form.elements - 1))
+    beyond = wanted >= form.elements
+    places = _places(piece.block, wanted.clamp_(max=form.elements - 1))
     near = flat.gather(0, places.reshape(-1)).reshape(wanted.shape).masked_fill_(beyond, 0)
-    old = sums(near.view(torch.int64).reshape(-1), numbers)
-    near.view(-1).scatter_(0, at * per_word + elements % per_word, words)
-    return Touched(stop - start, old, sums(near.view(torch.int64).reshape(-1), numbers))
+    return near, numbers, row * per_word + elements % per_word
 
 
 def _chosen(
@@ -81,34 +155,6 @@ def _places(block: Block, elements: Tensor) -> Tensor:
     far = elements - block.source
     row = far // block.source_step
     return far.sub_(row * block.source_step).add_(row.mul_(block.target_step)).add_(block.target)
-
-
-@dataclass
-class Undo:
-    """What lay in the places that an update wrote: as many words as changed."""
-
-    _log: list[tuple[Piece, Change, int, int, Tensor]] = field(default_factory=list)
-
-    def write(self, found: Map, changes: Iterable[Change]) -> None:
-        for change in changes:
-            for piece in found.pieces[change.name]:
-                self._write(piece, change)
-
-    def _write(self, piece: Piece, change: Change) -> None:
-        first, end = change.bounds(piece.block.source, piece.block.source_end)
-        for start in range(first, end, WRITTEN):
-            stop = min(start + WRITTEN, end)
-            elements, words = _chosen(piece.block, change, start, stop, piece.flat.device)
-            places = _places(piece.block, elements)
-            # noted before the write: putting them back is right whether or not it was carried out
-            self._log.append((piece, change, start, stop, piece.flat.gather(0, places)))
-            piece.flat.scatter_(0, places, words)
-
-    def roll_back(self) -> None:
-        """May be repeated."""
-        for piece, change, start, stop, old in reversed(self._log):
-            elements, _ = _chosen(piece.block, change, start, stop, piece.flat.device)
-            piece.flat.scatter_(0, _places(piece.block, elements), old)
 
 
 def resident(piece: Piece, form: Form) -> Iterator[tuple[int, Lanes]]:

@@ -21,7 +21,7 @@ from torch import nn
 from weightcast_engine import FORMAT, VERSION
 from weightcast_engine.blocks import on_whole_words
 from weightcast_engine.derived import live_tensors, private_copies, storage, unloaded
-from weightcast_engine.live_words import Undo, resident, touched
+from weightcast_engine.live_words import Update, resident
 from weightcast_engine.patch_file import Change, Patch, Stand
 from weightcast_engine.refusals import RELOAD, RELOAD_AND_TELL, BadPatch, InDoubt, OtherBase, Refusal
 from weightcast_engine.stage import Stage
@@ -32,6 +32,7 @@ Order = Mapping[str, Any]
 Answer = dict[str, Any]
 Row = list[int]
 """number of the tensor, number of its piece on this rank, then sums: a, b, once or before and after"""
+_NOTHING = ("", -1, "")
 
 
 class Engine(Protocol):
@@ -74,8 +75,9 @@ class Rank:
         """raised by whatever may change weights, so that sums in several parts can tell"""
         self._residence = _Residence(engine, self._process)
         self._stage: Stage | None = None
-        self._passed = ("", -1, "")
-        self._undo: Undo | None = None
+        self._passed = _NOTHING
+        self._update = Update()
+        self._undo: Update | None = None
         self._work: Iterator[tuple[int, Row]] = iter(())
         self._orders: Mapping[str, Callable[[Order], Answer]] = {
             "look": self._look,
@@ -138,6 +140,7 @@ class Rank:
 
     def _begin(self, order: Order) -> Answer:
         self._require_certain()
+        self._update, self._passed = Update(), _NOTHING
         self._stage = Stage(self._patches, order["file"], self._limit)
         return self._staged(order)
 
@@ -166,15 +169,16 @@ class Rank:
         return patch
 
     def _sum_touched(self, order: Order) -> Answer:
-        """Begins the sums over the touched words, before and after. Nothing is written."""
+        """Begins the sums over the touched words, before and after, and the update. Nothing is written."""
         patch, found = self._patch(order), self._residence.current()
+        update = self._update = Update()
         for change in patch.changes:
             self._residence.require(change)
 
         def work() -> Iterator[tuple[int, Row]]:
             for number, change in enumerate(patch.changes):
                 for at, piece in enumerate(found.pieces[change.name]):
-                    for part in touched(piece, change):
+                    for part in update.touched(piece, change):
                         yield part.changes, [number, at, *part.old, *part.new]
 
         self._work = work()
@@ -213,12 +217,13 @@ class Rank:
     def _apply(self, order: Order) -> Answer:
         """Everything or nothing, on this rank."""
         self._require_certain()
-        patch, found = self._patch(order), self._residence.current()
+        patch = self._patch(order)
+        self._residence.current()
         if self._passed != (patch.name, self._changes, self._residence.print):
             raise OtherBase(f"{patch.name} was not checked, or weights moved since", remedy="check it again")
-        self._undo, self._changes = Undo(), self._changes + 1
+        self._undo, self._changes = self._update, self._changes + 1
         try:
-            self._undo.write(found, patch.changes)
+            self._undo.write()
             self._engine.synchronise()
         except BaseException:
             self._roll_back(order)
@@ -229,20 +234,20 @@ class Rank:
         """Nothing to do is fine."""
         if self._undo is not None:
             try:
-                self._undo.roll_back()
+                self._undo.take_back()
                 self._engine.synchronise()
             except BaseException as error:
                 self._doubt = f"an update could not be taken back: {error}"[:300]
                 raise InDoubt(self._doubt, remedy=RELOAD_AND_TELL) from error
-            self._undo = None
+            self._undo, self._update = None, Update()
         return {}
 
     def _commit(self, order: Order) -> Answer:
         patch = self._require_stage(order).patch()
         self._held, self._label = patch.target, order["label"]
         self._undo = self._stage = None
-        self._work = iter(())
-        return {}
+        self._work, self._update = iter(()), Update()
+        return self._look(order)
 
     def _reload(self, order: Order) -> Answer:
         self._forget("a reload was not ended")
@@ -258,7 +263,7 @@ class Rank:
     def _forget(self, doubt: str) -> None:
         self._doubt, self._changes = doubt, self._changes + 1
         self._held = self._label = self._undo = self._stage = None
-        self._work = iter(())
+        self._work, self._update = iter(()), Update()
         self._residence.forget()
 
 
