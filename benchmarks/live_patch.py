@@ -150,6 +150,8 @@ class Figures:
     """seconds from the pause's call to the resume's answer"""
     stopping: list[float] = field(default_factory=list)
     """seconds of it until the engine had stopped: it ends the step that it is in"""
+    writing: list[float] = field(default_factory=list)
+    """seconds of it that all ranks took to change their weights, where the door tells them"""
     gap: list[float] = field(default_factory=list)
     """seconds, the longest between two tokens of the stream of which the later came in or after the pause"""
     memory: list[int] = field(default_factory=list)
@@ -219,10 +221,11 @@ class Engine:
         began = time.monotonic()
         self.post("/v1/weightcast/pause", {"policy": "recompute"})
         stopped = time.monotonic()
-        act()
+        told = act()
         self.post("/v1/weightcast/resume", {})
         ended = time.monotonic()
         figures.pause.append(ended - began)
+        figures.writing += _writing(told)
         figures.stopping.append(stopped - began)
         figures.gap.append(self._gap(began, ended))
 
@@ -266,6 +269,12 @@ class Engine:
         self.process.kill()
         self._client.close()
         self._log.close()
+
+
+def _writing(told: object) -> list[float]:
+    seconds = told.get("seconds") if isinstance(told, dict) else None
+    found = seconds.get("write") if isinstance(seconds, dict) else seconds
+    return [found] if isinstance(found, float) else []
 
 
 def _kilobytes(pid: int, key: str) -> int:
@@ -341,6 +350,7 @@ def _told(figures: Figures) -> dict[str, float]:
         "pause_ms": round(1000 * statistics.median(figures.pause), 1),
         "pause_max_ms": round(1000 * max(figures.pause), 1),
         "stopping_ms": round(1000 * statistics.median(figures.stopping), 1),
+        "writing_ms": round(1000 * statistics.median(figures.writing or [0.0]), 1),
         "gap_ms": round(1000 * statistics.median(figures.gap), 1),
         "gap_max_ms": round(1000 * max(figures.gap), 1),
         "memory_mb": round(max(figures.memory) / 1e6, 1),

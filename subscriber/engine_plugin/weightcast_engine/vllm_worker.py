@@ -108,6 +108,16 @@ class VllmEngine:
     def reload(self) -> None:
         # vLLM remembers weights_path, so that a call without it may read another directory
         self._worker.reload_weights(weights_path=str(self.directory))
+        _pack_experts_again(self.model)
+
+
+def _pack_experts_again(model: Any) -> None:
+    """vLLM 0.32 packs experts for its CPU kernels at the start and not at a reload, after which the kernels
+    would take plain weights for packed ones."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(getattr(method, "unquantized_backend", None), "name", "") == "CPU":
+            method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
 
 def _packed(name: str, module: Any) -> str | None:
