@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import httpx
 
 from weightcast.shared.errors import EngineFailed, WeightcastError
 from weightcast.shared.files import durable
@@ -41,6 +45,12 @@ PACKED_HEAD = (
     "a reload with success: give the model a head of its own (tie_word_embeddings false), or restart the "
     "engine for new weights"
 )
+PACKED_EXPERTS = (
+    "vLLM on a CPU packs experts at its start, and not at a reload, yet answers with success: use via=live, "
+    "whose plugin packs them again, or restart the engine for new weights"
+)
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""in the configurations of mixtures of experts"""
 
 
 class VLLM:
@@ -105,14 +115,24 @@ class VLLM:
 
     def _hindrance(self) -> str | None:
         """Why a reload would be answered with success and yet leave wrong weights; None: nothing is known
-        against it. Seen on the CPU build of 0.32: a tied output layer is packed at the start, never again."""
-        if self.spec.local is None or not _tied(self.spec.local):
+        against it. Seen on the CPU build of 0.32: what is packed at the start is not packed at a reload."""
+        if self.spec.local is None:
+            return None
+        parts = _configuration(self.spec.local)
+        tied, experts = (
+            _tied(self.spec.local, parts),
+            any(part.get(key) for part in parts for key in _EXPERTS),
+        )
+        if not (tied or experts):
             return None
         try:
             reply = self._wire.get("/server_info?config_format=json", self._timeouts.control)
         except EngineFailed as failure:
             return str(failure)
-        return PACKED_HEAD if reply.status == 200 and _packs_once(reply) else None
+        device, untied = _runs_on(reply)
+        if device != "cpu":
+            return None
+        return PACKED_EXPERTS if experts else None if untied else PACKED_HEAD
 
     def _labelled(self, label: str) -> ReloadOutcome:
         try:
@@ -150,24 +170,33 @@ def _all_workers_done(reply: Reply) -> bool:
     return isinstance(results, list) and bool(results) and all(result is None for result in results)
 
 
-def _tied(directory: Path) -> bool:
-    """What config.json says, of the model or of its text part; else whether there is no head."""
+def _configuration(directory: Path) -> list[dict[str, Any]]:
+    """config.json and its text part; nothing where there is none that can be read."""
     try:
         # not the strict reader: configurations of some models hold an Infinity
         config = json.loads(durable.read_file(directory / "config.json", CONFIG_LIMIT))
-        for part in (config, config.get("text_config")):
-            said = part.get("tie_word_embeddings") if isinstance(part, dict) else None
-            if isinstance(said, bool):
-                return said
-        return _HEAD not in open_checkpoint(directory, follow_links=False).table.numbers
-    except (OSError, ValueError, AttributeError, RecursionError, WeightcastError):
+    except (OSError, ValueError, RecursionError, WeightcastError):
+        return []
+    parts = [config, config.get("text_config") if isinstance(config, dict) else None]
+    return [part for part in parts if isinstance(part, dict)]
+
+
+def _tied(directory: Path, parts: Sequence[dict[str, Any]]) -> bool:
+    """What the configuration says; else whether there is no head."""
+    for part in parts:
+        if isinstance(said := part.get("tie_word_embeddings"), bool):
+            return said
+    try:
+        return bool(parts) and _HEAD not in open_checkpoint(directory, follow_links=False).table.numbers
+    except (OSError, ValueError, WeightcastError):
         return False
 
 
-def _packs_once(reply: Reply) -> bool:
-    config = reply.fields().get("vllm_config")
+def _runs_on(reply: Reply) -> tuple[object, bool]:
+    """The device, if it says one, and whether the checkpoint has a head of its own."""
+    config = reply.fields().get("vllm_config") if reply.status == httpx.codes.OK else None
     device, model = (
         config.get(part) if isinstance(config, dict) else None for part in ("device_config", "model_config")
     )
     untied = isinstance(model, dict) and model.get("word_embeddings_untied_by_checkpoint") is True
-    return isinstance(device, dict) and device.get("device") == "cpu" and not untied
+    return device.get("device") if isinstance(device, dict) else None, untied

@@ -386,8 +386,23 @@ def test_vllm_on_a_cpu_is_not_reloaded_with_tied_embeddings(stage: Stage, config
 
 
 @pytest.mark.parametrize(
+    "config",
+    ['{"num_experts": 4, "tie_word_embeddings": false}', '{"text_config": {"n_routed_experts": 8}}'],
+)
+def test_vllm_on_a_cpu_is_not_reloaded_with_experts(stage: Stage, config: str) -> None:
+    (stage.local / "config.json").write_text(config)
+    double = VLLMDouble()
+    double.script("/server_info", server_info("cpu", word_embeddings_untied_by_checkpoint=True))
+    outcome = reload(stage.engine("vllm", double))
+    assert isinstance(outcome, Intact) and "via=live" in outcome.reason
+    assert reloads(double) == 0
+
+
+@pytest.mark.parametrize(
     ("config", "answer"),
     [
+        ('{"num_experts": 4}', server_info("cuda")),
+        ('{"num_experts": null, "n_routed_experts": 0, "tie_word_embeddings": false}', server_info("cpu")),
         ('{"tie_word_embeddings": true}', server_info("cuda")),
         ('{"tie_word_embeddings": true}', server_info("cpu", word_embeddings_untied_by_checkpoint=True)),
         ('{"tie_word_embeddings": true}', Answer(404, {})),
