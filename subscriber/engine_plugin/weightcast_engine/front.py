@@ -94,7 +94,8 @@ class Front:
 
     async def state(self) -> Answer:
         """As `GET /v1/weightcast` answers."""
-        looks, held = await self._controls.ranks({"do": "look"}), await self.held()
+        busy, looks = self.busy, await self._controls.ranks({"do": "look"})
+        held = _held(looks)
         reason, refused = await self._patchable()
         return {
             **{key: looks[0][key] for key in ("plugin", "format", "process", "label")},
@@ -106,7 +107,7 @@ class Front:
             "reason": reason,
             "refused": dict(sorted(refused.items())[:100]),
             "refused_count": len(refused),
-            "in_doubt": bool(held["doubt"]) and not self.busy,
+            "in_doubt": bool(held["doubt"]) and not (busy or self.busy),
         }
 
     async def _patchable(self) -> tuple[str, Mapping[str, str]]:
@@ -120,11 +121,7 @@ class Front:
 
     async def held(self) -> Answer:
         """Version and root, and what makes them doubtful."""
-        looks = await self._controls.ranks({"do": "look"})
-        doubt = next((look["doubt"] for look in looks if look["doubt"]), "")
-        if len({(look["version"], look["root"]) for look in looks}) > 1:
-            doubt = doubt or "the ranks hold different versions"
-        return {"version": looks[0]["version"], "root": looks[0]["root"], "doubt": doubt}
+        return _held(await self._controls.ranks({"do": "look"}))
 
     async def hold(self, version: int, root: str, label: str) -> Answer:
         async with self._lock:
@@ -266,6 +263,13 @@ class Front:
                 for number, piece, *lanes in answer["rows"]:
                     _add(found, (rank, number, piece), lanes)
         return _agreed(world, names, found)
+
+
+def _held(looks: Sequence[Answer]) -> Answer:
+    doubt = next((look["doubt"] for look in looks if look["doubt"]), "")
+    if len({(look["version"], look["root"]) for look in looks}) > 1:
+        doubt = doubt or "the ranks hold different versions"
+    return {"version": looks[0]["version"], "root": looks[0]["root"], "doubt": doubt}
 
 
 def _add(found: dict[tuple[int, int, int], list[int]], place: tuple[int, int, int], lanes: list[int]) -> None:
