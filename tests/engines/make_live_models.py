@@ -22,11 +22,12 @@ from transformers import (
 )
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+# with these two vLLM's kernel for the CPU knows one size of a head, 576
 LATENT = {
     "q_lora_rank": None,
-    "kv_lora_rank": 32,
+    "kv_lora_rank": 512,
     "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
+    "qk_rope_head_dim": 64,
     "v_head_dim": 32,
     "first_k_dense_replace": 99,
     "n_routed_experts": 2,

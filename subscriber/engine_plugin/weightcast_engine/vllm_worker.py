@@ -115,7 +115,7 @@ def _pack_experts_again(model: Any) -> None:
     """vLLM 0.32 packs experts for its CPU kernels at the start and not at a reload, after which the kernels
     would take plain weights for packed ones."""
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if getattr(getattr(method, "unquantized_backend", None), "name", "") == "CPU":
             method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
