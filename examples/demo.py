@@ -35,6 +35,8 @@ HOSTS = ("a", "b")
 ENDING = ("prepare", "trainer")
 START_SECONDS = 180.0
 VLLM_START_SECONDS = 900.0
+VLLM_PATIENCE = 5
+"""times the seconds below: two vLLMs share the cores with all else"""
 TRAIN_SECONDS = 600.0
 END_SECONDS = 60.0
 
@@ -54,6 +56,10 @@ class Options:
     @property
     def start_seconds(self) -> float:
         return START_SECONDS if self.engine_python is None else VLLM_START_SECONDS
+
+    @property
+    def patience(self) -> int:
+        return 1 if self.engine_python is None else VLLM_PATIENCE
 
 
 @dataclass(frozen=True)
@@ -216,11 +222,12 @@ class Demo:
         self._phase = "training"
         urls = [self._engines[host].url for host in HOSTS]
         trainer = self._children.start("trainer", trainer_command(self._paths, urls, self._options))
+        deadline = TRAIN_SECONDS * self._options.patience
         if not self._options.freeze:
             half = self._options.steps // 2
-            self._wait(lambda: self._steps_done() >= half, "half of the steps", TRAIN_SECONDS)
+            self._wait(lambda: self._steps_done() >= half, "half of the steps", deadline)
             self._kill_publisher()
-        self._wait(lambda: not trainer.running, "the end of the training", TRAIN_SECONDS)
+        self._wait(lambda: not trainer.running, "the end of the training", deadline)
 
     def _steps_done(self) -> int:
         return len(observe.read_steps(self._paths.metrics))
@@ -237,7 +244,7 @@ class Demo:
     def _settle(self) -> None:
         self._phase = "waiting until the last version is served"
         self._note_updates()
-        self._wait(self._is_settled, "the last version served", END_SECONDS)
+        self._wait(self._is_settled, "the last version served", END_SECONDS * self._options.patience)
 
     def _is_settled(self) -> bool:
         newest = observe.pointer(self._paths.channel)
