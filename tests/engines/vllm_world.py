@@ -35,7 +35,7 @@ REPOSITORY = HERE.parents[1]
 VENV = Path(os.environ.get("WEIGHTCAST_ENGINE_VENV", REPOSITORY / ".venv-vllm"))
 NO_KEEP_ALIVE = httpx.Limits(max_keepalive_connections=0)
 """an idle connection may be dropped by the server just when it is used again"""
-START_SECONDS = 900.0
+START_SECONDS = 1500.0
 COMMAND = Path(sys.executable).with_name("weightcast")
 STEP_SECONDS = 420.0
 """a hundred times what an idle machine takes: nothing here may fail because a machine is busy"""
