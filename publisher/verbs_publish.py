@@ -43,7 +43,9 @@ def publish(
         Path | None,
         typer.Option("--base", help="The run's base; needed the first time. The channel must be there."),
     ] = None,
-    encoding: Annotated[str, typer.Option("--encoding", metavar="fast|small|xor|overwrite")] = "fast",
+    encoding: Annotated[
+        str, typer.Option("--encoding", metavar="fast|small|xor|overwrite", help="Of the delta.")
+    ] = "fast",
     step: Annotated[int | None, typer.Option("--step", min=0, help="The trainer's step.")] = None,
     threads: ThreadsOption = None,
     take_over: Annotated[

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -16,6 +18,16 @@ def test_settings_table_is_the_codes() -> None:
     ).stdout
     assert made.count("| `--") > 20
     assert made in (ROOT / "README.md").read_text(), "run python docs/make_settings.py and paste its output"
+
+
+DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "examples" / "README.md")
+FOLDERS = "benchmarks|deploy|docs|examples|publisher|shared|subscriber|tests"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_that_are_named_exist(document: Path) -> None:
+    named = re.findall(rf"`((?:{FOLDERS})/[\w./-]+)", document.read_text())
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_links_lead_somewhere() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,22 @@ def test_command_lines_are_understood() -> None:
         verb, rest = found(typer.main.get_command(app), words)
         # Parses and judges the options; the verb itself is not run.
         verb.make_context(verb.name, rest)
+
+
+def verbs(command: Any, name: str = "") -> Iterator[str]:
+    inner = getattr(command, "commands", None)
+    if inner is None:
+        yield name.strip()
+        return
+    for word, verb in inner.items():
+        yield from verbs(verb, f"{name} {word}")
+
+
+def test_every_command_has_a_row() -> None:
+    app = new_app()
+    register_sides(app, entry_points(group=VERBS))
+    table = OPERATIONS.split("\n## Commands\n")[1]
+    assert [verb for verb in verbs(typer.main.get_command(app)) if f"`{verb}`" not in table] == []
 
 
 def found(command: Any, words: list[str]) -> tuple[Any, list[str]]:
