@@ -7,8 +7,7 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -187,15 +186,6 @@ def snapshot(directory: Path, leave_out: Sequence[str] = NOT_STATE) -> dict[str,
             if name not in leave_out:
                 found[str(path.relative_to(directory))] = hashlib.sha256(path.read_bytes()).hexdigest()
     return found
-
-
-def until(true: Callable[[], object], what: str, seconds: float = 60.0, every: float = 0.0005) -> None:
-    """Polls; AssertionError names `what` when it does not come true."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {seconds} s: {what}")
-        time.sleep(every)
 
 
 def start(script: Path, *arguments: object) -> subprocess.Popen[str]:

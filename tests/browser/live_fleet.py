@@ -17,8 +17,9 @@ from typing import Any
 
 import doubles
 import httpx
-from daemonkit import Daemon, Places, Tensors, base_tensors, changed, rename_in, wait_until, write
+from daemonkit import Daemon, Places, Tensors, base_tensors, changed, rename_in, write
 from hosts import SGLang
+from waiting import wait_until
 
 COMMAND = (sys.executable, "-m", "weightcast.shared.service.cli")
 

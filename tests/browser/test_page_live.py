@@ -14,8 +14,9 @@ import pytest
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS / "publisher"), str(TESTS / "subscriber")]
 
-from live_fleet import LiveFleet, Rollout, wait_until  # noqa: E402
+from live_fleet import LiveFleet, Rollout  # noqa: E402
 from tabs import OpenTab  # noqa: E402
+from waiting import wait_until  # noqa: E402
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page

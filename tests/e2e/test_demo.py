@@ -6,13 +6,11 @@ import json
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -44,13 +42,6 @@ def processes_of(directory: Path) -> list[str]:
             continue
         found += [command] if str(directory) in command else []
     return found
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline, pause = time.monotonic() + seconds, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        pause.wait(0.05)
 
 
 @pytest.mark.slow
@@ -87,14 +78,14 @@ def test_without_weight_updates_the_reward_check_fails(tmp_path: Path) -> None:
 def test_no_process_outlives_it(tmp_path: Path, number: signal.Signals) -> None:
     demo = start_demo("--run-dir", tmp_path / "run")
     try:
-        eventually(lambda: any("prepare" in command for command in processes_of(tmp_path)))
+        wait_until(lambda: any("prepare" in command for command in processes_of(tmp_path)))
         demo.send_signal(number)
         demo.communicate(timeout=60)
     finally:
         demo.kill()
         demo.communicate()
     assert demo.returncode != 0
-    eventually(lambda: processes_of(tmp_path) == [])
+    wait_until(lambda: processes_of(tmp_path) == [])
 
 
 def test_leaves_foreign_directories_alone(tmp_path: Path) -> None:

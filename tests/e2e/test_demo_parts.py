@@ -9,8 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +21,7 @@ import pytest
 import torch
 import uvicorn
 from safetensors import safe_open
+from waiting import wait_until
 
 from examples import checkpoint, observe, processes, summary, trainer
 from examples.checkpoint import Config
@@ -36,13 +36,6 @@ TINY = Config(
 )
 PROMPT = "314159>"
 REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline, pause = time.monotonic() + seconds, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        pause.wait(0.01)
 
 
 def tiny_model(seed: int) -> CausalLM:
@@ -65,7 +58,7 @@ def serving(engine: Engine) -> Iterator[httpx.Client]:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
-            eventually(lambda: server.started)
+            wait_until(lambda: server.started)
             with httpx.Client(base_url=url, timeout=20.0, trust_env=False) as client:
                 yield client
         finally:
@@ -327,7 +320,7 @@ class Gate:
         """Returns when they are taken and the next one is asked for."""
         wanted = self.asked + steps if self.asked else steps + 1
         self.open(steps)
-        eventually(lambda: self.asked >= wanted)
+        wait_until(lambda: self.asked >= wanted)
 
     def open(self, steps: int = 100) -> None:
         for _ in range(steps):
@@ -432,13 +425,13 @@ class TestEngineProcess:
         arguments = ["--model", tmp_path / "local", "--port-file", port_file, "--events", events]
         process = start_engine(arguments)
         try:
-            eventually(port_file.exists, 60)
+            wait_until(port_file.exists, 60)
             url = f"http://127.0.0.1:{port_file.read_text()}"
             with httpx.Client(base_url=url, trust_env=False) as client:
                 with pytest.raises(httpx.ConnectError):
                     client.get("/ready")
                 save_model(tmp_path / "local", seed=1)
-                eventually(lambda: answers(client))
+                wait_until(lambda: answers(client))
                 assert greedy(client)["text"] == expected_answer(tiny_model(1))
                 client.post("/pause_generation", json={"mode": "retract"}).raise_for_status()
                 client.post("/continue_generation", json={}).raise_for_status()
@@ -547,7 +540,7 @@ class TestTrainer:
         plan = trainer.Plan(3, seed=0, questions=2, group=2, rate=1e-3, max_lead=1)
         learner = trainer.Trainer(tiny_model(1), 1e-3)
         training = background.submit(trainer.train, plan, learner, fleet, outbox, tmp_path / "metrics")
-        eventually((tmp_path / "watch" / "step_000002").exists)
+        wait_until((tmp_path / "watch" / "step_000002").exists)
         request = {"new_version": "2", "abort_all_requests": False}
         client.post("/update_weight_version", json=request).raise_for_status()
         training.result(20)
@@ -652,9 +645,9 @@ class TestProcesses:
         children = Children(tmp_path, tmp_path)
         children.start("parent", [sys.executable, "-c", GRANDPARENT])
         pid_file = tmp_path / "pid"
-        eventually(lambda: pid_file.exists() and pid_file.read_text().isdigit())
+        wait_until(lambda: pid_file.exists() and pid_file.read_text().isdigit())
         children.stop()
-        eventually(lambda: not is_alive(int(pid_file.read_text())))
+        wait_until(lambda: not is_alive(int(pid_file.read_text())))
 
     def test_groups_are_killed_when_the_pipe_ends(self) -> None:
         child = subprocess.Popen(

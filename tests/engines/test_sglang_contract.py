@@ -19,7 +19,8 @@ import pytest
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "subscriber"))
 
-from hosts import Host, Run, Site, Weights, wait_until  # noqa: E402
+from hosts import Host, Run, Site, Weights  # noqa: E402
+from waiting import wait_until  # noqa: E402
 
 from weightcast.shared.errors import NeedsReseed, WeightcastError  # noqa: E402
 from weightcast.subscriber.engines.base import Done, Intact, Suspect  # noqa: E402

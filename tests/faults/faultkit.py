@@ -15,26 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
+from waiting import SECONDS, wait_until
 
 KEEPER = Path(__file__).with_name("keeper.py")
 UNSHARE = ["unshare", "--user", "--map-root-user", "--mount"]
 Rule = dict[str, Any]
 
 
-def until(condition: Callable[[], Any], what: str, seconds: float = 30.0) -> Any:
-    """Polls. What is looked at may not be there yet, or be written just then."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            found = condition()
-        except (OSError, ValueError, httpx.HTTPError):
-            found = None
-        if found:
-            return found
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {seconds:g} s: {what}")
-        time.sleep(0.01)
+def until(condition: Callable[[], Any], what: str, seconds: float = SECONDS) -> Any:
+    """What is looked at may not be there yet, or be written just then."""
+    return wait_until(condition, seconds, what, passing=(OSError, ValueError, httpx.HTTPError))
 
 
 class Namespace:

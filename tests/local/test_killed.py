@@ -18,10 +18,10 @@ from core_cases import (
     rot,
     start,
     tensor,
-    until,
     write_checkpoint,
 )
 from local_cases import Run, catch_up, edit_state, following, phase_of, publish, state_of
+from waiting import wait_until
 
 from weightcast.publisher import init_channel
 from weightcast.shared.channel.store import Channel
@@ -69,7 +69,9 @@ def killed_in(run: Run, local: Path, way: str, phase: str, more: Callable[[], ob
     child = start(CHILD, way, run.channel, local, run.base)
     try:
         assert child.stdout is not None and child.stdout.readline() == "ready\n"
-        until(lambda: (phase_of(local) == phase and more()) or child.poll() is not None, phase, every=0)
+        wait_until(
+            lambda: (phase_of(local) == phase and more()) or child.poll() is not None, what=phase, every=0
+        )
     finally:
         kill(child)
     assert phase_of(local) == phase, "the child was faster than its killer"
@@ -116,7 +118,7 @@ def test_a_replay_that_is_killed_is_replayed(run: Run, local: Path) -> None:
     for _ in range(2):
         child = start(CHILD, "patch", run.channel, local, run.base)
         mark = f"pid {child.pid} "
-        until(lambda mark=mark: (local / ".weightcast/owner").read_text().startswith(mark), "owned")
+        wait_until(lambda mark=mark: (local / ".weightcast/owner").read_text().startswith(mark), what="owned")
         kill(child)
     with following(run, local) as follower:
         catch_up(follower)

@@ -7,9 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,22 +15,12 @@ from typing import Any
 import httpx
 import numpy as np
 from numpy.typing import NDArray
+from waiting import wait_until
 
 Tensors = dict[str, tuple[str, tuple[int, ...], NDArray[np.uint8]]]
 """name to dtype, shape, bytes"""
 
 INDEX = "model.safetensors.index.json"
-
-
-def wait_until(condition: Callable[[], Any], seconds: float = 40.0) -> Any:
-    pause, deadline = threading.Event(), time.monotonic() + seconds
-    while True:
-        found = condition()
-        if found:
-            return found
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not reached within {seconds} s")
-        pause.wait(0.02)
 
 
 def base_tensors(seed: int = 0) -> Tensors:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from daemonkit import Daemon, Places, base_tensors, changed, rename_in, wait_until
+from daemonkit import Daemon, Places, base_tensors, changed, rename_in
+from waiting import wait_until
 
 from weightcast.shared.channel.reports import read_reports
 from weightcast.shared.service.arrivals import wait_for_hosts

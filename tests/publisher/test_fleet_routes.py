@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from daemonkit import Daemon, Places, base_tensors, changed, rename_in, wait_until
+from daemonkit import Daemon, Places, base_tensors, changed, rename_in
+from waiting import wait_until
 
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.marks import keep, set_tag

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_cases import Model, all_changed, ended, every_dtype, kill, start, until
+from core_cases import Model, all_changed, ended, every_dtype, kill, start
 from daemonkit import Daemon, Places
 from publisher_cases import Place, as_numpy, make_place, numpy_model
+from waiting import wait_until
 
 from weightcast.publisher.export import Export
 from weightcast.publisher.handover import HandOver
@@ -229,7 +230,7 @@ class Sidecar:
         return self.child
 
     def url(self) -> str:
-        until(self._port.exists, "the daemon has a port", 240, every=0.02)
+        wait_until(self._port.exists, 240, "the daemon has a port")
         return f"http://127.0.0.1:{self._port.read_text().strip()}"
 
 
@@ -255,11 +256,11 @@ def test_a_sidecar_that_is_killed(
         hand_over.put(arrays(models[0]), step=1)
         assert ended(sidecar.start(moment))[0] == -9
         sidecar.start()
-        until(lambda: latest(place) == 1, "the first is out", 240, every=0.02)
+        wait_until(lambda: latest(place) == 1, 240, "the first is out")
         place.arrives(models[0], 1)
     with HandOver(export, sidecar=sidecar.url()) as hand_over:
         hand_over.put(arrays(models[1]), step=2)
-        until(lambda: latest(place) == 2, "the second is out, once", 240, every=0.02)
+        wait_until(lambda: latest(place) == 2, 240, "the second is out, once")
     place.arrives(models[1], 2)
 
 
@@ -272,7 +273,7 @@ def test_a_sidecar_over_http(tmp_path: Path) -> None:
         tensors = _as_numpy_bytes(places)
         with HandOver(export, sidecar=str(daemon.client.base_url)) as hand_over:
             hand_over.put({"not": np.zeros(3, np.float32)}, step=1)
-            until(lambda: daemon.status()["last_error"] is not None, "refused", 120, every=0.02)
+            wait_until(lambda: daemon.status()["last_error"] is not None, 120, "refused")
             hand_over.put(tensors, step=2)
             status = daemon.wait_for_version(1)
         assert status["publications"][0]["step"] == 2

@@ -4,7 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
-from daemonkit import INDEX, base_tensors, files_of, rename_in, wait_until, write
+from daemonkit import INDEX, base_tensors, files_of, rename_in, write
+from waiting import wait_until
 
 from weightcast.publisher.inbox import Marks, Sighting
 from weightcast.publisher.looks import bury_leftovers, consume, look, marks, was_moved_in

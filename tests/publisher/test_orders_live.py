@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from daemonkit import (
@@ -21,21 +20,14 @@ from daemonkit import (
     local_bytes,
     plain,
     rename_in,
-    wait_until,
 )
+from waiting import wait_until
 
 from weightcast.shared.service.cli import run as weightcast
 
-PATIENCE = 180.0
-"""seconds for what takes two, on a machine that does much else"""
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    return wait_until(condition, PATIENCE)
-
 
 def arrives(daemon: Daemon, version: int) -> None:
-    until(lambda: daemon.status()["version"] == version)
+    wait_until(lambda: daemon.status()["version"] == version)
 
 
 class Trainer:
@@ -77,7 +69,7 @@ def version_at(local: Path) -> int | None:
 
 
 def holds(local: Path, version: int, tensors: Tensors) -> None:
-    until(lambda: version_at(local) == version)
+    wait_until(lambda: version_at(local) == version)
     assert local_bytes(local, tensors) == plain(tensors)
 
 
@@ -100,11 +92,11 @@ def test_a_fleet_is_rolled_back_held_and_let_go(places: Places) -> None:
             holds(local, 3, trainer.models[3])
             assert verb(places, "rollback", "--to", 1) == 0
             holds(local, 4, trainer.models[1])
-            assert "version 1" in until(lambda: daemon.status()["held"])
+            assert "version 1" in wait_until(lambda: daemon.status()["held"])
             newest = trainer.leave()
             daemon.kill()
             daemon = Daemon.start(places, "--every")
-            assert until(lambda: daemon.status()["held"]), "the order outlives its publisher"
+            assert wait_until(lambda: daemon.status()["held"]), "the order outlives its publisher"
             assert places.latest() == "000004" and local_bytes(local, newest) == plain(trainer.models[1])
             assert verb(places, "resume") == 0
             arrives(daemon, 5)

@@ -17,9 +17,9 @@ from daemonkit import (
     plain,
     rename_in,
     snapshot,
-    wait_until,
     write,
 )
+from waiting import wait_until
 
 from weightcast.publisher.channel_init import init_channel
 

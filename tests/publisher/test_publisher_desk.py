@@ -20,10 +20,10 @@ from daemonkit import (
     rename_in,
     shard,
     snapshot,
-    wait_until,
     write,
 )
 from prometheus_client import generate_latest
+from waiting import wait_until
 
 from weightcast.publisher.desk import Desk
 from weightcast.publisher.settings import PublisherSettings

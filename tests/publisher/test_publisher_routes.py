@@ -9,8 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
-from daemonkit import base_tensors, wait_until, write
+from daemonkit import base_tensors, write
 from prometheus_client import CollectorRegistry
+from waiting import wait_until
 
 from weightcast.publisher.queue import QUEUE_LIMIT, Publication, Queue
 from weightcast.publisher.routes import check_checkpoint, publication_routes

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from core_cases import Model, bytes_of, flip, read_checkpoint, some_changed, until
+from core_cases import Model, bytes_of, flip, read_checkpoint, some_changed
 from publisher_cases import Place, make_place
+from waiting import wait_until
 
 from weightcast.publisher import Publisher
 from weightcast.publisher.pace import Pace, fewest_bytes
@@ -174,7 +175,7 @@ def test_versions_that_come_while_one_is_made(place: Place) -> None:
         worker = publisher.work_in_background()
         assert worker is not None
         grow(publisher, place, models, 12)
-        until(lambda: worker.problem or len(beside(place)) == 8 + 4 + 2 + 1, "all are made")
+        wait_until(lambda: worker.problem or len(beside(place)) == 8 + 4 + 2 + 1, what="all are made")
         assert worker.problem == ""
     assert verify(Channel.open(place.channel)) == []
     place.arrives(models[16], 16)

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_cases import Model, Tensor, all_changed, rot, some_changed, tensor, until
+from core_cases import Model, Tensor, all_changed, rot, some_changed, tensor
 from publisher_cases import Place, as_numpy, make_place, numpy_model
+from waiting import wait_until
 
 from weightcast.publisher import cast_like
 from weightcast.publisher.orders import order_rollback
@@ -129,7 +130,7 @@ def test_the_newest_wins(place: Place, rng: np.random.Generator, gate: Gate) -> 
     models = [some_changed(place.model, rng) for _ in range(4)]
     with place.publisher(post_write=gate) as publisher:
         first = publisher.submit(writable(models[0]), step=0, when_busy="newest")
-        until(lambda: gate.reached, "the first is being published", SECONDS)
+        wait_until(lambda: gate.reached, SECONDS, "the first is being published")
         later = [publisher.submit(writable(models[n]), step=n, when_busy="newest") for n in (1, 2, 3)]
         assert [handle.done for handle in later] == [True, True, False]
         for handle in later[:2]:
@@ -148,7 +149,7 @@ def test_release_before_the_tensors_change(place: Place, rng: np.random.Generato
     with place.publisher(post_write=gate) as publisher:
         first, arrays = publisher.submit(writable(model), when_busy="newest"), writable(model)
         assert first.release(SECONDS)
-        until(lambda: gate.reached, "the first is being published", SECONDS)
+        wait_until(lambda: gate.reached, SECONDS, "the first is being published")
         waiting = publisher.submit(arrays, step=2, when_busy="newest")
         assert not waiting.free and not waiting.release()
         scribble(arrays)

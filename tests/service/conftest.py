@@ -3,7 +3,6 @@ from __future__ import annotations
 import io
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,14 +13,13 @@ import structlog
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
+from waiting import wait_until
 
 from weightcast.shared.service.daemon import Step, Stop, Wakeup, run_daemon
 from weightcast.shared.service.http import make_app
 from weightcast.shared.service.logs import setup_logs
 from weightcast.shared.service.settings import ServiceSettings
 from weightcast.shared.service.snapshot import LoopStatus, Readiness, Snapshot
-
-WaitUntil = Callable[[Callable[[], object]], None]
 
 
 @pytest.fixture(autouse=True)
@@ -35,18 +33,6 @@ def quiet() -> Iterator[io.StringIO]:
     root.handlers[:] = handlers
     root.setLevel(level)
     structlog.reset_defaults()
-
-
-@pytest.fixture
-def wait_until() -> WaitUntil:
-    def wait(condition: Callable[[], object], seconds: float = 20.0) -> None:
-        pause, deadline = threading.Event(), time.monotonic() + seconds
-        while not condition():
-            if time.monotonic() > deadline:
-                pytest.fail(f"not reached within {seconds} s")
-            pause.wait(0.01)
-
-    return wait
 
 
 class Status(BaseModel):
@@ -80,7 +66,7 @@ def _nothing(stop: Stop) -> None:
 
 
 @pytest.fixture
-def serve(tmp_path: Path, wait_until: WaitUntil) -> Iterator[Serve]:
+def serve(tmp_path: Path) -> Iterator[Serve]:
     running: list[Served] = []
 
     def start(

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
+from waiting import wait_until
 
 from weightcast.shared.errors import (
     EngineFailed,
@@ -32,7 +33,6 @@ from weightcast.shared.service.settings import ServiceSettings
 from weightcast.shared.service.snapshot import LoopStatus, Readiness, Snapshot
 
 Serve = Callable[..., Any]
-WaitUntil = Callable[..., None]
 
 SCRIPT = """
 import sys
@@ -74,7 +74,7 @@ note("end")
 
 
 @pytest.fixture
-def start(tmp_path: Path, wait_until: WaitUntil) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
+def start(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
     script = tmp_path / "daemon_script.py"
     script.write_text(SCRIPT)
     started: list[subprocess.Popen[bytes]] = []
@@ -115,7 +115,7 @@ def test_a_signal_between_steps_ends_with_success(
 
 
 def test_a_signal_lets_the_running_step_finish(
-    start: Callable[[str], subprocess.Popen[bytes]], tmp_path: Path, wait_until: WaitUntil
+    start: Callable[[str], subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     process = start("long")
     process.send_signal(signal.SIGTERM)
@@ -141,7 +141,7 @@ def test_a_step_that_does_not_end_is_left_at_the_deadline(
     assert "end" not in notes(tmp_path)
 
 
-def test_expected_errors_are_shown_and_the_loop_goes_on(serve: Serve, wait_until: WaitUntil) -> None:
+def test_expected_errors_are_shown_and_the_loop_goes_on(serve: Serve) -> None:
     fail = threading.Event()
     fail.set()
 
@@ -160,9 +160,7 @@ def test_expected_errors_are_shown_and_the_loop_goes_on(serve: Serve, wait_until
     assert served.loop.get().failures_in_a_row == 0
 
 
-def test_a_crash_is_counted_logged_and_retried(
-    serve: Serve, wait_until: WaitUntil, quiet: io.StringIO
-) -> None:
+def test_a_crash_is_counted_logged_and_retried(serve: Serve, quiet: io.StringIO) -> None:
     def step(stop: Stop) -> None:
         raise ZeroDivisionError("by design")
 
@@ -178,7 +176,7 @@ def test_a_crash_is_counted_logged_and_retried(
         assert client.get("/healthz").status_code == 200
 
 
-def test_a_dead_work_thread_is_unhealthy(serve: Serve, wait_until: WaitUntil) -> None:
+def test_a_dead_work_thread_is_unhealthy(serve: Serve) -> None:
     def step(stop: Stop) -> None:
         raise SystemExit("no way on")
 

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from fastapi import APIRouter, FastAPI, Request
 from pydantic import BaseModel
+from waiting import wait_until
 
 from weightcast.shared.errors import EngineFailed, Refused, RetryLater, WeightcastError
 from weightcast.shared.service.http import BODY_LIMIT, HEADER_LIMIT
@@ -93,7 +94,7 @@ def test_not_ready_says_why(serve: Serve) -> None:
         assert client.get("/healthz").status_code == 200
 
 
-def test_wake_runs_a_step_before_the_poll(serve: Serve, wait_until: Callable[..., None]) -> None:
+def test_wake_runs_a_step_before_the_poll(serve: Serve) -> None:
     served = serve(poll_seconds=3600)
     wait_until(lambda: served.loop.get().steps == 1)
     with served.client() as client:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from pathlib import Path
 
 from weightcast.shared.service.daemon import Wakeup
@@ -40,7 +39,7 @@ def test_a_missing_directory_is_logged_once(tmp_path: Path, quiet: io.StringIO) 
     assert quiet.getvalue().count("cannot be watched") == 1
 
 
-def test_a_directory_that_vanishes_does_no_harm(tmp_path: Path, wait_until: Callable[..., None]) -> None:
+def test_a_directory_that_vanishes_does_no_harm(tmp_path: Path) -> None:
     wakeup = Wakeup()
     folder = tmp_path / "channel"
     folder.mkdir()

@@ -14,7 +14,8 @@ from typing import Any
 
 import httpx
 from doubles import Answer, Call, Double, Drop, SGLangDouble, WebhookDouble, serve
-from hosts import Run, Site, on_disk, wait_until
+from hosts import Run, Site, on_disk
+from waiting import wait_until
 
 from weightcast.subscriber.daemon import Subscriber
 from weightcast.subscriber.settings import SubscriberSettings

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -14,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from doubles import Answer, Double, SGLangDouble, WebhookDouble, serve
 
 from weightcast.publisher.channel_init import init_channel
@@ -34,14 +31,6 @@ from weightcast.subscriber.target import parse_target
 WIDTHS = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "I64": 8, "U16": 2, "F16": 2, "BOOL": 1}
 QUICK = Timeouts(connect=5, probe=5, control=5, drain=1, reload=5)
 CONFIG = b'{"architectures": ["Tiny"]}'
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    pause, deadline = threading.Event(), time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail(f"not reached within {seconds} s")
-        pause.wait(0.01)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hosts import wait_until
+from waiting import wait_until
 
 from weightcast.subscriber.failed import FailedEngines
 from weightcast.subscriber.status import EngineStatus, HostStatus

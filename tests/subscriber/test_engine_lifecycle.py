@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from doubles import Answer, Call, Drop, Hang
-from hosts import Host, Mapping_, Run, SGLang, Site, wait_until
+from hosts import Host, Mapping_, Run, SGLang, Site
+from waiting import wait_until
 
 from weightcast.shared.local.state import Mark
 from weightcast.subscriber.engines.base import BadEngineOption

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 from groups import Host
-from hosts import Clock, Site, wait_until
+from hosts import Clock, Site
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import wait_until
 
 from weightcast.shared.errors import EngineFailed, Refused, RetryLater
 from weightcast.shared.local.state import LocalState, Position

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from doubles import Answer
 from groups import SECONDS, Copies, Group, Host, Maps, Process, journals
-from hosts import Site, on_disk, wait_until
+from hosts import Site, on_disk
+from waiting import wait_until
 
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.local.state import Blocked, read_state, write_state

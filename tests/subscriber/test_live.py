@@ -10,8 +10,9 @@ from typing import Any
 import groups
 import pytest
 from doubles import Answer, Call, Drop, Hang, nobody
-from hosts import QUICK, Host, SGLang, Site, on_disk, wait_until
+from hosts import QUICK, Host, SGLang, Site, on_disk
 from plugin_double import DOOR, PluginDouble
+from waiting import wait_until
 
 from weightcast.shared.local.state import Mark
 from weightcast.subscriber.status import LiveStatus

@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hosts import Run, SGLang, Site, on_disk, wait_until
+from hosts import Run, SGLang, Site, on_disk
+from waiting import wait_until
 
 from weightcast.shared.errors import NeedsReseed, RetryLater
 from weightcast.shared.local.locks import FileLock

@@ -16,7 +16,8 @@ from typing import Any
 import httpx
 import pytest
 from doubles import Drop, Hang
-from hosts import Run, SGLang, Site, on_disk, wait_until
+from hosts import Run, SGLang, Site, on_disk
+from waiting import wait_until
 
 from weightcast.shared.channel.reports import read_reports
 from weightcast.shared.service.cli import run as run_command
