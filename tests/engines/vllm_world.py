@@ -254,13 +254,13 @@ class Server:
 
     def status(self, path: str) -> int:
         try:
-            return self._client.get(path, timeout=5).status_code
+            return self._client.get(path, timeout=60).status_code
         except httpx.HTTPError:
             return 0
 
     @property
     def paused(self) -> bool:
-        return bool(self._client.get("/is_paused", timeout=10).json()["is_paused"])
+        return bool(self._client.get("/is_paused").json()["is_paused"])
 
     def status_without_key(self, path: str) -> int:
         return httpx.get(self.url + path, timeout=STEP_SECONDS, trust_env=False).status_code
@@ -368,7 +368,7 @@ class Host:
         wait_until(port_file.exists, "the subscriber's start")
         self.client = httpx.Client(
             base_url=f"http://127.0.0.1:{port_file.read_text().strip()}",
-            timeout=60,
+            timeout=STEP_SECONDS,
             trust_env=False,
             limits=NO_KEEP_ALIVE,
         )
