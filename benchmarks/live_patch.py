@@ -13,9 +13,11 @@ import argparse
 import hashlib
 import json
 import os
+import random
 import socket
 import statistics
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -161,6 +163,7 @@ class Figures:
 class Engine:
     def __init__(self, python: Path, plugin: Path, room: Path, model: Path) -> None:
         self.patches, self._arrivals, self._ended = room / "patches", list[float](), threading.Event()
+        self._random = random.Random(7)
         self.patches.mkdir()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -218,6 +221,8 @@ class Engine:
         return reply.json()
 
     def measured(self, figures: Figures, act: Callable[[], object]) -> None:
+        # a check ends between two steps: the pause must not come then, but at any time, as all others do
+        threading.Event().wait(self._random.uniform(0.2, 1.2))
         began = time.monotonic()
         self.post("/v1/weightcast/pause", {"policy": "recompute"})
         stopped = time.monotonic()
@@ -335,8 +340,10 @@ def measure(engine: Engine, weights: Weights, shares: Sequence[float], rounds: i
         figures = {way: Figures() for way in WAYS}
         first = {way: Figures() for way in WAYS}
         one.run(share, first)
-        for _ in range(rounds):
+        for number in range(rounds):
             one.run(share, figures)
+            pauses = {way: round(1000 * found.pause[-1]) for way, found in figures.items()}
+            print(f"{share:.1%} changed, round {number + 1}: pauses {pauses} ms", file=sys.stderr, flush=True)
         for way, found in figures.items():
             found.memory += first[way].memory
         rows[str(share)] = {way: _told(found) for way, found in figures.items()}
