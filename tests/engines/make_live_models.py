@@ -1,5 +1,5 @@
 """Small models of the kinds whose weights an engine does not keep as the checkpoint has them: a mixture of
-experts, latent attention, 8-bit floats. `python make_live_models.py DIRECTORY`, where the engines live."""
+experts, latent attention, 8-bit integers. `python make_live_models.py DIRECTORY`, where the engines live."""
 
 from __future__ import annotations
 
@@ -36,7 +36,20 @@ LATENT = {
     "n_group": 1,
     "topk_group": 1,
 }
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+INTEGERS = {"num_bits": 8, "type": "int", "symmetric": True}
+INT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**INTEGERS, "strategy": "channel", "dynamic": False},
+            "input_activations": {**INTEGERS, "strategy": "token", "dynamic": True},
+        }
+    },
+}
 PROJECTIONS = ("_proj.weight",)
 
 
@@ -53,15 +66,16 @@ def save(directory: Path, config: PretrainedConfig, kind: type[PreTrainedModel])
 
 
 def quantise(directory: Path) -> None:
-    """Weights of projections as 8-bit floats with a scale each, as fp8 checkpoints have them."""
+    """Weights of projections as integers with a scale for each row. Kernels for 8-bit floats are not in every
+    processor."""
     tensors = load_file(directory / "model.safetensors")
     for name in [name for name in tensors if name.endswith(PROJECTIONS)]:
-        scale = tensors[name].float().abs().max() / 448
-        tensors[name] = (tensors[name].float() / scale).to(torch.float8_e4m3fn)
+        scale = tensors[name].float().abs().amax(1, keepdim=True) / 127
+        tensors[name] = (tensors[name].float() / scale).round().to(torch.int8)
         tensors[f"{name}_scale"] = scale
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": FP8}))
+    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": INT8}))
 
 
 def main(directory: Path) -> None:
@@ -72,7 +86,7 @@ def main(directory: Path) -> None:
         DeepseekV2Config(**{**SIZES, "num_key_value_heads": 2}, **LATENT),
         DeepseekV2ForCausalLM,
     )
-    quantise(save(directory / "fp8", LlamaConfig(**SIZES), LlamaForCausalLM))
+    quantise(save(directory / "int8", LlamaConfig(**SIZES), LlamaForCausalLM))
 
 
 if __name__ == "__main__":

@@ -75,6 +75,8 @@ class PluginServer(Server):
             "VLLM_PLUGINS": "weightcast",
             "WEIGHTCAST_PATCH_DIR": str(local / ".weightcast" / "engine"),
             "PYTHONPATH": str(with_plugin(room / "plugin")),
+            # several ranks on a machine with one NUMA node
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
         super().__init__(local, room / "vllm.log", arguments=arguments, api_key=KEY)
 

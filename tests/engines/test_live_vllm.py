@@ -327,6 +327,6 @@ def reload_from_disk(world: LiveWorld) -> None:
 
 
 def test_a_quantised_model_is_refused_as_a_whole(site: Path, live_models: Path, tmp_path: Path) -> None:
-    with started(live_models / "fp8", tmp_path / "room", site, "--dtype", "bfloat16") as server:
+    with started(live_models / "int8", tmp_path / "room", site, "--dtype", "bfloat16") as server:
         state = server.state()
-        assert (state["patchable"], state["reason"]) == (False, "the model is quantised: fp8")
+        assert (state["patchable"], state["reason"]) == (False, "the model is quantised: compressed-tensors")
