@@ -39,29 +39,34 @@ def stack(services: dict[str, Service], tmp_path: Path) -> Iterator[Stack]:
         running.kill()
 
 
+LONG = 240.0
+"""seconds that a loaded machine may take"""
+
+
 def status(stack: Stack, name: str) -> dict[str, object]:
     inside = "8340" if name == "publisher" else "8341"
     url = f"http://127.0.0.1:{stack.port(name, inside)}/v1/status"
-    assert httpx.get(url, trust_env=False).status_code == 401
-    answer = httpx.get(url, headers={"Authorization": f"Bearer {TOKEN}"}, trust_env=False)
+    assert httpx.get(url, trust_env=False, timeout=60).status_code == 401
+    answer = httpx.get(url, headers={"Authorization": f"Bearer {TOKEN}"}, trust_env=False, timeout=60)
     return dict(answer.raise_for_status().json())
 
 
 def label(stack: Stack, engine: str) -> str:
     url = f"http://127.0.0.1:{stack.port(engine, '30000')}/model_info"
-    return str(httpx.get(url, trust_env=False).json()["weight_version"])
+    return str(httpx.get(url, trust_env=False, timeout=60).json()["weight_version"])
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_trains_serves_on_both_hosts_and_stops_cleanly(stack: Stack) -> None:
     stack.up()
-    stack.wait_done("trainer", 120.0)
+    stack.wait_done("trainer", LONG)
     published = int(VARIABLES["STEPS"])
-    stack.wait(lambda: status(stack, "publisher")["version"] == published, "all versions published", 60.0)
+    stack.wait(lambda: status(stack, "publisher")["version"] == published, "all versions published", LONG)
     stack.wait(
         lambda: all(status(stack, name)["served_version"] == published for name in SUBSCRIBERS),
         "the last version served on both hosts",
-        60.0,
+        LONG,
     )
     assert [label(stack, name) for name in ENGINES] == [str(published)] * 2
     assert {status(stack, name)["host"] for name in SUBSCRIBERS} != {None}

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SOAK = Path(__file__).with_name("soak_run.py")
 
 
+@pytest.mark.timeout(900)
 def test_versions_arrive_whatever_goes_wrong_and_nothing_grows() -> None:
     command = [sys.executable, str(SOAK), "--versions", "60", "--seconds", "12"]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
