@@ -3,8 +3,8 @@
     python tests/crash/crash_run.py --kills 500 --cover 3
 
 At every failpoint at least `--cover` processes are killed, and at least one in each kind of file by each side
-that passes it; one that is never reached fails the run, as does every violation. `--seed` fixes the plan, not
-the timing.
+that passes it; one that is never reached fails the run, as does every violation. What is not covered goes
+before everything else; then rows with less than `--cover` kills. `--seed` fixes the plan, not the timing.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ WEIGHTS = {
 }
 """share of the strikes that are more, or less, than a kill; the rest is shared by need"""
 SHARE_OF_MOMENTS = 0.08
+SECONDS_BETWEEN_LINES = 20.0
 USES_BY_A_MISS = 6
 """a row that was not passed may want a world of another shape"""
 
@@ -72,12 +73,52 @@ class Violation:
     texts: tuple[str, ...]
 
 
+class Tally:
+    """Kills by side and row, of all parts of a campaign that write into the same file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self._read = file, 0
+        self._rows: Counter[tuple[str, str]] = Counter()
+        self._failpoints: Counter[str] = Counter()
+        file.touch()
+
+    def add(self, side: str, row: str) -> None:
+        with self.file.open("a") as file:
+            file.write(json.dumps([side, row]) + "\n")
+
+    def look(self) -> None:
+        """Takes in what was added since."""
+        with self.file.open() as file:
+            file.seek(self._read)
+            text = file.read()
+        whole = text[: text.rfind("\n") + 1]
+        self._read += len(whole.encode())
+        for line in whole.splitlines():
+            side, row = json.loads(line)
+            self._rows[side, row] += 1
+            self._failpoints[failpoint_of(row)] += 1
+
+    def kills(self, side: str, row: str) -> int:
+        return self._rows[side, row]
+
+    def of_failpoint(self, name: str) -> int:
+        return self._failpoints[name]
+
+    def covers(self, side: str, row: str, cover: int) -> bool:
+        """The side was killed there, and enough at this failpoint."""
+        return self._rows[side, row] > 0 and self._failpoints[failpoint_of(row)] >= cover
+
+
+def failpoint_of(row: str) -> str:
+    return row.partition(" ")[0]
+
+
 class Plan:
     """Which scenario and row come next: the rows struck least, in a scenario that passes them."""
 
-    def __init__(self, rng: random.Random, names: Sequence[str], row: str, cover: int) -> None:
+    def __init__(self, rng: random.Random, names: Sequence[str], row: str, cover: int, tally: Tally) -> None:
         self.names = tuple(names)
-        self._rng, self._row, self._cover = rng, row, cover
+        self._rng, self._row, self._cover, self._tally = rng, row, cover, tally
         self.passed: dict[str, dict[str, int]] = {}
         """scenario to the rows it passes, and how often"""
         self.struck: Counter[tuple[str, str]] = Counter()
@@ -88,16 +129,29 @@ class Plan:
         for name in self.names:
             if name not in self.passed:
                 return name, Order()
+        self._tally.look()
+        wanted = self._wanted() if self._cover else []
+        candidates = wanted or self._drawn()
+        name, row = min(candidates, key=self._score)
+        return name, self._order(name, row)
+
+    def _wanted(self) -> list[tuple[str, str]]:
+        """What is not covered: it goes before everything else."""
+        names = [name for name in self.names if name not in WEIGHTS]
+        return [
+            (name, row)
+            for name, row in self._candidates(names)
+            if row != RANDOM and not self._tally.covers(SCENARIOS[name].side, row, self._cover)
+        ]
+
+    def _drawn(self) -> list[tuple[str, str]]:
         kinds = [name for name in self.names if name in WEIGHTS]
         weights = [WEIGHTS[name] for name in kinds]
         draw = self._rng.choices([*kinds, ""], [*weights, max(0.0, 1 - sum(weights))])[0]
         names = [draw] if draw else [name for name in self.names if name not in WEIGHTS] or list(self.names)
         candidates = self._candidates(names)
         moments = [each for each in candidates if each[1] == RANDOM]
-        if moments and self._rng.random() < SHARE_OF_MOMENTS:
-            candidates = moments
-        name, row = min(candidates, key=self._score)
-        return name, self._order(name, row)
+        return moments if moments and self._rng.random() < SHARE_OF_MOMENTS else candidates
 
     def _candidates(self, names: Sequence[str]) -> list[tuple[str, str]]:
         known = [(name, row) for name in names for row in self.passed[name]]
@@ -108,26 +162,22 @@ class Plan:
         return found
 
     def _score(self, candidate: tuple[str, str]) -> tuple[float, ...]:
-        """Rows that are not covered at first, those tried least among them, then those struck least by
-        anybody. A row that is often missed is no less wanted: only some worlds pass it."""
+        """Rows with less kills than are wanted at first, those tried least among them. A row that is often
+        missed is no less wanted: only some worlds pass it."""
         name, row = candidate
         if name in WEIGHTS:
             return self.struck[candidate] + self._missed[candidate], self._rng.random()
-        side = SCENARIOS[name].side
-        kills = [
-            (SCENARIOS[other].side, count) for (other, which), count in self.struck.items() if which == row
-        ]
-        own = sum(count for each, count in kills if each == side)
-        failpoint = row.partition(" ")[0]
-        of_failpoint = sum(n for (_, which), n in self.struck.items() if which.partition(" ")[0] == failpoint)
-        wanted = row != RANDOM and (own == 0 or of_failpoint < self._cover)
-        tried = self._missed[candidate] + sum(count for _, count in kills) / (4 if row == RANDOM else 1)
-        return not wanted, tried, self.struck[candidate], self._rng.random()
+        own = self._tally.kills(SCENARIOS[name].side, row)
+        short = row != RANDOM and own < max(1, self._cover)
+        struck = sum(count for (_, which), count in self.struck.items() if which == row)
+        tried = self._missed[candidate] + (struck / 4 if row == RANDOM else own)
+        return not short, tried, self.struck[candidate], self._rng.random()
 
     def _order(self, name: str, row: str) -> Order:
         if row == RANDOM:
             return Order(RANDOM)
-        if self._missed[name, row] > self.struck[name, row]:
+        never = not self._tally.kills(SCENARIOS[name].side, row)
+        if never or self._missed[name, row] > self.struck[name, row]:
             return Order(row)
         most = max(1, self.passed[name][row])
         return Order(row, self._rng.choice((1, most, self._rng.randint(1, most))))
@@ -143,14 +193,16 @@ class Plan:
 
 
 def _kind_of(scenario: Scenario) -> object:
-    return scenario.daemons, scenario.engines, scenario.keep_versions, scenario.member
+    return scenario.daemons, scenario.engines, scenario.keep_versions, scenario.member, scenario.shards
 
 
 class Campaign:
-    def __init__(self, root: Path, seed: int, names: Sequence[str], row: str, cover: int) -> None:
-        self.seed, self._root = seed, root
+    def __init__(
+        self, root: Path, seed: int, names: Sequence[str], row: str, cover: int, tally: Tally
+    ) -> None:
+        self.seed, self._root, self.cover, self._tally = seed, root, cover, tally
         self._rng = random.Random(seed)
-        self.plan = Plan(self._rng, names, row, cover)
+        self.plan = Plan(self._rng, names, row, cover, tally)
         self.rows: dict[tuple[str, str], Row] = {}
         self.violations: list[Violation] = []
         self.others = 0
@@ -216,6 +268,8 @@ class Campaign:
             shape = replace(shape, engines=scenario.engines)
         if scenario.keep_versions is not None:
             shape = replace(shape, keep_versions=scenario.keep_versions)
+        if scenario.shards is not None:
+            shape = replace(shape, shards=scenario.shards)
         shape = replace(shape, member=scenario.member)
         world = World(self._root / f"world-{seed}", seed, shape)
         if scenario.member:
@@ -241,7 +295,9 @@ class Campaign:
             return
         row = self.rows.setdefault((scenario.side, run.order.key), Row(scenario.side, run.order.key))
         if run.struck:
-            row.kills += run.order.action == "kill"
+            if run.order.action == "kill":
+                row.kills += 1
+                self._tally.add(scenario.side, run.order.key)
             row.suspended += run.order.action == "stop"
             row.errors += run.order.action == "error"
             row.seconds.append(run.seconds)
@@ -258,8 +314,18 @@ class Campaign:
             }
         )
 
-    def uncovered(self, cover: int) -> list[str]:
-        return uncovered(self.passed(), list(self.rows.values()), cover)
+    def uncovered(self) -> list[str]:
+        """By any part."""
+        self._tally.look()
+        return uncovered(self.passed(), self._tally, self.cover) if self.cover else []
+
+    def short(self) -> list[str]:
+        """What would be covered more often with more time: rows, and kinds of strikes."""
+        kinds: Counter[str] = Counter()
+        for (name, _), count in self.plan.struck.items():
+            kinds[name] += count
+        few = [name for name in self.plan.names if name in WEIGHTS and kinds[name] < self.cover]
+        return short(self.passed(), self._tally, self.cover) + [f"{name}: {kinds[name]}" for name in few]
 
     def facts(self) -> dict[str, object]:
         return {
@@ -273,21 +339,26 @@ class Campaign:
         }
 
 
-def uncovered(passed: Sequence[tuple[str, str]], rows: Sequence[Row], cover: int) -> list[str]:
+def uncovered(passed: Sequence[tuple[str, str]], tally: Tally, cover: int) -> list[str]:
     """Failpoints with less kills than `cover`; rows, by the kind of file, that a side passes and where it was
     never killed."""
-    kills: Counter[str] = Counter()
-    for row in rows:
-        kills[row.name.partition(" ")[0]] += row.kills
-    failpoints = sorted({row.partition(" ")[0] for _, row in passed})
-    found = [f"{name}: {kills[name]} kills" for name in failpoints if kills[name] < cover]
-    killed = {(row.side, row.name) for row in rows if row.kills}
-    return found + [f"{row}: no {side} was killed there" for side, row in passed if (side, row) not in killed]
+    failpoints = sorted({failpoint_of(row) for _, row in passed})
+    few = [(name, tally.of_failpoint(name)) for name in failpoints if tally.of_failpoint(name) < cover]
+    never = [(side, row) for side, row in passed if not tally.kills(side, row)]
+    return [
+        *(f"{name}: {kills} kills" for name, kills in few),
+        *(f"{row}: no {side} was killed there" for side, row in never),
+    ]
 
 
-def never_reached(rows: Sequence[Row]) -> list[str]:
-    names = {row.name.partition(" ")[0] for row in rows if row.kills}
-    return [f"{name}: never reached" for name in FAILPOINTS if name not in names]
+def short(passed: Sequence[tuple[str, str]], tally: Tally, cover: int) -> list[str]:
+    """Rows at which the side was killed, and less often than `cover`."""
+    kills = [(side, row, tally.kills(side, row)) for side, row in passed if row != RANDOM]
+    return [f"{row}, {side}: {count} kills" for side, row, count in kills if 0 < count < cover]
+
+
+def never_reached(tally: Tally) -> list[str]:
+    return [f"{name}: never reached" for name in FAILPOINTS if not tally.of_failpoint(name)]
 
 
 def table_of(facts: Mapping[str, Any]) -> Table:
@@ -310,23 +381,26 @@ def run_campaign(arguments: argparse.Namespace, campaign: Campaign, console: Con
     """Until enough was killed and all is covered, or time is up. Returns what is not covered."""
     began = shown = time.monotonic()
     deadline = began + arguments.minutes * 60
-    missing: list[str] = []
     while time.monotonic() < deadline:
         violation = campaign.once()
         if violation is not None:
             _show(violation, console)
             if arguments.first or len(campaign.violations) >= arguments.most:
                 break
-        if time.monotonic() - shown > 15:
+        if time.monotonic() - shown > SECONDS_BETWEEN_LINES:
             shown = time.monotonic()
-            console.print(f"{campaign.kills} kills in {shown - began:.0f} s", style="dim")
-        if arguments.strikes and campaign.strikes >= arguments.strikes:
-            break
-        if campaign.kills >= arguments.kills and not arguments.strikes:
-            missing = campaign.uncovered(arguments.cover) if arguments.cover else []
-            if not missing:
+            console.print(_progress(campaign, shown - began), style="dim", highlight=False)
+        if arguments.strikes:
+            if campaign.strikes >= arguments.strikes:
                 break
-    return campaign.uncovered(arguments.cover) if arguments.cover else []
+        elif campaign.kills >= arguments.kills and not campaign.uncovered() and not campaign.short():
+            break
+    return campaign.uncovered()
+
+
+def _progress(campaign: Campaign, seconds: float) -> str:
+    left = f", {len(campaign.uncovered())} not covered, {len(campaign.short())} short"
+    return f"{campaign.kills} kills in {seconds:.0f} s{left if campaign.cover else ''}"
 
 
 def _show(violation: Violation, console: Console) -> None:
@@ -352,6 +426,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--patience", type=float, default=1.0, help="multiplies every wait: for a busy machine"
     )
     parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--tally", type=Path, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--row", default="", help="only this row, or rows whose name contains this")
     parser.add_argument("--first", action="store_true", help="end at the first violation")
     parser.add_argument("--most", type=int, default=10, help="end after so many violations")
@@ -367,13 +442,17 @@ def run_here(arguments: argparse.Namespace, seed: int, console: Console) -> dict
     memory = Path("/dev/shm")
     place = arguments.root or (memory if os.access(memory, os.W_OK) else None)
     root = Path(tempfile.mkdtemp(prefix="weightcast-crash-", dir=place))
-    campaign = Campaign(root, seed, arguments.scenario or list(SCENARIOS), arguments.row, arguments.cover)
+    tally = Tally(root / "kills" if arguments.tally is None else arguments.tally)
+    names = arguments.scenario or list(SCENARIOS)
+    campaign = Campaign(root, seed, names, arguments.row, arguments.cover, tally)
     try:
         missing = run_campaign(arguments, campaign, console)
+        if arguments.cover and not (arguments.part or arguments.scenario or arguments.row):
+            missing += never_reached(tally)
+        return {**campaign.facts(), "missing": missing, "short": campaign.short()}
     finally:
         campaign.close()
         shutil.rmtree(root)
-    return {**campaign.facts(), "missing": missing}
 
 
 def run_parts(arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
@@ -383,22 +462,29 @@ def run_parts(arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
     hosts = [name for name, each in SCENARIOS.items() if each.daemons and name not in publishers]
     others = [name for name, scenario in SCENARIOS.items() if not scenario.daemons]
     with tempfile.TemporaryDirectory() as directory:
+        tally = Tally(Path(directory) / "kills")
         files = [Path(directory) / f"{number}.json" for number in range(3)]
         parts = [
-            subprocess.Popen(_part(arguments, seed + number, names, file))
+            subprocess.Popen(_part(arguments, seed + number, names, file, tally.file))
             for number, (names, file) in enumerate(zip((hosts, publishers, others), files, strict=True))
         ]
         ended = [part.wait() for part in parts]
         if not all(file.exists() for file in files):
             raise SystemExit(f"a part ended without results: {ended}")
         results = [json.loads(file.read_text()) for file in files]
+        tally.look()
     merged = {key: sum((each[key] for each in results[1:]), results[0][key]) for key in results[0]}
     merged["rows"] = _summed(Row(**row) for row in merged["rows"])
     passed = sorted({(side, row) for side, row in merged["passed"]})
-    missing = (
-        uncovered(passed, [Row(**row) for row in merged["rows"]], arguments.cover) if arguments.cover else []
-    )
-    return {**merged, "passed": passed, "missing": missing, "seed": seed}
+    cover = arguments.cover
+    missing = [*uncovered(passed, tally, cover), *never_reached(tally)] if cover else []
+    return {
+        **merged,
+        "passed": passed,
+        "missing": missing,
+        "short": short(passed, tally, cover),
+        "seed": seed,
+    }
 
 
 def _summed(rows: Iterable[Row]) -> list[dict[str, Any]]:
@@ -414,8 +500,11 @@ def _summed(rows: Iterable[Row]) -> list[dict[str, Any]]:
     return [asdict(row) for row in found.values()]
 
 
-def _part(arguments: argparse.Namespace, seed: int, names: Sequence[str], file: Path) -> list[str]:
+def _part(
+    arguments: argparse.Namespace, seed: int, names: Sequence[str], file: Path, tally: Path
+) -> list[str]:
     command = [sys.executable, __file__, "--jobs", "1", "--part", "--json", str(file), "--seed", str(seed)]
+    command += ["--tally", str(tally)]
     for option in ("minutes", "cover", "most", "patience"):
         command += [f"--{option}", str(getattr(arguments, option))]
     command += ["--kills", str(-(-arguments.kills // 3))]
@@ -432,18 +521,18 @@ def main() -> int:
     parts = whole and arguments.jobs > 1
     facts = run_parts(arguments, seed) if parts else run_here(arguments, seed, console)
     facts["seconds"] = time.monotonic() - began
-    if whole and arguments.cover:
-        facts["missing"] += never_reached([Row(**row) for row in facts["rows"]])
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(facts, indent=1))
     if not arguments.part:
         console.print(table_of(facts))
-    for text in [] if arguments.part else facts["missing"]:
-        console.print(text, style="red", highlight=False)
+        if facts["short"]:
+            console.print(f"less than {arguments.cover} kills: {'; '.join(facts['short'])}", highlight=False)
+        for text in facts["missing"]:
+            console.print(text, style="red", highlight=False)
     violations = len(facts["violations"])
     console.print(f"{facts['kills']} kills, {violations} violations, {facts['seconds']:.0f} s")
-    short = facts["kills"] < arguments.kills and not arguments.strikes
-    return 1 if violations or facts["missing"] or short else 0
+    few = facts["kills"] < arguments.kills and not arguments.strikes
+    return 1 if violations or facts["missing"] or few else 0
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from core_cases import flip, write_checkpoint
@@ -23,14 +24,18 @@ from crash_processes import Child, NotReached, Order, fork, wait_for
 from crash_world import World
 
 from weightcast.publisher import Publisher
+from weightcast.shared.local.host import Host
 
 Side = Literal["publisher", "host", "member", "rank 1"]
 """rank 0 is a publisher like any other"""
 RANDOM = "at a random moment"
+Place = Literal["standing", "new", "shared"]
+"""of the rank that dies: its own local checkpoint, none (a new machine), or both ranks have rank 0's"""
 RANK_SECONDS = 3.0
+SHARE_OF_LAUNCHERS = 0.7
+"""of the deaths of a rank after which the other is killed too; else it waits for RANK_SECONDS"""
 VERSIONS_BESIDE = 4
 """anchors, wider deltas and pruning are due every few versions"""
-PRUNED_AT = re.compile(r"-\d+-(?=[0-9a-f]{8}\.pruned$)")
 SETTLE_SECONDS = 40.0
 
 
@@ -173,10 +178,12 @@ def make_beside(run: Run) -> None:
 
 
 def _age_the_trash(world: World) -> None:
-    """What was pruned lies there since long ago, so that it is deleted."""
+    """What was pruned lies there since the boot, so that it is deleted."""
+    note = world.root / "pruned.json"
     for grave in (world.channel / ".trash").glob("*.pruned"):
+        note.write_text(json.dumps({"boot": Host.here().boot_id, "seconds": 0.0}))
         with contextlib.suppress(FileNotFoundError):
-            grave.rename(grave.with_name(PRUNED_AT.sub("-1-", grave.name)))
+            note.rename(grave / note.name)  # whole, whoever reads it meanwhile
 
 
 def follow(run: Run) -> None:
@@ -494,26 +501,54 @@ def _let_end(victim: Child) -> None:
         _end(victim)
 
 
-def ranks(run: Run, who: int) -> None:
+def ranks(run: Run, who: int, place: Place) -> None:
     """Two ranks publish one version; one of them dies. No daemons run in this world."""
     world = run.world
-    if not world.channel.exists():
-        world.make_channel()
-    step = world.train()
-    shared = run.rng.random() < 0.3
-    if run.rng.random() < 0.4:
-        shutil.rmtree(world.root / "rank1-local", ignore_errors=True)  # another machine
-    _prepare_ranks(world, step)
+    step = _ready_for_ranks(world, who, place)
+    shared = place == "shared"
     children = [_rank(world, step, n, shared, run.trap if n == who else Order()) for n in (0, 1)]
     victim = children[who]
     run.strike(victim, lambda: all(child.ended for child in children))
     run.rows = passed(victim, {})
+    other = children[1 - who]
+    if run.struck and run.rng.random() < SHARE_OF_LAUNCHERS and not other.ended:
+        other.kill()
+        run.others += 1
     for child in children:
         wait_for(lambda child=child: child.ended, "both ranks ended", SETTLE_SECONDS)  # type: ignore[misc]
     run.check(world.violations_now())
     began = time.monotonic()
     run.check(_ranks_again(world, step, shared))
     run.seconds = time.monotonic() - began
+
+
+def _ready_for_ranks(world: World, who: int, place: Place) -> int:
+    """The next step to publish; the rank's local checkpoint is there and one version behind, or is not."""
+    if not world.channel.exists():
+        world.make_channel()
+    locals_ = (world.pub, _rank1_local(world))
+    if place == "new":
+        shutil.rmtree(locals_[who], ignore_errors=True)
+    pointer = see_pointer(world.channel)
+    behind = [each for each in locals_ if _version_of(each) != pointer]
+    if place == "standing" and (pointer == 0 or behind):
+        step = world.train()
+        _prepare_ranks(world, step)
+        found = _ranks_again(world, step, shared=False)
+        if found:
+            raise NotReached(f"no version that both ranks stand at: {found}")
+    step = world.train()
+    _prepare_ranks(world, step)
+    return step
+
+
+def _version_of(local: Path) -> int | None:
+    seen = see_local(local, tensors=False)
+    return None if seen is None or seen.phase != "clean" else seen.version
+
+
+def _rank1_local(world: World) -> Path:
+    return world.root / "rank1-local"
 
 
 def _prepare_ranks(world: World, step: int) -> None:
@@ -524,7 +559,7 @@ def _prepare_ranks(world: World, step: int) -> None:
 
 
 def _rank(world: World, step: int, number: int, shared: bool, order: Order) -> Child:
-    local = world.pub if shared or number == 0 else world.root / "rank1-local"
+    local = world.pub if shared or number == 0 else _rank1_local(world)
 
     def role() -> None:
         with Publisher.open(
@@ -589,6 +624,8 @@ class Scenario:
     engines: tuple[str, ...] | None = None
     keep_versions: int | None = None
     member: bool = False
+    shards: int | None = None
+    """files of weights, None: as the world is drawn; one file has no local index"""
     moments: bool = True
     """also struck at random moments"""
 
@@ -612,9 +649,16 @@ SCENARIOS: Mapping[str, Scenario] = {
         lambda run: follow_in_group(run, "member"), "member", engines=("copy",), member=True
     ),
     "first publisher": Scenario(birth, "publisher", new=True, daemons=False),
-    "first host": Scenario(first_host, "host", new=True, daemons=False),
-    "rank 0 dies": Scenario(lambda run: ranks(run, 0), "publisher", daemons=False),
-    "rank 1 dies": Scenario(lambda run: ranks(run, 1), "rank 1", daemons=False),
+    "first host": Scenario(first_host, "host", new=True, daemons=False, shards=2),
+    "rank 0 dies": Scenario(lambda run: ranks(run, 0, "standing"), "publisher", daemons=False),
+    "rank 0 on a new machine": Scenario(
+        lambda run: ranks(run, 0, "new"), "publisher", daemons=False, shards=2
+    ),
+    "rank 1 dies": Scenario(lambda run: ranks(run, 1, "standing"), "rank 1", daemons=False),
+    "rank 1 on a new machine": Scenario(lambda run: ranks(run, 1, "new"), "rank 1", daemons=False, shards=2),
+    "rank 1 shares a local checkpoint": Scenario(
+        lambda run: ranks(run, 1, "shared"), "rank 1", daemons=False
+    ),
     "take over": Scenario(take_over, "publisher", moments=False),
     "power of host": Scenario(lose_power_of_host, "host"),
     "power of publisher": Scenario(lose_power_of_publisher, "publisher"),
