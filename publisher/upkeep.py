@@ -33,6 +33,7 @@ from weightcast.shared.channel.shown import look
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.codec.choose import StepEncoding
 from weightcast.shared.errors import DamagedFile, RetryLater
+from weightcast.shared.failpoints import failpoint
 from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.state import Step
 
@@ -267,6 +268,7 @@ class Background:
         try:
             while not self._ending.is_set() and (made := self._upkeep.step()):
                 self.made, self.problem = made, ""
+            failpoint("upkeep.idle")
         except Exception as error:
             # what went wrong beside the versions is no reason to publish none
             self.problem = f"{type(error).__name__}: {error}"

@@ -55,6 +55,7 @@ FAILPOINTS: Mapping[str, str] = {
     "prune.moved": "a version lies in the trash; others may still go",
     "prune.emptying": "a version in the trash has no index any more, its shards are there",
     "prune.deleted": "it is deleted; others may still be",
+    "upkeep.idle": "nothing beside the versions is due any more",
     "journal.begun": "a journal has its header",
     "journal.record": "one of its records is written",
     "journal.complete": "it has its footer; no state names it",

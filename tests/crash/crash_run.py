@@ -47,6 +47,10 @@ WEIGHTS = {
 }
 """share of the strikes that are more, or less, than a kill; the rest is shared by need"""
 SHARE_OF_MOMENTS = 0.08
+MISSES = 8
+"""after these a row is one of the others; if it is not covered, half of the turns go to rows like it"""
+SHARE_BEFORE_COVER = 0.5
+"""of these weights, while a row has less kills than are wanted"""
 SECONDS_BETWEEN_LINES = 20.0
 USES_BY_A_MISS = 6
 """a row that was not passed may want a world of another shape"""
@@ -124,34 +128,55 @@ class Plan:
         self.struck: Counter[tuple[str, str]] = Counter()
         """(scenario, row)"""
         self._missed: Counter[tuple[str, str]] = Counter()
+        self._passes: Counter[tuple[str, str]] = Counter()
+        """runs that passed a row of a scenario"""
+        self._first: dict[str, frozenset[str]] = {}
+        """scenario to the rows that it passed when nobody was struck"""
+
+    def asked(self, name: str) -> list[str]:
+        """Rows that the scenario passes by what it does. What was passed once, by what a kill happened to
+        leave, is not asked for there; its failpoint is."""
+        first = self._first.get(name, frozenset())
+        return [row for row in self.passed.get(name, {}) if row in first or self._passes[name, row] > 1]
 
     def next(self) -> tuple[str, Order]:
         for name in self.names:
             if name not in self.passed:
                 return name, Order()
         self._tally.look()
-        wanted = self._wanted() if self._cover else []
-        candidates = wanted or self._drawn()
-        name, row = min(candidates, key=self._score)
+        name, row = min(self._wanted(), key=self._score)
         return name, self._order(name, row)
 
     def _wanted(self) -> list[tuple[str, str]]:
-        """What is not covered: it goes before everything else."""
-        names = [name for name in self.names if name not in WEIGHTS]
-        return [
-            (name, row)
-            for name, row in self._candidates(names)
-            if row != RANDOM and not self._tally.covers(SCENARIOS[name].side, row, self._cover)
-        ]
-
-    def _drawn(self) -> list[tuple[str, str]]:
-        kinds = [name for name in self.names if name in WEIGHTS]
-        weights = [WEIGHTS[name] for name in kinds]
-        draw = self._rng.choices([*kinds, ""], [*weights, max(0.0, 1 - sum(weights))])[0]
-        names = [draw] if draw else [name for name in self.names if name not in WEIGHTS] or list(self.names)
-        candidates = self._candidates(names)
+        """What is not covered goes before everything else. Then other kinds of strikes have their share,
+        and random moments when no row is short."""
+        usual = [name for name in self.names if name not in WEIGHTS]
+        missing, few = self._lacking(usual)
+        easy = [each for each in missing if self._missed[each] < MISSES]
+        if easy or (missing and self._rng.random() < 0.5):
+            return easy or missing
+        few = [each for each in few if self._missed[each] < MISSES]
+        kind = self._drawn(SHARE_BEFORE_COVER if few else 1.0)
+        if kind:
+            return self._candidates([kind])
+        candidates = few or self._candidates(usual or list(self.names))
         moments = [each for each in candidates if each[1] == RANDOM]
         return moments if moments and self._rng.random() < SHARE_OF_MOMENTS else candidates
+
+    def _lacking(self, names: Sequence[str]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+        """Candidates that are not covered, and those with less kills than the cover; none without one."""
+        asked = {name: set(self.asked(name)) for name in names if self._cover}
+        rows = [(name, row) for name, row in self._candidates(names) if row in asked.get(name, ())]
+        sides = {name: SCENARIOS[name].side for name in names}
+        tally, cover = self._tally, self._cover
+        missing = [(name, row) for name, row in rows if not tally.covers(sides[name], row, cover)]
+        return missing, [(name, row) for name, row in rows if tally.kills(sides[name], row) < cover]
+
+    def _drawn(self, share: float) -> str:
+        """A scenario that is more, or less, than a kill; empty for the others."""
+        kinds = [name for name in self.names if name in WEIGHTS]
+        weights = [WEIGHTS[name] * share for name in kinds]
+        return self._rng.choices([*kinds, ""], [*weights, max(0.0, 1 - sum(weights))])[0]
 
     def _candidates(self, names: Sequence[str]) -> list[tuple[str, str]]:
         known = [(name, row) for name in names for row in self.passed[name]]
@@ -162,13 +187,12 @@ class Plan:
         return found
 
     def _score(self, candidate: tuple[str, str]) -> tuple[float, ...]:
-        """Rows with less kills than are wanted at first, those tried least among them. A row that is often
-        missed is no less wanted: only some worlds pass it."""
+        """Rows with less kills than are wanted at first, those tried least among them."""
         name, row = candidate
         if name in WEIGHTS:
             return self.struck[candidate] + self._missed[candidate], self._rng.random()
         own = self._tally.kills(SCENARIOS[name].side, row)
-        short = row != RANDOM and own < max(1, self._cover)
+        short = row != RANDOM and own < max(1, self._cover) and self._missed[candidate] < MISSES
         struck = sum(count for (_, which), count in self.struck.items() if which == row)
         tried = self._missed[candidate] + (struck / 4 if row == RANDOM else own)
         return not short, tried, self.struck[candidate], self._rng.random()
@@ -187,6 +211,9 @@ class Plan:
         for row, count in run.rows.items():
             if count > 0 and not run.by_moment:
                 known[row] = max(known.get(row, 0), count)
+                self._passes[name, row] += 1
+        if name not in self._first:
+            self._first[name] = frozenset(known)
         if run.order.key:
             self.struck[name, run.order.key] += run.struck
             self._missed[name, run.order.key] += not run.struck
@@ -308,8 +335,8 @@ class Campaign:
         return sorted(
             {
                 (SCENARIOS[name].side, row)
-                for name, rows in self.plan.passed.items()
-                for row in rows
+                for name in self.plan.names
+                for row in self.plan.asked(name)
                 if name not in WEIGHTS
             }
         )
@@ -389,7 +416,8 @@ def run_campaign(arguments: argparse.Namespace, campaign: Campaign, console: Con
                 break
         if time.monotonic() - shown > SECONDS_BETWEEN_LINES:
             shown = time.monotonic()
-            console.print(_progress(campaign, shown - began), style="dim", highlight=False)
+            text = _progress(campaign, arguments.part, shown - began)
+            console.print(text, style="dim", highlight=False)
         if arguments.strikes:
             if campaign.strikes >= arguments.strikes:
                 break
@@ -398,9 +426,10 @@ def run_campaign(arguments: argparse.Namespace, campaign: Campaign, console: Con
     return campaign.uncovered()
 
 
-def _progress(campaign: Campaign, seconds: float) -> str:
-    left = f", {len(campaign.uncovered())} not covered, {len(campaign.short())} short"
-    return f"{campaign.kills} kills in {seconds:.0f} s{left if campaign.cover else ''}"
+def _progress(campaign: Campaign, part: str, seconds: float) -> str:
+    left = f", {len(campaign.uncovered())} rows not covered, {len(campaign.short())} short"
+    done = f"{campaign.kills} kills in {seconds:.0f} s{left if campaign.cover else ''}"
+    return f"{part}: {done}" if part else done
 
 
 def _show(violation: Violation, console: Console) -> None:
@@ -425,7 +454,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--patience", type=float, default=1.0, help="multiplies every wait: for a busy machine"
     )
-    parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--part", default="", help=argparse.SUPPRESS)
     parser.add_argument("--tally", type=Path, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--row", default="", help="only this row, or rows whose name contains this")
     parser.add_argument("--first", action="store_true", help="end at the first violation")
@@ -459,14 +488,17 @@ def run_parts(arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
     """The scenarios of hosts, of publishers' daemons and of what runs without daemons at once, each in a
     process of its own; the results of all."""
     publishers = [name for name, each in SCENARIOS.items() if each.daemons and each.side == "publisher"]
-    hosts = [name for name, each in SCENARIOS.items() if each.daemons and name not in publishers]
-    others = [name for name, scenario in SCENARIOS.items() if not scenario.daemons]
+    kinds = {
+        "hosts": [name for name, each in SCENARIOS.items() if each.daemons and name not in publishers],
+        "publishers": publishers,
+        "without daemons": [name for name, scenario in SCENARIOS.items() if not scenario.daemons],
+    }
     with tempfile.TemporaryDirectory() as directory:
         tally = Tally(Path(directory) / "kills")
         files = [Path(directory) / f"{number}.json" for number in range(3)]
         parts = [
-            subprocess.Popen(_part(arguments, seed + number, names, file, tally.file))
-            for number, (names, file) in enumerate(zip((hosts, publishers, others), files, strict=True))
+            subprocess.Popen(_part(arguments, seed + number, kind, file, tally.file, kinds[kind]))
+            for number, (kind, file) in enumerate(zip(kinds, files, strict=True))
         ]
         ended = [part.wait() for part in parts]
         if not all(file.exists() for file in files):
@@ -501,10 +533,10 @@ def _summed(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
 
 def _part(
-    arguments: argparse.Namespace, seed: int, names: Sequence[str], file: Path, tally: Path
+    arguments: argparse.Namespace, seed: int, kind: str, file: Path, tally: Path, names: Sequence[str]
 ) -> list[str]:
-    command = [sys.executable, __file__, "--jobs", "1", "--part", "--json", str(file), "--seed", str(seed)]
-    command += ["--tally", str(tally)]
+    command = [sys.executable, __file__, "--jobs", "1", "--part", kind, "--json", str(file)]
+    command += ["--seed", str(seed), "--tally", str(tally)]
     for option in ("minutes", "cover", "most", "patience"):
         command += [f"--{option}", str(getattr(arguments, option))]
     command += ["--kills", str(-(-arguments.kills // 3))]

@@ -13,6 +13,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -94,7 +95,7 @@ class Run:
         self.seconds = time.monotonic() - began
 
 
-BESIDE = re.compile(r"^(anchor|skip|prune)\.| (anchor|skip)( index)?$")
+BESIDE = re.compile(r"^(anchor|skip|prune|upkeep)\.| (anchor|skip)( index)?$")
 IN_A_GROUP = re.compile(r"^(group|engine|patch|undo)\.")
 """the others lie on the way of every host"""
 BEFORE_A_PUBLISHER = (
@@ -163,11 +164,12 @@ def make_beside(run: Run) -> None:
     victim = _running(world, "publisher")
     before = victim.wire.counts
     ended = False
-    for _ in range(VERSIONS_BESIDE if run.order.key else 3 * VERSIONS_BESIDE):
+    for _ in range(VERSIONS_BESIDE if run.order.key else 2 * VERSIONS_BESIDE):
         _age_the_trash(world)
+        looked = victim.wire.counts.get("upkeep.idle", 0)
         victim.wire.order(replace(run.trap, nth=1))
         world.hand_over()
-        ended = run.strike(victim, world.quiet)
+        ended = run.strike(victim, partial(_all_is_made, world, victim, looked))
         if run.struck or ended:
             break
     run.rows = passed(victim, before, beside=True)
@@ -175,6 +177,11 @@ def make_beside(run: Run) -> None:
         run.check(world.violations_now())
         world.start_publisher()
     run.settle()
+
+
+def _all_is_made(world: World, publisher: Child, looked: int) -> bool:
+    """What was due beside the version too."""
+    return publisher.wire.counts.get("upkeep.idle", 0) > looked and world.published()
 
 
 def _age_the_trash(world: World) -> None:

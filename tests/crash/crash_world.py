@@ -45,7 +45,6 @@ from weightcast.subscriber.settings import SubscriberSettings
 MARKER = "complete"
 POLL_SECONDS = 0.05
 GROUP_LEASE = 3.0
-QUIET_SECONDS = 0.6
 LOOKS = 2
 """steps that a process has begun before it counts as settled"""
 
@@ -89,8 +88,6 @@ class World:
         self.seeds = 0
         """of the host, that are called for until it is settled the next time"""
         self._seeds_seen = 0
-        self._quiet: tuple[float, list[str]] = (0.0, [])
-        """since when the version directories have held these"""
         root.mkdir(parents=True)
         write_checkpoint(self.base, self.models[0], files=shape.shards)
         self.watch.mkdir()
@@ -284,15 +281,6 @@ class World:
             return f"journals that no state names: {local.journals - local.named}"
         parts = sorted(path.name for path in self.channel.glob("*.parts"))
         return f"left in the channel: {parts}" if parts else ""
-
-    def quiet(self) -> bool:
-        """Nothing is made beside the versions either, since a while."""
-        if not self.published():
-            return False
-        names = sorted(str(path) for path in self.channel.glob("weight_v*/*"))
-        if names != self._quiet[1]:
-            self._quiet = (time.monotonic(), names)
-        return time.monotonic() - self._quiet[0] > QUIET_SECONDS
 
     def followed(self, version: int) -> bool:
         if self.shape.member:
