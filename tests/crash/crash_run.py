@@ -200,7 +200,7 @@ class Plan:
     def _order(self, name: str, row: str) -> Order:
         if row == RANDOM:
             return Order(RANDOM)
-        never = not self._tally.kills(SCENARIOS[name].side, row)
+        never = name not in WEIGHTS and not self._tally.kills(SCENARIOS[name].side, row)
         if never or self._missed[name, row] > self.struck[name, row]:
             return Order(row)
         most = max(1, self.passed[name][row])
