@@ -28,7 +28,8 @@ from .probe import anon_bytes, cpu_seconds, ended_children_cpu, highest_anon
 
 _START_SECONDS = 600.0
 _ROUND_SECONDS = 600.0
-_POLL_SECONDS = 0.02
+_POLL_SECONDS = 0.1
+"""daemons tell the seconds of a round themselves: asking often would only take from their processors"""
 _WEIGHTCAST = (sys.executable, "-m", "weightcast.shared.service.cli")
 _FIELD = (sys.executable, "-m", f"{__package__}.field_path")
 
