@@ -19,6 +19,7 @@ import numpy as np
 from blake3 import blake3
 
 from weightcast.shared.channel.base import BASE_LIMIT, Base, parse_base
+from weightcast.shared.codec.scratch import scratch
 from weightcast.shared.errors import NeedsReseed, Refused, RetryLater
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
@@ -285,15 +286,20 @@ class LocalCheckpoint:
 
 
 def gather(chunk: Chunk, words_in: WordsIn) -> Words:
-    """Assembles a chunk from its tensors: uint[chunk.words], zero where padded."""
+    """Assembles a chunk from its tensors: uint[chunk.words], zero where padded. In memory of this thread's
+    scratch, which is lent again when nobody holds it."""
     first = chunk.spans[0]
     if len(chunk.spans) == 1 and first.words == chunk.words:
         view = words_in(first.tensor, first.start, first.stop)
         if view.flags.aligned:
             return view
-    words = np.zeros(chunk.words, chunk.kind.numpy)
+    words = scratch().lend("gathered", chunk.kind.numpy, chunk.words)
+    filled = 0
     for span in chunk.spans:
-        words[span.offset : span.offset + span.words] = words_in(span.tensor, span.start, span.stop)
+        words[filled : span.offset] = 0
+        filled = span.offset + span.words
+        words[span.offset : filled] = words_in(span.tensor, span.start, span.stop)
+    words[filled:] = 0
     return words
 
 
