@@ -82,6 +82,22 @@ def test_lent_memory_is_lent_again_only_when_nobody_holds_it() -> None:
     assert room.lend("words", np.uint16, 64).ctypes.data == place
 
 
+def test_several_pieces_lent_at_once_are_all_lent_again() -> None:
+    room = Scratch()
+    held = [room.lend("words", np.uint16, 64) for _ in range(3)]
+    places = {one.ctypes.data for one in held}
+    assert len(places) == 3
+    held.clear()
+    held = [room.lend("words", np.uint32, 32) for _ in range(3)]
+    assert {one.ctypes.data for one in held} == places
+
+
+def test_lent_memory_grows() -> None:
+    room = Scratch()
+    assert len(room.lend("words", np.uint16, 64)) == 64
+    assert len(room.lend("words", np.uint16, 1 << 16)) == 1 << 16
+
+
 @pytest.mark.parametrize("density", [0.02, 0.5, 1.0])
 def test_scans_outlive_the_next_scan(density: float) -> None:
     rng = np.random.default_rng(18)
