@@ -128,17 +128,20 @@ def _rounds_b(x: Any) -> Any:
     return x ^ (x >> U64(30))
 
 
-@inlined
-def _add(before: Any, after: Any, numbers: Any, count: Any, sums: Any) -> None:
+@kernel
+def _add(before: Any, flips: Any, places: Any, number: Any, count: Any, sums: Any) -> None:
+    """Of 8-byte words of the same place the last. `places[count]` is none."""
     a, b, c, d = U64(0), U64(0), U64(0), U64(0)
     for i in range(count):
-        number = numbers[i] * _A0
-        a += _rounds_a(before[i] ^ number)
-        c += _rounds_a(after[i] ^ number)
+        old, counts = before[i], U64(0) - U64(places[i] != places[U64(i) + U64(1)])
+        product = U64(places[i] + number) * _A0
+        a += _rounds_a(old ^ product) & counts
+        c += _rounds_a((old ^ flips[i]) ^ product) & counts
     for i in range(count):
-        number = numbers[i] * _B0
-        b += _rounds_b(before[i] + number)
-        d += _rounds_b(after[i] + number)
+        old, counts = before[i], U64(0) - U64(places[i] != places[U64(i) + U64(1)])
+        product = U64(places[i] + number) * _B0
+        b += _rounds_b(old + product) & counts
+        d += _rounds_b((old ^ flips[i]) + product) & counts
     sums[0] += a
     sums[1] += b
     sums[2] += c
@@ -172,7 +175,7 @@ def _lengths(
     like: Any,
 ) -> Any:
     """Steps of a block of changes from number `start` on. `exponents`: less the first context's. Asks for
-    the old words of every other change of `ahead`."""
+    the old words of the changes `ahead`."""
     most, last = I64(streams.shape[0]) - 1, ahead.size - 1
     for j in range(exponents.size):
         c = U64(min(max(exponents[j], 0), most))
@@ -190,7 +193,7 @@ def _lengths(
             if behind >= book[1, c]:
                 return False
             book[2, c], book[0, c] = _take(data, behind, U64(streams[c, 1]))
-        prefetch(old, I64(ahead[min(j & ~1, last)]) >> shift, like)
+        prefetch(old, I64(ahead[min(j, last)]) >> shift, like)
         i = start + U64(j)
         negative = I64((data[signs + (i >> U64(3))] >> (i & U64(7))) & U64(1))
         steps[j] = (length ^ -negative) + negative
@@ -240,28 +243,30 @@ def _summed(
     shift: Any,
     wide: Any,
     flips: Any,
-    touched: Any,
-    numbers: Any,
+    places: Any,
+    lanes: Any,
+    merged: Any,
     sums: Any,
-    old: Any,
-    ahead: Any,
 ) -> None:
-    """Changes of one 8-byte word become one. `wide`: its old bits, for each change; `flips`: old ^ new word.
-    Without branches: whether neighbours share their 8 bytes cannot be foreseen. Asks for the old words that
-    `_lengths` left out."""
-    bits, in_word, last = U64(64 >> shift), (I64(1) << shift) - 1, ahead.size - 1
-    count, open_place, flip = U64(0), I64(-1), U64(0)
-    for j in range(index.size):
-        position, whole = I64(index[j]), wide[j]
-        place, lane = position >> shift, U64(position & in_word) * bits
-        fresh = U64(place != open_place)
-        flip = (flip & (fresh - U64(1))) | (U64(flips[j]) << lane)
-        count += fresh
-        slot = count - U64(1)
-        wide[slot], touched[slot], numbers[slot] = whole, whole ^ flip, U64(place + number)
-        open_place = place
-        prefetch(old, I64(ahead[min(j | 1, last)]) >> shift, wide)
-    _add(wide, touched, numbers, I64(count), sums)
+    """`wide`: old bits of the 8-byte word that holds each change; `flips`: old ^ new word. The last change of
+    such a word gathers what flips in it: without branches, as it cannot be foreseen which share one."""
+    count, bits, in_word = index.size, U64(64 >> shift), (I64(1) << shift) - 1
+    for j in range(count):
+        position = I64(index[j])
+        places[j] = position >> shift
+        lanes[j] = U64(flips[j]) << (U64(position & in_word) * bits)
+        merged[j] = lanes[j]
+    places[count] = -1
+    for behind in range(1, in_word + 1):
+        shared = U64(0)
+        for j in range(behind, count):
+            other = U64(j) - U64(behind)
+            same = U64(0) - U64(places[j] == places[other])
+            merged[j] |= lanes[other] & same
+            shared |= same
+        if shared == U64(0):
+            break
+    _add(wide, merged, places, number, count, sums)
 
 
 @kernel
@@ -282,8 +287,9 @@ def _take_steps(
     sums: Any,
     changed: Any,
 ) -> Any:
-    wide, touched, numbers = on_stack(_ROOM, U64(0)), on_stack(_ROOM, U64(0)), on_stack(_ROOM, U64(0))
+    wide, lanes, merged = on_stack(_ROOM, U64(0)), on_stack(_ROOM, U64(0)), on_stack(_ROOM, U64(0))
     words, steps, exponents = on_stack(_ROOM, I64(0)), on_stack(_ROOM, I64(0)), on_stack(_ROOM, I64(0))
+    places = on_stack(_ROOM, I64(0))
     _opened(data, streams, book)
     over, start, span = U64(0), I64(0), 0
     while start < index.size:
@@ -303,7 +309,7 @@ def _take_steps(
         ):
             return False
         over |= _stepped(words, steps, kind, before[start:stop], after[start:stop])
-        _summed(here, numbers_of[span], shift, wide, words, touched, numbers, sums[span], old, ahead)
+        _summed(here, numbers_of[span], shift, wide, words, places, lanes, merged, sums[span])
         changed[span] += count
         start = stop
     return _ended(streams, book) and over < U64(2 * kind[HALF])
