@@ -452,7 +452,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--scenario", action="append", choices=list(SCENARIOS))
     parser.add_argument("--jobs", type=int, default=2, help="1: all in one process, one after the other")
     parser.add_argument(
-        "--patience", type=float, default=1.0, help="multiplies every wait: for a busy machine"
+        "--patience", type=float, default=3.0, help="multiplies every wait: for a busy machine"
     )
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)
     parser.add_argument("--tally", type=Path, default=None, help=argparse.SUPPRESS)
