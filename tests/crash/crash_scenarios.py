@@ -371,7 +371,7 @@ def refuse(run: Run) -> None:
     world.tell_engines("refuse")
     victim.wire.order(run.trap)
     world.hand_over()
-    ended = run.strike(victim, lambda: world.published() and _stepped_back(world, old))
+    ended = run.strike(victim, lambda: world.published() and _stepped_back(world, old) and _is_idle(world))
     run.rows = passed(victim, before)
     if ended:
         run.check(world.violations_now())
@@ -391,7 +391,7 @@ def _refused(world: World, old: int) -> list[str]:
     """The host serves the version before, ready and degraded."""
     try:
         wait_for(lambda: world.published() and _stepped_back(world, old), "stepped back", SETTLE_SECONDS)
-        wait_for(lambda: _status(world)["state"] == "idle", "idle")
+        wait_for(lambda: _is_idle(world), "idle")
     except NotReached as error:
         return [f"did not recover: {error}", *([] if world.host is None else [world.host.words()])]
     found = world.settle(version=old)
@@ -402,6 +402,11 @@ def _refused(world: World, old: int) -> list[str]:
     if facts != [True, old] or not status.get("blocked"):
         found.append(f"not ready, degraded, on version {old}: {facts}, {status.get('not_ready_reasons')}")
     return found
+
+
+def _is_idle(world: World) -> bool:
+    """Its step has ended: the files are as they shall be before it has."""
+    return bool(_status(world)["state"] == "idle")
 
 
 def _status(world: World) -> dict[str, Any]:
