@@ -59,8 +59,8 @@ def _see_version(directory: Path) -> VersionSeen:
     whole = all(_is(directory / name, size, digest) for name, size, digest in facts["files"])
     content = hashlib.sha256(data)
     for path in sorted(directory.iterdir()):
-        # a kill leaves temporary files, which nobody reads
-        if path.is_file() and not path.name.startswith("."):
+        # a kill leaves temporary files, which nobody reads; what is pruned just now is no file, and raises
+        if not path.is_dir() and not path.name.startswith("."):
             content.update(path.name.encode() + path.read_bytes())
     return VersionSeen(
         digest=blake3(data).hexdigest(),

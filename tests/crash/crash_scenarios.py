@@ -38,6 +38,7 @@ SHARE_OF_LAUNCHERS = 0.7
 VERSIONS_BESIDE = 4
 """anchors, wider deltas and pruning are due every few versions"""
 SETTLE_SECONDS = 40.0
+ON_ITS_WAY_SECONDS = 0.05
 
 
 @dataclass
@@ -83,6 +84,9 @@ class Run:
             wait_for(lambda: victim.ended, "killed")
         elif not self.struck:
             victim.wire.order(Order())
+            # it may have read its order in the moment in which all was settled
+            time.sleep(ON_ITS_WAY_SECONDS)
+            self.struck = victim.ended
         elif self.order.then:
             with contextlib.suppress(NotReached):
                 wait_for(lambda: victim.ended, "killed after the error", 1.5)
