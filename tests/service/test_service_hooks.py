@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from weightcast.shared.errors import NotInTime, Refused, RetryLater
 from weightcast.shared.service.hooks import run_hook
@@ -62,9 +63,7 @@ def test_a_signal_is_named(hook: Callable[[str], str]) -> None:
         run(hook("os.kill(os.getpid(), 9)"))
 
 
-def test_the_deadline_kills_the_whole_group(
-    hook: Callable[[str], str], tmp_path: Path, wait_until: Callable[..., None]
-) -> None:
+def test_the_deadline_kills_the_whole_group(hook: Callable[[str], str], tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     command = hook(
         f"child = os.fork()\n"
@@ -87,9 +86,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_a_child_left_behind_holds_nobody_up(
-    hook: Callable[[str], str], tmp_path: Path, wait_until: Callable[..., None]
-) -> None:
+def test_a_child_left_behind_holds_nobody_up(hook: Callable[[str], str], tmp_path: Path) -> None:
     go, done = tmp_path / "go", tmp_path / "done"
     os.mkfifo(go)
     command = hook(
