@@ -46,7 +46,8 @@ def copied(target: Path, name: str) -> Path:
 def test_a_planted_bug_is_caught(name: str, tmp_path: Path) -> None:
     tree = copied(tmp_path / "tree", name)
     (scenario, row), said = CAUGHT[name]
-    arguments = ("--scenario", scenario, "--row", row, "--first", "--strikes", "15", "--seed", "1", "--patience", "1")
+    meeting = ("--scenario", scenario, "--row", row, "--strikes", "15")
+    arguments = (*meeting, "--first", "--seed", "1", "--patience", "1")
     done = subprocess.run(
         [sys.executable, str(tree / "tests" / "crash" / "crash_run.py"), *arguments],
         check=False,
