@@ -90,13 +90,13 @@ crash: install
 FUZZ_EXAMPLES ?= 5000
 FUZZ_SECONDS ?= 30
 fuzz: install
-	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest -q --timeout 7200 tests/fuzz
+	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest -q -n 2 --timeout 7200 tests/fuzz
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install -q atheris || true
 	@if $(BIN)/python -c 'import atheris' 2>/dev/null; then \
 		for target in tests/fuzz/corpus/*; do \
-			mkdir -p $(VENV)/$$target; \
-			$(BIN)/python tests/fuzz/guided.py $$(basename $$target) $(VENV)/$$target $$target \
-				-artifact_prefix=$$target/ -max_total_time=$(FUZZ_SECONDS) -timeout=20 || exit 1; \
+			mkdir -p "$(VENV)/$$target"; \
+			$(BIN)/python tests/fuzz/guided.py "$$(basename "$$target")" "$(VENV)/$$target" "$$target" \
+				-artifact_prefix="$$target/" -max_total_time=$(FUZZ_SECONDS) -timeout=20 || exit 1; \
 		done; \
 	else echo "atheris does not install here: no guided fuzzing"; fi
 
