@@ -183,7 +183,12 @@ class Sync:
             options.local,
             options.base,
             FollowOptions(
-                options.threads, options.visible_seconds, options.pre_read, self._on_phase, self._wait
+                options.threads,
+                options.visible_seconds,
+                options.pre_read,
+                self._on_phase,
+                self._wait,
+                before_replay=self._pause_for_replay,
             ),
         )
 
@@ -572,10 +577,23 @@ class Sync:
             self.follower.state = state.but(engines=unaligned(state.engines))
             self.engines.pause_mapping(self._note_pausing)
 
+    def _pause_for_replay(self, local: LocalCheckpoint) -> None:
+        """An engine that was resumed, or that started since, may serve from files that are written on now."""
+        mapping = {engine.spec.name for engine in self.engines.mapping}
+        engines = local.state.engines
+        served = {name for name in mapping & set(engines) if engines[name].mark is Mark.SERVED}
+        if served:
+            local.save(local.state.but(engines={n: one for n, one in engines.items() if n not in served}))
+        self.engines.pause_mapping(self._note_pausing)
+
     def _note_pausing(self, name: str) -> None:
-        state = self.follower.state
-        if state is not None and name not in state.engines:
-            state = state.but(engines={**state.engines, name: EngineState(Mark.PAUSING)})
+        state, local = self._state(), self.follower.local
+        if state is None or name in state.engines:
+            return
+        state = state.but(engines={**state.engines, name: EngineState(Mark.PAUSING)})
+        if local is not None:
+            local.save(state)
+        else:
             write_state(self.follower.paths.state, state)
             self.follower.state = state
 

@@ -47,6 +47,8 @@ class FollowOptions:
     on_phase: OnPhase | None = None
     wait: Callable[[float], None] = time.sleep
     """between two looks for a file that is not visible yet; may raise to give up"""
+    before_replay: Callable[[LocalCheckpoint], None] | None = None
+    """called before a step that was begun is finished at `load`: words are written then"""
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,8 @@ class Follower:
             self.local = LocalCheckpoint.open(self.paths.directory)
             if self.local is not None:
                 self._check_base(channel)
+                if self.options.before_replay is not None and patching.is_halfway(self.local.state):
+                    self.options.before_replay(self.local)
                 with self.local.patching():
                     patching.recover(self.local, threads=self.options.threads, advance=advance)
         except NeedsReseed as error:

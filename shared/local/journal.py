@@ -178,8 +178,12 @@ class JournalWriter:
         self._file = path.open("xb")
         self._records = 0
         self.changes = 0
-        self._file.write(_prefix(header))
-        failpoint("journal.begun", path)
+        try:
+            self._file.write(_prefix(header))
+            failpoint("journal.begun", path)
+        except BaseException:
+            self.abandon()
+            raise
 
     def add(self, record: Record) -> None:
         self.write(pack_record(record))

@@ -157,6 +157,11 @@ def _dirty(local: LocalCheckpoint, found: _UnexpectedWordError) -> None:
     )
 
 
+def is_halfway(state: LocalState) -> bool:
+    """Whether `recover` may write words."""
+    return state.phase in (Phase.PATCHING, Phase.UNDOING)
+
+
 def recover(local: LocalCheckpoint, *, threads: int = 1, advance: Advance | None = None) -> None:
     """Finishes what a kill left behind. The caller holds the patch lock.
 
@@ -171,7 +176,7 @@ def recover(local: LocalCheckpoint, *, threads: int = 1, advance: Advance | None
     rebooted = not state.host.same_boot(local.host)
     if rebooted:
         _after_reboot(local, threads, advance)
-    elif state.phase is not Phase.CLEAN:
+    elif is_halfway(state):
         _replay(local, threads, advance)
     elif state.files != local.file_identities():
         rehash(local, threads=threads, advance=advance)

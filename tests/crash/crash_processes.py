@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Literal
 
 from weightcast.shared import failpoints
+from weightcast.shared.errors import WeightcastError
 
 Action = Literal["kill", "stop", "term", "error"]
 _SIZE = 1 << 16
@@ -33,6 +34,10 @@ _ORDER, _FIRED, _COUNTS = 8, 4096, 4104
 _SLOTS, _SLOT = 8192, 28 << 10
 """two places for the counts, written by turns"""
 _PR_SET_PDEATHSIG = 1
+CRASHED = 70
+"""exit status after an error that is neither weightcast's nor a disk's"""
+CRASH = re.compile(r"(step|reporting|channel) crashed|work thread died")
+"""what a daemon logs that goes on after such an error"""
 
 KINDS = {
     "latest": "pointer",
@@ -54,6 +59,7 @@ KINDS = {
     "host": "local",
     "rank1-local": "local",
 }
+OF_A_DISK = re.compile(r"^(file|directory|shard|journal|fetch|seed|patch|undo|anchor|skip|version|part)\.")
 UNINTERESTING = re.compile(r"\.port$|^world-")
 """names of what holds no state: the file that tells a port, and where it lies"""
 
@@ -86,13 +92,14 @@ def key_of(name: str, where: Path | None) -> str:
 @dataclass(frozen=True)
 class Order:
     """At the `nth` passage of a row from now on. `key` empty: never. `then`: an error is followed by a kill
-    so many failpoints later, 0: by none."""
+    so many failpoints later, 0: by none. `lasting`: so many more failpoints that touch a disk fail too."""
 
     key: str = ""
     nth: int = 1
     action: Action = "kill"
     errno: int = errno.EIO
     then: int = 0
+    lasting: int = 0
 
 
 class Wire:
@@ -153,6 +160,8 @@ class Trap:
         self._known, self._order, self._left = 0, Order(), 0
         self._then = 0
         """failpoints until the kill that follows an error; 0: none does"""
+        self._failing = 0
+        """failpoints of a disk that fail yet, after the one that was asked for"""
         self._counts: dict[str, int] = {}
         self._lock = threading.Lock()
 
@@ -170,20 +179,23 @@ class Trap:
     def _is_due(self, key: str) -> bool:
         self._known, order = self._wire.ordered(self._known)
         if order is not None:
-            self._order, self._left, self._then = order, order.nth, 0
+            self._order, self._left, self._then, self._failing = order, order.nth, 0, 0
         if self._then:
             self._then -= 1
             if not self._then:
                 os.kill(os.getpid(), signal.SIGKILL)
-        if key != self._order.key:
-            return False
-        self._left -= 1
-        return self._left == 0
+        if key == self._order.key:
+            self._left -= 1
+            if self._left == 0:
+                return True
+        if self._failing and OF_A_DISK.search(key):
+            self._failing -= 1
+            return True
+        return False
 
     def _act(self) -> None:
         if self._order.action == "error":
-            # before anybody who sees that it fired can take the order back
-            self._then = self._order.then
+            self._go_on_failing()
         self._wire.fire()
         match self._order.action:
             case "kill":
@@ -195,14 +207,21 @@ class Trap:
             case "error":
                 raise OSError(self._order.errno, os.strerror(self._order.errno))
 
+    def _go_on_failing(self) -> None:
+        """Before anybody who sees that it fired can take the order back."""
+        if not self._wire.fired:
+            self._then, self._failing = self._order.then, self._order.lasting
 
-@dataclass
+
+@dataclass(eq=False)
 class Child:
     pid: int
     wire: Wire
     log: Path
     status: int | None = field(default=None)
     """of waitpid, once it ended"""
+    log_began: int = 0
+    """bytes of the log that are of others before it"""
 
     @property
     def ended(self) -> bool:
@@ -241,16 +260,25 @@ class Child:
         """The end of its log."""
         return self.log.read_text(errors="replace")[-3000:] if self.log.exists() else ""
 
+    def crashes(self) -> list[str]:
+        """What it was not prepared for."""
+        text = self.log.read_bytes()[self.log_began :].decode(errors="replace") if self.log.exists() else ""
+        found = CRASH.search(text)
+        if found is None and self.exit_code != CRASHED:
+            return []
+        return [f"crashed: {text[found.start() :][:3000] if found else text[-3000:]}"]
+
 
 def fork(role: Callable[[], object], log: Path, order: Order | None = None) -> Child:
-    """Runs `role` in a child: exit status 0, or 1 with a traceback in the log."""
+    """Runs `role` in a child: exit status 0, that of its error, or CRASHED with a traceback in the log."""
     wire = Wire()
     wire.order(Order() if order is None else order)
+    before = log.stat().st_size if log.exists() else 0
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid:
-        return Child(pid, wire, log)
+        return Child(pid, wire, log, log_began=before)
     code = 1
     try:
         _become(log)
@@ -259,8 +287,12 @@ def fork(role: Callable[[], object], log: Path, order: Order | None = None) -> C
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
+    except (WeightcastError, OSError) as error:
+        traceback.print_exc()
+        code = getattr(error, "exit_code", 1)
     except BaseException:
         traceback.print_exc()
+        code = CRASHED
     finally:
         sys.stderr.flush()
         os._exit(code)

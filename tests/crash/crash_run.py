@@ -29,7 +29,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests"), str(ROOT / "tes
 
 import crash_processes  # noqa: E402
 from crash_processes import NotReached, Order, preload  # noqa: E402
-from crash_scenarios import RANDOM, SCENARIOS, Run, Scenario  # noqa: E402
+from crash_scenarios import DISTURBED, RANDOM, SCENARIOS, Run, Scenario  # noqa: E402
 from crash_world import Shape, World  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
@@ -120,9 +120,20 @@ def failpoint_of(row: str) -> str:
 class Plan:
     """Which scenario and row come next: the rows struck least, in a scenario that passes them."""
 
-    def __init__(self, rng: random.Random, names: Sequence[str], row: str, cover: int, tally: Tally) -> None:
+    def __init__(
+        self,
+        rng: random.Random,
+        names: Sequence[str],
+        row: str,
+        cover: int,
+        tally: Tally,
+        *,
+        moments: bool = True,
+    ) -> None:
         self.names = tuple(names)
         self._rng, self._row, self._cover, self._tally = rng, row, cover, tally
+        self._moments = moments
+        """also at random moments"""
         self.passed: dict[str, dict[str, int]] = {}
         """scenario to the rows it passes, and how often"""
         self.struck: Counter[tuple[str, str]] = Counter()
@@ -182,7 +193,7 @@ class Plan:
         known = [(name, row) for name in names for row in self.passed[name]]
         found = [each for each in known if each[1] == self._row]
         found = found or [each for each in known if self._row in each[1]]
-        if not self._row:
+        if self._moments and not self._row:
             found += [(name, RANDOM) for name in names if SCENARIOS[name].moments]
         return found
 
@@ -225,11 +236,21 @@ def _kind_of(scenario: Scenario) -> object:
 
 class Campaign:
     def __init__(
-        self, root: Path, seed: int, names: Sequence[str], row: str, cover: int, tally: Tally
+        self,
+        root: Path,
+        seed: int,
+        names: Sequence[str],
+        row: str,
+        cover: int,
+        tally: Tally,
+        *,
+        errors: bool = False,
     ) -> None:
         self.seed, self._root, self.cover, self._tally = seed, root, cover, tally
+        self._errors = errors
+        """of disks, in place of kills"""
         self._rng = random.Random(seed)
-        self.plan = Plan(self._rng, names, row, cover, tally)
+        self.plan = Plan(self._rng, names, row, cover, tally, moments=not errors)
         self.rows: dict[tuple[str, str], Row] = {}
         self.violations: list[Violation] = []
         self.others = 0
@@ -245,13 +266,17 @@ class Campaign:
     def kills(self) -> int:
         return self.others + sum(row.kills for row in self.rows.values())
 
+    @property
+    def errors(self) -> int:
+        return sum(row.errors for row in self.rows.values())
+
     def close(self) -> None:
         for key in list(self._worlds):
             self._drop(key)
 
     def once(self) -> Violation | None:
         name, order = self.plan.next()
-        scenario = SCENARIOS[name]
+        scenario = (DISTURBED if self._errors else SCENARIOS)[name]
         key: object = name if scenario.new else _kind_of(scenario)
         world, seed = self._world(key, scenario)
         run = Run(world, order, random.Random(self._rng.getrandbits(32)))
@@ -322,8 +347,8 @@ class Campaign:
             return
         row = self.rows.setdefault((scenario.side, run.order.key), Row(scenario.side, run.order.key))
         if run.struck:
-            if run.order.action == "kill":
-                row.kills += 1
+            row.kills += run.order.action == "kill"
+            if run.order.action == ("error" if self._errors else "kill"):
                 self._tally.add(scenario.side, run.order.key)
             row.suspended += run.order.action == "stop"
             row.errors += run.order.action == "error"
@@ -358,6 +383,7 @@ class Campaign:
         return {
             "seed": self.seed,
             "kills": self.kills,
+            "errors": self.errors,
             "strikes": self.strikes,
             "rows": [asdict(row) for row in self.rows.values()],
             "others": self.others,
@@ -421,14 +447,19 @@ def run_campaign(arguments: argparse.Namespace, campaign: Campaign, console: Con
         if arguments.strikes:
             if campaign.strikes >= arguments.strikes:
                 break
-        elif campaign.kills >= arguments.kills and not campaign.uncovered() and not campaign.short():
+        elif _enough(arguments, campaign) and not campaign.uncovered() and not campaign.short():
             break
     return campaign.uncovered()
 
 
+def _enough(arguments: argparse.Namespace, campaign: Campaign) -> bool:
+    return (campaign.errors if arguments.errors else campaign.kills) >= arguments.kills
+
+
 def _progress(campaign: Campaign, part: str, seconds: float) -> str:
     left = f", {len(campaign.uncovered())} rows not covered, {len(campaign.short())} short"
-    done = f"{campaign.kills} kills in {seconds:.0f} s{left if campaign.cover else ''}"
+    errors = f" and {campaign.errors} errors" if campaign.errors else ""
+    done = f"{campaign.kills} kills{errors} in {seconds:.0f} s{left if campaign.cover else ''}"
     return f"{part}: {done}" if part else done
 
 
@@ -458,6 +489,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tally", type=Path, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--row", default="", help="only this row, or rows whose name contains this")
     parser.add_argument("--first", action="store_true", help="end at the first violation")
+    parser.add_argument(
+        "--errors",
+        action="store_true",
+        help="disk errors in place of kills: once or for a while; --kills and --cover then count them",
+    )
     parser.add_argument("--most", type=int, default=10, help="end after so many violations")
     parser.add_argument("--json", type=Path, default=None, help="write the results to this file")
     parser.add_argument("--root", type=Path, default=None, help="where the worlds lie")
@@ -472,8 +508,9 @@ def run_here(arguments: argparse.Namespace, seed: int, console: Console) -> dict
     place = arguments.root or (memory if os.access(memory, os.W_OK) else None)
     root = Path(tempfile.mkdtemp(prefix="weightcast-crash-", dir=place))
     tally = Tally(root / "kills" if arguments.tally is None else arguments.tally)
-    names = arguments.scenario or list(SCENARIOS)
-    campaign = Campaign(root, seed, names, arguments.row, arguments.cover, tally)
+    known = DISTURBED if arguments.errors else SCENARIOS
+    names = [name for name in arguments.scenario or known if name in known]
+    campaign = Campaign(root, seed, names, arguments.row, arguments.cover, tally, errors=arguments.errors)
     try:
         missing = run_campaign(arguments, campaign, console)
         if arguments.cover and not (arguments.part or arguments.scenario or arguments.row):
@@ -540,6 +577,7 @@ def _part(
     for option in ("minutes", "cover", "most", "patience"):
         command += [f"--{option}", str(getattr(arguments, option))]
     command += ["--kills", str(-(-arguments.kills // 3))]
+    command += ["--errors"] * arguments.errors
     return command + [word for name in names for word in ("--scenario", name)]
 
 
@@ -562,8 +600,9 @@ def main() -> int:
         for text in facts["missing"]:
             console.print(text, style="red", highlight=False)
     violations = len(facts["violations"])
-    console.print(f"{facts['kills']} kills, {violations} violations, {facts['seconds']:.0f} s")
-    few = facts["kills"] < arguments.kills and not arguments.strikes
+    errors = f", {facts['errors']} disk errors" if facts["errors"] else ""
+    console.print(f"{facts['kills']} kills{errors}, {violations} violations, {facts['seconds']:.0f} s")
+    few = facts["errors" if arguments.errors else "kills"] < arguments.kills and not arguments.strikes
     return 1 if violations or facts["missing"] or few else 0
 
 

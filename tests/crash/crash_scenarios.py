@@ -91,6 +91,9 @@ class Run:
             with contextlib.suppress(NotReached):
                 wait_for(lambda: victim.ended, "killed after the error", 1.5)
             victim.wire.order(Order())
+        elif self.order.action == "error":
+            with contextlib.suppress(NotReached):
+                wait_for(lambda: victim.ended or settled(), "ended by the error, or settled", seconds)
         return victim.ended
 
     def settle(self, **options: Any) -> None:
@@ -424,20 +427,27 @@ def _status(world: World) -> dict[str, Any]:
     return found
 
 
-def disturb_publisher(run: Run) -> None:
-    """As `publish`; a disk error in place of a kill."""
-    run.order = _as_error(run)
-    publish(run)
+def disturbed(act: Callable[[Run], None]) -> Callable[[Run], None]:
+    """A disk error in place of a kill: once or for a while, a kill some steps later, or neither. Daemons that
+    end by it are started again, as by their unit."""
 
+    def act_on_errors(run: Run) -> None:
+        run.order = _as_error(run)
+        world = run.world
+        world.disturbed, before = True, world.children
+        try:
+            act(run)
+        finally:
+            world.disturbed = False
+        run.check([text for child in dict.fromkeys((*before, *world.children)) for text in child.crashes()])
 
-def disturb_host(run: Run) -> None:
-    run.order = _as_error(run)
-    follow(run)
+    return act_on_errors
 
 
 def _as_error(run: Run) -> Order:
-    then = run.rng.choice((0, run.rng.randint(1, 20)))
-    return replace(run.order, action="error", errno=run.rng.choice((errno.EIO, errno.ENOSPC)), then=then)
+    then, lasting = run.rng.choice(((0, 0), (0, run.rng.randint(1, 12)), (run.rng.randint(1, 20), 0)))
+    number = run.rng.choice((errno.EIO, errno.ENOSPC))
+    return replace(run.order, action="error", errno=number, then=then, lasting=lasting)
 
 
 def birth(run: Run) -> None:
@@ -574,7 +584,9 @@ def _prepare_ranks(world: World, step: int) -> None:
         write_checkpoint(world.root / f"rank{number}", mine)
 
 
-def _rank(world: World, step: int, number: int, shared: bool, order: Order) -> Child:
+def _rank(
+    world: World, step: int, number: int, shared: bool, order: Order, seconds: float = RANK_SECONDS
+) -> Child:
     local = world.pub if shared or number == 0 else _rank1_local(world)
 
     def role() -> None:
@@ -584,7 +596,7 @@ def _rank(world: World, step: int, number: int, shared: bool, order: Order) -> C
             base=world.base,
             rank=number,
             world_size=2,
-            deadline_seconds=RANK_SECONDS,
+            deadline_seconds=seconds,
             encoding=world.shape.encoding,  # type: ignore[arg-type]
         ) as publisher:
             publisher.publish_checkpoint(world.root / f"rank{number}", step=step)
@@ -596,9 +608,9 @@ def _ranks_again(world: World, step: int, shared: bool) -> list[str]:
     """As a trainer tries again, until both say that it is out."""
     children: list[Child] = []
     for _ in range(4):
-        children = [_rank(world, step, n, shared, Order()) for n in (0, 1)]
+        children = [_rank(world, step, n, shared, Order(), SETTLE_SECONDS) for n in (0, 1)]
         for child in children:
-            wait_for(lambda child=child: child.ended, "both ranks ended", SETTLE_SECONDS)  # type: ignore[misc]
+            wait_for(lambda child=child: child.ended, "both ranks ended", 2 * SETTLE_SECONDS)  # type: ignore[misc]
         if all(child.exit_code == 0 for child in children):
             break
     else:
@@ -678,6 +690,14 @@ SCENARIOS: Mapping[str, Scenario] = {
     "take over": Scenario(take_over, "publisher", moments=False),
     "power of host": Scenario(lose_power_of_host, "host"),
     "power of publisher": Scenario(lose_power_of_publisher, "publisher"),
-    "disturb publisher": Scenario(disturb_publisher, "publisher", moments=False),
-    "disturb host": Scenario(disturb_host, "host", moments=False),
+    "disturb publisher": Scenario(disturbed(publish), "publisher", moments=False),
+    "disturb host": Scenario(disturbed(follow), "host", moments=False),
 }
+STOPPED_OR_DISTURBED = ("take over", "lose engine", "disturb publisher", "disturb host")
+"""not by kills"""
+DISTURBED: Mapping[str, Scenario] = {
+    name: replace(scenario, act=disturbed(scenario.act), moments=False)
+    for name, scenario in SCENARIOS.items()
+    if name not in STOPPED_OR_DISTURBED
+}
+"""every way with disk errors in place of kills"""

@@ -11,7 +11,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ from crash_model import (
 )
 from crash_observe import see_channel, see_engine, see_local, see_pointer, see_step
 from crash_power import record_syncs
-from crash_processes import Child, NotReached, Order, fork, wait_for
+from crash_processes import CRASHED, Child, NotReached, Order, fork, wait_for
 
 from weightcast.publisher import Publisher, init_channel
 from weightcast.publisher.daemon import run_publisher
@@ -45,6 +45,7 @@ from weightcast.subscriber.settings import SubscriberSettings
 MARKER = "complete"
 POLL_SECONDS = 0.05
 GROUP_LEASE = 3.0
+MANY = 1000
 LOOKS = 2
 """steps that a process has begun before it counts as settled"""
 
@@ -85,6 +86,8 @@ class World:
         self.host: Child | None = None
         self.member: Child | None = None
         self._member_port = _free_port() if shape.member else 0
+        self.disturbed = False
+        """errors are caused: a daemon that ends by one is started again, seeding is begun again"""
         self.seeds = 0
         """of the host, that are called for until it is settled the next time"""
         self._seeds_seen = 0
@@ -329,16 +332,17 @@ class World:
         """Waits until both sides have nothing left to do. `version`: where hosts stay if that is not the
         pointer."""
         try:
-            self._until(self.published, self.publisher, "published", seconds)
+            self._until(self.published, ("publisher",), "published", seconds)
             at = self.see().pointer if version is None else version
             if host:
-                self._until(lambda: self.followed(at), self.host, "followed", seconds)
+                self._until(lambda: self.followed(at), ("host", "member"), "followed", seconds)
         except NotReached as error:
             return [f"did not recover: {error}", self.unpublished(), *self.violations_now()]
         channel = self.see()
         found = channel_violations(channel, self.before)
         self.before = channel
-        wanted = Settled(channel.pointer, self.truth.newest, at, self.seeds)
+        seeds = MANY if self.disturbed and self.seeds else self.seeds
+        wanted = Settled(channel.pointer, self.truth.newest, at, seeds)
         locals_: Mapping[str, LocalSeen | None] = {"publisher": see_local(self.pub)}
         engines: list[EngineSeen] = []
         if host:
@@ -370,17 +374,26 @@ class World:
     def _engine_violations(self, channel: ChannelSeen, engines: list[EngineSeen]) -> list[str]:
         return engine_violations(self.truth, channel, see_local(self.local), engines)
 
-    def _until(self, condition: Any, child: Child | None, what: str, seconds: float) -> None:
+    def _until(self, condition: Any, sides: Sequence[str], what: str, seconds: float) -> None:
         def done() -> bool:
-            if child is not None and child.ended:
-                raise NotReached(f"{what}: the process ended ({child.status}): {child.words()[-1500:]}")
+            for side in sides:
+                self._require_alive(side, what)
             return bool(condition())
 
         try:
             wait_for(done, what, seconds)
         except NotReached as error:
+            child = getattr(self, sides[0])
             words = "" if child is None or child.ended else f"\n{child.words()[-1500:]}"
             raise NotReached(f"{error}{words}") from None
+
+    def _require_alive(self, side: str, what: str) -> None:
+        child: Child | None = getattr(self, side)
+        if child is None or not child.ended:
+            return
+        if not self.disturbed or child.exit_code in (None, 0, CRASHED):
+            raise NotReached(f"{what}: the {side} ended ({child.status}): {child.words()[-1500:]}")
+        getattr(self, f"start_{side}")()
 
 
 def _boot_was_days_ago() -> None:

@@ -1,0 +1,90 @@
+"""A disk error at any step of a version, in place of a kill: the same process goes on."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from doubles import Answer
+from hosts import Host, Mapping_, Run, SGLang, Site
+
+from weightcast.shared import failpoints
+from weightcast.shared.errors import WeightcastError
+
+UPDATE = "/update_weights_from_disk"
+REFUSAL = Answer(400, SGLang.reply(False, "Failed to get weights iterator: no."))
+ELSEWHERE = ("engine.", "hook.", "lock.", "refused.", "group.")
+MOST_STEPS = 6
+MOST_VERSIONS = 200
+
+
+@dataclass
+class Disk:
+    """Fails at the `number`-th failpoint that touches it (from 1) and at `lasting` more behind that."""
+
+    engine: Mapping_
+    number: int
+    lasting: int
+    passed: int = 0
+    failed_at: list[str] = field(default_factory=list)
+    torn: list[str] = field(default_factory=list)
+    """what had failed when words were written under an engine that served"""
+
+    def __call__(self, name: str, where: Path | None) -> None:
+        if name == "patch.record" and not self.engine.paused:
+            self.torn.append(f"{self.failed_at}")
+        if name.startswith(ELSEWHERE):
+            return
+        self.passed += 1
+        if self.number <= self.passed <= self.number + self.lasting:
+            self.failed_at.append(name if where is None else f"{name} {where.name}")
+            raise OSError(errno.EIO, "Input/output error")
+
+
+@contextmanager
+def watched(disk: Disk) -> Iterator[None]:
+    failpoints.watch(disk)
+    try:
+        yield
+    finally:
+        failpoints.watch(None)
+
+
+def stepped_until_ready(host: Host, disk: Disk) -> bool:
+    """As the daemon does, whatever a step raises."""
+    for _ in range(MOST_STEPS):
+        with suppress(WeightcastError), watched(disk):
+            if host.retry().ready:
+                return True
+    return False
+
+
+def check(run: Run, host: Host, engines: tuple[Mapping_, SGLang], disk: Disk, version: int) -> None:
+    mapping, copying = engines
+    assert stepped_until_ready(host, disk), disk.failed_at
+    assert disk.torn == []
+    assert host.at(run, version) and host.journals == [], disk.failed_at
+    held = run.digest(version)
+    assert copying.held == held and mapping.seen[-1] == ("resume", held), disk.failed_at
+    assert not mapping.paused and not copying.paused and not copying.resumed_broken, disk.failed_at
+    assert {one.version for one in host.state.engines.values()} == {version}, disk.failed_at
+
+
+@pytest.mark.parametrize("lasting", [0, 1])
+def test_at_every_failpoint_of_a_version(site: Site, lasting: int) -> None:
+    """One error, as that of a full journal of a file system; and one that also meets what it brings about."""
+    run = site.run()
+    engines = Mapping_(site.root / "host"), SGLang()
+    host = site.host(run, *engines)
+    assert host.step().ready
+    for number in range(1, MOST_VERSIONS):
+        version = run.publish()
+        disk = Disk(engines[0], number, lasting)
+        check(run, host, engines, disk, version)
+        if not disk.failed_at:
+            break
+    assert number > 20, "a version passes that many"
