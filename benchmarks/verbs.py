@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from weightcast.shared.service.output import JsonOption, Output
+from weightcast.shared.service.common_options import JsonOption
+from weightcast.shared.service.output import Output
 
 
 def register(app: typer.Typer) -> None:

@@ -8,9 +8,9 @@ from weightcast.publisher.figures import Figures as PublisherFigures
 from weightcast.publisher.fleet_figures import FleetFigures
 from weightcast.publisher.fleet_view import ChannelPage
 from weightcast.shared.service.disk import DiskFigures
+from weightcast.shared.service.facts import LoopStatus, Snapshot
 from weightcast.shared.service.fleet import Fleet
 from weightcast.shared.service.metrics import Labels, MetricDoc, Metrics, watch_loop
-from weightcast.shared.service.snapshot import LoopStatus, Snapshot
 from weightcast.subscriber.figures import Figures as SubscriberFigures
 
 HEAD = """\

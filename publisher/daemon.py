@@ -14,11 +14,11 @@ from weightcast.publisher.settings import PublisherSettings
 from weightcast.publisher.status import PublisherStatus, host_status
 from weightcast.publisher.watched import Arrivals
 from weightcast.shared.service.daemon import Stop, Wakeup, run_daemon
+from weightcast.shared.service.facts import LoopStatus, Snapshot
 from weightcast.shared.service.fleet import REPORTS_PATH
 from weightcast.shared.service.http import make_app
 from weightcast.shared.service.kernels import STATUS, warm_up_in_background
 from weightcast.shared.service.metrics import new_registry, watch_loop
-from weightcast.shared.service.snapshot import LoopStatus, Snapshot
 from weightcast.shared.service.watch import Watcher
 
 

@@ -17,8 +17,9 @@ from weightcast.publisher.inbox import Choice, InboxRules, Sighting, step_of
 from weightcast.publisher.ledger import ROWS_LIMIT
 from weightcast.publisher.progress import Meter
 from weightcast.publisher.publisher import Publisher
-from weightcast.publisher.queue import Job, Publication, Queue, publication, total_seconds
+from weightcast.publisher.queue import Job, Queue
 from weightcast.publisher.received import Received
+from weightcast.publisher.report import Publication, publication, total_seconds
 from weightcast.publisher.routes import check_checkpoint
 from weightcast.publisher.settings import THREADS, PublisherSettings
 from weightcast.publisher.status import (
@@ -48,10 +49,10 @@ from weightcast.shared.local.seed import check_other_files, check_table
 from weightcast.shared.service.daemon import Stop, Wakeup, failure_of
 from weightcast.shared.service.disk import DiskFigures
 from weightcast.shared.service.due import Due
+from weightcast.shared.service.facts import Failure, Snapshot
 from weightcast.shared.service.hooks import run_hook
 from weightcast.shared.service.logs import get_log
 from weightcast.shared.service.metrics import Metrics
-from weightcast.shared.service.snapshot import Failure, Snapshot
 from weightcast.shared.service.threads import working_threads
 from weightcast.shared.service.verify import verify_status
 
@@ -185,7 +186,7 @@ class Desk:
             return
         last = self._ended[0]
         if "patch" in report.seconds and "patch" not in last.seconds:
-            self._ended[0] = last.model_copy(update={"seconds": dict(report.seconds)})
+            self._ended[0] = last.but(seconds=dict(report.seconds))
             self._figures.followed(report.seconds["patch"])
 
     def _opened(self) -> tuple[Publisher, Queue]:
@@ -304,7 +305,7 @@ class Desk:
         failure = failure_of(error)
         self._figures.failed(error)
         self._note(failure)
-        log.warning("not published", checkpoint=source, **failure.model_dump())
+        log.warning("not published", checkpoint=source, **failure.by_name())
         status = self._status.get()
         totals = status.totals.model_copy(update={"failures": status.totals.failures + 1})
         self._status.set(status.model_copy(update={"totals": totals}))
@@ -353,7 +354,7 @@ class Desk:
         return done
 
     def _note(self, failure: Failure) -> None:
-        dated = DatedFailure(**failure.model_dump(), at=time.time())
+        dated = DatedFailure(**failure.by_name(), at=time.time())
         self._status.set(self._status.get().model_copy(update={"last_error": dated}))
 
     def _show(self, problem: str = "") -> None:

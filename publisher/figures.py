@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weightcast.publisher.queue import Publication, total_seconds
+from weightcast.publisher.report import Publication, total_seconds
 from weightcast.publisher.status import PublisherStatus
 from weightcast.shared.service import metrics
-from weightcast.shared.service.fleet import SOFTWARE
 from weightcast.shared.service.metrics import OTHER, Metrics, error_kind, error_kinds, one_of
-from weightcast.shared.service.verify import VerifyFigures
+from weightcast.shared.service.software import SOFTWARE
+from weightcast.shared.service.verify_figures import VerifyFigures
 
 PHASES = ("recover", "read", "diff", "ranks", "copy", "stage", "commit", "patch", "anchor", OTHER)
 CAUSES = ("step", "skip", "anchor")

@@ -18,8 +18,9 @@ from weightcast.publisher.outlook import CatchUp, PrunePlan, Versions
 from weightcast.publisher.posted import TooMany
 from weightcast.shared.channel.reports import REPORT_LIMIT
 from weightcast.shared.errors import RetryLater
+from weightcast.shared.service.facts import Failure
 from weightcast.shared.service.fleet import REPORTS_PATH, Fleet, Host
-from weightcast.shared.service.snapshot import Failure, Frozen
+from weightcast.shared.service.snapshot import Frozen
 
 MOST_STREAMS = 64
 REFRESH_SECONDS = 10.0

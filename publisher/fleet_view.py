@@ -16,9 +16,10 @@ from weightcast.publisher.outlook import CatchUp, PrunePlan, Versions, catch_up,
 from weightcast.publisher.posted import Posted
 from weightcast.publisher.retention import Retention, Situation
 from weightcast.shared.errors import WeightcastError
+from weightcast.shared.service.facts import Snapshot
 from weightcast.shared.service.fleet import MOST_WITH_UPDATES, Bounds, Fleet, FleetReader
 from weightcast.shared.service.logs import get_log
-from weightcast.shared.service.snapshot import Frozen, Snapshot
+from weightcast.shared.service.snapshot import Frozen
 
 QUICK_SECONDS, IDLE_SECONDS = 1.0, 5.0
 """between two looks: while somebody watches, and while nobody does"""

@@ -11,12 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from pydantic import ValidationError
-
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.files.paths import file_name, is_plain
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
-from weightcast.shared.service.snapshot import Failure
+from weightcast.shared.service.facts import Failure
 
 FORMAT = 1
 MEMORY_LIMIT = 256 << 20
@@ -267,7 +265,7 @@ def pack_entries(entries: Mapping[str, Entry]) -> bytes:
                     "files": [[m.name, m.inode, m.size, m.mtime_ns] for m in sorted(entry.files)],
                     "version": entry.version,
                     "behind": entry.behind,
-                    "failure": None if entry.failure is None else entry.failure.model_dump(),
+                    "failure": None if entry.failure is None else entry.failure.by_name(),
                 }
                 for name, entry in entries.items()
             ],
@@ -307,10 +305,11 @@ def parse_failure(members: Members, key: str, what: str) -> Failure | None:
     """Raises DamagedFile."""
     if members.is_null(key):
         return None
-    try:
-        return Failure.model_validate(members.object(key), strict=True)
-    except ValidationError as error:
-        raise DamagedFile(f"{what}: {key} is not an error with message and remedy") from error
+    found = members.object(key)
+    error, message, remedy = found.get("error"), found.get("message"), found.get("remedy", "")
+    if not (isinstance(error, str) and isinstance(message, str) and isinstance(remedy, str)):
+        raise DamagedFile(f"{what}: {key} is not an error with message and remedy")
+    return Failure(error=error, message=message, remedy=remedy)
 
 
 def _mark(row: object, what: str) -> FileMark:

@@ -4,70 +4,23 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
-from weightcast.publisher.report import PublishReport
+from weightcast.publisher.report import Publication
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.files import durable
 from weightcast.shared.files.strict_json import parse_object
-from weightcast.shared.service.snapshot import Failure, Frozen
+from weightcast.shared.service.facts import Failure
+from weightcast.shared.service.snapshot import Frozen
 
 QUEUE_LIMIT = 16
 REMEMBERED = 256
 """ended publications; a key older than that is a new one"""
 _FILE_LIMIT = 16 << 20
-
-
-class Publication(Frozen):
-    """A version as status and answers show it; sizes in bytes, `seconds` by phase."""
-
-    version: int
-    kind: str = ""
-    """delta or anchor"""
-    step: int | None = None
-    source: str = ""
-    """the checkpoint's name or path"""
-    changed_elements: int = 0
-    density_elements: float = 0.0
-    density_bytes: float = 0.0
-    delta_bytes: int = 0
-    full_bytes: int = 0
-    bits_per_change: float = 0.0
-    seconds: dict[str, float] = Field(default_factory=dict)
-    mapped: dict[str, int] = Field(default_factory=dict)
-    """what was done to the names that were given, and to how many"""
-    non_finite_elements: int = 0
-    """that became NaN or infinite with this version"""
-    at: float = 0.0
-    """unix time of the publisher's clock"""
-
-
-def publication(report: PublishReport, source: str) -> Publication:
-    return Publication(
-        version=report.version,
-        kind=report.kind,
-        step=report.step,
-        source=source,
-        changed_elements=report.changed_elements,
-        density_elements=report.density_elements,
-        density_bytes=report.density_bytes,
-        delta_bytes=report.delta_bytes,
-        full_bytes=report.full_bytes,
-        bits_per_change=report.bits_per_change,
-        seconds=dict(report.seconds),
-        mapped=dict(report.mapped),
-        non_finite_elements=report.non_finite_elements,
-        at=time.time(),
-    )
-
-
-def total_seconds(seconds: dict[str, float]) -> float:
-    return seconds["total"] if "total" in seconds else sum(seconds.values())
 
 
 class Job(Frozen):

@@ -13,8 +13,8 @@ from starlette.exceptions import HTTPException
 from weightcast.publisher.queue import QUEUE_LIMIT, Job, KeyReused, Queue, QueueFull
 from weightcast.shared.errors import Refused, RetryLater
 from weightcast.shared.files.paths import is_plain
+from weightcast.shared.service.facts import Failure
 from weightcast.shared.service.http import StrictRoute
-from weightcast.shared.service.snapshot import Failure
 
 _PATH_LIMIT = 4096
 _KEY_LIMIT = 255

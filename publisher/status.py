@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from weightcast.publisher.inbox import Waiting
-from weightcast.publisher.queue import Job, Publication, total_seconds
+from weightcast.publisher.queue import Job
+from weightcast.publisher.report import Publication, total_seconds
+from weightcast.shared.service.facts import Failure, LoopStatus, Readiness
 from weightcast.shared.service.fleet import Host
 from weightcast.shared.service.kernels import KernelStatus
-from weightcast.shared.service.snapshot import Failure, Frozen, LoopStatus, Readiness
+from weightcast.shared.service.snapshot import Frozen
 from weightcast.shared.service.verify import VerifyStatus
 
 PUBLICATIONS_SHOWN = 20

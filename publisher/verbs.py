@@ -14,22 +14,21 @@ from weightcast.publisher.channel_repair import Repairs, repair_channel
 from weightcast.publisher.resign import sign_channel
 from weightcast.publisher.settings import PublisherSettings
 from weightcast.publisher.verbs_care import register_care
-from weightcast.publisher.verbs_publish import ThreadsOption, show_facts
+from weightcast.publisher.verbs_publish import show_facts
 from weightcast.shared.channel.keys import load_private_key
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import DamagedFile
-from weightcast.shared.service.cli import group
-from weightcast.shared.service.logs import setup_logs
-from weightcast.shared.service.options import settings_command, show_settings_command
-from weightcast.shared.service.output import (
+from weightcast.shared.service.app import group
+from weightcast.shared.service.common_options import (
     ChannelOption,
     JsonOption,
-    Output,
     SignKeyOption,
+    ThreadsOption,
     TrustedKeyOption,
-    printable,
-    time_text,
 )
+from weightcast.shared.service.logs import setup_logs
+from weightcast.shared.service.options import settings_command, show_settings_command
+from weightcast.shared.service.output import Output, printable, time_text
 from weightcast.shared.service.threads import working_threads
 from weightcast.shared.service.verbs_channel import show_problems
 
@@ -45,7 +44,7 @@ def register(app: typer.Typer) -> None:
     channel.command("sign")(sign)
     channel.command("repair")(repair)
     register_care(app)
-    verbs_publish.register(app)
+    verbs_publish.VERB.register(app)
 
 
 def _run(settings: PublisherSettings) -> None:

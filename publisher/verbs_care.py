@@ -19,8 +19,9 @@ from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.reports import read_reports
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import Refused
-from weightcast.shared.service.cli import group
-from weightcast.shared.service.output import ChannelOption, JsonOption, Output
+from weightcast.shared.service.app import group
+from weightcast.shared.service.common_options import ChannelOption, JsonOption
+from weightcast.shared.service.output import Output
 
 VersionArgument = Annotated[int, typer.Argument(min=0, help="A version's number.")]
 

@@ -3,72 +3,68 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
-
-import typer
+from typing import TYPE_CHECKING, get_args
 
 from weightcast.publisher.finite import NonFinite
 from weightcast.publisher.publisher import Publisher
+from weightcast.publisher.report import Publication, publication, total_seconds
 from weightcast.publisher.upkeep import UpkeepOptions
 from weightcast.shared.channel.index import Encoding
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.service.output import (
-    ChannelOption,
-    JsonOption,
-    Output,
-    SignKeyOption,
-    TrustedKeyOption,
-)
+from weightcast.shared.service.output import Output
+from weightcast.shared.service.plain import CHANNEL, JSON, SIGN_KEY, THREADS, TRUSTED_KEY, Option, Verb
 from weightcast.shared.service.threads import working_threads
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from weightcast.publisher.queue import Publication
-
-ThreadsOption = Annotated[
-    int | None, typer.Option("--threads", min=1, help="Working threads; unset: every core allowed.")
-]
-
-
-def register(app: typer.Typer) -> None:
-    app.command("publish")(publish)
+_OPTIONS = (
+    Option(
+        "checkpoint",
+        Path,
+        "HF checkpoint directory with the new weights.",
+        is_required=True,
+        is_argument=True,
+    ),
+    CHANNEL,
+    Option("local", Path, "The publisher's own local checkpoint.", is_required=True),
+    Option("base", Path, "The run's base; needed the first time. The channel must be there."),
+    Option("encoding", str, "Of the delta.", default="fast", choices=get_args(Encoding)),
+    Option("step", int, "The trainer's step.", least=0),
+    THREADS,
+    Option("take_over", bool, "Take the channel from a publisher that seems alive.", default=False),
+    SIGN_KEY,
+    TRUSTED_KEY,
+    Option("skip_span", int, "Make deltas from up to so many versions back; 0: none.", default=0, least=0),
+    Option("anchor", bool, "Write full weights beside the version, for new hosts.", default=False),
+    Option(
+        "non_finite",
+        str,
+        "Elements that become NaN or infinite.",
+        default="allow",
+        choices=get_args(NonFinite),
+    ),
+    JSON,
+)
 
 
 def publish(
-    checkpoint: Annotated[Path, typer.Argument(help="HF checkpoint directory with the new weights.")],
-    channel: ChannelOption,
-    local: Annotated[Path, typer.Option("--local", help="The publisher's own local checkpoint.")],
-    base: Annotated[
-        Path | None,
-        typer.Option("--base", help="The run's base; needed the first time. The channel must be there."),
-    ] = None,
-    encoding: Annotated[
-        str, typer.Option("--encoding", metavar="fast|small|xor|overwrite", help="Of the delta.")
-    ] = "fast",
-    step: Annotated[int | None, typer.Option("--step", min=0, help="The trainer's step.")] = None,
-    threads: ThreadsOption = None,
-    take_over: Annotated[
-        bool, typer.Option("--take-over", help="Take the channel from a publisher that seems alive.")
-    ] = False,
-    sign_key: SignKeyOption = None,
-    trusted_key: TrustedKeyOption = None,
-    skip_span: Annotated[
-        int,
-        typer.Option("--skip-span", min=0, help="Make deltas from up to so many versions back; 0: none."),
-    ] = 0,
-    anchor: Annotated[
-        bool, typer.Option("--anchor", help="Write full weights beside the version, for new hosts.")
-    ] = False,
-    non_finite: Annotated[
-        str,
-        typer.Option("--non-finite", metavar="refuse|allow", help="Elements that become NaN or infinite."),
-    ] = "allow",
-    as_json: JsonOption = False,
+    checkpoint: Path,
+    channel: Path,
+    local: Path,
+    base: Path | None,
+    encoding: Encoding,
+    step: int | None,
+    threads: int | None,
+    take_over: bool,
+    sign_key: Path | None,
+    trusted_key: list[str] | None,
+    skip_span: int,
+    anchor: bool,
+    non_finite: NonFinite,
+    as_json: bool,
 ) -> None:
     """Publish one checkpoint as the channel's next version."""
-    from weightcast.publisher.queue import publication, total_seconds
-
     output = Output(json=as_json)
     _, described = Channel.open(channel).require_ours()
     with (
@@ -76,12 +72,12 @@ def publish(
             channel,
             local=local,
             base=base,
-            encoding=_one_of(Encoding, encoding, "--encoding"),
+            encoding=encoding,
             threads=working_threads(threads),
             take_over=take_over,
             sign_key=sign_key,
             trusted_keys=trusted_key or (),
-            non_finite=_one_of(NonFinite, non_finite, "--non-finite"),
+            non_finite=non_finite,
             upkeep=UpkeepOptions(skip_span=skip_span) if skip_span else None,
         ) as publisher,
         output.progress(f"publishing {checkpoint.name}", described.table.nbytes) as advance,
@@ -94,11 +90,7 @@ def publish(
     output.result(done, lambda console: _show(console, done, total_seconds(done.seconds)))
 
 
-def _one_of(choices: Any, text: str, flag: str) -> Any:
-    """`choices`: a Literal."""
-    if text in get_args(choices):
-        return text
-    raise typer.BadParameter(f"{text} is not one of {', '.join(get_args(choices))}", param_hint=flag)
+VERB = Verb("publish", publish, _OPTIONS)
 
 
 def _show(console: Console, done: Publication, seconds: float) -> None:

@@ -24,8 +24,8 @@ from weightcast.publisher.inbox import (
 from weightcast.shared.errors import DamagedFile, Refused
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
+from weightcast.shared.service.facts import Failure
 from weightcast.shared.service.logs import get_log
-from weightcast.shared.service.snapshot import Failure
 
 log = get_log("inbox")
 
@@ -160,7 +160,7 @@ class Watched:
             self._store()
 
     def refuse(self, sighting: Sighting, failure: Failure) -> None:
-        log.warning("checkpoint refused", checkpoint=sighting.name, **failure.model_dump())
+        log.warning("checkpoint refused", checkpoint=sighting.name, **failure.by_name())
         self._inbox.refuse(sighting, failure)
         self._store()
 

@@ -6,18 +6,17 @@ import socket
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.local.state import EngineState, LocalState, Mark, Phase
-from weightcast.shared.service.fleet import SOFTWARE
-from weightcast.shared.service.snapshot import Snapshot
+from weightcast.shared.service.facts import Snapshot
+from weightcast.shared.service.software import SOFTWARE
 from weightcast.shared.service.verify import verify_status
 from weightcast.subscriber.engine_verify import EngineVerifyFacts
 from weightcast.subscriber.engines.base import Engine
 from weightcast.subscriber.engines.live import live_of
-from weightcast.subscriber.held import Post
 from weightcast.subscriber.lead import Lead, Line
 from weightcast.subscriber.reload import Engines
 from weightcast.subscriber.status import (
@@ -36,6 +35,9 @@ from weightcast.subscriber.status import (
     weakest,
 )
 from weightcast.subscriber.sync import Sync, SyncOptions
+
+if TYPE_CHECKING:
+    from weightcast.subscriber.held import Post
 
 ShownMark = Literal["served", "pausing", "suspect", "unknown"]
 
@@ -65,27 +67,25 @@ class Board:
         confirmed = served(engines, local_version)
         target = view.target_version
         self.status.set(
-            self.status.get().model_copy(
-                update={
-                    "state": view.state,
-                    "progress_bytes": view.progress_bytes,
-                    "bytes_read": view.bytes_read,
-                    "bytes_by_cause": dict(view.bytes_by_cause),
-                    "local_version": local_version,
-                    "target_version": target,
-                    "served_version": confirmed,
-                    "confirmed_by": weakest(engine.confirmed_by for engine in engines),
-                    "lag_versions": None if None in (target, confirmed) else target - confirmed,  # type: ignore[operator]
-                    "updates": tuple(self._updates),
-                    "signed": _signed(sync.options.trust, state),
-                    "engines": engines,
-                    "degraded": view.degraded,
-                    "last_error": self._last_error(sync),
-                    "ready": not view.not_ready,
-                    "not_ready_reasons": view.not_ready,
-                    "verify": verify_status(view.scrub),
-                    **_of_state(state),
-                }
+            self.status.get().but(
+                state=view.state,
+                progress_bytes=view.progress_bytes,
+                bytes_read=view.bytes_read,
+                bytes_by_cause=dict(view.bytes_by_cause),
+                local_version=local_version,
+                target_version=target,
+                served_version=confirmed,
+                confirmed_by=weakest(engine.confirmed_by for engine in engines),
+                lag_versions=None if None in (target, confirmed) else target - confirmed,  # type: ignore[operator]
+                updates=tuple(self._updates),
+                signed=_signed(sync.options.trust, state),
+                engines=engines,
+                degraded=view.degraded,
+                last_error=self._last_error(sync),
+                ready=not view.not_ready,
+                not_ready_reasons=view.not_ready,
+                verify=verify_status(view.scrub),
+                **_of_state(state),
             )
         )
 

@@ -11,11 +11,11 @@ from fastapi import FastAPI
 from weightcast.shared.local.scrub import Scrub
 from weightcast.shared.service.daemon import Stop, Wakeup, run_daemon
 from weightcast.shared.service.disk import DiskFigures
+from weightcast.shared.service.facts import LoopStatus, Readiness, Snapshot
 from weightcast.shared.service.http import make_app
 from weightcast.shared.service.kernels import STATUS, warm_up_in_background
 from weightcast.shared.service.logs import get_log, setup_logs
 from weightcast.shared.service.metrics import new_registry, watch_loop
-from weightcast.shared.service.snapshot import LoopStatus, Readiness, Snapshot
 from weightcast.shared.service.watch import Watcher
 from weightcast.subscriber.board import Board, group_status
 from weightcast.subscriber.engine_verify import EngineVerify
@@ -109,7 +109,7 @@ class Subscriber:
                 log.info("all engines serve", version=outcome.version)
 
     def _reported(self) -> HostStatus:
-        return self.board.status.get().model_copy(update={"loop": self.loop.get()})
+        return self.board.status.get().but(loop=self.loop.get())
 
     def on_start(self) -> None:
         if self.reporting is not None:
@@ -125,14 +125,12 @@ class Subscriber:
     def status(self) -> HostStatus:
         status = self.board.status.get()
         hashed = status.last_full_hash
-        return status.model_copy(
-            update={
-                "loop": self.loop.get(),
-                "kernels": STATUS.get(),
-                "last_full_hash_age_seconds": None if hashed is None else max(0.0, time.time() - hashed),
-                "group": group_status(self.sync.lead, self.post),
-                "report_error": "" if self.reporting is None else self.reporting.error,
-            }
+        return status.but(
+            loop=self.loop.get(),
+            kernels=STATUS.get(),
+            last_full_hash_age_seconds=None if hashed is None else max(0.0, time.time() - hashed),
+            group=group_status(self.sync.lead, self.post),
+            report_error="" if self.reporting is None else self.reporting.error,
         )
 
     def ready(self) -> Readiness:

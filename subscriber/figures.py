@@ -16,7 +16,7 @@ from weightcast.shared.service.metrics import (
     number,
     one_of,
 )
-from weightcast.shared.service.verify import VerifyFigures
+from weightcast.shared.service.verify_figures import VerifyFigures
 from weightcast.subscriber.engines.live import Why
 from weightcast.subscriber.status import (
     Cause,

@@ -15,7 +15,8 @@ from weightcast.shared.errors import Refused, WeightcastError
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.local.locks import FileLock
 from weightcast.shared.local.state import Phase, Position
-from weightcast.subscriber.group import REASON_LIMIT, Hold, HoldState, Order
+from weightcast.subscriber.group import REASON_LIMIT, HoldState, Order
+from weightcast.subscriber.group_messages import Hold
 from weightcast.subscriber.sync import Outcome, Sync
 
 _LOCK_SECONDS = 5.0

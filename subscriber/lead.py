@@ -13,12 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from weightcast.shared.errors import EngineFailed, Refused, RetryLater
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.local.state import LocalState, Position
-from weightcast.subscriber.group import Hold, Order
+from weightcast.subscriber.group import Order
+
+if TYPE_CHECKING:
+    from weightcast.subscriber.group_messages import Hold
 
 ASK_FIRST, ASK_LONGEST = 0.02, 1.0
 _LOOK_EVERY = 0.1
@@ -310,10 +313,10 @@ class Lead:
     def _learn(self, line: Line, answer: Hold | EngineFailed, asks: int) -> None:
         with self._changed:
             line.asked = asks
-            if isinstance(answer, Hold):
-                line.hold, line.failure, line.answered = answer, "", self._clock()
-            else:
+            if isinstance(answer, EngineFailed):
                 line.failure = answer.message
+            else:
+                line.hold, line.failure, line.answered = answer, "", self._clock()
 
     def _await(self) -> None:
         deadline = self._clock() + self._pace.deadline

@@ -5,7 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from weightcast.shared.service.http import StrictRoute
-from weightcast.subscriber.group import HOLD_PATH, RELEASE_PATH, Hold, HoldRequest, ReleaseRequest
+from weightcast.subscriber.group import HOLD_PATH, RELEASE_PATH
+from weightcast.subscriber.group_messages import Hold, HoldRequest, ReleaseRequest
 from weightcast.subscriber.held import Post
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import field
 from typing import Literal
 
+from weightcast.shared.service.facts import Facts, LoopStatus, Readiness
 from weightcast.shared.service.kernels import KernelStatus
-from weightcast.shared.service.snapshot import Frozen, LoopStatus, Readiness
 from weightcast.shared.service.verify import VerifyStatus
 
 KEPT_UPDATES = 32
@@ -27,7 +28,7 @@ the tensors that a version changed."""
 EngineCondition = Literal["serving", "waiting", "suspect", "failed", "silent"]
 
 
-class LastError(Frozen):
+class LastError(Facts):
     error: str
     """name of the class"""
     message: str
@@ -36,7 +37,7 @@ class LastError(Frozen):
     """unix time"""
 
 
-class EngineVerifyStatus(Frozen):
+class EngineVerifyStatus(Facts):
     """What was read of an engine's memory, since the start."""
 
     done_bytes: int
@@ -55,14 +56,14 @@ class EngineVerifyStatus(Frozen):
     """unix time"""
 
 
-class LiveStatus(Frozen):
+class LiveStatus(Facts):
     """Of an engine with `via=live`, since the start."""
 
     way: Literal["", "live", "reload"] = ""
     """how it came to the version that it holds; empty: not since the start"""
     patches: int = 0
     reloads: int = 0
-    because: Mapping[str, int] = {}
+    because: Mapping[str, int] = field(default_factory=dict)
     """reloads from disk by their cause; docs/engines.md has the list"""
     reason: str = ""
     """of the last reload from disk; empty after a patch"""
@@ -70,7 +71,7 @@ class LiveStatus(Frozen):
     """null until its memory was first read"""
 
 
-class EngineStatus(Frozen):
+class EngineStatus(Facts):
     name: str
     kind: str
     url: str
@@ -92,7 +93,7 @@ class EngineStatus(Frozen):
     holds; `failed`: only a restart helps; `silent`: it does not answer"""
     failures: int = 0
     """rounds of reloads in vain, in a row"""
-    seconds: Mapping[str, float] = {}
+    seconds: Mapping[str, float] = field(default_factory=dict)
     """of its last reload: pause, patch, reload, read_back, resume"""
     pause_seconds: float | None = None
     """of its last reload: from the first call of the pause until the resume returned"""
@@ -102,7 +103,7 @@ class EngineStatus(Frozen):
     """null without `via=live`"""
 
 
-class UpdateStatus(Frozen):
+class UpdateStatus(Facts):
     """One move of the local checkpoint, or one reload of engines."""
 
     kind: MoveKind
@@ -126,14 +127,14 @@ class UpdateStatus(Frozen):
     """unix time of its end"""
 
 
-class BlockedStatus(Frozen):
+class BlockedStatus(Facts):
     version: int
     digest: str
     reason: str
     attempts: int
 
 
-class MemberStatus(Frozen):
+class MemberStatus(Facts):
     url: str
     state: str
     """free, working, prepared, held, refused, failed; unknown: not heard yet"""
@@ -145,7 +146,7 @@ class MemberStatus(Frozen):
     """of its lease, when it last answered"""
 
 
-class GroupStatus(Frozen):
+class GroupStatus(Facts):
     """`members`: a leader's; the rest: a follower's."""
 
     role: Literal["leader", "follower"]
@@ -160,7 +161,7 @@ class GroupStatus(Frozen):
     """since anybody last asked"""
 
 
-class HostStatus(Frozen):
+class HostStatus(Facts):
     software: str
     host: str
     channel: str
@@ -184,7 +185,7 @@ class HostStatus(Frozen):
     """newest last"""
     bytes_read: int = 0
     """from the channel, since the start"""
-    bytes_by_cause: Mapping[Cause, int] = {}
+    bytes_by_cause: Mapping[Cause, int] = field(default_factory=dict)
     """the same bytes, once what they are for has ended"""
     engines: tuple[EngineStatus, ...] = ()
     last_full_hash: float | None = None

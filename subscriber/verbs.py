@@ -9,7 +9,7 @@ import typer
 
 from weightcast.shared.progress import Advance
 from weightcast.shared.service import verbs_local
-from weightcast.shared.service.cli import group
+from weightcast.shared.service.app import group
 from weightcast.shared.service.options import settings_command, show_settings_command
 from weightcast.shared.service.verbs_local import EngineFound
 from weightcast.subscriber import verbs_doctor, verbs_engine, verbs_sync
@@ -22,7 +22,7 @@ def register(app: typer.Typer) -> None:
         subscriber, "run", SubscriberSettings, "Follow a channel and reload the engines, until stopped."
     )(_run)
     show_settings_command(app, "subscriber", SubscriberSettings)
-    verbs_sync.register(app)
+    verbs_sync.VERB.register(app)
     verbs_engine.register(app)
     verbs_doctor.register(app)
     verbs_local.engines_are_read_by(_look)

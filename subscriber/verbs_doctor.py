@@ -11,10 +11,11 @@ from rich.console import Console
 
 from weightcast.shared.errors import OK, Refused
 from weightcast.shared.files.checkpoint import open_checkpoint
+from weightcast.shared.service.common_options import JsonOption
 from weightcast.shared.service.doctor.findings import Finding, Role, counts, exit_code
 from weightcast.shared.service.doctor.look import Examined, examine
 from weightcast.shared.service.doctor.shown import show_findings
-from weightcast.shared.service.output import JsonOption, Output
+from weightcast.shared.service.output import Output
 from weightcast.shared.service.sizing.rules import DEFAULT_THREADS, Asked, Encoding, Sizing, Weights, sizing
 from weightcast.shared.service.sizing.shown import plan_facts, show_plan
 from weightcast.subscriber.engine_findings import judge_engines

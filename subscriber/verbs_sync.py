@@ -2,103 +2,147 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from weightcast.shared.errors import EngineFailed
 from weightcast.shared.service.logs import setup_logs
-from weightcast.shared.service.output import (
-    ChannelOption,
-    JsonOption,
-    Output,
-    TrustedKeyOption,
-    printable,
-)
-from weightcast.shared.service.settings import load_settings
+from weightcast.shared.service.output import Output, printable
+from weightcast.shared.service.plain import CHANNEL, JSON, THREADS, TRUSTED_KEY, Option, Verb
+from weightcast.shared.service.threads import working_threads
 from weightcast.subscriber.board import Board
-from weightcast.subscriber.settings import SubscriberSettings
 from weightcast.subscriber.status import HostStatus
-from weightcast.subscriber.sync import Sync
-from weightcast.subscriber.wiring import open_engines, open_lead, options_of
+from weightcast.subscriber.sync import Sync, SyncOptions
+from weightcast.subscriber.target import parse_target
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from weightcast.subscriber.lead import Lead
+    from weightcast.subscriber.reload import Engines
+
 _LOOK_SECONDS = 0.5
-
-
-def register(app: typer.Typer) -> None:
-    app.command("sync")(sync)
+_PREFIX = "WEIGHTCAST_"
+_READ_HERE = frozenset(_PREFIX + name for name in ("CHANNEL", "LOCAL", "BASE", "CACHE"))
+_OPTIONS = (
+    CHANNEL,
+    Option(
+        "local",
+        Path,
+        "Local checkpoint: what engines load from.",
+        env="WEIGHTCAST_LOCAL",
+        is_required=True,
+    ),
+    Option("base", Path, "HF checkpoint that the run starts from.", env="WEIGHTCAST_BASE"),
+    Option("engine", list, "Inference engine kind=URL[,...]; repeatable."),
+    Option("target", str, "latest, a version or a tag.", default="latest"),
+    THREADS,
+    Option("visible_deadline", float, "Seconds to wait for what the pointer names; 120.", least=0.1),
+    Option("wait_engine", float, "Seconds to wait for engines that do not serve yet.", default=0.0, least=0),
+    TRUSTED_KEY,
+    Option("rehash", bool, "Read every byte first and repair what differs.", default=False),
+    JSON,
+)
 
 
 def sync(
-    channel: ChannelOption,
-    local: Annotated[
-        Path,
-        typer.Option("--local", envvar="WEIGHTCAST_LOCAL", help="Local checkpoint: what engines load from."),
-    ],
-    base: Annotated[
-        Path | None,
-        typer.Option("--base", envvar="WEIGHTCAST_BASE", help="HF checkpoint that the run starts from."),
-    ] = None,
-    engine: Annotated[
-        list[str] | None, typer.Option("--engine", help="Inference engine kind=URL[,...]; repeatable.")
-    ] = None,
-    target: Annotated[str, typer.Option("--target", help="latest, a version or a tag.")] = "latest",
-    threads: Annotated[
-        int | None, typer.Option("--threads", min=1, help="Working threads; unset: every core allowed.")
-    ] = None,
-    visible_deadline: Annotated[
-        float | None,
-        typer.Option("--visible-deadline", min=0.1, help="Seconds to wait for what the pointer names; 120."),
-    ] = None,
-    wait_engine: Annotated[
-        float, typer.Option("--wait-engine", min=0, help="Seconds to wait for engines that do not serve yet.")
-    ] = 0.0,
-    trusted_key: TrustedKeyOption = None,
-    rehash: Annotated[
-        bool, typer.Option("--rehash", help="Read every byte first and repair what differs.")
-    ] = False,
-    as_json: JsonOption = False,
+    channel: Path,
+    local: Path,
+    base: Path | None,
+    engine: list[str] | None,
+    target: str,
+    threads: int | None,
+    visible_deadline: float | None,
+    wait_engine: float,
+    trusted_key: list[str] | None,
+    rehash: bool,
+    as_json: bool,
 ) -> None:
     """Bring a local checkpoint (and engines) to the target once, then end."""
-    flags: dict[str, object] = {
-        "channel": channel,
-        "local": local,
-        "base": base,
-        "engine": engine or None,
-        "target": target,
-        "threads": threads,
-        "visible_deadline": visible_deadline,
-        "trusted_key": trusted_key or None,
-    }
     setup_logs(level="error")
-    settings = load_settings(SubscriberSettings, flags)
+    if engine or trusted_key or not is_plain(os.environ):
+        flags = {
+            "channel": channel,
+            "local": local,
+            "base": base,
+            "engine": engine or None,
+            "target": target,
+            "threads": threads,
+            "visible_deadline": visible_deadline,
+            "trusted_key": trusted_key or None,
+        }
+        parts = _by_settings(flags)
+    else:
+        parts = Parts(plain_options(channel, local, base, target, threads, visible_deadline))
     output = Output(json=as_json)
     with _term_as_interrupt():
-        status = _sync(settings, output, rehash, wait_engine)
+        status = _sync(parts, output, rehash, wait_engine)
     output.result(status, lambda console: _show(console, status))
     _judge(status)
 
 
-def _sync(settings: SubscriberSettings, output: Output, rehash: bool, engine_seconds: float) -> HostStatus:
+VERB = Verb("sync", sync, _OPTIONS)
+
+
+@dataclass(frozen=True)
+class Parts:
+    options: SyncOptions
+    engines: Engines | None = None
+    lead: Lead | None = None
+
+
+def is_plain(environment: Mapping[str, str]) -> bool:
+    """Whether it sets nothing that only the settings' class knows."""
+    ours = {name.upper() for name in environment if name.upper().startswith(_PREFIX)}
+    return ours <= _READ_HERE
+
+
+def plain_options(
+    channel: Path,
+    local: Path,
+    base: Path | None,
+    target: str,
+    threads: int | None,
+    visible_deadline: float | None,
+) -> SyncOptions:
+    """What the settings come to where nothing else is set, without their class and pydantic under it. Raises
+    BadTarget."""
+    options = SyncOptions(
+        channel=channel,
+        local=local.absolute(),
+        base=base,
+        target=parse_target(target),
+        threads=working_threads(threads),
+    )
+    return options if visible_deadline is None else replace(options, visible_seconds=visible_deadline)
+
+
+def _by_settings(flags: Mapping[str, object]) -> Parts:
+    from weightcast.shared.service.settings import load_settings
+    from weightcast.subscriber.settings import SubscriberSettings
+    from weightcast.subscriber.wiring import open_engines, open_lead, options_of
+
+    settings = load_settings(SubscriberSettings, flags)
+    lead = open_lead(settings)
     # asked for by name: also a follower comes to the target
     options = replace(options_of(settings), group_follower=False)
+    return Parts(options, open_engines(settings, lead), lead)
+
+
+def _sync(parts: Parts, output: Output, rehash: bool, engine_seconds: float) -> HostStatus:
+    options = parts.options
     board = Board(options)
-    with output.progress(f"{settings.local}", None) as advance:
-        patience = _Patience(settings.visible_deadline)
-        lead = open_lead(settings)
-        one = Sync(
-            options, open_engines(settings, lead), lead, show=board.show, stop=patience.wait, advance=advance
-        )
+    with output.progress(f"{options.local}", None) as advance:
+        patience = _Patience(options.visible_seconds)
+        one = Sync(options, parts.engines, parts.lead, show=board.show, stop=patience.wait, advance=advance)
         try:
             outcome = one.rehash() if rehash else one.sync_once()
             deadline = time.monotonic() + engine_seconds
@@ -119,7 +163,7 @@ class _Patience:
     def wait(self, seconds: float) -> bool:
         if seconds > 0 and not self._told:
             self._told = True
-            typer.echo(f"something is not there yet; waiting up to {self._seconds:g} s", err=True)
+            print(f"something is not there yet; waiting up to {self._seconds:g} s", file=sys.stderr)
         time.sleep(seconds)
         return False
 

@@ -1,4 +1,5 @@
-"""Ed25519 keys: files that hold them, and what they sign. The only module that knows the library."""
+"""Ed25519 keys: files that hold them, and what they sign. The only module that knows the library, which it
+imports when there is a key: most channels have none."""
 
 from __future__ import annotations
 
@@ -8,19 +9,15 @@ import os
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from blake3 import blake3
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    load_pem_private_key,
-)
 
 from weightcast.shared.errors import Refused
 from weightcast.shared.files import durable
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 KEY_LIMIT = 64 << 10
 SIGNATURE_BYTES = 64
@@ -44,6 +41,9 @@ class PublicKey:
         return _PREFIX + base64.b64encode(self.raw).decode()
 
     def verifies(self, signature: bytes, message: bytes) -> bool:
+        from cryptography.exceptions import InvalidSignature
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
         try:
             Ed25519PublicKey.from_public_bytes(self.raw).verify(signature, message)
         except InvalidSignature:
@@ -60,6 +60,8 @@ class PrivateKey:
 
     @classmethod
     def generate(cls) -> PrivateKey:
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
         return cls._of(Ed25519PrivateKey.generate())
 
     @classmethod
@@ -70,12 +72,18 @@ class PrivateKey:
         return self._key.sign(message)
 
     def pem(self) -> bytes:
+        from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
         return self._key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
 def load_private_key(path: Path) -> PrivateKey:
     """An unencrypted PEM PKCS#8 file. Raises Refused when it is not there, when others than its owner may use
     it, and when it is no Ed25519 key."""
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
     data = _read(path, private=True)
     try:
         key = load_pem_private_key(data, None)

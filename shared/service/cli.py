@@ -1,32 +1,31 @@
 """The `weightcast` command. Its verbs come from entry points, so that a side that cannot be imported on
-this machine (a rollout host has no torch) takes only its own verbs away."""
+this machine (a rollout host has no torch) takes only its own verbs away.
+
+What is imported here is imported by every command: `publish` and `sync` bring a version in less time than
+typer takes to start (`plain`).
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points, version
-from typing import Annotated, NoReturn
-
-import typer
+from typing import TYPE_CHECKING, NoReturn
 
 from weightcast.shared.errors import USAGE, NotInTime, WeightcastError
 from weightcast.shared.service.output import Output, printable
 
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+    from weightcast.shared.service.app import MissingSide
+    from weightcast.shared.service.plain import Verb
+
 VERBS = "weightcast.verbs"
-_ALONE = {"publish": "publisher", "sync": "subscriber"}
-"""whose verbs are called for every version"""
-_BROKEN_INSTALLATION = (ImportError, AttributeError, OSError)
-"""missing modules, missing names, shared libraries that do not load"""
-
-
-@dataclass(frozen=True)
-class MissingSide:
-    name: str
-    reason: str
+_PLAIN = {"publish": "weightcast.publisher.verbs_publish", "sync": "weightcast.subscriber.verbs_sync"}
+"""whose verbs are called for every version, each with a module of its own"""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -41,12 +40,16 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def run(arguments: list[str], sides: Sequence[EntryPoint] | None = None) -> int:
-    app = new_app()
-    known = entry_points(group=VERBS) if sides is None else sides
-    missing = [] if register_alone(app, known, arguments) else register_sides(app, known)
+    verb = _plain_verb(arguments) if sides is None else None
+    given = None if verb is None else verb.read(arguments[1:], os.environ)
+    missing: list[MissingSide] = []
+    if verb is not None and given is not None:
+        command: Callable[[], None] = partial(verb.body, **given)
+    else:
+        command = _by_typer(arguments, verb, sides, missing)
     output = Output(json=_wants_json(arguments))
     try:
-        typer.main.get_command(app)(arguments, prog_name="weightcast")
+        command()
     except WeightcastError as error:
         output.error(error)
         return error.exit_code
@@ -60,51 +63,34 @@ def run(arguments: list[str], sides: Sequence[EntryPoint] | None = None) -> int:
     return 0
 
 
-def new_app() -> typer.Typer:
-    app = typer.Typer(
-        no_args_is_help=True,
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
-        help="Keeps a rollout fleet on the trainer's newest weights.",
-    )
-    app.callback()(_options)
-    return app
-
-
-def group(app: typer.Typer, name: str, help: str) -> typer.Typer:
-    """The sub-command group `name` of `app`; made at the first call, whichever side that comes from."""
-    for known in app.registered_groups:
-        if known.name == name and known.typer_instance is not None:
-            return known.typer_instance
-    sub = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=help)
-    # A callback keeps a group with one verb a group.
-    sub.callback()(_nothing)
-    app.add_typer(sub, name=name, help=help)
-    return sub
-
-
-def register_sides(app: typer.Typer, sides: Sequence[EntryPoint]) -> list[MissingSide]:
-    """Lets every side add its verbs; returns the sides that cannot be imported here."""
-    missing = []
-    for side in sorted(sides, key=lambda side: side.name):
-        try:
-            side.load()(app)
-        except _BROKEN_INSTALLATION as error:
-            missing.append(MissingSide(side.name, str(error)))
-    return missing
-
-
-def register_alone(app: typer.Typer, sides: Iterable[EntryPoint], arguments: Sequence[str]) -> bool:
-    """For a verb that has a module of its own, `verbs_<verb>` beside its side's: only that is imported, which
-    takes a fraction of the time. False for others, and where it cannot be."""
-    side = next((side for side in sides if arguments and side.name == _ALONE.get(arguments[0])), None)
-    if side is None:
-        return False
+def _plain_verb(arguments: Sequence[str]) -> Verb | None:
+    module = _PLAIN.get(arguments[0]) if arguments else None
+    if module is None:
+        return None
     try:
-        import_module(f"{side.module}_{arguments[0]}").register(app)
-    except _BROKEN_INSTALLATION:
-        return False
-    return True
+        verb: Verb = import_module(module).VERB
+    except (ImportError, AttributeError, OSError):  # a side that is missing here is told of by typer's way
+        return None
+    return verb
+
+
+def _by_typer(
+    arguments: list[str],
+    verb: Verb | None,
+    sides: Sequence[EntryPoint] | None,
+    missing: list[MissingSide],
+) -> Callable[[], None]:
+    """`verb`: all that is asked for. Adds sides that cannot be imported to `missing`."""
+    from importlib.metadata import entry_points
+
+    from weightcast.shared.service.app import call, new_app, register_sides
+
+    app = new_app()
+    if verb is not None:
+        verb.register(app)
+    else:
+        missing += register_sides(app, entry_points(group=VERBS) if sides is None else sides)
+    return partial(call, app, arguments)
 
 
 def _end(end: SystemExit, arguments: Sequence[str], missing: Sequence[MissingSide]) -> int:
@@ -118,24 +104,6 @@ def _end(end: SystemExit, arguments: Sequence[str], missing: Sequence[MissingSid
 def _wants_json(arguments: Sequence[str]) -> bool:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     return "--json" in arguments[:end]
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(version("weightcast"))
-        raise typer.Exit
-
-
-def _options(
-    show_version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    pass
-
-
-def _nothing() -> None:
-    pass
 
 
 if __name__ == "__main__":

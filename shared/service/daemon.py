@@ -20,11 +20,11 @@ from fastapi import FastAPI
 
 from weightcast.shared.errors import EngineFailed, NotInTime, Refused, RetryLater, WeightcastError
 from weightcast.shared.files import durable
+from weightcast.shared.service.facts import Failure, LoopStatus, Snapshot
 from weightcast.shared.service.http import HEADER_LIMIT
 from weightcast.shared.service.logs import get_log
 from weightcast.shared.service.metrics import error_kind
 from weightcast.shared.service.settings import ServiceSettings
-from weightcast.shared.service.snapshot import Failure, LoopStatus, Snapshot
 
 JITTER = 0.2
 MIN_PAUSE_SECONDS = 0.05
@@ -95,14 +95,12 @@ def backoff_for(error: Exception) -> Backoff:
 def next_status(before: LoopStatus, error: Exception | None, poll_seconds: float) -> LoopStatus:
     """The loop's status after a step that ended with `error`, and how long to pause (without jitter)."""
     if error is None:
-        return before.model_copy(
-            update={
-                "steps": before.steps + 1,
-                "failures_in_a_row": 0,
-                "last_failure": None,
-                "step_began": None,
-                "pause_seconds": poll_seconds,
-            }
+        return before.but(
+            steps=before.steps + 1,
+            failures_in_a_row=0,
+            last_failure=None,
+            step_began=None,
+            pause_seconds=poll_seconds,
         )
     expected = isinstance(error, WeightcastError)
     in_a_row = before.failures_in_a_row + 1
@@ -122,7 +120,7 @@ def next_status(before: LoopStatus, error: Exception | None, poll_seconds: float
 def begun(before: LoopStatus, now: float) -> LoopStatus:
     """The loop's status when a step begins at the unix time `now`."""
     retries = before.retries + (before.failures_in_a_row > 0)
-    return before.model_copy(update={"step_began": now, "retries": retries})
+    return before.but(step_began=now, retries=retries)
 
 
 def failure_of(error: BaseException) -> Failure:
@@ -161,10 +159,10 @@ class Loop:
             self._step(self._stop)
         except WeightcastError as expected:
             error = expected
-            log.warning("step failed", **failure_of(expected).model_dump())
+            log.warning("step failed", **failure_of(expected).by_name())
         except OSError as trouble:
             error = _of_disk(trouble)
-            log.warning("step failed", **failure_of(error).model_dump())
+            log.warning("step failed", **failure_of(error).by_name())
         except Exception as unexpected:
             error = unexpected
             log.exception("step crashed")

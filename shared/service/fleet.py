@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
@@ -21,8 +20,6 @@ from weightcast.shared.errors import RetryLater
 from weightcast.shared.files.durable import read_file
 from weightcast.shared.service.snapshot import Frozen
 
-SOFTWARE = f"weightcast {version('weightcast')}"
-"""what a daemon says that it is"""
 REPORTS_PATH = "/v1/reports"
 """of the publisher, where hosts post what they cannot write into the channel"""
 STALE_SECONDS = 60.0

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 from collections.abc import Callable, Collection, Coroutine, Mapping
+from functools import cache
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,7 +17,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from weightcast.shared.errors import RetryLater, WeightcastError
 from weightcast.shared.files.strict_json import parse_object
 from weightcast.shared.service.docs_page import HEADERS, docs_page
-from weightcast.shared.service.snapshot import Failure, Readiness
+from weightcast.shared.service.facts import Facts, Failure, Readiness
 
 BODY_LIMIT = 1 << 20
 HEADER_LIMIT = 16 << 10
@@ -54,12 +55,12 @@ class StrictRoute(APIRoute):
 
 def make_app(
     title: str,
-    status: Callable[[], BaseModel],
+    status: Callable[[], BaseModel | Facts],
     ready: Callable[[], Readiness],
     metrics: CollectorRegistry,
     token: str | None,
     wake: Callable[[], None],
-    status_model: type[BaseModel] = BaseModel,
+    status_model: type[BaseModel | Facts] = BaseModel,
     open_paths: Collection[str] = (),
     path_tokens: Mapping[str, str] | None = None,
 ) -> FastAPI:
@@ -113,15 +114,15 @@ def _add_docs(app: FastAPI) -> None:
 
 def _add_verbs(
     app: FastAPI,
-    status: Callable[[], BaseModel],
+    status: Callable[[], BaseModel | Facts],
     metrics: CollectorRegistry,
     wake: Callable[[], None],
-    status_model: type[BaseModel],
+    status_model: type[BaseModel | Facts],
 ) -> None:
     @app.get("/v1/status", responses={200: {"model": status_model}})
     def show_status() -> Response:
         """What the daemon is at, and what it did last."""
-        return Response(status().model_dump_json(), media_type="application/json")
+        return Response(_json(status()), media_type="application/json")
 
     @app.post("/v1/wake", status_code=202)
     def wake_loop() -> Response:
@@ -135,8 +136,18 @@ def _add_verbs(
         return Response(generate_latest(metrics), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
+def _json(facts: BaseModel | Facts) -> bytes:
+    form: Any = type(facts)
+    return _adapter(form).dump_json(facts)
+
+
+@cache
+def _adapter(form: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(form)
+
+
 def _readiness(readiness: Readiness) -> Response:
-    return JSONResponse(readiness.model_dump(), status_code=200 if readiness.ready else 503)
+    return JSONResponse(readiness.by_name(), status_code=200 if readiness.ready else 503)
 
 
 def _add_error_answers(app: FastAPI) -> None:
@@ -159,7 +170,7 @@ def _add_error_answers(app: FastAPI) -> None:
 
 
 def _failure(status: int, error: str, message: str, remedy: str, headers: Any) -> JSONResponse:
-    body = Failure(error=error, message=message, remedy=remedy).model_dump()
+    body = Failure(error=error, message=message, remedy=remedy).by_name()
     return JSONResponse(body, status_code=status, headers=headers)
 
 

@@ -7,13 +7,13 @@ from typing import Literal
 
 from weightcast.shared.codec.warm_up import warm_up
 from weightcast.shared.digest.hash import kernels, why_not_compiled
+from weightcast.shared.service.facts import Facts, Snapshot
 from weightcast.shared.service.logs import get_log
-from weightcast.shared.service.snapshot import Frozen, Snapshot
 
 log = get_log("kernels")
 
 
-class KernelStatus(Frozen):
+class KernelStatus(Facts):
     """`kind`: what digest and codec run on; `numpy` gives the same bytes, many times slower."""
 
     kind: Literal["starting", "numba", "numpy"] = "starting"
@@ -37,7 +37,7 @@ def _warm_up() -> None:
     warm_up()
     STATUS.set(kernel_status())
     if STATUS.get().problem:
-        log.warning("kernels", **STATUS.get().model_dump())
+        log.warning("kernels", **STATUS.get().by_name())
 
 
 def kernel_status() -> KernelStatus:

@@ -24,7 +24,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from weightcast.shared.errors import WeightcastError
-from weightcast.shared.service.snapshot import LoopStatus, Snapshot
+from weightcast.shared.service.facts import LoopStatus, Snapshot
 
 PREFIX = "weightcast"
 OTHER = "other"

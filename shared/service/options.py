@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from weightcast.shared.service.cli import group
-from weightcast.shared.service.output import JsonOption, Output, printable
+from weightcast.shared.service.app import group
+from weightcast.shared.service.common_options import JsonOption
+from weightcast.shared.service.output import Output, printable
 from weightcast.shared.service.settings import (
     EffectiveSetting,
     ServiceSettings,

@@ -9,36 +9,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
-
-import typer
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.progress import Advance
 
-# pydantic and rich cost a quarter of a second that verbs without them need not pay
+# typer, pydantic and rich cost a third of a second that verbs without them need not pay
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
     from pydantic import BaseModel
     from rich.console import Console
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-ChannelOption = Annotated[
-    Path, typer.Option("--channel", envvar="WEIGHTCAST_CHANNEL", help="The channel's directory.")
-]
-TrustedKeyOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--trusted-key",
-        envvar="WEIGHTCAST_TRUSTED_KEY",
-        help="Public key (ed25519:...), or file of them; repeatable. What none of them signed is refused.",
-    ),
-]
-SignKeyOption = Annotated[
-    Path | None,
-    typer.Option("--sign-key", envvar="WEIGHTCAST_SIGN_KEY", help="File with the key that signs."),
-]
 
 _PIPE_COLUMNS = 200
 """rich cuts tables at 80 columns where there is no terminal: digests would be lost in pipes and logs"""

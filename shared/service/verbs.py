@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from weightcast.shared.service.client import Daemon, parsed
-from weightcast.shared.service.output import JsonOption, Output, printable, time_text
+from weightcast.shared.service.common_options import JsonOption
+from weightcast.shared.service.output import Output, printable, time_text
 
 STATUS_PATH = "/v1/status"
 _ROOMS = ("channel", "local", "keys", "fleet")

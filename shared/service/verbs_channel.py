@@ -17,15 +17,9 @@ from weightcast.shared.channel.layout import version_name
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel, FullVersion
 from weightcast.shared.errors import DamagedFile, Refused, Untrusted
-from weightcast.shared.service.cli import group
-from weightcast.shared.service.output import (
-    ChannelOption,
-    JsonOption,
-    Output,
-    TrustedKeyOption,
-    printable,
-    time_text,
-)
+from weightcast.shared.service.app import group
+from weightcast.shared.service.common_options import ChannelOption, JsonOption, TrustedKeyOption
+from weightcast.shared.service.output import Output, printable, time_text
 
 LIMIT_SHOWN_TENSORS = 50
 

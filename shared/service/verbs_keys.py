@@ -10,7 +10,8 @@ import typer
 from weightcast.shared.channel.keys import PrivateKey, write_private_key
 from weightcast.shared.errors import Refused
 from weightcast.shared.files import durable
-from weightcast.shared.service.output import JsonOption, Output
+from weightcast.shared.service.common_options import JsonOption
+from weightcast.shared.service.output import Output
 
 _NAME = "weightcast.key"
 

@@ -20,8 +20,9 @@ from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.locks import FileLock
 from weightcast.shared.local.repair import Repaired, repair_files, restore_base
 from weightcast.shared.progress import Advance
-from weightcast.shared.service.cli import group
-from weightcast.shared.service.output import JsonOption, Output, TrustedKeyOption, printable
+from weightcast.shared.service.app import group
+from weightcast.shared.service.common_options import JsonOption, TrustedKeyOption
+from weightcast.shared.service.output import Output, printable
 from weightcast.shared.service.settings import BadSettings
 from weightcast.shared.service.threads import working_threads
 

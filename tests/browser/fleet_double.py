@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry
 
 from weightcast.publisher.page_routes import PAGE_PATHS, page_routes
 from weightcast.publisher.status import PublisherStatus
+from weightcast.shared.service.facts import Readiness
 from weightcast.shared.service.http import make_app
-from weightcast.shared.service.snapshot import Readiness
 
 JSON = dict[str, Any]
 PHASES = ("plan", "fetch", "stage", "patch", "pause", "reload", "read_back", "resume")

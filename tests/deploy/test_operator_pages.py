@@ -14,17 +14,18 @@ import typer
 from pydantic import BaseModel
 
 from weightcast.publisher import status as publisher_status
-from weightcast.publisher.queue import Publication
+from weightcast.publisher.report import Publication
 from weightcast.shared import errors
-from weightcast.shared.service.cli import VERBS, new_app, register_sides
-from weightcast.shared.service.snapshot import LoopStatus
+from weightcast.shared.service.app import new_app, register_sides
+from weightcast.shared.service.cli import VERBS
+from weightcast.shared.service.facts import Facts, LoopStatus
 from weightcast.subscriber import status as host_status
 from weightcast.subscriber.engines.base import KINDS, OPTIONS, POLICIES
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = ("operations.md", "engines.md", "security.md")
 OPERATIONS = (DOCS / "operations.md").read_text()
-SHOWN: tuple[type[BaseModel], ...] = (
+SHOWN: tuple[type[BaseModel | Facts], ...] = (
     host_status.HostStatus,
     host_status.EngineStatus,
     host_status.LiveStatus,
@@ -43,8 +44,9 @@ SHOWN: tuple[type[BaseModel], ...] = (
 
 
 @pytest.mark.parametrize("model", SHOWN, ids=lambda model: model.__qualname__)
-def test_every_field_of_the_status_is_explained(model: type[BaseModel]) -> None:
-    assert [name for name in model.model_fields if f"`{name}`" not in OPERATIONS] == []
+def test_every_field_of_the_status_is_explained(model: type[BaseModel | Facts]) -> None:
+    names = model.__annotations__
+    assert names and [name for name in names if f"`{name}`" not in OPERATIONS] == []
 
 
 def error_classes(root: type[errors.WeightcastError]) -> list[type[errors.WeightcastError]]:

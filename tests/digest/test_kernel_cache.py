@@ -62,11 +62,11 @@ def test_no_place_at_all(tmp_path: Path) -> None:
 
 
 _HASH = """
-import numpy as np, sys
+import json, numpy as np, sys
 from weightcast.shared.digest.hash import hash_bytes
 from weightcast.shared.service.kernels import kernel_status
 hash_bytes(np.arange(8, dtype=np.uint8))
-print(kernel_status().model_dump_json(), "numba" in sys.modules)
+print(json.dumps(kernel_status().by_name()), "numba" in sys.modules)
 """
 
 

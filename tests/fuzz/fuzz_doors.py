@@ -16,9 +16,9 @@ from pydantic import SecretStr
 
 from weightcast.publisher.queue import Queue
 from weightcast.publisher.routes import publication_routes
+from weightcast.shared.service.facts import LoopStatus, Readiness
 from weightcast.shared.service.http import make_app
 from weightcast.shared.service.metrics import new_registry
-from weightcast.shared.service.snapshot import LoopStatus, Readiness
 from weightcast.subscriber.daemon import Subscriber
 from weightcast.subscriber.settings import SubscriberSettings
 

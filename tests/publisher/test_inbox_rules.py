@@ -17,7 +17,7 @@ from weightcast.publisher.inbox import (
     step_of,
 )
 from weightcast.shared.errors import DamagedFile
-from weightcast.shared.service.snapshot import Failure
+from weightcast.shared.service.facts import Failure
 
 DAMAGED = Failure(error="DamagedFile", message="cut short")
 

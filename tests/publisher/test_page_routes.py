@@ -17,9 +17,9 @@ from pydantic import BaseModel
 from weightcast.publisher.outlook import CatchUp, CatchUpRow, Joiner, PlannedVersion, PrunePlan, VersionRow
 from weightcast.publisher.page_routes import PAGE_PATHS, page_routes
 from weightcast.publisher.status import PublisherStatus
+from weightcast.shared.service.facts import Readiness
 from weightcast.shared.service.fleet import EngineLine, Fleet, Host, LagCount, Standing, UpdateLine
 from weightcast.shared.service.http import make_app
-from weightcast.shared.service.snapshot import Readiness
 
 TOKEN = "correct-horse"
 PAGE = Path(__file__).parents[2] / "publisher" / "page"

@@ -13,13 +13,14 @@ from daemonkit import base_tensors, write
 from prometheus_client import CollectorRegistry
 from waiting import wait_until
 
-from weightcast.publisher.queue import QUEUE_LIMIT, Publication, Queue
+from weightcast.publisher.queue import QUEUE_LIMIT, Queue
+from weightcast.publisher.report import Publication
 from weightcast.publisher.routes import check_checkpoint, publication_routes
 from weightcast.shared.errors import Refused
 from weightcast.shared.service.daemon import Stop, Wakeup, run_daemon
+from weightcast.shared.service.facts import LoopStatus, Readiness
 from weightcast.shared.service.http import make_app
 from weightcast.shared.service.settings import ServiceSettings
-from weightcast.shared.service.snapshot import LoopStatus, Readiness
 
 
 class Door:

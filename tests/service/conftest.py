@@ -16,10 +16,10 @@ from pydantic import BaseModel
 from waiting import wait_until
 
 from weightcast.shared.service.daemon import Step, Stop, Wakeup, run_daemon
+from weightcast.shared.service.facts import LoopStatus, Readiness, Snapshot
 from weightcast.shared.service.http import make_app
 from weightcast.shared.service.logs import setup_logs
 from weightcast.shared.service.settings import ServiceSettings
-from weightcast.shared.service.snapshot import LoopStatus, Readiness, Snapshot
 
 
 @pytest.fixture(autouse=True)

@@ -26,10 +26,12 @@ from weightcast.shared.errors import (
     WeightcastError,
 )
 from weightcast.shared.service import cli
-from weightcast.shared.service.cli import VERBS, group
+from weightcast.shared.service.app import group
+from weightcast.shared.service.cli import VERBS
+from weightcast.shared.service.common_options import JsonOption
 from weightcast.shared.service.daemon import listen
 from weightcast.shared.service.options import settings_command
-from weightcast.shared.service.output import JsonOption, Output
+from weightcast.shared.service.output import Output
 from weightcast.shared.service.settings import ServiceSettings
 from weightcast.shared.service.verbs import _show
 

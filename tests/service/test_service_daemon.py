@@ -28,9 +28,9 @@ from weightcast.shared.errors import (
     WeightcastError,
 )
 from weightcast.shared.service.daemon import Loop, Stop, Wakeup, listen, next_status, run_daemon
+from weightcast.shared.service.facts import LoopStatus, Readiness, Snapshot
 from weightcast.shared.service.http import make_app
 from weightcast.shared.service.settings import ServiceSettings
-from weightcast.shared.service.snapshot import LoopStatus, Readiness, Snapshot
 
 Serve = Callable[..., Any]
 
@@ -42,7 +42,7 @@ from weightcast.shared.service.daemon import Wakeup, run_daemon
 from weightcast.shared.service.http import make_app
 from weightcast.shared.service.logs import setup_logs
 from weightcast.shared.service.settings import ServiceSettings
-from weightcast.shared.service.snapshot import LoopStatus, Readiness, Snapshot
+from weightcast.shared.service.facts import LoopStatus, Readiness, Snapshot
 
 folder, mode = Path(sys.argv[1]), sys.argv[2]
 setup_logs("json", "info")

@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from waiting import wait_until
 
 from weightcast.shared.errors import EngineFailed, Refused, RetryLater, WeightcastError
+from weightcast.shared.service.facts import Readiness
 from weightcast.shared.service.http import BODY_LIMIT, HEADER_LIMIT
-from weightcast.shared.service.snapshot import Readiness
 
 TOKEN = "not-a-real-secret"
 Serve = Callable[..., Any]

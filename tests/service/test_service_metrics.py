@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import generate_latest
@@ -9,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from weightcast.publisher.figures import Figures as PublisherFigures
 from weightcast.publisher.inbox import Waiting
-from weightcast.publisher.queue import Publication
+from weightcast.publisher.report import Publication
 from weightcast.publisher.status import InboxStatus, PublisherStatus, waiting_status
 from weightcast.shared import errors
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater, Untrusted
@@ -17,10 +18,10 @@ from weightcast.shared.local.stage import BadDelta
 from weightcast.shared.service import metrics
 from weightcast.shared.service.daemon import begun, next_status
 from weightcast.shared.service.disk import DiskFigures
+from weightcast.shared.service.facts import LoopStatus, Snapshot
 from weightcast.shared.service.metrics import Metrics
-from weightcast.shared.service.snapshot import LoopStatus, Snapshot
 from weightcast.subscriber.figures import Figures
-from weightcast.subscriber.status import EngineStatus, HostStatus, UpdateStatus
+from weightcast.subscriber.status import EngineStatus, HostStatus, LiveStatus, UpdateStatus
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -110,27 +111,26 @@ def test_labels_outside_a_closed_set_are_other() -> None:
 
 
 def engine(state: str, name: str = "vllm@h:1", version: int | None = 3) -> EngineStatus:
-    return EngineStatus.model_validate(
-        {
-            "name": name,
-            "kind": "vllm",
-            "url": "http://h:1",
-            "mark": "served",
-            "version": version,
-            "confirmed_by": "label",
-            "process": None,
-            "aligned": state == "serving",
-            "reachable": True,
-            "reason": "",
-            "state": state,
-            "failures": 2,
-            "live": {"patches": 5, "reloads": 1},
-        }
-    )
+    facts: Any = {
+        "name": name,
+        "kind": "vllm",
+        "url": "http://h:1",
+        "mark": "served",
+        "version": version,
+        "confirmed_by": "label",
+        "process": None,
+        "aligned": state == "serving",
+        "reachable": True,
+        "reason": "",
+        "state": state,
+        "failures": 2,
+        "live": LiveStatus(patches=5, reloads=1),
+    }
+    return EngineStatus(**facts)
 
 
 def update(**facts: object) -> UpdateStatus:
-    values = {
+    values: Any = {
         "kind": "patch",
         "from_version": 2,
         "version": 3,
@@ -141,12 +141,18 @@ def update(**facts: object) -> UpdateStatus:
         "pause_seconds": 0.3,
         "at": 1.0,
     }
-    return UpdateStatus.model_validate(values | facts)
+    return UpdateStatus(**(values | facts))
 
 
 def host(**facts: object) -> HostStatus:
-    values = {"software": "weightcast 0", "host": "h", "channel": "/c", "local": "/l", "target": "latest"}
-    return HostStatus.model_validate(values | facts)
+    values: Any = {
+        "software": "weightcast 0",
+        "host": "h",
+        "channel": "/c",
+        "local": "/l",
+        "target": "latest",
+    }
+    return HostStatus(**(values | facts))
 
 
 def test_a_host_is_shown() -> None:
@@ -164,9 +170,9 @@ def test_a_host_is_shown() -> None:
         engines=(engine("serving"), engine("silent", "b", None)), updates=(first,), degraded=("slow",),
     )  # fmt: skip
     figures.show(shown)
-    later = {"updates": (first, second), "target": "7", "bytes_by_cause": {"step": 45, "anchor": 7}}
-    figures.show(shown.model_copy(update=later))
-    figures.show(shown.model_copy(update=later))
+    later: Any = {"updates": (first, second), "target": "7", "bytes_by_cause": {"step": 45, "anchor": 7}}
+    figures.show(shown.but(**later))
+    figures.show(shown.but(**later))
     found = series(registry)
     assert found['weightcast_run_info{role="subscriber",run_id="r",software="weightcast 0"}'] == 1
     assert found["weightcast_lag_versions"] == 4 and found["weightcast_served_version"] == 3

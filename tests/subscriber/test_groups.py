@@ -17,7 +17,8 @@ from waiting import wait_until
 from weightcast.shared.errors import EngineFailed, Refused, RetryLater
 from weightcast.shared.local.state import LocalState, Position
 from weightcast.shared.service.settings import BadSettings, load_settings
-from weightcast.subscriber.group import HOLD_PATH, RELEASE_PATH, Hold, HoldState, Order
+from weightcast.subscriber.group import HOLD_PATH, RELEASE_PATH, HoldState, Order
+from weightcast.subscriber.group_messages import Hold
 from weightcast.subscriber.held import Post
 from weightcast.subscriber.lead import Lead, Pace
 from weightcast.subscriber.settings import SubscriberSettings

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.reports import Update, pack_report, parse_report, read_reports
 from weightcast.shared.local.state import Blocked, EngineState, Mark
-from weightcast.shared.service.snapshot import LoopStatus
+from weightcast.shared.service.facts import LoopStatus
 from weightcast.subscriber.aligned import (
     MOST_BLOCKED,
     Sight,
@@ -104,20 +105,19 @@ def test_refused_versions_are_tried_ever_more_rarely() -> None:
 
 
 def engine(mark: str, version: int | None, confirmed_by: str = "label") -> EngineStatus:
-    return EngineStatus.model_validate(
-        {
-            "name": "e",
-            "kind": "sglang",
-            "url": "u",
-            "mark": mark,
-            "version": version,
-            "confirmed_by": confirmed_by,
-            "process": None,
-            "aligned": True,
-            "reachable": True,
-            "reason": "",
-        }
-    )
+    facts: Any = {
+        "name": "e",
+        "kind": "sglang",
+        "url": "u",
+        "mark": mark,
+        "version": version,
+        "confirmed_by": confirmed_by,
+        "process": None,
+        "aligned": True,
+        "reachable": True,
+        "reason": "",
+    }
+    return EngineStatus(**facts)
 
 
 def test_served_is_the_lowest_that_is_sure() -> None:
@@ -146,7 +146,7 @@ def test_reports_are_written_on_change_and_when_time_is_up(tmp_path: Path) -> No
     reporter = in_channel(channel(tmp_path), lambda: now[0])
     reporter.report(STATUS)
     [first] = read_reports(tmp_path)
-    changed = STATUS.model_copy(update={"local_version": 4})
+    changed = STATUS.but(local_version=4)
     reporter.report(changed)
     assert read_reports(tmp_path) == [first], "not more often than once a second"
     now[0] += CHANGE_SECONDS
@@ -157,8 +157,8 @@ def test_reports_are_written_on_change_and_when_time_is_up(tmp_path: Path) -> No
     assert (second.local_version, second.counter) == (4, first.counter + 1)
     assert (first.clock_offset, second.clock_offset) == (None, 0.0)
     now[0] += CHANGE_SECONDS
-    fetching = changed.model_copy(update={"state": "fetching", "ready": True})
-    ready = changed.model_copy(update={"ready": True})
+    fetching = changed.but(state="fetching", ready=True)
+    ready = changed.but(ready=True)
     reporter.report(ready)
     now[0] += CHANGE_SECONDS
     reporter.report(fetching)
@@ -194,7 +194,7 @@ def test_a_host_that_is_not_seeded_is_heard_of_and_nothing_is_made_without_a_cha
     in_channel(tmp_path / "gone").report(STATUS)
     in_channel(tmp_path).report(STATUS)
     assert list(tmp_path.iterdir()) == [], "where nothing is mounted"
-    in_channel(channel(tmp_path)).report(STATUS.model_copy(update={"run_id": None}))
+    in_channel(channel(tmp_path)).report(STATUS.but(run_id=None))
     [found] = read_reports(tmp_path)
     assert found.run_id == ""
 
@@ -205,15 +205,13 @@ def test_what_a_host_says_of_itself() -> None:
         kind="patch", from_version=2, version=3, folded=1, bytes=700, changes=9,
         seconds={"fetch": 0.25, "total": 1.5}, pause_seconds=None, at=100.0,
     )  # fmt: skip
-    status = STATUS.model_copy(
-        update={
-            "engines": (engine("served", 3),),
-            "last_error": failure,
-            "updates": (move.model_copy(update={"kind": "undo"}), move),
-            "loop": LoopStatus(retries=4),
-            "bytes_by_cause": {"step": 700, "skip": 0},
-            "target_version": 5,
-        }
+    status = STATUS.but(
+        engines=(engine("served", 3),),
+        last_error=failure,
+        updates=(move.but(kind="undo"), move),
+        loop=LoopStatus(retries=4),
+        bytes_by_cause={"step": 700, "skip": 0},
+        target_version=5,
     )
     report = parse_report(pack_report(describe(status)), "r")
     assert (report.last_error, report.remedy, report.retries) == ("RetryLater: no space", "free some", 4)

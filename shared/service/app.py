@@ -1,0 +1,75 @@
+"""The command line as typer has it: groups, and verbs that the sides add."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, version
+from typing import Annotated
+
+import typer
+
+BROKEN_INSTALLATION = (ImportError, AttributeError, OSError)
+"""missing modules, missing names, shared libraries that do not load"""
+
+
+@dataclass(frozen=True)
+class MissingSide:
+    name: str
+    reason: str
+
+
+def new_app() -> typer.Typer:
+    app = typer.Typer(
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        help="Keeps a rollout fleet on the trainer's newest weights.",
+    )
+    app.callback()(_options)
+    return app
+
+
+def group(app: typer.Typer, name: str, help: str) -> typer.Typer:
+    """The sub-command group `name` of `app`; made at the first call, whichever side that comes from."""
+    for known in app.registered_groups:
+        if known.name == name and known.typer_instance is not None:
+            return known.typer_instance
+    sub = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=help)
+    # A callback keeps a group with one verb a group.
+    sub.callback()(_nothing)
+    app.add_typer(sub, name=name, help=help)
+    return sub
+
+
+def register_sides(app: typer.Typer, sides: Sequence[EntryPoint]) -> list[MissingSide]:
+    """Lets every side add its verbs; returns the sides that cannot be imported here."""
+    missing = []
+    for side in sorted(sides, key=lambda side: side.name):
+        try:
+            side.load()(app)
+        except BROKEN_INSTALLATION as error:
+            missing.append(MissingSide(side.name, str(error)))
+    return missing
+
+
+def call(app: typer.Typer, arguments: Sequence[str]) -> None:
+    typer.main.get_command(app)(arguments, prog_name="weightcast")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(version("weightcast"))
+        raise typer.Exit
+
+
+def _options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _nothing() -> None:
+    pass

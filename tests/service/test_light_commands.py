@@ -1,0 +1,92 @@
+"""What `publish` and `sync` do without: they are called for every version, and imports take long."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from weightcast.publisher import init_channel
+from weightcast.shared.service.settings import load_settings
+from weightcast.shared.service.software import VERSION
+from weightcast.subscriber.settings import SubscriberSettings
+from weightcast.subscriber.verbs_sync import is_plain, plain_options
+from weightcast.subscriber.wiring import options_of
+
+HEAVY = (
+    "asyncio", "cryptography", "email", "fastapi", "httpx", "importlib.metadata", "numba",
+    "prometheus_client", "pydantic", "pydantic_settings", "rich", "ssl", "starlette", "structlog", "torch",
+    "typer", "uvicorn",
+)  # fmt: skip
+COMMAND = """
+import json, sys
+from weightcast.shared.service.cli import run
+code = run(sys.argv[1:])
+print(json.dumps([code, sorted(sys.modules)]))
+"""
+
+
+def checkpoint(directory: Path, seed: int) -> Path:
+    directory.mkdir()
+    words = np.random.default_rng(seed).standard_normal(1000).astype(np.float16)
+    save_file({"w": words}, directory / "model.safetensors")
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+def imported_by(*arguments: object) -> tuple[dict[str, object], set[str]]:
+    """What the command printed, and the heavy modules that it imported."""
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("WEIGHTCAST_")}
+    environment |= {key: os.environ[key] for key in ("WEIGHTCAST_CACHE",) if key in os.environ}
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, *map(str, arguments)],
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    *printed, last = done.stdout.splitlines()
+    code, modules = json.loads(last)
+    assert code == 0, done.stdout
+    return json.loads(printed[-1]), set(modules) & set(HEAVY)
+
+
+def test_commands_of_every_version_import_no_framework(tmp_path: Path) -> None:
+    base, channel = checkpoint(tmp_path / "base", 1), tmp_path / "channel"
+    init_channel(channel, base)
+    new = checkpoint(tmp_path / "new", 2)
+    places = ("--channel", channel, "--base", base, "--json")
+    report, heavy = imported_by("publish", new, "--local", tmp_path / "publisher", *places)
+    # a machine without kept kernels compiles them
+    assert heavy <= {"numba", "email", "importlib.metadata"} and report["version"] == 1
+    status, heavy = imported_by("sync", "--local", tmp_path / "host", *places)
+    assert heavy <= {"numba", "email", "importlib.metadata"} and status["local_version"] == 1
+
+
+def test_the_short_way_to_the_options_of_a_sync_comes_to_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("WEIGHTCAST_")]:
+        monkeypatch.delenv(name)
+    flags: dict[str, object] = {"channel": tmp_path / "c", "local": Path("here")}
+    plain = plain_options(tmp_path / "c", Path("here"), None, "latest", None, None)
+    assert options_of(load_settings(SubscriberSettings, flags)) == plain
+    flags |= {"base": tmp_path, "target": "7", "threads": 1, "visible_deadline": 5.0}
+    other = plain_options(tmp_path / "c", Path("here"), tmp_path, "7", 1, 5.0)
+    assert options_of(load_settings(SubscriberSettings, flags)) == other != plain
+
+
+@pytest.mark.parametrize("name", ["WEIGHTCAST_THREADS", "weightcast_pre_read", "WEIGHTCAST_ENGINE"])
+def test_settings_in_the_environment_are_heard(name: str) -> None:
+    assert is_plain({"HOME": "/", "WEIGHTCAST_CHANNEL": "/c"}) and not is_plain({name: "1"})
+
+
+def test_the_version_that_is_shown_is_the_installed_one() -> None:
+    assert version("weightcast") == VERSION
