@@ -25,6 +25,7 @@ from weightcast.shared.codec.field import PayloadWriter, digest_stream
 from weightcast.shared.digest.touched import total
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.failpoints import failpoint
+from weightcast.shared.files.paging import begin_write_back
 from weightcast.shared.files.safetensors import Entry, pack_header
 from weightcast.shared.words import ByteArray, Chunk, TensorTable, Words
 
@@ -32,6 +33,7 @@ FieldEncoding = Literal["xor", "overwrite"]
 
 _ENTRY_ROOM = 128
 """bytes of shard header reserved per possible entry, beside its name"""
+_SEND_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class _Shard:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self.end = 0
         """bytes of data written"""
+        self._sent = 0
+        """of them on their way to the disk"""
 
     def write(self, data: bytes) -> None:
         view = memoryview(data)
@@ -86,6 +90,9 @@ class _Shard:
             done = os.pwrite(self._fd, view, self.data_start + self.end)
             self.end += done
             view = view[done:]
+        if self._durable and self.end - self._sent >= _SEND_BYTES:
+            begin_write_back(self._fd, self.data_start + self._sent, self.end - self._sent)
+            self._sent = self.end
 
     def finish(self, entries: Sequence[Entry], metadata: dict[str, str]) -> FileRecord:
         header = pack_header(entries, metadata, reserve=self.data_start)

@@ -26,17 +26,27 @@ if TYPE_CHECKING:
 VERBS = "weightcast.verbs"
 _PLAIN = {"publish": "weightcast.publisher.verbs_publish", "sync": "weightcast.subscriber.verbs_sync"}
 """whose verbs are called for every version, each with a module of its own"""
+_SHORT = [[verb] for verb in _PLAIN]
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Console entry point. Exit codes: docs of `weightcast.shared.errors`, and 130 after Ctrl-C."""
-    code = run(list(sys.argv[1:] if arguments is None else arguments))
-    if code == NotInTime.exit_code:
-        # threads that hang in a mount would be waited for
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    code = run(words)
+    if code == NotInTime.exit_code or words[:1] in _SHORT:
+        # the first: threads that hang in a mount would be waited for
+        _end_at_once(code)
+    sys.exit(code)
+
+
+def _end_at_once(code: int) -> NoReturn:
+    """Without taking the interpreter down piece by piece."""
+    try:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    except OSError:  # told in the interpreter's own way
+        sys.exit(code)
+    os._exit(code)
 
 
 def run(arguments: list[str], sides: Sequence[EntryPoint] | None = None) -> int:
