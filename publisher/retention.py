@@ -8,9 +8,10 @@ of. Without full weights before the newest ones nothing goes.
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+
+import numpy as np
 
 from weightcast.shared.channel.shown import Shown
 
@@ -134,7 +135,7 @@ def ages(situation: Situation, most: float) -> dict[int, float]:
     versions = sorted(situation.versions, reverse=True)
     at = [situation.now, *(situation.versions[version].created for version in versions)]
     gaps = [max(0.0, later - earlier) for later, earlier in itertools.pairwise(at)]
-    usual = statistics.median(gaps[1:]) if len(gaps) > 1 else 0.0
+    usual = float(np.median(gaps[1:])) if len(gaps) > 1 else 0.0
     bound = max(most / 8, 2 * usual)
     return dict(zip(versions, itertools.accumulate(min(gap, bound) for gap in gaps), strict=True))
 
