@@ -2,9 +2,11 @@
 
     python -m benchmarks.live_patch --engine-python .venv-vllm/bin/python --plugin SITE --params 50
 
-`SITE` holds the installed plugin. Every round takes the three ways one after the other, each with a version
-of its own; a streaming request is in flight all the time. Medians are told per share of changed elements,
-and the most memory of all rounds.
+`SITE` holds the installed plugin. Every round takes the three ways one after the other, in another order than
+the round before, each with a version of its own. A stream of equal requests is in flight all the time, and
+all pauses of a round begin at the same token of such a request and the same moment of a step: the engine ends
+the step that it is in before it stands still, and computes prompt and answer anew after it. Medians are told
+per share of changed elements, and the most memory of all rounds.
 """
 
 from __future__ import annotations
@@ -73,6 +75,9 @@ def own_patches(worker, directory, name):
 SHARES = (0.003, 0.01, 0.05)
 SECONDS = 900.0
 WAYS = ("live", "own", "reload")
+TOKENS = 48
+"""of a request; a pause comes at one of those before the last third"""
+LAST_TOKEN = 32
 
 
 class Weights:
@@ -152,6 +157,8 @@ class Figures:
     """seconds from the pause's call to the resume's answer"""
     stopping: list[float] = field(default_factory=list)
     """seconds of it until the engine had stopped: it ends the step that it is in"""
+    still: list[float] = field(default_factory=list)
+    """seconds of it from then on: no step is computed"""
     writing: list[float] = field(default_factory=list)
     """seconds of it that all ranks took to change their weights, where the door tells them"""
     gap: list[float] = field(default_factory=list)
@@ -160,11 +167,24 @@ class Figures:
     """bytes that the worker's peak rose above what it held before, with the check of a patch"""
 
 
+@dataclass(frozen=True)
+class Moment:
+    """When a pause begins: so much of a step after a token of a request. Not near its end, where chance
+    says which step is to be ended."""
+
+    token: int
+    share: float
+
+    @classmethod
+    def drawn(cls, source: random.Random) -> Moment:
+        return cls(source.randint(LAST_TOKEN // 2, LAST_TOKEN), source.uniform(0.1, 0.7))
+
+
 class Engine:
     def __init__(self, python: Path, plugin: Path, room: Path, model: Path) -> None:
-        self.patches, self._arrivals, self._ended = room / "patches", list[float](), threading.Event()
-        self._random = random.Random(7)
-        self.patches.mkdir()
+        self.patches, self._ended = model / ".weightcast" / "engine", threading.Event()
+        self._arrivals, self._numbers = list[float](), list[int]()
+        self.patches.mkdir(parents=True)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -200,16 +220,19 @@ class Engine:
         raise SystemExit(f"vLLM did not start: {self._log.name}")
 
     def _stream(self) -> None:
-        """One greedy request after the other; the times of their tokens."""
-        request = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 64, "stream": True}
+        """One greedy request after the other; the times of their tokens, and which of its request each is."""
+        request = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": TOKENS, "stream": True}
         request |= {"temperature": 0, "ignore_eos": True}
         while not self._ended.is_set():
             with (
                 suppress(httpx.HTTPError),
                 self._client.stream("POST", "/v1/completions", json=request) as reply,
             ):
+                number = 0
                 for line in reply.iter_lines():
                     if line.startswith("data: "):
+                        number += 1
+                        self._numbers.append(number)
                         self._arrivals.append(time.monotonic())
                     if self._ended.is_set():
                         break
@@ -220,9 +243,8 @@ class Engine:
             raise SystemExit(f"{path}: {reply.status_code} {reply.text[:500]}")
         return reply.json()
 
-    def measured(self, figures: Figures, act: Callable[[], object]) -> None:
-        # a check ends between two steps: the pause must not come then, but at any time, as all others do
-        threading.Event().wait(self._random.uniform(0.2, 1.2))
+    def measured(self, figures: Figures, moment: Moment, act: Callable[[], object]) -> None:
+        self._await(moment)
         began = time.monotonic()
         self.post("/v1/weightcast/pause", {"policy": "recompute"})
         stopped = time.monotonic()
@@ -232,7 +254,19 @@ class Engine:
         figures.pause.append(ended - began)
         figures.writing += _writing(told)
         figures.stopping.append(stopped - began)
+        figures.still.append(ended - stopped)
         figures.gap.append(self._gap(began, ended))
+
+    def _await(self, moment: Moment) -> None:
+        seen, deadline, pause = len(self._arrivals), time.monotonic() + SECONDS, threading.Event()
+        while time.monotonic() < deadline:
+            came = len(self._arrivals)
+            if moment.token in self._numbers[seen:came]:
+                pause.wait(moment.share * self.step())
+                return
+            seen = came
+            pause.wait(0.001)
+        raise SystemExit("the stream of tokens has ended")
 
     def _gap(self, began: float, ended: float) -> float:
         deadline, pause = time.monotonic() + SECONDS, threading.Event()
@@ -244,8 +278,8 @@ class Engine:
         )
 
     def step(self) -> float:
-        """Seconds, the median between two tokens."""
-        return statistics.median(after - before for before, after in pairwise(list(self._arrivals)))
+        """Seconds, the median between two of the last tokens."""
+        return statistics.median(after - before for before, after in pairwise(self._arrivals[-2 * TOKENS :]))
 
     @contextmanager
     def peak(self, figures: Figures) -> Iterator[None]:
@@ -304,6 +338,7 @@ class Round:
 
     def __init__(self, engine: Engine, weights: Weights) -> None:
         self.engine, self.weights, self.version = engine, weights, 0
+        self._random, self._first = random.Random(7), 0
         self._hold()
 
     def _hold(self) -> None:
@@ -311,26 +346,29 @@ class Round:
         self.engine.post("/v1/weightcast/holds", stand)
 
     def run(self, share: float, figures: dict[str, Figures]) -> None:
-        for way in WAYS:
+        moment = Moment.drawn(self._random)
+        self._first += 1
+        for at in range(len(WAYS)):
+            way = WAYS[(self._first + at) % len(WAYS)]
             self.version += 1
             name = write_patch(self.engine.patches, self.weights, self.version, share)
             with self.engine.peak(figures[way]):
-                getattr(self, f"_{way}")(name, figures[way])
+                getattr(self, f"_{way}")(name, figures[way], moment)
             (self.engine.patches / name).unlink()
 
-    def _live(self, name: str, figures: Figures) -> None:
+    def _live(self, name: str, figures: Figures, moment: Moment) -> None:
         self.engine.post("/v1/weightcast/check", {"file": name})
         order = {"file": name, "label": str(self.version)}
-        self.engine.measured(figures, lambda: self.engine.post("/v1/weightcast/apply", order))
+        self.engine.measured(figures, moment, lambda: self.engine.post("/v1/weightcast/apply", order))
 
-    def _own(self, name: str, figures: Figures) -> None:
+    def _own(self, name: str, figures: Figures, moment: Moment) -> None:
         order = {"method": "bench_own_patches", "args": [str(self.engine.patches), name]}
-        self.engine.measured(figures, lambda: self.engine.post("/collective_rpc", order))
+        self.engine.measured(figures, moment, lambda: self.engine.post("/collective_rpc", order))
         self._hold()
 
-    def _reload(self, name: str, figures: Figures) -> None:
+    def _reload(self, name: str, figures: Figures, moment: Moment) -> None:
         order = {"label": str(self.version)}
-        self.engine.measured(figures, lambda: self.engine.post("/v1/weightcast/reload", order))
+        self.engine.measured(figures, moment, lambda: self.engine.post("/v1/weightcast/reload", order))
         self._hold()
 
 
@@ -342,14 +380,34 @@ def measure(engine: Engine, weights: Weights, shares: Sequence[float], rounds: i
         one.run(share, first)
         for number in range(rounds):
             one.run(share, figures)
-            pauses = {way: round(1000 * found.pause[-1]) for way, found in figures.items()}
-            print(f"{share:.1%} changed, round {number + 1}: pauses {pauses} ms", file=sys.stderr, flush=True)
+            last = {
+                way: [round(1000 * s) for s in (f.pause[-1], f.stopping[-1])] for way, f in figures.items()
+            }
+            print(
+                f"{share:.1%} changed, round {number + 1}: pause, stop {last} ms", file=sys.stderr, flush=True
+            )
         for way, found in figures.items():
             found.memory += first[way].memory
-        rows[str(share)] = {way: _told(found) for way, found in figures.items()}
+        rows[str(share)] = {way: _told(found) for way, found in figures.items()} | _ratios(figures)
         print(json.dumps({"share": share, **rows[str(share)]}), flush=True)
     step = round(1000 * engine.step(), 1)
     return {"bytes": weights.nbytes, "rounds": rounds, "step_ms": step, "shares": rows}
+
+
+def _ratios(figures: dict[str, Figures]) -> dict[str, dict[str, float]]:
+    """Of patched to loaded from disk, the median of the rounds."""
+    live, disk = figures["live"], figures["reload"]
+    return {
+        "live_per_reload": {
+            part: round(
+                statistics.median(
+                    one / other for one, other in zip(getattr(live, part), getattr(disk, part), strict=True)
+                ),
+                3,
+            )
+            for part in ("pause", "still")
+        }
+    }
 
 
 def _told(figures: Figures) -> dict[str, float]:
@@ -357,6 +415,8 @@ def _told(figures: Figures) -> dict[str, float]:
         "pause_ms": round(1000 * statistics.median(figures.pause), 1),
         "pause_max_ms": round(1000 * max(figures.pause), 1),
         "stopping_ms": round(1000 * statistics.median(figures.stopping), 1),
+        "still_ms": round(1000 * statistics.median(figures.still), 1),
+        "still_max_ms": round(1000 * max(figures.still), 1),
         "writing_ms": round(1000 * statistics.median(figures.writing or [0.0]), 1),
         "gap_ms": round(1000 * statistics.median(figures.gap), 1),
         "gap_max_ms": round(1000 * max(figures.gap), 1),

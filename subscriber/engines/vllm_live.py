@@ -173,7 +173,10 @@ def _hindrance(reply: Reply) -> str:
     if reply.status != httpx.codes.OK:
         return reply.describe()
     spoken = reply.fields().get("format")
-    return "" if spoken == FORMAT else f"{reply.url} speaks format {spoken!r}, not {FORMAT}: {INSTALL}"
+    if type(spoken) is not int or spoken != FORMAT:
+        return f"{reply.url} speaks format {spoken!r}, not {FORMAT}: {INSTALL}"
+    misplaced = reply.fields().get("misplaced")
+    return f"{reply.url}: {misplaced}" if misplaced else ""
 
 
 def _unpatchable(reply: Reply) -> str:

@@ -136,6 +136,9 @@ class ToyEngine:
     def hindrance(self) -> str | None:
         return self.said
 
+    def misplaced(self, patches: Path) -> str | None:
+        return None
+
     def refusals(self) -> Mapping[int, str]:
         return self.refused
 

@@ -12,6 +12,7 @@ import torch
 from patch_writer import name_of, root, some_changed, write_patch
 from plugin_models import Llama, ToyHost, checkpoint
 from weightcast_engine import doors
+from weightcast_engine.words import misplaced
 
 
 class Site:
@@ -48,6 +49,7 @@ def test_an_update_through_the_doors(site: Site) -> None:
         "plugin": "0.1.0", "format": 1, "process": fresh["process"],
         "version": None, "root": None, "label": None, "ranks": 1, "paused": False,
         "patchable": True, "reason": "", "refused": {}, "refused_count": 0, "in_doubt": False,
+        "misplaced": "",
     }  # fmt: skip
     site.holds()
     status, checked = site.post("check", {"file": site.patch()})
@@ -146,3 +148,29 @@ def test_orders_are_carried_out_one_at_a_time(site: Site) -> None:
     site.host.controls.slow = True
     replies = asyncio.run(both())
     assert [status for status, _ in replies] == [503, 200]
+
+
+def test_a_reload_that_would_bring_other_weights_is_refused_before_anything_is_touched(site: Site) -> None:
+    site.holds()
+    engine, before = site.host.engines[0], site.host.live()
+    engine.misplaced = lambda patches: f"{patches} is another's"  # type: ignore[method-assign]
+    state = site.get()
+    assert state["misplaced"] and (state["patchable"], state["reason"]) == (False, state["misplaced"])
+    site.post("pause", {"policy": "wait"})
+    status, told = site.post("reload", {"label": "1"})
+    assert (status, told["error"]) == (422, state["misplaced"]) and told["remedy"]
+    assert site.post("check", {"file": site.patch()})[0] == 422
+    assert site.host.live() == before and site.get()["version"] == 0
+
+
+def test_patches_lie_in_the_checkpoint_that_is_loaded(tmp_path: Path) -> None:
+    local, mount = tmp_path / "local", tmp_path / "mount"
+    local.mkdir()
+    mount.symlink_to(local)
+    assert misplaced(local, local / ".weightcast" / "engine") is None
+    assert misplaced(mount, local / ".weightcast" / "engine") is None
+    (local / ".weightcast" / "engine").mkdir(parents=True)
+    (tmp_path / "patches").symlink_to(local / ".weightcast" / "engine")
+    assert misplaced(local, tmp_path / "patches") is None
+    reason = misplaced(tmp_path / "base", local / ".weightcast" / "engine")
+    assert reason is not None and str(tmp_path / "base") in reason

@@ -42,7 +42,7 @@ class LiveServer(Server):
     """vLLM without dev mode, with the plugin and an API key."""
 
     def __init__(self, model: Path, room: Path, site: Path, *arguments: str) -> None:
-        self.model, self.patches = model, room / "local" / ".weightcast" / "engine"
+        self.model, self.patches = model, model / ".weightcast" / "engine"
         self._added = {
             "PYTHONPATH": str(site),
             "VLLM_PLUGINS": "weightcast",

@@ -1,5 +1,6 @@
 """Small models of the kinds whose weights an engine does not keep as the checkpoint has them: a mixture of
-experts, latent attention, 8-bit integers. `python make_live_models.py DIRECTORY`, where the engines live."""
+experts, latent attention, 8-bit integers, 8-bit floats. `python make_live_models.py DIRECTORY`, where the
+engines live."""
 
 from __future__ import annotations
 
@@ -36,19 +37,30 @@ LATENT = {
     "n_group": 1,
     "topk_group": 1,
 }
-INTEGERS = {"num_bits": 8, "type": "int", "symmetric": True}
-INT8 = {
-    "quant_method": "compressed-tensors",
-    "format": "int-quantized",
-    "quantization_status": "compressed",
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {**INTEGERS, "strategy": "channel", "dynamic": False},
-            "input_activations": {**INTEGERS, "strategy": "token", "dynamic": True},
-        }
-    },
+
+
+def scheme(kind: str, format: str) -> dict[str, object]:
+    """Weights with a scale for each row, activations with one for each token."""
+    bits = {"num_bits": 8, "type": kind, "symmetric": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**bits, "strategy": "channel", "dynamic": False},
+                "input_activations": {**bits, "strategy": "token", "dynamic": True},
+            }
+        },
+    }
+
+
+# of 8-bit floats, the scheme that vLLM computes on a processor without AMX
+SCHEMES = {
+    torch.int8: scheme("int", "int-quantized"),
+    torch.float8_e4m3fn: scheme("float", "float-quantized"),
 }
 PROJECTIONS = ("_proj.weight",)
 
@@ -65,17 +77,18 @@ def save(directory: Path, config: PretrainedConfig, kind: type[PreTrainedModel])
     return directory
 
 
-def quantise(directory: Path) -> None:
-    """Weights of projections as integers with a scale for each row. Kernels for 8-bit floats are not in every
-    processor."""
+def quantise(directory: Path, dtype: torch.dtype) -> None:
     tensors = load_file(directory / "model.safetensors")
+    integers = not dtype.is_floating_point
+    most = torch.iinfo(dtype).max if integers else torch.finfo(dtype).max
     for name in [name for name in tensors if name.endswith(PROJECTIONS)]:
-        scale = tensors[name].float().abs().amax(1, keepdim=True) / 127
-        tensors[name] = (tensors[name].float() / scale).round().to(torch.int8)
+        scale = tensors[name].float().abs().amax(1, keepdim=True) / most
+        scaled = tensors[name].float() / scale
+        tensors[name] = (scaled.round() if integers else scaled).to(dtype)
         tensors[f"{name}_scale"] = scale
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": INT8}))
+    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": SCHEMES[dtype]}))
 
 
 def main(directory: Path) -> None:
@@ -86,7 +99,8 @@ def main(directory: Path) -> None:
         DeepseekV2Config(**{**SIZES, "num_key_value_heads": 2}, **LATENT),
         DeepseekV2ForCausalLM,
     )
-    quantise(save(directory / "int8", LlamaConfig(**SIZES), LlamaForCausalLM))
+    quantise(save(directory / "int8", LlamaConfig(**SIZES), LlamaForCausalLM), torch.int8)
+    quantise(save(directory / "fp8", LlamaConfig(**SIZES), LlamaForCausalLM), torch.float8_e4m3fn)
 
 
 if __name__ == "__main__":

@@ -326,7 +326,27 @@ def reload_from_disk(world: LiveWorld) -> None:
     world.server.must("holds", version=world.version, root=root(world.version), label="again")
 
 
-def test_a_quantised_model_is_refused_as_a_whole(site: Path, live_models: Path, tmp_path: Path) -> None:
-    with started(live_models / "int8", tmp_path / "room", site, "--dtype", "bfloat16") as server:
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_quantised_model_is_refused_as_a_whole_and_loaded_from_disk(
+    site: Path, judge: FreshLoad, live_models: Path, tmp_path: Path, kind: str
+) -> None:
+    with started(live_models / kind, tmp_path / "room", site, "--dtype", "bfloat16") as server:
+        world = LiveWorld(server, judge, tmp_path)
         state = server.state()
         assert (state["patchable"], state["reason"]) == (False, "the model is quantised: compressed-tensors")
+        first, target = server.ask(LONG), {name: turned(tensor) for name, tensor in world.tensors.items()}
+        status, told = server.post("check", file=world.write(target))
+        assert status == 422 and "quantised" in told["error"]
+        require_same(server.ask(LONG), first)
+        world.moved_to(target)
+        reload_from_disk(world)
+        reloaded = server.ask(LONG)
+        assert reloaded.logprobs != first.logprobs
+        server.restart()
+        require_same(server.ask(LONG), reloaded)
+
+
+def turned(tensor: torch.Tensor) -> torch.Tensor:
+    """Its rows in the other order: the same values of any dtype, in other places."""
+    words = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+    return words.flip(0).contiguous().view(tensor.dtype)

@@ -31,6 +31,7 @@ CHANGES = 1 << 18
 WORDS = 1 << 21
 """8-byte words summed between two steps"""
 UNKNOWN = "is not in the engine's model directory"
+PLACE = "start the engine on the local checkpoint, with <local>/.weightcast/engine for patches"
 NOWHERE = "is taken nowhere by the model's loader, or not as a whole"
 _KINDS: Mapping[int, type[Refusal]] = {
     kind.status: kind for kind in (BadPatch, OtherBase, NotPaused, InDoubt)
@@ -96,22 +97,25 @@ class Front:
         """As `GET /v1/weightcast` answers."""
         busy, looks = self.busy, await self._controls.ranks({"do": "look"})
         held = _held(looks)
-        reason, refused = await self._patchable()
+        paused = await self._controls.paused()
+        reason, refused = await self._patchable(paused)
         return {
             **{key: looks[0][key] for key in ("plugin", "format", "process", "label")},
             "version": held["version"],
             "root": held["root"],
             "ranks": len(looks),
-            "paused": await self._controls.paused(),
+            "paused": paused,
             "patchable": not reason,
             "reason": reason,
             "refused": dict(sorted(refused.items())[:100]),
             "refused_count": len(refused),
             "in_doubt": bool(held["doubt"]) and not (busy or self.busy),
+            "misplaced": _misplaced(looks),
         }
 
-    async def _patchable(self) -> tuple[str, Mapping[str, str]]:
-        if self.busy:
+    async def _patchable(self, paused: bool) -> tuple[str, Mapping[str, str]]:
+        """As of before, where somebody waits for the engine to go on."""
+        if self.busy or (paused and self._world is not None):
             return ("", {}) if self._world is None else ("", self._world.refused)
         async with self._lock:
             try:
@@ -203,6 +207,9 @@ class Front:
     async def reload(self, label: str) -> Answer:
         async with self._lock:
             await self._require_paused()
+            misplaced = _misplaced(await self._controls.ranks({"do": "look"}))
+            if misplaced:
+                raise BadPatch(misplaced, remedy=PLACE)
             began = time.monotonic()
             await self._certain({"do": "reload"})
             await self._named(label)
@@ -263,6 +270,10 @@ class Front:
                 for number, piece, *lanes in answer["rows"]:
                     _add(found, (rank, number, piece), lanes)
         return _agreed(world, names, found)
+
+
+def _misplaced(looks: Sequence[Answer]) -> str:
+    return next((look["misplaced"] for look in looks if look["misplaced"]), "")
 
 
 def _held(looks: Sequence[Answer]) -> Answer:

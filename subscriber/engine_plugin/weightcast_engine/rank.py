@@ -49,6 +49,9 @@ class Engine(Protocol):
     def hindrance(self) -> str | None:
         """Why no weight of this engine can be patched."""
 
+    def misplaced(self, patches: Path) -> str | None:
+        """Why a reload would bring other weights than those of the checkpoint that `patches` belong to."""
+
     def refusals(self) -> Mapping[int, str]:
         """Storage (`derived.storage`) to the reason why weights in it can't be patched."""
 
@@ -73,7 +76,7 @@ class Rank:
         self._doubt = ""
         self._changes = 0
         """raised by whatever may change weights, so that sums in several parts can tell"""
-        self._residence = _Residence(engine, self._process)
+        self._residence = _Residence(engine, self._process, self._hindrance)
         self._stage: Stage | None = None
         self._passed = _NOTHING
         self._update = Update()
@@ -105,9 +108,13 @@ class Rank:
         except Exception as error:  # an order must not end the engine
             return InDoubt(f"{type(error).__name__}: {error}"[:500]).told()
 
+    def _hindrance(self) -> str | None:
+        return self._engine.hindrance() or self._engine.misplaced(self._patches)
+
     def _look(self, order: Order) -> Answer:
         held = self._held
         return {
+            "misplaced": self._engine.misplaced(self._patches) or "",
             "plugin": VERSION,
             "format": FORMAT,
             "process": self._process,
@@ -131,7 +138,7 @@ class Rank:
         return {}
 
     def _tell_map(self, order: Order) -> Answer:
-        hindrance = self._engine.hindrance()
+        hindrance = self._hindrance()
         if hindrance is not None:
             return {"hindrance": hindrance, "print": ""}
         return {"hindrance": None, **self._residence.told(order["known"])}
@@ -270,8 +277,8 @@ class Rank:
 class _Residence:
     """Where the checkpoint's tensors lie on this rank, for as long as they stay there."""
 
-    def __init__(self, engine: Engine, process: str) -> None:
-        self._engine, self._process = engine, process
+    def __init__(self, engine: Engine, process: str, hindrance: Callable[[], str | None]) -> None:
+        self._engine, self._process, self._hindrance = engine, process, hindrance
         self.forget()
 
     def forget(self) -> None:
@@ -281,7 +288,7 @@ class _Residence:
 
     def current(self) -> Map:
         """Traced again when a weight lies elsewhere than before. Raises BadPatch."""
-        hindrance = self._engine.hindrance()
+        hindrance = self._hindrance()
         if hindrance is not None:
             raise BadPatch(hindrance, remedy=RELOAD)
         seen = _print(self._process, self._engine.model)

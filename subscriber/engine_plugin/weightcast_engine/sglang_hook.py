@@ -137,6 +137,10 @@ class SglangEngine:
             return f"the model is quantised: {quantised}"
         return None if self.directory.is_dir() else f"{self.directory} is no directory"
 
+    def misplaced(self, patches: Path) -> str | None:
+        """A reload is told its path, by /update_weights_from_disk."""
+        return None
+
     def refusals(self) -> Mapping[int, str]:
         found: dict[int, str] = {}
         for name, module in self.model.named_modules():

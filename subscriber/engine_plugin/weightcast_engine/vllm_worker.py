@@ -18,6 +18,7 @@ import torch
 from weightcast_engine.derived import storage
 from weightcast_engine.patch_file import LIMIT
 from weightcast_engine.rank import Answer, Order, Rank
+from weightcast_engine.words import misplaced
 
 METHOD = "weightcast"
 """of a worker, as `collective_rpc` calls it"""
@@ -78,6 +79,9 @@ class VllmEngine:
         hindrances = {
             f"the model is quantised: {model.quantization}": model.quantization is not None,
             "a draft model has weights of its own": draft is not None,
+            "sleep mode is on, and weights that are away can't be read": bool(
+                getattr(model, "enable_sleep_mode", False)
+            ),
             "LoRA adapters are on": config.lora_config is not None,
             "data parallel replicas are reached one by one": parallel.data_parallel_size > 1,
             "experts move between ranks (EPLB)": bool(getattr(parallel, "enable_eplb", False)),
@@ -85,6 +89,9 @@ class VllmEngine:
             f"{self.directory} is no directory": not self.directory.is_dir(),
         }
         return next((reason for reason, applies in hindrances.items() if applies), None)
+
+    def misplaced(self, patches: Path) -> str | None:
+        return misplaced(self.directory, patches)
 
     def refusals(self) -> Mapping[int, str]:
         found: dict[int, str] = {}

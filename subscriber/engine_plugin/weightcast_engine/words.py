@@ -90,6 +90,21 @@ def _forms(entries: Mapping[str, object]):  # type: ignore[no-untyped-def]
             yield name, Form(str(entry["dtype"]), strict.shape(entry.get("shape"), name))
 
 
+def misplaced(directory: Path, patches: Path) -> str | None:
+    """Why `patches` are not those of the local checkpoint in `directory`."""
+    own = directory / ".weightcast" / "engine"
+    if os.path.realpath(own) == os.path.realpath(patches):
+        return None
+    try:
+        if own.samefile(patches):
+            return None
+    except OSError:
+        pass
+    return (
+        f"the engine loads {directory}, and WEIGHTCAST_PATCH_DIR is {patches}: not the same local checkpoint"
+    )
+
+
 def open_regular(directory: Path, name: str) -> int:
     """A descriptor of a file in `directory`, no link. Raises OSError."""
     folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -1,0 +1,158 @@
+"""What the adapter for vLLM refuses, on modules as vLLM keeps them, without vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterable
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from patch_writer import bytes_of, root, some_changed, write_checkpoint, write_patch
+from plugin_models import Ranks
+from torch import Tensor, nn
+from weightcast_engine.front import Front
+from weightcast_engine.rank import Rank
+from weightcast_engine.refusals import BadPatch
+from weightcast_engine.vllm_worker import VllmEngine
+
+OUT, IN, BLOCK = 256, 128, 128
+
+
+class Fp8LinearMethod:
+    """Named as vLLM's."""
+
+
+class UnquantizedEmbeddingMethod:
+    """Named as vLLM's."""
+
+
+def fixed(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+class Fp8Linear(nn.Module):
+    """Block-scaled 8-bit floats; kernels may keep the weights transposed, as `turned` does."""
+
+    def __init__(self, turned: bool) -> None:
+        super().__init__()
+        self.quant_method = Fp8LinearMethod()
+        weight = torch.zeros(OUT, IN, dtype=torch.float8_e4m3fn)
+        self.weight = fixed(weight.t() if turned else weight)
+        self.weight_scale_inv = fixed(torch.ones(OUT // BLOCK, IN // BLOCK))
+
+
+class Fp8Model(nn.Module):
+    def __init__(self, turned: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Module()
+        self.embed.quant_method = UnquantizedEmbeddingMethod()  # type: ignore[assignment]
+        self.embed.weight = fixed(torch.zeros(40, IN, dtype=torch.bfloat16))
+        self.proj, self.norm = Fp8Linear(turned), nn.Module()
+        self.norm.weight = fixed(torch.zeros(IN, dtype=torch.bfloat16))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        parameters = dict(self.named_parameters())
+        for name, tensor in weights:
+            parameters[name].data.copy_(tensor)
+
+
+def fp8_checkpoint() -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(3)
+    return {
+        "embed.weight": torch.randn(40, IN, generator=random).bfloat16(),
+        "norm.weight": torch.randn(IN, generator=random).bfloat16(),
+        "proj.weight": torch.randn(OUT, IN, generator=random).to(torch.float8_e4m3fn),
+        "proj.weight_scale_inv": torch.rand(OUT // BLOCK, IN // BLOCK, generator=random),
+    }
+
+
+@pytest.fixture(autouse=True)
+def vllm_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModuleType("vllm.config")
+    config.set_current_vllm_config = lambda _: nullcontext()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.config", config)
+
+
+class Vllm:
+    """A front of one worker around a model, with the configuration that vLLM would have."""
+
+    def __init__(self, room: Path, model: nn.Module, tensors: dict[str, Tensor], **config: Any) -> None:
+        self.model, self.tensors = model, tensors
+        directory = write_checkpoint(room / "model", tensors)
+        self.patches = directory / ".weightcast" / "engine"
+        known = {"quantization": None, "enable_sleep_mode": False, "model": str(directory), **config}
+        parallel = SimpleNamespace(data_parallel_size=1, enable_eplb=False)
+        vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(**known),
+            parallel_config=parallel,
+            speculative_config=None,
+            lora_config=None,
+            load_config=SimpleNamespace(load_format="auto"),
+        )
+        runner = SimpleNamespace(get_model=lambda: model)
+        worker = SimpleNamespace(vllm_config=vllm_config, model_runner=runner)
+        self.controls = Ranks([Rank(VllmEngine(worker), self.patches, 1 << 24)])
+        self.front = Front(self.controls)
+
+    def run(self, name: str, *arguments: Any) -> Any:
+        return asyncio.run(getattr(self.front, name)(*arguments))
+
+    def patch(self, *names: str) -> tuple[str, dict[str, Tensor]]:
+        changed = some_changed(self.tensors, 5)
+        target = {**self.tensors, **{name: changed[name] for name in names}}
+        return write_patch(self.patches, self.tensors, target, 1), target
+
+    def live(self) -> dict[str, bytes]:
+        return {name: bytes_of(weight).tobytes() for name, weight in self.model.named_parameters()}
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_8_bit_floats_and_their_scales_are_refused_by_name_and_the_rest_is_patched(
+    tmp_path: Path, turned: bool
+) -> None:
+    tensors = fp8_checkpoint()
+    model = Fp8Model(turned)
+    for name, weight in model.named_parameters():
+        (weight.data.t() if weight.shape != tensors[name].shape else weight.data).copy_(tensors[name])
+    vllm = Vllm(tmp_path, model, tensors)
+    vllm.run("hold", 0, root(0), "0")
+    refused = vllm.run("state")["refused"]
+    assert set(refused) == {"proj.weight", "proj.weight_scale_inv"}
+    assert refused["proj.weight_scale_inv"] == "belongs to proj, which computes by Fp8LinearMethod"
+    before = vllm.live()
+    for name in refused:
+        with pytest.raises(BadPatch, match=name):
+            vllm.run("check", vllm.patch(name, "norm.weight")[0])
+    assert vllm.live() == before
+    file, target = vllm.patch("embed.weight", "norm.weight")
+    vllm.run("check", file)
+    vllm.run("pause", "wait")
+    assert vllm.run("apply", file, "1")["version"] == 1
+    for name in ("embed.weight", "norm.weight"):
+        assert vllm.live()[name] == bytes_of(target[name]).tobytes() != before[name]
+    assert vllm.live()["proj.weight"] == before["proj.weight"]
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"quantization": "fp8"}, "the model is quantised: fp8"),
+        ({"enable_sleep_mode": True}, "sleep mode is on, and weights that are away can't be read"),
+    ],
+)
+def test_a_model_is_refused_as_a_whole_with_the_reason(
+    tmp_path: Path, config: dict[str, Any], reason: str
+) -> None:
+    vllm = Vllm(tmp_path, Fp8Model(), fp8_checkpoint(), **config)
+    state = vllm.run("state")
+    assert (state["patchable"], state["reason"]) == (False, reason)
+    before = vllm.live()
+    with pytest.raises(BadPatch, match=reason):
+        vllm.run("check", vllm.patch("norm.weight")[0])
+    assert vllm.live() == before
