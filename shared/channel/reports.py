@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from math import isfinite
 from pathlib import Path
 from typing import cast
 
@@ -113,8 +114,9 @@ def _plain(text: str) -> str:
     return "".join(c if is_plain(c) else " " for c in text[:_ERROR_LIMIT])
 
 
-def parse_report(data: bytes, what: str) -> Report:
-    """Members that older releases do not write may be absent. Raises DamagedFile and UnknownFormat."""
+def parse_report(data: bytes, what: str, updates: int = UPDATES_LIMIT) -> Report:
+    """`updates`: so many of them are taken, those after them not looked at. Members that older releases do
+    not write may be absent. Raises DamagedFile and UnknownFormat."""
     if len(data) > REPORT_LIMIT:
         raise DamagedFile(f"{what}: larger than {REPORT_LIMIT} bytes")
     members = Members(parse_object(data, what), what)
@@ -141,7 +143,7 @@ def parse_report(data: bytes, what: str) -> Report:
         retries=members.integer("retries") if "retries" in members else 0,
         bytes=_bytes(members, what) if "bytes" in members else {},
         clock_offset=None if members.absent("clock_offset") else members.number("clock_offset"),
-        updates=_updates(members, what) if "updates" in members else (),
+        updates=_updates(members, what, updates) if "updates" in members else (),
     )
 
 
@@ -150,11 +152,11 @@ def _bytes(members: Members, what: str) -> dict[str, int]:
     return {cause: found.integer(cause) for cause in CAUSES if cause in found}
 
 
-def _updates(members: Members, what: str) -> tuple[Update, ...]:
+def _updates(members: Members, what: str, most: int) -> tuple[Update, ...]:
     rows = members.array("updates")
     if len(rows) > UPDATES_LIMIT:
         raise members.bad("updates", f"at most {UPDATES_LIMIT} objects")
-    return tuple(_update(Members(row, f"{what}: updates")) for row in rows)
+    return tuple(_update(Members(row, f"{what}: updates")) for row in rows[:most])
 
 
 def _update(row: Members) -> Update:
@@ -170,9 +172,12 @@ def _update(row: Members) -> Update:
 
 def _seconds(row: Members) -> dict[str, float]:
     found = row.object("seconds")
-    phases = Members(found, "seconds")
     if len(found) > _PHASES_LIMIT or any(len(name) > 32 or not is_plain(name) for name in found):
         raise row.bad("seconds", f"at most {_PHASES_LIMIT} phases")
+    # most of a report, and of what a fleet costs to read: what is a number anyway is not taken one by one
+    if all(type(value) is float and isfinite(value) for value in found.values()):
+        return cast(dict[str, float], found)
+    phases = Members(found, "seconds")
     return {name: phases.number(name) for name in found}
 
 
@@ -203,8 +208,9 @@ class ReportReader:
     """Reads again only the files that were replaced since: of 1,000 hosts a few dozen write in a second.
     For one thread."""
 
-    def __init__(self, channel: Path, limit: int = REPORTS_LIMIT) -> None:
-        self._hosts, self._limit = Layout(channel).hosts_dir, limit
+    def __init__(self, channel: Path, limit: int = REPORTS_LIMIT, updates: int = UPDATES_LIMIT) -> None:
+        """`updates`: so many of each report are read."""
+        self._hosts, self._limit, self._updates = Layout(channel).hosts_dir, limit, updates
         self._known: dict[str, tuple[_Seen, Report | None]] = {}
 
     def read(self) -> list[Sighting]:
@@ -217,7 +223,7 @@ class ReportReader:
                 self._known[name] = known
                 continue
             try:
-                self._known[name] = seen, _read(self._hosts / name)
+                self._known[name] = seen, _read(self._hosts / name, self._updates)
             except (OSError, WeightcastError):
                 # it changes just now, or is gone
                 continue
@@ -248,10 +254,10 @@ def _is_report(name: str) -> bool:
     return name.endswith(_SUFFIX) and not durable.is_temporary(name)
 
 
-def _read(path: Path) -> Report | None:
+def _read(path: Path, updates: int) -> Report | None:
     """None for what is no report, and will be none until it is replaced."""
     try:
-        return parse_report(durable.read_file(path, REPORT_LIMIT), path.name)
+        return parse_report(durable.read_file(path, REPORT_LIMIT), path.name, updates)
     except (DamagedFile, UnknownFormat):
         return None
 

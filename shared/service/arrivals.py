@@ -62,7 +62,7 @@ class Arrivals:
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> Arrivals:
-        return cls(FleetReader(channel, clock=clock).read, clock, pause)
+        return cls(FleetReader(channel, clock=clock, updates=0).read, clock, pause)
 
     def wait(self, version: int, min_hosts: int | None, fraction: float | None, timeout: float) -> list[str]:
         """Names of the hosts that are ready and serve `version` or a later one, as soon as they are that

@@ -15,7 +15,7 @@ from typing import Literal
 from weightcast.shared.channel.channel_file import ChannelFile, parse_channel_file
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.pointer import read_pointer
-from weightcast.shared.channel.reports import CAUSES, Heard, Report, ReportReader, Sighting
+from weightcast.shared.channel.reports import CAUSES, UPDATES_LIMIT, Heard, Report, ReportReader, Sighting
 from weightcast.shared.errors import RetryLater
 from weightcast.shared.files.durable import read_file
 from weightcast.shared.service.snapshot import Frozen
@@ -151,10 +151,12 @@ class FleetReader:
         bounds: Bounds | None = None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
+        updates: int = UPDATES_LIMIT,
     ) -> None:
+        """`updates`: so many of each host's are read; they are most of a report."""
         self._channel, self._now = channel, now
         self._bounds = Bounds() if bounds is None else bounds
-        self._reports, self._heard = ReportReader(channel), Heard(clock)
+        self._reports, self._heard = ReportReader(channel, updates=updates), Heard(clock)
         self._shown: dict[str, tuple[Report, Host]] = {}
 
     def read(self) -> Fleet:

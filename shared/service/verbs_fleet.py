@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from weightcast.shared.channel.reports import UPDATES_LIMIT
 from weightcast.shared.errors import Refused, WeightcastError
 from weightcast.shared.service.arrivals import Arrivals
 from weightcast.shared.service.client import Daemon
@@ -30,6 +31,7 @@ _WATCH_SECONDS = 1.0
 _WORST_FIRST = ("failed", "lost", "stale", "behind", "ready")
 _STYLES = {"failed": "bold red", "lost": "red", "stale": "yellow", "behind": "cyan", "ready": "green"}
 _MOST_ERROR = 120
+_UPDATES_SHOWN = 1
 _COLUMNS = ("host", "", "state", "served", "local", "lag", "target", "heard", "last update", "engines")
 _RIGHT = ("served", "local", "lag", "heard")
 _FRAME_ROWS = 6
@@ -62,7 +64,7 @@ def fleet(
     as_json: JsonOption = False,
 ) -> None:
     """Show the hosts of a run: who is behind, who is gone, and why. Hosts say this of themselves."""
-    with _looking(channel, url, token) as look:
+    with _looking(channel, url, token, UPDATES_LIMIT if as_json else _UPDATES_SHOWN) as look:
         if watch:
             _watch(look, as_json)
             return
@@ -84,7 +86,7 @@ def wait(
     as_json: JsonOption = False,
 ) -> None:
     """Wait until hosts are ready with a version: one, or as many as asked for. Exit code 4 after the time."""
-    with _looking(channel, url, token) as look:
+    with _looking(channel, url, token, updates=0) as look:
         hosts = Arrivals(look, poll_seconds=_WATCH_SECONDS / 2).wait(version, min_hosts, fraction, timeout)
     facts = {"version": version, "hosts": hosts}
     Output(json=as_json).result(
@@ -93,13 +95,13 @@ def wait(
 
 
 @contextmanager
-def _looking(channel: Path | None, url: str | None, token: str | None) -> Iterator[Look]:
-    """`--url` wins: the channel may come from the environment."""
+def _looking(channel: Path | None, url: str | None, token: str | None, updates: int) -> Iterator[Look]:
+    """`--url` wins: the channel may come from the environment. `updates`: of each host that are needed."""
     if url is not None:
         with Daemon(url, token) as daemon:
             yield lambda: _parsed(daemon.get(FLEET_PATH), daemon.url)
     elif channel is not None:
-        yield FleetReader(channel).read
+        yield FleetReader(channel, updates=updates).read
     else:
         raise typer.BadParameter("give --channel or --url")
 

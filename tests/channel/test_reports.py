@@ -9,6 +9,8 @@ import pytest
 from weightcast.shared.channel.reports import (
     REPORT_LIMIT,
     Report,
+    ReportReader,
+    Update,
     pack_report,
     parse_report,
     read_reports,
@@ -92,3 +94,24 @@ def test_damaged_reports(change: dict[str, object]) -> None:
         parse_report(data, "node.json")
     with pytest.raises(UnknownFormat):
         parse_report(pack_report(REPORT).replace(b'"format":1', b'"format":2'), "node.json")
+
+
+def test_so_many_updates_are_read_as_are_wanted(tmp_path: Path) -> None:
+    updates = tuple(Update(n, "patch", 1.5, {"fetch": 0.25, "total": 2}, 3, "done") for n in range(20))
+    report = replace(REPORT, updates=updates)
+    write_report(tmp_path, report)
+    assert read_reports(tmp_path) == [report]
+    for most in (0, 1, 20):
+        (sighting,) = ReportReader(tmp_path, updates=most).read()
+        assert sighting.report == replace(report, updates=updates[:most])
+
+
+@pytest.mark.parametrize("seconds", [{"fetch": "1"}, {"fetch": True}, {"a\nb": 1.0}, {"x" * 33: 1.0}, [1.0]])
+def test_damaged_updates(seconds: object) -> None:
+    row = {"version": 1, "kind": "patch", "began": 1.0, "seconds": seconds, "bytes": 1, "outcome": "done"}
+    data = json.dumps(json.loads(pack_report(REPORT)) | {"updates": [row]}).encode()
+    with pytest.raises(DamagedFile, match="seconds"):
+        parse_report(data, "node.json")
+    assert parse_report(data, "node.json", updates=0).updates == ()
+    with pytest.raises(DamagedFile, match="not valid JSON"):
+        parse_report(data.replace(b'"kind"', b'"bytes": 1e999, "kind"'), "node.json", updates=0)

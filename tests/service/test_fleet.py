@@ -17,7 +17,7 @@ from rich.console import Console
 
 from weightcast.shared.channel.channel_file import ChannelFile, write_channel_file
 from weightcast.shared.channel.layout import Layout
-from weightcast.shared.channel.reports import Heard, Report, Sighting, write_report
+from weightcast.shared.channel.reports import Heard, Report, Sighting, Update, write_report
 from weightcast.shared.errors import RetryLater
 from weightcast.shared.service.cli import run as run_command
 from weightcast.shared.service.fleet import Bounds, Fleet, FleetReader, Host, Run, lag_of, standing_of
@@ -204,3 +204,12 @@ def test_a_large_fleet_is_cut_to_the_screen(channel: Path) -> None:
     console.print(table(FleetReader(channel).read(), most=5))
     said = console.export_text()
     assert "and 25 more" in said and "host-04" in said and "host-05" not in said
+
+
+def test_the_last_update_is_shown_and_json_has_all(channel: Path, weightcast: Command) -> None:
+    updates = tuple(Update(n, "patch", 1.5, {"total": n / 4}, 3, "done") for n in (5, 4, 3))
+    write_report(channel, replace(REPORT, updates=updates))
+    code, out, _ = weightcast("fleet", "--channel", channel)
+    assert code == 0 and "patch 5 in 1.25 s" in out
+    code, out, _ = weightcast("fleet", "--channel", channel, "--json")
+    assert [row["version"] for row in json.loads(out)["hosts"][0]["updates"]] == [5, 4, 3]
