@@ -19,6 +19,7 @@ from weightcast.publisher.commit import (
     new_parts_dir,
     verify_files,
 )
+from weightcast.publisher.compared import Ahead, compare_first, may_compare_first
 from weightcast.publisher.draft import Assembled, Frame, assemble
 from weightcast.publisher.match import Matched
 from weightcast.publisher.rendezvous import Attempt, Rank
@@ -133,7 +134,7 @@ class Owner:
             raise
 
     def _publish(self, work: Work) -> PublishReport:
-        spooled = self._compare_first(work)
+        spooled, ahead = self._compare_first(work), self._compare_before_meeting(work)
         if work.allowed is not None:
             work.allowed()
         self._claim.check()
@@ -144,8 +145,10 @@ class Owner:
         self._file, _ = channel.require_ours()
         if spooled is not None:
             return self._publish_spooled(channel, spooled, work)
-        with self._given(channel, work) as (weights, matched):
+        with self._given(channel, work, ahead) as (weights, matched):
             local = self._follower.local
+            if ahead is not None:
+                self._go_on_with(channel, ahead, work)
             if local is None or not _next_is_free(channel, local):
                 return self._publish_anchor(channel, weights, matched, work)
             return self._publish_delta(channel, local, weights, matched, work)
@@ -169,6 +172,20 @@ class Owner:
         finally:
             weights.close()
 
+    def _compare_before_meeting(self, work: Work) -> Ahead | None:
+        """Among several ranks, for trainers that wait for their tensors; as `_compare_first`."""
+        local, file = self._follower.local, self._file
+        if local is None or file is None or not may_compare_first(work, self._rank):
+            return None
+        try:
+            return compare_first(local, file, work, self._rank, self._options.threads)
+        except BaseException as error:
+            # the error counts, not that it could not be told
+            with contextlib.suppress(OSError, WeightcastError):
+                self._claim.check()
+                self._call_off(self._channel(), work.step, error)
+            raise
+
     def _publish_spooled(self, channel: Channel, spooled: Spooled, work: Work) -> PublishReport:
         local, frame = self._follower.local, spooled.frame
         if local is None or local.state.position != frame.base or not _next_is_free(channel, local):
@@ -184,8 +201,13 @@ class Owner:
         return self._commit(channel, local, assembled, parts, work)
 
     @contextlib.contextmanager
-    def _given(self, channel: Channel, work: Work) -> Iterator[tuple[NewWeights, Matched]]:
+    def _given(
+        self, channel: Channel, work: Work, ahead: Ahead | None
+    ) -> Iterator[tuple[NewWeights, Matched]]:
         """What is to be published. Where this fails the other ranks need not wait for it."""
+        if ahead is not None:
+            yield ahead.weights, ahead.matched
+            return
         try:
             with work.phase("read"):
                 weights = work.read()
@@ -198,6 +220,14 @@ class Owner:
             yield weights, matched
         finally:
             weights.close()
+
+    def _go_on_with(self, channel: Channel, ahead: Ahead, work: Work) -> None:
+        """Raises RetryLater, on all ranks, when the local checkpoint is not where it was compared with."""
+        try:
+            ahead.weights.moved_to(self._follower.local)
+        except RetryLater as error:
+            self._call_off(channel, work.step, error)
+            raise
 
     def _call_off(self, channel: Channel, step: int | None, error: BaseException) -> None:
         if self._rank.alone:

@@ -185,6 +185,14 @@ class GivenWeights:
     def equal(self, name: str, other: str) -> bool:
         return _equal(self._given[name], self._given[other])
 
+    @property
+    def on_device(self) -> bool:
+        """Whether `near` may be asked for something: whole tensors lie where they are to be compared."""
+        if self._baselines is None or any(one.spec != one.whole for one in self._given.values()):
+            return False
+        takes = self._baselines.options.takes
+        return any(in_torch(one.tensor) and takes(one.tensor) for one in self._given.values())
+
     def near(self, local: LocalCheckpoint, matched: Matched) -> Near | None:
         baselines = self._baselines
         if baselines is None:

@@ -78,6 +78,8 @@ class Work:
     """elements by tensor that became NaN or infinite, where this rank compared"""
     allowed: Callable[[], None] | None = None
     """called before anything is written to the channel; raises what forbids it"""
+    on_device: bool = False
+    """they are compared where they live, not on the host"""
     copied: bool = False
     """the new weights are a copy: their owner may change them from the start"""
     changeable: bool = False

@@ -64,14 +64,16 @@ def cut_model(model: Model, cut: Cut, world: int) -> dict[int, Given]:
 
 
 class World:
-    def __init__(self, publishers: Sequence[Publisher]) -> None:
-        self._publishers = publishers
+    def __init__(self, publishers: Sequence[Publisher], submits: bool) -> None:
+        self._publishers, self._submits = publishers, submits
 
     def publish(self, given: Mapping[int, Any], step: int) -> list[PublishReport | Exception]:
         """What the calls of the ranks that give something came to, in rank order."""
 
         def one(rank: int) -> PublishReport | Exception:
             try:
+                if self._submits:
+                    return self._publishers[rank].submit(given[rank], step=step).result(600)
                 return self._publishers[rank].publish(given[rank], step=step)
             except Exception as error:
                 return error
@@ -84,9 +86,12 @@ class World:
 
 
 @contextlib.contextmanager
-def world_of(place: Place, size: int, *, separate: bool = False, **options: Any) -> Iterator[World]:
-    """`separate`: each rank has a local checkpoint of its own, as on machines of their own."""
-    options = {"base": place.base, "deadline_seconds": 60.0, **options}
+def world_of(
+    place: Place, size: int, *, separate: bool = False, submits: bool = False, **options: Any
+) -> Iterator[World]:
+    """`separate`: each rank has a local checkpoint of its own, as on machines of their own. `submits`: from
+    the second publication on ranks compare before they meet."""
+    options = {"base": place.base, "deadline_seconds": 600.0, **options}
     with contextlib.ExitStack() as stack:
         publishers = [
             stack.enter_context(
@@ -100,7 +105,7 @@ def world_of(place: Place, size: int, *, separate: bool = False, **options: Any)
             )
             for rank in range(size)
         ]
-        yield World(publishers)
+        yield World(publishers, submits)
 
 
 def published(outcomes: Sequence[PublishReport | Exception]) -> int:

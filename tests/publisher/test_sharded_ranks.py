@@ -38,13 +38,14 @@ def segments_of(place: Place, version: int) -> list[list[tuple[int, int, int]]]:
     return [[(s.tensor, s.start, s.stop) for s in part.segments] for part in index.parts]  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("submits", [False, True])
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_any_dimension(place: Place, dim: int, encoding: str) -> None:
+def test_any_dimension(place: Place, dim: int, encoding: str, submits: bool) -> None:
     """Every dtype, odd sizes, 0-dim and empty tensors, three ranks."""
     rng = np.random.default_rng(5)
     model = place.model
-    with world_of(place, 3, encoding=encoding) as world:
+    with world_of(place, 3, encoding=encoding, submits=submits) as world:
         for step in (1, 2):
             model = all_changed(model, rng, 5)
             assert published(world.publish(cut_model(model, along(dim), 3), step)) == step
@@ -58,11 +59,12 @@ def test_a_tensor_in_several_segments(tmp_path: Path, dim: int, changes: int) ->
     rng = np.random.default_rng(6)
     place = make_place(tmp_path, big_model(rng))
     moved = {**place.model, "norm": place.model["norm"].changed(rng, 1)}
-    if changes:
-        moved["big"] = some(moved["big"], rng, changes)
-    with world_of(place, 2, separate=True) as world:
+    with world_of(place, 2, separate=True, submits=True) as world:
         assert published(world.publish(cut_model(moved, along(dim), 2), 1)) == 1
-    place.arrives(moved, 1)
+        if changes:
+            moved["big"] = some(moved["big"], rng, changes)
+        assert published(world.publish(cut_model(moved, along(dim), 2), 2)) == 2
+    place.arrives(moved, 2)
     parts = segments_of(place, 1)
     cut = 1051 * 1003 if dim == 0 else 2101 * 1003 // 2
     border = -(-cut // 64) * 64
@@ -84,21 +86,26 @@ def some(one: Tensor, rng: np.random.Generator, count: int) -> Tensor:
 @pytest.mark.parametrize("separate", [False, True])
 def test_a_mesh_of_two_dimensions_and_replicas(place: Place, separate: bool) -> None:
     """Eight ranks: two copies of 2 x 2 pieces; small tensors are on all of them."""
-    model = all_changed(place.model, np.random.default_rng(5), 5)
-    given = cut_model(model, replicated(grid_of(2, 2), 2), 8)
-    with world_of(place, 8, separate=separate) as world:
-        assert published(world.publish(given, 1)) == 1
-    place.arrives(model, 1)
-
-
-def test_worlds_of_other_sizes_go_on(place: Place) -> None:
     rng = np.random.default_rng(5)
     model = place.model
-    for version, size in enumerate((4, 2, 1, 3), 1):
-        model = all_changed(model, rng, 2)
-        with world_of(place, size) as world:
-            assert published(world.publish(cut_model(model, along(0), size), 7)) == version
-    place.arrives(model, 4)
+    with world_of(place, 8, separate=separate, submits=True) as world:
+        for step in (1, 2):
+            model = all_changed(model, rng, 5)
+            given = cut_model(model, replicated(grid_of(2, 2), 2), 8)
+            assert published(world.publish(given, step)) == step
+    place.arrives(model, 2)
+
+
+@pytest.mark.parametrize("submits", [False, True])
+def test_worlds_of_other_sizes_go_on(place: Place, submits: bool) -> None:
+    rng = np.random.default_rng(5)
+    model, version = place.model, 0
+    for size in (4, 2, 1, 3):
+        with world_of(place, size, submits=submits) as world:
+            for _ in range(2):
+                model, version = all_changed(model, rng, 2), version + 1
+                assert published(world.publish(cut_model(model, along(0), size), 7)) == version
+    place.arrives(model, 8)
     assert verify(Channel.open(place.channel)) == []
 
 
@@ -154,11 +161,12 @@ def test_a_rank_0_that_fails_early_keeps_nobody_waiting(place: Place) -> None:
     assert "rank 0 gave up: the weights do not fit" in str(second) == str(third)
 
 
+@pytest.mark.parametrize("submits", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_drift_under_another_ranks_piece_is_found(place: Place, rank: int) -> None:
+def test_drift_under_another_ranks_piece_is_found(place: Place, rank: int, submits: bool) -> None:
     """A bit that one rank compares with and another one's local checkpoint has otherwise."""
     model = all_changed(place.model, np.random.default_rng(5), 5)
-    with world_of(place, 2, separate=True) as world:
+    with world_of(place, 2, separate=True, submits=submits) as world:
         given = cut_model(place.model, along(1), 2)
         published(world.publish(given, 1))
         for name in ("f16.matrix", "i16.matrix", "i8.matrix"):
@@ -229,5 +237,54 @@ def test_a_rank_that_holds_a_copy_waits_for_nobody(place: Place) -> None:
             for one in given[rank].values():
                 array = one.tensor if isinstance(one, Shard) else one
                 array.reshape(-1).view(np.uint8)[...] ^= 1
-        assert {handle.result(120).version for handle in handles} == {1}
+        assert {handle.result(600).version for handle in handles} == {1}
     place.arrives(model, 1)
+
+
+def own_tensors(model: Model, rank: int) -> dict[str, object]:
+    """A rank's tensors in memory of their own."""
+    cut = cut_model(model, along(0), 2)[rank]
+    return {name: one if isinstance(one, Shard) else one.copy() for name, one in cut.items()}
+
+
+def scribble(given: dict[str, object]) -> None:
+    for one in given.values():
+        array = np.asarray(one.tensor if isinstance(one, Shard) else one)
+        array.reshape(-1).view(np.uint8)[...] ^= 1
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("first", [0, 1])
+def test_from_the_second_step_on_a_rank_waits_for_nobody(place: Place, separate: bool, first: int) -> None:
+    """Its tensors may change before the others have come at all."""
+    rng = np.random.default_rng(9)
+    model = all_changed(place.model, rng, 5)
+    with world_of(place, 2, separate=separate, submits=True) as world:
+        assert published(world.publish(cut_model(model, along(0), 2), 1)) == 1
+        for step in (2, 3):
+            model = all_changed(model, rng, 5)
+            handles = []
+            for rank in (first, 1 - first):
+                handles.append(world.submit(rank, given := own_tensors(model, rank), step=step))
+                assert handles[-1].free and not handles[0].done
+                scribble(given)
+            assert {handle.result(600).version for handle in handles} == {step}
+    place.arrives(model, 3)
+    assert verify(Channel.open(place.channel)) == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_before_it_meets_the_others_tells_them(place: Place, rank: int) -> None:
+    model = all_changed(place.model, np.random.default_rng(9), 5)
+    good = cut_model(model, along(0), 2)
+    with world_of(place, 2, submits=True) as world:
+        assert published(world.publish(cut_model(place.model, along(0), 2), 1)) == 1
+        before = snapshot(place.channel, leave_out=("publishers", ".trash", "weight_v000002.parts"))
+        outcomes = world.publish({**good, rank: {**good[rank], "nothing": np.zeros(3, np.float32)}}, 2)
+        own, other = outcomes[rank], outcomes[1 - rank]
+        assert isinstance(own, Refused) and "nothing is not part of the run" in str(own)
+        who = "rank 0 gave up" if rank == 0 else "rank 1 failed"
+        assert isinstance(other, Refused) and f"{who}: the weights do not fit" in str(other)
+        assert snapshot(place.channel, leave_out=("publishers", ".trash", "weight_v000002.parts")) == before
+        assert published(world.publish(good, 3)) == 2
+    place.arrives(model, 2)
