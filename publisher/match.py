@@ -15,6 +15,8 @@ from weightcast.shared.errors import Refused
 from weightcast.shared.local.seed import listing
 from weightcast.shared.words import TensorTable
 
+_MISSING = " is missing"
+
 
 @dataclass(frozen=True)
 class Matched:
@@ -52,14 +54,24 @@ def match(
         elif number in still:
             absent.append(number)
         elif not partial:
-            problems.append(f"{spec.name} is missing")
+            problems.append(f"{spec.name}{_MISSING}")
     ties = _ties(problems, given, names, by_run, table, aliases)
     if problems:
         raise Refused(
             f"the weights do not fit the run: {listing(problems)}",
-            remedy="publish the tensors of the run's base; a changed architecture is another channel",
+            remedy=_remedy(given, table, sources, any(one.endswith(_MISSING) for one in problems)),
         )
     return Matched(sources, tuple(absent), tuple(ties), still, names.rules)
+
+
+def _remedy(given: TensorTable, table: TensorTable, sources: Mapping[int, str], missing: bool) -> str:
+    said = ["publish the tensors of the run's base"]
+    forms = [(given[given.numbers[name]], table[number]) for number, name in sources.items()]
+    if any(found.dtype != wanted.dtype and found.shape == wanted.shape for found, wanted in forms):
+        said.append("`cast_like` rounds what a trainer holds in a higher precision")
+    if missing:
+        said.append("a channel made with --frozen does without those that never change")
+    return "; ".join([*said, "a changed architecture is another channel"])
 
 
 def frozen_tensors(table: TensorTable, globs: Sequence[str]) -> frozenset[int]:

@@ -69,10 +69,11 @@ class Arrivals:
         many. `fraction`: of the hosts of the run that are not lost. Both: both must hold; neither: one host.
 
         Raises NotInTime that names the hosts which are behind, Refused for what makes no sense."""
-        if (min_hosts is not None and min_hosts < 1) or (fraction is not None and not 0 < fraction <= 1):
+        if min_hosts is not None and min_hosts < 1:
+            raise Refused(f"cannot wait for {min_hosts} hosts", remedy="give at least one")
+        if fraction is not None and not 0 < fraction <= 1:
             raise Refused(
-                f"waiting for min_hosts={min_hosts}, fraction={fraction}",
-                remedy="give at least one host, or a fraction above 0 and up to 1",
+                f"cannot wait for {fraction:g} of the hosts", remedy="give a fraction above 0 and up to 1"
             )
         deadline = self._clock() + timeout
         while True:
@@ -112,5 +113,7 @@ def _late(version: int, found: Situation | None, timeout: float) -> NotInTime:
     return NotInTime(
         f"{len(arrived)} of {len(arrived) + len(behind)} hosts are ready with version "
         f"{version} or later after {timeout:g} s; behind: {some or 'nobody reports'}",
-        remedy="look at these hosts; `weightcast status` of each says more",
+        remedy="look at these hosts; `weightcast status` of each says more"
+        if arrived or behind
+        else "does a subscriber follow this channel, and report to it (--report, --report-to)?",
     )

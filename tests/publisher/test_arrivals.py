@@ -82,7 +82,7 @@ def test_it_waits(place: Place, arrivals: Arrivals, clock: Clock) -> None:
 
 
 def test_nobody_reports(arrivals: Arrivals) -> None:
-    with pytest.raises(NotInTime, match="nobody reports"):
+    with pytest.raises(NotInTime, match=r"nobody reports .does a subscriber follow"):
         arrivals.wait(1, None, 0.5, 2.0)
 
 
@@ -98,7 +98,7 @@ def test_hosts_that_are_gone_are_no_part_of_the_fleet(place: Place, arrivals: Ar
 
 @pytest.mark.parametrize("bad", [(0, None), (None, 0.0), (None, 1.5), (-1, 0.5)])
 def test_what_makes_no_sense(arrivals: Arrivals, bad: tuple[int | None, float | None]) -> None:
-    with pytest.raises(Refused, match="at least one host"):
+    with pytest.raises(Refused, match=r"at least one|a fraction above 0"):
         arrivals.wait(1, *bad, 1.0)
 
 

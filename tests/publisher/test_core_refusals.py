@@ -57,6 +57,8 @@ def test_everything_that_does_not_fit_is_listed_at_once(place: Place, rng: np.ra
         "renamed is not part of the run",
         "bf16.matrix is F16 [23, 17], expected BF16 [23, 17]",
         "f32.matrix is F32 [17, 23], expected F32 [23, 17]",
+        "`cast_like` rounds",
+        "--frozen does without",
     )
 
 
