@@ -76,7 +76,7 @@ def check(run: Run, host: Host, engines: tuple[Mapping_, SGLang], disk: Disk, ve
 
 @pytest.mark.parametrize("lasting", [0, 1])
 def test_at_every_failpoint_of_a_version(site: Site, lasting: int) -> None:
-    """One error, as that of a full journal of a file system; and one that also meets what it brings about."""
+    """One error; and one together with the next, so that what answers to it fails too."""
     run = site.run()
     engines = Mapping_(site.root / "host"), SGLang()
     host = site.host(run, *engines)

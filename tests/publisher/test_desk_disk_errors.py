@@ -1,0 +1,121 @@
+"""A disk error at any step of a publication, in place of a kill: the same process goes on."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from daemonkit import INDEX, Places, Tensors, base_tensors, changed, local_bytes, plain, rename_in
+
+from weightcast.publisher.desk import Desk
+from weightcast.publisher.settings import PublisherSettings
+from weightcast.publisher.watched import Arrivals
+from weightcast.shared import failpoints
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import WeightcastError
+from weightcast.shared.local.follow import Follower
+from weightcast.shared.service.daemon import Stop, Wakeup
+from weightcast.shared.service.metrics import Metrics
+
+ELSEWHERE = ("hook.", "lock.")
+BESIDE = ("upkeep", "weightcast-claim")
+"""threads whose work is not the publication's"""
+MOST_STEPS = 12
+MOST_VERSIONS = 300
+
+
+@dataclass
+class Disk:
+    """Fails at the `number`-th failpoint that touches it (from 1), and at `lasting` more."""
+
+    number: int
+    lasting: int
+    passed: int = 0
+    failed_at: list[str] = field(default_factory=list)
+
+    def __call__(self, name: str, where: Path | None) -> None:
+        if threading.current_thread().name in BESIDE or name.startswith(ELSEWHERE):
+            return
+        self.passed += 1
+        if self.number <= self.passed <= self.number + self.lasting:
+            self.failed_at.append(name if where is None else f"{name} {where.name}")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@contextmanager
+def watched(disk: Disk) -> Iterator[None]:
+    failpoints.watch(disk)
+    try:
+        yield
+    finally:
+        failpoints.watch(None)
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Places:
+    return Places.made(tmp_path)
+
+
+@pytest.fixture
+def desk(places: Places) -> Iterator[Desk]:
+    settings = PublisherSettings(
+        channel=places.channel,
+        base=places.base,
+        local=places.local,
+        watch=places.watch,
+        threads=1,
+        settle_seconds=0.0,
+        consume=True,
+    )
+    made = Desk(settings, Metrics(), Wakeup(), Stop(), Arrivals())
+    made.start()
+    yield made
+    made.close()
+
+
+def stepped_until_done(desk: Desk, places: Places, disk: Disk, tensors: Tensors, version: int) -> None:
+    """As the daemon does, whatever a step raises: the version is out, and nothing is left to do."""
+    with watched(disk):
+        for _ in range(MOST_STEPS):
+            with suppress(WeightcastError, OSError):
+                desk.step(Stop())
+                follows = local_bytes(places.local, tensors) == plain(tensors)
+                if follows and places.latest() == f"{version:06d}" and _has_consumed(places):
+                    return
+    pytest.fail(f"not done after errors at {disk.failed_at}")
+
+
+def _has_consumed(places: Places) -> bool:
+    return [path.name for path in places.watch.iterdir() if path.name != ".probe"] == []
+
+
+def indexes(places: Places) -> dict[str, bytes]:
+    """Of all versions, without what is made beside them."""
+    return {path.parent.name: path.read_bytes() for path in places.channel.glob(f"weight_v*/{INDEX}")}
+
+
+@pytest.mark.parametrize("lasting", [0, 2])
+def test_at_every_failpoint_of_a_publication(desk: Desk, places: Places, lasting: int) -> None:
+    tensors, known = base_tensors(), indexes(places)
+    for version in range(1, MOST_VERSIONS):
+        tensors = changed(tensors, version)
+        rename_in(places.watch / f"step_{version}", tensors)
+        disk = Disk(version, lasting)
+        stepped_until_done(desk, places, disk, tensors, version)
+        found = indexes(places)
+        assert len(found) == version, f"one version of one checkpoint, after {disk.failed_at}"
+        assert known.items() <= found.items(), f"a committed version changed after {disk.failed_at}"
+        known = found
+        if not disk.failed_at:
+            break
+    assert version > 40, "a publication passes that many"
+    host = Follower(places.channel, places.local.parent / "host", places.base)
+    host.catch_up(Channel.open(places.channel))
+    host.close()
+    assert local_bytes(places.local.parent / "host", tensors) == plain(tensors)
+    assert not list(places.channel.glob("*.parts"))
