@@ -41,8 +41,6 @@ from rich.table import Table  # noqa: E402
 from weightcast.shared.service.cli import run as run_command  # noqa: E402
 
 SETTLE_SECONDS = 60.0
-patience = 1.0
-"""what that is multiplied by"""
 WARM_UP = 0.3
 """share of the samples that is not fitted: caches and pools fill"""
 SLACK_BYTES, SLACK_FDS = 8 << 20, 4
@@ -132,6 +130,9 @@ class Daemon:
 
 
 class Soak:
+    patience = 1.0
+    """what every wait is multiplied by"""
+
     def __init__(self, root: Path, seed: int) -> None:
         self.root, self.random = root, random.Random(seed)
         self.numbers = np.random.default_rng(seed)
@@ -227,7 +228,7 @@ class Soak:
 
     def _settle(self, fault: str) -> None:
         wanted = digest_of(bytes_of(self.model))
-        deadline = time.monotonic() + SETTLE_SECONDS * patience
+        deadline = time.monotonic() + SETTLE_SECONDS * self.patience
         while not self._arrived(wanted):
             if time.monotonic() > deadline:
                 raise LostError(f"step {self.version} after {fault or 'no fault'}:\n{self._words()}")
@@ -439,14 +440,13 @@ def soak(root: Path, versions: int, seconds: float, seed: int, console: Console)
 
 
 def main() -> None:
-    global patience
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--versions", type=int, default=3000)
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
-    parser.add_argument("--patience", type=float, default=1.0, help="multiplies every wait: for a busy machine")
+    parser.add_argument("--patience", type=float, default=1.0, help="multiplies every wait")
     options = parser.parse_args()
-    patience = options.patience
+    Soak.patience = options.patience
     preload()
     root = Path(tempfile.mkdtemp(prefix="weightcast-soak-"))
     try:

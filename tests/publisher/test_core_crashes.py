@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -329,6 +330,29 @@ def test_an_old_owner_that_wakes_in_the_middle_cannot_commit(
         assert taken[0].publish_checkpoint(place.new(place.model)).version == 2
         taken[0].close()
     place.arrives(place.model, 2)
+
+
+@pytest.mark.parametrize("phase", ["diff", "stage", "commit"])
+def test_an_old_owner_that_wakes_before_the_new_one_published_cannot_commit(
+    place: Place, rng: np.random.Generator, phase: str
+) -> None:
+    """The number is still free: nothing but the claim keeps it from being taken."""
+    with ExitStack() as stack:
+        old = stack.enter_context(place.publisher())
+        taken: list[Publisher] = []
+
+        def take_over(now: str) -> None:
+            if now == phase and not taken:
+                taken.append(stack.enter_context(place.publisher(local=place.root / "pub2", take_over=True)))
+
+        # its parts may be gone before it looks at the claims
+        with pytest.raises((Refused, RetryLater)):
+            old.publish_checkpoint(place.new(all_changed(place.model, rng)), watching=take_over)
+        assert not (place.channel / "latest").exists()
+        assert not list(place.channel.glob("weight_v*/model.safetensors.index.json"))
+        model = all_changed(place.model, rng)
+        assert taken[0].publish_checkpoint(place.new(model)).version == 1
+    place.arrives(model, 1)
 
 
 # killed

@@ -99,6 +99,8 @@ def indexes(places: Places) -> dict[str, bytes]:
     return {path.parent.name: path.read_bytes() for path in places.channel.glob(f"weight_v*/{INDEX}")}
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("lasting", [0, 2])
 def test_at_every_failpoint_of_a_publication(desk: Desk, places: Places, lasting: int) -> None:
     tensors, known = base_tensors(), indexes(places)

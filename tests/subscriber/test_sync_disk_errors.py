@@ -74,6 +74,8 @@ def check(run: Run, host: Host, engines: tuple[Mapping_, SGLang], disk: Disk, ve
     assert {one.version for one in host.state.engines.values()} == {version}, disk.failed_at
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("lasting", [0, 1])
 def test_at_every_failpoint_of_a_version(site: Site, lasting: int) -> None:
     """One error; and one together with the next, so that what answers to it fails too."""
