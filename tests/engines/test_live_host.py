@@ -29,7 +29,7 @@ from vllm_world import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 FULL = bool(os.environ.get("WEIGHTCAST_ENGINES_FULL"))
 full = pytest.mark.skipif(not FULL, reason="a start of its own: make test-engines-full")
 

@@ -35,7 +35,7 @@ from vllm_world import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 FULL = bool(os.environ.get("WEIGHTCAST_ENGINES_FULL"))
 VERSIONS = 20
 IN_FLIGHT_TOKENS = 160

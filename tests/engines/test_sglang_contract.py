@@ -28,6 +28,9 @@ from weightcast.subscriber.engines.base import Done, Intact, Suspect  # noqa: E4
 pytestmark = pytest.mark.engines
 VENV = Path(os.environ.get("WEIGHTCAST_SGLANG_VENV", HERE.parents[1] / ".venv-sglang"))
 TO_UPDATE = "/update_weights_from_disk"
+PATIENCE = 300
+"""seconds, for what takes less than one on an idle machine"""
+RELEASES = pytest.mark.parametrize("old", [False, True], ids=["labels", "no-labels"])
 
 
 class Engine:
@@ -48,7 +51,7 @@ class Engine:
         command = [python, HERE / "sglang_server.py", self.directory, port_file, *self.options]
         with (self.room / "log").open("ab") as log:
             process = subprocess.Popen(command, stderr=log, stdout=log)
-        wait_until(lambda: port_file.exists() or process.poll() is not None, 120)
+        wait_until(lambda: port_file.exists() or process.poll() is not None, PATIENCE)
         assert port_file.exists(), (self.room / "log").read_text()
         self.url = f"http://127.0.0.1:{port_file.read_text()}"
         return process
@@ -58,11 +61,11 @@ class Engine:
         self.process.wait()
 
     def double(self) -> dict[str, Any]:
-        told: dict[str, Any] = httpx.get(f"{self.url}/double", trust_env=False, timeout=30).json()
+        told: dict[str, Any] = httpx.get(f"{self.url}/double", trust_env=False, timeout=PATIENCE).json()
         return told
 
     def wish(self, **wishes: Any) -> None:
-        httpx.post(f"{self.url}/double", json=wishes, trust_env=False, timeout=30).raise_for_status()
+        httpx.post(f"{self.url}/double", json=wishes, trust_env=False, timeout=PATIENCE).raise_for_status()
 
     @property
     def weights(self) -> dict[str, str]:
@@ -144,10 +147,12 @@ def test_a_new_number_for_the_same_bytes_aborts_nobody(site: Site, run: Run, eng
     assert engine.posts() == ["/update_weight_version"]
 
 
+@RELEASES
 @pytest.mark.parametrize(("policy", "running", "aborted"), [("recompute", 3, 0), ("abort", 0, 3)])
 def test_requests_in_flight_end_as_the_policy_says(
-    site: Site, run: Run, engine: Engine, policy: str, running: int, aborted: int
+    site: Site, run: Run, engine: Engine, policy: str, running: int, aborted: int, old: bool
 ) -> None:
+    engine.wish(old=old)
     host = host_of(site, run, engine, f",policy={policy}")
     host.step()
     engine.wish(running=3)
@@ -158,17 +163,19 @@ def test_requests_in_flight_end_as_the_policy_says(
     assert told["weights"] == held(run.versions[1])
 
 
-def test_the_policy_wait_lets_requests_finish(site: Site, run: Run, engine: Engine) -> None:
+@RELEASES
+def test_the_policy_wait_lets_requests_finish(site: Site, run: Run, engine: Engine, old: bool) -> None:
+    engine.wish(old=old)
     host = host_of(site, run, engine, ",policy=wait")
     host.step()
     engine.wish(running=2, calls=[])
     run.publish()
     with ThreadPoolExecutor(1) as pool:
         step = pool.submit(host.step)
-        wait_until(lambda: TO_UPDATE in engine.posts())
+        wait_until(lambda: TO_UPDATE in engine.posts(), PATIENCE)
         assert engine.weights == held(run.versions[0]) and engine.double()["paused"] is None
         engine.wish(running=0)
-        assert step.result(30).ready
+        assert step.result(PATIENCE).ready
     assert engine.weights == held(run.versions[1]) and engine.double()["aborted"] == 0
 
 
@@ -222,7 +229,7 @@ def test_a_server_that_dies_of_a_truncated_file_is_in_doubt_until_it_is_back(sit
     file.write_bytes(file.read_bytes()[:-1])
     adapter = host.sync.engines.engines[0]
     assert isinstance(adapter.reload(str(torn), 1, "1"), Suspect)
-    assert engine.process.wait(30) == 1
+    assert engine.process.wait(PATIENCE) == 1
     outcome = host.step()
     assert not outcome.ready and "does not answer" in outcome.waiting[0]
     assert isinstance(adapter.reload(str(torn), 1, "1"), Intact), "nobody is there"
@@ -265,7 +272,7 @@ def test_a_server_reloaded_by_others_without_a_label_is_noticed(site: Site, run:
     run.publish()
     host.step()
     body = {"model_path": str(run.base_dir)}
-    reply = httpx.post(engine.url + TO_UPDATE, json=body, trust_env=False, timeout=30)
+    reply = httpx.post(engine.url + TO_UPDATE, json=body, trust_env=False, timeout=PATIENCE)
     assert reply.status_code == 200 and engine.double()["label"] == "1", "the old label lies"
     assert engine.weights == held(run.versions[0])
     assert host.step().ready and engine.weights == held(run.versions[1])
@@ -284,12 +291,12 @@ def test_a_release_without_labels_is_confirmed_by_its_status(site: Site, run: Ru
 def test_a_pause_in_place_would_keep_old_blocks(site: Site, run: Run, engine: Engine) -> None:
     """Why the default policy retracts: the double tells the difference."""
     engine.wish(running=1)
-    httpx.post(f"{engine.url}/pause_generation", json={"mode": "in_place"}, trust_env=False, timeout=30)
+    httpx.post(f"{engine.url}/pause_generation", json={"mode": "in_place"}, trust_env=False, timeout=PATIENCE)
     reply = httpx.post(
-        engine.url + TO_UPDATE, json={"model_path": str(run.base_dir)}, timeout=30, trust_env=False
+        engine.url + TO_UPDATE, json={"model_path": str(run.base_dir)}, timeout=PATIENCE, trust_env=False
     )
     assert reply.status_code == 400 and engine.double()["stale_blocks"] == 1
-    reply = httpx.post(f"{engine.url}/pause_generation", content=b"", trust_env=False, timeout=30)
+    reply = httpx.post(f"{engine.url}/pause_generation", content=b"", trust_env=False, timeout=PATIENCE)
     assert reply.status_code == 422, "a body is required"
 
 
