@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weightcast.shared.errors import DamagedFile
+from weightcast.shared.errors import DamagedFile, RetryLater
 from weightcast.shared.files import durable
 
 
@@ -110,3 +110,9 @@ def test_sync_of_files_and_directories(tmp_path: Path) -> None:
     durable.sync_directory(tmp_path)
     with pytest.raises(FileNotFoundError):
         durable.sync_file(tmp_path / "absent")
+
+
+def test_a_file_of_another_size_than_it_says_is_read_again_and_refused() -> None:
+    """As on a network file system with stale attributes; /proc says 0 bytes of all its files."""
+    with pytest.raises(RetryLater, match="changes while it is read"):
+        durable.read_file(Path("/proc/self/stat"), 1 << 20)
