@@ -30,7 +30,7 @@ from .field_path import FieldChunks
 from .results import ChunkRow, FloorRow, Spread
 from .steps import Case, Words, simulated
 
-DENSITIES = (0.0, 0.003, 0.014, 0.04, 0.08, 0.18, 0.5, 1.0)
+DENSITIES = (0.0, 0.003, 0.014, 0.04, 0.08, 0.18, 0.28, 0.35, 0.5, 1.0)
 RATES = (2e-7, 5e-7, 1e-6, 3e-6, 1e-5)
 """learning rates of the trained traces"""
 

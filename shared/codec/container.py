@@ -48,9 +48,9 @@ def encode_chunk(
     return _blob(mode, chunk, counted.words, len(changes), payload)
 
 
-def _blob(mode: int, chunk: Chunk, words: int, changed: int, payload: bytes) -> bytes:
+def _blob(mode: int, chunk: Chunk, words: int, changed: int, payload: bytes | memoryview) -> bytes:
     facts = _FACTS.pack(mode, chunk.kind.width, 0, words, changed, len(payload))
-    return facts + _CHECKSUM.pack(_checksum(facts, payload)) + payload
+    return b"".join((facts, _CHECKSUM.pack(_checksum(facts, payload)), payload))
 
 
 def _checksum(facts: bytes | memoryview, payload: bytes | memoryview) -> int:
