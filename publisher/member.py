@@ -106,8 +106,10 @@ class Member:
         paths, deadline = self._follower.paths, time.monotonic() + self._options.deadline_seconds
         while time.monotonic() < deadline:
             state = read_state(paths.state)
-            at = "" if state is None else state.position.digest
-            if at == last.digest and state is not None and state.phase is Phase.CLEAN:
+            if state is None or state.phase not in (Phase.CLEAN, Phase.PATCHING):
+                return None
+            at = state.position.digest
+            if at == last.digest and state.phase is Phase.CLEAN:
                 self._follower.local = LocalCheckpoint.open(paths.directory)
                 return self._follower.local
             if at not in (last.digest, last.base_digest):
