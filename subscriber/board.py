@@ -17,6 +17,7 @@ from weightcast.shared.service.verify import verify_status
 from weightcast.subscriber.engine_verify import EngineVerifyFacts
 from weightcast.subscriber.engines.base import Engine
 from weightcast.subscriber.engines.live import live_of
+from weightcast.subscriber.host import SyncOptions
 from weightcast.subscriber.lead import Lead, Line
 from weightcast.subscriber.reload import Engines
 from weightcast.subscriber.status import (
@@ -34,7 +35,7 @@ from weightcast.subscriber.status import (
     served,
     weakest,
 )
-from weightcast.subscriber.sync import Sync, SyncOptions
+from weightcast.subscriber.sync import Sync
 
 if TYPE_CHECKING:
     from weightcast.subscriber.held import Post
@@ -101,7 +102,7 @@ class Board:
         """Stays while the next step is under way, until one ends well."""
         error = sync.view.error
         if error is not None and (self._error is None or self._error[0] is not error):
-            self._error = (error, sync.now())
+            self._error = (error, sync.host.calls.now())
         if error is None and sync.view.state == "idle":
             self._error = None
         if self._error is None:

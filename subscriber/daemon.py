@@ -22,11 +22,12 @@ from weightcast.subscriber.engine_verify import EngineVerify
 from weightcast.subscriber.failed import FailedEngines
 from weightcast.subscriber.figures import Figures
 from weightcast.subscriber.held import Follower, Post
+from weightcast.subscriber.host import Outcome
 from weightcast.subscriber.report import Reporting, open_reporter
 from weightcast.subscriber.routes import group_routes
 from weightcast.subscriber.settings import SubscriberSettings
 from weightcast.subscriber.status import HostStatus, readiness
-from weightcast.subscriber.sync import Outcome, Sync
+from weightcast.subscriber.sync import Sync
 from weightcast.subscriber.wiring import open_engines, open_lead, options_of
 
 log = get_log("sync")

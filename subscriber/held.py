@@ -17,7 +17,8 @@ from weightcast.shared.local.locks import FileLock
 from weightcast.shared.local.state import Phase, Position
 from weightcast.subscriber.group import REASON_LIMIT, HoldState, Order
 from weightcast.subscriber.group_messages import Hold
-from weightcast.subscriber.sync import Outcome, Sync
+from weightcast.subscriber.host import Outcome
+from weightcast.subscriber.sync import Sync
 
 _LOCK_SECONDS = 5.0
 

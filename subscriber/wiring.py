@@ -25,11 +25,11 @@ from weightcast.subscriber.engines.base import (
 from weightcast.subscriber.engines.grouped import Grouped
 from weightcast.subscriber.engines.roster import Order
 from weightcast.subscriber.group import NAME_LIMIT
+from weightcast.subscriber.host import SyncOptions
 from weightcast.subscriber.lead import PATIENCE, Lead, Member
 from weightcast.subscriber.lead import Pace as GroupPace
 from weightcast.subscriber.reload import Engines
 from weightcast.subscriber.settings import SubscriberSettings
-from weightcast.subscriber.sync import SyncOptions
 from weightcast.subscriber.target import parse_target
 
 ATTEMPTS = 2

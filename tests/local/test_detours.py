@@ -22,7 +22,8 @@ from weightcast.shared.local.detours import Detours
 from weightcast.shared.local.follow import Follower, FollowOptions
 from weightcast.shared.local.stage import BadDelta
 from weightcast.subscriber.board import Board
-from weightcast.subscriber.sync import Sync, SyncOptions
+from weightcast.subscriber.host import SyncOptions
+from weightcast.subscriber.sync import Sync
 
 INDEX = "model.safetensors.index.json"
 STEP_3, STEP_4, STEP_5 = "weight_v000003", "weight_v000004", "weight_v000005"

@@ -23,9 +23,10 @@ from weightcast.subscriber.board import Board
 from weightcast.subscriber.engines.align import Pace
 from weightcast.subscriber.engines.base import Timeouts, parse_engines
 from weightcast.subscriber.engines.kinds import open_engine
+from weightcast.subscriber.host import Outcome, SyncOptions
 from weightcast.subscriber.reload import Engines
 from weightcast.subscriber.status import HostStatus
-from weightcast.subscriber.sync import Outcome, Sync, SyncOptions
+from weightcast.subscriber.sync import Sync
 from weightcast.subscriber.target import parse_target
 
 WIDTHS = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "I64": 8, "U16": 2, "F16": 2, "BOOL": 1}

@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -145,10 +146,11 @@ def test_a_daemon_that_waits_for_a_loading_engine_ends_when_told(site: Site, run
         ends.append(seconds)
         return len(ends) > 40
 
-    host.sync._stop = stop
+    calls = host.sync.host.calls
+    host.sync.host.calls = replace(calls, stop=stop)
     with lock.holding(shared=True), pytest.raises(RetryLater, match="the process ends"):
         host.step()
-    host.sync._stop = lambda seconds: False
+    host.sync.host.calls = calls
     host.step()
     assert host.at(run, 1)
 

@@ -10,7 +10,7 @@ from field_channel import Dialect, Encoding, FieldChannel, payload
 from hosts import Host, SGLang, Site, Weights, on_disk
 
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater, WeightcastError
-from weightcast.subscriber.sync import SyncOptions
+from weightcast.subscriber.host import SyncOptions
 from weightcast.subscriber.target import parse_target
 
 

@@ -1,0 +1,144 @@
+"""Brings engines, and the other hosts of their group, to the version that lies here; goes back from one
+that they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from weightcast.shared.failpoints import failpoint
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint
+from weightcast.shared.local.patch import require_readable
+from weightcast.shared.local.state import Phase, Position
+from weightcast.subscriber.aligned import is_confirmed, needs_undo, rolls_back, unaligned
+from weightcast.subscriber.blocklist import Blocklist
+from weightcast.subscriber.engines.base import Engine
+from weightcast.subscriber.engines.roster import EngineResult
+from weightcast.subscriber.host import Host
+from weightcast.subscriber.stopwatch import Stopwatch
+
+MOST_UNDO_STEPS = 8
+"""journals kept for engines that neither take nor refuse what lies here"""
+
+
+class Aligner:
+    def __init__(self, host: Host, blocklist: Blocklist) -> None:
+        self._host, self._blocklist = host, blocklist
+        self._engines, self._lead, self._follower = host.engines, host.lead, host.follower
+        self._failures: dict[str, int] = {}
+        """reloads in a row that left no engine on the version with this digest"""
+
+    def bring(
+        self, version: int, patch: Callable[[], None] | None, everyone: bool
+    ) -> tuple[EngineResult, ...]:
+        results = self._engines.reload(
+            self._host.local(),
+            version,
+            patch=patch,
+            only=None if everyone else (),
+            report=self._host.tell_reload,
+        )
+        self._host.watch.take(results)
+        return results
+
+    def align(self) -> None:
+        """Brings engines that do not hold the local version to it, and hosts of the group that strayed."""
+        local = self._follower.local
+        if local is None or local.state.phase is not Phase.CLEAN:
+            return
+        astray = self._astray(local)
+        due = self._engines.due(local.state)
+        if due or astray:
+            with self._lead.gathering(local.state.position.version, local.state):
+                self.hold(local.state.position)
+                if due:
+                    self._reload(local, due)
+        elif self._confirmed():
+            self._follower.forget_undo()
+
+    def _astray(self, local: LocalCheckpoint) -> bool:
+        """Whether a host of the group is elsewhere. Engines that map its files are then in doubt."""
+        seen = self._lead.look(local.state.position)
+        for trouble in seen.troubles:
+            self._host.degrade(trouble)
+        mapping = {engine.spec.name for engine in self._engines.mapping}
+        if seen.astray and seen.differs and mapping & set(local.state.engines):
+            kept = {name: one for name, one in local.state.engines.items() if name not in mapping}
+            local.save(local.state.but(engines=kept))
+        return seen.astray
+
+    def _reload(self, local: LocalCheckpoint, due: Sequence[Engine]) -> None:
+        self._host.enter("reloading")
+        self._host.watch.enter("lock")
+        with local.patching(wait=self._host.wait):
+            self._host.watch.enter("")
+            require_readable(local)
+            version = local.state.position.version
+            results = self._engines.reload(local, version, only=due, report=self._host.tell_reload)
+            self._host.watch.take(results)
+            self._host.moved("reload", version, 0)
+            self.settle(results)
+
+    def settle(self, results: Sequence[EngineResult]) -> None:
+        """After a reload, under its lock: is the way back taken, kept or dropped?"""
+        local = self._host.local()
+        position = local.state.position
+        if self._confirmed():
+            self._failures.clear()
+            self._lead.serves()
+            self._follower.forget_undo()
+            self._blocklist.unblock(local, position.digest)
+            return
+        if self._lead.hindered or self._host.options.group_follower:
+            # no engine is at fault, or none is known here
+            return
+        failures = self._failures.get(position.digest, 0) + any(r.attempts > 0 for r in results)
+        self._failures = {position.digest: failures}
+        if local.state.undo and rolls_back(results, failures, self._engines.order):
+            self._go_back(local, results)
+        elif not needs_undo(results) or len(local.state.undo) > MOST_UNDO_STEPS:
+            self._follower.forget_undo()
+
+    def _confirmed(self) -> bool:
+        """Whether an engine took the version that lies here; without engines nobody is asked. A follower's
+        leader says so."""
+        if self._host.options.group_follower:
+            return len(self._host.local().state.undo) > MOST_UNDO_STEPS
+        state = self._host.local().state
+        names = [engine.spec.name for engine in self._engines.engines]
+        return not names or is_confirmed(state.engines, names, state.position.version)
+
+    def _go_back(self, local: LocalCheckpoint, results: Sequence[EngineResult]) -> None:
+        """To the version before the refused one."""
+        refused = local.state.position
+        reason = "; ".join(f"{result.name}: {result.reason}" for result in results if result.reason)
+        blocked = self._blocklist.blocked_with(local, reason)
+        local.save(local.state.but(blocked=blocked, engines=unaligned(local.state.engines)))
+        failpoint("refused.blocked")
+        self._host.degrade(f"version {refused.version} was refused by the engines: {reason}")
+        self._engines.retry_at_once()
+        self._host.watch = Stopwatch()
+        self.bring(local.state.undo[0].base.version, self._undo_everywhere, everyone=True)
+        failpoint("refused.served")
+        self._host.moved("undo", refused.version, 0)
+
+    def _undo_everywhere(self) -> None:
+        self.hold(self._host.local().state.undo[0].base)
+        self.undo()
+
+    def await_prepared(self) -> None:
+        if self._lead.members:
+            self._host.enter("gathering")
+        with self._host.watch.timed("group"):
+            self._lead.await_prepared()
+
+    def hold(self, position: Position) -> None:
+        if self._lead.members:
+            self._host.enter("gathering")
+        with self._host.watch.timed("group"):
+            self._lead.hold(position)
+
+    def undo(self) -> None:
+        self._host.enter("patching")
+        with self._host.watch.timed("patch"):
+            self._follower.undo()
+        self._host.enter("reloading")

@@ -1,0 +1,268 @@
+"""One host: its local checkpoint, its engines, and what the running step knows and tells of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import get_args
+
+from weightcast.shared.channel.signing import Trust
+from weightcast.shared.errors import RetryLater, WeightcastError
+from weightcast.shared.local.access import Readers
+from weightcast.shared.local.follow import Follower, FollowOptions
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint
+from weightcast.shared.local.prepare import PreRead
+from weightcast.shared.local.scrub import ScrubStatus
+from weightcast.shared.local.state import EngineState, LocalState, Mark, Phase, Position, write_state
+from weightcast.subscriber.engine_verify import EngineVerifyFacts
+from weightcast.subscriber.lead import Lead
+from weightcast.subscriber.reload import Engines
+from weightcast.subscriber.status import Cause, MoveKind, State, UpdateStatus
+from weightcast.subscriber.stopwatch import Stopwatch
+from weightcast.subscriber.target import FOLLOW_LATEST, Target
+
+_SHOW_EVERY_SECONDS = 0.25
+
+
+@dataclass(frozen=True)
+class SyncOptions:
+    """`visible_seconds`: how long what the pointer implies may stay invisible."""
+
+    channel: Path
+    local: Path
+    base: Path | None = None
+    target: Target = FOLLOW_LATEST
+    threads: int = 1
+    visible_seconds: float = 120.0
+    pre_read: PreRead | None = None
+    fetch_ahead: bool = False
+    """fetch the next version while one is patched and engines reload"""
+    trust: Trust | None = None
+    """whose versions are followed; None: anybody's"""
+    readable_by: Readers | None = None
+    """set by mode; None: as the umask has it"""
+    group_patch: bool = False
+    """a follower also stages patches for the group's engines"""
+    group_follower: bool = False
+    """the local checkpoint moves only towards `Sync.order`"""
+
+
+def _no_bytes() -> dict[Cause, int]:
+    return dict.fromkeys(get_args(Cause), 0)
+
+
+@dataclass
+class View:
+    """What a step knows, for the status. Only the step writes it."""
+
+    state: State = "starting"
+    local: LocalState | None = None
+    target_version: int | None = None
+    progress_bytes: int = 0
+    bytes_read: int = 0
+    bytes_by_cause: dict[Cause, int] = field(default_factory=_no_bytes)
+    degraded: tuple[str, ...] = ()
+    not_ready: tuple[str, ...] = ("starting",)
+    moves: list[UpdateStatus] = field(default_factory=list)
+    """of the running step"""
+    error: WeightcastError | None = None
+    scrub: ScrubStatus | None = None
+    engine_verify: dict[str, EngineVerifyFacts] = field(default_factory=dict)
+    """by the engine's name"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`version` lies on disk (None: not seeded); `moved`: this step changed it; `waiting`: why the host is
+    not ready."""
+
+    version: int | None
+    target: int | None
+    moved: bool
+    waiting: tuple[str, ...]
+    degraded: tuple[str, ...]
+
+    @property
+    def ready(self) -> bool:
+        return self.version is not None and not self.waiting
+
+
+class Stopped(RetryLater):
+    """The daemon ends; what was begun is continued by the next start."""
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What a step asks of the process that it runs in. `show`: the view changed; `stop(seconds)` waits, or
+    returns True as soon as the process is to end; `advance`: bytes done; `now`, `clock`: seconds."""
+
+    show: Callable[[], None]
+    stop: Callable[[float], bool]
+    advance: Callable[[int], None]
+    now: Callable[[], float]
+    clock: Callable[[], float]
+
+
+class Host:
+    """Shared by the parts of a step, used by one thread."""
+
+    def __init__(self, options: SyncOptions, engines: Engines, lead: Lead, calls: Calls) -> None:
+        self.options, self.engines, self.lead, self.calls = options, engines, lead, calls
+        lead.wait = self.wait
+        self.view = View()
+        self.watch = Stopwatch()
+        self.usable = False
+        """the local checkpoint is a version of this run, although it may be closed after an error"""
+        self.around: tuple[str, ...] = ()
+        """damage that this step went around"""
+        self._shown = 0.0
+        self.follower = Follower(
+            options.channel,
+            options.local,
+            options.base,
+            FollowOptions(
+                options.threads,
+                options.visible_seconds,
+                options.pre_read,
+                self.on_phase,
+                self.wait,
+                before_replay=self.pause_for_replay,
+            ),
+        )
+
+    def begin(self) -> None:
+        """A step."""
+        self.watch = Stopwatch()
+        self.around = ()
+        self.view.moves, self.view.degraded, self.view.error = [], (), None
+
+    def outcome(self) -> Outcome:
+        """As of the last step."""
+        local = self.follower.local
+        return Outcome(
+            version=None if local is None else local.state.position.version,
+            target=self.view.target_version,
+            moved=any(move.kind != "reload" for move in self.view.moves),
+            waiting=self.view.not_ready,
+            degraded=self.view.degraded,
+        )
+
+    @property
+    def position(self) -> Position | None:
+        """The version that lies here whole; None: none does."""
+        local = self.follower.local
+        return None if local is None or local.state.phase is not Phase.CLEAN else local.state.position
+
+    def reasons_not_ready(self) -> tuple[str, ...]:
+        state = self.state
+        if state is None or not self.usable:
+            error = self.view.error
+            return ("the local checkpoint is not seeded" if error is None else error.message,)
+        aligned = self.engines.aligned(state)
+        names = [engine.spec.name for engine in self.engines.engines if engine.spec.name not in aligned]
+        return tuple(self._reason_of(name) for name in names)
+
+    def _reason_of(self, name: str) -> str:
+        reason = self.engines.reason(name) or "not reloaded yet"
+        return f"engine {name}{' failed' if self.engines.failed(name) else ''}: {reason}"
+
+    @property
+    def state(self) -> LocalState | None:
+        return self.follower.state if self.follower.local is None else self.follower.local.state
+
+    def pause_for_replay(self, local: LocalCheckpoint) -> None:
+        """An engine that was resumed, or that started since, may serve from files that are written on now."""
+        mapping = {engine.spec.name for engine in self.engines.mapping}
+        engines = local.state.engines
+        served = {name for name in mapping & set(engines) if engines[name].mark is Mark.SERVED}
+        if served:
+            local.save(local.state.but(engines={n: one for n, one in engines.items() if n not in served}))
+        self.engines.pause_mapping(self.note_pausing)
+
+    def note_pausing(self, name: str) -> None:
+        state, local = self.state, self.follower.local
+        if state is None or name in state.engines:
+            return
+        state = state.but(engines={**state.engines, name: EngineState(Mark.PAUSING)})
+        if local is not None:
+            local.save(state)
+        else:
+            write_state(self.follower.paths.state, state)
+            self.follower.state = state
+
+    def degrade(self, reason: str) -> None:
+        if reason and reason not in self.view.degraded:
+            self.view.degraded = (*self.view.degraded, reason)
+
+    def count_read(self, cause: Cause, nbytes: int) -> None:
+        self.view.bytes_read += nbytes
+        self.view.bytes_by_cause[cause] += nbytes
+
+    def local(self) -> LocalCheckpoint:
+        if self.follower.local is None:
+            raise RetryLater(f"{self.options.local} is not open", remedy="the next step opens it")
+        return self.follower.local
+
+    def moved(self, kind: MoveKind, before: int | None, folded: int) -> None:
+        watch, self.watch = self.watch, Stopwatch()
+        move = UpdateStatus(
+            kind=kind,
+            from_version=before,
+            version=self.local().state.position.version,
+            folded=folded,
+            bytes=watch.bytes,
+            changes=watch.changes,
+            seconds=watch.total(),
+            pause_seconds=watch.pause_seconds,
+            around=self.around,
+            at=self.calls.now(),
+        )
+        self.view.moves.append(move)
+        self.tell()
+
+    def on_phase(self, phase: str) -> None:
+        self.watch.enter(phase)
+        self.enter("fetching" if phase == "fetch" else "staging")
+
+    def enter(self, state: State) -> None:
+        self.view.state, self.view.progress_bytes = state, 0
+        self.tell()
+
+    def wait(self, seconds: float) -> None:
+        if self.calls.stop(seconds):
+            raise Stopped("the process ends", remedy="the next start continues")
+
+    def advance(self, nbytes: int) -> None:
+        self.wait(0.0)
+        self.view.progress_bytes += nbytes
+        self.calls.advance(nbytes)
+        if self.calls.clock() - self._shown > _SHOW_EVERY_SECONDS:
+            self.tell()
+
+    def advance_fetch(self, nbytes: int) -> None:
+        self.watch.count(nbytes)
+        self.view.bytes_read += nbytes
+        self.advance(nbytes)
+
+    def tell_reload(self) -> None:
+        """An engine in doubt is told at once: the others may take minutes."""
+        state = self.state
+        if state is not None and any(one.mark is Mark.SUSPECT for one in state.engines.values()):
+            self.view.not_ready = self.reasons_not_ready()
+        self.tell()
+
+    def tell(self) -> None:
+        self._shown = self.calls.clock()
+        self.view.local = self.state
+        self.calls.show()
+
+
+def known(error: BaseException) -> WeightcastError:
+    if isinstance(error, WeightcastError):
+        return error
+    if isinstance(error, OSError):
+        return RetryLater(
+            f"{error.filename or 'a file'}: {error.strerror or error}", remedy="nothing is lost"
+        )
+    return WeightcastError(f"{type(error).__name__}: {error}", remedy="see the log for the traceback")
