@@ -19,8 +19,9 @@ from weightcast.shared.service.output import Output, printable
 from weightcast.shared.service.plain import CHANNEL, JSON, THREADS, TRUSTED_KEY, Option, Verb
 from weightcast.shared.service.threads import working_threads
 from weightcast.subscriber.board import Board
+from weightcast.subscriber.host import SyncOptions
 from weightcast.subscriber.status import HostStatus
-from weightcast.subscriber.sync import Sync, SyncOptions
+from weightcast.subscriber.sync import Sync
 from weightcast.subscriber.target import parse_target
 
 if TYPE_CHECKING:
