@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -39,10 +38,3 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         done = subprocess.run(command, check=False, cwd=place, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stdout + done.stderr
     return place
-
-
-@pytest.fixture
-def pictures() -> Path | None:
-    """Where the README's pictures are to be written, if anywhere."""
-    named = os.environ.get("WEIGHTCAST_PICTURES")
-    return None if named is None else Path(named)

@@ -17,7 +17,7 @@ from typing import Any
 
 import doubles
 import httpx
-from daemonkit import Daemon, Places, Tensors, base_tensors, changed, rename_in, write
+from daemonkit import Daemon, Places, base_tensors, changed, rename_in, write
 from hosts import SGLang
 from waiting import wait_until
 
@@ -50,12 +50,12 @@ class Rollout:
 
 
 class LiveFleet:
-    """`with LiveFleet(directory) as fleet`: a publisher that is ready. `tensors`: of the base."""
+    """`with LiveFleet(directory) as fleet`: a publisher that is ready."""
 
-    def __init__(self, root: Path, *flags: str, tensors: Tensors | None = None) -> None:
+    def __init__(self, root: Path, *flags: str) -> None:
         self.places = Places.made(root)
         self._stack = ExitStack()
-        self._tensors = base_tensors() if tensors is None else tensors
+        self._tensors = base_tensors()
         write(self.places.base, self._tensors)
         self._keeping = Keeping(self)
         self._flags = flags

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
 TESTS = Path(__file__).parents[1]
@@ -114,38 +112,20 @@ def test_the_page_outlives_its_publisher(fleet: LiveFleet, open_tab: OpenTab) ->
     tab.forgive("ERR_", "fetch")
 
 
-def larger_tensors() -> dict[str, Any]:
-    """Six million elements, for figures that look like figures."""
-    random = np.random.default_rng(1)
-    shapes = {"embed": (8000, 256), **{f"layer.{at}.up": (1024, 256) for at in range(16)}}
-    return {
-        name: ("BF16", shape, random.integers(0, 256, 2 * shape[0] * shape[1], dtype=np.uint8))
-        for name, shape in shapes.items()
-    }
-
-
 @pytest.fixture
-def five(tmp_path: Path, pictures: Path | None) -> Iterator[LiveFleet]:
-    """A publisher whose run has a short name where pictures are taken of it."""
-    root = tmp_path if pictures is None else Path("/tmp/run7")
-    if pictures is not None:
-        shutil.rmtree(root, ignore_errors=True)
-        root.mkdir()
-    tensors = None if pictures is None else larger_tensors()
-    with LiveFleet(root, *BOUNDS, "--keep-versions", "12", "--anchor-every", "8", tensors=tensors) as running:
+def five(tmp_path: Path) -> Iterator[LiveFleet]:
+    with LiveFleet(tmp_path, *BOUNDS, "--keep-versions", "12", "--anchor-every", "8") as running:
         yield running
 
 
-def test_of_five_hosts_the_dead_and_the_broken_are_named(
-    five: LiveFleet, open_tab: OpenTab, pictures: Path | None
-) -> None:
+def test_of_five_hosts_the_dead_and_the_broken_are_named(five: LiveFleet, open_tab: OpenTab) -> None:
     """Half a minute of real time: bounds of presence, and engines that are given time to answer."""
     five.publish(0.008)
     hosts = [five.join(f"rollout-{number}") for number in range(1, 6)]
     page = open_tab(five.url).page
     for host in hosts:
         stands(page, host, "Ready")
-    for seed in range(2 if pictures is None else 30):
+    for seed in range(2):
         five.publish(0.005 + seed * 37 % 11 / 2000)
     dead, broken = hosts[1], hosts[3]
     for host in hosts:
@@ -165,15 +145,3 @@ def test_of_five_hosts_the_dead_and_the_broken_are_named(
     assert page.locator("tr.detail table.updates tbody tr").count() >= 1
     assert page.locator("tr.host").count() == 5
     assert page.locator("#figure-ready").inner_text().split()[-3:] == ["3", "of", "5"]
-    if pictures is not None:
-        take_pictures(five, hosts[0], open_tab, pictures)
-
-
-def take_pictures(fleet: LiveFleet, opened: Rollout, open_tab: OpenTab, pictures: Path) -> None:
-    key = in_api(fleet, opened)["key"]
-    for scheme in ("light", "dark"):
-        view = {"width": 1180, "height": 1000}
-        page = open_tab(f"{fleet.url}/#host={key}", color_scheme=scheme, viewport=view).page
-        page.wait_for_selector("table.updates")
-        page.locator("#versions canvas").first.wait_for()
-        page.screenshot(path=pictures / f"fleet-{scheme}.png")

@@ -98,6 +98,8 @@ class Daemon:
     namespace: Namespace
     arguments: tuple[str, ...]
     root: Path
+    machine: str = ""
+    """its name; empty: this machine's"""
     pid: int = 0
     log: Path = field(init=False)
     port: Path = field(init=False)
@@ -109,7 +111,10 @@ class Daemon:
     def start(self, order: dict[str, Any] | None = None) -> Daemon:
         self.port.unlink(missing_ok=True)
         arguments = [*self.arguments, "--port", "0", "--port-file", str(self.port)]
-        self.pid = self.namespace.tell("command", log=self.log, arguments=arguments, order=order)["pid"]
+        told = self.namespace.tell(
+            "command", log=self.log, arguments=arguments, order=order, machine=self.machine
+        )
+        self.pid = told["pid"]
         return self
 
     def get(self, path: str) -> httpx.Response:
@@ -189,8 +194,8 @@ class Place:
     def _unmount(self, mount: Path) -> None:
         self.namespace.tell("sh", command=["umount", "-l", str(mount)])
 
-    def daemon(self, *arguments: object, order: dict[str, Any] | None = None) -> Daemon:
-        daemon = Daemon(self.namespace, tuple(map(str, arguments)), self.root).start(order)
+    def daemon(self, *arguments: object, order: dict[str, Any] | None = None, machine: str = "") -> Daemon:
+        daemon = Daemon(self.namespace, tuple(map(str, arguments)), self.root, machine).start(order)
         self._stack.callback(daemon.kill)
         return daemon
 

@@ -7,8 +7,10 @@ Daemons are forked from this process, which has imported everything and has no t
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +26,7 @@ from faulty_fs import serve  # noqa: E402
 from weightcast.shared.service.cli import main as main_command  # noqa: E402
 
 Answer = dict[str, Any]
+CLONE_NEWUTS = 0x04000000
 
 
 class Keeper:
@@ -49,10 +52,14 @@ class Keeper:
         os.close(here)
         return self._kept(child) if ready else {"problem": child.words()}
 
-    def command(self, log: str, arguments: list[str], order: Answer | None = None) -> Answer:
-        """`weightcast` with these arguments, to the end of its interpreter."""
+    def command(
+        self, log: str, arguments: list[str], order: Answer | None = None, machine: str = ""
+    ) -> Answer:
+        """`weightcast` with these arguments, to the end of its interpreter; on a machine of that name."""
 
         def role() -> None:
+            if machine:
+                name_machine(machine)
             try:
                 main_command(arguments)
             finally:
@@ -79,6 +86,13 @@ class Keeper:
     def order(self, pid: int, **order: Any) -> Answer:
         self._children[pid].wire.order(Order(**order))
         return {}
+
+
+def name_machine(name: str) -> None:
+    """For this process alone (unshare(2))."""
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUTS) != 0:
+        raise OSError(ctypes.get_errno(), "unshare")
+    socket.sethostname(name)
 
 
 def main() -> None:

@@ -30,6 +30,8 @@ FOUND_SECONDS = 45.0
 """from a break to its alert, besides the seconds until a silent host counts as lost"""
 SHOWN_MS = 5000.0
 """from the API to the page"""
+PICTURES = os.environ.get("WEIGHTCAST_PICTURES")
+"""where the README's pictures are to be written, if anywhere"""
 CORRUPTER = """\
 import os, pathlib, sys
 order = pathlib.Path(sys.argv[1])
@@ -126,13 +128,15 @@ def on_call(world: World, open_tab: OpenTab, command: Callable[..., dict[str, An
 
 
 def test_what_breaks_is_found_on_the_page_in_the_terminal_and_by_an_alert(
-    world: World, on_call: OnCall
+    world: World, on_call: OnCall, open_tab: OpenTab
 ) -> None:
     all_is_well(world, on_call)
     with world.publishing(pause_seconds=1.0):
         a_host_stops(world.hosts["stopped"], on_call)
         an_engine_dies(world.hosts["engineless"], on_call)
         filler = a_disk_fills_up(world.hosts["full"], on_call)
+    if PICTURES is not None:
+        take_pictures(on_call, open_tab, Path(PICTURES))
     a_delta_is_corrupt(world, on_call)
     what_was_mended_recovers(world, on_call, filler)
     assert "WeightcastCrashes" not in on_call.prometheus.all_firing()
@@ -177,6 +181,21 @@ def a_disk_fills_up(host: Host, on_call: OnCall) -> Path:
     found = on_call.in_terminal("full")
     assert "MiB free" in found["last_error"] and "free space on the local disk" in found["remedy"]
     return filler
+
+
+def take_pictures(on_call: OnCall, open_tab: OpenTab, pictures: Path) -> None:
+    """Of the whole page, with a host opened to its last updates."""
+    on_call.world.arrive(len(on_call.world.versions) - 1, "well-a", "well-b")
+    for name in ("well-a", "well-b"):
+        until(lambda name=name: on_call.in_api(name)["standing"] == "ready", name, FOUND_SECONDS)
+    key = on_call.in_api("well-a")["key"]
+    for scheme in ("light", "dark"):
+        view = {"width": 1180, "height": 1000}
+        address = f"http://{on_call.world.address}/#host={key}"
+        page = open_tab(address, color_scheme=scheme, viewport=view).page
+        page.wait_for_selector("table.updates")
+        page.locator("#versions canvas").first.wait_for()
+        page.screenshot(path=pictures / f"fleet-{scheme}.png", full_page=True)
 
 
 def a_delta_is_corrupt(world: World, on_call: OnCall) -> None:

@@ -106,6 +106,7 @@ class World:
         daemon = self.place.daemon(
             *("subscriber", "run", *self.common, "--local", local, "--poll-seconds", "0.1"),
             *("--engine", f"sglang={url},path={seen},name={name}", "--visible-deadline", "1", *more),
+            machine=name,
         )
         until(daemon.port.exists, f"{name} listens", 60)
         self.hosts[name] = Host(daemon, engine, engine_stack, seen)
