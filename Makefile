@@ -87,17 +87,15 @@ crash: install
 
 # Every reader of others' bytes: the properties of `make test` with FUZZ_EXAMPLES each, then FUZZ_SECONDS each
 # guided by coverage, where atheris installs. What is found is kept in tests/fuzz/corpus and replayed by `make test`.
-FUZZ_EXAMPLES ?= 5000
+FUZZ_EXAMPLES ?= 2000
 FUZZ_SECONDS ?= 30
 fuzz: install
 	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest -q -n 2 --timeout 7200 tests/fuzz
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install -q atheris || true
 	@if $(BIN)/python -c 'import atheris' 2>/dev/null; then \
-		for target in tests/fuzz/corpus/*; do \
-			mkdir -p "$(VENV)/$$target"; \
-			$(BIN)/python tests/fuzz/guided.py "$$(basename "$$target")" "$(VENV)/$$target" "$$target" \
-				-artifact_prefix="$$target/" -max_total_time=$(FUZZ_SECONDS) -timeout=20 || exit 1; \
-		done; \
+		ls tests/fuzz/corpus | xargs -d '\n' -P 2 -I {} sh -c 'mkdir -p "$(VENV)/corpus/{}" && \
+			$(BIN)/python tests/fuzz/guided.py "{}" "$(VENV)/corpus/{}" "tests/fuzz/corpus/{}" \
+				"-artifact_prefix=tests/fuzz/corpus/{}/" -max_total_time=$(FUZZ_SECONDS) -timeout=20'; \
 	else echo "atheris does not install here: no guided fuzzing"; fi
 
 # Thousands of versions under faults, with memory and descriptors fitted: twenty minutes.

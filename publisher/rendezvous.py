@@ -280,11 +280,13 @@ def find_attempt(
     seen: set[Path],
 ) -> tuple[Path, Attempt]:
     """The newest open attempt at a version above `above` for this step, where the rank took no part yet.
-    Raises Refused when rank 0 gave up one that is not in `seen`, which is then added there."""
+    Raises Refused when rank 0 gave up one that is not in `seen`, which is then added there; in the end for
+    one in `seen` too: this rank came late."""
     found: list[tuple[Path, Attempt]] = []
+    fitting: list[tuple[Path, Attempt]] = []
 
     def look() -> bool:
-        fitting = sorted(
+        fitting[:] = sorted(
             (one for one in _attempts(layout, rank.number) if one[1].version > above and one[1].step == step),
             key=lambda one: (one[1].epoch, one[1].created),
         )
@@ -296,6 +298,8 @@ def find_attempt(
         return bool(found)
 
     if not _until(look, deadline):
+        for directory, _ in reversed(fitting):
+            _raise_closed(directory)
         raise NotInTime(
             f"rank 0 opened no version above {above} for step {step} in time",
             remedy="is rank 0 alive, and does it publish the same step?",

@@ -13,12 +13,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("shared", "publisher", "subscriber")
 CAUGHT = {
-    "pointer_before_index": (("publish", "index"), "which has no index"),
-    "cleared_in_finally": (("disturb host", "patch.record"), "state: clean at version"),
-    "journal_without_base": (("refuse", "undo.recorded"), "did not recover"),
-    "shard_not_synced": (("power of publisher", "pointer.moved"), "is committed and not whole"),
+    "pointer_before_index": (("publish", "index"), ["which has no index"]),
+    "cleared_in_finally": (
+        ("disturb host", "patch.record"),
+        ["state: clean at version", "served weights that were not whole"],
+    ),
+    "journal_without_base": (("refuse", "undo.recorded"), ["did not recover"]),
+    "shard_not_synced": (("power of publisher", "pointer.moved"), ["is committed and not whole"]),
 }
-"""patch to the scenario and rows that meet it, and what the harness says"""
+"""patch to the scenario and rows that meet it, and what the harness says: whatever it sees first"""
 
 
 def copied(target: Path, name: str) -> Path:
@@ -57,4 +60,5 @@ def test_a_planted_bug_is_caught(name: str, tmp_path: Path) -> None:
     )
     print(done.stdout[-8000:], done.stderr[-4000:])
     assert done.returncode == 1 and "VIOLATION" in done.stdout
-    assert said in " ".join(done.stdout.split())
+    words = " ".join(done.stdout.split())
+    assert any(each in words for each in said)

@@ -117,6 +117,14 @@ def test_a_failing_rank_is_known_to_all(place: Place) -> None:
     assert third == ["ValueError", "the tensors\nare away"]
 
 
+def test_a_rank_that_comes_late_learns_what_failed(place: Place) -> None:
+    how = {2: "failing"}
+    early = [start_ranks(place, 3, how=how, only=rank)[0] for rank in (0, 2)]
+    assert [one[0] for one in outcomes(early)] == ["Refused", "ValueError"]
+    [late] = outcomes(start_ranks(place, 3, how=how, only=1, deadline=1.0))
+    assert late[0] == "Refused" and "rank 2 failed" in late[1]
+
+
 def test_a_tensor_of_two_ranks_is_written_once(place: Place) -> None:
     found = outcomes(start_ranks(place, 3, how={1: "greedy"}))
     assert [one[0] for one in found] == [1, 1, 1]
