@@ -76,6 +76,8 @@ def make_app(
         dependencies=bearer,
         docs_url=None,
         redoc_url=None,
+        # a redirect is no answer of ours, and fails on a query that is not UTF-8
+        redirect_slashes=False,
         responses={"default": {"model": Failure, "description": "Refused, or failed"}},
     )
     app.state.dead = lambda: ""

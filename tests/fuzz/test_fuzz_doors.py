@@ -67,6 +67,12 @@ def test_a_key_that_stands_twice_is_refused(doors: Doors, twice: str) -> None:
     assert answer.status == 422 and b"twice" in answer.body
 
 
+@pytest.mark.parametrize("query", [b"", b"\x80"])
+def test_a_slash_too_many_is_another_path(doors: Doors, query: bytes) -> None:
+    answer = doors.check(doors.publisher, Request("GET", "/v1/status/", query))
+    assert answer.status == 404
+
+
 @QUICK
 @given(data=st.data())
 def test_bodies(doors: Doors, data: st.DataObject) -> None:
