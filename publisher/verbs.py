@@ -18,6 +18,7 @@ from weightcast.publisher.verbs_publish import show_facts
 from weightcast.shared.channel.keys import load_private_key
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import DamagedFile
+from weightcast.shared.files.paths import printable
 from weightcast.shared.service.app import group
 from weightcast.shared.service.common_options import (
     ChannelOption,
@@ -28,7 +29,7 @@ from weightcast.shared.service.common_options import (
 )
 from weightcast.shared.service.logs import setup_logs
 from weightcast.shared.service.options import settings_command, show_settings_command
-from weightcast.shared.service.output import Output, printable, time_text
+from weightcast.shared.service.output import Output, time_text
 from weightcast.shared.service.threads import working_threads
 from weightcast.shared.service.verbs_channel import show_problems
 

@@ -80,5 +80,4 @@ class Member:
             return
         wanted = order is not None and order.version >= kept.step.target.version
         if not wanted or kept.step.base != local.state.position:
-            local.paths.journal(kept.step.journal).unlink(missing_ok=True)
-            self._mover.kept = None
+            self._mover.drop_kept()

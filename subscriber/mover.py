@@ -110,11 +110,10 @@ class Mover:
                 self._apply(staged, last=leg is plan.legs[-1], before=before, folded=folded)
 
     def prepare(self, channel: Channel, route: Route, leg: Sequence[int]) -> Staged:
-        kept, self.kept = self.kept, None
-        if kept is not None:
-            if kept.step.target.version == leg[-1]:
-                return kept
-            self._host.local().paths.journal(kept.step.journal).unlink(missing_ok=True)
+        if self.kept is not None and self.kept.step.target.version == leg[-1]:
+            kept, self.kept = self.kept, None
+            return kept
+        self.drop_kept()
         before = self._view.bytes_read
         try:
             staged = self._follower.prepare(route, leg, channel, self._host.advance_fetch)
@@ -123,6 +122,12 @@ class Mover:
         self._host.watch.enter("")
         self._host.watch.changes += staged.changes
         return staged
+
+    def drop_kept(self) -> None:
+        """What was staged ahead and is not wanted any more, with its journal."""
+        kept, self.kept = self.kept, None
+        if kept is not None:
+            self._host.local().paths.journal(kept.step.journal).unlink(missing_ok=True)
 
     def _divide(self, route: Route, leg: Sequence[int], nbytes: int) -> None:
         """Among single steps and deltas from older versions, by the sizes that their indexes state."""

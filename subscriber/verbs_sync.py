@@ -14,8 +14,9 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from weightcast.shared.errors import EngineFailed
+from weightcast.shared.files.paths import printable
 from weightcast.shared.service.logs import setup_logs
-from weightcast.shared.service.output import Output, printable
+from weightcast.shared.service.output import Output
 from weightcast.shared.service.plain import CHANNEL, JSON, THREADS, TRUSTED_KEY, Option, Verb
 from weightcast.shared.service.threads import working_threads
 from weightcast.subscriber.board import Board

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from weightcast.shared.errors import DamagedFile, Refused
 from weightcast.shared.files.durable import read_file
-from weightcast.shared.files.paths import file_name
+from weightcast.shared.files.paths import file_name, printable
 from weightcast.shared.files.safetensors import Header, read_header_of, tensor_spec
 from weightcast.shared.files.strict_json import Members, parse_object
 from weightcast.shared.words import TensorSpec, TensorTable
@@ -164,7 +164,7 @@ def _check_present(directory: Path, names: Iterable[str], shards: Sequence[str])
     """Engines read all `model*.safetensors`: one that the index does not name is an error."""
     missing = sorted(set(shards) - set(names))
     if missing:
-        raise DamagedFile(f"{directory / missing[0]} is missing; the index names it")
+        raise DamagedFile(f"{directory / printable(missing[0])} is missing; the index names it")
     surplus = sorted({name for name in names if name == _SINGLE or _is_shard(name)} - set(shards))
     if surplus:
         raise DamagedFile(

@@ -20,3 +20,13 @@ def is_plain(text: str) -> bool:
     if text.isascii():
         return text.isprintable()
     return all(ord(c) >= 0x20 and not 0x7F <= ord(c) < 0xA0 and not 0xD800 <= ord(c) < 0xE000 for c in text)
+
+
+def printable(text: str) -> str:
+    """`text` with control characters written as escapes: a file name may hold terminal sequences."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char == "\n" or char.isprintable() else char.encode("unicode_escape").decode()
+        for char in text
+    )

@@ -15,7 +15,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
 from weightcast.shared.errors import USAGE, NotInTime, WeightcastError
-from weightcast.shared.service.output import Output, printable
+from weightcast.shared.files.paths import printable
+from weightcast.shared.service.output import Output
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, MutableMapping
 from typing import Any, Literal, TextIO
 
-from weightcast.shared.service.output import printable
+from weightcast.shared.files.paths import printable
 
 _SECRET = re.compile(r"token(?!iz)|secret|password|authorization|api_?key", re.IGNORECASE)
 _MASK = "********"

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from weightcast.shared.files.paths import printable
 from weightcast.shared.service.app import group
 from weightcast.shared.service.common_options import JsonOption
-from weightcast.shared.service.output import Output, printable
+from weightcast.shared.service.output import Output
 from weightcast.shared.service.settings import (
     EffectiveSetting,
     ServiceSettings,

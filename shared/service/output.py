@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from weightcast.shared.errors import WeightcastError
+from weightcast.shared.files.paths import printable
 from weightcast.shared.progress import Advance
 
 # typer, pydantic and rich cost a third of a second that verbs without them need not pay
@@ -90,16 +91,6 @@ def error_fields(error: WeightcastError) -> dict[str, str | int]:
         "remedy": error.remedy,
         "exit_code": error.exit_code,
     }
-
-
-def printable(text: str) -> str:
-    """`text` with control characters written as escapes: a file name may hold terminal sequences."""
-    if text.isprintable():
-        return text
-    return "".join(
-        char if char == "\n" or char.isprintable() else char.encode("unicode_escape").decode()
-        for char in text
-    )
 
 
 def time_text(unix: float) -> str:

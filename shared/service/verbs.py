@@ -11,9 +11,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from weightcast.shared.files.paths import printable
 from weightcast.shared.service.client import Daemon, parsed
 from weightcast.shared.service.common_options import JsonOption
-from weightcast.shared.service.output import Output, printable, time_text
+from weightcast.shared.service.output import Output, time_text
 
 STATUS_PATH = "/v1/status"
 _ROOMS = ("channel", "local", "keys", "fleet")

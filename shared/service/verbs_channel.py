@@ -17,9 +17,10 @@ from weightcast.shared.channel.layout import version_name
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel, FullVersion
 from weightcast.shared.errors import DamagedFile, Refused, Untrusted
+from weightcast.shared.files.paths import printable
 from weightcast.shared.service.app import group
 from weightcast.shared.service.common_options import ChannelOption, JsonOption, TrustedKeyOption
-from weightcast.shared.service.output import Output, printable, time_text
+from weightcast.shared.service.output import Output, time_text
 
 LIMIT_SHOWN_TENSORS = 50
 

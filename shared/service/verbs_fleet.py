@@ -18,11 +18,12 @@ from rich.text import Text
 
 from weightcast.shared.channel.reports import UPDATES_LIMIT
 from weightcast.shared.errors import Refused, WeightcastError
+from weightcast.shared.files.paths import printable
 from weightcast.shared.service.arrivals import Arrivals
 from weightcast.shared.service.client import Daemon
 from weightcast.shared.service.common_options import JsonOption
 from weightcast.shared.service.fleet import Fleet, FleetReader, Host
-from weightcast.shared.service.output import Output, printable, to_json
+from weightcast.shared.service.output import Output, to_json
 
 FLEET_PATH = "/v1/fleet"
 MOST = 50

@@ -14,6 +14,7 @@ from rich.console import Console
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import DamagedFile, Refused
+from weightcast.shared.files.paths import printable
 from weightcast.shared.local.follow import Follower, FollowOptions
 from weightcast.shared.local.inspect import Inspection, inspect
 from weightcast.shared.local.local_checkpoint import LocalPaths
@@ -22,7 +23,7 @@ from weightcast.shared.local.repair import Repaired, repair_files, restore_base
 from weightcast.shared.progress import Advance
 from weightcast.shared.service.app import group
 from weightcast.shared.service.common_options import JsonOption, TrustedKeyOption
-from weightcast.shared.service.output import Output, printable
+from weightcast.shared.service.output import Output
 from weightcast.shared.service.settings import BadSettings
 from weightcast.shared.service.threads import working_threads
 

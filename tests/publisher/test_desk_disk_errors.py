@@ -5,17 +5,16 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from daemonkit import INDEX, Places, Tensors, base_tensors, changed, local_bytes, plain, rename_in
+from disk_errors import Disk, watched
 
 from weightcast.publisher.desk import Desk
 from weightcast.publisher.settings import PublisherSettings
 from weightcast.publisher.watched import Arrivals
-from weightcast.shared import failpoints
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.local.follow import Follower
@@ -29,31 +28,12 @@ MOST_STEPS = 12
 MOST_VERSIONS = 300
 
 
-@dataclass
-class Disk:
-    """Fails at the `number`-th failpoint that touches it (from 1), and at `lasting` more."""
-
-    number: int
-    lasting: int
-    passed: int = 0
-    failed_at: list[str] = field(default_factory=list)
+class PublicationDisk(Disk):
+    """Fails what the publication does, not what is done beside it."""
 
     def __call__(self, name: str, where: Path | None) -> None:
-        if threading.current_thread().name in BESIDE or name.startswith(ELSEWHERE):
-            return
-        self.passed += 1
-        if self.number <= self.passed <= self.number + self.lasting:
-            self.failed_at.append(name if where is None else f"{name} {where.name}")
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-
-@contextmanager
-def watched(disk: Disk) -> Iterator[None]:
-    failpoints.watch(disk)
-    try:
-        yield
-    finally:
-        failpoints.watch(None)
+        if threading.current_thread().name not in BESIDE:
+            super().__call__(name, where)
 
 
 @pytest.fixture
@@ -107,7 +87,7 @@ def test_at_every_failpoint_of_a_publication(desk: Desk, places: Places, lasting
     for version in range(1, MOST_VERSIONS):
         tensors = changed(tensors, version)
         rename_in(places.watch / f"step_{version}", tensors)
-        disk = Disk(version, lasting)
+        disk = PublicationDisk(version, lasting, ELSEWHERE, errno.ENOSPC)
         stepped_until_done(desk, places, disk, tensors, version)
         found = indexes(places)
         assert len(found) == version, f"one version of one checkpoint, after {disk.failed_at}"

@@ -22,13 +22,13 @@ from daemonkit import (
     snapshot,
     write,
 )
+from disk_errors import watched
 from prometheus_client import generate_latest
 from waiting import wait_until
 
 from weightcast.publisher.desk import Desk
 from weightcast.publisher.settings import PublisherSettings
 from weightcast.publisher.watched import Arrivals
-from weightcast.shared import failpoints
 from weightcast.shared.channel.claims import claim, this_process
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater, WrongRun
 from weightcast.shared.service.daemon import Stop, Wakeup
@@ -249,12 +249,9 @@ def test_what_a_disk_error_left_of_a_consumed_checkpoint_goes_with_the_next_look
             for error in errors:
                 raise error
 
-    failpoints.watch(fail_once)
-    try:
+    with watched(fail_once):
         rename_in(places.watch / "step_1", weights(1))
         office.settle()
-    finally:
-        failpoints.watch(None)
     office.step()
     assert [path.name for path in places.watch.iterdir() if path.name != ".probe"] == []
     assert next(errors, None) is None and office.published() == [(1, 1)]

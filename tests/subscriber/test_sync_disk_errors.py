@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from disk_errors import Disk, watched
 from doubles import Answer
 from hosts import Host, Mapping_, Run, SGLang, Site
 
-from weightcast.shared import failpoints
 from weightcast.shared.errors import WeightcastError
 
 UPDATE = "/update_weights_from_disk"
@@ -23,38 +21,18 @@ MOST_VERSIONS = 200
 
 
 @dataclass
-class Disk:
-    """Fails at the `number`-th failpoint that touches it (from 1) and at `lasting` more behind that."""
-
-    engine: Mapping_
-    number: int
-    lasting: int
-    passed: int = 0
-    failed_at: list[str] = field(default_factory=list)
+class HostDisk(Disk):
+    engine: Mapping_ = field(kw_only=True)
     torn: list[str] = field(default_factory=list)
     """what had failed when words were written under an engine that served"""
 
     def __call__(self, name: str, where: Path | None) -> None:
         if name == "patch.record" and not self.engine.paused:
             self.torn.append(f"{self.failed_at}")
-        if name.startswith(ELSEWHERE):
-            return
-        self.passed += 1
-        if self.number <= self.passed <= self.number + self.lasting:
-            self.failed_at.append(name if where is None else f"{name} {where.name}")
-            raise OSError(errno.EIO, "Input/output error")
+        super().__call__(name, where)
 
 
-@contextmanager
-def watched(disk: Disk) -> Iterator[None]:
-    failpoints.watch(disk)
-    try:
-        yield
-    finally:
-        failpoints.watch(None)
-
-
-def stepped_until_ready(host: Host, disk: Disk) -> bool:
+def stepped_until_ready(host: Host, disk: HostDisk) -> bool:
     """As the daemon does, whatever a step raises."""
     for _ in range(MOST_STEPS):
         with suppress(WeightcastError), watched(disk):
@@ -63,7 +41,7 @@ def stepped_until_ready(host: Host, disk: Disk) -> bool:
     return False
 
 
-def check(run: Run, host: Host, engines: tuple[Mapping_, SGLang], disk: Disk, version: int) -> None:
+def check(run: Run, host: Host, engines: tuple[Mapping_, SGLang], disk: HostDisk, version: int) -> None:
     mapping, copying = engines
     assert stepped_until_ready(host, disk), disk.failed_at
     assert disk.torn == []
@@ -85,7 +63,7 @@ def test_at_every_failpoint_of_a_version(site: Site, lasting: int) -> None:
     assert host.step().ready
     for number in range(1, MOST_VERSIONS):
         version = run.publish()
-        disk = Disk(engines[0], number, lasting)
+        disk = HostDisk(number, lasting, ELSEWHERE, engine=engines[0])
         check(run, host, engines, disk, version)
         if not disk.failed_at:
             break

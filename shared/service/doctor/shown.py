@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from weightcast.shared.files.paths import printable
 from weightcast.shared.service.doctor.findings import LEVELS, Finding, Level, counts
-from weightcast.shared.service.output import printable
 
 _STYLES: dict[Level, str] = {"ok": "green", "note": "cyan", "warning": "yellow", "failure": "bold red"}
 
