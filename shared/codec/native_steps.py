@@ -54,14 +54,16 @@ def _take(data: Any, at: Any, k: Any) -> Any:
 
 
 @kernel
-def _take_values(data: Any, start: Any, stop: Any, k: Any, values: Any) -> Any:
+def _take_values(data: Any, start: Any, stop: Any, k: Any, placing: Any, values: Any) -> Any:
     """Four codes of a load at once where they are whole and none is escaped. What lies behind the end of the
-    stream may be taken for codes: the last check finds that."""
-    at, end, most = I64(start) << 3, I64(stop) << 3, U64(0)
-    mask, tail, i = (U64(1) << k) - U64(1), k + U64(1), I64(0)
-    while i < values.size:
+    stream may be taken for codes: the last check finds that. `placing`: all bits set where values are gaps
+    and positions are wanted, else 0. Returns the least position that may follow, -1 for damage."""
+    at, end, most, least = I64(start) << 3, I64(stop) << 3, U64(0), U64(0)
+    mask, tail, i = (U64(1) << k) - U64(1), k + U64(1), U64(0)
+    count = U64(values.size)
+    while i < count:
         if at >= end:
-            return False
+            return I64(-1)
         bits = load64(data, at >> 3) >> U64(at & 7)
         zeros0 = trailing_zeros(bits)
         bits1 = (bits >> tail) >> (zeros0 & U64(63))
@@ -72,46 +74,53 @@ def _take_values(data: Any, start: Any, stop: Any, k: Any, values: Any) -> Any:
         zeros3 = trailing_zeros(bits3)
         used = zeros0 + zeros1 + zeros2 + zeros3 + (tail << U64(2))
         longest = max(zeros0, zeros1, zeros2, zeros3)
-        if used <= U64(_WHOLE_BITS) and longest < U64(ESCAPE) and i + 4 <= values.size:
-            value0 = (zeros0 << k) | ((bits >> (zeros0 + U64(1))) & mask)
-            value1 = (zeros1 << k) | ((bits1 >> (zeros1 + U64(1))) & mask)
-            value2 = (zeros2 << k) | ((bits2 >> (zeros2 + U64(1))) & mask)
-            value3 = (zeros3 << k) | ((bits3 >> (zeros3 + U64(1))) & mask)
-            values[i], values[i + 1], values[i + 2], values[i + 3] = value0, value1, value2, value3
-            at, i = at + I64(used), i + 4
+        if used <= U64(_WHOLE_BITS) and longest < U64(ESCAPE) and i + U64(4) <= count:
+            values[i] = least = least + ((zeros0 << k) | ((bits >> (zeros0 + U64(1))) & mask))
+            least = (least + U64(1)) & placing
+            values[i + U64(1)] = least = least + ((zeros1 << k) | ((bits1 >> (zeros1 + U64(1))) & mask))
+            least = (least + U64(1)) & placing
+            values[i + U64(2)] = least = least + ((zeros2 << k) | ((bits2 >> (zeros2 + U64(1))) & mask))
+            least = (least + U64(1)) & placing
+            values[i + U64(3)] = least = least + ((zeros3 << k) | ((bits3 >> (zeros3 + U64(1))) & mask))
+            at, i = at + I64(used), i + U64(4)
         else:
             value, at = _take(data, at, k)
-            values[i] = value
+            values[i] = least = least + U64(value)
             most |= U64(value)
-            i += 1
-    return (at + 7) >> 3 == stop and most <= U64(GREATEST)
+            i += U64(1)
+        least = (least + U64(1)) & placing
+    return I64(least) if (at + 7) >> 3 == stop and most <= U64(GREATEST) else I64(-1)
 
 
 def take_values(data: ByteArray, start: int, stop: int, k: int, values: Array32) -> bool:
-    return bool(_take_values(frozen(data), start, stop, U64(k), values))
+    return bool(_take_values(frozen(data), start, stop, U64(k), U64(0), values) >= 0)
 
 
 @kernel
-def _positions(index: Any, borders: Any, shifts: Any) -> Any:
-    """Gaps to positions, in place. `borders`: where spans begin with no padding counted, then one that no
-    position reaches."""
-    least, span, border, shift = I64(0), 0, borders[1], shifts[0]
-    for i in range(index.size):
-        position = least + I64(index[i])
-        least = position + 1
-        while position >= border:
-            span += 1
-            border, shift = borders[span + 1], shifts[span]
-        index[i] = position + shift
-    return least
+def _spread(index: Any, borders: Any, shifts: Any) -> None:
+    """Positions get the padding before their spans, in place. `borders`: where spans begin with no padding
+    counted, then one that no position reaches."""
+    first = 0
+    for span in range(shifts.size):
+        low, high = first, index.size
+        while low < high:
+            middle = (low + high) >> 1
+            if I64(index[middle]) < borders[span + 1]:
+                low = middle + 1
+            else:
+                high = middle
+        for i in range(U64(first), U64(low)):
+            index[i] += shifts[span]
+        first = low
 
 
 def take_gaps(
     data: ByteArray, start: int, stop: int, k: int, borders: Counts, shifts: Counts, index: Array32
 ) -> int:
-    if not take_values(data, start, stop, k, index):
-        return -1
-    return int(_positions(index, borders, shifts))
+    end = int(_take_values(frozen(data), start, stop, U64(k), ~U64(0), index))
+    if end >= 0 and shifts.any():
+        _spread(index, borders, shifts)
+    return end
 
 
 @inlined
