@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from weightcast.shared.codec.native_classes import exponents_of_all, put_classes, take_classes
+from weightcast.shared.codec.native_codes import take_gaps, take_values
 from weightcast.shared.codec.native_contexts import plan_contexts
 from weightcast.shared.codec.native_dense import add_steps, escaped, join_planes, split_planes, step_bytes
 from weightcast.shared.codec.native_exchange import exchange_packed, pack_gaps
 from weightcast.shared.codec.native_rice import put_gaps, put_magnitudes, put_values
 from weightcast.shared.codec.native_scan import compared, scanned, scatter, split
-from weightcast.shared.codec.native_steps import take_gaps, take_steps, take_values
+from weightcast.shared.codec.native_steps import take_steps
 
 __all__ = [
     "add_steps",

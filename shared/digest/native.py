@@ -322,7 +322,8 @@ def on_stack(typing: Any, count: Any, like: Any) -> Any:
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         lane, size = context.get_data_type(like), ir.Constant(ir.IntType(64), count.literal_value)
-        room = cgutils.alloca_once(builder, ir.ArrayType(lane, count.literal_value))
+        with builder.goto_entry_block():  # numba's own way fills it, a store per word: minutes of compiling
+            room = builder.alloca(ir.ArrayType(lane, count.literal_value))
         room.align = 64
         width = ir.Constant(ir.IntType(64), context.get_abi_sizeof(lane))
         array = context.make_array(form)(context, builder)

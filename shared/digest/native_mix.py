@@ -206,6 +206,70 @@ class _Touched:
             builder.store(builder.add(builder.load(place, align=8), counted), place, align=8)
 
 
+MARGIN = 8
+"""entries before the first in the arrays of `merge8` and `add8` that others are compared with"""
+
+
+class _Lanes:
+    """Rows of 8 of the uint64 arrays that an intrinsic is given."""
+
+    def __init__(self, context: Any, builder: Any, kinds: Any, args: Any) -> None:
+        self._context, self._builder, self._kinds, self._args = context, builder, kinds, args
+
+    def place(self, number: int, at: Any) -> Any:
+        offset = self._builder.mul(at, ir.Constant(_WORD, 8))
+        start = address(self._context, self._builder, self._kinds[number], self._args[number], offset, 64)
+        return self._builder.bitcast(start, _LANES.as_pointer())
+
+    def load(self, number: int, at: Any) -> Any:
+        return self._builder.load(self.place(number, at), align=8)
+
+    def store(self, number: int, at: Any, words: Any) -> None:
+        self._builder.store(words, self.place(number, at), align=8)
+
+
+@intrinsic
+def merge8(typing: Any, merged: Any, flips: Any, places: Any, at: Any, behind: Any) -> Any:
+    """Into merged[at : at + 8] what flips in the words `behind` before them, where those have the same of
+    `places`. Returns a bit for each that has. `flips` and `places` begin with MARGIN entries."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes, at = _Lanes(context, builder, signature.args, args), args[3]
+        here = builder.add(at, ir.Constant(_WORD, MARGIN))
+        there = builder.sub(here, args[4])
+        same = builder.icmp_unsigned("==", lanes.load(2, here), lanes.load(2, there))
+        flipped = builder.select(same, lanes.load(1, there), _each(0))
+        lanes.store(0, at, builder.or_(lanes.load(0, at), flipped))
+        return builder.zext(builder.bitcast(same, ir.IntType(8)), _WORD)
+
+    return types.uint64(merged, flips, places, types.uint64, types.uint64), build
+
+
+@intrinsic
+def add8(typing: Any, old: Any, merged: Any, places: Any, at: Any, number: Any, sums: Any) -> Any:
+    """The 8-byte words old[at : at + 8] into `sums` as `keep8` has them: as they are, and with `merged`
+    flipped. Of those with the same of `places` the last counts. `places` begins with MARGIN entries, goes on
+    for one more, and counts from `number` on."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes, at = _Lanes(context, builder, signature.args, args), args[3]
+        here, following = (
+            lanes.load(2, builder.add(at, ir.Constant(_WORD, MARGIN + step))) for step in (0, 1)
+        )
+        last = builder.icmp_unsigned("!=", here, following)
+        numbers = builder.add(here, repeated(builder, args[4], 64, 8))
+        products = [builder.mul(numbers, _each(mix[0])) for mix in (MIX_A, MIX_B)]
+        before = lanes.load(0, at)
+        for row, words in enumerate((before, builder.xor(before, lanes.load(1, at)))):
+            for lane, mixed in enumerate((mixed_a, mixed_b)):
+                place = ir.Constant(_WORD, 8 * (2 * row + lane))
+                counted = builder.select(last, mixed(builder, words, products[lane]), _each(0))
+                lanes.store(5, place, builder.add(lanes.load(5, place), counted))
+        return context.get_dummy_value()
+
+    return types.none(old, merged, places, types.uint64, types.uint64, sums), build
+
+
 SUMS = 32
 """words of a sum in progress; as all that lies on the stack not across two cache lines, which is slow"""
 
