@@ -30,9 +30,8 @@ _WORTH_FRAMES = 4096
 _WORTH_CLASSES = 256
 """changes from which headers of classes do"""
 _MANY = 0.45
-"""share of changed words from which step bytes are looked at"""
-_SLOW = 0.29
-"""the same where speed counts: above it a code per change is read at less than half of the field's speed"""
+"""share of changed words from which step bytes are looked at; where half change, a code per change is read at
+half of the field's speed"""
 _SPEED = 1.3
 """how many times the bits quicker step bytes may take then"""
 _FEW_LONGER = 1 / 16
@@ -79,7 +78,7 @@ def _dense(
 ) -> int | None:
     """A mode that holds every word, by a sample of the words; None where changes alone are better."""
     after = dense.sampled(counted.pick(new()))
-    if len(changes) >= (_SLOW if encoding == "fast" else _MANY) * counted.words:
+    if len(changes) >= _MANY * counted.words:
         taken = dense.sample_steps(dense.sampled(counted.pick(old)), after, kind)
         if _steps_pay(taken, len(changes), counted, encoding):
             return STEPS
