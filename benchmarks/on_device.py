@@ -21,8 +21,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from weightcast.publisher.device_words import differing, on_host, span_lanes
-from weightcast.publisher.on_device import Baselines, Near, OnDevice
+from weightcast.publisher.weights.device_words import differing, on_host, span_lanes
+from weightcast.publisher.weights.on_device import Baselines, Near, OnDevice
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.warm_up import warm_up
 from weightcast.shared.digest.hash import hash_bytes

@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from weightcast.publisher import Publisher, Shard, cast_like, init_channel
-from weightcast.publisher.handover import HandOver
 from weightcast.publisher.submit import Hold
+from weightcast.publisher.trainer.handover import HandOver
 from weightcast.shared.codec.warm_up import warm_up
 
 from .steps import Masters

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from textwrap import wrap
 
-from weightcast.publisher.settings import PublisherSettings
+from weightcast.publisher.service.settings import PublisherSettings
 from weightcast.shared.service.settings import ServiceSettings, SettingDoc, describe_settings
 from weightcast.subscriber.settings import SubscriberSettings
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weightcast.publisher.figures import Figures as PublisherFigures
-from weightcast.publisher.fleet_figures import FleetFigures
-from weightcast.publisher.fleet_view import ChannelPage
+from weightcast.publisher.fleet.figures import FleetFigures
+from weightcast.publisher.fleet.view import ChannelPage
+from weightcast.publisher.service.figures import Figures as PublisherFigures
 from weightcast.shared.service.disk import DiskFigures
 from weightcast.shared.service.facts import LoopStatus, Snapshot
 from weightcast.shared.service.fleet import Fleet

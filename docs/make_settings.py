@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightcast.publisher.settings import PublisherSettings
+from weightcast.publisher.service.settings import PublisherSettings
 from weightcast.shared.service.settings import ServiceSettings, SettingDoc, describe_settings
 from weightcast.subscriber.settings import SubscriberSettings
 

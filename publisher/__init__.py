@@ -1,19 +1,19 @@
 """The trainer's side: writes versions and the pointer.
 
-Names are imported when they are used: `weightcast.publisher.handover` needs numpy alone.
+Names are imported when they are used: `weightcast.publisher.trainer.handover` needs numpy alone.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from weightcast.publisher.cast import CastWeights, cast_like
     from weightcast.publisher.channel_init import init_channel
-    from weightcast.publisher.given import RawTensor, Shard
-    from weightcast.publisher.handover import HandOver
     from weightcast.publisher.publisher import Publisher
-    from weightcast.publisher.report import PublishReport
     from weightcast.publisher.submit import Handle
+    from weightcast.publisher.trainer.cast import CastWeights, cast_like
+    from weightcast.publisher.trainer.handover import HandOver
+    from weightcast.publisher.version.report import PublishReport
+    from weightcast.publisher.weights.given import RawTensor, Shard
 
 __all__ = [
     "CastWeights",
@@ -27,14 +27,14 @@ __all__ = [
     "init_channel",
 ]
 _MODULES = {
-    "CastWeights": "cast",
-    "HandOver": "handover",
+    "CastWeights": "trainer.cast",
+    "HandOver": "trainer.handover",
     "Handle": "submit",
-    "PublishReport": "report",
+    "PublishReport": "version.report",
     "Publisher": "publisher",
-    "RawTensor": "given",
-    "Shard": "given",
-    "cast_like": "cast",
+    "RawTensor": "weights.given",
+    "Shard": "weights.given",
+    "cast_like": "trainer.cast",
     "init_channel": "channel_init",
 }
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weightcast.publisher.vouching import Vouching
+from weightcast.publisher.version.vouching import Vouching
 from weightcast.shared.channel.base import Base, write_base
 from weightcast.shared.channel.channel_file import ChannelFile, write_channel_file
 from weightcast.shared.channel.keys import PrivateKey

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from weightcast.publisher.care.remake import remake
 from weightcast.publisher.publisher import Publisher
-from weightcast.publisher.remake import remake
 from weightcast.shared.channel.base import BASE_LIMIT, Base, parse_base
 from weightcast.shared.channel.chain import Problem
 from weightcast.shared.channel.channel_file import parse_channel_file

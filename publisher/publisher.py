@@ -13,20 +13,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from weightcast.publisher.commit import PostWrite
-from weightcast.publisher.finite import NonFinite
-from weightcast.publisher.member import Member
-from weightcast.publisher.on_device import Baselines, OnDevice, When
-from weightcast.publisher.orders import carry_out, held, is_carried_out, standing
-from weightcast.publisher.owner import Owner
-from weightcast.publisher.rendezvous import Rank
-from weightcast.publisher.report import PublishReport
+from weightcast.publisher.care.orders import carry_out, held, is_carried_out, standing
+from weightcast.publisher.care.upkeep import Background, Upkeep, UpkeepOptions
 from weightcast.publisher.resume import Resumed, position, resumed
 from weightcast.publisher.submit import Handle, Hold, Submissions, WhenBusy
-from weightcast.publisher.tensors import CheckpointWeights, GivenWeights, NewWeights
-from weightcast.publisher.upkeep import Background, Upkeep, UpkeepOptions
-from weightcast.publisher.vouching import Vouching
-from weightcast.publisher.work import PublishOptions, Until, Watching, Work
+from weightcast.publisher.version.commit import PostWrite
+from weightcast.publisher.version.member import Member
+from weightcast.publisher.version.owner import Owner
+from weightcast.publisher.version.rendezvous import Rank
+from weightcast.publisher.version.report import PublishReport
+from weightcast.publisher.version.vouching import Vouching
+from weightcast.publisher.version.work import PublishOptions, Until, Watching, Work
+from weightcast.publisher.weights.finite import NonFinite
+from weightcast.publisher.weights.on_device import Baselines, OnDevice, When
+from weightcast.publisher.weights.tensors import CheckpointWeights, GivenWeights, NewWeights
 from weightcast.shared.channel.base import Base
 from weightcast.shared.channel.channel_file import ChannelFile
 from weightcast.shared.channel.claims import Claim, claim, this_process

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightcast.publisher.orders import root_of
+from weightcast.publisher.care.orders import root_of
 from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import Forked, Refused, WrongRun

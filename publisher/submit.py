@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Literal, get_args
 
-from weightcast.publisher.report import PublishReport
-from weightcast.publisher.work import Work
+from weightcast.publisher.version.report import PublishReport
+from weightcast.publisher.version.work import Work
 from weightcast.shared.errors import NotInTime, Refused
 
 WhenBusy = Literal["block", "newest"]

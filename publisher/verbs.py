@@ -9,10 +9,10 @@ import typer
 from rich.console import Console
 
 from weightcast.publisher import verbs_publish
+from weightcast.publisher.care.resign import sign_channel
 from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.channel_repair import Repairs, repair_channel
-from weightcast.publisher.resign import sign_channel
-from weightcast.publisher.settings import PublisherSettings
+from weightcast.publisher.service.settings import PublisherSettings
 from weightcast.publisher.verbs_care import register_care
 from weightcast.publisher.verbs_publish import show_facts
 from weightcast.shared.channel.keys import load_private_key
@@ -50,7 +50,7 @@ def register(app: typer.Typer) -> None:
 
 def _run(settings: PublisherSettings) -> None:
     # the web framework costs a second of start-up that one-shots need not pay
-    from weightcast.publisher.daemon import run_publisher
+    from weightcast.publisher.service.daemon import run_publisher
 
     setup_logs(settings.log_format, settings.log_level)
     run_publisher(settings)

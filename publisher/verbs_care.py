@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from weightcast.publisher.living import Living
-from weightcast.publisher.orders import order_rollback
-from weightcast.publisher.prune import prune as carry_out
-from weightcast.publisher.prune import situation
-from weightcast.publisher.retention import Retention, Verdict, decide
+from weightcast.publisher.care.living import Living
+from weightcast.publisher.care.orders import order_rollback
+from weightcast.publisher.care.prune import prune as carry_out
+from weightcast.publisher.care.prune import situation
+from weightcast.publisher.care.retention import Retention, Verdict, decide
 from weightcast.shared.channel import marks
 from weightcast.shared.channel.claims import claim, this_process
 from weightcast.shared.channel.pointer import Pointer

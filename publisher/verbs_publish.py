@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from weightcast.publisher.finite import NonFinite
+from weightcast.publisher.care.upkeep import UpkeepOptions
 from weightcast.publisher.publisher import Publisher
-from weightcast.publisher.report import Publication, publication, total_seconds
-from weightcast.publisher.upkeep import UpkeepOptions
+from weightcast.publisher.version.report import Publication, publication, total_seconds
+from weightcast.publisher.weights.finite import NonFinite
 from weightcast.shared.channel.index import Encoding
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.service.output import Output

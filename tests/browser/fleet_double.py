@@ -14,8 +14,8 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from prometheus_client import CollectorRegistry
 
-from weightcast.publisher.page_routes import PAGE_PATHS, page_routes
-from weightcast.publisher.status import PublisherStatus
+from weightcast.publisher.fleet.page_routes import PAGE_PATHS, page_routes
+from weightcast.publisher.service.status import PublisherStatus
 from weightcast.shared.service.facts import Readiness
 from weightcast.shared.service.http import make_app
 

@@ -14,7 +14,7 @@ from fleet_double import Double, host
 from pydantic import BaseModel
 from tabs import OpenTab
 
-from weightcast.publisher.outlook import CatchUp, PrunePlan, Versions
+from weightcast.publisher.fleet.outlook import CatchUp, PrunePlan, Versions
 from weightcast.shared.service.fleet import Fleet
 
 if TYPE_CHECKING:

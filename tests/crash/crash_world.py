@@ -36,8 +36,8 @@ from crash_power import record_syncs
 from crash_processes import CRASHED, Child, NotReached, Order, fork, wait_for
 
 from weightcast.publisher import Publisher, init_channel
-from weightcast.publisher.daemon import run_publisher
-from weightcast.publisher.settings import PublisherSettings
+from weightcast.publisher.service.daemon import run_publisher
+from weightcast.publisher.service.settings import PublisherSettings
 from weightcast.shared.service.logs import setup_logs
 from weightcast.subscriber.daemon import run_subscriber
 from weightcast.subscriber.settings import SubscriberSettings

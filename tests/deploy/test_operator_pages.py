@@ -13,8 +13,8 @@ import pytest
 import typer
 from pydantic import BaseModel
 
-from weightcast.publisher import status as publisher_status
-from weightcast.publisher.report import Publication
+from weightcast.publisher.service import status as publisher_status
+from weightcast.publisher.version.report import Publication
 from weightcast.shared import errors
 from weightcast.shared.service.app import new_app, register_sides
 from weightcast.shared.service.cli import VERBS

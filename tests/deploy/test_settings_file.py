@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weightcast.publisher.settings import PublisherSettings
+from weightcast.publisher.service.settings import PublisherSettings
 from weightcast.shared.service.settings import ServiceSettings, describe_settings, load_settings
 from weightcast.subscriber.settings import SubscriberSettings
 

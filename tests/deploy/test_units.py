@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from weightcast.publisher.settings import PublisherSettings
+from weightcast.publisher.service.settings import PublisherSettings
 from weightcast.shared.service.settings import ServiceSettings
 from weightcast.subscriber.settings import SubscriberSettings
 

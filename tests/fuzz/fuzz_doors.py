@@ -14,8 +14,8 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import SecretStr
 
-from weightcast.publisher.queue import Queue
-from weightcast.publisher.routes import publication_routes
+from weightcast.publisher.service.queue import Queue
+from weightcast.publisher.service.routes import publication_routes
 from weightcast.shared.service.facts import LoopStatus, Readiness
 from weightcast.shared.service.http import make_app
 from weightcast.shared.service.metrics import new_registry

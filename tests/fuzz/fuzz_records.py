@@ -12,14 +12,14 @@ from pathlib import Path
 
 from test_fuzz_parsers import INDEX, SAFETENSORS, TABLE
 
-from weightcast.publisher import exchange
-from weightcast.publisher.boxes import Box
-from weightcast.publisher.diff import SegmentSums
-from weightcast.publisher.division import Division
-from weightcast.publisher.exchange import Sent, Share
-from weightcast.publisher.inbox import parse_entries
-from weightcast.publisher.queue import Queue
-from weightcast.publisher.rendezvous import Attempt, Rank, collect_parts, find_attempt, leave_failure
+from weightcast.publisher.service.inbox import parse_entries
+from weightcast.publisher.service.queue import Queue
+from weightcast.publisher.version import exchange
+from weightcast.publisher.version.diff import SegmentSums
+from weightcast.publisher.version.division import Division
+from weightcast.publisher.version.exchange import Sent, Share
+from weightcast.publisher.version.rendezvous import Attempt, Rank, collect_parts, find_attempt, leave_failure
+from weightcast.publisher.weights.boxes import Box
 from weightcast.shared.channel import marks
 from weightcast.shared.channel.index import parse_index, write_index
 from weightcast.shared.channel.keys import load_private_key, trusted_keys

@@ -15,7 +15,7 @@ from core_cases import bytes_of, every_dtype, read_checkpoint, some_changed, wri
 from local_cases import Run, catch_up, following, step_to
 
 from weightcast.publisher import Publisher, init_channel
-from weightcast.publisher.upkeep import UpkeepOptions
+from weightcast.publisher.care.upkeep import UpkeepOptions
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater, WeightcastError
 from weightcast.shared.local.detours import Detours

@@ -12,8 +12,8 @@ import numpy as np
 from core_cases import all_changed
 from publisher_cases import as_numpy, numpy_model
 
-from weightcast.publisher.given import CastTensor
-from weightcast.publisher.handover import HandOver
+from weightcast.publisher.trainer.handover import HandOver
+from weightcast.publisher.weights.given import CastTensor
 from weightcast.shared.failpoints import watch
 
 export, moment = Path(sys.argv[1]), sys.argv[2]

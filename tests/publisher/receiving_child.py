@@ -5,8 +5,8 @@ import signal
 import sys
 from pathlib import Path
 
-from weightcast.publisher.daemon import run_publisher
-from weightcast.publisher.settings import PublisherSettings
+from weightcast.publisher.service.daemon import run_publisher
+from weightcast.publisher.service.settings import PublisherSettings
 from weightcast.shared.failpoints import watch
 
 name, left = sys.argv[1], int(sys.argv[2])

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from publisher_cases import Place, make_place
 
 from weightcast.publisher import cast_like
-from weightcast.publisher.given import CastTensor, RawTensor
-from weightcast.publisher.handover import HandOver
-from weightcast.publisher.received import Received
+from weightcast.publisher.service.received import Received
+from weightcast.publisher.trainer.handover import HandOver
+from weightcast.publisher.weights.given import CastTensor, RawTensor
 from weightcast.shared.errors import Refused
 
 torch = pytest.importorskip("torch")
@@ -109,7 +109,7 @@ def test_numpy_rounds_as_torch_does(bits: list[int]) -> None:
 
 
 def cast_from(array: Any) -> Any:
-    from weightcast.publisher import cast
+    from weightcast.publisher.trainer import cast
 
     made = CastTensor(array, "BF16", cast._converted).made()
     assert isinstance(made, RawTensor)

@@ -15,9 +15,9 @@ from publisher_cases import as_numpy, make_place
 from sharded_world import Array, Cut, along, grid_of
 
 from weightcast.publisher import Shard
-from weightcast.publisher.compared import ComparedWeights
-from weightcast.publisher.shards import Own
-from weightcast.publisher.tensors import GivenWeights
+from weightcast.publisher.version.compared import ComparedWeights
+from weightcast.publisher.version.shards import Own
+from weightcast.publisher.weights.tensors import GivenWeights
 from weightcast.shared.errors import NeedsReseed, RetryLater
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 

@@ -12,9 +12,9 @@ import pytest
 from daemonkit import INDEX, Places, Tensors, base_tensors, changed, local_bytes, plain, rename_in
 from disk_errors import Disk, watched
 
-from weightcast.publisher.desk import Desk
-from weightcast.publisher.settings import PublisherSettings
-from weightcast.publisher.watched import Arrivals
+from weightcast.publisher.service.desk import Desk
+from weightcast.publisher.service.settings import PublisherSettings
+from weightcast.publisher.service.watched import Arrivals
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.local.follow import Follower

@@ -14,7 +14,7 @@ from weightcast.shared.words import Chunk, Part, Segment, TensorSpec, TensorTabl
 
 torch = pytest.importorskip("torch")
 
-from weightcast.publisher.device_words import differing, fetch, has_whole_eights, on_host, span_lanes  # noqa: E402
+from weightcast.publisher.weights.device_words import differing, fetch, has_whole_eights, on_host, span_lanes  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GOLDEN = {

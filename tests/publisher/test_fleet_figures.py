@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pytest
 from prometheus_client import generate_latest
 
-from weightcast.publisher.fleet_figures import FleetFigures, lag_label
-from weightcast.publisher.fleet_view import ChannelPage
-from weightcast.publisher.outlook import CatchUp, CatchUpRow, Joiner, VersionRow, Versions
+from weightcast.publisher.fleet.figures import FleetFigures, lag_label
+from weightcast.publisher.fleet.outlook import CatchUp, CatchUpRow, Joiner, VersionRow, Versions
+from weightcast.publisher.fleet.view import ChannelPage
 from weightcast.shared.service.fleet import Fleet, Host
 from weightcast.shared.service.metrics import Metrics
 

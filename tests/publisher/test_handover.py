@@ -16,9 +16,9 @@ from daemonkit import Daemon, Places
 from publisher_cases import Place, as_numpy, make_place, numpy_model
 from waiting import wait_until
 
-from weightcast.publisher.export import Export
-from weightcast.publisher.handover import HandOver
-from weightcast.publisher.received import Received
+from weightcast.publisher.service.received import Received
+from weightcast.publisher.trainer.export import Export
+from weightcast.publisher.trainer.handover import HandOver
 from weightcast.shared.errors import Refused, RetryLater
 
 HERE = Path(__file__).parent
@@ -182,7 +182,7 @@ def test_published_and_not_noted(place: Place, export: Path) -> None:
 
 def test_light_to_import() -> None:
     code = (
-        "import sys, weightcast.publisher.handover;"
+        "import sys, weightcast.publisher.trainer.handover;"
         "heavy = {'numba', 'torch', 'fastapi', 'pydantic', 'blake3', 'zstandard'};"
         "print(sorted(heavy & sys.modules.keys()))"
     )

@@ -7,8 +7,8 @@ import pytest
 from daemonkit import INDEX, base_tensors, files_of, rename_in, write
 from waiting import wait_until
 
-from weightcast.publisher.inbox import Marks, Sighting
-from weightcast.publisher.looks import bury_leftovers, consume, look, marks, was_moved_in
+from weightcast.publisher.service.inbox import Marks, Sighting
+from weightcast.publisher.service.looks import bury_leftovers, consume, look, marks, was_moved_in
 from weightcast.shared.errors import Refused, RetryLater
 
 

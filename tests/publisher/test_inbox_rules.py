@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightcast.publisher.inbox import (
+from weightcast.publisher.service.inbox import (
     Entry,
     FileMark,
     Inbox,

@@ -12,8 +12,8 @@ import pytest
 from core_cases import Model, ended, some_changed
 from publisher_cases import make_place
 
-from weightcast.publisher.retention import Retention
-from weightcast.publisher.upkeep import UpkeepOptions
+from weightcast.publisher.care.retention import Retention
+from weightcast.publisher.care.upkeep import UpkeepOptions
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.store import Channel
 

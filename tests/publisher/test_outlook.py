@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from publisher_cases import Place, make_place
 
-from weightcast.publisher.ledger import Ledger, Page
-from weightcast.publisher.outlook import catch_up, prune_plan, steps, version_rows
-from weightcast.publisher.posted import BURST, PER_HOST_SECONDS, Posted, TooMany
-from weightcast.publisher.retention import Held, Hop, Retention, Situation, Way
+from weightcast.publisher.care.retention import Held, Hop, Retention, Situation, Way
+from weightcast.publisher.fleet.ledger import Ledger, Page
+from weightcast.publisher.fleet.outlook import catch_up, prune_plan, steps, version_rows
+from weightcast.publisher.fleet.posted import BURST, PER_HOST_SECONDS, Posted, TooMany
 from weightcast.shared.channel.reports import Report, pack_report, read_reports
 from weightcast.shared.channel.shown import Shown
 from weightcast.shared.errors import RetryLater, WrongRun

@@ -14,9 +14,16 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 
-from weightcast.publisher.outlook import CatchUp, CatchUpRow, Joiner, PlannedVersion, PrunePlan, VersionRow
-from weightcast.publisher.page_routes import PAGE_PATHS, page_routes
-from weightcast.publisher.status import PublisherStatus
+from weightcast.publisher.fleet.outlook import (
+    CatchUp,
+    CatchUpRow,
+    Joiner,
+    PlannedVersion,
+    PrunePlan,
+    VersionRow,
+)
+from weightcast.publisher.fleet.page_routes import PAGE_PATHS, page_routes
+from weightcast.publisher.service.status import PublisherStatus
 from weightcast.shared.service.facts import Readiness
 from weightcast.shared.service.fleet import EngineLine, Fleet, Host, LagCount, Standing, UpdateLine
 from weightcast.shared.service.http import make_app

@@ -15,11 +15,11 @@ from core_cases import Model, bytes_of, read_checkpoint, snapshot, some_changed
 from publisher_cases import Place, make_place
 
 from weightcast.publisher import Publisher
-from weightcast.publisher.living import LIVING_SECONDS, Living
-from weightcast.publisher.orders import order_rollback
-from weightcast.publisher.prune import Uptime, empty_trash
-from weightcast.publisher.retention import Retention
-from weightcast.publisher.upkeep import UpkeepOptions
+from weightcast.publisher.care.living import LIVING_SECONDS, Living
+from weightcast.publisher.care.orders import order_rollback
+from weightcast.publisher.care.prune import Uptime, empty_trash
+from weightcast.publisher.care.retention import Retention
+from weightcast.publisher.care.upkeep import UpkeepOptions
 from weightcast.shared.channel import marks
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.reports import Report, write_report

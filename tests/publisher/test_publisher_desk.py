@@ -26,9 +26,9 @@ from disk_errors import watched
 from prometheus_client import generate_latest
 from waiting import wait_until
 
-from weightcast.publisher.desk import Desk
-from weightcast.publisher.settings import PublisherSettings
-from weightcast.publisher.watched import Arrivals
+from weightcast.publisher.service.desk import Desk
+from weightcast.publisher.service.settings import PublisherSettings
+from weightcast.publisher.service.watched import Arrivals
 from weightcast.shared.channel.claims import claim, this_process
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater, WrongRun
 from weightcast.shared.service.daemon import Stop, Wakeup

@@ -13,9 +13,9 @@ from daemonkit import base_tensors, write
 from prometheus_client import CollectorRegistry
 from waiting import wait_until
 
-from weightcast.publisher.queue import QUEUE_LIMIT, Queue
-from weightcast.publisher.report import Publication
-from weightcast.publisher.routes import check_checkpoint, publication_routes
+from weightcast.publisher.service.queue import QUEUE_LIMIT, Queue
+from weightcast.publisher.service.routes import check_checkpoint, publication_routes
+from weightcast.publisher.version.report import Publication
 from weightcast.shared.errors import Refused
 from weightcast.shared.service.daemon import Stop, Wakeup, run_daemon
 from weightcast.shared.service.facts import LoopStatus, Readiness

@@ -13,8 +13,8 @@ from core_cases import Model, all_changed, snapshot, some_changed, write_checkpo
 from publisher_cases import Place, make_place
 
 from weightcast.publisher import Publisher
+from weightcast.publisher.care.upkeep import UpkeepOptions
 from weightcast.publisher.channel_repair import Repairs, repair_channel
-from weightcast.publisher.upkeep import UpkeepOptions
 from weightcast.shared.channel.faults import faults
 from weightcast.shared.channel.keys import load_private_key
 from weightcast.shared.channel.signing import Trust

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightcast.publisher.retention import Held, Retention, Situation, cheapest, decide, window
+from weightcast.publisher.care.retention import Held, Retention, Situation, cheapest, decide, window
 from weightcast.shared.channel.shown import Shown
 
 

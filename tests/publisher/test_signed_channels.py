@@ -16,8 +16,8 @@ from core_cases import Model, bytes_of, flip, read_checkpoint, snapshot, some_ch
 from publisher_cases import Place, make_place
 
 from weightcast.publisher import init_channel
-from weightcast.publisher.resign import sign_channel
-from weightcast.publisher.upkeep import UpkeepOptions
+from weightcast.publisher.care.resign import sign_channel
+from weightcast.publisher.care.upkeep import UpkeepOptions
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.index import INDEX_NAME
 from weightcast.shared.channel.keys import PrivateKey, load_private_key, write_private_key

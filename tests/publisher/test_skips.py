@@ -15,9 +15,9 @@ from publisher_cases import Place, make_place
 from waiting import wait_until
 
 from weightcast.publisher import Publisher
-from weightcast.publisher.pace import Pace, fewest_bytes
-from weightcast.publisher.skips import due_skips
-from weightcast.publisher.upkeep import Chain, UpkeepOptions, due_anchor
+from weightcast.publisher.care.pace import Pace, fewest_bytes
+from weightcast.publisher.care.skips import due_skips
+from weightcast.publisher.care.upkeep import Chain, UpkeepOptions, due_anchor
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.pointer import Pointer

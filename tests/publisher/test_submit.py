@@ -14,7 +14,7 @@ from publisher_cases import Place, as_numpy, make_place, numpy_model
 from waiting import wait_until
 
 from weightcast.publisher import cast_like
-from weightcast.publisher.orders import order_rollback
+from weightcast.publisher.care.orders import order_rollback
 from weightcast.shared.channel import marks
 from weightcast.shared.errors import NotInTime, Refused, RetryLater, WeightcastError
 

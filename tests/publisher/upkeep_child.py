@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from weightcast.publisher import Publisher
-from weightcast.publisher.retention import Retention
-from weightcast.publisher.upkeep import UpkeepOptions
+from weightcast.publisher.care.retention import Retention
+from weightcast.publisher.care.upkeep import UpkeepOptions
 from weightcast.shared.failpoints import watch
 
 name, channel, local, base = sys.argv[1:5]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from weightcast.publisher.settings import PublisherSettings
+from weightcast.publisher.service.settings import PublisherSettings
 from weightcast.shared.service.cli import run
 from weightcast.shared.service.settings import BadSettings, load_settings, require_files
 from weightcast.subscriber.settings import SubscriberSettings

@@ -8,10 +8,10 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from weightcast.publisher.figures import Figures as PublisherFigures
-from weightcast.publisher.inbox import Waiting
-from weightcast.publisher.report import Publication
-from weightcast.publisher.status import InboxStatus, PublisherStatus, waiting_status
+from weightcast.publisher.service.figures import Figures as PublisherFigures
+from weightcast.publisher.service.inbox import Waiting
+from weightcast.publisher.service.status import InboxStatus, PublisherStatus, waiting_status
+from weightcast.publisher.version.report import Publication
 from weightcast.shared import errors
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater, Untrusted
 from weightcast.shared.local.stage import BadDelta

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightcast.benchmarks.steps import Masters
+from weightcast.publisher.care.upkeep import UpkeepOptions
 from weightcast.publisher.channel_init import init_channel
-from weightcast.publisher.given import RawTensor
-from weightcast.publisher.handover import HandOver
 from weightcast.publisher.publisher import Publisher
-from weightcast.publisher.report import PublishReport
-from weightcast.publisher.upkeep import UpkeepOptions
+from weightcast.publisher.trainer.handover import HandOver
+from weightcast.publisher.version.report import PublishReport
+from weightcast.publisher.weights.given import RawTensor
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.files.checkpoint import open_checkpoint
 from weightcast.shared.local.follow import Follower

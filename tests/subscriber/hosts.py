@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from doubles import Answer, Double, SGLangDouble, WebhookDouble, serve
 
+from weightcast.publisher.care.upkeep import UpkeepOptions
 from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.publisher import Publisher
-from weightcast.publisher.report import PublishReport
-from weightcast.publisher.upkeep import UpkeepOptions
+from weightcast.publisher.version.report import PublishReport
 from weightcast.shared.local.state import LocalState, read_state
 from weightcast.subscriber.board import Board
 from weightcast.subscriber.engines.align import Pace

@@ -1,0 +1,1 @@
+"""What is made, kept and removed beside the versions, and orders of operators."""

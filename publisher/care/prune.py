@@ -1,0 +1,123 @@
+"""Takes versions out of a channel: horizon first, then out of sight, and deleted after a grace period.
+
+Only the channel's owner does this. A reader that was on its way to a version that goes plans another way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from weightcast.publisher.care.retention import Held, Situation, Verdict
+from weightcast.publisher.version.commit import PRUNED
+from weightcast.shared.channel import marks
+from weightcast.shared.channel.channel_file import write_channel_file
+from weightcast.shared.channel.claims import Claim
+from weightcast.shared.channel.index import INDEX_NAME, Index
+from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.pointer import Pointer
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import WeightcastError
+from weightcast.shared.failpoints import failpoint
+from weightcast.shared.files import durable
+from weightcast.shared.files.strict_json import parse_object
+from weightcast.shared.local.host import Host
+
+GRACE_SECONDS = 3600.0
+_NOTE, _NOTE_LIMIT = "pruned.json", 4096
+_PRUNED = re.compile(r"weight_v\d{6,15}-(\d{1,15})-[0-9a-f]{8}\.pruned", re.ASCII)
+
+
+def situation(channel: Channel, pointer: Pointer, hosts: Collection[int], now: float) -> Situation:
+    """Raises DamagedFile for a tag that cannot be read: nothing is pruned then."""
+    full = channel.require_ours()[1].table.nbytes
+    versions = {}
+    for version, shown in channel.shown(pointer).items():
+        with contextlib.suppress(FileNotFoundError):
+            created = (channel.layout.index(version)).stat().st_mtime
+            whole = shown.nbytes >= full and _is_whole(channel, pointer, version)
+            versions[version] = Held(shown, created, whole)
+    wanted = {*marks.kept(channel.directory), *marks.tags(channel.directory).values()}
+    return Situation(pointer.version, versions, now, hosts, wanted)
+
+
+def _is_whole(channel: Channel, pointer: Pointer, version: int) -> bool:
+    index = channel.index(pointer, version, channel.require_ours()[1].table)
+    return isinstance(index, Index) and index.kind == "anchor"
+
+
+def prune(channel: Channel, verdict: Verdict, claim: Claim, now: float | None = None) -> None:
+    """Carries out what `decide` says."""
+    layout, (file, _) = channel.layout, channel.require_ours()
+    if not verdict.removals:
+        return
+    claim.check()
+    if verdict.horizon > file.horizon:
+        raised = replace(file, horizon=verdict.horizon)
+        durable.replace(layout.channel_json, write_channel_file(raised))
+        failpoint("prune.horizon", layout.channel_json)
+    layout.trash.mkdir(exist_ok=True)
+    for removal in verdict.removals:
+        claim.check()
+        _bury(layout, layout.version_dir(removal.version), time.time() if now is None else now)
+    durable.sync_directory(layout.channel)
+
+
+def _bury(layout: Layout, directory: Path, now: float) -> None:
+    grave = layout.trash / f"{directory.name}-{int(now)}-{secrets.token_hex(4)}{PRUNED}"
+    with contextlib.suppress(FileNotFoundError):
+        directory.rename(grave)
+        failpoint("prune.moved", directory)
+        _seconds_in(grave, Uptime.here())
+
+
+@dataclass(frozen=True)
+class Uptime:
+    """A clock that nobody sets: seconds since a boot, suspended ones included. `boot`: empty where the system
+    does not tell."""
+
+    boot: str
+    seconds: float
+
+    @classmethod
+    def here(cls) -> Uptime:
+        return cls(Host.here().boot_id, time.clock_gettime(time.CLOCK_BOOTTIME))
+
+
+def _seconds_in(grave: Path, uptime: Uptime) -> float:
+    """How long a version has been in the trash; counted anew on another machine, and after a boot."""
+    note = grave / _NOTE
+    try:
+        facts = parse_object(durable.read_file(note, _NOTE_LIMIT), str(note))
+        boot, since = facts["boot"], facts["seconds"]
+    except (WeightcastError, FileNotFoundError, KeyError):
+        boot, since = None, 0.0
+    if boot == uptime.boot and isinstance(since, int | float) and 0 <= since <= uptime.seconds:
+        return uptime.seconds - since
+    note.write_text(json.dumps({"boot": uptime.boot, "seconds": uptime.seconds}))
+    return 0.0
+
+
+def empty_trash(layout: Layout, grace_seconds: float = GRACE_SECONDS, uptime: Uptime | None = None) -> int:
+    """Deletes what was pruned longer ago than that; how many versions. The time of day is not asked: it may
+    jump."""
+    uptime = Uptime.here() if uptime is None else uptime
+    deleted = 0
+    for entry in layout.trash.iterdir() if layout.trash.is_dir() else ():
+        pruned = _PRUNED.fullmatch(entry.name) is not None and not entry.is_symlink()
+        if pruned and _seconds_in(entry, uptime) >= grace_seconds:
+            # the index goes first: what is half deleted is no version
+            (entry / INDEX_NAME).unlink(missing_ok=True)
+            failpoint("prune.emptying", entry)
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(entry)
+                deleted += 1
+            failpoint("prune.deleted", entry)
+    return deleted

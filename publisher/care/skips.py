@@ -1,0 +1,210 @@
+"""Deltas from older versions: a host far behind reads one of them instead of every step.
+
+Composed from kept journals: first old and last new word of whatever differs, encoded on the version's own
+grid with the words of the base version. What was written is decoded again before its index is linked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from weightcast.publisher.care.past import Past
+from weightcast.publisher.version.commit import create_index, discard, verify_files
+from weightcast.shared.channel.chunk_step import ChunkStep
+from weightcast.shared.channel.claims import Claim
+from weightcast.shared.channel.delta_reader import open_delta
+from weightcast.shared.channel.delta_writer import PartFiles, ShardWriter, open_shard_writer
+from weightcast.shared.channel.index import INDEX_NAME, Index, TensorRecord, Totals, parse_index, write_index
+from weightcast.shared.channel.keys import PrivateKey
+from weightcast.shared.channel.layout import Layout
+from weightcast.shared.codec.changes import Changes, compare
+from weightcast.shared.codec.choose import StepEncoding
+from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.root import root
+from weightcast.shared.digest.touched import SpanSums, span_sums
+from weightcast.shared.errors import DamagedFile
+from weightcast.shared.failpoints import failpoint
+from weightcast.shared.files import durable
+from weightcast.shared.local.state import Position, lanes_list
+from weightcast.shared.words import Chunk, TensorTable, Words, grid
+
+_SHARD = "model-00000-of-00001.safetensors"
+
+
+def due_skips(
+    at: int, oldest: int, exists: Iterable[tuple[int, int]], most_span: int
+) -> list[tuple[int, int]]:
+    """Deltas to make, as (version, base version), the widest first, then the newest: from v - 2^k where 2^k
+    divides v, as far as versions from `oldest` to `at` can be read."""
+    known = set(exists)
+    due = []
+    span = 2
+    while span <= most_span:
+        first = -(-(oldest + span) // span) * span
+        due += [(v, v - span) for v in range(first, at + 1, span) if (v, v - span) not in known]
+        span *= 2
+    return sorted(due, key=lambda skip: (skip[1] - skip[0], -skip[0]))
+
+
+def existing_skips(layout: Layout, versions: Iterable[int], most_span: int) -> set[tuple[int, int]]:
+    spans = [1 << k for k in range(1, most_span.bit_length())]
+    wanted = ((v, v - span) for v in versions for span in spans if v % span == 0)
+    return {(v, base) for v, base in wanted if (layout.from_dir(v, base) / INDEX_NAME).exists()}
+
+
+def write_skip(
+    layout: Layout,
+    past: Past,
+    main: Index,
+    base: Position,
+    claim: Claim,
+    encoding: StepEncoding,
+    key: PrivateKey | None = None,
+) -> None:
+    """Makes the delta from `base` to the version that `main` is the index of; it appears through its index
+    alone. Raises DamagedFile when kept journals do not add up to it; nothing is left then."""
+    directory = layout.from_dir(main.version, base.version)
+    if directory.exists():
+        discard(layout, directory)
+    directory.mkdir()
+    failpoint("skip.begun", directory)
+    try:
+        index = _written(directory, past, main, base, encoding)
+        _prove(directory, past, index, base)
+        durable.sync_directory(directory)
+        failpoint("skip.written", directory)
+        create_index(directory, index, past.table, claim, key)
+    except BaseException:
+        discard(layout, directory)
+        raise
+    durable.sync_directory(directory.parent)
+    failpoint("skip.committed", directory)
+
+
+@dataclass
+class _Book:
+    """What the tensors of a delta add up to."""
+
+    table: TensorTable
+    old: dict[int, Lanes] = field(default_factory=dict)
+    new: dict[int, Lanes] = field(default_factory=dict)
+    changed: dict[int, int] = field(default_factory=dict)
+
+    def add(self, chunk: Chunk, step: ChunkStep) -> None:
+        for sums in step.sums:
+            self.old[sums.tensor] = self.old.get(sums.tensor, Lanes()).plus(sums.old)
+            self.new[sums.tensor] = self.new.get(sums.tensor, Lanes()).plus(sums.new)
+        for tensor, count in _changed_elements(self.table, chunk, step.changes, step.sums):
+            self.changed[tensor] = self.changed.get(tensor, 0) + count
+
+    def after(self, base: Position) -> list[Lanes]:
+        """Lanes of every tensor, if they were those of `base` before."""
+        lanes = lanes_list(base.lanes)
+        for tensor, old in self.old.items():
+            lanes[tensor] = lanes[tensor].minus(old).plus(self.new[tensor])
+        return lanes
+
+    def check(self, base: Position, expected: str) -> list[Lanes]:
+        lanes = self.after(base)
+        if root(self.table, lanes) != expected:
+            raise DamagedFile(
+                f"kept journals from version {base.version} do not lead to the root {expected[:16]}",
+                remedy="no such delta is made; hosts take the single steps",
+            )
+        return lanes
+
+
+def _changed_elements(
+    table: TensorTable, chunk: Chunk, changes: Changes, sums: Iterable[SpanSums]
+) -> Iterator[tuple[int, int]]:
+    touched = {one.tensor: one.changed for one in sums}
+    for span in chunk.spans:
+        if span.tensor not in touched:
+            continue
+        spec = table[span.tensor]
+        per_element = max(1, spec.nbytes // max(1, spec.elements) // spec.kind.width)
+        if per_element == 1:
+            yield span.tensor, touched[span.tensor]
+            continue
+        low, high = np.searchsorted(changes.index, [span.offset, span.offset + span.words]).tolist()
+        yield span.tensor, len(np.unique(changes.index[low:high] // per_element))
+
+
+def _chunks(past: Past, main: Index, base: Position) -> Iterator[tuple[Chunk, Words, Words]]:
+    """Each chunk that may differ, with its words at the base and at the version."""
+    for part in main.parts:
+        for chunk in grid(past.table, part):
+            if past.touches(chunk, main.version, base.version):
+                new = past.chunk_at(chunk, main.version)
+                old = new.copy()
+                past.undo_chunk(chunk, old, main.version, base.version)
+                yield chunk, old, new
+
+
+def _written(directory: Path, past: Past, main: Index, base: Position, encoding: StepEncoding) -> Index:
+    table = past.table
+    count = sum(1 for part in main.parts for _ in grid(table, part))
+    writer = open_shard_writer(encoding, directory / _SHARD, table, count)
+    book = _Book(table)
+    try:
+        for chunk, old, new in _chunks(past, main, base):
+            changes = compare(old, new)
+            if len(changes):
+                book.add(chunk, _append(writer, chunk, old, new, changes))
+        files = writer.close()
+    except BaseException:
+        writer.abandon()
+        raise
+    lanes = book.check(base, main.root)
+    index = _index(main, base, encoding, files, book, lanes)
+    return parse_index(write_index(index, table), table)
+
+
+def _append(writer: ShardWriter, chunk: Chunk, old: Words, new: Words, changes: Changes) -> ChunkStep:
+    step = ChunkStep(changes, span_sums(chunk, old, changes))
+    writer.append(chunk, writer.prepare(chunk, old, lambda: new, changes), lambda: new, step)
+    return step
+
+
+def _index(
+    main: Index, base: Position, encoding: StepEncoding, files: PartFiles, book: _Book, lanes: list[Lanes]
+) -> Index:
+    table = book.table
+    names = {tensor: table[tensor].name for tensor in sorted(book.changed)}
+    nbytes = sum(file.size for file in files.files)
+    return Index(
+        run_id=main.run_id,
+        version=main.version,
+        kind="delta",
+        base_version=base.version,
+        base_root=base.root,
+        root=main.root,
+        parent=base.digest,
+        epoch=main.epoch,
+        encoding=encoding,
+        step=main.step,
+        created=time.time(),
+        weight_map=dict.fromkeys(names.values(), _SHARD),
+        files=files.files,
+        tensors={name: TensorRecord(lanes[t], book.changed[t]) for t, name in names.items()},
+        parts=main.parts,
+        chunks=files.chunks,
+        totals=Totals(sum(book.changed.values()), table.elements, table.nbytes, nbytes),
+        main=main.digest,
+    )
+
+
+def _prove(directory: Path, past: Past, index: Index, base: Position) -> None:
+    """Decodes what lies there as a host would, from the base version's words."""
+    verify_files(directory, index)
+    reader, book = open_delta(index, past.table, directory), _Book(past.table)
+    for chunk, old, _ in _chunks(past, index, base):
+        if reader.touches(chunk):
+            book.add(chunk, reader.step(chunk, old))
+    reader.finish()
+    book.check(base, index.root)

@@ -1,0 +1,1 @@
+"""Hosts and versions for people who look: API, figures, page."""

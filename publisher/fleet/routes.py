@@ -1,0 +1,135 @@
+"""HTTP routes that show fleet and versions, and take reports. Everything is answered from snapshots."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from weightcast.publisher.fleet.ledger import ROWS_LIMIT
+from weightcast.publisher.fleet.outlook import CatchUp, PrunePlan, Versions
+from weightcast.publisher.fleet.posted import TooMany
+from weightcast.publisher.fleet.view import FleetView
+from weightcast.shared.channel.reports import REPORT_LIMIT
+from weightcast.shared.errors import RetryLater
+from weightcast.shared.service.facts import Failure
+from weightcast.shared.service.fleet import REPORTS_PATH, Fleet, Host
+from weightcast.shared.service.snapshot import Frozen
+
+MOST_STREAMS = 64
+REFRESH_SECONDS = 10.0
+"""after which the fleet is told again, though only the time changed"""
+_LOOK_SECONDS = 0.2
+_EVENT_SECONDS = 1.0
+"""between two events of a kind"""
+
+
+class Taken(Frozen):
+    """`now`: unix time of the publisher's clock."""
+
+    now: float
+
+
+def fleet_routes(
+    view: FleetView, run_id: Callable[[], str | None], is_stopping: Callable[[], bool]
+) -> APIRouter:
+    """`run_id`: None until the channel is known."""
+    router = APIRouter(tags=["fleet"])
+    streams = _Streams(view, is_stopping)
+
+    @router.get("/v1/fleet", responses={200: {"model": Fleet}})
+    async def fleet() -> Response:
+        """Hosts as they report themselves: hints. In fleets above 100 hosts without their updates."""
+        return _json(view.fleet().body)
+
+    @router.get("/v1/hosts/{key}", responses={404: {"model": Failure}})
+    async def host(key: str) -> Host:
+        """One host with its last updates."""
+        for each in view.fleet().fleet.hosts:
+            if each.key == key:
+                return each
+        raise HTTPException(404, "no host of this key reports")
+
+    @router.get("/v1/versions")
+    async def versions(limit: Annotated[int, Query(ge=1, le=ROWS_LIMIT)] = 200) -> Versions:
+        """Newest first."""
+        found = view.versions().versions
+        return found.model_copy(update={"versions": found.versions[:limit]})
+
+    @router.get("/v1/catch-up")
+    async def catch_up() -> CatchUp:
+        """What a host that is so many versions behind, or joins, reads and takes."""
+        return view.versions().catch_up
+
+    @router.get("/v1/prune-plan")
+    async def prune_plan() -> PrunePlan:
+        """What pruning would take away now, and why the rest is kept."""
+        return view.versions().prune_plan
+
+    @router.get("/v1/events", responses={200: {"content": {"text/event-stream": {}}}})
+    async def events() -> Response:
+        """Server-sent events: `fleet` as /v1/fleet, on change; `versions` when one appears."""
+        return streams.open()
+
+    @router.post(REPORTS_PATH, status_code=202, responses={413: {"model": Failure}, 429: {"model": Failure}})
+    async def report(request: Request) -> Taken:
+        """A host's report, as docs/FORMAT.md has it, of a host that cannot write to the channel."""
+        body = await request.body()
+        if len(body) > REPORT_LIMIT:
+            raise HTTPException(413, f"a report has at most {REPORT_LIMIT} bytes")
+        try:
+            await run_in_threadpool(view.posted.take, body, run_id())
+        except TooMany as error:
+            raise HTTPException(429, "too many reports", {"Retry-After": "1"}) from error
+        return Taken(now=time.time())
+
+    return router
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json", headers={"Cache-Control": "no-store"})
+
+
+class _Streams:
+    """On the event loop alone."""
+
+    def __init__(self, view: FleetView, is_stopping: Callable[[], bool]) -> None:
+        self._view, self._is_stopping = view, is_stopping
+        self._open = 0
+
+    def open(self) -> Response:
+        if self._open >= MOST_STREAMS:
+            raise RetryLater(f"{MOST_STREAMS} watch already", remedy="close a page, or ask /v1/fleet")
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(self._counted(), media_type="text/event-stream", headers=headers)
+
+    async def _counted(self) -> AsyncIterator[bytes]:
+        self._open += 1
+        try:
+            async for event in self._events():
+                yield event
+        finally:
+            self._open -= 1
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        serial, newest, said = -1, -1, 0.0
+        while not self._is_stopping():
+            now = time.monotonic()
+            page, versions = self._view.fleet(), self._view.versions().versions.versions
+            if now - said >= (_EVENT_SECONDS if page.serial != serial else REFRESH_SECONDS):
+                serial, said = page.serial, now
+                yield _event("fleet", page.body)
+            if versions and versions[0].version != newest:
+                newest = versions[0].version
+                yield _event("versions", b'{"newest":%d}' % newest)
+            await asyncio.sleep(_LOOK_SECONDS)
+
+
+def _event(name: str, data: bytes) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), data)

@@ -1,0 +1,182 @@
+"""What the publisher shows of its fleet and its versions: read by one thread each, handed to HTTP as whole
+snapshots, so that a channel that hangs keeps no request waiting."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightcast.publisher.care.living import LIVING_SECONDS
+from weightcast.publisher.care.retention import Retention, Situation
+from weightcast.publisher.fleet.ledger import Ledger, Page
+from weightcast.publisher.fleet.outlook import (
+    CatchUp,
+    PrunePlan,
+    Versions,
+    catch_up,
+    prune_plan,
+    version_rows,
+)
+from weightcast.publisher.fleet.posted import Posted
+from weightcast.shared.errors import WeightcastError
+from weightcast.shared.service.facts import Snapshot
+from weightcast.shared.service.fleet import MOST_WITH_UPDATES, Bounds, Fleet, FleetReader
+from weightcast.shared.service.logs import get_log
+from weightcast.shared.service.snapshot import Frozen
+
+QUICK_SECONDS, IDLE_SECONDS = 1.0, 5.0
+"""between two looks: while somebody watches, and while nobody does"""
+STATS_PER_SECOND = 500
+"""files of the channel that are looked at, at most"""
+_WATCHED_SECONDS = 30.0
+"""after the last request"""
+_LOOK_SHARE = 20
+"""after a look at versions, as many times as long without"""
+_STOP_SECONDS = 2.0
+
+log = get_log("fleet")
+
+
+@dataclass(frozen=True)
+class FleetPage:
+    """`body`: as HTTP gives it; `serial` rises when more changed than the time."""
+
+    fleet: Fleet
+    body: bytes
+    serial: int
+
+
+class ChannelPage(Frozen):
+    versions: Versions = Versions()
+    catch_up: CatchUp = CatchUp()
+    prune_plan: PrunePlan = PrunePlan()
+
+
+class FleetView:
+    """`start` and `stop` belong to one thread, the rest to any."""
+
+    def __init__(
+        self,
+        channel: Path,
+        retention: Retention,
+        bounds: Bounds,
+        publish_seconds: Callable[[], Mapping[int, float]] = dict,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.posted = Posted(channel)
+        self._channel, self._retention, self._clock = channel, retention, clock
+        self._publish_seconds = publish_seconds
+        self._reader, self._ledger = FleetReader(channel, bounds), Ledger(channel)
+        empty = Fleet(now=time.time(), channel=str(channel), run_id=None, latest=None, bounds=bounds)
+        self._fleet = Snapshot(_page(empty, 0))
+        self._versions = Snapshot(ChannelPage())
+        self._asked = clock() - _WATCHED_SECONDS
+        self._look_seconds = 0.0
+        self._ending = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(look, pause), name=name, daemon=True)
+            for name, look, pause in (
+                ("fleet", self.look_at_hosts, self._hosts_pause),
+                ("versions", self.look_at_versions, self._versions_pause),
+            )
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """A look that hangs in a mount is left to itself."""
+        self._ending.set()
+        for thread in self._threads:
+            thread.join(_STOP_SECONDS)
+
+    def fleet(self) -> FleetPage:
+        """The last look; keeps looks frequent for a while."""
+        self._asked = self._clock()
+        return self._fleet.get()
+
+    def hosts(self) -> Fleet:
+        """The last look, for those who ask all the time."""
+        return self._fleet.get().fleet
+
+    def page(self) -> ChannelPage:
+        """As `hosts`."""
+        return self._versions.get()
+
+    def versions(self) -> ChannelPage:
+        self._asked = self._clock()
+        return self._versions.get()
+
+    def look_at_hosts(self) -> None:
+        """One look. Raises WeightcastError and OSError when the channel cannot be read."""
+        # a channel that is full can still be looked at; what was posted is kept
+        with contextlib.suppress(OSError):
+            self.posted.write()
+        before, fleet = self._fleet.get(), self._reader.read()
+        self._fleet.set(_page(fleet, before.serial + (_said(fleet) != _said(before.fleet))))
+
+    def look_at_versions(self) -> None:
+        began = self._clock()
+        try:
+            self._look_at_versions()
+        finally:
+            self._look_seconds = self._clock() - began
+
+    def _look_at_versions(self) -> None:
+        page = self._ledger.read(look_around=self._is_watched())
+        fleet = self._fleet.get().fleet
+        living = [host for host in fleet.hosts if host.heard_seconds_ago < LIVING_SECONDS]
+        self._versions.set(
+            ChannelPage(
+                versions=version_rows(page, self._publish_seconds()),
+                catch_up=catch_up(page, [host for host in fleet.hosts if host.presence != "lost"]),
+                prune_plan=prune_plan(
+                    _situation(page, [h.local_version for h in living if h.local_version is not None]),
+                    self._retention,
+                ),
+            )
+        )
+
+    def _is_watched(self) -> bool:
+        return self._clock() - self._asked < _WATCHED_SECONDS
+
+    def _hosts_pause(self) -> float:
+        hosts = len(self._fleet.get().fleet.hosts)
+        return max(QUICK_SECONDS if self._is_watched() else IDLE_SECONDS, hosts / STATS_PER_SECOND)
+
+    def _versions_pause(self) -> float:
+        pause = QUICK_SECONDS if self._is_watched() else IDLE_SECONDS
+        return max(pause, _LOOK_SHARE * self._look_seconds)
+
+    def _run(self, look: Callable[[], None], pause: Callable[[], float]) -> None:
+        while not self._ending.is_set():
+            try:
+                # what was read last stays while the channel cannot be read, and grows old
+                with contextlib.suppress(WeightcastError, OSError):
+                    look()
+            except Exception:
+                log.exception("looking at the channel crashed")
+            waited = 0.0
+            while waited < pause() and not self._ending.wait(0.2):
+                waited += 0.2
+
+
+def _situation(page: Page, hosts: list[int]) -> Situation:
+    wanted = {*page.kept, *(page.tags or {}).values()}
+    return Situation(page.pointer, page.versions or {}, time.time(), hosts, wanted)
+
+
+def _page(fleet: Fleet, serial: int) -> FleetPage:
+    shown = fleet if len(fleet.hosts) <= MOST_WITH_UPDATES else fleet.without_updates()
+    return FleetPage(fleet, shown.model_dump_json().encode(), serial)
+
+
+def _said(fleet: Fleet) -> object:
+    """Everything but what only time changes."""
+    hosts = [host.model_copy(update={"heard_seconds_ago": 0.0}) for host in fleet.hosts]
+    return fleet.run_id, fleet.latest, hosts

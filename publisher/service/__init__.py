@@ -1,0 +1,1 @@
+"""The daemon: what it is asked for, what it says of itself."""

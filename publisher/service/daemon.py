@@ -1,0 +1,64 @@
+"""The publisher's daemon: HTTP, the watched directory and one work thread around the desk."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from weightcast.publisher.fleet.figures import FleetFigures
+from weightcast.publisher.fleet.page_routes import PAGE_PATHS, page_routes
+from weightcast.publisher.fleet.routes import fleet_routes
+from weightcast.publisher.fleet.view import FleetView
+from weightcast.publisher.service.desk import Desk
+from weightcast.publisher.service.routes import publication_routes
+from weightcast.publisher.service.settings import PublisherSettings
+from weightcast.publisher.service.status import PublisherStatus, host_status
+from weightcast.publisher.service.watched import Arrivals
+from weightcast.shared.service.daemon import Stop, Wakeup, run_daemon
+from weightcast.shared.service.facts import LoopStatus, Snapshot
+from weightcast.shared.service.fleet import REPORTS_PATH
+from weightcast.shared.service.http import make_app
+from weightcast.shared.service.kernels import STATUS, warm_up_in_background
+from weightcast.shared.service.metrics import new_registry, watch_loop
+from weightcast.shared.service.watch import Watcher
+
+
+def run_publisher(settings: PublisherSettings) -> None:
+    """Runs until SIGTERM. Raises what ends the daemon: see `run_daemon`, and Refused once another publisher
+    has taken the channel."""
+    registry, wakeup, stop = new_registry(), Wakeup(), Stop()
+    loop = Snapshot(LoopStatus())
+    watch_loop(registry, loop)
+    arrivals = Arrivals()
+    view = FleetView(
+        settings.channel, settings.upkeep.retention, settings.bounds, lambda: desk.publish_seconds
+    )
+    FleetFigures(registry, view.hosts, view.page)
+    desk = Desk(settings, registry, wakeup, stop, arrivals)
+
+    def status() -> PublisherStatus:
+        hosts = tuple(map(host_status, view.hosts().hosts))
+        return desk.status().model_copy(update={"loop": loop.get(), "kernels": STATUS.get(), "hosts": hosts})
+
+    app = make_app(
+        "weightcast publisher",
+        status,
+        lambda: desk.status().readiness(),
+        registry,
+        None if settings.token is None else settings.token.get_secret_value(),
+        wakeup.set,
+        PublisherStatus,
+        PAGE_PATHS,
+        {} if settings.report_token is None else {REPORTS_PATH: settings.report_token.get_secret_value()},
+    )
+    app.include_router(page_routes())
+    app.include_router(publication_routes(lambda: desk.queue, settings.roots, wakeup.set))
+    app.include_router(fleet_routes(view, lambda: desk.status().run_id, lambda: bool(app.state.stopping())))
+    warm_up_in_background()
+    with ExitStack() as around:
+        view.start()
+        around.callback(view.stop)
+        if settings.watch is not None:
+            around.enter_context(Watcher(settings.watch, wakeup, arrivals.note))
+        run_daemon(app, desk.step, wakeup, settings, desk.start, desk.close, loop, stop)
+    if desk.superseded is not None:
+        raise desk.superseded

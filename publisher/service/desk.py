@@ -1,0 +1,473 @@
+"""What the publisher's daemon does in its work thread: finish what is unfinished, then publish what was asked
+for over HTTP, then what lies in the watched directory. One step publishes at most one version."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from weightcast.publisher.care.upkeep import Background
+from weightcast.publisher.channel_init import init_channel
+from weightcast.publisher.fleet.ledger import ROWS_LIMIT
+from weightcast.publisher.publisher import Publisher
+from weightcast.publisher.service.figures import Figures
+from weightcast.publisher.service.inbox import Choice, InboxRules, Sighting, step_of
+from weightcast.publisher.service.progress import Meter
+from weightcast.publisher.service.queue import Job, Queue
+from weightcast.publisher.service.received import Received
+from weightcast.publisher.service.routes import check_checkpoint
+from weightcast.publisher.service.settings import THREADS, PublisherSettings
+from weightcast.publisher.service.status import (
+    PUBLICATIONS_SHOWN,
+    REFUSED_SHOWN,
+    DatedFailure,
+    InboxStatus,
+    PublisherStatus,
+    RefusedStatus,
+    UpkeepStatus,
+    add,
+    waiting_status,
+)
+from weightcast.publisher.service.watched import Arrivals, Watched
+from weightcast.publisher.trainer.export import Handed
+from weightcast.publisher.version.commit import PostWrite
+from weightcast.publisher.version.report import Publication, publication, total_seconds
+from weightcast.publisher.version.work import Work, report_of
+from weightcast.publisher.weights.tensors import NewWeights
+from weightcast.shared.channel.claims import current_epoch
+from weightcast.shared.channel.index import Index
+from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import NeedsReseed, NotInTime, Refused, RetryLater
+from weightcast.shared.local.follow import open_base
+from weightcast.shared.local.local_checkpoint import LocalPaths
+from weightcast.shared.local.scrub import Scrub
+from weightcast.shared.local.seed import check_other_files, check_table
+from weightcast.shared.service.daemon import Stop, Wakeup, failure_of
+from weightcast.shared.service.disk import DiskFigures
+from weightcast.shared.service.due import Due
+from weightcast.shared.service.facts import Failure, Snapshot
+from weightcast.shared.service.hooks import run_hook
+from weightcast.shared.service.logs import get_log
+from weightcast.shared.service.metrics import Metrics
+from weightcast.shared.service.threads import working_threads
+from weightcast.shared.service.verify import verify_status
+
+_LOOK_SECONDS = 5.0
+_INBOX, _QUEUE, _HANDED = "inbox.json", "publications.json", "handed.json"
+
+log = get_log("publisher")
+
+
+class Desk:
+    """`start`, `step` and `close` belong to one thread; `status` and `queue` may be read by any."""
+
+    def __init__(
+        self,
+        settings: PublisherSettings,
+        registry: Metrics,
+        wakeup: Wakeup,
+        stop: Stop,
+        arrivals: Arrivals,
+    ) -> None:
+        self.queue: Queue | None = None
+        """None until the channel is taken"""
+        self.superseded: Refused | None = None
+        """why this publisher may not go on"""
+        self._settings = settings
+        self._wakeup, self._stop, self._arrivals = wakeup, stop, arrivals
+        self._meter, self._figures = Meter(), Figures(registry)
+        self.publish_seconds: Mapping[int, float] = {}
+        """of what this process published; replaced as a whole"""
+        self._publisher: Publisher | None = None
+        self._watched: Watched | None = None
+        self._received: Received | None = None
+        self._recovered = False
+        self._disk = DiskFigures(registry, {"channel": settings.channel, "local": settings.local})
+        self._look_due = Due(_LOOK_SECONDS)
+        self._scrub = Scrub(int(settings.verify_rate), stop=lambda: stop.requested)
+        self._held: str | None = None
+        self._background: Background | None = None
+        self._poison = ""
+        """job whose publication crashed: not tried again"""
+        self._ended: deque[Publication] = deque(maxlen=PUBLICATIONS_SHOWN)
+        self._full_bytes = 0
+        self._status = Snapshot(
+            PublisherStatus(
+                channel=str(settings.channel), local=str(settings.local), encoding=settings.encoding
+            )
+        )
+
+    def status(self) -> PublisherStatus:
+        jobs = () if self.queue is None else self.queue.open()
+        return self._status.get().model_copy(update={"publishing": self._meter.get(), "queue": jobs})
+
+    def start(self) -> None:
+        """Makes or checks the channel, takes it, seeds the local checkpoint. Raises what ends the daemon."""
+        settings, paths = self._settings, LocalPaths(self._settings.local)
+        if settings.watch is not None:
+            rules = InboxRules(
+                settings.every,
+                settings.marker,
+                settings.settle_seconds,
+                settings.existing,
+                settings.consume,
+            )
+            memory = paths.room / _INBOX
+            self._watched = Watched(settings.watch, memory, rules, settings.consume, self._arrivals)
+            self._watched.ignore_existing()
+        self._meter.begin("base", 0)
+        try:
+            self._full_bytes = ready_channel(settings, self._meter)
+            self._meter.phase("seed")
+            self._publisher = open_publisher(settings)
+        finally:
+            self._meter.end()
+        try:
+            self._take_up(self._publisher, Queue(paths.room / _QUEUE))
+        except BaseException:
+            self.close()
+            raise
+        self._background = self._publisher.work_in_background()
+        log.info("channel taken", channel=str(settings.channel), epoch=self._publisher.epoch)
+
+    def _take_up(self, publisher: Publisher, queue: Queue) -> None:
+        if self._watched is not None:
+            self._watched.start(publisher.version)
+        if self._settings.hand_over is not None:
+            memory = LocalPaths(self._settings.local).room / _HANDED
+            self._received = Received(self._settings.hand_over, memory)
+            self._received.resume(publisher.version)
+        queue.resume(publisher.version, lambda source: self._read_back(publisher, source))
+        self.queue, self._recovered = queue, True
+        self._show()
+
+    def close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+
+    def step(self, stop: Stop) -> None:
+        try:
+            self._step()
+        except Exception as error:
+            self._recovered = False
+            self._note(failure_of(error))
+            self._show(str(error))
+            raise
+        self._show()
+
+    def _step(self) -> None:
+        publisher, queue = self._opened()
+        if not self._recovered:
+            self._recover(publisher, queue)
+        order = publisher.obey_orders()
+        self._held = None if order is None else f"rolled back to version {order.to}"
+        jobs = queue.open()
+        if order is not None:
+            # what waits goes on waiting
+            return
+        if jobs:
+            self._run_job(publisher, queue, jobs[0])
+        elif self._received is not None and (handed := self._received.next()) is not None:
+            self._publish_handed(publisher, self._received, handed)
+        elif self._watched is not None:
+            self._run_inbox(publisher, self._watched)
+        self._settle(publisher)
+        publisher.verify_some(self._scrub)
+
+    def _settle(self, publisher: Publisher) -> None:
+        """Those who asked are answered already; the local checkpoint follows."""
+        report = publisher.settle()
+        if report is None or not self._ended or report.version != self._ended[0].version:
+            return
+        last = self._ended[0]
+        if "patch" in report.seconds and "patch" not in last.seconds:
+            self._ended[0] = last.but(seconds=dict(report.seconds))
+            self._figures.followed(report.seconds["patch"])
+
+    def _opened(self) -> tuple[Publisher, Queue]:
+        if self._publisher is None or self.queue is None:
+            raise RetryLater("the publisher has not started")
+        return self._publisher, self.queue
+
+    def _recover(self, publisher: Publisher, queue: Queue) -> None:
+        publisher.recover()
+        queue.resume(publisher.version, lambda source: self._read_back(publisher, source))
+        poison = queue.get(self._poison)
+        if poison is not None and poison.state == "queued":
+            queue.change(poison, state="failed")
+        if self._watched is not None:
+            self._watched.resume(publisher.version)
+        if self._received is not None:
+            self._received.resume(publisher.version)
+        self._recovered = True
+
+    def _run_job(self, publisher: Publisher, queue: Queue, job: Job) -> None:
+        job = queue.change(job, state="running", before=publisher.version)
+        try:
+            ended = self._publish_asked(publisher, job)
+        except Exception as error:
+            queue.change(job, error=failure_of(error))
+            self._poison = "" if isinstance(error, RetryLater | NotInTime) else job.id
+            raise
+        if isinstance(ended, Publication):
+            queue.change(job, state="done", report=ended, error=None)
+        else:
+            queue.change(job, state="failed", error=ended)
+        self._wakeup.set()
+
+    def _publish_asked(self, publisher: Publisher, job: Job) -> Publication | Failure:
+        try:
+            directory = check_checkpoint(job.checkpoint, self._settings.roots)
+        except Refused as error:
+            return failure_of(error)
+        seen = None if self._watched is None else self._watched.see(directory)
+        ended = self._publish(publisher, directory, job.step, job.checkpoint)
+        if self._watched is not None and seen is not None and isinstance(ended, Publication):
+            self._watched.adopt(seen, ended.version)
+        return ended
+
+    def _run_inbox(self, publisher: Publisher, watched: Watched) -> None:
+        choice = watched.next()
+        for broken in choice.refused:
+            if broken.problem is not None:
+                self._note(broken.problem)
+        if choice.chosen is not None:
+            self._publish_chosen(publisher, watched, choice, choice.chosen)
+            self._wakeup.set()
+
+    def _publish_chosen(
+        self, publisher: Publisher, watched: Watched, choice: Choice, chosen: Sighting
+    ) -> None:
+        watched.begin(choice, publisher.version)
+        directory = watched.directory / chosen.name
+        ended = self._publish(publisher, directory, step_of(chosen.name), chosen.name)
+        if isinstance(ended, Publication):
+            watched.succeed(chosen, ended.version)
+        else:
+            watched.fail(chosen, ended)
+
+    def _publish_handed(self, publisher: Publisher, received: Received, handed: Handed) -> None:
+        received.begin(handed, publisher.version)
+        source = f"{received.export.slot(handed.slot)} #{handed.sequence}"
+        self._publish_read(publisher, lambda: received.open(handed), handed.step, source)
+        received.end()
+        self._wakeup.set()
+
+    def _publish(
+        self, publisher: Publisher, directory: Path, step: int | None, source: str
+    ) -> Publication | Failure:
+        return self._publish_read(publisher, lambda: publisher.open_checkpoint(directory), step, source)
+
+    def _publish_read(
+        self, publisher: Publisher, read: Callable[[], NewWeights], step: int | None, source: str
+    ) -> Publication | Failure:
+        """What became of it. Raises what may pass: the same publication is then tried again."""
+        before = publisher.version
+        self._meter.begin(source, self._full_bytes)
+        try:
+            # what an earlier call left to be finished is not this publication
+            publisher.recover(self._meter.advance)
+            before = publisher.version
+            report = publisher.publish_weights(
+                read, step=step, advance=self._meter.advance, watching=self._meter.phase
+            )
+        except (Refused, NeedsReseed, FileNotFoundError) as error:
+            return self._judge(publisher, error, before, source)
+        except RetryLater:
+            if publisher.version > before:
+                # the local checkpoint catches up in the next step, not only at the next publication
+                self._recovered = False
+                return self._done(self._read_back(publisher, source))
+            raise
+        except OSError as error:
+            raise RetryLater(
+                f"{source}: {error}", remedy="look at disk and mounts of the publisher"
+            ) from error
+        finally:
+            self._meter.end()
+        if report.anchor_problem:
+            log.warning("no anchor", version=report.version, error=report.anchor_problem)
+        return self._done(publication(report, source))
+
+    def _judge(
+        self, publisher: Publisher, error: Exception, before: int, source: str
+    ) -> Publication | Failure:
+        """An error after the commit point leaves a version to be finished, not a failure."""
+        self._check_owner(publisher, error)
+        publisher.recover()
+        if publisher.version > before:
+            return self._done(self._read_back(publisher, source))
+        failure = failure_of(error)
+        self._figures.failed(error)
+        self._note(failure)
+        log.warning("not published", checkpoint=source, **failure.by_name())
+        status = self._status.get()
+        totals = status.totals.model_copy(update={"failures": status.totals.failures + 1})
+        self._status.set(status.model_copy(update={"totals": totals}))
+        return failure
+
+    def _read_back(self, publisher: Publisher, source: str) -> Publication:
+        """The channel's version, where the call that published it did not live to report."""
+        channel = Channel.open(self._settings.channel)
+        _, base = channel.require_ours()
+        pointer = channel.pointer()
+        index = None if pointer is None else channel.index(pointer, pointer.version, base.table)
+        if not isinstance(index, Index):
+            raise RetryLater(
+                f"the index of version {publisher.version} is not there", remedy="is it visible?"
+            )
+        work = Work(read=_nothing_to_read, step=index.step)
+        return publication(
+            report_of(index, base.table, work, channel.layout.version_dir(index.version)), source
+        )
+
+    def _check_owner(self, publisher: Publisher, error: Exception) -> None:
+        if current_epoch(self._settings.channel) > publisher.epoch:
+            remedy = "another publisher has the channel now: do not start this one again"
+            self.superseded = error if isinstance(error, Refused) else Refused(str(error), remedy=remedy)
+            self._stop.request()
+            raise self.superseded
+
+    def _done(self, done: Publication) -> Publication:
+        self._ended.appendleft(done)
+        self._figures.published(done)
+        self._look_due.at_once()
+        known = {**self.publish_seconds, done.version: total_seconds(done.seconds)}
+        self.publish_seconds = dict(list(known.items())[-ROWS_LIMIT:])
+        status = self._status.get()
+        self._status.set(status.model_copy(update={"totals": add(status.totals, done)}))
+        log.info(
+            "version published",
+            version=done.version,
+            step=done.step,
+            source=done.source,
+            density=round(done.density_elements, 6),
+            delta_bytes=done.delta_bytes,
+            full_bytes=done.full_bytes,
+            **{f"{phase}_s": round(seconds, 4) for phase, seconds in done.seconds.items()},
+        )
+        return done
+
+    def _note(self, failure: Failure) -> None:
+        dated = DatedFailure(**failure.by_name(), at=time.time())
+        self._status.set(self._status.get().model_copy(update={"last_error": dated}))
+
+    def _show(self, problem: str = "") -> None:
+        facts: dict[str, object] = {
+            "publications": tuple(self._ended),
+            "inbox": self._inbox_status(),
+            "verify": verify_status(self._scrub.status),
+            "held": self._held,
+            "upkeep": self._upkeep_status(),
+            "ready": not problem,
+            "not_ready_reasons": (problem,) if problem else (),
+        }
+        if self._publisher is not None and not problem:
+            facts |= {
+                "run_id": self._publisher.run_id,
+                "version": self._publisher.version,
+                "epoch": self._publisher.epoch,
+            }
+        self._status.set(self._status.get().model_copy(update=facts))
+        self._look_at_channel()
+        self._disk.show()
+        self._figures.show(self.status())
+        if self._background is not None:
+            self._figures.show_written(self._background.written)
+
+    def _look_at_channel(self) -> None:
+        """What changes there without this publisher's doing."""
+        channel, version = self._settings.channel, self._status.get().version
+        if self._look_due.take():
+            with contextlib.suppress(OSError):
+                self._figures.show_channel(created_at(channel, version), current_epoch(channel))
+
+    def _upkeep_status(self) -> UpkeepStatus:
+        if self._background is None:
+            return UpkeepStatus()
+        return UpkeepStatus(made=self._background.made, problem=self._background.problem)
+
+    def _inbox_status(self) -> InboxStatus | None:
+        if self._watched is None:
+            return None
+        return InboxStatus(
+            watch=str(self._watched.directory),
+            waiting=waiting_status(self._watched.waiting),
+            refused=tuple(
+                RefusedStatus(name=name, error=failure)
+                for name, failure in self._watched.refused()[-REFUSED_SHOWN:]
+            ),
+        )
+
+
+def created_at(channel: Path, version: int | None) -> float:
+    """When a version came to be, as unix time of the channel's clock; before the first, when the channel did.
+    Raises OSError."""
+    layout = Layout(channel)
+    file = layout.index(version) if version else layout.channel_json
+    return file.stat().st_mtime
+
+
+def ready_channel(settings: PublisherSettings, meter: Meter) -> int:
+    """Makes the channel from the base, or checks that it was. Returns the bytes of a version. Weights
+    are compared as long as nothing is seeded from them: later the base is no longer read. Raises Refused."""
+    threads = working_threads(settings.threads, settings.memory_budget, default=THREADS)
+    known = LocalPaths(settings.local).state.exists()
+    made = Layout(settings.channel).channel_json.exists()
+    if known and not made:
+        raise RetryLater(
+            f"{settings.local} is of a run whose channel is not at {settings.channel}",
+            remedy="mount the channel; for a new run give another --local",
+        )
+    if not made or not known:
+        init_channel(
+            settings.channel,
+            settings.base,
+            frozen=settings.frozen,
+            aliases=settings.aliases,
+            threads=threads,
+            advance=meter.advance,
+            sign_key=settings.sign_key,
+            trusted_keys=settings.trusted_key,
+        )
+    _, base = Channel.open(settings.channel).require_ours()
+    checkpoint = open_base(settings.base)
+    check_table(settings.base, checkpoint.table, base.table)
+    check_other_files(settings.base, checkpoint.other_files, base.files)
+    return base.table.nbytes
+
+
+def open_publisher(settings: PublisherSettings) -> Publisher:
+    return Publisher.open(
+        settings.channel,
+        local=settings.local,
+        base=settings.base,
+        encoding=settings.encoding,
+        threads=working_threads(settings.threads, settings.memory_budget, default=THREADS),
+        take_over=settings.take_over,
+        post_write=None if settings.post_write is None else _hook(settings.post_write, settings.hook_seconds),
+        upkeep=settings.upkeep,
+        deadline_seconds=settings.publish_seconds,
+        sign_key=settings.sign_key,
+        trusted_keys=settings.trusted_key,
+        non_finite=settings.non_finite,
+        until="out",
+    )
+
+
+def _nothing_to_read() -> NewWeights:
+    raise NotImplementedError
+
+
+def _hook(command: str, deadline_seconds: float) -> PostWrite:
+    def post_write(version: int, directory: Path, phase: str) -> None:
+        run_hook(
+            command, version=version, directory=directory, phase=phase, deadline_seconds=deadline_seconds
+        )
+
+    return post_write

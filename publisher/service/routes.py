@@ -1,0 +1,105 @@
+"""HTTP routes of the publisher: ask for a publication, and look how it went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import APIRouter, Header
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+
+from weightcast.publisher.service.queue import QUEUE_LIMIT, Job, KeyReused, Queue, QueueFull
+from weightcast.shared.errors import Refused, RetryLater
+from weightcast.shared.files.paths import is_plain
+from weightcast.shared.service.facts import Failure
+from weightcast.shared.service.http import StrictRoute
+
+_PATH_LIMIT = 4096
+_KEY_LIMIT = 255
+
+
+class PublishRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    checkpoint: str = Field(
+        min_length=1, max_length=_PATH_LIMIT, description="Absolute path of a checkpoint."
+    )
+    step: int | None = Field(None, ge=0, lt=1 << 63, description="The trainer's step: information only.")
+    key: str | None = Field(
+        None, min_length=1, max_length=_KEY_LIMIT, description="Idempotency key, if the header is not set."
+    )
+
+
+def publication_routes(
+    queue: Callable[[], Queue | None], roots: Sequence[Path], wake: Callable[[], None]
+) -> APIRouter:
+    """`queue`: None until the daemon has taken its channel. `roots`: see `check_checkpoint`."""
+    router = APIRouter(route_class=StrictRoute)
+
+    def opened() -> Queue:
+        found = queue()
+        if found is None:
+            raise RetryLater("the publisher is starting", remedy="try again when /readyz says so")
+        return found
+
+    @router.post("/v1/publish", status_code=202, responses={409: {"model": Failure}, 429: {"model": Failure}})
+    def publish(
+        request: PublishRequest,
+        idempotency_key: Annotated[str | None, Header(min_length=1, max_length=_KEY_LIMIT)] = None,
+    ) -> Job:
+        """Queues a publication. The same key (header `Idempotency-Key`, or `key`) gives the same one."""
+        key = request.key if idempotency_key is None else idempotency_key
+        asked = request.checkpoint, request.step, key
+        try:
+            # The checkpoint of an ended publication may be gone: its answer is the same all the same.
+            job = opened().known(*asked)
+            if job is None:
+                check_checkpoint(request.checkpoint, roots)
+                job = opened().ask(*asked)
+        except QueueFull:
+            raise HTTPException(
+                429, f"{QUEUE_LIMIT} publications wait already", {"Retry-After": "5"}
+            ) from None
+        except KeyReused:
+            raise HTTPException(409, "this key was used for another checkpoint or step") from None
+        wake()
+        return job
+
+    @router.get("/v1/publications/{id}", responses={404: {"model": Failure}})
+    def show(id: str) -> Job:
+        """A publication that was asked for: how it stands, or how it ended."""
+        job = opened().get(id)
+        if job is None:
+            raise HTTPException(404, "no publication of this id is remembered")
+        return job
+
+    return router
+
+
+def check_checkpoint(text: str, roots: Sequence[Path]) -> Path:
+    """The checkpoint's real path. Raises Refused unless it is an absolute path of a directory below one of
+    `roots`, links followed; without roots, anywhere."""
+    path = Path(text)
+    if not is_plain(text) or not path.is_absolute():
+        raise Refused(f"{text[:200]!r} is not an absolute path", remedy="give the whole path")
+    try:
+        real = path.resolve(strict=True)
+        allowed = [root.resolve() for root in roots]
+    except (OSError, RuntimeError) as error:
+        # The same answer inside and outside of the roots: nobody shall probe the file system through this.
+        raise _not_allowed(text, roots) from error
+    if roots and not any(real != root and real.is_relative_to(root) for root in allowed):
+        raise _not_allowed(text, roots)
+    if not real.is_dir():
+        raise Refused(f"{text} is not a directory", remedy="give a checkpoint directory")
+    return real
+
+
+def _not_allowed(text: str, roots: Sequence[Path]) -> Refused:
+    where = f" in {' or '.join(map(str, roots))}" if roots else ""
+    return Refused(
+        f"{text} is no checkpoint directory{where}",
+        remedy="put it there, or start the publisher with --allow",
+    )

@@ -1,0 +1,142 @@
+"""What the publisher says of itself, and the numbers it exports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from weightcast.publisher.service.inbox import Waiting
+from weightcast.publisher.service.queue import Job
+from weightcast.publisher.version.report import Publication, total_seconds
+from weightcast.shared.service.facts import Failure, LoopStatus, Readiness
+from weightcast.shared.service.fleet import Host
+from weightcast.shared.service.kernels import KernelStatus
+from weightcast.shared.service.snapshot import Frozen
+from weightcast.shared.service.verify import VerifyStatus
+
+PUBLICATIONS_SHOWN = 20
+WAITING_SHOWN = 20
+REFUSED_SHOWN = 20
+
+
+class Progress(Frozen):
+    """The running publication."""
+
+    source: str
+    phase: str
+    done_bytes: int = 0
+    """read in this phase"""
+    total_bytes: int
+    """of a whole checkpoint"""
+    since: float
+    """unix time of the publisher's clock"""
+
+
+class HostStatus(Frozen):
+    """A host as its report shows it; reports are not authenticated."""
+
+    host: str
+    local: str
+    state: str
+    local_version: int | None
+    served_version: int | None
+    lag: int | None
+    last_error: str
+    age_seconds: float
+    """since this publisher last saw the report change"""
+
+
+class WaitingStatus(Frozen):
+    name: str
+    reason: str
+
+
+class RefusedStatus(Frozen):
+    name: str
+    error: Failure
+
+
+class InboxStatus(Frozen):
+    watch: str
+    waiting: tuple[WaitingStatus, ...] = ()
+    refused: tuple[RefusedStatus, ...] = ()
+
+
+class UpkeepStatus(Frozen):
+    """What is made beside the versions."""
+
+    made: str = ""
+    """the last thing"""
+    problem: str = ""
+    """why the last step made nothing; empty when all is well"""
+
+
+class DatedFailure(Failure):
+    at: float
+    """unix time of the publisher's clock"""
+
+
+class Totals(Frozen):
+    """Since the daemon started; sizes in bytes."""
+
+    publications: int = 0
+    failures: int = 0
+    changed_elements: int = 0
+    delta_bytes: int = 0
+    full_bytes: int = 0
+    seconds: float = 0.0
+
+
+class PublisherStatus(Frozen):
+    role: str = "publisher"
+    run_id: str | None = None
+    channel: str
+    local: str
+    version: int | None = None
+    epoch: int | None = None
+    encoding: str
+    queue: tuple[Job, ...] = ()
+    publishing: Progress | None = None
+    publications: tuple[Publication, ...] = ()
+    """newest first"""
+    totals: Totals = Totals()
+    hosts: tuple[HostStatus, ...] = ()
+    inbox: InboxStatus | None = None
+    verify: VerifyStatus | None = None
+    last_error: DatedFailure | None = None
+    held: str | None = None
+    upkeep: UpkeepStatus = UpkeepStatus()
+    ready: bool = False
+    not_ready_reasons: tuple[str, ...] = ("starting",)
+    kernels: KernelStatus = KernelStatus()
+    loop: LoopStatus = LoopStatus()
+
+    def readiness(self) -> Readiness:
+        return Readiness(ready=self.ready, reasons=self.not_ready_reasons)
+
+
+def add(totals: Totals, done: Publication) -> Totals:
+    return Totals(
+        publications=totals.publications + 1,
+        failures=totals.failures,
+        changed_elements=totals.changed_elements + done.changed_elements,
+        delta_bytes=totals.delta_bytes + done.delta_bytes,
+        full_bytes=totals.full_bytes + done.full_bytes,
+        seconds=totals.seconds + total_seconds(done.seconds),
+    )
+
+
+def waiting_status(waiting: Iterable[Waiting]) -> tuple[WaitingStatus, ...]:
+    return tuple(WaitingStatus(name=each.name, reason=each.reason) for each in waiting)[:WAITING_SHOWN]
+
+
+def host_status(host: Host) -> HostStatus:
+    return HostStatus(
+        host=host.host,
+        local=host.local,
+        state=host.state,
+        local_version=host.local_version,
+        served_version=host.served_version,
+        lag=host.lag,
+        last_error=host.last_error,
+        age_seconds=host.heard_seconds_ago,
+    )

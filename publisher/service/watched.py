@@ -1,0 +1,217 @@
+"""The watched directory with its memory on disk: looks, asks the inbox's rules, stores before it acts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from weightcast.publisher.service import looks
+from weightcast.publisher.service.inbox import (
+    MEMORY_LIMIT,
+    Choice,
+    Entry,
+    Inbox,
+    InboxRules,
+    Marks,
+    Sighting,
+    Waiting,
+    is_candidate,
+    pack_entries,
+    parse_entries,
+)
+from weightcast.shared.errors import DamagedFile, Refused
+from weightcast.shared.failpoints import failpoint
+from weightcast.shared.files import durable
+from weightcast.shared.service.facts import Failure
+from weightcast.shared.service.logs import get_log
+
+log = get_log("inbox")
+
+
+class Arrivals:
+    """Names of directories that were seen to be renamed into place: told by one thread, taken by another."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._names: set[str] = set()
+
+    def note(self, name: str) -> None:
+        with self._lock:
+            self._names.add(name)
+
+    def take(self) -> set[str]:
+        with self._lock:
+            taken, self._names = self._names, set()
+            return taken
+
+
+class Watched:
+    """Used by one thread. `memory`: the file that survives restarts."""
+
+    def __init__(
+        self,
+        directory: Path,
+        memory: Path,
+        rules: InboxRules,
+        consume: bool,
+        arrivals: Arrivals,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.directory = directory
+        self.waiting: tuple[Waiting, ...] = ()
+        self._memory = memory
+        self._consume = consume
+        self._arrivals = arrivals
+        self._arrived: dict[str, Marks | None] = {}
+        """what was first seen of it after its arrival"""
+        self._clock = clock
+        self._half_consumed: set[str] = set()
+        """published, and kept from being deleted by an error of the disk"""
+        self._inbox = Inbox(rules, _read(memory))
+        self._stored = b""
+
+    def start(self, version: int) -> None:
+        """Once the local checkpoint is owned: keeps what construction saw, finishes what a kill left."""
+        self.resume(version)
+        if self._consume and self.directory.is_dir():
+            looks.bury_leftovers(self.directory)
+
+    def ignore_existing(self) -> None:
+        """Before anything else, if this directory was never watched from here: what is complete now was there
+        before. What comes while the publisher starts is new."""
+        if self._memory.exists() or self._inbox.rules.existing or not self.directory.is_dir():
+            return
+        self._inbox.ignore_existing(self._look().unknown)
+
+    def _look(self) -> looks.Look:
+        self._arrived |= dict.fromkeys(self._arrivals.take())
+        found = looks.look(self.directory, self._inbox.rules.marker, self._inbox.is_known, self._has_arrived)
+        # Nothing in it yet: what comes is written in its place.
+        self._arrived = {
+            name: frozenset() if files is None else files
+            for name, files in self._arrived.items()
+            if name in found.names
+        }
+        return found
+
+    def _has_arrived(self, name: str, files: Marks) -> bool:
+        """Until something in it changes: it may be written again in its place."""
+        if name not in self._arrived:
+            return False
+        if self._arrived[name] is None:
+            self._arrived[name] = files
+        return self._arrived[name] == files
+
+    def resume(self, version: int) -> None:
+        """After an error or a kill: `version` is the channel's now."""
+        for name in self._inbox.resume(version):
+            self._consume_published(name)
+        self._store()
+
+    def next(self) -> Choice:
+        """Raises RetryLater when the directory is not there."""
+        failpoint("inbox.looked", self.directory)
+        self._finish_consuming()
+        found = self._look()
+        choice = self._inbox.choose(found.unknown, self._clock())
+        self.waiting = choice.waiting
+        self._inbox.forget_vanished(found.names)
+        for broken in choice.refused:
+            if broken.problem is not None:
+                self.refuse(broken, broken.problem)
+        return choice
+
+    def begin(self, choice: Choice, version: int) -> None:
+        """`version`: the channel's before the publication."""
+        self._inbox.begin(choice, version)
+        self._store()
+        failpoint("inbox.chosen", self.directory)
+
+    def succeed(self, sighting: Sighting, version: int) -> None:
+        failpoint("inbox.published", self.directory)
+        self._inbox.succeed(sighting.name, version)
+        # before it is noted as published: a kill in between is made up for by `resume`
+        self._consume_published(sighting.name)
+        self._store()
+
+    def see(self, directory: Path) -> Sighting | None:
+        """A directory that is about to be published on request; None unless it is one of the watched."""
+        try:
+            if directory.parent != self.directory.resolve() or not is_candidate(directory.name):
+                return None
+            return looks.sight(directory, looks.marks(directory), None, arrived=False)
+        except OSError:
+            return None
+
+    def adopt(self, sighting: Sighting, version: int) -> None:
+        """It was published on request: not once more for lying here."""
+        if sighting.weights:
+            self._inbox.adopt(sighting, version)
+            self._store()
+
+    def fail(self, sighting: Sighting, failure: Failure) -> None:
+        """Refused for good, unless it is not the checkpoint any more that was chosen."""
+        if self._marks(sighting.name) == sighting.files:
+            self.refuse(sighting, failure)
+        else:
+            self._inbox.give_up(sighting.name)
+            self._store()
+
+    def refuse(self, sighting: Sighting, failure: Failure) -> None:
+        log.warning("checkpoint refused", checkpoint=sighting.name, **failure.by_name())
+        self._inbox.refuse(sighting, failure)
+        self._store()
+
+    def refused(self) -> list[tuple[str, Failure]]:
+        return self._inbox.refused()
+
+    def _marks(self, name: str) -> Marks | None:
+        try:
+            return looks.marks(self.directory / name)
+        except FileNotFoundError:
+            return None
+
+    def _consume_published(self, name: str) -> None:
+        if not self._consume:
+            return
+        try:
+            looks.consume(self.directory, name, self._inbox.entries[name].files)
+        except FileNotFoundError:
+            return  # by the process that was killed
+        except Refused as error:
+            log.warning("checkpoint not consumed", checkpoint=name, reason=str(error))
+        except OSError as error:
+            log.warning("checkpoint not consumed yet", checkpoint=name, reason=str(error))
+            self._half_consumed.add(name)
+
+    def _finish_consuming(self) -> None:
+        """In the look after an error; one that lasts was logged."""
+        if not self._half_consumed:
+            return
+        try:
+            looks.bury_leftovers(self.directory)
+        except OSError:
+            return
+        names, self._half_consumed = self._half_consumed, set()
+        for name in sorted(names & self._inbox.entries.keys()):
+            self._consume_published(name)
+
+    def _store(self) -> None:
+        packed = pack_entries(self._inbox.entries)
+        if packed != self._stored:
+            durable.replace(self._memory, packed)
+            self._stored = packed
+
+
+def _read(memory: Path) -> dict[str, Entry]:
+    try:
+        return parse_entries(durable.read_file(memory, MEMORY_LIMIT), str(memory))
+    except FileNotFoundError:
+        return {}
+    except DamagedFile as error:
+        raise DamagedFile(
+            error.message,
+            remedy="remove the file: what lies in the watched directory then counts as published",
+        ) from error

@@ -1,0 +1,99 @@
+"""A trainer's masters in the precision of the run: fp32 against a bf16 base, cast when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightcast.publisher.channel_init import ties_of
+from weightcast.publisher.publisher import Publisher
+from weightcast.publisher.weights.given import CastTensor, RawTensor, dtype_of
+from weightcast.publisher.weights.names import resolve
+from weightcast.shared.errors import Refused
+from weightcast.shared.local.follow import open_base
+from weightcast.shared.words import TensorTable
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
+
+
+@dataclass(frozen=True)
+class CastWeights:
+    """Pairs for `publish` and `submit`. `tensors` and `elements`: how many are rounded to another dtype. A
+    tensor is cast when its turn comes: at most two casts are in memory at a time."""
+
+    pairs: tuple[tuple[str, Any], ...]
+    tensors: int
+    elements: int
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        return iter(self.pairs)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+
+def cast_like(
+    base: str | Path | Publisher, named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any]
+) -> CastWeights:
+    """Floating-point tensors in the dtype that the run has for them, rounded to the nearest, ties to even
+    (F64 by way of F32). `base`: the publisher, or the base's checkpoint directory. What has the right dtype,
+    and what the run does not know, passes unchanged.
+
+    Raises Refused for a tensor that cannot become the run's by rounding (integers, 8 bits).
+    """
+    table, ties = _run_of(base)
+    pairs = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
+    names = resolve([name for name, _ in dict(pairs).items()], {*table.numbers, *ties}).run_names
+    cast, tensors, elements = [], 0, 0
+    for name, tensor in pairs:
+        run_name = ties.get(names[name], names[name])
+        number = table.numbers.get(run_name)
+        wanted = None if number is None else table[number].dtype
+        has = dtype_of(name, tensor)
+        if wanted is None or wanted == has:
+            cast.append((name, tensor))
+            continue
+        if has not in _FLOATS or wanted not in _FLOATS:
+            raise Refused(
+                f"{name} is {has}, the run has {wanted}: that is no rounding",
+                remedy="quantise before publishing (docs/trainers.md)",
+            )
+        cast.append((name, CastTensor(tensor, wanted, _converted)))
+        tensors, elements = tensors + 1, elements + int(np.prod(tensor.shape, dtype=np.int64))
+    return CastWeights(tuple(cast), tensors, elements)
+
+
+def _run_of(base: str | Path | Publisher) -> tuple[TensorTable, Mapping[str, str]]:
+    if isinstance(base, Publisher):
+        file, known = base.run
+        return known.table, file.aliases
+    checkpoint = open_base(Path(base))
+    return checkpoint.table, ties_of(Path(base), checkpoint)
+
+
+def _converted(tensor: Any, dtype: str) -> Any:
+    if isinstance(tensor, np.ndarray):
+        return _rounded(tensor, dtype)
+    import torch
+
+    kinds = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    return tensor.detach().to(kinds[dtype])
+
+
+def _rounded(array: NDArray[Any], dtype: str) -> Any:
+    if dtype in _NUMPY:
+        with np.errstate(over="ignore"):
+            return array.astype(_NUMPY[dtype])
+    with np.errstate(over="ignore"):
+        bits = np.ascontiguousarray(array, np.float32).reshape(-1).view(np.uint32)
+    up = np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))
+    nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    # a payload in the low half alone would round to infinity, or around
+    words = np.where(nan, bits >> 16 | np.uint32(0x40), bits + up * ~nan >> 16).astype(np.uint16)
+    return RawTensor("BF16", tuple(array.shape), words)

@@ -1,0 +1,212 @@
+"""The trainer's side of a hand-over: one copy into shared memory, and the publisher beside it does the rest.
+
+Needs numpy; torch only for torch tensors, of any version.
+
+>>> with HandOver("/dev/shm/run7", sidecar="http://127.0.0.1:8340") as hand_over:
+...     hand_over.put(model.state_dict(), step=step)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import threading
+import time
+import urllib.request
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weightcast.publisher.trainer.export import SLOTS, Export, Handed
+from weightcast.publisher.weights.given import CastTensor, RawTensor, in_torch, spec_of
+from weightcast.shared.errors import Refused, RetryLater
+from weightcast.shared.files.safetensors import Entry, pack_header
+from weightcast.shared.local.locks import FileLock, owner_text
+from weightcast.shared.words import TensorSpec
+
+_PAGE = 4096
+_TELL_SECONDS = 2.0
+_TRY_EVERY = 0.02
+
+_Given = tuple[TensorSpec, Any]
+
+
+class HandOver:
+    """One per trainer process and directory. Not thread-safe. The directory takes two copies of the weights
+    and should be memory-backed (tmpfs); a publisher with `--hand-over` reads it."""
+
+    def __init__(
+        self, directory: str | Path, *, sidecar: str | None = None, token: str | None = None
+    ) -> None:
+        """`sidecar`: URL of the publisher, which is told of each `put`; without it, it looks by itself every
+        `--poll-seconds`. Raises RetryLater while another process hands over there, Refused for a link."""
+        self._export = Export(Path(directory))
+        self._url, self._token = sidecar, token
+        self._maps: dict[str, mmap.mmap] = {}
+        self._headers: dict[str, bytes] = {}
+        self._telling: threading.Thread | None = None
+        self._export.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._export.check()
+        self._own: FileLock = self._export.writer
+        self._own.acquire(text=owner_text())
+        newest = self._export.newest()
+        self._sequence = 0 if newest is None else newest.sequence
+        self._name = secrets.token_hex(8)
+
+    def __enter__(self) -> HandOver:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """What was put stays there for the publisher."""
+        while self._maps:
+            self._maps.popitem()[1].close()
+        self._own.release()
+
+    def put(
+        self,
+        named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any],
+        *,
+        step: int | None = None,
+        timeout: float = 60.0,
+    ) -> Handed:
+        """Copies (HF name, tensor) pairs: torch on any device, numpy, `RawTensor`, `cast_like`'s. When it
+        returns the tensors may change. What was put before and is not being read gives way: newest wins.
+
+        Raises RetryLater when the memory does not hold it, or no slot gets free in time; Refused for what is
+        no tensor of a file. The publisher then goes on with what was complete before.
+        """
+        pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+        given = [(spec_of(name, tensor), tensor) for name, tensor in pairs]
+        _check_names(given)
+        # widest elements first: each tensor lies at a multiple of its element's size
+        given.sort(key=lambda one: one[0].nbytes // max(1, one[0].elements), reverse=True)
+        slot, lock = self._free_slot(timeout)
+        try:
+            handed = self._write(slot, given, step)
+        except OSError as error:
+            raise RetryLater(
+                f"{self._export.directory}: {error.strerror or error}",
+                remedy="two copies of the weights must fit there: make the tmpfs larger",
+            ) from error
+        finally:
+            lock.release()
+        self._tell()
+        return handed
+
+    def _free_slot(self, timeout: float) -> tuple[str, FileLock]:
+        """The one with the older weights, unless it is being read."""
+        deadline = time.monotonic() + timeout
+        while True:
+            newest = self._export.newest()
+            for slot in sorted(SLOTS, key=lambda slot: newest is not None and slot == newest.slot):
+                lock = self._export.lock(slot)
+                with contextlib.suppress(RetryLater):
+                    lock.acquire()
+                    return slot, lock
+            if time.monotonic() >= deadline:
+                raise RetryLater(
+                    f"both slots of {self._export.directory} are being read",
+                    remedy="is more than one publisher started with this --hand-over?",
+                )
+            time.sleep(_TRY_EVERY)
+
+    def _write(self, slot: str, given: Sequence[_Given], step: int | None) -> Handed:
+        self._export.withdraw(slot)
+        header = _header([spec for spec, _ in given])
+        nbytes = len(header) + sum(spec.nbytes for spec, _ in given)
+        memory = self._mapped(slot, header, nbytes)
+        at = len(header)
+        for spec, tensor in given:
+            _copy(tensor, spec, memory, at)
+            at += spec.nbytes
+        self._sequence += 1
+        handed = Handed(self._name, self._sequence, slot, step, nbytes)
+        self._export.commit(handed)
+        return handed
+
+    def _mapped(self, slot: str, header: bytes, nbytes: int) -> mmap.mmap:
+        """The slot's file with this header. Reused while tensors and file stay the same."""
+        path = self._export.weights(slot)
+        known = self._maps.get(slot)
+        if known is not None and self._headers[slot] == header and _is_whole(path, nbytes):
+            return known
+        if known is not None:
+            self._maps.pop(slot).close()
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.unlink(missing_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            # a page that cannot be had is an error here, and SIGBUS in a mapping
+            os.posix_fallocate(fd, 0, nbytes)
+            memory = mmap.mmap(fd, nbytes)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+        memory[: len(header)] = header
+        self._maps[slot], self._headers[slot] = memory, header
+        return memory
+
+    def _tell(self) -> None:
+        """In a thread: a publisher that does not answer costs the step nothing, and finds out by itself."""
+        if self._url is not None and (self._telling is None or not self._telling.is_alive()):
+            self._telling = threading.Thread(target=_wake, args=(self._url, self._token), daemon=True)
+            self._telling.start()
+
+
+def _wake(url: str, token: str | None) -> None:
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    request = urllib.request.Request(f"{url.rstrip('/')}/v1/wake", method="POST", headers=headers)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with contextlib.suppress(OSError, ValueError), opener.open(request, timeout=_TELL_SECONDS):
+        pass
+
+
+def _check_names(given: Sequence[_Given]) -> None:
+    names = [spec.name for spec, _ in given]
+    twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
+    if twice:
+        raise Refused(f"{min(twice)} was given twice", remedy="give each tensor once")
+
+
+def _header(specs: Sequence[TensorSpec]) -> bytes:
+    entries, end = [], 0
+    for spec in specs:
+        entries.append(Entry(spec.name, spec.dtype, spec.shape, end, end + spec.nbytes))
+        end += spec.nbytes
+    length = len(pack_header(entries, {}))
+    return pack_header(entries, {}, reserve=-(-length // _PAGE) * _PAGE)
+
+
+def _is_whole(path: Path, nbytes: int) -> bool:
+    try:
+        return path.stat().st_size == nbytes
+    except FileNotFoundError:
+        return False
+
+
+def _copy(tensor: Any, spec: TensorSpec, memory: mmap.mmap, at: int) -> None:
+    """The only copy, from a device straight into the mapping."""
+    if not spec.nbytes:
+        return
+    if isinstance(tensor, CastTensor):
+        tensor = tensor.made()
+    if in_torch(tensor):
+        import torch
+
+        there = torch.frombuffer(memory, dtype=torch.uint8, count=spec.nbytes, offset=at)
+        there.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        return
+    there = np.frombuffer(memory, np.uint8, spec.nbytes, at)
+    if isinstance(tensor, RawTensor):
+        there[:] = tensor.flat
+    else:
+        there.view(tensor.dtype).reshape(tensor.shape)[...] = tensor

@@ -1,0 +1,198 @@
+"""Anchors: the full weights of a version, as an ordinary checkpoint directory with an index of its own.
+
+Beside a version (`weight_v000032/anchor/`) they let hosts join without a base; as a version of its own one
+starts a new chain where no delta can be made.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from weightcast.publisher.version.commit import create_index, discard
+from weightcast.shared.channel.claims import Claim
+from weightcast.shared.channel.file_record import file_record
+from weightcast.shared.channel.index import INDEX_NAME, FileRecord, Index, TensorRecord, Totals
+from weightcast.shared.channel.keys import PrivateKey
+from weightcast.shared.channel.layout import Layout
+from weightcast.shared.digest.hash import hash_bytes
+from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.root import root
+from weightcast.shared.errors import DamagedFile
+from weightcast.shared.failpoints import failpoint
+from weightcast.shared.files import durable
+from weightcast.shared.files.safetensors import Entry, pack_header
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint, WordsIn
+from weightcast.shared.local.state import Position, lanes_list
+from weightcast.shared.progress import Advance
+from weightcast.shared.words import TensorTable, whole_part
+
+SHARD_BYTES = 4 << 30
+_PIECE_BYTES = 8 << 20
+
+
+def write_weights(
+    directory: Path,
+    table: TensorTable,
+    words_in: WordsIn,
+    other_files: Sequence[Path],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    advance: Advance | None = None,
+) -> tuple[tuple[FileRecord, ...], dict[str, str], list[Lanes]]:
+    """Shards and the other files, durable; the weight map; raw lanes of what was written, in table order."""
+    lanes = [Lanes()] * len(table)
+    weight_map: dict[str, str] = {}
+    records: list[FileRecord] = []
+    shards = list(_shards(table, shard_bytes))
+    for number, tensors in enumerate(shards):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write_shard(directory / name, table, tensors, words_in, lanes, advance)
+        weight_map.update((table[tensor].name, name) for tensor in tensors)
+        records.append(file_record(directory / name))
+    for path in other_files:
+        durable.replace(directory / path.name, path.read_bytes())
+        records.append(file_record(directory / path.name))
+    return tuple(records), weight_map, lanes
+
+
+def _shards(table: TensorTable, shard_bytes: int) -> Iterator[list[int]]:
+    shard: list[int] = []
+    size = 0
+    for number, spec in enumerate(table):
+        if shard and size + spec.nbytes > shard_bytes:
+            yield shard
+            shard, size = [], 0
+        shard.append(number)
+        size += spec.nbytes
+    if shard:
+        yield shard
+
+
+def _write_shard(
+    path: Path,
+    table: TensorTable,
+    tensors: Sequence[int],
+    words_in: WordsIn,
+    lanes: list[Lanes],
+    advance: Advance | None,
+) -> None:
+    entries, end = [], 0
+    for tensor in tensors:
+        spec = table[tensor]
+        entries.append(Entry(spec.name, spec.dtype, spec.shape, end, end + spec.nbytes))
+        end += spec.nbytes
+    with path.open("xb") as file:
+        file.write(pack_header(entries, {"format": "pt"}))
+        for tensor in tensors:
+            for start, piece in _pieces(table, tensor, words_in):
+                file.write(piece)
+                lanes[tensor] = lanes[tensor].plus(hash_bytes(np.frombuffer(piece, np.uint8), start // 8))
+                if advance is not None:
+                    advance(len(piece))
+        file.flush()
+        failpoint("anchor.copied", path)
+        os.fsync(file.fileno())
+    failpoint("anchor.synced", path)
+
+
+def _pieces(table: TensorTable, tensor: int, words_in: WordsIn) -> Iterator[tuple[int, memoryview]]:
+    spec = table[tensor]
+    step = _PIECE_BYTES // spec.kind.width
+    for start in range(0, spec.words, step):
+        words = words_in(tensor, start, min(start + step, spec.words))
+        yield start * spec.kind.width, memoryview(words.view(np.uint8))  # type: ignore[arg-type]
+
+
+def anchor_index(
+    run_id: str,
+    version: int,
+    epoch: int,
+    step: int | None,
+    table: TensorTable,
+    written: tuple[tuple[FileRecord, ...], dict[str, str], list[Lanes]],
+) -> Index:
+    files, weight_map, lanes = written
+    return Index(
+        run_id=run_id,
+        version=version,
+        kind="anchor",
+        base_version=-1,
+        base_root="",
+        root=root(table, lanes),
+        parent="",
+        epoch=epoch,
+        encoding=None,
+        step=step,
+        created=time.time(),
+        weight_map=weight_map,
+        files=files,
+        tensors={spec.name: TensorRecord(lanes[n], 0) for n, spec in enumerate(table)},
+        parts=(whole_part(table),),
+        chunks=(),
+        totals=Totals(0, table.elements, table.nbytes, sum(file.size for file in files)),
+    )
+
+
+@dataclass(frozen=True)
+class Full:
+    """The full weights of a version, wherever they are read from. `other_files`: config and tokenizer."""
+
+    run_id: str
+    position: Position
+    table: TensorTable
+    words_in: WordsIn
+    other_files: Sequence[Path]
+
+
+def write_anchor_beside(
+    layout: Layout, local: LocalCheckpoint, claim: Claim, key: PrivateKey | None = None
+) -> bool:
+    """The anchor of the version that the local checkpoint holds. False when it exists already."""
+    with local.standing_still():
+        state = local.state
+        others = local.checkpoint.other_files
+        full = Full(state.run_id, state.position, local.table, local.words_in, others)
+        return write_anchor(layout, full, claim, key)
+
+
+def write_anchor(layout: Layout, full: Full, claim: Claim, key: PrivateKey | None = None) -> bool:
+    """The anchor beside a version. False when it exists already. Its digests must equal the version's before
+    its index is written; it appears through its index alone."""
+    directory = layout.anchor_dir(full.position.version)
+    if (directory / INDEX_NAME).exists():
+        return False
+    if directory.exists():
+        discard(layout, directory)
+    directory.mkdir()
+    failpoint("anchor.begun", directory)
+    try:
+        _write_beside(directory, full, claim, key)
+    except BaseException:
+        # not to fill a disk that is full already
+        discard(layout, directory)
+        raise
+    durable.sync_directory(directory.parent)
+    return True
+
+
+def _write_beside(directory: Path, full: Full, claim: Claim, key: PrivateKey | None) -> None:
+    position = full.position
+    written = write_weights(directory, full.table, full.words_in, full.other_files)
+    if written[2] != lanes_list(position.lanes):
+        raise DamagedFile(
+            f"the publisher's local checkpoint does not hold version {position.version}; no anchor was "
+            "written",
+            remedy="run `weightcast local verify`",
+        )
+    index = anchor_index(full.run_id, position.version, claim.epoch, None, full.table, written)
+    index = replace(index, main=position.digest)
+    durable.sync_directory(directory)
+    failpoint("anchor.written", directory)
+    create_index(directory, index, full.table, claim, key, main=position.digest)
+    failpoint("anchor.committed", directory)

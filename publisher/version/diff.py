@@ -1,0 +1,220 @@
+"""The diff pass: every old and new byte read once, changed chunks encoded, the new bytes hashed in full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from weightcast.publisher.weights.finite import NonFinite, became_non_finite, check_finite
+from weightcast.publisher.weights.match import Matched
+from weightcast.publisher.weights.on_device import Near, drifted
+from weightcast.publisher.weights.tensors import NewWeights
+from weightcast.shared.channel.chunk_step import ChunkStep
+from weightcast.shared.channel.delta_writer import PartFiles, ShardWriter
+from weightcast.shared.codec.changes import Changes, compare
+from weightcast.shared.codec.choose import FetchWords
+from weightcast.shared.codec.parallel import ordered
+from weightcast.shared.codec.scan import Scan, scan
+from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.errors import NeedsReseed, Refused
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint, gather
+from weightcast.shared.local.state import lanes_list
+from weightcast.shared.progress import Advance
+from weightcast.shared.words import Chunk, Part, TensorTable, Words, grid
+
+
+@dataclass(frozen=True)
+class SegmentSums:
+    """Over one part's segments of a tensor that other parts have segments of too: the touched 8-byte words
+    before and after, and all words after."""
+
+    old: Lanes
+    new: Lanes
+    full: Lanes
+
+    def plus(self, other: SegmentSums) -> SegmentSums:
+        return SegmentSums(self.old.plus(other.old), self.new.plus(other.new), self.full.plus(other.full))
+
+    def proves(self, recorded: Lanes) -> bool:
+        """Over the whole tensor: whether these bytes are the recorded ones with these changes."""
+        return recorded.minus(self.old).plus(self.new) == self.full
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One part's step. `lanes`: new raw lanes of each changed tensor, from all of the part's bytes of it;
+    `changed`: changed elements of each. `split`: of tensors that the part has not alone."""
+
+    files: PartFiles
+    lanes: Mapping[int, Lanes]
+    changed: Mapping[int, int]
+    split: Mapping[int, SegmentSums]
+    non_finite: Mapping[int, int]
+    """elements of each tensor that became NaN or infinite"""
+
+
+@dataclass(frozen=True)
+class _Compared:
+    chunk: Chunk
+    new: FetchWords
+    full: tuple[tuple[int, Lanes], ...]
+    step: ChunkStep | None
+    prepared: bytes
+    changed: tuple[tuple[int, int], ...]
+    """(tensor, changed elements)"""
+    non_finite: tuple[tuple[int, int], ...]
+    """(tensor, elements that became so)"""
+
+
+def write_difference(
+    local: LocalCheckpoint,
+    part: Part,
+    weights: NewWeights,
+    matched: Matched,
+    writer: ShardWriter,
+    *,
+    threads: int = 1,
+    advance: Advance | None = None,
+    non_finite: NonFinite = "allow",
+    merged: Callable[[Chunk], Words] | None = None,
+) -> Difference:
+    """`merged`: the new words of a chunk where they do not all come from `weights`. Raises Refused when a
+    frozen tensor changed, or elements became NaN or infinite that are not to, NeedsReseed when the local
+    checkpoint is not what its state says; of tensors that the part has not alone the caller proves that. The
+    writer is closed on success only."""
+    near = weights.near(local, matched) if merged is None else None
+    comparison = _Comparison(local, weights, matched, writer, near, merged)
+    full: dict[int, Lanes] = {}
+    book = _Book()
+    for one in ordered(comparison.compare, grid(local.table, part), threads):
+        writer.append(one.chunk, one.prepared, one.new, one.step)
+        for tensor, lanes in one.full:
+            full[tensor] = full.get(tensor, Lanes()).plus(lanes)
+        book.add(one)
+        if advance is not None:
+            advance(one.chunk.words * one.chunk.kind.width)
+    _check_frozen(local.table, matched, book)
+    if non_finite == "refuse":
+        check_finite(local.table, book.non_finite)
+    split = {tensor: book.segment_sums(tensor, full[tensor]) for tensor in _split(local.table, part)}
+    _check_baseline(local, {tensor: lanes for tensor, lanes in full.items() if tensor not in split}, book)
+    if near is not None:
+        near.done(full)
+    return Difference(writer.close(), {t: full[t] for t in book.old}, book.changed, split, book.non_finite)
+
+
+def _split(table: TensorTable, part: Part) -> set[int]:
+    pieces = ((one.tensor, (one.start, one.stop)) for one in part.segments)
+    return {tensor for tensor, place in pieces if place != (0, table[tensor].words)}
+
+
+@dataclass
+class _Comparison:
+    local: LocalCheckpoint
+    weights: NewWeights
+    matched: Matched
+    writer: ShardWriter
+    near: Near | None
+    merged: Callable[[Chunk], Words] | None
+
+    def compare(self, chunk: Chunk) -> _Compared:
+        old = self.local.chunk_words(chunk)
+        near = None if self.near is None else self.near.scan(chunk, old)
+        if near is not None:
+            changes = near.changes
+            return self._encoded(chunk, old, lambda: self._fetched(chunk, old, changes), near)
+        new = self.merged(chunk) if self.merged is not None else gather(chunk, self._new_words)
+        return self._encoded(chunk, old, lambda: new, scan(chunk, old, new))
+
+    def _encoded(self, chunk: Chunk, old: Words, new: FetchWords, found: Scan) -> _Compared:
+        full = tuple((span.tensor, lanes) for span, lanes in zip(chunk.spans, found.full, strict=True))
+        if not len(found.changes):
+            return _Compared(chunk, new, full, None, b"", (), ())
+        prepared = self.writer.prepare(chunk, old, new, found.changes)
+        step = ChunkStep(found.changes, found.sums)
+        changed = tuple(self._changed(chunk, found.changes))
+        odd = tuple(became_non_finite(chunk, found.changes, new))
+        return _Compared(chunk, new, full, step, prepared, changed, odd)
+
+    def _fetched(self, chunk: Chunk, old: Words, changes: Changes) -> Words:
+        """All words after all, for a mode that holds them, and with them a look at all of the old ones."""
+        new = gather(chunk, self._new_words)
+        if len(compare(old, new)) != len(changes):
+            raise drifted(chunk)
+        return new
+
+    def _new_words(self, tensor: int, start: int, stop: int) -> Words:
+        name = self.matched.sources.get(tensor)
+        if name is None:
+            return self.local.words_in(tensor, start, stop)
+        return self.weights.words_in(name, start, stop)
+
+    def _changed(self, chunk: Chunk, changes: Changes) -> Iterator[tuple[int, int]]:
+        edges = np.searchsorted(changes.index, [s.offset for s in chunk.spans] + [chunk.words])
+        for span, low, high in zip(chunk.spans, edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+            if high > low:
+                spec = self.local.table[span.tensor]
+                per_element = max(1, spec.nbytes // spec.elements // spec.kind.width)
+                words = changes.index[low:high]
+                yield span.tensor, high - low if per_element == 1 else len(np.unique(words // per_element))
+
+
+class _Book:
+    """Sums and counts per changed tensor."""
+
+    def __init__(self) -> None:
+        self.old: dict[int, Lanes] = {}
+        self.new: dict[int, Lanes] = {}
+        self.changed: dict[int, int] = {}
+        self.non_finite: dict[int, int] = {}
+
+    def add(self, one: _Compared) -> None:
+        for sums in one.step.sums if one.step is not None else ():
+            self.old[sums.tensor] = self.old.get(sums.tensor, Lanes()).plus(sums.old)
+            self.new[sums.tensor] = self.new.get(sums.tensor, Lanes()).plus(sums.new)
+        for tensor, count in one.changed:
+            self.changed[tensor] = self.changed.get(tensor, 0) + count
+        for tensor, count in one.non_finite:
+            self.non_finite[tensor] = self.non_finite.get(tensor, 0) + count
+
+    def segment_sums(self, tensor: int, full: Lanes) -> SegmentSums:
+        return SegmentSums(self.old.get(tensor, Lanes()), self.new.get(tensor, Lanes()), full)
+
+
+def _check_frozen(table: TensorTable, matched: Matched, book: _Book) -> None:
+    moved = sorted(matched.frozen & set(book.changed))
+    if moved:
+        names = ", ".join(table[tensor].name for tensor in moved[:5])
+        raise Refused(f"frozen tensors changed: {names}", remedy="unfreeze them in a new channel")
+
+
+def _check_baseline(local: LocalCheckpoint, full: Mapping[int, Lanes], book: _Book) -> None:
+    """The full hash of the new bytes must be what arithmetic on the recorded lanes gives: else the local
+    checkpoint has drifted from what the channel says."""
+    recorded = lanes_list(local.state.position.lanes)
+    for tensor, found in full.items():
+        expected = recorded[tensor]
+        if tensor in book.old:
+            expected = expected.minus(book.old[tensor]).plus(book.new[tensor])
+        if expected != found:
+            raise NeedsReseed(
+                f"{local.directory}: {local.table[tensor].name} has drifted from version "
+                f"{local.state.position.version}; nothing was published",
+                remedy="the publisher's local checkpoint is seeded again from base and channel",
+            )
+
+
+def check_ties(weights: NewWeights, matched: Matched, table: TensorTable) -> None:
+    """Tied tensors that were given must be equal. Refused names the first that is not."""
+    for name, tensor in matched.ties:
+        spec = table[tensor]
+        source = matched.sources.get(tensor, name)
+        if weights.table[weights.table.numbers[name]].words != spec.words:
+            raise Refused(f"{name} is tied to {spec.name} and has another shape", remedy="tie the weights")
+        if not weights.equal(name, source):
+            raise Refused(
+                f"{name} is tied to {spec.name} and has other values",
+                remedy="tie the weights before publishing, or make a channel without this alias",
+            )

@@ -1,0 +1,262 @@
+"""Ranks other than 0: their part into rank 0's attempt, then the outcome from the channel."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightcast.publisher.version import rendezvous
+from weightcast.publisher.version.compared import Ahead, compare_first, may_compare_first
+from weightcast.publisher.version.draft import Frame
+from weightcast.publisher.version.rendezvous import Attempt, Rank
+from weightcast.publisher.version.report import PublishReport
+from weightcast.publisher.version.turn import Turn, division_of, given_names, holds_of
+from weightcast.publisher.version.work import PartWriter, PublishOptions, Work, matched_to_run, report_of
+from weightcast.publisher.weights.match import Matched
+from weightcast.publisher.weights.tensors import NewWeights
+from weightcast.shared.channel.channel_file import ChannelFile
+from weightcast.shared.channel.index import Index
+from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import NeedsReseed, NotInTime, Refused, RetryLater, WeightcastError
+from weightcast.shared.failpoints import failpoint
+from weightcast.shared.local.follow import Follower
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint
+from weightcast.shared.local.state import Phase, read_state
+from weightcast.shared.words import TensorTable
+
+_POLL_SECONDS = 0.05
+_PATIENCE = 1.25
+
+
+class Member:
+    def __init__(self, follower: Follower, rank: Rank, options: PublishOptions) -> None:
+        self._follower, self._rank, self._options = follower, rank, options
+        self._seen = rendezvous.attempts_seen(Layout(follower.channel_dir))
+        self._last: _Last | None = None
+
+    def publish(self, work: Work) -> PublishReport:
+        last, self._last = self._last, None
+        try:
+            return self._publish(work, last)
+        except OSError as error:
+            self._follower.release()
+            raise RetryLater(
+                f"{error.filename or self._follower.channel_dir}: {error.strerror or error}",
+                remedy="check the mounts and the space on them; rank 0 may have given up",
+            ) from error
+
+    def _publish(self, work: Work, last: _Last | None) -> PublishReport:
+        began = self._compare_first(work, last)
+        deadline = time.monotonic() + self._options.deadline_seconds
+        channel = Channel.open(self._follower.channel_dir, self._options.trust)
+        with work.phase("ranks"), _rather(began):
+            directory, attempt = rendezvous.find_attempt(
+                channel.layout,
+                work.step,
+                self._rank,
+                channel.pointed(),
+                deadline,
+                self._seen,
+            )
+        failpoint("part.begun", directory)
+        # longer than rank 0 waits: it is rank 0 that knows who is missing, and tells
+        deadline = time.monotonic() + _PATIENCE * self._options.deadline_seconds
+        try:
+            if isinstance(began, BaseException):
+                raise began
+            local, shared = self._local(channel, attempt, work, deadline)
+            self._leave_part(channel, local, attempt, directory, work, deadline, began)
+        except BaseException as error:
+            self._tell_failure(directory, error)
+            raise
+        table = local.table
+        if shared:
+            # rank 0 patches the files that are mapped here
+            self._follower.release()
+        with work.phase("commit"):
+            index = self._await_commit(
+                directory, attempt, lambda: _pointed(channel, attempt.version, table), deadline
+            )
+        if not shared:
+            with work.phase("patch"):
+                self._follower.catch_up(channel)
+        self._last = _Last(channel.require_ours()[0], attempt.base_digest, index.digest)
+        return report_of(index, table, work, channel.layout.version_dir(index.version))
+
+    def _compare_first(self, work: Work, last: _Last | None) -> Ahead | Exception | None:
+        """An error is returned: rank 0 is to be told. None where the channel has to be asked first: at the
+        first publication, after an error, and where nobody waits for the tensors."""
+        if last is None or not may_compare_first(work, self._rank):
+            return None
+        try:
+            local = self._follower.local if self._follower.owns else self._followed(last)
+            if local is None:
+                return None
+            return compare_first(local, last.file, work, self._rank, self._options.threads)
+        except Exception as error:
+            work.let_go()
+            return error
+
+    def _followed(self, last: _Last) -> LocalCheckpoint | None:
+        """Rank 0's local checkpoint, once it has followed the last version. None when it went elsewhere."""
+        paths, deadline = self._follower.paths, time.monotonic() + self._options.deadline_seconds
+        while time.monotonic() < deadline:
+            state = read_state(paths.state)
+            if state is None or state.phase not in (Phase.CLEAN, Phase.PATCHING):
+                return None
+            at = state.position.digest
+            if at == last.digest and state.phase is Phase.CLEAN:
+                self._follower.local = LocalCheckpoint.open(paths.directory)
+                return self._follower.local
+            if at not in (last.digest, last.base_digest):
+                return None
+            time.sleep(_POLL_SECONDS)
+        return None
+
+    def _await_commit(
+        self, directory: Path, attempt: Attempt, committed: Callable[[], Index | None], deadline: float
+    ) -> Index:
+        try:
+            return rendezvous.wait_for_commit(directory, attempt, committed, deadline)
+        except NeedsReseed as error:
+            if self._follower.owns:
+                self._follower.distrust(str(error))
+            raise
+
+    def _tell_failure(self, directory: Path, error: BaseException) -> None:
+        """Rank 0 need not wait for a part that will not come; where a local checkpoint has drifted, every
+        rank reads its own again."""
+        drifted = isinstance(error, NeedsReseed)
+        with contextlib.suppress(OSError):
+            rendezvous.leave_failure(directory, self._rank.number, error, drifted)
+        if drifted and self._follower.owns:
+            self._follower.distrust(str(error))
+        self._follower.release()
+
+    def _local(
+        self, channel: Channel, attempt: Attempt, work: Work, deadline: float
+    ) -> tuple[LocalCheckpoint, bool]:
+        """This rank's own local checkpoint, or (True) rank 0's on the same machine, at the attempt's base."""
+        with work.phase("recover"):
+            if not self._follower.owns:
+                # opened to be compared with, without the lock that says that it is as it was
+                self._follower.release()
+            try:
+                self._follower.own()
+            except RetryLater:
+                return self._shared_local(attempt, deadline), True
+            self._follower.catch_up(channel)
+            return _at_base(self._follower.local, attempt), False
+
+    def _shared_local(self, attempt: Attempt, deadline: float) -> LocalCheckpoint:
+        directory = self._follower.paths.directory
+        while time.monotonic() < deadline:
+            local = LocalCheckpoint.open(directory)
+            if local is not None and local.state.position.digest == attempt.base_digest:
+                self._follower.local = local
+                return local
+            if local is not None:
+                local.close()
+            time.sleep(_POLL_SECONDS)
+        raise NotInTime(
+            f"{directory} did not reach version {attempt.version - 1} in time",
+            remedy="look at the process that owns it",
+        )
+
+    def _leave_part(
+        self,
+        channel: Channel,
+        local: LocalCheckpoint,
+        attempt: Attempt,
+        directory: Path,
+        work: Work,
+        deadline: float,
+        ahead: Ahead | None,
+    ) -> None:
+        if attempt.encoding != self._options.encoding:
+            raise Refused(
+                f"rank 0 publishes with encoding {attempt.encoding}, this rank with {self._options.encoding}",
+                remedy="all ranks publish the same step with the same encoding",
+            )
+        frame = Frame(
+            run_id=local.state.run_id,
+            version=attempt.version,
+            base=local.state.position,
+            epoch=attempt.epoch,
+            encoding=self._options.encoding,
+            step=attempt.step,
+            created=attempt.created,
+        )
+        weights, matched = self._given(channel, local, work, ahead)
+        try:
+            names = given_names(weights, matched, local.table)
+            rendezvous.leave_holds(directory, self._rank.number, holds_of(weights, names), local.table)
+            with work.phase("ranks"):
+                holds = rendezvous.await_plan(directory, attempt, local.table, deadline)
+            division = division_of(attempt, local.table, holds, matched.frozen)
+            options = self._options
+            writer = PartWriter(
+                local, frame, directory, self._rank, options.threads, non_finite=options.non_finite
+            )
+            left = Turn(writer, attempt, deadline).take(weights, matched, names, division, work)
+            work.let_go()
+        finally:
+            weights.close()
+        failpoint("part.written", directory)
+        rendezvous.leave_part(directory, self._rank.number, left, local.table)
+        failpoint("part.left", directory)
+
+    def _given(
+        self, channel: Channel, local: LocalCheckpoint, work: Work, ahead: Ahead | None
+    ) -> tuple[NewWeights, Matched]:
+        if ahead is not None:
+            ahead.weights.moved_to(local)
+            return ahead.weights, ahead.matched
+        weights = work.read()
+        try:
+            return weights, matched_to_run(channel, weights, self._rank, work)
+        except BaseException:
+            weights.close()
+            raise
+
+
+@dataclass(frozen=True)
+class _Last:
+    """What the last publication here left: digests of the indexes of its base and of its own."""
+
+    file: ChannelFile
+    base_digest: str
+    digest: str
+
+
+@contextlib.contextmanager
+def _rather(error: object) -> Iterator[None]:
+    """This rank's own error tells more than that rank 0 did not come."""
+    try:
+        yield
+    except WeightcastError as late:
+        if isinstance(error, Exception):
+            raise error from late
+        raise
+
+
+def _at_base(local: LocalCheckpoint | None, attempt: Attempt) -> LocalCheckpoint:
+    if local is None or local.state.position.digest != attempt.base_digest:
+        raise RetryLater(
+            f"this rank's local checkpoint is not at version {attempt.version - 1} of the channel",
+            remedy="is its mount stale? publish again",
+        )
+    return local
+
+
+def _pointed(channel: Channel, version: int, table: TensorTable) -> Index | None:
+    """The version's index once the pointer has reached it."""
+    pointer = channel.pointer()
+    if pointer is None or pointer.version < version:
+        return None
+    index = channel.index(pointer, version, table)
+    return index if isinstance(index, Index) else None

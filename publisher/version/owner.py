@@ -1,0 +1,466 @@
+"""Rank 0: owns the channel, makes and commits versions, finishes what a kill left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from weightcast.publisher.version import rendezvous
+from weightcast.publisher.version.anchors import anchor_index, write_anchor_beside, write_weights
+from weightcast.publisher.version.commit import (
+    advance_pointer,
+    commit_index,
+    discard,
+    drop_parts,
+    move_shards,
+    new_parts_dir,
+    verify_files,
+)
+from weightcast.publisher.version.compared import Ahead, compare_first, may_compare_first
+from weightcast.publisher.version.draft import Assembled, Frame, assemble
+from weightcast.publisher.version.rendezvous import Attempt, Rank
+from weightcast.publisher.version.report import PublishReport
+from weightcast.publisher.version.spooled import Spooled, spool
+from weightcast.publisher.version.turn import Turn, check_doubles, division_of, given_names, holds_of
+from weightcast.publisher.version.work import (
+    PartWriter,
+    PublishOptions,
+    Work,
+    check_root,
+    matched_to,
+    matched_to_run,
+    report_of,
+)
+from weightcast.publisher.weights.match import Matched
+from weightcast.publisher.weights.tensors import NewWeights
+from weightcast.shared.channel.channel_file import ChannelFile
+from weightcast.shared.channel.claims import Claim
+from weightcast.shared.channel.index import INDEX_NAME, Index, parse_index, write_index
+from weightcast.shared.channel.layout import version_of
+from weightcast.shared.channel.pointer import Pointer
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import (
+    DamagedFile,
+    NeedsReseed,
+    Refused,
+    RetryLater,
+    Untrusted,
+    WeightcastError,
+    WrongRun,
+)
+from weightcast.shared.failpoints import failpoint
+from weightcast.shared.local.follow import Follower, open_base
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint
+from weightcast.shared.local.stage import Fetched, Staged, stage
+from weightcast.shared.progress import Advance
+from weightcast.shared.words import TensorTable, Words, whole_part
+
+
+class Owner:
+    def __init__(self, follower: Follower, claim: Claim, rank: Rank, options: PublishOptions) -> None:
+        self._follower, self._claim, self._rank, self._options = follower, claim, rank, options
+        self._anchor_due = False
+        self._file: ChannelFile | None = None
+        """as the last publication read it"""
+
+    def recover(self, advance: Advance | None = None) -> None:
+        """Finishes a version that was committed and never pointed to; brings the local checkpoint to the
+        pointer; clears away parts that came to nothing."""
+        channel = self._channel()
+        self._finish_committed(channel)
+        drop_parts(channel.layout)
+        try:
+            self._catch_up(channel, advance)
+        except (WrongRun, Untrusted):
+            raise
+        except Refused as error:
+            # the next publication begins a new chain with an anchor
+            self._follower.release()
+            self._follower.trouble = error.message
+
+    def _catch_up(self, channel: Channel, advance: Advance | None) -> None:
+        try:
+            self._follower.catch_up(channel, advance)
+        except NeedsReseed as error:
+            self._follower.distrust(error.message)
+            self._follower.catch_up(channel, advance)
+
+    def _channel(self) -> Channel:
+        return Channel.open(self._follower.channel_dir, self._options.trust)
+
+    def _finish_committed(self, channel: Channel) -> None:
+        _, base = channel.require_ours()
+        at = channel.pointed()
+        for version in sorted(_committed(channel, above=at)):
+            try:
+                index = channel.index(Pointer(version, None, channel.directory), version, base.table)
+                finish = isinstance(index, Index) and _follows(channel, at, index)
+                if isinstance(index, Index) and finish:
+                    verify_files(channel.layout.version_dir(version), index)
+            except (DamagedFile, Untrusted):
+                # its number is lost: the next publication begins a new chain behind it
+                continue
+            if finish:
+                advance_pointer(channel.layout, version, self._claim, self._options.post_write)
+                at = version
+
+    def publish(self, work: Work) -> PublishReport:
+        try:
+            return self._publish_once(work)
+        except NeedsReseed:
+            # the local checkpoint is brought anew. Other ranks have seen this attempt end: their next call
+            # meets ours
+            if not self._rank.alone or work.changeable or work.is_told:
+                raise
+        return self._publish_once(work)
+
+    def _publish_once(self, work: Work) -> PublishReport:
+        try:
+            return self._publish(work)
+        except NeedsReseed as error:
+            self._follower.distrust(error.message)
+            raise
+        except OSError as error:
+            self._follower.release()
+            raise RetryLater(
+                f"{error.filename or self._follower.channel_dir}: {error.strerror or error}",
+                remedy="check the mounts and the space on them",
+            ) from error
+        except BaseException:
+            self._follower.release()
+            raise
+
+    def _publish(self, work: Work) -> PublishReport:
+        spooled, ahead = self._compare_first(work), self._compare_before_meeting(work)
+        if work.allowed is not None:
+            work.allowed()
+        self._claim.check()
+        with work.phase("recover"):
+            self.recover(work.advance)
+        failpoint("publish.recovered", self._follower.channel_dir)
+        channel = self._channel()
+        self._file, _ = channel.require_ours()
+        if spooled is not None:
+            return self._publish_spooled(channel, spooled, work)
+        with self._given(channel, work, ahead) as (weights, matched):
+            local = self._follower.local
+            if ahead is not None:
+                self._go_on_with(channel, ahead, work)
+            if local is None or not _next_is_free(channel, local):
+                return self._publish_anchor(channel, weights, matched, work)
+            return self._publish_delta(channel, local, weights, matched, work)
+
+    def _compare_first(self, work: Work) -> Spooled | None:
+        """For trainers that wait for their tensors. None where the channel has to be asked first: at the
+        first publication, after an error, among several ranks."""
+        local, file = self._follower.local, self._file
+        if work.compared is None or not self._rank.alone or local is None or file is None:
+            return None
+        with work.phase("read"):
+            weights = work.read()
+        try:
+            with work.phase("diff"):
+                matched = matched_to(file, local.table, weights, self._rank, work)
+                frame = self._frame(local, work.step)
+                spooled = spool(local, frame, weights, matched, self._options, work.advance)
+            work.non_finite = spooled.non_finite
+            work.let_go()
+            return spooled
+        finally:
+            weights.close()
+
+    def _compare_before_meeting(self, work: Work) -> Ahead | None:
+        """Among several ranks, for trainers that wait for their tensors; as `_compare_first`."""
+        local, file = self._follower.local, self._file
+        if local is None or file is None or not may_compare_first(work, self._rank):
+            return None
+        try:
+            return compare_first(local, file, work, self._rank, self._options.threads)
+        except BaseException as error:
+            # the error counts, not that it could not be told
+            with contextlib.suppress(OSError, WeightcastError):
+                self._claim.check()
+                self._call_off(self._channel(), work.step, error)
+            raise
+
+    def _publish_spooled(self, channel: Channel, spooled: Spooled, work: Work) -> PublishReport:
+        local, frame = self._follower.local, spooled.frame
+        if local is None or local.state.position != frame.base or not _next_is_free(channel, local):
+            spooled.drop()
+            raise RetryLater(
+                f"the channel went on from version {frame.base.version} while step {frame.step} was compared",
+                remedy="nothing was published; submit again",
+            )
+        with work.phase("copy"):
+            parts = new_parts_dir(channel.layout, frame.version, frame.epoch)
+            spooled.copy_to(parts)
+        assembled = assemble(local.table, frame.base, [spooled.draft])
+        return self._commit(channel, local, assembled, parts, work)
+
+    @contextlib.contextmanager
+    def _given(
+        self, channel: Channel, work: Work, ahead: Ahead | None
+    ) -> Iterator[tuple[NewWeights, Matched]]:
+        """What is to be published. Where this fails the other ranks need not wait for it."""
+        if ahead is not None:
+            yield ahead.weights, ahead.matched
+            return
+        try:
+            with work.phase("read"):
+                weights = work.read()
+                matched = matched_to_run(channel, weights, self._rank, work)
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                self._call_off(channel, work.step, error)
+            raise
+        try:
+            yield weights, matched
+        finally:
+            weights.close()
+
+    def _go_on_with(self, channel: Channel, ahead: Ahead, work: Work) -> None:
+        """Raises RetryLater, on all ranks, when the local checkpoint is not where it was compared with."""
+        try:
+            ahead.weights.moved_to(self._follower.local)
+        except RetryLater as error:
+            self._call_off(channel, work.step, error)
+            raise
+
+    def _call_off(self, channel: Channel, step: int | None, error: BaseException) -> None:
+        if self._rank.alone:
+            return
+        version = channel.pointed() + 1
+        attempt = Attempt(
+            version, self._claim.epoch, "", step, self._rank.world_size, self._options.encoding, time.time()
+        )
+        parts = new_parts_dir(channel.layout, version, self._claim.epoch)
+        rendezvous.close_attempt(parts, error)
+        rendezvous.open_attempt(parts, attempt)
+
+    def _publish_delta(
+        self, channel: Channel, local: LocalCheckpoint, weights: NewWeights, matched: Matched, work: Work
+    ) -> PublishReport:
+        frame = self._frame(local, work.step)
+        assembled, parts = self._gather_parts(channel, local, frame, weights, matched, work)
+        return self._commit(channel, local, assembled, parts, work)
+
+    def _commit(
+        self, channel: Channel, local: LocalCheckpoint, assembled: Assembled, parts: Path, work: Work
+    ) -> PublishReport:
+        self._claim.check()
+        failpoint("publish.assembled", parts)
+        directory = move_shards(channel.layout, assembled.index.version, parts, assembled.sources)
+        with work.phase("stage"):
+            index, staged = self._prove(local, assembled, directory)
+            check_root(work, index)
+        failpoint("publish.proven", directory)
+        with work.phase("commit"):
+            commit_index(channel.layout, index, local.table, self._claim, directory, self._options.key)
+            advance_pointer(channel.layout, index.version, self._claim, self._options.post_write)
+        report = report_of(index, local.table, work, directory)
+        work.tell_out(report)
+        with work.phase("patch"):
+            self._patch(local, staged, work)
+        drop_parts(channel.layout)
+        problem = self._anchor_if_due(channel, local, work)
+        return replace(report, seconds=dict(work.seconds), anchor_problem=problem)
+
+    def _anchor_if_due(self, channel: Channel, local: LocalCheckpoint, work: Work) -> str:
+        """Returns why there is none. The version is out whatever becomes of its anchor; one that could not be
+        written is made up for beside the next version."""
+        every, version = self._options.anchor_every, local.state.position.version
+        self._anchor_due |= every > 0 and version % every == 0
+        if not self._anchor_due:
+            return ""
+        try:
+            with work.phase("anchor"):
+                write_anchor_beside(channel.layout, local, self._claim, self._options.key)
+        except (OSError, WeightcastError) as error:
+            return rendezvous.reason_of(error)
+        self._anchor_due = False
+        return ""
+
+    def _frame(self, local: LocalCheckpoint, step: int | None) -> Frame:
+        position = local.state.position
+        return Frame(
+            run_id=local.state.run_id,
+            version=position.version + 1,
+            base=position,
+            epoch=self._claim.epoch,
+            encoding=self._options.encoding,
+            step=step,
+            created=time.time(),
+        )
+
+    def _gather_parts(
+        self,
+        channel: Channel,
+        local: LocalCheckpoint,
+        frame: Frame,
+        weights: NewWeights,
+        matched: Matched,
+        work: Work,
+    ) -> tuple[Assembled, Path]:
+        """Writes this rank's part and waits for the others'. A failure closes the attempt for all ranks."""
+        parts = new_parts_dir(channel.layout, frame.version, frame.epoch)
+        attempt = Attempt.of(frame, self._rank.world_size)
+        rendezvous.open_attempt(parts, attempt)
+        try:
+            options = self._options
+            writer = PartWriter(
+                local, frame, parts, self._rank, options.threads, non_finite=options.non_finite
+            )
+            if not self._rank.alone:
+                return self._all_parts(writer, attempt, weights, matched, work), parts
+            with work.phase("diff"):
+                own = writer.write(weights, matched, whole_part(local.table), work.advance)
+            work.non_finite = own.non_finite
+            work.let_go()
+            return assemble(local.table, frame.base, [own.draft]), parts
+        except BaseException as error:
+            # the error counts, not that it could not be told
+            with contextlib.suppress(OSError):
+                rendezvous.close_attempt(parts, error)
+            raise
+
+    def _all_parts(
+        self, writer: PartWriter, attempt: Attempt, weights: NewWeights, matched: Matched, work: Work
+    ) -> Assembled:
+        """What all ranks hold, told to all; this rank's part; the others' parts."""
+        table, parts = writer.local.table, writer.directory
+        deadline = time.monotonic() + self._options.deadline_seconds
+        names = given_names(weights, matched, table)
+        with work.phase("ranks"):
+            own = holds_of(weights, names)
+            holds = [own, *rendezvous.collect_holds(parts, attempt, table, deadline)]
+            division = division_of(attempt, table, holds, matched.frozen)
+            rendezvous.leave_plan(parts, holds, table)
+        left = [Turn(writer, attempt, deadline).take(weights, matched, names, division, work)]
+        work.let_go()
+        with work.phase("ranks"):
+            left += rendezvous.collect_parts(parts, attempt, division, table, deadline)
+        check_doubles(division, table, left)
+        return assemble(table, writer.frame.base, [one.draft for one in left], [one.sums for one in left])
+
+    def _prove(self, local: LocalCheckpoint, assembled: Assembled, directory: Path) -> tuple[Index, Staged]:
+        """Stages the written files as a host would: no host sees a version that did not pass."""
+        index = parse_index(write_index(assembled.index, local.table), local.table)
+        if not self._rank.alone:
+            # what fails is left for the next attempt to move away: after a takeover it may be another
+            # owner's. Digests of our own files were just read from them
+            own = rendezvous.shard_name(self._rank.number)
+            verify_files(directory, index, [new for new, old in assembled.sources.items() if old == own])
+        return index, stage(local, [Fetched(index, directory)], threads=self._options.threads)
+
+    def _patch(self, local: LocalCheckpoint, staged: Staged, work: Work) -> None:
+        began = time.monotonic()
+        with local.patching():
+            self._follower.patch(staged)
+        if self._options.keep is not None:
+            seconds = work.seconds.get("stage", 0.0) + time.monotonic() - began
+            self._options.keep(staged.step, seconds)
+        self._follower.forget_undo()
+
+    def write_anchor(self) -> bool:
+        """Full weights of the current version beside it. False when they exist."""
+        self.recover()
+        channel, local = self._channel(), self._follower.local
+        if local is None or channel.pointed() == 0:
+            raise Refused("there is no version to anchor", remedy="publish one first")
+        return write_anchor_beside(channel.layout, local, self._claim, self._options.key)
+
+    def _publish_anchor(
+        self, channel: Channel, weights: NewWeights, matched: Matched, work: Work
+    ) -> PublishReport:
+        """Where no delta can be made (local checkpoint ahead of the channel, or lost): full weights under the
+        next free number begin a new chain."""
+        if not self._rank.alone or matched.absent:
+            why = self._follower.trouble or "the local checkpoint is ahead of the channel"
+            refused = Refused(
+                f"no delta can be made ({why}) and an anchor needs all tensors in one process",
+                remedy="publish once with world_size 1, or restore the publisher's local checkpoint",
+            )
+            self._call_off(channel, work.step, refused)
+            raise refused
+        _, base = channel.require_ours()
+        version = self._free_number(channel)
+        parts = new_parts_dir(channel.layout, version, self._claim.epoch)
+        try:
+            with work.phase("diff"):
+                words_in = _by_number(weights, matched)
+                others = self._other_files()
+                written = write_weights(parts, base.table, words_in, others, advance=work.advance)
+                weights.finish()
+            work.let_go()
+            index = anchor_index(base.run_id, version, self._claim.epoch, work.step, base.table, written)
+        except BaseException:
+            discard(channel.layout, parts)
+            raise
+        self._claim.check()
+        directory = move_shards(channel.layout, version, parts, {f.name: f.name for f in index.files})
+        with work.phase("commit"):
+            commit_index(channel.layout, index, base.table, self._claim, directory, self._options.key)
+            advance_pointer(channel.layout, version, self._claim, self._options.post_write)
+        drop_parts(channel.layout)
+        with work.phase("patch"):
+            self.recover(work.advance)
+        return report_of(index, base.table, work, directory)
+
+    def _free_number(self, channel: Channel) -> int:
+        state = self._follower.state
+        at = channel.pointed()
+        taken = {at, *_committed(channel, above=at)}
+        return max(taken | ({state.position.version} if state is not None else set())) + 1
+
+    def _other_files(self) -> Sequence[Path]:
+        if self._follower.local is not None:
+            return self._follower.local.checkpoint.other_files
+        if self._follower.base_dir is not None:
+            return open_base(self._follower.base_dir).other_files
+        raise Refused(
+            "the local checkpoint is lost and no base is known",
+            remedy="give --base for config and tokenizer",
+        )
+
+
+def _by_number(weights: NewWeights, matched: Matched) -> Callable[[int, int, int], Words]:
+    return lambda tensor, start, stop: weights.words_in(matched.sources[tensor], start, stop)
+
+
+def _next_is_free(channel: Channel, local: LocalCheckpoint) -> bool:
+    """False when the local checkpoint is not at the pointer, or the next number is taken by a version that no
+    pointer may ever lead to."""
+    at = channel.pointed()
+    return local.state.position.version == at and not channel.layout.index(at + 1).exists()
+
+
+def _committed(channel: Channel, *, above: int) -> set[int]:
+    """Versions with an index that the pointer does not reach yet. Only the owner may look there."""
+    found = set()
+    for entry in channel.directory.iterdir():
+        version = version_of(entry.name)
+        if version is not None and version > above and (entry / INDEX_NAME).exists():
+            found.add(version)
+    return found
+
+
+def _follows(channel: Channel, at: int, index: Index) -> bool:
+    if index.kind == "anchor":
+        return True
+    _, base = channel.require_ours()
+    return index.base_version == at and index.parent == _digest_at(channel, at, base.table)
+
+
+def _digest_at(channel: Channel, version: int, table: TensorTable) -> str:
+    if version == 0:
+        return channel.require_ours()[1].digest
+    index = channel.index(Pointer(version, None, channel.directory), version, table)
+    if index is None:
+        raise DamagedFile(
+            f"{channel.layout.index(version)} is missing although the pointer names it",
+            remedy="restore it; run `weightcast channel verify`",
+        )
+    return index.digest

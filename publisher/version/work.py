@@ -1,0 +1,238 @@
+"""One publication as it passes through the steps: what is read, which rank, with which options."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from weightcast.publisher.version.commit import PostWrite
+from weightcast.publisher.version.diff import SegmentSums, check_ties, write_difference
+from weightcast.publisher.version.draft import Frame, draft
+from weightcast.publisher.version.rendezvous import Rank, shard_name
+from weightcast.publisher.version.report import PublishReport
+from weightcast.publisher.weights.boxes import Box
+from weightcast.publisher.weights.finite import NonFinite
+from weightcast.publisher.weights.match import Matched, match
+from weightcast.publisher.weights.on_device import OnDevice
+from weightcast.publisher.weights.tensors import NewWeights
+from weightcast.shared.channel.channel_file import ChannelFile
+from weightcast.shared.channel.delta_writer import open_shard_writer
+from weightcast.shared.channel.index import INDEX_NAME, Encoding, Index
+from weightcast.shared.channel.keys import PrivateKey
+from weightcast.shared.channel.signing import Trust
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import DamagedFile, Refused, RetryLater
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint
+from weightcast.shared.local.state import Step
+from weightcast.shared.progress import Advance
+from weightcast.shared.words import Chunk, Part, TensorTable, Words, grid
+
+Until = Literal["patched", "out"]
+"""when a publication returns: its local checkpoint is at the version, or the pointer is"""
+Watching = Callable[[str], None]
+"""Called with the name of each phase as it begins."""
+
+
+@dataclass(frozen=True)
+class PublishOptions:
+    """`threads`: low by default beside a trainer. `deadline_seconds`: for ranks to meet. `anchor_every`: an
+    anchor beside every Nth version, 0: none. `keep` is called with each step that was patched, while its
+    journal is still there."""
+
+    encoding: Encoding = "fast"
+    threads: int = 1
+    deadline_seconds: float = 600.0
+    anchor_every: int = 0
+    post_write: PostWrite | None = None
+    on_device: OnDevice = field(default_factory=OnDevice)
+    keep: Callable[[Step, float], None] | None = None
+    """called with the step and the seconds that staging and patching it took"""
+    key: PrivateKey | None = None
+    """signs what is published"""
+    trust: Trust | None = None
+    """whose versions are continued; None: anybody's"""
+    non_finite: NonFinite = "allow"
+    until: Until = "patched"
+
+
+@dataclass
+class Work:
+    """`read` opens the new weights; `seconds` collects the time of each phase. `root`: what the version's
+    root must be, where that is known before."""
+
+    read: Callable[[], NewWeights]
+    step: int | None
+    advance: Advance | None = None
+    watching: Watching | None = None
+    root: str | None = None
+    compared: Callable[[], None] | None = None
+    """called when the new weights are read for the last time: their owner may change them"""
+    seconds: dict[str, float] = field(default_factory=dict)
+    mapped: Mapping[str, int] = field(default_factory=dict)
+    """what was done to given names, and to how many"""
+    non_finite: Mapping[str, int] = field(default_factory=dict)
+    """elements by tensor that became NaN or infinite, where this rank compared"""
+    allowed: Callable[[], None] | None = None
+    """called before anything is written to the channel; raises what forbids it"""
+    on_device: bool = False
+    """they are compared where they live, not on the host"""
+    copied: bool = False
+    """the new weights are a copy: their owner may change them from the start"""
+    changeable: bool = False
+    """they may have changed since: never to be read again"""
+    out: Callable[[PublishReport], None] | None = None
+    """called when the pointer names the version; what is left to do concerns the publisher's own files"""
+    is_told: bool = False
+    """somebody was told that it is out: never to be published again"""
+
+    def tell_out(self, report: PublishReport) -> None:
+        if self.out is not None:
+            self.is_told = True
+            self.out(report)
+
+    def let_go(self) -> None:
+        """The new weights are their owner's again."""
+        if self.compared is not None:
+            self.changeable = True
+            self.read = _let_go
+            self.compared()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        if self.watching is not None:
+            self.watching(name)
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
+
+
+def _let_go() -> NewWeights:
+    raise RetryLater("the tensors may have changed since they were compared", remedy="submit them again")
+
+
+def check_root(work: Work, index: Index) -> None:
+    """Raises DamagedFile when other bytes are about to be published than were asked for."""
+    if work.root is not None and index.root != work.root:
+        raise DamagedFile(
+            f"version {index.version} would have root {index.root[:16]} where {work.root[:16]} was asked for",
+            remedy="nothing was published; run `weightcast channel verify`",
+        )
+
+
+def matched_to_run(channel: Channel, weights: NewWeights, rank: Rank, work: Work) -> Matched:
+    """Names, dtypes, shapes and ties against the run. Raises Refused that lists everything that is wrong."""
+    file, base = channel.require_ours()
+    return matched_to(file, base.table, weights, rank, work)
+
+
+def matched_to(file: ChannelFile, table: TensorTable, weights: NewWeights, rank: Rank, work: Work) -> Matched:
+    matched = match(weights.table, table, frozen=file.frozen, aliases=file.aliases, partial=not rank.alone)
+    check_ties(weights, matched, table)
+    work.mapped = matched.mapped
+    if rank.alone:
+        _check_whole(weights, matched)
+    return matched
+
+
+def _check_whole(weights: NewWeights, matched: Matched) -> None:
+    for name in matched.sources.values():
+        shape = weights.table[weights.table.numbers[name]].shape
+        if weights.box(name) != Box.whole(shape):
+            raise Refused(
+                f"{name} is a shard of a distributed tensor and this publisher has no other ranks",
+                remedy="open a publisher on every rank, with rank= and world_size=",
+            )
+
+
+@dataclass(frozen=True)
+class PartWriter:
+    """Writes one rank's part of a version into the attempt's directory."""
+
+    local: LocalCheckpoint
+    frame: Frame
+    directory: Path
+    rank: Rank
+    threads: int
+    durable: bool = True
+    """False for files that are copied on, and worth nothing after a loss of power"""
+    non_finite: NonFinite = "allow"
+
+    def write(
+        self,
+        weights: NewWeights,
+        matched: Matched,
+        part: Part,
+        advance: Advance | None,
+        merged: Callable[[Chunk], Words] | None = None,
+    ) -> Written:
+        """The diff pass. `merged`: the part's new words where `weights` has not all of them. Nothing is left
+        behind when it raises."""
+        table = self.local.table
+        path = self.directory / shard_name(self.rank.number)
+        chunks = sum(1 for _ in grid(table, part))
+        writer = open_shard_writer(self.frame.encoding, path, table, chunks, durable=self.durable)
+        try:
+            with self.local.standing_still():
+                difference = write_difference(
+                    self.local,
+                    part,
+                    weights,
+                    matched,
+                    writer,
+                    threads=self.threads,
+                    advance=advance,
+                    non_finite=self.non_finite,
+                    merged=merged,
+                )
+            weights.finish()
+        except BaseException:
+            writer.abandon()
+            raise
+        odd = {table[tensor].name: count for tensor, count in sorted(difference.non_finite.items())}
+        return Written(draft(self.frame, table, part, difference), difference.split, odd)
+
+
+@dataclass(frozen=True)
+class Written:
+    draft: Index
+    sums: Mapping[int, SegmentSums]
+    """of tensors that other ranks write too"""
+    non_finite: Mapping[str, int]
+    """elements by tensor that became NaN or infinite in this part"""
+
+
+def report_of(index: Index, table: TensorTable, work: Work, directory: Path) -> PublishReport:
+    """`directory`: the version's, for the size of its index."""
+    return PublishReport(
+        run_id=index.run_id,
+        version=index.version,
+        base_version=index.base_version,
+        kind=index.kind,
+        step=index.step,
+        root=index.root,
+        encoding=index.encoding,
+        elements=table.elements,
+        changed_elements=index.totals.changed,
+        full_bytes=table.nbytes,
+        changed_bytes=_changed_bytes(index, table),
+        delta_bytes=index.totals.delta_bytes + (directory / INDEX_NAME).stat().st_size,
+        tensors_changed=len(index.tensors),
+        seconds=dict(work.seconds),
+        mapped=dict(work.mapped),
+        non_finite=dict(work.non_finite),
+    )
+
+
+def _changed_bytes(index: Index, table: TensorTable) -> int:
+    total = 0
+    for name, record in index.tensors.items():
+        spec = table[table.numbers[name]]
+        if spec.elements:
+            total += record.changed * (spec.nbytes // spec.elements)
+    return total

@@ -1,0 +1,1 @@
+"""What is given to be published: tensors and what they are called."""

@@ -1,0 +1,117 @@
+"""Names of the new weights against the run's tensors: rules without IO.
+
+Names are read as `names.resolve` does. Aliases (tied tensors) may be given or left out; frozen tensors may be
+left out. Everything else that does not fit is listed, all of it, and nothing is published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from weightcast.publisher.weights.names import Resolved, resolve
+from weightcast.shared.errors import Refused
+from weightcast.shared.local.seed import listing
+from weightcast.shared.words import TensorTable
+
+_MISSING = " is missing"
+
+
+@dataclass(frozen=True)
+class Matched:
+    """`sources`: tensor number to the given name whose bytes it gets. `absent`: frozen, keeps its bytes.
+    `ties`: given names whose bytes must equal a tensor's. `frozen`: tensors that must not change."""
+
+    sources: Mapping[int, str]
+    absent: tuple[int, ...]
+    ties: tuple[tuple[str, int], ...]
+    frozen: frozenset[int]
+    mapped: Mapping[str, int] = field(default_factory=dict)
+    """what was done to given names, and to how many"""
+
+
+def match(
+    given: TensorTable,
+    table: TensorTable,
+    *,
+    frozen: Sequence[str],
+    aliases: Mapping[str, str],
+    partial: bool,
+) -> Matched:
+    """`partial`: the given tensors are one rank's share, the rest is somebody else's. Raises Refused."""
+    names = resolve((spec.name for spec in given), {*table.numbers, *aliases})
+    problems = [f"{one} and {other} both stand for {name}" for name, one, other in names.twice]
+    by_run = {run_name: name for name, run_name in names.run_names.items()}
+    sources: dict[int, str] = {}
+    absent: list[int] = []
+    still = frozen_tensors(table, frozen)
+    for number, spec in enumerate(table):
+        source = _source(spec.name, by_run, aliases)
+        if source is not None:
+            sources[number] = source
+            _check_form(problems, given, source, table, number)
+        elif number in still:
+            absent.append(number)
+        elif not partial:
+            problems.append(f"{spec.name}{_MISSING}")
+    ties = _ties(problems, given, names, by_run, table, aliases)
+    if problems:
+        raise Refused(
+            f"the weights do not fit the run: {listing(problems)}",
+            remedy=_remedy(given, table, sources, any(one.endswith(_MISSING) for one in problems)),
+        )
+    return Matched(sources, tuple(absent), tuple(ties), still, names.rules)
+
+
+def _remedy(given: TensorTable, table: TensorTable, sources: Mapping[int, str], missing: bool) -> str:
+    said = ["publish the tensors of the run's base"]
+    forms = [(given[given.numbers[name]], table[number]) for number, name in sources.items()]
+    if any(found.dtype != wanted.dtype and found.shape == wanted.shape for found, wanted in forms):
+        said.append("`cast_like` rounds what a trainer holds in a higher precision")
+    if missing:
+        said.append("a channel made with --frozen does without those that never change")
+    return "; ".join([*said, "a changed architecture is another channel"])
+
+
+def frozen_tensors(table: TensorTable, globs: Sequence[str]) -> frozenset[int]:
+    """Numbers of the tensors that one of the globs names."""
+    return frozenset(n for n, spec in enumerate(table) if any(fnmatchcase(spec.name, g) for g in globs))
+
+
+def _source(name: str, by_run: Mapping[str, str], aliases: Mapping[str, str]) -> str | None:
+    return by_run[name] if name in by_run else by_run.get(aliases.get(name, ""))
+
+
+def _check_form(problems: list[str], given: TensorTable, name: str, table: TensorTable, number: int) -> None:
+    found, wanted = given[given.numbers[name]], table[number]
+    if (found.dtype, found.shape) != (wanted.dtype, wanted.shape):
+        tied = "" if name == wanted.name else f" (for {wanted.name})"
+        problems.append(
+            f"{name}{tied} is {found.dtype} {list(found.shape)}, expected {wanted.dtype} {list(wanted.shape)}"
+        )
+
+
+def _ties(
+    problems: list[str],
+    given: TensorTable,
+    names: Resolved,
+    by_run: Mapping[str, str],
+    table: TensorTable,
+    aliases: Mapping[str, str],
+) -> list[tuple[str, int]]:
+    ties: list[tuple[str, int]] = []
+    for spec in given:
+        name = names.run_names[spec.name]
+        if name in table.numbers:
+            continue
+        number = table.numbers.get(aliases.get(name, ""))
+        if number is None:
+            problems.append(f"{spec.name} is not part of the run")
+        else:
+            _check_form(problems, given, spec.name, table, number)
+            ties.append((spec.name, number))
+    # where the base stores both, both may be given; they are tied all the same
+    both = table.numbers.keys() & by_run.keys()
+    ties.extend((by_run[one], table.numbers[name]) for one, name in aliases.items() if {one, name} <= both)
+    return ties

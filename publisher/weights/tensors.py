@@ -1,0 +1,307 @@
+"""New weights as words: from a checkpoint directory or from tensors in process.
+
+torch is not imported unless a torch tensor is given.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from weightcast.publisher.weights.boxes import Box
+from weightcast.publisher.weights.device_words import words_of
+from weightcast.publisher.weights.given import CastTensor, RawTensor, in_torch, shard_of, spec_of
+from weightcast.publisher.weights.match import Matched
+from weightcast.publisher.weights.on_device import Baselines, Near
+from weightcast.shared.errors import Refused, RetryLater
+from weightcast.shared.files.checkpoint import Checkpoint, identities, open_checkpoint
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint
+from weightcast.shared.local.seed import ReadCheckpoint
+from weightcast.shared.words import DTYPES, TensorSpec, TensorTable, Words, kind_of
+
+_PIECE = 1 << 22
+"""words compared at a time"""
+
+
+class NewWeights(Protocol):
+    """What is to be published, by the names that its owner gives."""
+
+    table: TensorTable
+    """of whole tensors, also where only a piece is given"""
+
+    def box(self, name: str) -> Box:
+        """Which piece of the tensor is given."""
+
+    def words_in(self, name: str, start: int, stop: int) -> Words:
+        """Words [start, stop) of what is given of a tensor, row-major, on the host; not to be written."""
+
+    def equal(self, name: str, other: str) -> bool:
+        """Whether two tensors have the same form and bytes, as far as they are given."""
+
+    def near(self, local: LocalCheckpoint, matched: Matched) -> Near | None:
+        """What compares tensors where they live. None: all are compared on the host."""
+
+    def finish(self) -> None:
+        """Raises Refused when the weights changed while they were read."""
+
+    def close(self) -> None: ...
+
+
+class CheckpointWeights:
+    """A complete checkpoint directory; file identities are compared before and after reading."""
+
+    def __init__(self, directory: Path, *, follow_links: bool = True) -> None:
+        try:
+            self._before = identities(open_checkpoint(directory, follow_links=follow_links))
+            # headers read before the identities were taken may be of other files
+            self.checkpoint: Checkpoint = open_checkpoint(directory, follow_links=follow_links)
+            self._read = ReadCheckpoint(self.checkpoint)
+        except FileNotFoundError as error:
+            raise Refused(
+                f"{error.filename or directory} is not there", remedy="give a checkpoint directory"
+            ) from error
+        self.table = self.checkpoint.table
+
+    def box(self, name: str) -> Box:
+        return Box.whole(self.table[self.table.numbers[name]].shape)
+
+    def words_in(self, name: str, start: int, stop: int) -> Words:
+        try:
+            return self._read.words_in(self.table.numbers[name], start, stop)
+        except RetryLater as error:
+            raise self._changed() from error
+
+    def equal(self, name: str, other: str) -> bool:
+        one, another = (self.table[self.table.numbers[each]] for each in (name, other))
+        if (one.dtype, one.shape) != (another.dtype, another.shape):
+            return False
+        return all(
+            np.array_equal(self.words_in(name, start, stop), self.words_in(other, start, stop))
+            for start, stop in _pieces(one.words)
+        )
+
+    def near(self, local: LocalCheckpoint, matched: Matched) -> None:
+        return None
+
+    def finish(self) -> None:
+        try:
+            same = identities(self.checkpoint) == self._before
+        except FileNotFoundError:
+            same = False
+        if not same:
+            raise self._changed()
+
+    def _changed(self) -> Refused:
+        return Refused(
+            f"{self.checkpoint.directory} changed while it was read; nothing was published",
+            remedy="rename complete checkpoints in, or publish them after they are written",
+        )
+
+    def close(self) -> None:
+        self._read.close()
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A tensor of the caller's: a numpy array or a torch tensor on any device. `whole`: the tensor of which
+    it is the piece `box`."""
+
+    spec: TensorSpec
+    tensor: Any
+    whole: TensorSpec
+    box: Box
+
+    @classmethod
+    def of(cls, name: str, tensor: Any) -> _Given:
+        """Of a distributed tensor only the local shard is looked at; nothing is communicated."""
+        shard = shard_of(name, tensor)
+        if shard is None:
+            whole = spec_of(name, tensor)
+            return cls(whole, tensor, whole, Box.whole(whole.shape))
+        spec = spec_of(name, shard.tensor)
+        # ranks beyond the last row, or outside of the mesh, hold nothing
+        nothing = Box((0,) * len(shard.shape), (0,) * len(shard.shape))
+        box = Box(shard.offsets, spec.shape) if spec.elements else nothing
+        if spec.elements and not box.fits(shard.shape):
+            raise Refused(
+                f"{name}: a shard of {list(spec.shape)} at {list(shard.offsets)} in {list(shard.shape)}",
+                remedy="give each shard's first element and the shape of the whole tensor",
+            )
+        nbytes = math.prod(shard.shape) * DTYPES[spec.dtype][0]
+        return cls(spec, shard.tensor, TensorSpec(name, spec.dtype, shard.shape, nbytes), box)
+
+
+class GivenWeights:
+    """Tensors in process. They must not change until `publish` returns.
+
+    The same name twice is taken once when the bytes are equal, else Refused.
+    """
+
+    def __init__(
+        self,
+        named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any],
+        baselines: Baselines | None = None,
+    ) -> None:
+        """`baselines`: of the publisher, for tensors on devices."""
+        pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+        given: dict[str, _Given] = {}
+        for name, tensor in pairs:
+            one = _Given.of(name, tensor)
+            if name in given and not _equal(given[name], one):
+                raise Refused(
+                    f"{name} was given twice with different values",
+                    remedy="give each tensor once, or tie them",
+                )
+            given.setdefault(name, one)
+        self._given, self._baselines = given, baselines
+        self.table = TensorTable.of([one.whole for one in given.values()])
+        self._flat = functools.lru_cache(maxsize=2)(self._flat_uncached)
+
+    def copied(self) -> GivenWeights:
+        """The same in host memory of its own, as the run has it: shards alone, rounded if they are to be."""
+        made: dict[object, RawTensor] = {}
+        given = {}
+        for name, one in self._given.items():
+            key = _place(one.tensor)
+            if key not in made:
+                made[key] = RawTensor(one.spec.dtype, one.spec.shape, _copy(one))
+            given[name] = replace(one, tensor=made[key])
+        copy = GivenWeights({})
+        copy._given, copy.table = given, self.table
+        return copy
+
+    def box(self, name: str) -> Box:
+        return self._given[name].box
+
+    def words_in(self, name: str, start: int, stop: int) -> Words:
+        return _host_words(self._flat(name), self._given[name].spec, start, stop)
+
+    def equal(self, name: str, other: str) -> bool:
+        return _equal(self._given[name], self._given[other])
+
+    @property
+    def on_device(self) -> bool:
+        """Whether `near` may be asked for something: whole tensors lie where they are to be compared."""
+        if self._baselines is None or any(one.spec != one.whole for one in self._given.values()):
+            return False
+        takes = self._baselines.options.takes
+        return any(in_torch(one.tensor) and takes(one.tensor) for one in self._given.values())
+
+    def near(self, local: LocalCheckpoint, matched: Matched) -> Near | None:
+        baselines = self._baselines
+        if baselines is None:
+            return None
+        tensors = {number: self._given[name].tensor for number, name in matched.sources.items()}
+        takes = baselines.options.takes
+        devices = {n: one.device for n, one in tensors.items() if in_torch(one) and takes(one)}
+        if not devices:
+            return None
+        return baselines.open(local, lambda number: self._flat(matched.sources[number]), devices)
+
+    def _flat_uncached(self, name: str) -> Any:
+        return _flat(self._given[name].tensor)
+
+    def finish(self) -> None:
+        pass  # the caller holds the tensors still
+
+    def close(self) -> None:
+        self._flat.cache_clear()
+
+
+def _copy(one: _Given) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    copy = np.empty(one.spec.nbytes, np.uint8)
+    if one.spec.nbytes:
+        words = _host_words(_flat(one.tensor), one.spec, 0, one.spec.words)
+        copy[:] = words.view(np.uint8)
+    return copy
+
+
+def _place(tensor: Any) -> object:
+    """Equal for tied weights, which are one memory under two names."""
+    if isinstance(tensor, CastTensor):
+        return _place(tensor.tensor), tensor.dtype
+    if isinstance(tensor, np.ndarray | RawTensor):
+        return id(tensor)
+    if tensor.is_conj() or tensor.is_neg():
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _flat(tensor: Any) -> Any:
+    """One-dimensional; no copy when the tensor is contiguous."""
+    if isinstance(tensor, CastTensor):
+        tensor = tensor.made()
+    if isinstance(tensor, RawTensor):
+        # by element: words of 8-byte dtypes are bytes
+        return tensor.flat.view(f"<u{DTYPES[tensor.dtype][0]}")
+    if isinstance(tensor, np.ndarray):
+        return np.ascontiguousarray(tensor).reshape(-1)
+    return tensor.detach().contiguous().reshape(-1)
+
+
+def _host_words(flat: Any, spec: TensorSpec, start: int, stop: int) -> Words:
+    """Only [start, stop) crosses from a device. Word indices are byte indices for 8-byte dtypes."""
+    kind = kind_of(spec.dtype)
+    per_element = max(1, spec.nbytes // max(1, spec.elements)) // kind.width
+    low, high = start // per_element, -(-stop // per_element)
+    piece = flat[low:high]
+    if not isinstance(piece, np.ndarray):
+        piece = _as_bytes(piece)
+    words: Words = np.ascontiguousarray(piece).view(kind.numpy)
+    return words[start - low * per_element : stop - low * per_element]
+
+
+def _as_bytes(piece: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    import torch
+
+    as_bytes = piece.view(torch.uint8).cpu().numpy()
+    return np.asarray(as_bytes, dtype=np.uint8)
+
+
+def _equal(one: _Given, other: _Given) -> bool:
+    """By bits; tensors of one device are compared there."""
+    if (one.whole.dtype, one.whole.shape, one.box) != (other.whole.dtype, other.whole.shape, other.box):
+        return False
+    if _same(one.tensor, other.tensor):
+        return True
+    if not (in_torch(one.tensor) and in_torch(other.tensor)):
+        return _equal_on_host(one, other)
+    if one.tensor.device != other.tensor.device:
+        return _equal_on_host(one, other)
+    words = [words_of(_flat(given.tensor), one.spec.kind) for given in (one, other)]
+    return all(bool(words[0][a:b].equal(words[1][a:b])) for a, b in _pieces(one.spec.words))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Tied weights are mostly one tensor under two names."""
+    if isinstance(one, CastTensor) and isinstance(other, CastTensor):
+        return _same(one.tensor, other.tensor)
+    if one is other:
+        return True
+    if any(isinstance(each, np.ndarray | RawTensor | CastTensor) for each in (one, other)):
+        return False
+    if one.is_conj() or other.is_conj() or one.is_neg() or other.is_neg():
+        return False
+    places = [(each.device, each.data_ptr(), each.stride()) for each in (one, other)]
+    return places[0] == places[1]
+
+
+def _equal_on_host(one: _Given, other: _Given) -> bool:
+    flats = [_flat(given.tensor) for given in (one, other)]
+    return all(
+        np.array_equal(
+            _host_words(flats[0], one.spec, start, stop), _host_words(flats[1], one.spec, start, stop)
+        )
+        for start, stop in _pieces(one.spec.words)
+    )
+
+
+def _pieces(words: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, words, _PIECE):
+        yield start, min(start + _PIECE, words)
