@@ -10,7 +10,7 @@ from textwrap import wrap
 
 from weightcast.publisher.service.settings import PublisherSettings
 from weightcast.shared.service.settings import ServiceSettings, SettingDoc, describe_settings
-from weightcast.subscriber.settings import SubscriberSettings
+from weightcast.subscriber.service.settings import SubscriberSettings
 
 WIDTH = 110
 HEAD = """\

@@ -11,7 +11,7 @@ from weightcast.shared.service.disk import DiskFigures
 from weightcast.shared.service.facts import LoopStatus, Snapshot
 from weightcast.shared.service.fleet import Fleet
 from weightcast.shared.service.metrics import Labels, MetricDoc, Metrics, watch_loop
-from weightcast.subscriber.figures import Figures as SubscriberFigures
+from weightcast.subscriber.service.figures import Figures as SubscriberFigures
 
 HEAD = """\
 # Metrics

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weightcast.publisher.service.settings import PublisherSettings
 from weightcast.shared.service.settings import ServiceSettings, SettingDoc, describe_settings
-from weightcast.subscriber.settings import SubscriberSettings
+from weightcast.subscriber.service.settings import SubscriberSettings
 
 HEAD = "| flag | environment | default | |\n|---|---|---|---|\n"
 

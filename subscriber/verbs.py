@@ -13,7 +13,7 @@ from weightcast.shared.service.app import group
 from weightcast.shared.service.options import settings_command, show_settings_command
 from weightcast.shared.service.verbs_local import EngineFound
 from weightcast.subscriber import verbs_doctor, verbs_engine, verbs_sync
-from weightcast.subscriber.settings import SubscriberSettings
+from weightcast.subscriber.service.settings import SubscriberSettings
 
 
 def register(app: typer.Typer) -> None:
@@ -30,13 +30,13 @@ def register(app: typer.Typer) -> None:
 
 def _look(option: str, local: Path, names: Sequence[str], advance: Advance | None) -> EngineFound:
     # needed by one verb: the others start without it
-    from weightcast.subscriber.engine_look import look
+    from weightcast.subscriber.engines.look import look
 
     return look(option, local, names, advance)
 
 
 def _run(settings: SubscriberSettings) -> None:
     # the web framework costs a second of start-up that one-shots need not pay
-    from weightcast.subscriber.daemon import run_subscriber
+    from weightcast.subscriber.service.daemon import run_subscriber
 
     run_subscriber(settings)

@@ -18,7 +18,7 @@ from weightcast.shared.service.doctor.shown import show_findings
 from weightcast.shared.service.output import Output
 from weightcast.shared.service.sizing.rules import DEFAULT_THREADS, Asked, Encoding, Sizing, Weights, sizing
 from weightcast.shared.service.sizing.shown import plan_facts, show_plan
-from weightcast.subscriber.engine_findings import judge_engines
+from weightcast.subscriber.engines.findings import judge_engines
 
 
 def register(app: typer.Typer) -> None:

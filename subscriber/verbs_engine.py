@@ -12,8 +12,8 @@ from weightcast.shared.errors import USAGE, EngineFailed, Refused
 from weightcast.shared.service.logs import get_log, setup_logs
 from weightcast.subscriber.engines.base import EngineSpec, Timeouts, parse_engine
 from weightcast.subscriber.engines.kinds import open_engine
+from weightcast.subscriber.engines.launch import PROBE_SECONDS, Launch, run_engine
 from weightcast.subscriber.engines.wire import Wire
-from weightcast.subscriber.launch import PROBE_SECONDS, Launch, run_engine
 
 log = get_log("run-engine")
 PROBING = Timeouts(connect=PROBE_SECONDS, probe=PROBE_SECONDS, control=PROBE_SECONDS)

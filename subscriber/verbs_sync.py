@@ -19,17 +19,17 @@ from weightcast.shared.service.logs import setup_logs
 from weightcast.shared.service.output import Output
 from weightcast.shared.service.plain import CHANNEL, JSON, THREADS, TRUSTED_KEY, Option, Verb
 from weightcast.shared.service.threads import working_threads
-from weightcast.subscriber.board import Board
-from weightcast.subscriber.host import SyncOptions
+from weightcast.subscriber.service.board import Board
 from weightcast.subscriber.status import HostStatus
-from weightcast.subscriber.sync import Sync
-from weightcast.subscriber.target import parse_target
+from weightcast.subscriber.step.host import SyncOptions
+from weightcast.subscriber.step.sync import Sync
+from weightcast.subscriber.step.target import parse_target
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from weightcast.subscriber.lead import Lead
-    from weightcast.subscriber.reload import Engines
+    from weightcast.subscriber.engines.reload import Engines
+    from weightcast.subscriber.groups.lead import Lead
 
 _LOOK_SECONDS = 0.5
 _PREFIX = "WEIGHTCAST_"
@@ -129,8 +129,8 @@ def plain_options(
 
 def _by_settings(flags: Mapping[str, object]) -> Parts:
     from weightcast.shared.service.settings import load_settings
-    from weightcast.subscriber.settings import SubscriberSettings
-    from weightcast.subscriber.wiring import open_engines, open_lead, options_of
+    from weightcast.subscriber.service.settings import SubscriberSettings
+    from weightcast.subscriber.service.wiring import open_engines, open_lead, options_of
 
     settings = load_settings(SubscriberSettings, flags)
     lead = open_lead(settings)

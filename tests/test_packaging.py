@@ -156,9 +156,8 @@ def test_the_wheel_s_command_runs_from_an_install_of_its_own(wheel: Path, tmp_pa
     target = tmp_path / "site"
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target"]
     subprocess.run([*install, str(target), str(wheel)], check=True, timeout=120, capture_output=True)
-    code = (
-        "import weightcast.publisher, weightcast.subscriber.sync, weightcast.shared as s; print(s.__file__)"
-    )
+    code = "import weightcast.publisher.service.desk, weightcast.subscriber.step.sync\n"
+    code += "import weightcast.shared as s; print(s.__file__)"
     found = Path(run(code, cwd=tmp_path, path=str(target)).strip())
     assert found.is_relative_to(target)
     entries = next(target.glob("weightcast-*.dist-info")) / "entry_points.txt"

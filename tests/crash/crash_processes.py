@@ -310,7 +310,7 @@ def _become(log: Path) -> None:
 def preload() -> None:
     """Imports and compiles what every child needs."""
     import weightcast.publisher.service.daemon
-    import weightcast.subscriber.daemon  # noqa: F401
+    import weightcast.subscriber.service.daemon  # noqa: F401
     from weightcast.shared.codec.warm_up import warm_up
 
     warm_up()

@@ -39,8 +39,8 @@ from weightcast.publisher import Publisher, init_channel
 from weightcast.publisher.service.daemon import run_publisher
 from weightcast.publisher.service.settings import PublisherSettings
 from weightcast.shared.service.logs import setup_logs
-from weightcast.subscriber.daemon import run_subscriber
-from weightcast.subscriber.settings import SubscriberSettings
+from weightcast.subscriber.service.daemon import run_subscriber
+from weightcast.subscriber.service.settings import SubscriberSettings
 
 MARKER = "complete"
 POLL_SECONDS = 0.05

@@ -10,7 +10,7 @@ import pytest
 
 from weightcast.publisher.service.settings import PublisherSettings
 from weightcast.shared.service.settings import ServiceSettings, describe_settings, load_settings
-from weightcast.subscriber.settings import SubscriberSettings
+from weightcast.subscriber.service.settings import SubscriberSettings
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 LINE = re.compile(r"(#?)(WEIGHTCAST_[A-Z_]+)=(.*)")

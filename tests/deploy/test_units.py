@@ -13,7 +13,7 @@ import pytest
 
 from weightcast.publisher.service.settings import PublisherSettings
 from weightcast.shared.service.settings import ServiceSettings
-from weightcast.subscriber.settings import SubscriberSettings
+from weightcast.subscriber.service.settings import SubscriberSettings
 
 UNITS = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
 INSTALLED = "/opt/weightcast/bin/weightcast"

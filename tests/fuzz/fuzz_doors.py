@@ -19,8 +19,8 @@ from weightcast.publisher.service.routes import publication_routes
 from weightcast.shared.service.facts import LoopStatus, Readiness
 from weightcast.shared.service.http import make_app
 from weightcast.shared.service.metrics import new_registry
-from weightcast.subscriber.daemon import Subscriber
-from weightcast.subscriber.settings import SubscriberSettings
+from weightcast.subscriber.service.daemon import Subscriber
+from weightcast.subscriber.service.settings import SubscriberSettings
 
 TOKEN = "not-a-real-secret"
 ALLOWED = {200, 202, 307, 400, 401, 403, 404, 405, 409, 413, 422, 429, 431, 503}

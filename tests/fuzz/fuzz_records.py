@@ -30,7 +30,7 @@ from weightcast.shared.errors import DamagedFile, Refused
 from weightcast.shared.files.checkpoint import open_checkpoint
 from weightcast.shared.words import ChunkKey, Part
 from weightcast.subscriber.engines.wire import Reply
-from weightcast.subscriber.target import read_tag
+from weightcast.subscriber.step.target import read_tag
 
 _ROOM = tempfile.TemporaryDirectory(prefix="fuzz-records-")
 ROOT = Path(_ROOM.name)

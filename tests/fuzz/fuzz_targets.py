@@ -16,7 +16,7 @@ from weightcast.shared.codec.field import PayloadWriter, open_payload
 from weightcast.shared.local.state import read_state, write_state
 from weightcast.shared.service.settings import load_settings
 from weightcast.shared.words import TensorSpec, TensorTable, grid
-from weightcast.subscriber.settings import SubscriberSettings
+from weightcast.subscriber.service.settings import SubscriberSettings
 
 WORDS = 3000
 TABLE = TensorTable.of([TensorSpec("a", "BF16", (WORDS,), 2 * WORDS)])

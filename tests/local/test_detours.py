@@ -21,9 +21,9 @@ from weightcast.shared.errors import DamagedFile, Refused, RetryLater, Weightcas
 from weightcast.shared.local.detours import Detours
 from weightcast.shared.local.follow import Follower, FollowOptions
 from weightcast.shared.local.stage import BadDelta
-from weightcast.subscriber.board import Board
-from weightcast.subscriber.host import SyncOptions
-from weightcast.subscriber.sync import Sync
+from weightcast.subscriber.service.board import Board
+from weightcast.subscriber.step.host import SyncOptions
+from weightcast.subscriber.step.sync import Sync
 
 INDEX = "model.safetensors.index.json"
 STEP_3, STEP_4, STEP_5 = "weight_v000003", "weight_v000004", "weight_v000005"

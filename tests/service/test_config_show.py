@@ -12,7 +12,7 @@ import pytest
 from weightcast.publisher.service.settings import PublisherSettings
 from weightcast.shared.service.cli import run
 from weightcast.shared.service.settings import BadSettings, load_settings, require_files
-from weightcast.subscriber.settings import SubscriberSettings
+from weightcast.subscriber.service.settings import SubscriberSettings
 
 Shown = dict[str, dict[str, Any]]
 

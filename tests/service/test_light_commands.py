@@ -16,9 +16,9 @@ from safetensors.numpy import save_file
 from weightcast.publisher import init_channel
 from weightcast.shared.service.settings import load_settings
 from weightcast.shared.service.software import VERSION
-from weightcast.subscriber.settings import SubscriberSettings
+from weightcast.subscriber.service.settings import SubscriberSettings
+from weightcast.subscriber.service.wiring import options_of
 from weightcast.subscriber.verbs_sync import is_plain, plain_options
-from weightcast.subscriber.wiring import options_of
 
 HEAVY = (
     "asyncio", "cryptography", "email", "fastapi", "httpx", "importlib.metadata", "numba",

@@ -20,7 +20,7 @@ from weightcast.shared.service.daemon import begun, next_status
 from weightcast.shared.service.disk import DiskFigures
 from weightcast.shared.service.facts import LoopStatus, Snapshot
 from weightcast.shared.service.metrics import Metrics
-from weightcast.subscriber.figures import Figures
+from weightcast.subscriber.service.figures import Figures
 from weightcast.subscriber.status import EngineStatus, HostStatus, LiveStatus, UpdateStatus
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

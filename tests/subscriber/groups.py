@@ -17,8 +17,8 @@ from doubles import Answer, Call, Double, Drop, SGLangDouble, WebhookDouble, ser
 from hosts import Run, Site, on_disk
 from waiting import wait_until
 
-from weightcast.subscriber.daemon import Subscriber
-from weightcast.subscriber.settings import SubscriberSettings
+from weightcast.subscriber.service.daemon import Subscriber
+from weightcast.subscriber.service.settings import SubscriberSettings
 
 LEASE = 20.0
 SECONDS = 90.0

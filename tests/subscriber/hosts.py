@@ -19,15 +19,15 @@ from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.publisher import Publisher
 from weightcast.publisher.version.report import PublishReport
 from weightcast.shared.local.state import LocalState, read_state
-from weightcast.subscriber.board import Board
 from weightcast.subscriber.engines.align import Pace
 from weightcast.subscriber.engines.base import Timeouts, parse_engines
 from weightcast.subscriber.engines.kinds import open_engine
-from weightcast.subscriber.host import Outcome, SyncOptions
-from weightcast.subscriber.reload import Engines
+from weightcast.subscriber.engines.reload import Engines
+from weightcast.subscriber.service.board import Board
 from weightcast.subscriber.status import HostStatus
-from weightcast.subscriber.sync import Sync
-from weightcast.subscriber.target import parse_target
+from weightcast.subscriber.step.host import Outcome, SyncOptions
+from weightcast.subscriber.step.sync import Sync
+from weightcast.subscriber.step.target import parse_target
 
 WIDTHS = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "I64": 8, "U16": 2, "F16": 2, "BOOL": 1}
 QUICK = Timeouts(connect=5, probe=5, control=5, drain=1, reload=5)

@@ -17,9 +17,9 @@ from waiting import wait_until
 
 from weightcast.shared.local.state import Mark
 from weightcast.subscriber.engines.base import BadEngineOption
-from weightcast.subscriber.settings import SubscriberSettings
+from weightcast.subscriber.service.settings import SubscriberSettings
+from weightcast.subscriber.service.wiring import open_engines
 from weightcast.subscriber.status import EngineStatus
-from weightcast.subscriber.wiring import open_engines
 
 ROLLING = {"order": "rolling"}
 

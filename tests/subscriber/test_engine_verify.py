@@ -13,7 +13,7 @@ from plugin_double import DOOR, PluginDouble
 
 from weightcast.shared.local.state import Mark
 from weightcast.shared.service.cli import run
-from weightcast.subscriber.engine_verify import EngineVerify
+from weightcast.subscriber.engines.verify import EngineVerify
 from weightcast.subscriber.status import EngineVerifyStatus
 
 RATE = 1 << 30

@@ -16,8 +16,8 @@ from hosts import Host, SGLang, Site, Weights, on_disk
 from weightcast.publisher.field_hook import point
 from weightcast.shared.channel.pointer import read_pointer
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater, WeightcastError
-from weightcast.subscriber.host import SyncOptions
-from weightcast.subscriber.target import parse_target
+from weightcast.subscriber.step.host import SyncOptions
+from weightcast.subscriber.step.target import parse_target
 
 
 class Trainer(FieldChannel):

@@ -17,11 +17,11 @@ from waiting import wait_until
 from weightcast.shared.errors import EngineFailed, Refused, RetryLater
 from weightcast.shared.local.state import LocalState, Position
 from weightcast.shared.service.settings import BadSettings, load_settings
-from weightcast.subscriber.group import HOLD_PATH, RELEASE_PATH, HoldState, Order
-from weightcast.subscriber.group_messages import Hold
-from weightcast.subscriber.held import Post
-from weightcast.subscriber.lead import Lead, Pace
-from weightcast.subscriber.settings import SubscriberSettings
+from weightcast.subscriber.groups.group import HOLD_PATH, RELEASE_PATH, HoldState, Order
+from weightcast.subscriber.groups.lead import Lead, Pace
+from weightcast.subscriber.groups.messages import Hold
+from weightcast.subscriber.service.settings import SubscriberSettings
+from weightcast.subscriber.step.held import Post
 
 AT = Position(7, "d7", "r7", 1, b"")
 NEXT = Position(8, "d8", "r8", 1, b"")

@@ -15,7 +15,7 @@ from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.reports import Update, pack_report, parse_report, read_reports
 from weightcast.shared.local.state import Blocked, EngineState, Mark
 from weightcast.shared.service.facts import LoopStatus
-from weightcast.subscriber.aligned import (
+from weightcast.subscriber.engines.aligned import (
     MOST_BLOCKED,
     Sight,
     block,
@@ -28,7 +28,7 @@ from weightcast.subscriber.aligned import (
 from weightcast.subscriber.engines.base import EngineFacts
 from weightcast.subscriber.engines.roster import EngineResult
 from weightcast.subscriber.engines.roster import EngineState as Came
-from weightcast.subscriber.report import (
+from weightcast.subscriber.service.report import (
     CHANGE_SECONDS,
     EVERY_SECONDS,
     PHASE_SECONDS,

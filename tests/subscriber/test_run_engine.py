@@ -19,7 +19,7 @@ from waiting import wait_until
 from weightcast.shared.errors import NeedsReseed, RetryLater
 from weightcast.shared.local.locks import FileLock
 from weightcast.shared.service.cli import run as run_command
-from weightcast.subscriber.launch import hold_still
+from weightcast.subscriber.engines.launch import hold_still
 
 ENGINE = """
 import os, signal, sys

@@ -9,7 +9,7 @@ from doubles import Answer
 from hosts import Mapping_, SGLang, Site, on_disk
 
 from weightcast.shared.errors import DamagedFile, EngineFailed, RetryLater
-from weightcast.subscriber.target import BadTarget, parse_target
+from weightcast.subscriber.step.target import BadTarget, parse_target
 
 
 def test_before_the_first_version_a_host_is_seeded_and_ready(site: Site) -> None:

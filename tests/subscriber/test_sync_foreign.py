@@ -10,8 +10,8 @@ from field_channel import Dialect, Encoding, FieldChannel, payload
 from hosts import Host, SGLang, Site, Weights, on_disk
 
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater, WeightcastError
-from weightcast.subscriber.host import SyncOptions
-from weightcast.subscriber.target import parse_target
+from weightcast.subscriber.step.host import SyncOptions
+from weightcast.subscriber.step.target import parse_target
 
 
 class Foreign(FieldChannel):

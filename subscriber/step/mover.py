@@ -11,12 +11,12 @@ from weightcast.shared.errors import Refused, RetryLater, WrongRun
 from weightcast.shared.local.plan import Patch, Refuse, Relabel, Seed, Stay
 from weightcast.shared.local.route import Route
 from weightcast.shared.local.stage import Staged
-from weightcast.subscriber.aligner import Aligner
-from weightcast.subscriber.blocklist import Blocklist
-from weightcast.subscriber.group import Order
-from weightcast.subscriber.host import Host
-from weightcast.subscriber.opener import Opener
-from weightcast.subscriber.target import Target, resolve
+from weightcast.subscriber.groups.group import Order
+from weightcast.subscriber.step.aligner import Aligner
+from weightcast.subscriber.step.blocklist import Blocklist
+from weightcast.subscriber.step.host import Host
+from weightcast.subscriber.step.opener import Opener
+from weightcast.subscriber.step.target import Target, resolve
 
 
 class Mover:

@@ -23,14 +23,14 @@ from weightcast.subscriber.engines.base import (
     parse_engines,
 )
 from weightcast.subscriber.engines.grouped import Grouped
+from weightcast.subscriber.engines.reload import Engines
 from weightcast.subscriber.engines.roster import Order
-from weightcast.subscriber.group import NAME_LIMIT
-from weightcast.subscriber.host import SyncOptions
-from weightcast.subscriber.lead import PATIENCE, Lead, Member
-from weightcast.subscriber.lead import Pace as GroupPace
-from weightcast.subscriber.reload import Engines
-from weightcast.subscriber.settings import SubscriberSettings
-from weightcast.subscriber.target import parse_target
+from weightcast.subscriber.groups.group import NAME_LIMIT
+from weightcast.subscriber.groups.lead import PATIENCE, Lead, Member
+from weightcast.subscriber.groups.lead import Pace as GroupPace
+from weightcast.subscriber.service.settings import SubscriberSettings
+from weightcast.subscriber.step.host import SyncOptions
+from weightcast.subscriber.step.target import parse_target
 
 ATTEMPTS = 2
 
@@ -72,7 +72,7 @@ def open_lead(settings: SubscriberSettings) -> Lead:
 
 def _members(settings: SubscriberSettings) -> list[Member]:
     # an HTTP client takes long to import, and most commands ask nobody
-    from weightcast.subscriber.member_door import MemberDoor
+    from weightcast.subscriber.groups.door import MemberDoor
 
     token, lease = settings.members_token, settings.group_lease
     return [MemberDoor(url, token, lease) for url in settings.group_member]

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from weightcast.shared.local.state import Position
 from weightcast.shared.service.snapshot import Frozen
-from weightcast.subscriber.group import (
+from weightcast.subscriber.groups.group import (
     LEASE_LIMIT,
     NAME_LIMIT,
     NUMBER_LIMIT,

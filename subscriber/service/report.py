@@ -19,7 +19,7 @@ from weightcast.shared.errors import WeightcastError
 from weightcast.shared.service.client import Daemon, parsed
 from weightcast.shared.service.fleet import REPORTS_PATH
 from weightcast.shared.service.logs import get_log
-from weightcast.subscriber.settings import SubscriberSettings
+from weightcast.subscriber.service.settings import SubscriberSettings
 from weightcast.subscriber.status import EngineStatus, HostStatus, UpdateStatus
 
 EVERY_SECONDS = 30.0

@@ -7,12 +7,12 @@ from weightcast.shared.local.patch import require_readable
 from weightcast.shared.local.plan import Patch, Relabel, Seed
 from weightcast.shared.local.route import Route
 from weightcast.shared.local.stage import Staged
-from weightcast.subscriber.aligner import Aligner
-from weightcast.subscriber.group import Order
-from weightcast.subscriber.host import Host
-from weightcast.subscriber.mover import Mover
-from weightcast.subscriber.offers import Offer, write_patch
-from weightcast.subscriber.opener import Opener
+from weightcast.subscriber.engines.offers import Offer, write_patch
+from weightcast.subscriber.groups.group import Order
+from weightcast.subscriber.step.aligner import Aligner
+from weightcast.subscriber.step.host import Host
+from weightcast.subscriber.step.mover import Mover
+from weightcast.subscriber.step.opener import Opener
 
 
 class Member:

@@ -15,10 +15,10 @@ from weightcast.shared.errors import Refused, WeightcastError
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.local.locks import FileLock
 from weightcast.shared.local.state import Phase, Position
-from weightcast.subscriber.group import REASON_LIMIT, HoldState, Order
-from weightcast.subscriber.group_messages import Hold
-from weightcast.subscriber.host import Outcome
-from weightcast.subscriber.sync import Sync
+from weightcast.subscriber.groups.group import REASON_LIMIT, HoldState, Order
+from weightcast.subscriber.groups.messages import Hold
+from weightcast.subscriber.step.host import Outcome
+from weightcast.subscriber.step.sync import Sync
 
 _LOCK_SECONDS = 5.0
 

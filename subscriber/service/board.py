@@ -14,12 +14,11 @@ from weightcast.shared.local.state import EngineState, LocalState, Mark, Phase
 from weightcast.shared.service.facts import Snapshot
 from weightcast.shared.service.software import SOFTWARE
 from weightcast.shared.service.verify import verify_status
-from weightcast.subscriber.engine_verify import EngineVerifyFacts
 from weightcast.subscriber.engines.base import Engine
 from weightcast.subscriber.engines.live import live_of
-from weightcast.subscriber.host import SyncOptions
-from weightcast.subscriber.lead import Lead, Line
-from weightcast.subscriber.reload import Engines
+from weightcast.subscriber.engines.reload import Engines
+from weightcast.subscriber.engines.verify import EngineVerifyFacts
+from weightcast.subscriber.groups.lead import Lead, Line
 from weightcast.subscriber.status import (
     KEPT_UPDATES,
     BlockedStatus,
@@ -35,10 +34,11 @@ from weightcast.subscriber.status import (
     served,
     weakest,
 )
-from weightcast.subscriber.sync import Sync
+from weightcast.subscriber.step.host import SyncOptions
+from weightcast.subscriber.step.sync import Sync
 
 if TYPE_CHECKING:
-    from weightcast.subscriber.held import Post
+    from weightcast.subscriber.step.held import Post
 
 ShownMark = Literal["served", "pausing", "suspect", "unknown"]
 

@@ -14,7 +14,7 @@ from weightcast.shared.local.access import Readers, let_read_patches
 from weightcast.shared.local.engine_patch import drop_engine_patches, write_engine_patch
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.state import EngineState, Mark, Position, Step
-from weightcast.subscriber.aligned import Sight, is_aligned
+from weightcast.subscriber.engines.aligned import Sight, is_aligned
 from weightcast.subscriber.engines.base import Held
 from weightcast.subscriber.engines.live import ALIGNED, Aim, Live, NotTaken, PatchFile, Why
 

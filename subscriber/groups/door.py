@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from weightcast.shared.errors import EngineFailed
 from weightcast.subscriber.engines.base import Timeouts
 from weightcast.subscriber.engines.wire import NO_ROUTE, Reply, Wire
-from weightcast.subscriber.group import HOLD_PATH, RELEASE_PATH, Order
-from weightcast.subscriber.group_messages import Hold, HoldRequest, ReleaseRequest
+from weightcast.subscriber.groups.group import HOLD_PATH, RELEASE_PATH, Order
+from weightcast.subscriber.groups.messages import Hold, HoldRequest, ReleaseRequest
 
 MOST_SECONDS = 5.0
 """for an answer, which needs no work"""

@@ -20,14 +20,14 @@ from weightcast.shared.local.access import Readers
 from weightcast.shared.local.engine_patch import drop_engine_patches
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.state import EngineState, LocalState, Mark, Phase, Step
-from weightcast.subscriber.aligned import Sight, after, in_doubt, is_aligned, label_of
 from weightcast.subscriber.engines import align as alignment
 from weightcast.subscriber.engines.align import NotPatched, Pace
+from weightcast.subscriber.engines.aligned import Sight, after, in_doubt, is_aligned, label_of
 from weightcast.subscriber.engines.base import Engine, EngineFacts
 from weightcast.subscriber.engines.grouped import Grouped
 from weightcast.subscriber.engines.live import Live, live_of
+from weightcast.subscriber.engines.offers import Candidate, Offer, make_offers
 from weightcast.subscriber.engines.roster import EngineResult, Order, goes_on, reload_order
-from weightcast.subscriber.offers import Candidate, Offer, make_offers
 
 _RETRY_FIRST, _RETRY_MOST, _RETRY_FAILED = 1.0, 60.0, 600.0
 LOOK_JITTER = 0.2

@@ -13,10 +13,10 @@ from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.state import Phase, Position, read_state
 from weightcast.shared.progress import Advance
 from weightcast.shared.service.verbs_local import EngineFound
-from weightcast.subscriber.engine_verify import verify_engine
 from weightcast.subscriber.engines.base import EngineSpec, parse_engine
 from weightcast.subscriber.engines.kinds import open_engine
 from weightcast.subscriber.engines.live import live_of
+from weightcast.subscriber.engines.verify import verify_engine
 
 
 def look(option: str, local: Path, names: Sequence[str], advance: Advance | None) -> EngineFound:

@@ -13,8 +13,8 @@ from weightcast.shared.local.access import Readers
 from weightcast.shared.service.settings import SUBSCRIBER_PORT, ServiceSettings, Token, is_loopback
 from weightcast.subscriber.engines.base import SYNTAX, BadEngineOption, parse_engine, parse_engines
 from weightcast.subscriber.engines.roster import Order
-from weightcast.subscriber.group import LEASE_LIMIT, is_member_url
-from weightcast.subscriber.target import BadTarget, parse_target
+from weightcast.subscriber.groups.group import LEASE_LIMIT, is_member_url
+from weightcast.subscriber.step.target import BadTarget, parse_target
 
 MOST_MEMBERS = 256
 

@@ -15,12 +15,12 @@ from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.prepare import PreRead
 from weightcast.shared.local.scrub import ScrubStatus
 from weightcast.shared.local.state import EngineState, LocalState, Mark, Phase, Position, write_state
-from weightcast.subscriber.engine_verify import EngineVerifyFacts
-from weightcast.subscriber.lead import Lead
-from weightcast.subscriber.reload import Engines
+from weightcast.subscriber.engines.reload import Engines
+from weightcast.subscriber.engines.verify import EngineVerifyFacts
+from weightcast.subscriber.groups.lead import Lead
 from weightcast.subscriber.status import Cause, MoveKind, State, UpdateStatus
-from weightcast.subscriber.stopwatch import Stopwatch
-from weightcast.subscriber.target import FOLLOW_LATEST, Target
+from weightcast.subscriber.step.stopwatch import Stopwatch
+from weightcast.subscriber.step.target import FOLLOW_LATEST, Target
 
 _SHOW_EVERY_SECONDS = 0.25
 

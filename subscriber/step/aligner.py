@@ -9,12 +9,12 @@ from weightcast.shared.failpoints import failpoint
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.patch import require_readable
 from weightcast.shared.local.state import Phase, Position
-from weightcast.subscriber.aligned import is_confirmed, needs_undo, rolls_back, unaligned
-from weightcast.subscriber.blocklist import Blocklist
+from weightcast.subscriber.engines.aligned import is_confirmed, needs_undo, rolls_back, unaligned
 from weightcast.subscriber.engines.base import Engine
 from weightcast.subscriber.engines.roster import EngineResult
-from weightcast.subscriber.host import Host
-from weightcast.subscriber.stopwatch import Stopwatch
+from weightcast.subscriber.step.blocklist import Blocklist
+from weightcast.subscriber.step.host import Host
+from weightcast.subscriber.step.stopwatch import Stopwatch
 
 MOST_UNDO_STEPS = 8
 """journals kept for engines that neither take nor refuse what lies here"""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.state import Blocked
-from weightcast.subscriber.aligned import REASON_LIMIT, block, retry_delay
+from weightcast.subscriber.engines.aligned import REASON_LIMIT, block, retry_delay
 
 
 class Blocklist:

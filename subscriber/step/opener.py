@@ -6,8 +6,8 @@ from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.local.access import let_read
 from weightcast.shared.local.state import read_state
-from weightcast.subscriber.aligned import unaligned
-from weightcast.subscriber.host import Host
+from weightcast.subscriber.engines.aligned import unaligned
+from weightcast.subscriber.step.host import Host
 
 
 class Opener:

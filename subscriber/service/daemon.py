@@ -17,18 +17,18 @@ from weightcast.shared.service.kernels import STATUS, warm_up_in_background
 from weightcast.shared.service.logs import get_log, setup_logs
 from weightcast.shared.service.metrics import new_registry, watch_loop
 from weightcast.shared.service.watch import Watcher
-from weightcast.subscriber.board import Board, group_status
-from weightcast.subscriber.engine_verify import EngineVerify
-from weightcast.subscriber.failed import FailedEngines
-from weightcast.subscriber.figures import Figures
-from weightcast.subscriber.held import Follower, Post
-from weightcast.subscriber.host import Outcome
-from weightcast.subscriber.report import Reporting, open_reporter
-from weightcast.subscriber.routes import group_routes
-from weightcast.subscriber.settings import SubscriberSettings
+from weightcast.subscriber.engines.verify import EngineVerify
+from weightcast.subscriber.service.board import Board, group_status
+from weightcast.subscriber.service.failed import FailedEngines
+from weightcast.subscriber.service.figures import Figures
+from weightcast.subscriber.service.report import Reporting, open_reporter
+from weightcast.subscriber.service.routes import group_routes
+from weightcast.subscriber.service.settings import SubscriberSettings
+from weightcast.subscriber.service.wiring import open_engines, open_lead, options_of
 from weightcast.subscriber.status import HostStatus, readiness
-from weightcast.subscriber.sync import Sync
-from weightcast.subscriber.wiring import open_engines, open_lead, options_of
+from weightcast.subscriber.step.held import Follower, Post
+from weightcast.subscriber.step.host import Outcome
+from weightcast.subscriber.step.sync import Sync
 
 log = get_log("sync")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from weightcast.shared.service.http import StrictRoute
-from weightcast.subscriber.group import HOLD_PATH, RELEASE_PATH
-from weightcast.subscriber.group_messages import Hold, HoldRequest, ReleaseRequest
-from weightcast.subscriber.held import Post
+from weightcast.subscriber.groups.group import HOLD_PATH, RELEASE_PATH
+from weightcast.subscriber.groups.messages import Hold, HoldRequest, ReleaseRequest
+from weightcast.subscriber.step.held import Post
 
 
 def group_routes(post: Post) -> APIRouter:

@@ -27,7 +27,7 @@ from weightcast.subscriber.status import (
     MoveKind,
     UpdateStatus,
 )
-from weightcast.subscriber.target import FOLLOW_LATEST
+from weightcast.subscriber.step.target import FOLLOW_LATEST
 
 PHASES = (
     "plan", "seed", "repair", "fetch", "stage", "offer", "group", "lock", "patch", "pause", "reload",

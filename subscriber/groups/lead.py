@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Protocol
 from weightcast.shared.errors import EngineFailed, Refused, RetryLater
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.local.state import LocalState, Position
-from weightcast.subscriber.group import Order
+from weightcast.subscriber.groups.group import Order
 
 if TYPE_CHECKING:
-    from weightcast.subscriber.group_messages import Hold
+    from weightcast.subscriber.groups.messages import Hold
 
 ASK_FIRST, ASK_LONGEST = 0.02, 1.0
 _LOOK_EVERY = 0.1

@@ -13,17 +13,17 @@ from weightcast.shared.errors import NeedsReseed, Refused, WeightcastError
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.local.scrub import Scrub
 from weightcast.shared.local.state import Position
-from weightcast.subscriber.aligned import in_doubt
-from weightcast.subscriber.aligner import Aligner
-from weightcast.subscriber.blocklist import Blocklist
-from weightcast.subscriber.engine_verify import EngineVerify
-from weightcast.subscriber.group import Order
-from weightcast.subscriber.host import Calls, Host, Outcome, Stopped, SyncOptions, known
-from weightcast.subscriber.lead import Lead
-from weightcast.subscriber.member import Member
-from weightcast.subscriber.mover import Mover
-from weightcast.subscriber.opener import Opener
-from weightcast.subscriber.reload import Engines
+from weightcast.subscriber.engines.aligned import in_doubt
+from weightcast.subscriber.engines.reload import Engines
+from weightcast.subscriber.engines.verify import EngineVerify
+from weightcast.subscriber.groups.group import Order
+from weightcast.subscriber.groups.lead import Lead
+from weightcast.subscriber.step.aligner import Aligner
+from weightcast.subscriber.step.blocklist import Blocklist
+from weightcast.subscriber.step.host import Calls, Host, Outcome, Stopped, SyncOptions, known
+from weightcast.subscriber.step.member import Member
+from weightcast.subscriber.step.mover import Mover
+from weightcast.subscriber.step.opener import Opener
 
 
 def _never(seconds: float) -> bool:

@@ -1,0 +1,1 @@
+"""Hosts that read one engine together: what they say to each other."""

@@ -1,0 +1,1 @@
+"""The daemon: what it is told, what it says of its host."""
