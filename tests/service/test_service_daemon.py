@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -265,6 +266,21 @@ def test_a_stop_before_the_first_step_runs_none() -> None:
     stop.request()
     Loop(lambda stop: pytest.fail("stepped"), Wakeup(), stop, 1.0, status).run()
     assert status.get().steps == 0
+
+
+def test_a_disk_error_is_a_failure_that_names_the_file_not_a_crash() -> None:
+    def step(stop: Stop) -> None:
+        raise OSError(errno.EIO, "Input/output error", "/channel/latest")
+
+    status = Snapshot(LoopStatus())
+    loop = Loop(step, Wakeup(), Stop(), 3600.0, status)
+    loop.run_once()
+    loop.run_once()
+    seen = status.get()
+    assert (seen.steps, seen.failures, seen.crashes, seen.failures_in_a_row) == (2, 2, 0, 2)
+    assert seen.last_failure is not None and seen.pause_seconds < 3600
+    assert seen.last_failure.message == "/channel/latest: Input/output error"
+    assert "disk" in seen.last_failure.remedy and "mount" in seen.last_failure.remedy
 
 
 ERRORS = [
