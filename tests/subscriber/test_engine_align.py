@@ -34,6 +34,9 @@ PAUSE = {"sglang": "/pause_generation", "vllm": "/pause", "webhook": "/"}
 RELOAD = {"sglang": "/update_weights_from_disk", "vllm": "/collective_rpc", "webhook": "/"}
 RESUME = {"sglang": "/continue_generation", "vllm": "/resume", "webhook": "/"}
 LOOKING = ("/update_weight_version",)
+PATIENCE = 60.0
+IMPATIENCE = 2.0
+"""seconds, for engines that do not answer"""
 
 
 class Host:
@@ -48,10 +51,18 @@ class Host:
         self.sleeps: list[float] = []
         self.now = 0.0
 
-    def engine(self, kind: str, double: Double | None, options: str = "", reload: float = 5.0) -> Engine:
+    def engine(
+        self,
+        kind: str,
+        double: Double | None,
+        options: str = "",
+        reload: float = PATIENCE,
+        other: float = PATIENCE,
+    ) -> Engine:
         url = self._stack.enter_context(nobody() if double is None else serve(double))
         spec = parse_engine(f"{kind}={url}/,name={kind}{options}", self.local)
-        engine = open_engine(spec, timeouts=Timeouts(probe=1, control=1, drain=1, reload=reload), environ={})
+        timeouts = Timeouts(other, other, other, other, reload)
+        engine = open_engine(spec, timeouts=timeouts, environ={})
         self._stack.callback(engine.close)
         return engine
 
@@ -323,7 +334,7 @@ def test_an_absent_engine_is_marked_for_a_reload(host: Host, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["vllm"])
 def test_an_engine_too_busy_to_answer_is_not_kept_paused_by_a_later_refusal(host: Host, kind: str) -> None:
     double = DOUBLES[kind]()
-    engine = host.engine(kind, double)
+    engine = host.engine(kind, double, other=IMPATIENCE)
     double.script("/is_paused", Hang())
     assert (host.align(engine).state, host.noted()) == ("failed", [])
     double.release()
@@ -435,9 +446,8 @@ def test_an_absent_engine_does_not_keep_a_host_from_patching(host: Host) -> None
 def test_files_that_map_are_not_patched_beside_a_silent_engine(host: Host) -> None:
     double = WebhookDouble()
     double.script("/", Hang())
-    alignment = align_all(
-        [host.engine("webhook", double)], 8, "8", patch=host.patch, marks=host.mark, pace=host.pace()
-    )
+    engine = host.engine("webhook", double, other=IMPATIENCE)
+    alignment = align_all([engine], 8, "8", patch=host.patch, marks=host.mark, pace=host.pace())
     assert not alignment.patched
     assert host.weights.read_text() == "v7"
 
