@@ -42,6 +42,14 @@ $(SGLANG)/.installed: constraints-sglang.txt
 	$(@D)/bin/python -m pip install -q -c $< fastapi msgspec numpy pydantic pyzmq uvicorn
 	@touch $@
 
+# A released SGLang server on the CPU. Its own list of packages is one for GPUs: all that it needs here is named.
+SGLANG_SERVER := .venv-sglang-server
+
+$(SGLANG_SERVER)/.installed: constraints-sglang-server.txt
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q --no-deps -r $<
+	@touch $@
+
 test-engines: install $(ENGINES)/.installed $(SGLANG)/.installed
 	$(BIN)/python -m pytest -q -m engines tests/engines
 

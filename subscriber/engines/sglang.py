@@ -17,6 +17,7 @@ from weightcast.subscriber.engines.base import (
 from weightcast.subscriber.engines.wire import (
     NEVER_HANDLED,
     NO_ROUTE,
+    QUOTED,
     NoReply,
     NotSent,
     Reply,
@@ -33,6 +34,7 @@ open the directory. Its other refusals come with changed or half-changed weights
 INFO_ROUTES = ("/server_info", "/get_server_info")
 RANKS = " | "
 """between the messages of data-parallel ranks"""
+STARTUP, WHOLE = b"sglang:startup_time_seconds{", b'phase="tokenizer_e2e"'
 
 
 class SGLang:
@@ -53,7 +55,7 @@ class SGLang:
     def probe(self) -> EngineFacts:
         """Pausing is not visible from outside."""
         try:
-            process = start_time(self._wire.get("/metrics", self._timeouts.probe))
+            process = _process(self._wire.get("/metrics", self._timeouts.probe))
             label = self._read_label(self._timeouts.probe)
         except (NotSent, NoReply) as failure:
             return EngineFacts(reachable=False, absent=isinstance(failure, NotSent))
@@ -166,6 +168,18 @@ class SGLang:
 
     def _post(self, path: str, body: dict[str, object], remedy: str) -> None:
         self._wire.post(path, body, self._timeouts.control).require_ok(remedy)
+
+
+def _process(metrics: Reply) -> str | None:
+    """SGLang gathers the metrics of several processes, and then no page tells when one of them started. How
+    long its start took, in billionths of a second, tells one start from another as well."""
+    told = start_time(metrics)
+    if told is not None or metrics.status != 200:
+        return told
+    for line in metrics.body.splitlines():
+        if line.startswith(STARTUP) and WHOLE in line:
+            return line.rpartition(b" ")[2][:QUOTED].decode("ascii", "replace")
+    return None
 
 
 def _nothing_read(reply: Reply) -> bool:

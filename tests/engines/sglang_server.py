@@ -264,7 +264,8 @@ async def server_info() -> JSONResponse:
 
 @app.get("/metrics")
 async def metrics() -> PlainTextResponse:
-    return PlainTextResponse(f"process_start_time_seconds {STARTED}\n")
+    named = 'sglang:startup_time_seconds{engine_type="unified",model_name="m",phase="tokenizer_e2e"}'
+    return PlainTextResponse(f"{named} {STARTED}\n")
 
 
 def missing() -> JSONResponse:

@@ -132,6 +132,13 @@ class Double:
 class SGLangDouble(Double):
     """SGLang 0.5: see the adapter for what each reply proves."""
 
+    def metrics(self) -> Answer:
+        """Of several processes, none of which tells when it started."""
+        named = 'sglang:startup_time_seconds{engine_type="unified",model_name="m",phase='
+        phases = {"load_weight": "0.25", "tokenizer_e2e": self.started}
+        page = "".join(f'{named}"{phase}"}} {seconds}\n' for phase, seconds in phases.items())
+        return Answer(200, page.encode())
+
     def behave(self, call: Call) -> Answer:
         match call.method, call.path:
             case "POST", "/pause_generation":

@@ -1,0 +1,345 @@
+"""A released SGLang on a CPU, its CUDA packages hollow (`sglang_cpu.py`), that hears of new weights from the
+subscriber alone, from disk and patched in memory, judged by fresh loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from live_world import install, lanes
+from safetensors.torch import load_file
+from test_vllm_failures import has_wrong_shape
+from vllm_world import (
+    HERE,
+    LONG,
+    REPOSITORY,
+    SHORT,
+    STEP_SECONDS,
+    TIMES,
+    Answer,
+    FreshLoad,
+    Host,
+    Process,
+    Run,
+    Server,
+    World,
+    copy_checkpoint,
+    one_shot,
+    running,
+    wait_until,
+)
+
+from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.root import root
+from weightcast.shared.errors import WeightcastError
+from weightcast.shared.files.checkpoint import open_checkpoint
+from weightcast.subscriber.engines.sglang_live import LOADER, named_dummy
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
+
+VENV = Path(os.environ.get("WEIGHTCAST_SGLANG_SERVER_VENV", REPOSITORY / ".venv-sglang-server"))
+PLAIN, CONVERTED = "llama-tied-sharded-fp32", "qwen2-untied-single-bf16"
+"""The server computes in float32: it copies the one, and converts the other while it loads."""
+POLICIES = ("recompute", "wait", "abort")
+VERSIONS = 4
+"""under each policy, or a few more until a request met an update"""
+MORE_VERSIONS = 20
+LIVE_VERSIONS = 10
+IN_FLIGHT_TOKENS = 240
+
+
+class SGLangServer(Server):
+    """`sglang.launch_server` with the plugin installed beside it and its loader allowed."""
+
+    def __init__(self, local: Path, room: Path, site: Path) -> None:
+        self._plugin = {
+            "PYTHONPATH": str(site),
+            "WEIGHTCAST_PATCH_DIR": str(local / ".weightcast" / "engine"),
+        }
+        super().__init__(local, room / "sglang.log")
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            # nothing compiles without a C++ compiler and minutes of time
+            "TORCHDYNAMO_DISABLE": "1",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            **self._plugin,
+        }
+
+    def _start(self) -> Process:
+        python = VENV / "bin" / "python"
+        if not python.exists():
+            pytest.fail(f"{VENV} is not there: run these tests with `make test-engines-full`")
+        command = [
+            *(python, HERE / "sglang_cpu.py", "--model-path", self._model, "--host", "127.0.0.1"),
+            *("--port", str(self.port), "--device", "cpu", "--dtype", "float32", "--context-length", "1024"),
+            *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+            *("--grammar-backend", "none", "--max-total-tokens", "8192", "--mem-fraction-static", "0.1"),
+            *("--enable-metrics", "--log-level", "warning", "--custom-weight-loader", LOADER),
+        ]
+        return Process.start(self._log, command, self._environment())
+
+    def kill(self) -> None:
+        """All of its processes at once."""
+        os.killpg(self.process.child.pid, signal.SIGKILL)
+        self.process.child.wait()
+
+    def ask(self, prompt: list[int], tokens: int = 12, *, first: threading.Event | None = None) -> Answer:
+        request = {
+            "input_ids": prompt,
+            "sampling_params": {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True},
+            "return_logprob": True,
+            "stream": True,
+        }
+        began, told = time.monotonic(), dict[str, Any]()
+        try:
+            with self._client.stream("POST", "/generate", json=request) as reply:
+                if reply.status_code != 200:
+                    text = reply.read().decode(errors="replace")
+                    return Answer(reply.status_code, prompt, [], [], "", began, time.monotonic(), text)
+                for told in _events(reply.iter_lines()):
+                    if first is not None:
+                        first.set()
+        except (httpx.HTTPError, ValueError) as error:
+            return Answer(0, prompt, [], [], "", began, time.monotonic(), repr(error))
+        return _answer(prompt, told, began)
+
+    def order(self, door: str, body: dict[str, Any]) -> dict[str, Any]:
+        """What the hook answers, where nothing is in flight."""
+        order = json.dumps({"door": door, "body": body})
+        self._must("/begin_weight_update", {})
+        request = {"serialized_named_tensors": [named_dummy(order)], "load_format": LOADER}
+        told: dict[str, Any] = json.loads(self._must("/update_weights_from_tensor", request)["message"])
+        self._must("/end_weight_update", {})
+        return told
+
+    def _must(self, path: str, body: dict[str, Any]) -> Any:
+        reply = self._client.post(path, json=body)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+
+def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        if line.startswith("data: ") and line != "data: [DONE]":
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                raise ValueError(line)
+            yield event
+
+
+def _answer(prompt: list[int], told: dict[str, Any], began: float) -> Answer:
+    """Every event has all tokens from the first one on."""
+    about = told["meta_info"]
+    logprobs = [logprob for logprob, *_ in about["output_token_logprobs"]]
+    finish = (about["finish_reason"] or {"type": "none"})["type"]
+    return Answer(200, prompt, told["output_ids"], logprobs, finish, began, time.monotonic())
+
+
+class SGLangWorld(World):
+    server: SGLangServer
+
+    def option(self, added: str = "") -> str:
+        return f"sglang={self.server.url}{added}"
+
+    def require_named(self, version: int) -> None:
+        [engine] = self.host.status["engines"]
+        assert (engine["version"], engine["confirmed_by"]) == (version, "label")
+        assert self.server.fetch("/model_info")["weight_version"] == str(version)
+
+    def note_times(self, policy: str) -> None:
+        last = self.host.status["updates"][-1]
+        release = self.server.fetch("/server_info")["version"]
+        TIMES.append((f"SGLang {release}", policy, last["pause_seconds"], last["seconds"].get("reload", 0.0)))
+
+    @property
+    def live(self) -> Any:
+        [engine] = self.host.status["engines"]
+        return engine["live"]
+
+
+@contextmanager
+def served(room: Path, base: Path, site: Path, judge: FreshLoad) -> Iterator[SGLangWorld]:
+    local = room / "local"
+    with Run(room, base) as run:
+        one_shot("sync", "--channel", run.channel, "--base", run.base, "--local", local)
+        with SGLangServer(local, room, site) as server:
+            host = Host(room, run.channel, run.base, local, f"sglang={server.url}")
+            with running(host):
+                host.wait_served(0)
+                yield SGLangWorld(room, run, server, host, judge)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return install(tmp_path_factory.mktemp("plugin"))
+
+
+@pytest.fixture(scope="module")
+def sglang(
+    request: pytest.FixtureRequest,
+    models: Path,
+    judge: FreshLoad,
+    site: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[SGLangWorld]:
+    with served(tmp_path_factory.mktemp("sglang"), models / request.param, site, judge) as world:
+        yield world
+
+
+def of(*variants: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("sglang", variants, indirect=True)
+
+
+@of(PLAIN, CONVERTED)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_version_is_a_fresh_load_and_no_request_fails(sglang: SGLangWorld, policy: str) -> None:
+    sglang.host.with_engine(sglang.option(f",policy={policy}"))
+    sglang.host.wait_served(sglang.run.newest)
+    sglang.require(sglang.run.newest)
+    met = 0
+    for number in range(VERSIONS + MORE_VERSIONS):
+        if number >= VERSIONS and met:
+            break
+        met += one_version(sglang, policy)
+    assert met, "no request was in flight at any update"
+
+
+def one_version(world: SGLangWorld, policy: str) -> int:
+    """How many requests were in flight at the update. One more is sent into it: its answer may be of either
+    version, or begun under the one and ended under the other."""
+    old = world.run.newest
+    running = [world.server.begin(prompt, IN_FLIGHT_TOKENS) for prompt in (SHORT, LONG)]
+    version = world.run.publish()
+    sent = world.server.send(LONG, 8)
+    world.host.wait_served(version)
+    caught = sum(was_caught(world, policy, future.result(STEP_SECONDS), old) for future in running)
+    answer = sent.result(STEP_SECONDS)
+    assert answer.status == 200 and world.switch(answer, old) is not None, answer.text
+    world.require(version)
+    world.note_times(policy)
+    return caught
+
+
+def was_caught(world: SGLangWorld, policy: str, answer: Answer, old: int) -> bool:
+    """Whether the request was in flight at the update, and ended as the policy says."""
+    assert answer.status == 200, answer.text
+    if policy == "abort" and answer.finish == "abort":
+        assert world.judged(answer, old)
+        return True
+    assert (answer.finish, len(answer.tokens)) == ("length", IN_FLIGHT_TOKENS)
+    at = world.switch(answer, old)
+    assert at is not None, "neither weights said this, nor one after the other"
+    if policy == "recompute":
+        return 0 < at < len(answer.tokens)
+    assert at == len(answer.tokens), f"{policy}: begun on old weights, ended on new ones"
+    return policy == "wait"
+
+
+@of(PLAIN)
+def test_a_wrong_shape_becomes_no_version_and_heals_on_disk(sglang: SGLangWorld) -> None:
+    sglang.start_host()
+    export = copy_checkpoint(sglang.run.versions[-1], sglang.root / "bad-export", dict)
+    has_wrong_shape(export)
+    with pytest.raises(WeightcastError):
+        sglang.run.publisher.publish_checkpoint(export, step=99)
+    assert sglang.host.process is not None
+    with sglang.host.process.suspended():
+        version = sglang.run.publish()
+        has_wrong_shape(sglang.host.local)
+    sglang.require_honest_until(lambda: sglang.host.served == version, "the host healed")
+    sglang.require(version)
+
+
+@of(PLAIN)
+def test_a_wrong_shape_in_its_own_mount_ends_the_engine_and_is_never_served(sglang: SGLangWorld) -> None:
+    """The engine's own view of the files is wrong, which the host cannot see."""
+    view = sglang.root / "view"
+    shutil.copytree(sglang.host.local, view)
+    sglang.start_host(path=view)
+    has_wrong_shape(view)
+    version = sglang.run.publish()
+    wait_until(lambda: not sglang.server.process.running, "the engine's end")
+    wait_until(lambda: not sglang.host.ready, "the failure noticed")
+    shutil.rmtree(view)
+    shutil.copytree(sglang.host.local, view)
+    sglang.server.restart()
+    sglang.require_honest_until(lambda: sglang.host.served == version, "the engine reloaded")
+    sglang.require(version)
+
+
+@of(PLAIN)
+def test_a_killed_server_comes_back_current(sglang: SGLangWorld) -> None:
+    sglang.start_host()
+    sglang.server.kill()
+    version = sglang.run.publish()
+    wait_until(lambda: not sglang.host.ready, "the end noticed")
+    sglang.server.restart()
+    sglang.host.wait_served(version)
+    sglang.require(version)
+
+
+@of(PLAIN)
+def test_versions_are_patched_in_memory_under_traffic(sglang: SGLangWorld) -> None:
+    """All that is resident is the version, from the trainer to the engine's memory by one number."""
+    sglang.host.with_engine(sglang.option(",via=live"))
+    sglang.host.wait_served(sglang.run.newest)
+    before, caught = sglang.live, 0
+    for _ in range(LIVE_VERSIONS):
+        caught += one_version(sglang, "recompute")
+        require_resident(sglang)
+    after = sglang.live
+    assert (after["way"], after["patches"] - before["patches"]) == ("live", LIVE_VERSIONS), after
+    assert after["reloads"] == before["reloads"], after
+    assert caught, "no request was in flight at any patch"
+
+
+def require_resident(world: SGLangWorld) -> None:
+    told = world.server.order("digest", {"tensors": None, "from": 0, "count": 10_000})
+    newest = world.run.versions[-1]
+    tensors = {n: tensor for file in newest.glob("*.safetensors") for n, tensor in load_file(file).items()}
+    assert told["refused"] == {} and told["lanes"] == {name: lanes(tensors[name]) for name in tensors}
+    table = open_checkpoint(newest, follow_links=False).table
+    resident = root(table, [Lanes.from_hex(told["lanes"][spec.name]) for spec in table])
+    assert (told["version"], resident) == (world.run.newest, world.host.status["local_root"])
+
+
+@of(PLAIN)
+def test_a_server_killed_after_patches_is_loaded_once_and_patched_again(sglang: SGLangWorld) -> None:
+    sglang.host.with_engine(sglang.option(",via=live"))
+    sglang.host.wait_served(sglang.run.newest)
+    sglang.host.wait_served(sglang.run.publish())
+    before = sglang.live
+    sglang.server.kill()
+    sglang.server.restart()
+    sglang.host.wait_served(sglang.run.newest)
+    assert sglang.live["reloads"] == before["reloads"] + 1
+    sglang.host.wait_served(sglang.run.publish())
+    assert sglang.live["way"] == "live", sglang.live
+    sglang.require(sglang.run.newest)
+    require_resident(sglang)
+
+
+@of(CONVERTED)
+def test_what_it_converts_is_refused_by_name_and_loaded_from_disk(sglang: SGLangWorld) -> None:
+    sglang.host.with_engine(sglang.option(",via=live"))
+    sglang.host.wait_served(sglang.run.newest)
+    for _ in range(2):
+        before = sglang.live
+        one_version(sglang, "recompute")
+        now = sglang.live
+        assert (now["way"], now["because"]) == ("reload", "refused"), now
+        assert (now["patches"], now["reloads"]) == (before["patches"], before["reloads"] + 1)
+        assert "weight" in now["reason"], now
