@@ -53,9 +53,10 @@ $(SGLANG_SERVER)/.installed: constraints-sglang-server.txt
 test-engines: install $(ENGINES)/.installed $(SGLANG)/.installed
 	$(BIN)/python -m pytest -q -m engines tests/engines
 
-test-engines-full: install $(ENGINES)/.installed $(ENGINES_OLD)/.installed $(SGLANG)/.installed
+test-engines-full: install $(ENGINES)/.installed $(ENGINES_OLD)/.installed $(SGLANG)/.installed $(SGLANG_SERVER)/.installed
 	WEIGHTCAST_ENGINES_FULL=1 $(BIN)/python -m pytest -q -m engines tests/engines
-	WEIGHTCAST_ENGINES_FULL=1 WEIGHTCAST_ENGINE_VENV=$(ENGINES_OLD) $(BIN)/python -m pytest -q -m engines tests/engines
+	WEIGHTCAST_ENGINES_FULL=1 WEIGHTCAST_ENGINE_VENV=$(ENGINES_OLD) $(BIN)/python -m pytest -q -m engines tests/engines \
+		--ignore tests/engines/test_real_sglang.py
 
 # The demo with vLLM as both engines: ten minutes, most of them their starts.
 demo-vllm: install $(ENGINES)/.installed
@@ -130,4 +131,4 @@ lint: install .typing/weightcast/benchmarks
 	PYTHONPATH=.typing $(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) $(TRAINERS) $(ENGINES) $(ENGINES_OLD) .typing build dist *.egg-info demo-run
+	rm -rf $(VENV) $(TRAINERS) $(ENGINES) $(ENGINES_OLD) $(SGLANG) $(SGLANG_SERVER) .typing build dist *.egg-info demo-run

@@ -1,8 +1,8 @@
-"""A released SGLang server where there is no GPU: `sglang_cpu.py ...` for `python -m sglang.launch_server ...`.
+"""A released SGLang where there is no GPU: `sglang_cpu.py ...` is `python -m sglang.launch_server ...`.
 
 Server, tokenizer, scheduler, loader, models, caches and sampling are the release's own; on its platform for
-CPUs they compute with torch alone. What it imports and cannot be had without CUDA (`ABSENT`) is there as hollow
-modules, whose names are hollow classes: enough to be imported, wrong for whoever would compute with it.
+CPUs they compute with torch alone. What it imports and cannot be had without CUDA (`ABSENT`) is there as
+hollow modules, whose names are hollow classes: enough to be imported, wrong for who would compute with it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 A loader that raises would end the server, and one that returns moves the weight version. So the entry point
 `sglang.srt.plugins` puts a hook around the update that carries orders out itself: a refusal is a 400, the
 server lives, the version stays. Nothing is done unless WEIGHTCAST_PATCH_DIR is set. Written against SGLang
-0.5.23; run there by contract only.
+0.5.23, and run with its server on a CPU.
 """
 
 from __future__ import annotations
