@@ -300,8 +300,7 @@ def test_a_killed_server_comes_back_current(sglang: SGLangWorld) -> None:
 @of(PLAIN)
 def test_versions_are_patched_in_memory_under_traffic(sglang: SGLangWorld) -> None:
     """All that is resident is the version, from the trainer to the engine's memory by one number."""
-    sglang.host.with_engine(sglang.option(",via=live"))
-    sglang.host.wait_served(sglang.run.newest)
+    start_patching(sglang)
     before, caught = sglang.live, 0
     for _ in range(LIVE_VERSIONS):
         caught += one_version(sglang, "recompute")
@@ -310,6 +309,14 @@ def test_versions_are_patched_in_memory_under_traffic(sglang: SGLangWorld) -> No
     assert (after["way"], after["patches"] - before["patches"]) == ("live", LIVE_VERSIONS), after
     assert after["reloads"] == before["reloads"], after
     assert caught, "no request was in flight at any patch"
+
+
+def start_patching(world: SGLangWorld) -> None:
+    """A daemon that was just started does not know what SGLang holds: one version is loaded from disk."""
+    world.host.with_engine(world.option(",via=live"))
+    world.host.wait_served(world.run.newest)
+    world.host.wait_served(world.run.publish())
+    assert world.live["way"] == "reload", world.live
 
 
 def require_resident(world: SGLangWorld) -> None:
@@ -324,10 +331,10 @@ def require_resident(world: SGLangWorld) -> None:
 
 @of(PLAIN)
 def test_a_server_killed_after_patches_is_loaded_once_and_patched_again(sglang: SGLangWorld) -> None:
-    sglang.host.with_engine(sglang.option(",via=live"))
-    sglang.host.wait_served(sglang.run.newest)
+    start_patching(sglang)
     sglang.host.wait_served(sglang.run.publish())
     before = sglang.live
+    assert before["way"] == "live", before
     sglang.server.kill()
     sglang.server.restart()
     sglang.host.wait_served(sglang.run.newest)
@@ -340,12 +347,11 @@ def test_a_server_killed_after_patches_is_loaded_once_and_patched_again(sglang: 
 
 @of(CONVERTED)
 def test_what_it_converts_is_refused_by_name_and_loaded_from_disk(sglang: SGLangWorld) -> None:
-    sglang.host.with_engine(sglang.option(",via=live"))
-    sglang.host.wait_served(sglang.run.newest)
-    for _ in range(2):
-        before = sglang.live
+    start_patching(sglang)
+    for refused in (1, 2):
         one_version(sglang, "recompute")
-        now = sglang.live
-        assert (now["way"], now["because"]) == ("reload", "refused"), now
-        assert (now["patches"], now["reloads"]) == (before["patches"], before["reloads"] + 1)
-        assert "weight" in now["reason"], now
+        live = sglang.live
+        assert (live["way"], live["patches"], live["because"].get("rolled-back")) == ("reload", 0, refused), (
+            live
+        )
+        assert "converted" in live["reason"], live
