@@ -93,6 +93,8 @@ class SGLangServer(Server):
             *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
             *("--grammar-backend", "none", "--max-total-tokens", "8192", "--mem-fraction-static", "0.1"),
             *("--enable-metrics", "--log-level", "warning", "--custom-weight-loader", LOADER),
+            # it warms up with English words, which the models' vocabulary does not have
+            "--skip-server-warmup",
         ]
         return Process.start(self._log, command, self._environment())
 
