@@ -143,12 +143,17 @@ def test_what_breaks_is_found_on_the_page_in_the_terminal_and_by_an_alert(
 
 
 def all_is_well(world: World, on_call: OnCall) -> None:
-    world.arrive(world.publish())
+    newest = world.publish()
+    world.arrive(newest)
     for name in world.hosts:
+        until(lambda name=name: is_ready_at(newest, on_call.in_terminal(name)), name, FOUND_SECONDS)
         on_call.shows_standing(name, "Ready")
-        assert on_call.in_terminal(name)["standing"] == "ready"
     until(lambda: on_call.prometheus.value("sum(up)") == 1 + len(world.hosts), "all are scraped")
     assert on_call.prometheus.all_firing() == set()
+
+
+def is_ready_at(version: int, host: dict[str, Any]) -> bool:
+    return (host["served_version"], host["standing"]) == (version, "ready")
 
 
 def a_host_stops(host: Host, on_call: OnCall) -> None:
