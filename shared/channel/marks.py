@@ -15,6 +15,7 @@ from weightcast.shared.files.paths import file_name
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
 
 _NUMBER = re.compile(r"\d{6,15}", re.ASCII)
+_TAGGED = re.compile(rb"\d{6,15}\s*")
 _TAG_LIMIT = 64
 _ORDER_LIMIT = 64 << 10
 
@@ -53,12 +54,17 @@ def tags(channel: Path) -> dict[str, int]:
     for name in sorted(_names(channel / "tags")):
         if durable.is_temporary(name):
             continue
-        path = channel / "tags" / file_name(name)
-        text = durable.read_file(path, _TAG_LIMIT).decode("ascii", errors="replace").strip()
-        if not _NUMBER.fullmatch(text):
-            raise DamagedFile(f"{path} does not hold a version of six digits", remedy="set the tag again")
-        found[name] = int(text)
+        found[name] = tagged(channel, name)
     return found
+
+
+def tagged(channel: Path, name: str) -> int:
+    """The version that `tags/<name>` names. Raises FileNotFoundError and DamagedFile."""
+    path = channel / "tags" / file_name(name)
+    data = durable.read_file(path, _TAG_LIMIT)
+    if not _TAGGED.fullmatch(data):
+        raise DamagedFile(f"{path} does not hold a version of six digits", remedy="set the tag again")
+    return int(data)
 
 
 def _tag_name(name: str) -> str:

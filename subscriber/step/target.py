@@ -6,16 +6,13 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from weightcast.shared.channel.marks import tagged
 from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.errors import USAGE, DamagedFile, Refused, RetryLater
-from weightcast.shared.files.durable import read_file
 from weightcast.shared.files.paths import file_name
 
 LATEST = "latest"
-_TAGS = "tags"
-_TAG_LIMIT = 64
 _NUMBER = re.compile(r"\d{1,15}", re.ASCII)
-_TAGGED = re.compile(rb"\d{6,15}\s*")
 
 
 class BadTarget(Refused):
@@ -63,13 +60,10 @@ def resolve(target: Target, channel: Path, pointer: Pointer) -> int:
 
 def read_tag(channel: Path, name: str) -> int:
     """The six digits in `tags/<name>`."""
-    path = channel / _TAGS / file_name(name)
     try:
-        data = read_file(path, _TAG_LIMIT)
+        return tagged(channel, name)
     except FileNotFoundError as error:
         raise RetryLater(
-            f"{path}: there is no such tag", remedy="write a version in six digits there, or follow latest"
+            f"{error.filename}: there is no such tag",
+            remedy="write a version in six digits there, or follow latest",
         ) from error
-    if not _TAGGED.fullmatch(data):
-        raise DamagedFile(f"{path} does not hold a version of six digits", remedy="set the tag again")
-    return int(data)
