@@ -6,7 +6,7 @@ in progress lies in uint64[32], 8 lanes each: both sums, both products of the wo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from llvmlite import ir
@@ -39,6 +39,21 @@ def mixed_a(builder: Any, words: Any, products: Any) -> Any:
 
 def mixed_b(builder: Any, words: Any, products: Any) -> Any:
     return _rounds(builder, builder.add(words, products), (31, 33, 30), MIX_B)
+
+
+def _products(builder: Any, numbers: Any) -> list[Any]:
+    return [builder.mul(numbers, _each(mix[0])) for mix in (MIX_A, MIX_B)]
+
+
+def _count(
+    builder: Any, place: Callable[[int], Any], row: int, words: Any, products: list[Any], counted: Any
+) -> None:
+    """Adds both mixes of the words that are `counted` to the two sums from `row` on; place(row): where one
+    lies."""
+    for lane, mixed in enumerate((mixed_a, mixed_b)):
+        here = place(row + lane)
+        chosen = builder.select(counted, mixed(builder, words, products[lane]), _each(0))
+        builder.store(builder.add(builder.load(here, align=8), chosen), here, align=8)
 
 
 class _Rows:
@@ -160,7 +175,7 @@ class _Touched:
         lane = builder.and_(positions, _each((1 << self._shift) - 1))
         self._lane_bits = builder.mul(lane, _each(self._bits))
         numbers = builder.add(places, repeated(builder, args[_FIRST], 64, 8))
-        self._products = [builder.mul(numbers, _each(mix[0])) for mix in (MIX_A, MIX_B)]
+        self._products = _products(builder, numbers)
 
     def _place(self, number: int, offset: Any, bits: int) -> Any:
         return address(self._context, self._builder, self._kinds[number], self._args[number], offset, bits)
@@ -198,12 +213,11 @@ class _Touched:
         builder.store(picked, builder.bitcast(place, lanes.as_pointer()), align=1)
 
     def add(self, words: Any, row: int) -> None:
-        builder = self._builder
-        for lane, mixed in enumerate((mixed_a, mixed_b)):
-            place = self._place(_SUMS, ir.Constant(_WORD, (row + lane) * _LINE), 64)
-            place = builder.bitcast(place, _LANES.as_pointer())
-            counted = builder.select(self._fresh, mixed(builder, words, self._products[lane]), _each(0))
-            builder.store(builder.add(builder.load(place, align=8), counted), place, align=8)
+        _count(self._builder, self._sum_at, row, words, self._products, self._fresh)
+
+    def _sum_at(self, row: int) -> Any:
+        place = self._place(_SUMS, ir.Constant(_WORD, row * _LINE), 64)
+        return self._builder.bitcast(place, _LANES.as_pointer())
 
 
 MARGIN = 8
@@ -258,13 +272,14 @@ def add8(typing: Any, old: Any, merged: Any, places: Any, at: Any, number: Any, 
         )
         last = builder.icmp_unsigned("!=", here, following)
         numbers = builder.add(here, repeated(builder, args[4], 64, 8))
-        products = [builder.mul(numbers, _each(mix[0])) for mix in (MIX_A, MIX_B)]
+        products = _products(builder, numbers)
         before = lanes.load(0, at)
-        for row, words in enumerate((before, builder.xor(before, lanes.load(1, at)))):
-            for lane, mixed in enumerate((mixed_a, mixed_b)):
-                place = ir.Constant(_WORD, 8 * (2 * row + lane))
-                counted = builder.select(last, mixed(builder, words, products[lane]), _each(0))
-                lanes.store(5, place, builder.add(lanes.load(5, place), counted))
+
+        def sum_at(row: int) -> Any:
+            return lanes.place(5, ir.Constant(_WORD, 8 * row))
+
+        _count(builder, sum_at, 0, before, products, last)
+        _count(builder, sum_at, 2, builder.xor(before, lanes.load(1, at)), products, last)
         return context.get_dummy_value()
 
     return types.none(old, merged, places, types.uint64, types.uint64, sums), build

@@ -10,73 +10,21 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any
+
+from hollow import HollowFinder
 
 ABSENT = frozenset({"cuda", "cutlass", "flashinfer", "sgl_kernel", "torchvision", "triton_kernels"})
 
 
-class _HollowType(type):
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return cls()
-
-
-class _Hollow(metaclass=_HollowType):
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        pass
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        pass
-
-    def __class_getitem__(cls, item: Any) -> Any:
-        return cls
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """As a decorator it leaves the function as it is."""
-        decorates = len(arguments) == 1 and not options and callable(arguments[0])
-        return arguments[0] if decorates else self
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __bool__(self) -> bool:
-        return False
-
-
-class _HollowModule(ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        made = _HollowType(name, (_Hollow,), {})
-        setattr(self, name, made)
-        return made
-
-
-class _Finder:
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if name.partition(".")[0] not in ABSENT:
-            return None
-        return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = _HollowModule(spec.name)
-        module.__path__ = []
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
+def _is_hollow(name: str) -> bool:
+    return name.partition(".")[0] in ABSENT
 
 
 def install() -> None:
     """The two libraries look for `cuda` and `torchvision` themselves, and shall not find them."""
     importlib.import_module("tvm_ffi")
     importlib.import_module("transformers.utils.import_utils").is_torchvision_greater_or_equal("0.27")
-    sys.meta_path.append(_Finder())  # type: ignore[arg-type]
+    sys.meta_path.append(HollowFinder(_is_hollow))  # type: ignore[arg-type]
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from test_vllm_failures import has_wrong_shape
 from vllm_world import (
     HERE,
+    IN_FLIGHT_TOKENS,
     LONG,
     REPOSITORY,
     SHORT,
@@ -37,6 +38,7 @@ from vllm_world import (
     one_shot,
     running,
     wait_until,
+    was_caught,
 )
 
 from weightcast.shared.digest.lanes import Lanes
@@ -60,7 +62,6 @@ VERSIONS = 4
 """under each policy, or a few more until a request met an update"""
 MORE_VERSIONS = 20
 LIVE_VERSIONS = 10
-IN_FLIGHT_TOKENS = 240
 
 
 class SGLangServer(Server):
@@ -239,21 +240,6 @@ def one_version(world: SGLangWorld, policy: str) -> int:
     world.require(version)
     world.note_times(policy)
     return caught
-
-
-def was_caught(world: SGLangWorld, policy: str, answer: Answer, old: int) -> bool:
-    """Whether the request was in flight at the update, and ended as the policy says."""
-    assert answer.status == 200, answer.text
-    if policy == "abort" and answer.finish == "abort":
-        assert world.judged(answer, old)
-        return True
-    assert (answer.finish, len(answer.tokens)) == ("length", IN_FLIGHT_TOKENS)
-    at = world.switch(answer, old)
-    assert at is not None, "neither weights said this, nor one after the other"
-    if policy == "recompute":
-        return 0 < at < len(answer.tokens)
-    assert at == len(answer.tokens), f"{policy}: begun on old weights, ended on new ones"
-    return policy == "wait"
 
 
 @of(PLAIN)

@@ -8,7 +8,20 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 import pytest
-from vllm_world import KEY, KEYED, LONG, SHORT, STEP_SECONDS, Answer, Starts, World, running, wait_until
+from vllm_world import (
+    IN_FLIGHT_TOKENS,
+    KEY,
+    KEYED,
+    LONG,
+    SHORT,
+    STEP_SECONDS,
+    Answer,
+    Starts,
+    World,
+    running,
+    wait_until,
+    was_caught,
+)
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 
@@ -35,7 +48,6 @@ VERSIONS = 10
 """of a start, all its policies together, or a few more; later tests add theirs"""
 MORE_VERSIONS = 20
 """at most, for as long as no request met a pause"""
-IN_FLIGHT_TOKENS = 240
 
 
 def in_the_pause(world: World, version: int) -> Answer | None:
@@ -84,7 +96,6 @@ def one_version(world: World, policy: str, met: Met) -> None:
     version = world.run.publish()
     new = in_the_pause(world, version)
     answers = [future.result(STEP_SECONDS) for future in running]
-    assert [answer.status for answer in answers] == [200, 200], [answer.text for answer in answers]
     met.in_flight += sum(was_caught(world, policy, answer, old) for answer in answers)
     if new is not None:
         assert new.status == 200, new.text
@@ -92,20 +103,6 @@ def one_version(world: World, policy: str, met: Met) -> None:
         met.sent_into += 1
     world.require(version)
     world.note_times(policy)
-
-
-def was_caught(world: World, policy: str, answer: Answer, old: int) -> bool:
-    """Whether the request was in flight at the pause, and ended as the policy says."""
-    if policy == "abort" and answer.finish == "abort":
-        assert world.judged(answer, old)
-        return True
-    assert (answer.finish, len(answer.tokens)) == ("length", IN_FLIGHT_TOKENS)
-    at = world.switch(answer, old)
-    assert at is not None, "neither weights said this, nor one after the other"
-    if policy == "recompute":
-        return 0 < at < len(answer.tokens)
-    assert at == len(answer.tokens), f"{policy}: begun on old weights, ended on new ones"
-    return policy == "wait"
 
 
 @pytest.mark.parametrize("variant", [KEYED])

@@ -39,6 +39,8 @@ START_SECONDS = 1500.0
 COMMAND = Path(sys.executable).with_name("weightcast")
 STEP_SECONDS = 420.0
 """a hundred times what an idle machine takes: nothing here may fail because a machine is busy"""
+IN_FLIGHT_TOKENS = 240
+"""long enough to be met by an update"""
 LOGS: list[Path] = []
 """of all processes that a test may have to do with, the newest last; shown when one fails"""
 TOLERANCE = 2e-4
@@ -590,6 +592,21 @@ class World:
             (at for at in whole if answer.fits(before, 0, at) and answer.fits(after, at)),
             None,
         )
+
+
+def was_caught(world: World, policy: str, answer: Answer, old: int) -> bool:
+    """Whether a request for IN_FLIGHT_TOKENS was in flight at the update, and ended as the policy says."""
+    assert answer.status == 200, answer.text
+    if policy == "abort" and answer.finish == "abort":
+        assert world.judged(answer, old)
+        return True
+    assert (answer.finish, len(answer.tokens)) == ("length", IN_FLIGHT_TOKENS)
+    at = world.switch(answer, old)
+    assert at is not None, "neither weights said this, nor one after the other"
+    if policy == "recompute":
+        return 0 < at < len(answer.tokens)
+    assert at == len(answer.tokens), f"{policy}: begun on old weights, ended on new ones"
+    return policy == "wait"
 
 
 KEYED = "qwen2-untied-sharded-bf16"
