@@ -11,7 +11,7 @@ import numpy as np
 
 from weightcast.shared.channel.chunk_step import ChunkStep, bytes_of, chunk_entry_name
 from weightcast.shared.channel.index import STEP_ENCODINGS, ChunkRecord, ForeignIndex, Index
-from weightcast.shared.codec.changes import Changes, compare
+from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.container import decode_step
 from weightcast.shared.codec.field import PayloadReader, digest_stream, open_payload
 from weightcast.shared.digest.touched import SpanSums, span_sums, total
@@ -73,7 +73,7 @@ class _ShardFiles:
         return read_header(self._directory / name)
 
 
-def _check_sums(record: ChunkRecord, sums: Sequence[SpanSums], changes: Changes, where: str) -> None:
+def _check_sums(record: ChunkRecord, sums: Sequence[SpanSums], where: str) -> None:
     """S_old proves that the touched words are the ones the publisher had, S_new what they become."""
     got = total(sums)
     if got.old != record.old:
@@ -81,7 +81,7 @@ def _check_sums(record: ChunkRecord, sums: Sequence[SpanSums], changes: Changes,
             f"{where}: the words it touches are not those it was made from",
             remedy="the local checkpoint or the delta is damaged: run `weightcast local verify`",
         )
-    if got.new != record.new or len(changes) != record.changed:
+    if got.new != record.new or got.changed != record.changed:
         raise DamagedFile(
             f"{where}: decodes to other words than the publisher wrote",
             remedy="the delta is damaged: run `weightcast channel verify`",
@@ -120,7 +120,7 @@ class BlobReader:
             changes, sums = decode_step(blob, chunk, old)
         except DamagedFile as error:
             raise DamagedFile(f"{where}: {error.message}", remedy=error.remedy) from error
-        _check_sums(record, sums, changes, where)
+        _check_sums(record, sums, where)
         self._used.add(chunk.key)
         return ChunkStep(changes, sums)
 
@@ -180,18 +180,18 @@ class FieldReader:
                     self._finish_tensor(span.tensor)
         changes = compare(old, new)
         sums = span_sums(chunk, old, changes)
-        self._check(chunk, sums, changes)
+        self._check(chunk, sums)
         return ChunkStep(changes, sums)
 
-    def _check(self, chunk: Chunk, sums: Sequence[SpanSums], changes: Changes) -> None:
+    def _check(self, chunk: Chunk, sums: Sequence[SpanSums]) -> None:
         if self._records is None:
             return
         where = f"version {self._version}, {chunk_entry_name(chunk.key)}"
         record = self._records.get(chunk.key)
-        if record is None and len(changes):
+        if record is None and sums:
             raise DamagedFile(f"{where}: changes that the index does not list")
         if record is not None:
-            _check_sums(record, sums, changes, where)
+            _check_sums(record, sums, where)
             self._used.add(chunk.key)
 
     def _stream(self, number: int) -> _TensorStream:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.shared.codec.kernels import kernels
+from weightcast.shared.codec.padding import Counted
 from weightcast.shared.words import Words
 
 
 @dataclass(frozen=True)
 class Changes:
     """`index`: uint32[k], strictly increasing positions in the chunk; `old` and `new`: word[k], different
-    from each other at every position. `whole`: all words after, where somebody had them anyway."""
+    from each other at every position, except where `all_of` made them. `whole`: all words after, where
+    somebody had them anyway."""
 
     index: NDArray[np.uint32]
     old: Words
@@ -30,6 +33,18 @@ class Changes:
             np.copyto(words, self.whole)
         else:
             kernels().scatter(words, self.index, self.new)
+
+
+def all_of(old: Words, new: Words, counted: Counted) -> Changes:
+    """Every word that counts as a change, for where few stay: nothing is listed, what was given is shown."""
+    return Changes(counted.with_padding(_numbers(counted.words)), counted.pick(old), counted.pick(new), new)
+
+
+@lru_cache(maxsize=2)
+def _numbers(count: int) -> NDArray[np.uint32]:
+    numbers = np.arange(count, dtype=np.uint32)
+    numbers.flags.writeable = False
+    return numbers
 
 
 def compare(old: Words, new: Words) -> Changes:

@@ -8,7 +8,7 @@ from weightcast.shared.codec.native_contexts import plan_contexts
 from weightcast.shared.codec.native_dense import add_steps, escaped, join_planes, split_planes, step_bytes
 from weightcast.shared.codec.native_exchange import exchange_packed, pack_gaps
 from weightcast.shared.codec.native_rice import put_gaps, put_magnitudes, put_values
-from weightcast.shared.codec.native_scan import compared, scanned, scatter, split
+from weightcast.shared.codec.native_scan import compared, scanned, scatter, split, sums_of_all
 from weightcast.shared.codec.native_steps import take_steps
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "split",
     "split_planes",
     "step_bytes",
+    "sums_of_all",
     "take_classes",
     "take_gaps",
     "take_steps",

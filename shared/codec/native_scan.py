@@ -219,6 +219,27 @@ def scanned(
 
 
 @kernel
+def _sums_of_all(old: Any, new: Any, spans: Any, shift: Any, like: Any, book: Any) -> None:
+    """Padding is zeros on both sides, and so changes nothing."""
+    place, sums = on_stack(SUMS, U64(0)), on_stack(SUMS, U64(0))
+    for n in range(spans.shape[0]):
+        at, changed = spans[n, 0], I64(0)
+        opened(place, U64(spans[n, 2]) + U64(at >> shift))
+        empty(sums)
+        for first in range(at, at + spans[n, 1], 64):
+            mix_changed64(old, new, first, like, place, sums)
+            changed += set_bits(differing64(old, new, first, like))
+        for column, (a, b) in enumerate((closed(sums, 0), closed(sums, 2))):
+            book[n, 2 * column + 2], book[n, 2 * column + 3] = a, b
+        book[n, 6] = changed
+
+
+def sums_of_all(old: Words, new: Words, spans: NDArray[np.int64], book: NDArray[np.uint64]) -> None:
+    shift = {1: 3, 2: 2, 4: 1}[old.itemsize]
+    _sums_of_all(frozen(old), frozen(new), spans, shift, unwritable(old[:0]), book)
+
+
+@kernel
 def _scatter(words: Any, index: Any, new: Any) -> None:
     last = index.size - 1
     for i in range(index.size):

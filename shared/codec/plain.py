@@ -49,6 +49,11 @@ def scanned(
     return index, before, after
 
 
+def sums_of_all(old: Words, new: Words, spans: Counts, book: NDArray[np.uint64]) -> None:
+    """As `scanned`, with no list and no lanes of all new words."""
+    scanned(old, new, spans, book, whole=False)
+
+
 def scatter(words: Words, index: Array32, new: Words) -> None:
     words[index] = new
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from weightcast.shared.codec import changes
 from weightcast.shared.codec.changes import Changes
 from weightcast.shared.codec.kernels import kernels
+from weightcast.shared.codec.padding import Counted
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.touched import SpanSums
 from weightcast.shared.words import BLOCK_WORDS, Chunk, Words
@@ -27,22 +29,34 @@ class Scan:
 def scan(chunk: Chunk, old: Words, new: Words) -> Scan:
     """`old`, `new`: word[chunk.words] with the zero padding. As `compare`, `hash_bytes` of each span's new
     words and `span_sums`, at the price of reading both once. ValueError for words of another chunk."""
-    changes, rows = _scanned(chunk, old, new, whole=True)
-    return Scan(changes, tuple(Lanes(row[0], row[1]) for row in rows), _sums(chunk, rows))
+    found, rows = _scanned(chunk, old, new, whole=True)
+    return Scan(found, tuple(Lanes(row[0], row[1]) for row in rows), _sums(chunk, rows))
 
 
 def changes_of(chunk: Chunk, old: Words, new: Words) -> tuple[Changes, list[SpanSums]]:
     """As `scan`, without the lanes of all words."""
-    changes, rows = _scanned(chunk, old, new, whole=False)
-    return changes, list(_sums(chunk, rows))
+    found, rows = _scanned(chunk, old, new, whole=False)
+    return found, list(_sums(chunk, rows))
 
 
-def _scanned(chunk: Chunk, old: Words, new: Words, *, whole: bool) -> tuple[Changes, list[list[int]]]:
-    for words in (old, new):
+def all_of(chunk: Chunk, old: Words, new: Words, counted: Counted) -> tuple[Changes, list[SpanSums]]:
+    """As `changes_of`, with every word as a change (`changes.all_of`)."""
+    _check(chunk, old, new)
+    book = np.zeros((len(chunk.spans), 7), np.uint64)
+    kernels().sums_of_all(np.ascontiguousarray(old), np.ascontiguousarray(new), _places(chunk), book)
+    return changes.all_of(old, new, counted), list(_sums(chunk, book.tolist()))
+
+
+def _check(chunk: Chunk, *both: Words) -> None:
+    for words in both:
         if words.shape != (chunk.words,) or words.dtype != chunk.kind.numpy or chunk.words % BLOCK_WORDS:
             raise ValueError(
                 f"{words.shape} words of {words.dtype} in a chunk of {chunk.words} {chunk.dtype}"
             )
+
+
+def _scanned(chunk: Chunk, old: Words, new: Words, *, whole: bool) -> tuple[Changes, list[list[int]]]:
+    _check(chunk, old, new)
     book = np.zeros((len(chunk.spans), 7), np.uint64)
     both = np.ascontiguousarray(old), np.ascontiguousarray(new)
     found = kernels().scanned(*both, _places(chunk), book, whole=whole)

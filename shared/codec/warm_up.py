@@ -9,7 +9,8 @@ from weightcast.shared.codec.changes import Changes, compare
 from weightcast.shared.codec.choose import StepEncoding
 from weightcast.shared.codec.container import decode_chunk, encode_chunk
 from weightcast.shared.codec.kernels import kernels
-from weightcast.shared.codec.scan import scan
+from weightcast.shared.codec.padding import Counted
+from weightcast.shared.codec.scan import all_of, scan
 from weightcast.shared.digest.hash import all_compiled
 from weightcast.shared.digest.touched import span_sums
 from weightcast.shared.words import Chunk, Span, Words
@@ -42,6 +43,7 @@ def _both_ways(chunk: Chunk, old: Words, new: Words, encoding: StepEncoding) -> 
     changes = decode_chunk(blob, chunk, old)
     span_sums(chunk, old, changes)
     compare(old, new)
+    all_of(chunk, old, new, Counted.of(chunk))
     written = old.copy()
     changes.apply(written)
     Changes(changes.index[:1], changes.old[:1], changes.new[:1]).apply(written)  # few

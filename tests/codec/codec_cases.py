@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from weightcast.shared.codec.changes import Changes
 from weightcast.shared.words import Chunk, TensorSpec, TensorTable, Words, grid, kind_of, whole_part
 
 KINDS = ("U8", "I16", "I32", "F8_E4M3", "F8_E5M2", "F16", "BF16", "F32")
@@ -25,6 +26,15 @@ def spread(chunk: Chunk, words: Words) -> Words:
         laid[span.offset : span.offset + span.words] = words[at : at + span.words]
         at += span.words
     return laid
+
+
+def those_that_change(found: Changes) -> Changes:
+    """Without those that stay, which only changes with all words may hold."""
+    stay = found.old == found.new
+    if not stay.any():
+        return found
+    assert found.whole is not None and stay.mean() < 0.2
+    return Changes(found.index[~stay], found.old[~stay], found.new[~stay], found.whole)
 
 
 def counted(chunk: Chunk) -> int:
