@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from weightcast.shared.codec.parallel import ordered
+from weightcast.shared.codec.parallel import SMALL_RESULTS, ordered
 from weightcast.shared.digest.hash import hash_bytes
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.root import root
@@ -38,7 +38,7 @@ def hash_tensors(
         words = words_in(piece.tensor, piece.start, piece.stop)
         return piece, hash_bytes(words.view(np.uint8), piece.start * words.itemsize // 8)
 
-    for piece, part in ordered(work, _pieces(table), threads):
+    for piece, part in ordered(work, _pieces(table), threads, each=SMALL_RESULTS):
         lanes[piece.tensor] = lanes[piece.tensor].plus(part)
         if advance is not None:
             advance((piece.stop - piece.start) * table[piece.tensor].kind.width)

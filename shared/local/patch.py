@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from weightcast.shared.codec.parallel import ordered
+from weightcast.shared.codec.parallel import SMALL_RESULTS, ordered
 from weightcast.shared.errors import DamagedFile, NeedsReseed
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.local.engine_patch import drop_engine_patches
@@ -128,7 +128,7 @@ def _write_all(local: LocalCheckpoint, step: Step, way: Way, *, replay: bool, th
                 failpoint("patch.record", local.directory)
 
         try:
-            for _ in ordered(write, _batches(journal.packed()), threads):
+            for _ in ordered(write, _batches(journal.packed()), threads, each=SMALL_RESULTS):
                 pass
         except _UnexpectedWordError as found:  # no thread writes any more
             _dirty(local, found)
