@@ -78,7 +78,8 @@ class Places:
         return self.channel / f"weight_v{number:06d}"
 
     def version_bytes(self, number: int) -> int:
-        return sum(path.stat().st_size for path in self.version(number).rglob("*") if path.is_file())
+        """What a host one version behind reads: deltas from older versions lie in directories."""
+        return sum(path.stat().st_size for path in self.version(number).iterdir() if path.is_file())
 
     def point(self, version: int) -> None:
         """Shows hosts this version as the newest; 0: none is published yet."""
@@ -106,6 +107,10 @@ class Contender(ABC):
 
     @abstractmethod
     def start_host(self) -> None: ...
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Returns when nothing is made beside the versions any more."""
 
     @abstractmethod
     def sync(self, version: int) -> Done:
@@ -186,6 +191,14 @@ class Weightcast(Contender):
         total = sum(phases.values())
         return Done(total, phases, watched.cpu, watched.anon_bytes, report["changed_elements"], pointer)
 
+    def settle(self) -> None:
+        if self._daemon is not None:
+            daemon = self._daemon
+            daemon.wait(lambda: not self._makes_more(daemon), _ROUND_SECONDS)
+
+    def _makes_more(self, daemon: _Daemon) -> bool:
+        return bool(daemon.get("/v1/status").get("upkeep", {}).get("busy"))
+
     def _followed(self, version: int) -> Any:
         """Seconds by phase, once the publisher's local checkpoint is at the version too."""
         last = self._running.get("/v1/status")["publications"][:1]
@@ -248,6 +261,9 @@ class Field(Contender):
 
     def sync(self, version: int) -> Done:
         return self._ask("sync")
+
+    def settle(self) -> None:
+        pass
 
     def _ask(self, line: str) -> Done:
         process = self._running

@@ -173,6 +173,8 @@ class _Run:
         return self.contenders[first:] + self.contenders[:first]
 
     def _settle(self, block: Block, *needed: Path) -> None:
+        for one in self.contenders:
+            one.settle()
         os.sync()
         if block.cache == "cold":
             forget_pages(*needed)

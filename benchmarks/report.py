@@ -128,8 +128,9 @@ _METHOD = """
 - **Traces.** *trained*: a transformer of 5 million parameters, fp32 masters under AdamW, its bf16 weights
   before and after a step at each learning rate. *simulated*: weights from N(0, 0.02) that move by N(0, 0.3
   lr), lr chosen for the density. *unrelated*: random bits before and after. Seeds are fixed.
-- **Chunks** lie in memory, digests included; contenders take turns within a round, the first round is not
-  counted.
+- **Chunks** lie in memory, more of them than caches hold, digests included; contenders take turns within a
+  round, the first round is not counted. They are applied to the words that they are decoded with, forth and
+  back in turns.
 - **Bounds** are the entropy of positions, signs and lengths of steps with the knowledge that an encoding
   uses.
 - **Files**: checkpoints in shards of a GiB. Daemons are the real processes (`weightcast publisher run`,
@@ -138,8 +139,10 @@ _METHOD = """
   one can begin, which is what a trainer that never waits gets. weightcast's own local checkpoint follows
   behind the pointer, `field`'s while it compares. Commands are `weightcast publish` and `weightcast sync`,
   and count from their start to their end, interpreter and imports included. Contenders take turns, who
-  begins changes from version to version, and everything written is flushed between turns. Bytes are of all
-  files of a version. Cold: the page cache drops the checkpoint's and the version's files before each turn.
+  begins changes from version to version. Between turns everything written is flushed, and deltas from older
+  versions, which weightcast makes beside the newest one, are waited for. Bytes are of all files that a host
+  one version behind reads. Cold: the page cache drops the checkpoint's and the version's files before each
+  turn.
   At the end every host's bytes are compared with the last checkpoint's.
 - **Memory** is the growth of RssAnon during a round, sampled every 20 ms; of a command, all of its RssAnon.
   **CPU** is user and system time of the process.

@@ -385,7 +385,8 @@ class Publisher:
     def _publish(self, work: Work) -> PublishReport:
         if self._owner is None:
             return self._member.publish(work)
-        report = self._owner.publish(work)
+        with contextlib.nullcontext() if self._upkeep is None else self._upkeep.way.publishing():
+            report = self._owner.publish(work)
         if self._background is not None:
             self._background.wake()
         return report

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from weightcast.publisher.care.give_way import GiveWay
 from weightcast.publisher.care.history import History
 from weightcast.publisher.care.living import Living
 from weightcast.publisher.care.pace import Pace, fewest_bytes
@@ -105,6 +106,7 @@ class Upkeep:
         self._vouching = vouching
         self._history = History(LocalPaths(local))
         self._stop = threading.Event()
+        self.way = GiveWay()
         self._living = Living()
         self._swept = False
         self._chain = Chain()
@@ -128,6 +130,7 @@ class Upkeep:
         self._stop.set()
 
     def _check(self) -> None:
+        self.way.rest()
         if self._stop.is_set():
             raise RetryLater("the publisher stops", remedy="the next one goes on")
 
@@ -241,12 +244,18 @@ class Background:
         self._upkeep = upkeep
         self.written: Mapping[str, int] = upkeep.written
         self._wanted, self._ending = threading.Event(), threading.Event()
+        self._working = False
         self.problem = ""
         """why the last step made nothing; empty when all is well"""
         self.made = ""
         """what was made last"""
         self._thread = threading.Thread(target=self._run, name="upkeep", daemon=True)
         self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """False: nothing is due, or the last step failed."""
+        return self._working or self._wanted.is_set()
 
     def wake(self) -> None:
         self._wanted.set()
@@ -261,8 +270,10 @@ class Background:
         _give_way()
         while not self._ending.is_set():
             self._wanted.wait()
+            self._working = True
             self._wanted.clear()
             self._work()
+            self._working = False
 
     def _work(self) -> None:
         try:

@@ -390,7 +390,9 @@ class Desk:
     def _upkeep_status(self) -> UpkeepStatus:
         if self._background is None:
             return UpkeepStatus()
-        return UpkeepStatus(made=self._background.made, problem=self._background.problem)
+        return UpkeepStatus(
+            busy=self._background.busy, made=self._background.made, problem=self._background.problem
+        )
 
     def _inbox_status(self) -> InboxStatus | None:
         if self._watched is None:

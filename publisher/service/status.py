@@ -64,6 +64,8 @@ class InboxStatus(Frozen):
 class UpkeepStatus(Frozen):
     """What is made beside the versions."""
 
+    busy: bool = False
+    """something is being made, or about to be"""
     made: str = ""
     """the last thing"""
     problem: str = ""
