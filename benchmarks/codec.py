@@ -2,15 +2,15 @@
 
 Contenders take turns within each round, so that all meet the same machine; the first round is not counted.
 Publishing a chunk compares, hashes all new bytes, sums the touched words, encodes; the field's way is xor,
-zstd and hash. Applying decodes with the sums over touched words, and writes; the field's way is zstd, xor in
-place and hash. Chunks without changes are not stored.
+zstd and hash. Applying decodes with the sums over touched words, and writes; the field's way is zstd, xor and
+hash. Both read and write the same words, forth and back in turns. Chunks without changes are not stored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Literal, get_args
@@ -34,19 +34,30 @@ DENSITIES = (0.0, 0.003, 0.014, 0.04, 0.08, 0.18, 0.28, 0.35, 0.5, 1.0)
 RATES = (2e-7, 5e-7, 1e-6, 3e-6, 1e-5)
 """learning rates of the trained traces"""
 
+CHUNKS = 4
+"""per thread: more than caches hold"""
+
 Job = Callable[[], object]
 Trace = Literal["simulated", "trained", "unrelated"]
 _FIELD = FieldChunks()
 
 
-@dataclass(frozen=True)
+Blobs = tuple[bytes, bytes]
+"""of a chunk: forth, back"""
+
+
+@dataclass
 class _Piece:
-    """One chunk of a case, and a copy of its old words to write to."""
+    """One chunk of a case, and words to write to: the old ones until `arrived`."""
 
     chunk: Chunk
     old: Words
     new: Words
     target: Words
+    arrived: bool = False
+
+    def back(self) -> _Piece:
+        return replace(self, old=self.new, new=self.old)
 
 
 def _pieces(case: Case, most: int) -> list[_Piece]:
@@ -66,26 +77,29 @@ def _publish(piece: _Piece, encoding: StepEncoding) -> bytes:
     return encode_chunk(piece.chunk, piece.old, piece.new, changes, encoding)
 
 
-def _apply(piece: _Piece, blob: bytes) -> None:
+def _apply(piece: _Piece, blobs: Blobs) -> None:
+    blob = blobs[piece.arrived]
     if blob:
-        changes, _ = decode_step(blob, piece.chunk, piece.old)
+        changes, _ = decode_step(blob, piece.chunk, piece.target)
         changes.apply(piece.target)
+        piece.arrived = not piece.arrived
 
 
 def _publish_field(piece: _Piece) -> bytes:
     return _FIELD.encode(piece.old.view(np.uint8), piece.new.view(np.uint8))[0]
 
 
-def _apply_field(piece: _Piece, blob: bytes) -> None:
-    """Back and forth: a second xor with the same difference is as much work as the first."""
+def _apply_field(piece: _Piece, blobs: Blobs) -> None:
+    blob = blobs[piece.arrived]
     if blob:
         _FIELD.decode(blob, piece.target.view(np.uint8))
+        piece.arrived = not piece.arrived
 
 
 @dataclass(frozen=True)
 class _Contender:
     publish: Callable[[_Piece], bytes]
-    apply: Callable[[_Piece, bytes], None]
+    apply: Callable[[_Piece, Blobs], None]
     own: StepEncoding | None
 
 
@@ -109,8 +123,11 @@ def _times(jobs: Mapping[str, Sequence[Job]], threads: int, rounds: int) -> dict
 
 def measure_case(case: Case, trace: Trace, threads: int, rounds: int) -> Iterator[ChunkRow]:
     """A row for each contender. Raises WeightcastError when one does not bring the new words back."""
-    pieces = _pieces(case, 2 * threads)
-    blobs = {name: [one.publish(piece) for piece in pieces] for name, one in _CONTENDERS.items()}
+    pieces = _pieces(case, CHUNKS * threads)
+    blobs = {
+        name: [(one.publish(piece), one.publish(piece.back())) for piece in pieces]
+        for name, one in _CONTENDERS.items()
+    }
     _check(pieces, blobs)
     published = _times(
         {name: [partial(one.publish, p) for p in pieces] for name, one in _CONTENDERS.items()},
@@ -133,31 +150,33 @@ def measure_case(case: Case, trace: Trace, threads: int, rounds: int) -> Iterato
             case=case.name,
             threads=threads,
             encoding=name,
-            modes="".join(sorted({str(blob[0]) for blob in made if blob})) if _CONTENDERS[name].own else "",
+            modes="".join(sorted({str(forth[0]) for forth, _ in made if forth}))
+            if _CONTENDERS[name].own
+            else "",
             raw_bytes=sum(piece.old.nbytes for piece in pieces),
             chunks=len(pieces),
             words=sum(len(piece.old) for piece in pieces),
             changed=changed,
-            payload_bytes=sum(map(len, made)),
+            payload_bytes=sum(len(forth) for forth, _ in made),
             bound_bits=ideal.get(name),
             publish=published[name],
             apply=applied[name],
         )
 
 
-def _check(pieces: Sequence[_Piece], blobs: Mapping[str, Sequence[bytes]]) -> None:
+def _check(pieces: Sequence[_Piece], blobs: Mapping[str, Sequence[Blobs]]) -> None:
     for name, one in _CONTENDERS.items():
-        for piece, blob in zip(pieces, blobs[name], strict=True):
-            one.apply(piece, blob)
-            if not np.array_equal(piece.target, piece.new):
-                raise WeightcastError(f"{name} did not bring the new words back")
-            piece.target[:] = piece.old
+        for piece, both in zip(pieces, blobs[name], strict=True):
+            for words in (piece.new, piece.old):
+                one.apply(piece, both)
+                if not np.array_equal(piece.target, words):
+                    raise WeightcastError(f"{name} did not bring the right words")
 
 
 def measure_floor(threads: int, rounds: int) -> FloorRow:
     """memcpy, reading alone, and the passes that publishing is made of, at 1.4%; `scan` compares, hashes and
     sums."""
-    pieces = _pieces(simulated(2 * threads * CHUNK_WORDS, 0.014, 1), 2 * threads)
+    pieces = _pieces(simulated(CHUNKS * threads * CHUNK_WORDS, 0.014, 1), CHUNKS * threads)
     jobs: dict[str, list[Job]] = {
         "memcpy": [partial(np.copyto, piece.target, piece.old) for piece in pieces],
         "read": [partial(np.bitwise_xor.reduce, piece.old.view(np.uint64)) for piece in pieces],

@@ -16,7 +16,7 @@ from weightcast.shared.codec.warm_up import warm_up
 from weightcast.shared.errors import Refused, RetryLater
 from weightcast.shared.words import CHUNK_WORDS
 
-from .codec import Trace, measure_case, measure_floor
+from .codec import CHUNKS, Trace, measure_case, measure_floor
 from .files import FileResults, Say, measure_files
 from .first_use import measure_first_use
 from .plan import Plan
@@ -101,7 +101,7 @@ def _chunks(plan: Plan, say: Say) -> _Chunks:
 
 
 def _simulated(plan: Plan, threads: int) -> Iterator[tuple[Case, Trace]]:
-    words = 2 * threads * CHUNK_WORDS
+    words = CHUNKS * threads * CHUNK_WORDS
     for density in plan.densities:
         yield simulated(words, density, SEED), "simulated"
     yield unrelated(words, SEED), "unrelated"
