@@ -8,8 +8,8 @@ docs/FORMAT.md, Chunk blob.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,26 +71,22 @@ def _expected(count: int, total: int, longer: int) -> float:
 
 
 def read_contexts(payload: ByteArray, at: int, count: int, start: int) -> NDArray[np.int64]:
-    """int64[count, 5]: coding, k, k of what ends a run, start and stop of the stream. Heads lie at `at`,
+    """int64[5, count]: coding, k, k of what ends a run, start and stop of the stream. Heads lie at `at`,
     streams follow each other from `start` to the last SLACK bytes, which are zeros. Raises ValueError."""
     if count not in (1, MOST_CONTEXTS):
         raise ValueError("the payload's header is damaged")
     if at + count * CONTEXT.size > len(payload) - SLACK:
         raise ValueError("the payload is shorter than its header says")
-    streams = list(_contexts(payload, at, count, start))
-    if streams[-1][4] + SLACK != len(payload) or payload[-SLACK:].any():
+    codings, ks, ks_rest, zeros, sizes = zip(*CONTEXT.iter_unpack(_heads(payload, at, count)), strict=True)
+    lawful = max(codings) <= RUNS and max(ks) <= K_LIMIT and max(ks_rest) <= K_LIMIT and not any(zeros)
+    empty = [(coding == NOTHING) != (size == 0) for coding, size in zip(codings, sizes, strict=True)]
+    if not lawful or any(empty):
+        raise ValueError("a context's header is damaged")
+    borders = list(accumulate(sizes, initial=start))
+    if borders[-1] + SLACK != len(payload) or payload[-SLACK:].any():
         raise ValueError("the payload has another length than its header says")
-    return np.array(streams, np.int64)
+    return np.array([codings, ks, ks_rest, borders[:-1], borders[1:]], np.int64)
 
 
-def _contexts(
-    payload: ByteArray, at: int, count: int, start: int
-) -> Iterator[tuple[int, int, int, int, int]]:
-    most = len(payload) - SLACK
-    for coding, k, k_rest, zero, size in CONTEXT.iter_unpack(payload[at : at + count * CONTEXT.size].data):
-        if coding > RUNS or k > K_LIMIT or k_rest > K_LIMIT or zero or (coding == NOTHING) != (size == 0):
-            raise ValueError("a context's header is damaged")
-        if start + size > most:
-            raise ValueError("the payload is shorter than a context's header says")
-        yield coding, k, k_rest, start, start + size
-        start += size
+def _heads(payload: ByteArray, at: int, count: int) -> memoryview:
+    return payload[at : at + count * CONTEXT.size].data

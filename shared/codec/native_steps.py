@@ -46,10 +46,10 @@ _ROOM = (1 << _ROW_BITS) + _SIGNS + MARGIN
 @kernel
 def _opened(data: Any, streams: Any, book: Any) -> None:
     """`book`: int64[3, contexts]; of each context the next bit, single units left in its run, changes."""
-    for c in range(streams.shape[0]):
-        book[0, c], book[1, c], book[2, c] = streams[c, 3] << 3, 0, 0
-        if streams[c, 0] == RUNS:
-            book[1, c], book[0, c] = take(data, book[0, c], U64(streams[c, 1]))
+    for c in range(streams.shape[1]):
+        book[0, c], book[1, c], book[2, c] = streams[3, c] << 3, 0, 0
+        if streams[0, c] == RUNS:
+            book[1, c], book[0, c] = take(data, book[0, c], U64(streams[1, c]))
 
 
 @kernel
@@ -110,12 +110,12 @@ def _take_runs(
 @kernel
 def _take_rows(data: Any, streams: Any, order: Any, ends: Any, book: Any, values: Any, steps: Any) -> Any:
     """|step| - 1 of a block, one context after the other: in turns, branches would not be foreseen."""
-    for c in range(streams.shape[0]):
+    for c in range(streams.shape[1]):
         first, stop = I64(c << _ROW_BITS), I64(ends[c])
         if stop > first:
-            end, k = streams[c, 4] << 3, U64(streams[c, 1])
-            if streams[c, 0] == RUNS:
-                k_rest = U64(streams[c, 2])
+            end, k = streams[4, c] << 3, U64(streams[1, c])
+            if streams[0, c] == RUNS:
+                k_rest = U64(streams[2, c])
                 book[0, c], book[1, c] = _take_runs(
                     data, book[0, c], end, k, k_rest, book[1, c], order, first, stop, steps
                 )
@@ -132,9 +132,9 @@ def _take_rows(data: Any, streams: Any, order: Any, ends: Any, book: Any, values
 
 @kernel
 def _ended(streams: Any, book: Any) -> Any:
-    for c in range(streams.shape[0]):
-        missing = (book[2, c] == 0) != (streams[c, 0] == NOTHING)
-        if book[1, c] > 0 or (book[0, c] + 7) >> 3 != streams[c, 4] or missing:
+    for c in range(streams.shape[1]):
+        missing = (book[2, c] == 0) != (streams[0, c] == NOTHING)
+        if book[1, c] > 0 or (book[0, c] + 7) >> 3 != streams[4, c] or missing:
             return False
     return True
 
@@ -236,7 +236,7 @@ def _take_steps(
     touched = on_stack(SUMS, U64(0))
     for j in range(U64(MARGIN)):
         places[j] = ~U64(0)
-    _context_table(kind, first, I64(streams.shape[0]) - 1, table)
+    _context_table(kind, first, I64(streams.shape[1]) - 1, table)
     _opened(data, streams, book)
     over, start, span = U64(0), I64(0), 0
     while start < index.size:
@@ -286,7 +286,7 @@ def take_steps(
         frozen(data),
         U64(signs),
         streams,
-        np.empty((3, len(streams)), np.int64),
+        np.empty((3, streams.shape[1]), np.int64),
         first,
         frozen(old),
         unwritable(index),

@@ -284,14 +284,14 @@ def take_steps(
     numbers: Counts,
 ) -> tuple[Words, Words, NDArray[np.uint64], Counts] | None:
     """Old and new words at `index`, then what `touched` in the digest's kernels makes of them with `ends` and
-    `numbers`. `signs`: where their bits begin. `streams`: int64[contexts, 5], coding, k, k of what ends a
+    `numbers`. `signs`: where their bits begin. `streams`: int64[5, contexts], coding, k, k of what ends a
     run, start, stop. The context of a word is its exponent - `first`, within bounds."""
     before = old[index]
     exponents = ((before >> kind.exponent_shift) & kind.exponent_mask).astype(np.int64)
-    context = np.clip(exponents - first, 0, len(streams) - 1)
+    context = np.clip(exponents - first, 0, streams.shape[1] - 1)
     magnitude = np.zeros(len(index), np.int64)
     try:
-        for number, stream in enumerate(streams.tolist()):
+        for number, stream in enumerate(streams.T.tolist()):
             hit = context == number
             magnitude[hit] = _magnitudes(data, stream, int(hit.sum()))
     except ValueError:

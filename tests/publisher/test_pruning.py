@@ -131,7 +131,7 @@ def test_pruned_versions_stay_in_the_trash_for_a_while(place: Place) -> None:
             note.write_text("{")
         assert empty_trash(layout, 3600.0, replace(here, seconds=here.seconds + 9999.0)) == 0
         assert empty_trash(layout, 3600.0, replace(here, seconds=here.seconds + 9998.0)) == 0, "went back"
-        assert empty_trash(layout, 3600.0, replace(here, seconds=here.seconds + 13598.0)) == len(trash)
+        assert empty_trash(layout, 3600.0, replace(here, seconds=here.seconds + 13599.0)) == len(trash)
         assert list(layout.trash.iterdir()) == []
 
 
