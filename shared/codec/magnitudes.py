@@ -79,8 +79,8 @@ def read_contexts(payload: ByteArray, at: int, count: int, start: int) -> NDArra
         raise ValueError("the payload is shorter than its header says")
     codings, ks, ks_rest, zeros, sizes = zip(*CONTEXT.iter_unpack(_heads(payload, at, count)), strict=True)
     lawful = max(codings) <= RUNS and max(ks) <= K_LIMIT and max(ks_rest) <= K_LIMIT and not any(zeros)
-    empty = [(coding == NOTHING) != (size == 0) for coding, size in zip(codings, sizes, strict=True)]
-    if not lawful or any(empty):
+    odd = [(coding == NOTHING) != (size == 0) for coding, size in zip(codings, sizes, strict=True)]
+    if not lawful or any(odd):
         raise ValueError("a context's header is damaged")
     borders = list(accumulate(sizes, initial=start))
     if borders[-1] + SLACK != len(payload) or payload[-SLACK:].any():
