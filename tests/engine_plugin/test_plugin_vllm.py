@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from weightcast_engine.front import Front
 from weightcast_engine.rank import Rank
 from weightcast_engine.refusals import BadPatch
+from weightcast_engine.vllm_doors import VllmControls
 from weightcast_engine.vllm_worker import VllmEngine
 
 OUT, IN, BLOCK = 256, 128, 128
@@ -156,3 +157,35 @@ def test_a_model_is_refused_as_a_whole_with_the_reason(
     with pytest.raises(BadPatch, match=reason):
         vllm.run("check", vllm.patch("norm.weight")[0])
     assert vllm.live() == before
+
+
+class Client:
+    """vLLM's client of its engine, of a release that has what is named, and what was asked of it."""
+
+    def __init__(self, *parts: str) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+        self.renderer = SimpleNamespace(clear_mm_cache_async=self._clear) if "renderer" in parts else None
+        self.engine_core = SimpleNamespace(pause_scheduler_async=self._stop) if "core" in parts else None
+
+    async def _clear(self) -> None:
+        self.asked.append(("clear",))
+
+    async def _stop(self, mode: str, clear_cache: bool) -> None:
+        self.asked.append(("scheduler", mode, clear_cache))
+
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        self.asked.append(("pause", mode, clear_cache))
+
+
+@pytest.mark.parametrize(("policy", "mode"), [("recompute", "keep"), ("wait", "wait"), ("abort", "abort")])
+def test_a_pause_clears_the_caches_and_waits_for_no_reader(policy: str, mode: str) -> None:
+    client = Client("renderer", "core")
+    asyncio.run(VllmControls(client).pause(policy))
+    assert client.asked == [("clear",), ("scheduler", mode, True)]
+
+
+@pytest.mark.parametrize("parts", [(), ("renderer",), ("core",)])
+def test_a_client_with_other_insides_is_paused_by_its_own_door(parts: tuple[str, ...]) -> None:
+    client = Client(*parts)
+    asyncio.run(VllmControls(client).pause("recompute"))
+    assert client.asked == [("pause", "keep", True)]

@@ -69,8 +69,8 @@ class VllmControls:
 
     async def pause(self, policy: str) -> None:
         # the pause clears the caches: blocks of the weights before must not be used again
-        core = getattr(self._client, "engine_core", None)
-        renderer = getattr(self._client, "renderer", None)
+        core: Any = getattr(self._client, "engine_core", None)
+        renderer: Any = getattr(self._client, "renderer", None)
         if hasattr(core, "pause_scheduler_async") and hasattr(renderer, "clear_mm_cache_async"):
             # all that `pause_generation` does, but for its wait of 20 ms for others to read their tokens
             await renderer.clear_mm_cache_async()
