@@ -16,16 +16,21 @@ from weightcast.shared.words import Words
 @dataclass(frozen=True)
 class Changes:
     """`index`: uint32[k], strictly increasing positions in the chunk; `old` and `new`: word[k], different
-    from each other at every position, except where `all_of` made them. `whole`: all words after, where
-    somebody had them anyway."""
+    from each other at every position. `whole`: all words after, where somebody had them anyway.
+    `all_shown`: every word is in them, those that stay too."""
 
     index: NDArray[np.uint32]
     old: Words
     new: Words
     whole: Words | None = None
+    all_shown: bool = False
 
     def __len__(self) -> int:
         return len(self.index)
+
+    def listed(self, before: Words) -> Changes:
+        """Without words that stay. `before`: all words of the chunk before."""
+        return compare(before, self.whole) if self.all_shown and self.whole is not None else self
 
     def apply(self, words: Words) -> None:
         """`words`: contiguous, of the dtype of those compared, and the old ones where nothing changes."""
@@ -37,7 +42,8 @@ class Changes:
 
 def all_of(old: Words, new: Words, counted: Counted) -> Changes:
     """Every word that counts as a change, for where few stay: nothing is listed, what was given is shown."""
-    return Changes(counted.with_padding(_numbers(counted.words)), counted.pick(old), counted.pick(new), new)
+    index = counted.with_padding(_numbers(counted.words))
+    return Changes(index, counted.pick(old), counted.pick(new), new, all_shown=True)
 
 
 @lru_cache(maxsize=2)

@@ -191,7 +191,7 @@ def _net(old: Words, words: Words, steps: Sequence[ChunkStep | None]) -> Changes
     """First old and last new word wherever they differ. `words` is the last version where several fold."""
     taken = [step.changes for step in steps if step is not None]
     if len(steps) == 1:
-        return taken[0]
+        return taken[0].listed(old)
     index = np.unique(np.concatenate([changes.index for changes in taken]))
     index = index[old[index] != words[index]]
     return Changes(index, old[index], words[index])

@@ -33,7 +33,7 @@ def those_that_change(found: Changes) -> Changes:
     stay = found.old == found.new
     if not stay.any():
         return found
-    assert found.whole is not None and stay.mean() < 0.2
+    assert found.all_shown and found.whole is not None and stay.mean() < 0.2
     return Changes(found.index[~stay], found.old[~stay], found.new[~stay], found.whole)
 
 
