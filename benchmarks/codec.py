@@ -77,30 +77,31 @@ def _publish(piece: _Piece, encoding: StepEncoding) -> bytes:
     return encode_chunk(piece.chunk, piece.old, piece.new, changes, encoding)
 
 
-def _apply(piece: _Piece, blobs: Blobs) -> None:
-    blob = blobs[piece.arrived]
-    if blob:
-        changes, _ = decode_step(blob, piece.chunk, piece.target)
-        changes.apply(piece.target)
-        piece.arrived = not piece.arrived
+def _apply(piece: _Piece, blob: bytes) -> None:
+    changes, _ = decode_step(blob, piece.chunk, piece.target)
+    changes.apply(piece.target)
 
 
 def _publish_field(piece: _Piece) -> bytes:
     return _FIELD.encode(piece.old.view(np.uint8), piece.new.view(np.uint8))[0]
 
 
-def _apply_field(piece: _Piece, blobs: Blobs) -> None:
-    blob = blobs[piece.arrived]
-    if blob:
-        _FIELD.decode(blob, piece.target.view(np.uint8))
-        piece.arrived = not piece.arrived
+def _apply_field(piece: _Piece, blob: bytes) -> None:
+    _FIELD.decode(blob, piece.target.view(np.uint8))
 
 
 @dataclass(frozen=True)
 class _Contender:
     publish: Callable[[_Piece], bytes]
-    apply: Callable[[_Piece, Blobs], None]
+    apply: Callable[[_Piece, bytes], None]
     own: StepEncoding | None
+
+    def move(self, piece: _Piece, blobs: Blobs) -> None:
+        """Forth, or back where it has arrived. Nothing where nothing changes."""
+        blob = blobs[piece.arrived]
+        if blob:
+            self.apply(piece, blob)
+            piece.arrived = not piece.arrived
 
 
 _CONTENDERS: dict[str, _Contender] = {
@@ -136,7 +137,7 @@ def measure_case(case: Case, trace: Trace, threads: int, rounds: int) -> Iterato
     )
     applied = _times(
         {
-            name: [partial(one.apply, *pair) for pair in zip(pieces, blobs[name], strict=True)]
+            name: [partial(one.move, *pair) for pair in zip(pieces, blobs[name], strict=True)]
             for name, one in _CONTENDERS.items()
         },
         threads,
@@ -168,7 +169,7 @@ def _check(pieces: Sequence[_Piece], blobs: Mapping[str, Sequence[Blobs]]) -> No
     for name, one in _CONTENDERS.items():
         for piece, both in zip(pieces, blobs[name], strict=True):
             for words in (piece.new, piece.old):
-                one.apply(piece, both)
+                one.move(piece, both)
                 if not np.array_equal(piece.target, words):
                     raise WeightcastError(f"{name} did not bring the right words")
 

@@ -41,26 +41,26 @@ def changes_of(chunk: Chunk, old: Words, new: Words) -> tuple[Changes, list[Span
 
 def all_of(chunk: Chunk, old: Words, new: Words, counted: Counted) -> tuple[Changes, list[SpanSums]]:
     """As `changes_of`, with every word as a change (`changes.all_of`)."""
-    _check(chunk, old, new)
-    book = np.zeros((len(chunk.spans), 7), np.uint64)
-    kernels().sums_of_all(np.ascontiguousarray(old), np.ascontiguousarray(new), _places(chunk), book)
+    both, book = _opened(chunk, old, new)
+    kernels().sums_of_all(*both, _places(chunk), book)
     return changes.all_of(old, new, counted), list(_sums(chunk, book.tolist()))
 
 
-def _check(chunk: Chunk, *both: Words) -> None:
-    for words in both:
+def _scanned(chunk: Chunk, old: Words, new: Words, *, whole: bool) -> tuple[Changes, list[list[int]]]:
+    both, book = _opened(chunk, old, new)
+    found = kernels().scanned(*both, _places(chunk), book, whole=whole)
+    return Changes(*found), book.tolist()
+
+
+def _opened(chunk: Chunk, old: Words, new: Words) -> tuple[tuple[Words, Words], NDArray[np.uint64]]:
+    """Both as kernels want them, and their book with nothing in it."""
+    for words in (old, new):
         if words.shape != (chunk.words,) or words.dtype != chunk.kind.numpy or chunk.words % BLOCK_WORDS:
             raise ValueError(
                 f"{words.shape} words of {words.dtype} in a chunk of {chunk.words} {chunk.dtype}"
             )
-
-
-def _scanned(chunk: Chunk, old: Words, new: Words, *, whole: bool) -> tuple[Changes, list[list[int]]]:
-    _check(chunk, old, new)
-    book = np.zeros((len(chunk.spans), 7), np.uint64)
     both = np.ascontiguousarray(old), np.ascontiguousarray(new)
-    found = kernels().scanned(*both, _places(chunk), book, whole=whole)
-    return Changes(*found), book.tolist()
+    return both, np.zeros((len(chunk.spans), 7), np.uint64)
 
 
 def _sums(chunk: Chunk, rows: list[list[int]]) -> tuple[SpanSums, ...]:

@@ -59,13 +59,9 @@ def span_sums(chunk: Chunk, old: Words, changes: ChangedWords) -> list[SpanSums]
 def spans_in(chunk: Chunk) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Per span its end in the chunk, and the number of the chunk's 8-byte word 0 in its tensor's count."""
     per_word = 8 // chunk.kind.width
-    if len(chunk.spans) == 1:
-        (one,) = chunk.spans
-        number = (one.start - one.offset) // per_word + 1
-        return np.array([one.offset + one.words], np.int64), np.array([number], np.int64)
-    places = np.array([(span.start, span.offset, span.words) for span in chunk.spans], np.int64)
-    numbers = (places[:, 0] - places[:, 1]) // per_word + 1
-    return places[:, 1] + places[:, 2], numbers
+    ends = [span.offset + span.words for span in chunk.spans]
+    numbers = [(span.start - span.offset) // per_word + 1 for span in chunk.spans]
+    return np.array(ends, np.int64), np.array(numbers, np.int64)
 
 
 def named_sums(chunk: Chunk, sums: NDArray[np.uint64], changed: NDArray[np.int64]) -> list[SpanSums]:
