@@ -13,6 +13,7 @@ from weightcast.shared.codec.native_split import split16
 from weightcast.shared.codec.scratch import scratch
 from weightcast.shared.digest.native import (
     I64,
+    SHIFTS,
     U64,
     differing64,
     frozen,
@@ -211,7 +212,7 @@ def scanned(
     index = room.lend("scanned index", np.uint32, most)
     index[0] = _NO_POSITION
     before, after = (room.lend(f"scanned {side}", old.dtype, most) for side in ("before", "after"))
-    shift = {1: 3, 2: 2, 4: 1}[old.itemsize]
+    shift = SHIFTS[old.itemsize]
     end = _scanned(frozen(old), frozen(new), spans, shift, whole, index, before, after, book)
     if end > len(old) // _WORTH_LENDING:
         return index[1:end], before[1:end], after[1:end]
@@ -235,7 +236,7 @@ def _sums_of_all(old: Any, new: Any, spans: Any, shift: Any, like: Any, book: An
 
 
 def sums_of_all(old: Words, new: Words, spans: NDArray[np.int64], book: NDArray[np.uint64]) -> None:
-    shift = {1: 3, 2: 2, 4: 1}[old.itemsize]
+    shift = SHIFTS[old.itemsize]
     _sums_of_all(frozen(old), frozen(new), spans, shift, unwritable(old[:0]), book)
 
 

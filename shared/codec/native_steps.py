@@ -18,6 +18,7 @@ from weightcast.shared.codec.native_ordinals import SHIFT as EXPONENT_SHIFT
 from weightcast.shared.codec.rice import GREATEST, NOTHING, RUNS
 from weightcast.shared.digest.native import (
     I64,
+    SHIFTS,
     U64,
     frozen,
     kernel,
@@ -281,7 +282,7 @@ def take_steps(
 ) -> tuple[Words, Words, NDArray[np.uint64], Counts] | None:
     before, after = np.empty(len(index), old.dtype), np.empty(len(index), old.dtype)
     sums, changed = np.zeros((len(ends), 4), np.uint64), np.zeros(len(ends), np.int64)
-    shift = U64({1: 3, 2: 2, 4: 1}[old.itemsize])
+    shift = U64(SHIFTS[old.itemsize])
     good = _take_steps(
         frozen(data),
         U64(signs),

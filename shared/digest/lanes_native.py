@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.native import (
     I64,
+    SHIFTS,
     U64,
     frozen,
     inlined,
@@ -106,7 +107,7 @@ def touched(
 ) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
     sums = np.zeros((len(ends), 4), np.uint64)
     changed = np.zeros(len(ends), np.int64)
-    shift = {1: 3, 2: 2, 4: 1}[old.itemsize]
+    shift = SHIFTS[old.itemsize]
     _touched(
         frozen(old), unwritable(index), unwritable(new.astype(np.uint32)), shift, ends, numbers, sums, changed
     )

@@ -27,6 +27,9 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 U64: Any = np.uint64
 I64: Any = np.int64
 
+SHIFTS = {1: 3, 2: 2, 4: 1}
+"""by bytes of a word: position >> shift is the 8-byte word that holds it"""
+
 
 class _Late:
     """A module that is imported when something of it is used."""
