@@ -34,8 +34,8 @@ DENSITIES = (0.0, 0.003, 0.014, 0.04, 0.08, 0.18, 0.28, 0.35, 0.5, 1.0)
 RATES = (2e-7, 5e-7, 1e-6, 3e-6, 1e-5)
 """learning rates of the trained traces"""
 
-CHUNKS = 4
-"""per thread: more than caches hold"""
+CHUNKS = 8
+"""per thread: more than caches hold, and enough that the end, where one thread waits, counts little"""
 
 Job = Callable[[], object]
 Trace = Literal["simulated", "trained", "unrelated"]

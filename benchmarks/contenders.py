@@ -28,8 +28,9 @@ from .probe import anon_bytes, cpu_seconds, ended_children_cpu, highest_anon
 
 _START_SECONDS = 600.0
 _ROUND_SECONDS = 600.0
-_POLL_SECONDS = 0.1
-"""daemons tell the seconds of a round themselves: asking often would only take from their processors"""
+_POLL_SECONDS = (0.02, 0.5)
+"""first and longest: daemons tell the seconds of a round themselves, and each question takes from the
+processors that they are measured on"""
 _WEIGHTCAST = (sys.executable, "-m", "weightcast.shared.service.cli")
 _FIELD = (sys.executable, "-m", f"{__package__}.field_path")
 
@@ -344,10 +345,12 @@ class _Daemon:
 
     def wait(self, condition: Callable[[], Any], seconds: float) -> Any:
         deadline = time.monotonic() + seconds
+        pause, longest = _POLL_SECONDS
         while not (found := condition()):
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise ContenderFailed(f"{self.name}: ended or too slow\n{tail(self._log)}")
-            time.sleep(_POLL_SECONDS)
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
         return found
 
     def stop(self) -> None:

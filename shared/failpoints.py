@@ -65,7 +65,7 @@ FAILPOINTS: Mapping[str, str] = {
     "patch.begun": "the state says `patching`, no word is written",
     "patch.record": "the words of one record are written (or written back)",
     "patch.written": "all words are written; the state still says `patching`",
-    "patch.recorded": "the state says the new version, and names the journal as its undo",
+    "patch.recorded": "the state says the new version, and names the journal where it may have to be undone",
     "undo.begun": "the state says `undoing`, no word is written back",
     "undo.written": "all words are written back; the state still says `undoing`",
     "undo.recorded": "the state says the old version; the journal lies there",

@@ -358,11 +358,11 @@ class Owner:
     def _patch(self, local: LocalCheckpoint, staged: Staged, work: Work) -> None:
         began = time.monotonic()
         with local.patching():
-            self._follower.patch(staged)
+            self._follower.patch(staged, way_back=False)
         if self._options.keep is not None:
             seconds = work.seconds.get("stage", 0.0) + time.monotonic() - began
             self._options.keep(staged.step, seconds)
-        self._follower.forget_undo()
+        self._follower.drop_journal(staged)
 
     def write_anchor(self) -> bool:
         """Full weights of the current version beside it. False when they exist."""

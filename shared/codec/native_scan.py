@@ -42,7 +42,7 @@ from weightcast.shared.words import ByteArray, WordKind, Words
 Array32 = NDArray[np.uint32]
 Tallies = NDArray[np.int64]
 
-_BLOCK = 1 << 14
+_BLOCK = 1 << 12
 """words compared before those that differ are gathered: they still lie in the nearest caches"""
 _MASKS = (_BLOCK >> 6) + 1
 _AHEAD = 48
@@ -89,7 +89,7 @@ _WORTH_LENDING = 16
 """words per change up to which lists are lent instead of copied: new memory costs more than the scan"""
 _SPARSE = 8
 """words per change from which their cache lines are asked for"""
-_AHEAD_WORDS = 1024
+_AHEAD_WORDS = 3072
 """words between asking for their cache lines and comparing them"""
 _NO_POSITION = (1 << 32) - 1
 _DENSE = 3

@@ -41,6 +41,8 @@ _BLOCK = (1 << _ROW_BITS) - 8
 """changes of a block: up to 7 more lie in the 8-byte word of its last"""
 _SIGNS = 32
 """sign bits read at once"""
+_AHEAD = 200
+"""changes between asking for a cache line and using it"""
 _ROOM = (1 << _ROW_BITS) + _SIGNS + MARGIN
 
 
@@ -64,13 +66,13 @@ def _gathered(
     old: Any, index: Any, kind: Any, shift: Any, table: Any, ahead: Any, wide: Any, order: Any, ends: Any
 ) -> None:
     """Of each change its 8-byte word; its number in the block behind its context's others. Asks for the words
-    of the first half of the changes `ahead`."""
+    of as many changes `ahead`."""
     in_word, bits = (U64(1) << shift) - U64(1), U64(6) - shift
     power, mask = U64(kind[EXPONENT_SHIFT]), U64(kind[EXPONENT_MASK])
     for j in range(U64(index.size)):
         position = U64(index[j])
         whole = load64(old, I64((position >> shift) << U64(3)))
-        prefetch(old, I64(U64(ahead[j >> U64(1)]) >> shift), wide)
+        prefetch(old, I64(U64(ahead[j]) >> shift), wide)
         wide[j] = whole
         c = U64(table[(whole >> (((position & in_word) << bits) + power)) & mask])
         slot = ends[c]
@@ -184,26 +186,10 @@ def _merged(index: Any, shift: Any, words: Any, places: Any, flips: Any, merged:
 
 
 @kernel
-def _summed(
-    old: Any,
-    ahead: Any,
-    shift: Any,
-    number: Any,
-    count: Any,
-    wide: Any,
-    merged: Any,
-    places: Any,
-    touched: Any,
-    sums: Any,
-) -> None:
-    """Asks for the words of the second half of the changes `ahead`."""
+def _summed(number: Any, count: Any, wide: Any, merged: Any, places: Any, touched: Any, sums: Any) -> None:
     empty(touched)
-    half, last = U64(count) >> U64(1), U64(ahead.size) - U64(1)
     for j in range(U64(0), U64(count), U64(8)):
         add8(wide, merged, places, j, U64(number), touched)
-        for lane in range(U64(4)):
-            at = min(half + (j >> U64(1)) + lane, last)
-            prefetch(old, I64(U64(ahead[at]) >> shift), wide)
     a, b = closed(touched, 0)
     c, d = closed(touched, 2)
     sums[0] += a
@@ -251,7 +237,7 @@ def _take_steps(
         while stop < index.size and U64(index[stop]) >> shift == U64(index[stop - 1]) >> shift:
             stop += 1
         here, count = index[start:stop], stop - start
-        ahead = index[min(stop, index.size - count) :]
+        ahead = index[min(start + _AHEAD, index.size - count) :]
         for c in range(U64(_CONTEXTS)):
             ends_of[c] = c << U64(_ROW_BITS)
         for j in range(U64(count + _SIGNS)):
@@ -263,7 +249,7 @@ def _take_steps(
         _signed(data, signs, U64(start), count, steps)
         over |= _stepped(words, steps, kind, before[start:stop], after[start:stop])
         _merged(here, shift, words, places, flips, merged)
-        _summed(old, ahead, shift, numbers_of[span], count, wide, merged, places, touched, sums[span])
+        _summed(numbers_of[span], count, wide, merged, places, touched, sums[span])
         changed[span] += count
         start = stop
     return _ended(streams, book) and over < U64(2 * kind[HALF])

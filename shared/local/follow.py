@@ -423,14 +423,18 @@ class Follower:
         if self.options.on_phase is not None:
             self.options.on_phase(phase)
 
-    def patch(self, staged: Staged) -> None:
-        """The caller holds the patch lock."""
+    def patch(self, staged: Staged, *, way_back: bool = True) -> None:
+        """The caller holds the patch lock. As `patching.patch`."""
         if self.local is None:
             raise NeedsReseed(f"{self.paths.directory} is not seeded")
         try:
-            patching.patch(self.local, staged.step, threads=self.options.threads)
+            patching.patch(self.local, staged.step, way_back=way_back, threads=self.options.threads)
         finally:
             self.state = self.local.state
+
+    def drop_journal(self, staged: Staged) -> None:
+        """After a patch without a way back."""
+        patching.drop_journal(self._require(), staged.step)
 
     def relabel(self, channel: Channel, route: Route, plan: Relabel) -> None:
         if self.local is None:
@@ -491,8 +495,8 @@ class Follower:
                 for leg in plan.legs:
                     staged = self.prepare(route, leg, channel, advance)
                     with self._require().patching():
-                        self.patch(staged)
-                    self.forget_undo()
+                        self.patch(staged, way_back=False)
+                    self.drop_journal(staged)
             case Refuse():
                 raise Refused(plan.reason, remedy=plan.remedy)
 

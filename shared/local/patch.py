@@ -23,11 +23,13 @@ _BATCH = 256 << 10
 """bytes of records that a thread takes at once"""
 
 
-def patch(local: LocalCheckpoint, step: Step, *, threads: int = 1) -> None:
+def patch(local: LocalCheckpoint, step: Step, *, way_back: bool = True, threads: int = 1) -> None:
     """Moves the checkpoint from `step.base` to `step.target`. The caller holds the patch lock.
 
-    The journal is kept (it is the undo) until `forget_undo`. Raises NeedsReseed, with state `dirty`, when a
-    word is not the one that the journal expects.
+    The journal is kept. It is the undo until `forget_undo`; without `way_back`, where nobody could refuse the
+    version, nothing before it can be undone and no state names the journal: the caller removes it
+    (`drop_journal`). Raises NeedsReseed, with state `dirty`, when a word is not the one that the journal
+    expects.
     """
     if local.state.phase is not Phase.CLEAN or local.state.position.root != step.base.root:
         raise NeedsReseed("the checkpoint is no longer at the version that was staged")
@@ -37,8 +39,12 @@ def patch(local: LocalCheckpoint, step: Step, *, threads: int = 1) -> None:
     _write_all(local, step, Way.FORWARD, replay=False, threads=threads)
     failpoint("patch.written", local.directory)
     require_files(local)
-    local.save(_arrived(local, step.target, (*local.state.undo, step)))
+    before = local.state.undo
+    local.save(_arrived(local, step.target, (*before, step) if way_back else ()))
     failpoint("patch.recorded", local.directory)
+    if not way_back:
+        for one in before:
+            drop_journal(local, one)
 
 
 def require_files(local: LocalCheckpoint) -> None:
@@ -78,8 +84,13 @@ def undo(local: LocalCheckpoint, *, threads: int = 1) -> None:
         require_files(local)
         local.save(_arrived(local, step.base, local.state.undo[:-1]))
         failpoint("undo.recorded", local.directory)
-        local.paths.journal(step.journal).unlink(missing_ok=True)
-        failpoint("journal.removed", local.directory)
+        drop_journal(local, step)
+
+
+def drop_journal(local: LocalCheckpoint, step: Step) -> None:
+    """Of a step that the state does not name any more."""
+    local.paths.journal(step.journal).unlink(missing_ok=True)
+    failpoint("journal.removed", local.directory)
 
 
 def forget_undo(local: LocalCheckpoint) -> None:
@@ -89,8 +100,7 @@ def forget_undo(local: LocalCheckpoint) -> None:
         local.save(local.state.but(undo=()))
         failpoint("undo.forgotten", local.directory)
         for step in steps:
-            local.paths.journal(step.journal).unlink(missing_ok=True)
-            failpoint("journal.removed", local.directory)
+            drop_journal(local, step)
 
 
 def _arrived(local: LocalCheckpoint, position: Position, undo_steps: tuple[Step, ...]) -> LocalState:

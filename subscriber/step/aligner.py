@@ -98,6 +98,11 @@ class Aligner:
         elif not needs_undo(results) or len(local.state.undo) > MOST_UNDO_STEPS:
             self._follower.forget_undo()
 
+    @property
+    def may_be_refused(self) -> bool:
+        """Whether anybody is asked to take what lies here: an engine, or the leader's for a follower."""
+        return bool(self._engines.engines) or self._host.options.group_follower
+
     def _confirmed(self) -> bool:
         """Whether an engine took the version that lies here; without engines nobody is asked. A follower's
         leader says so."""

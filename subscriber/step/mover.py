@@ -166,7 +166,10 @@ class Mover:
         self._aligner.hold(staged.step.target)
         self._host.enter("patching")
         with self._host.watch.timed("patch"):
-            self._follower.patch(staged)
+            way_back = self._aligner.may_be_refused
+            self._follower.patch(staged, way_back=way_back)
+            if not way_back:
+                self._follower.drop_journal(staged)
         self._host.enter("reloading")
 
 

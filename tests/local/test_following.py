@@ -33,6 +33,7 @@ from weightcast.shared.errors import NeedsReseed, Refused, RetryLater, WrongRun
 from weightcast.shared.local.hashing import full_hash
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.locks import FileLock
+from weightcast.shared.local.plan import Patch
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +90,26 @@ def test_undo_over_several_steps(run: Run, local: Path) -> None:
         assert full_hash(follower.local).intact
     holds(run, local, 0)
     assert list((local / ".weightcast/journal").iterdir()) == []
+
+
+def test_without_a_way_back_nothing_before_can_be_undone(run: Run, local: Path) -> None:
+    at_version(run, local, 0)
+    with following(run, local) as follower:
+        patch_keeping_undo(follower, 1)
+        channel = Channel.open(follower.channel_dir)
+        pointer = channel.pointer()
+        assert pointer is not None and follower.local is not None
+        route = follower.route(channel, pointer, 2, exact=True)
+        assert isinstance(route.plan, Patch)
+        staged = follower.prepare(route, route.plan.legs[0], channel)
+        with follower.local.patching():
+            follower.patch(staged, way_back=False)
+        assert state_of(local)["undo"] == []
+        assert [path.stem for path in follower.local.paths.journals.iterdir()] == [staged.step.journal]
+        follower.drop_journal(staged)
+        assert list(follower.local.paths.journals.iterdir()) == []
+        assert full_hash(follower.local).intact
+    holds(run, local, 2)
 
 
 @pytest.mark.parametrize("files", [2, 5])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 from doubles import Answer
 from hosts import Mapping_, SGLang, Site, on_disk
 
+from weightcast.shared import failpoints
 from weightcast.shared.errors import DamagedFile, EngineFailed, RetryLater
 from weightcast.subscriber.step.target import BadTarget, parse_target
 
@@ -45,6 +47,28 @@ def test_three_versions_are_followed_one_by_one(site: Site) -> None:
         newest.seconds
     )
     assert newest.bytes > 0 and host.status.bytes_read >= newest.bytes and newest.pause_seconds
+
+
+@pytest.mark.parametrize(("engines", "named"), [((), 0), ((SGLang,), 1)])
+def test_a_way_back_is_noted_only_where_an_engine_may_refuse(
+    site: Site, engines: tuple[type[SGLang], ...], named: int
+) -> None:
+    run = site.run()
+    host = site.host(run, *(engine() for engine in engines))
+    host.step()
+    run.publish()
+    noted = []
+
+    def look(name: str, where: Path | None) -> None:
+        if name == "patch.recorded":
+            noted.append(len(host.state.undo))
+
+    failpoints.watch(look)
+    try:
+        host.step()
+    finally:
+        failpoints.watch(None)
+    assert noted == [named] and host.at(run, 1) and host.journals == []
 
 
 def test_a_host_several_versions_behind_reloads_once(site: Site) -> None:
