@@ -6,6 +6,9 @@ compiles is a plain function of numbers and addresses, so numba is imported only
 Of a kernel with n arguments: int32 f(result *, error **, ...). An array is passed as two null pointers (its
 owner, unused), its size, item size and address, then shape and strides in int64; a tuple as its members.
 Kernels must not allocate: arrays of their own lie on the stack (`native.on_stack`).
+
+ctypes takes longer for each argument than some kernels for a small chunk. It passes two addresses instead, to
+a door made for the kinds of the arguments: int32 d(f, words), which loads what the kernel is called with.
 """
 
 from __future__ import annotations
@@ -135,6 +138,7 @@ class _Machine:
         machine = binding.Target.from_default_triple().create_target_machine()
         self._engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
         self._library = ctypes.CDLL(None)
+        self._doors: dict[_Shapes, Callable[[int, int], int]] = {}
 
     def load(self, code: Code) -> int:
         """The function's address. Raises ImportError for symbols that nobody has."""
@@ -146,6 +150,57 @@ class _Machine:
         self._engine.add_object_file(binding.object_file.ObjectFileRef.from_data(code.code))
         self._engine.finalize_object()
         return int(self._engine.get_function_address(code.symbol))
+
+    def door(self, shapes: _Shapes) -> Callable[[int, int], int]:
+        """d(f, words): calls the kernel at address `f` with what lies at address `words`."""
+        if shapes not in self._doors:
+            name = f"weightcast_door_{len(self._doors)}"
+            self._engine.add_module(binding.parse_assembly(_door(name, shapes)))
+            self._engine.finalize_object()
+            address = self._engine.get_function_address(name)
+            prototype = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p)
+            self._doors[shapes] = prototype(address)
+        return self._doors[shapes]
+
+
+_RESULT_WORDS = 4
+"""the error's address, and room for what a kernel returns"""
+
+
+def _door(name: str, shapes: _Shapes) -> str:
+    """LLVM assembly. `words`: int64s, of which the arguments follow behind the results."""
+    body: list[str] = []
+    passed = ["i64 %result", "i64 %error"]
+
+    def loaded() -> str:
+        at = _RESULT_WORDS + sum(line.startswith("%w") for line in body)
+        body.append(f"%p{at} = getelementptr i64, ptr %words, i64 {at}")
+        body.append(f"%w{at} = load i64, ptr %p{at}")
+        return f"%w{at}"
+
+    for shape in shapes:
+        if isinstance(shape, str):
+            word = loaded()
+            if shape == "i8":
+                body.append(f"%t{len(body)} = trunc i64 {word} to i8")
+                word = f"%t{len(body) - 1}"
+            passed.append(f"{shape} {word}")
+            continue
+        width, dimensions = shape
+        size, address = loaded(), loaded()
+        sides = [size] if dimensions == 1 else [loaded() for _ in range(dimensions)]
+        strides = [str(width)] if dimensions == 1 else [loaded() for _ in range(dimensions)]
+        passed += ["i64 0", "i64 0"]
+        passed += [f"i64 {each}" for each in (size, width, address, *sides, *strides)]
+    lines = "\n  ".join(body)
+    return f"""define i32 @{name}(ptr %kernel, ptr %words) {{
+  %error = ptrtoint ptr %words to i64
+  %result = add i64 %error, 8
+  {lines}
+  %done = call i32 %kernel({", ".join(passed)})
+  ret i32 %done
+}}
+"""
 
 
 @cache
@@ -207,55 +262,60 @@ def _kind(value: Any) -> Any:
     return ("tuple", len(value)) if isinstance(value, tuple) else type(value).__name__
 
 
+_Shapes = tuple[str | tuple[int, int], ...]
+"""of each argument: a number's type in LLVM, or an array's item size and dimensions"""
+
+
 class _Loaded:
     def __init__(self, name: str, code: Code, like: Sequence[Any]) -> None:
         self._name = name
         self._returns = struct.Struct(code.returns)
-        forms = [form for value in like for form in _forms(value)]
-        prototype = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, *forms)
-        self._function = prototype(_machine().load(code))
-        self._room = ctypes.c_uint8 * (max(8, self._returns.size) + 8)
+        if self._returns.size > 8 * (_RESULT_WORDS - 1):
+            raise ImportError(f"the kernel {name} returns too much")
+        shapes, letters = zip(*(form for value in like for form in _forms(value)), strict=True)
+        self._words = struct.Struct(f"{8 * _RESULT_WORDS}x{''.join(letters)}")
+        with _LOCK:
+            self._kernel, self._door = _machine().load(code), _machine().door(shapes)
 
     def __call__(self, arguments: tuple[Any, ...]) -> Any:
-        room = self._room()
-        address = ctypes.addressof(room)
-        flat: list[Any] = []
+        flat: list[int] = []
         for value in arguments:
-            flat += _parts(value)
-        if self._function(address + 8, address, *flat) not in _DONE:
+            if isinstance(value, np.ndarray):
+                flat += (value.size, _address(value))
+                if value.ndim > 1:
+                    flat += (*value.shape, *value.strides)
+            elif isinstance(value, tuple):
+                flat += value
+            else:
+                flat.append(int(value))
+        words = ctypes.create_string_buffer(self._words.pack(*flat), self._words.size)
+        if self._door(self._kernel, ctypes.addressof(words)) not in _DONE:
             raise RuntimeError(f"the kernel {self._name} failed")
-        results = self._returns.unpack_from(room, 8)
+        results = self._returns.unpack_from(words, 8)
         return results if len(results) > 1 else (results[0] if results else None)
 
 
-def _forms(value: Any) -> Iterator[Any]:
+def _forms(value: Any) -> Iterator[tuple[str | tuple[int, int], str]]:
+    """Shape, and letters of `struct` for the words that `_Loaded` passes."""
     if isinstance(value, np.ndarray):
-        yield from (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
-        yield from (ctypes.c_int64 for _ in range(2 * value.ndim))
+        rest = "" if value.ndim == 1 else "q" * (2 * value.ndim)
+        yield (value.itemsize, value.ndim), f"qQ{rest}"
     elif isinstance(value, tuple):
-        yield from (ctypes.c_int64 for _ in value)
+        yield from (("i64", "q") for _ in value)
     elif isinstance(value, bool):
-        yield ctypes.c_int8
+        yield "i8", "q"
     else:
-        yield ctypes.c_uint64 if isinstance(value, np.unsignedinteger) else ctypes.c_int64
-
-
-def _parts(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, np.ndarray):
-        size, width, address = value.size, value.itemsize, _address(value)
-        if value.ndim == 1:
-            return None, None, size, width, address, size, width
-        return None, None, size, width, address, *value.shape, *value.strides
-    return value if isinstance(value, tuple) else (int(value),)
+        yield "i64", "Q" if isinstance(value, np.unsignedinteger) else "q"
 
 
 _OBJECT_BYTES = object.__basicsize__
+_word_at = ctypes.c_size_t.from_address
 
 
 def _first_field(array: NDArray[Any]) -> int:
     """Where the array's data lie: numpy's C interface has that first in an array (`PyArrayObject_fields` in
     ndarraytypes.h). Asked for in Python it takes ten times as long, which a kernel's call would notice."""
-    return ctypes.c_void_p.from_address(id(array) + _OBJECT_BYTES).value or 0
+    return _word_at(id(array) + _OBJECT_BYTES).value
 
 
 def _told(array: NDArray[Any]) -> int:
