@@ -29,6 +29,10 @@ def allocating(count: Any) -> Any:
     return np.zeros(count, np.uint64)[0]
 
 
+def returning_much(number: Any) -> Any:
+    return number, number, number, number
+
+
 ARGUMENTS = (np.arange(12, dtype=np.uint16).reshape(3, 4), (-5, 1 << 40), np.uint64((1 << 64) - 66), True)
 RESULTS = (0, -5 - (1 << 40), True)
 
@@ -65,6 +69,11 @@ def test_arrays_with_gaps_are_refused() -> None:
 def test_a_kernel_that_allocates_is_refused() -> None:
     with pytest.raises(ImportError, match="NRT"):
         native.kernel(allocating, Store(None))(5)
+
+
+def test_a_kernel_that_returns_more_than_there_is_room_for_is_refused() -> None:
+    with pytest.raises(ImportError, match="too much"):
+        native.kernel(returning_much, Store(None))(5)
 
 
 def test_a_store_without_a_directory_keeps_nothing(tmp_path: Path) -> None:
