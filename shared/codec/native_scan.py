@@ -85,8 +85,9 @@ def compared(old: Words, new: Words) -> tuple[Array32, Words, Words]:
     return index[:count].copy(), before[:count].copy(), after[:count].copy()
 
 
-_WORTH_LENDING = 16
-"""words per change up to which lists are lent instead of copied: new memory costs more than the scan"""
+_WORTH_LENDING = 1024
+"""words per change up to which lists are lent instead of copied, since new memory is slow; shorter ones are
+not worth the room that they would hold"""
 _SPARSE = 8
 """words per change from which their cache lines are asked for"""
 _AHEAD_WORDS = 3072

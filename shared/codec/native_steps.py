@@ -16,6 +16,7 @@ from weightcast.shared.codec.native_ordinals import HALF, excess, facts, ordinal
 from weightcast.shared.codec.native_ordinals import MASK as EXPONENT_MASK
 from weightcast.shared.codec.native_ordinals import SHIFT as EXPONENT_SHIFT
 from weightcast.shared.codec.rice import GREATEST, NOTHING, RUNS
+from weightcast.shared.codec.scratch import scratch
 from weightcast.shared.digest.native import (
     I64,
     SHIFTS,
@@ -266,7 +267,7 @@ def take_steps(
     ends: Counts,
     numbers: Counts,
 ) -> tuple[Words, Words, NDArray[np.uint64], Counts] | None:
-    before, after = np.empty(len(index), old.dtype), np.empty(len(index), old.dtype)
+    before, after = (scratch().lend(f"steps {side}", old.dtype, len(index)) for side in ("before", "after"))
     sums, changed = np.zeros((len(ends), 4), np.uint64), np.zeros(len(ends), np.int64)
     shift = U64(SHIFTS[old.itemsize])
     good = _take_steps(

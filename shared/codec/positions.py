@@ -50,7 +50,7 @@ def take_gaps(payload: ByteArray, start: int, stop: int, k: int, count: int, cou
     """`count` positions with padding. Raises ValueError."""
     if k > K_LIMIT or count > 8 * (stop - start):
         raise ValueError("the payload is shorter than its header says")
-    index = np.empty(count, np.uint32)
+    index = scratch().lend("positions", np.uint32, count)
     end = kernels().take_gaps(payload, start, stop, k, counted.borders, counted.shifts, index)
     if end < 0:
         raise ValueError("the stream of gaps is damaged")

@@ -1,5 +1,5 @@
-"""Memory that a thread uses again for every chunk. Its size is bounded by the chunk's: about 25 bytes a word,
-touched only as far as words change."""
+"""Memory that a thread uses again for every chunk. Its size is bounded by the chunk's: some tens of bytes a
+word, touched only as far as words change."""
 
 from __future__ import annotations
 
