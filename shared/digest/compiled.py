@@ -155,49 +155,56 @@ class _Machine:
         """d(f, words): calls the kernel at address `f` with what lies at address `words`."""
         if shapes not in self._doors:
             name = f"weightcast_door_{len(self._doors)}"
-            self._engine.add_module(binding.parse_assembly(_door(name, shapes)))
+            typed = binding.llvm_version_info[0] < _FIRST_PLAIN_POINTERS
+            self._engine.add_module(binding.parse_assembly(_door(name, shapes, typed=typed)))
             self._engine.finalize_object()
             address = self._engine.get_function_address(name)
-            prototype = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p)
+            prototype = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_size_t, ctypes.c_size_t)
             self._doors[shapes] = prototype(address)
         return self._doors[shapes]
 
 
 _RESULT_WORDS = 4
 """the error's address, and room for what a kernel returns"""
+_FIRST_PLAIN_POINTERS = 16
+"""release of LLVM in whose assembly pointers need not say to what"""
 
 
-def _door(name: str, shapes: _Shapes) -> str:
+def _door(name: str, shapes: _Shapes, *, typed: bool) -> str:
     """LLVM assembly. `words`: int64s, of which the arguments follow behind the results."""
     body: list[str] = []
-    passed = ["i64 %result", "i64 %error"]
+    passed = ["i64 %result", "i64 %words"]
+    word_pointer = "i64*" if typed else "ptr"
+    at = _RESULT_WORDS
 
     def loaded() -> str:
-        at = _RESULT_WORDS + sum(line.startswith("%w") for line in body)
-        body.append(f"%p{at} = getelementptr i64, ptr %words, i64 {at}")
-        body.append(f"%w{at} = load i64, ptr %p{at}")
-        return f"%w{at}"
+        nonlocal at
+        body.append(f"%a{at} = add i64 %words, {8 * at}")
+        body.append(f"%p{at} = inttoptr i64 %a{at} to {word_pointer}")
+        body.append(f"%w{at} = load i64, {word_pointer} %p{at}")
+        at += 1
+        return f"%w{at - 1}"
 
     for shape in shapes:
         if isinstance(shape, str):
             word = loaded()
             if shape == "i8":
-                body.append(f"%t{len(body)} = trunc i64 {word} to i8")
-                word = f"%t{len(body) - 1}"
+                body.append(f"{word}.8 = trunc i64 {word} to i8")
+                word += ".8"
             passed.append(f"{shape} {word}")
             continue
         width, dimensions = shape
         size, address = loaded(), loaded()
         sides = [size] if dimensions == 1 else [loaded() for _ in range(dimensions)]
         strides = [str(width)] if dimensions == 1 else [loaded() for _ in range(dimensions)]
-        passed += ["i64 0", "i64 0"]
-        passed += [f"i64 {each}" for each in (size, width, address, *sides, *strides)]
+        passed += [f"i64 {each}" for each in (0, 0, size, width, address, *sides, *strides)]
+    kinds = ", ".join(each.split()[0] for each in passed)
     lines = "\n  ".join(body)
-    return f"""define i32 @{name}(ptr %kernel, ptr %words) {{
-  %error = ptrtoint ptr %words to i64
-  %result = add i64 %error, 8
+    return f"""define i32 @{name}(i64 %kernel, i64 %words) {{
+  %result = add i64 %words, 8
   {lines}
-  %done = call i32 %kernel({", ".join(passed)})
+  %f = inttoptr i64 %kernel to {f"i32 ({kinds})*" if typed else "ptr"}
+  %done = call i32 %f({", ".join(passed)})
   ret i32 %done
 }}
 """
