@@ -274,6 +274,8 @@ _Shapes = tuple[str | tuple[int, int], ...]
 
 
 class _Loaded:
+    """Made while `_LOCK` is held."""
+
     def __init__(self, name: str, code: Code, like: Sequence[Any]) -> None:
         self._name = name
         self._returns = struct.Struct(code.returns)
@@ -281,8 +283,7 @@ class _Loaded:
             raise ImportError(f"the kernel {name} returns too much")
         shapes, letters = zip(*(form for value in like for form in _forms(value)), strict=True)
         self._words = struct.Struct(f"{8 * _RESULT_WORDS}x{''.join(letters)}")
-        with _LOCK:
-            self._kernel, self._door = _machine().load(code), _machine().door(shapes)
+        self._kernel, self._door = _machine().load(code), _machine().door(shapes)
 
     def __call__(self, arguments: tuple[Any, ...]) -> Any:
         flat: list[int] = []

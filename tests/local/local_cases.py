@@ -17,6 +17,7 @@ from weightcast.shared.channel.store import Channel
 from weightcast.shared.local.follow import Follower, FollowOptions
 from weightcast.shared.local.plan import Patch, Seed, Stay
 from weightcast.shared.local.route import Route
+from weightcast.shared.local.stage import Staged
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,16 @@ def apply(follower: Follower, channel: Channel, route: Route, legs: tuple[tuple[
         assert follower.local is not None
         with follower.local.patching():
             follower.patch(staged)
+
+
+def staged(follower: Follower, version: int) -> Staged:
+    """The first leg from where it lies to `version`. Nothing of it is written."""
+    channel = Channel.open(follower.channel_dir)
+    pointer = channel.pointer()
+    assert pointer is not None
+    route = follower.route(channel, pointer, version, exact=True)
+    assert isinstance(route.plan, Patch)
+    return follower.prepare(route, route.plan.legs[0], channel)
 
 
 def catch_up(follower: Follower) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from core_cases import Model, all_changed, bytes_of, tensor, write_checkpoint
-from local_cases import Run, following, make_run, patch_keeping_undo, publish, step_to
+from local_cases import Run, following, make_run, patch_keeping_undo, publish, staged, step_to
 
 from weightcast.publisher import init_channel
 from weightcast.shared.channel.store import Channel
@@ -27,8 +27,6 @@ from weightcast.shared.local.engine_patch import (
 )
 from weightcast.shared.local.follow import Follower
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
-from weightcast.shared.local.plan import Patch
-from weightcast.shared.local.stage import Staged
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +37,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def opened(follower: Follower) -> LocalCheckpoint:
     assert follower.local is not None
     return follower.local
-
-
-def staged(follower: Follower, run: Run, version: int) -> Staged:
-    """Nothing of it is on disk."""
-    channel = Channel.open(run.channel)
-    pointer = channel.pointer()
-    assert pointer is not None
-    route = follower.route(channel, pointer, version, exact=True)
-    assert isinstance(route.plan, Patch)
-    return follower.prepare(route, route.plan.legs[0], channel)
 
 
 def read(local: LocalCheckpoint, patch: EnginePatch) -> tuple[dict[str, Any], bytes]:
@@ -86,7 +74,7 @@ def patched(before: dict[str, bytes], header: dict[str, Any], payload: bytes) ->
 def test_a_staged_version_is_a_patch_before_it_lies_on_disk(run: Run, tmp_path: Path) -> None:
     with following(run, tmp_path / "host") as follower:
         step_to(follower, 1)
-        local, step = opened(follower), staged(follower, run, 2).step
+        local, step = opened(follower), staged(follower, 2).step
         patch = write_engine_patch(local, [step], 1)
         header, payload = read(local, patch)
         assert NAME.fullmatch(patch.name) and patch.name == f"2-{step.target.digest[:8]}.patch"
@@ -102,10 +90,10 @@ def test_several_versions_are_one_patch_on_disk_or_not(run: Run, tmp_path: Path)
     with following(run, tmp_path / "host") as follower:
         step_to(follower, 1)
         for version in (2, 3):
-            step = staged(follower, run, version)
+            step = staged(follower, version)
             with opened(follower).patching():
                 follower.patch(step)
-        local, last = opened(follower), staged(follower, run, 4).step
+        local, last = opened(follower), staged(follower, 4).step
         assert len(local.state.undo) == 2
         both = write_engine_patch(local, [*local.state.undo, last], 7)
         header, payload = read(local, both)
@@ -132,14 +120,14 @@ def test_a_patch_that_would_be_as_large_as_the_model(
     with following(run, tmp_path / "host") as follower:
         step_to(follower, 0)
         with pytest.raises(NoPatch, match="no gain"):
-            write_engine_patch(opened(follower), [staged(follower, run, 1).step], 0)
+            write_engine_patch(opened(follower), [staged(follower, 1).step], 0)
         assert not (tmp_path / "host/.weightcast/engine").exists()
 
 
 def test_a_journal_of_another_step_is_refused(run: Run, tmp_path: Path) -> None:
     with following(run, tmp_path / "host") as follower:
         step_to(follower, 0)
-        one, two = staged(follower, run, 1).step, staged(follower, run, 1).step
+        one, two = staged(follower, 1).step, staged(follower, 1).step
         paths = opened(follower).paths
         paths.journal(two.journal).rename(paths.journal(one.journal))
         with pytest.raises(DamagedFile, match="another run or version"):
@@ -149,7 +137,7 @@ def test_a_journal_of_another_step_is_refused(run: Run, tmp_path: Path) -> None:
 def test_nothing_is_left_of_a_patch_that_cannot_be_written(run: Run, tmp_path: Path) -> None:
     with following(run, tmp_path / "host") as follower:
         step_to(follower, 0)
-        step = staged(follower, run, 1).step
+        step = staged(follower, 1).step
         (tmp_path / "host/.weightcast/engine").write_text("a file in its place")
         with pytest.raises(OSError):
             write_engine_patch(opened(follower), [step], 0)
@@ -160,7 +148,7 @@ def test_old_patches_go_and_links_stay_where_they_are(run: Run, tmp_path: Path) 
     with following(run, tmp_path / "host") as follower:
         step_to(follower, 0)
         paths = opened(follower).paths
-        write_engine_patch(opened(follower), [staged(follower, run, 1).step], 0)
+        write_engine_patch(opened(follower), [staged(follower, 1).step], 0)
         (paths.room / "engine" / "1-00000000.tmp").touch()
         drop_engine_patches(paths)
         assert list((paths.room / "engine").iterdir()) == []
@@ -172,14 +160,14 @@ def test_old_patches_go_and_links_stay_where_they_are(run: Run, tmp_path: Path) 
         with pytest.raises(RetryLater, match="symbolic link"):
             drop_engine_patches(paths)
         with pytest.raises(RetryLater, match="symbolic link"):
-            write_engine_patch(opened(follower), [staged(follower, run, 1).step], 0)
+            write_engine_patch(opened(follower), [staged(follower, 1).step], 0)
         assert (tmp_path / "elsewhere" / "mine").exists()
 
 
 def test_a_start_drops_what_a_kill_left(run: Run, tmp_path: Path) -> None:
     with following(run, tmp_path / "host") as follower:
         step_to(follower, 0)
-        write_engine_patch(opened(follower), [staged(follower, run, 1).step], 0)
+        write_engine_patch(opened(follower), [staged(follower, 1).step], 0)
     with following(run, tmp_path / "host") as follower:
         follower.load(Channel.open(run.channel))
         assert list((tmp_path / "host/.weightcast/engine").iterdir()) == []
@@ -194,7 +182,7 @@ def test_memory_grows_with_the_change_and_not_with_the_model(tmp_path: Path) -> 
     publish(run)
     with following(run, tmp_path / "host") as follower:
         step_to(follower, 0)
-        local, step = opened(follower), staged(follower, run, 1).step
+        local, step = opened(follower), staged(follower, 1).step
         tracemalloc.start()
         try:
             patch = write_engine_patch(local, [step], 0)

@@ -24,6 +24,7 @@ from local_cases import (
     make_run,
     patch_keeping_undo,
     phase_of,
+    staged,
     state_of,
     step_to,
 )
@@ -33,7 +34,6 @@ from weightcast.shared.errors import NeedsReseed, Refused, RetryLater, WrongRun
 from weightcast.shared.local.hashing import full_hash
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.locks import FileLock
-from weightcast.shared.local.plan import Patch
 
 
 @pytest.fixture(scope="module")
@@ -96,17 +96,13 @@ def test_without_a_way_back_nothing_before_can_be_undone(run: Run, local: Path) 
     at_version(run, local, 0)
     with following(run, local) as follower:
         patch_keeping_undo(follower, 1)
-        channel = Channel.open(follower.channel_dir)
-        pointer = channel.pointer()
-        assert pointer is not None and follower.local is not None
-        route = follower.route(channel, pointer, 2, exact=True)
-        assert isinstance(route.plan, Patch)
-        staged = follower.prepare(route, route.plan.legs[0], channel)
+        assert follower.local is not None
+        second = staged(follower, 2)
         with follower.local.patching():
-            follower.patch(staged, way_back=False)
+            follower.patch(second, way_back=False)
         assert state_of(local)["undo"] == []
-        assert [path.stem for path in follower.local.paths.journals.iterdir()] == [staged.step.journal]
-        follower.drop_journal(staged)
+        assert [path.stem for path in follower.local.paths.journals.iterdir()] == [second.step.journal]
+        follower.drop_journal(second)
         assert list(follower.local.paths.journals.iterdir()) == []
         assert full_hash(follower.local).intact
     holds(run, local, 2)
@@ -243,17 +239,14 @@ def test_a_drifted_word_inside_a_change_is_found_and_seeded_again(run: Run, loca
 def test_a_word_changed_between_stage_and_patch_makes_it_dirty(run: Run, local: Path) -> None:
     at_version(run, local, 2)
     with following(run, local) as follower:
-        channel = Channel.open(run.channel)
-        follower.load(channel)
-        pointer = channel.pointer()
-        assert pointer is not None and follower.local is not None
-        route = follower.route(channel, pointer, 3, exact=False)
-        staged = follower.prepare(route, (3,), channel)
+        follower.load(Channel.open(run.channel))
+        assert follower.local is not None
+        step = staged(follower, 3)
         old, new = bytes_of(run.models[2]), bytes_of(run.models[3])
         name = next(n for n in old if old[n] != new[n])
         rot(local, name, next(i for i in range(len(old[name])) if old[name][i] != new[name][i]))
         with follower.local.patching(), pytest.raises(NeedsReseed, match=name):
-            follower.patch(staged)
+            follower.patch(step)
         assert phase_of(local) == "dirty"
         follower.release()
         catch_up(follower)

@@ -8,13 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from core_cases import Model, all_changed, bytes_of, read_checkpoint, rot, tensor, write_checkpoint
-from local_cases import Run, catch_up, following, phase_of, publish, step_to
+from local_cases import Run, catch_up, following, phase_of, publish, staged, step_to
 
 from weightcast.publisher import init_channel
-from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import NeedsReseed
 from weightcast.shared.local.follow import Follower
-from weightcast.shared.local.plan import Patch
 
 THREADS = 3
 
@@ -36,17 +34,13 @@ def patched(follower: Follower, run: Run, damage: str | None = None) -> None:
     """To version 1, with the undo kept. `damage`: a tensor of which a word is written to before."""
     follower.options = replace(follower.options, threads=THREADS)
     step_to(follower, 0)
-    channel = Channel.open(run.channel)
-    pointer = channel.pointer()
-    assert pointer is not None and follower.local is not None
-    route = follower.route(channel, pointer, 1, exact=False)
-    assert isinstance(route.plan, Patch)
-    staged = follower.prepare(route, route.plan.legs[0], channel)
+    assert follower.local is not None
+    step = staged(follower, 1)
     if damage is not None:
         old, new = (bytes_of(model)[damage] for model in run.models)
         rot(follower.local.directory, damage, next(n for n in range(len(old)) if old[n] != new[n]))
     with follower.local.patching():
-        follower.patch(staged)
+        follower.patch(step)
 
 
 def test_there_and_back(run: Run, tmp_path: Path) -> None:
