@@ -140,13 +140,25 @@ def test_folded_versions_and_abort(world: LiveWorld) -> None:
         folded = strongly_changed(folded, 1000 + world.version, 0.02)
     file, label = world.write(folded), str(world.version + 1)
     world.server.must("check", file=file)
-    running = world.server.begin(LONG, 600)
-    world.server.must("pause", policy="abort")
+    require_aborted_by_a_pause(world.server)
     world.server.must("apply", file=file, label=label)
     world.server.must("resume")
     world.moved_to(folded)
-    assert running.result(STEP_SECONDS).finish == "abort"
     assert world.errors(world.server.ask(LONG)) == []
+
+
+def require_aborted_by_a_pause(server: Faulty, tries: int = 8) -> None:
+    """Leaves the engine paused. A busy machine may hold the client back until the answer is whole: once more."""
+    for _ in range(tries):
+        running = server.begin(LONG, 600)
+        server.must("pause", policy="abort")
+        answer = running.result(STEP_SECONDS)
+        if answer.finish == "abort":
+            assert answer.status == 200 and len(answer.tokens) < 600
+            return
+        assert (answer.finish, len(answer.tokens)) == ("length", 600), answer.text
+        server.must("resume")
+    pytest.fail(f"no pause of {tries} met a request in flight")
 
 
 def test_what_is_refused_changes_nothing_and_is_named(world: LiveWorld) -> None:
