@@ -148,7 +148,7 @@ def test_folded_versions_and_abort(world: LiveWorld) -> None:
 
 
 def require_aborted_by_a_pause(server: Faulty, tries: int = 8) -> None:
-    """Leaves the engine paused. A busy machine may hold the client back until the answer is whole: once more."""
+    """Leaves the engine paused. On a busy machine an answer may be whole before its client sees a token."""
     for _ in range(tries):
         running = server.begin(LONG, 600)
         server.must("pause", policy="abort")
