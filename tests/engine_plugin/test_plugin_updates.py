@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from plugin_models import Llama, ToyHost, checkpoint
 from weightcast_engine.blocks import Block
 from weightcast_engine.live_words import Update
 from weightcast_engine.patch_file import read_patch
+from weightcast_engine.rank import Answer, Order
 from weightcast_engine.refusals import BadPatch, InDoubt, NotPaused, OtherBase
 from weightcast_engine.trace import Piece
 from weightcast_engine.words import INTEGERS
@@ -173,10 +175,45 @@ def test_a_check_that_is_not_ended_leaves_nothing_to_apply(tmp_path: Path) -> No
         host.run("apply", file, "1")
     assert host.live() == before
     host.run("check", file)
-    host.controls.orders.clear()
     host.run("apply", file, "1")
-    assert host.controls.orders == ["apply", "commit"]
     assert host.live() == fresh(tmp_path, host, target)
+
+
+@pytest.mark.parametrize(("ranks", "orders"), [(1, ["apply"]), (2, ["apply", "commit"])])
+def test_a_rank_of_its_own_is_asked_once_in_the_pause(tmp_path: Path, ranks: int, orders: list[str]) -> None:
+    host, base = llama_host(tmp_path, ranks=ranks), checkpoint()
+    target = some_changed(base, 1)
+    file = write_patch(host.patches, base, target, 1)
+    host.run("check", file)
+    host.run("pause", "wait")
+    host.controls.orders.clear()
+    told = host.run("apply", file, "one")
+    assert host.controls.orders == orders and host.controls.labels == ["one"]
+    assert {key: told[key] for key in ("version", "root", "label")} == {
+        "version": 1,
+        "root": root(1),
+        "label": "one",
+    }
+    state = host.run("state")
+    assert (state["version"], state["label"], state["in_doubt"]) == (1, "one", False)
+
+
+def test_ranks_that_hold_different_versions_after_an_update_are_in_doubt(tmp_path: Path) -> None:
+    host, base = llama_host(tmp_path, ranks=2), checkpoint()
+    file = write_patch(host.patches, base, some_changed(base, 1), 1)
+    host.run("check", file)
+    host.run("pause", "wait")
+    asked = host.controls.ranks
+
+    async def one_strays(order: Order) -> Sequence[Answer]:
+        answers = await asked(order)
+        if order["do"] == "commit":
+            answers[1]["version"] = 7
+        return answers
+
+    host.controls.ranks = one_strays  # type: ignore[method-assign]
+    with pytest.raises(InDoubt, match="different versions"):
+        host.run("apply", file, "1")
 
 
 @pytest.mark.parametrize("budget", [0, 3000, 1 << 30])

@@ -54,6 +54,11 @@ class World:
         return True
 
 
+def in_the_pause(engine: PluginDouble) -> list[Call]:
+    paths = [call.path for call in engine.calls]
+    return engine.calls[paths.index(f"{DOOR}/pause") + 1 : paths.index(f"{DOOR}/resume")]
+
+
 @pytest.fixture
 def world(site: Site) -> World:
     return World(site)
@@ -66,6 +71,7 @@ def test_versions_are_patched_into_memory_and_nothing_is_reloaded(world: World) 
         world.follow()
         assert world.serves(version)
         assert world.engine.doors() == ["check", "pause", "apply", "resume"]
+        assert [call.path for call in in_the_pause(world.engine)] == [f"{DOOR}/apply"]
     assert (world.live.way, world.live.patches, world.live.reloads, world.live.reason) == ("live", 3, 1, "")
     assert "offer" in world.host.status.updates[-1].seconds
     assert world.host.status.engines[0].via == "live"

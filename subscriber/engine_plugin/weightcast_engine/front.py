@@ -170,20 +170,28 @@ class Front:
         return {}
 
     async def apply(self, file: str, label: str) -> Answer:
-        """On all ranks or on none."""
+        """On all ranks or on none. The answer is what all of them hold after it."""
         async with self._lock:
             await self._require_paused()
             began = time.monotonic()
-            answers = await self._controls.ranks({"do": "apply", "file": file})
+            # a rank of its own has no other to wait for
+            alone = self._world is not None and len(self._world.keys) == 1
+            ended = label if alone else None
+            answers = await self._controls.ranks({"do": "apply", "file": file, "label": ended})
             written = time.monotonic()
             if any(answer["status"] != 200 for answer in answers):
                 await self._take_back(file)
                 raise _refusal(answers)
-            held = (await self._certain({"do": "commit", "file": file, "label": label}))[0]
+            if not alone:
+                answers = await self._certain({"do": "commit", "file": file, "label": label})
             await self._named(label)
             named = time.monotonic()
+        held = _held(answers)
+        if held["doubt"]:
+            raise InDoubt(held["doubt"], remedy=RELOAD_AND_TELL)
         return {
-            **{key: held[key] for key in ("version", "root", "label")},
+            **{key: held[key] for key in ("version", "root")},
+            "label": label,
             "seconds": {"write": written - began, "label": named - written},
         }
 

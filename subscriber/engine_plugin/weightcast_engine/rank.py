@@ -4,6 +4,8 @@
 processes; what an order comes to is told in its answer, which is never an exception.
 
     stage ─> sums ─> passed ─> apply ─> commit          rollback: after apply, also when it failed
+
+A rank that is the only one commits with its apply.
 """
 
 from __future__ import annotations
@@ -222,7 +224,7 @@ class Rank:
     # a paused engine
 
     def _apply(self, order: Order) -> Answer:
-        """Everything or nothing, on this rank."""
+        """Everything or nothing, on this rank. With a label it is the only one, and has committed too."""
         self._require_certain()
         patch = self._patch(order)
         self._residence.current()
@@ -235,7 +237,7 @@ class Rank:
         except BaseException:
             self._roll_back(order)
             raise
-        return {}
+        return {} if order["label"] is None else self._commit(order)
 
     def _roll_back(self, order: Order) -> Answer:
         """Nothing to do is fine."""
