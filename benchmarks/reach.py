@@ -77,6 +77,7 @@ def goals(results: Results) -> list[Goal]:
             _pointer_speeds(results),
         )
     )
+    found += [_worst_file_speeds(results, verb) for verb in ("publish", "sync")]
     found.append(_at_most("daemons: growth of anonymous memory, MiB", ANON_BYTES >> 20, _memory(results)))
     return found
 
@@ -159,6 +160,18 @@ def _file_speeds(results: Results, doors: str, verb: str) -> Iterator[_Point]:
         theirs: Work = getattr(other, verb)
         mine: Work = getattr(row, verb)
         yield _ratio(theirs.seconds, mine.seconds, f"{_gigabytes(row)}, {row.threads} threads")
+
+
+def _worst_file_speeds(results: Results, verb: str) -> Goal:
+    """Of models large enough that what a version costs beside its bytes does not count."""
+    points = []
+    for row in results.files:
+        other = _field_of(results, row)
+        shown = row.encoding == "fast" and (row.doors, row.cache) == ("daemons", "warm")
+        if shown and row.model_bytes > _GIGABYTE and other is not None:
+            where = f"{_gigabytes(row)}, {row.density:.1%}"
+            points.append(_ratio(getattr(other, verb).seconds, getattr(row, verb).seconds, where))
+    return _at_least(f"daemons, any density: {verb}, times the field's", 0.5, points)
 
 
 def _pointer_speeds(results: Results) -> Iterator[_Point]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -196,6 +197,26 @@ def test_a_rank_of_its_own_is_asked_once_in_the_pause(tmp_path: Path, ranks: int
     }
     state = host.run("state")
     assert (state["version"], state["label"], state["in_doubt"]) == (1, "one", False)
+
+
+def test_what_an_update_needed_is_given_back_after_its_pause(tmp_path: Path) -> None:
+    gc.collect()
+    others = [one for one in gc.get_objects() if type(one) is Update]
+
+    def held() -> int:
+        updates = [one for one in gc.get_objects() if type(one) is Update]
+        return sum(one.nbytes > 0 for one in updates if not any(one is other for other in others))
+
+    host, base = llama_host(tmp_path), checkpoint()
+    file = write_patch(host.patches, base, some_changed(base, 1), 1)
+    host.run("check", file)
+    host.run("pause", "wait")
+    assert held() == 1
+    host.run("apply", file, "1")
+    host.run("resume")
+    assert held() == 1
+    host.run("state")
+    assert held() == 0
 
 
 def test_ranks_that_hold_different_versions_after_an_update_are_in_doubt(tmp_path: Path) -> None:

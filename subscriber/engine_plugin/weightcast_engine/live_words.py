@@ -78,6 +78,11 @@ class Update:
         self._left = budget
         self._written = 0
 
+    @property
+    def nbytes(self) -> int:
+        """Of what is ready."""
+        return sum(part.nbytes for part in self._parts if isinstance(part, _Ready))
+
     def touched(self, piece: Piece, change: Change) -> Iterator[Touched]:
         """Sums in several parts, which add up. Nothing is written."""
         start, end = change.bounds(piece.block.source, piece.block.source_end)

@@ -83,6 +83,8 @@ class Rank:
         self._passed = _NOTHING
         self._update = Update()
         self._undo: Update | None = None
+        self._spent: tuple[object, ...] = ()
+        """of the update that was committed last: let go with the next order, for it takes milliseconds"""
         self._work: Iterator[tuple[int, Row]] = iter(())
         self._orders: Mapping[str, Callable[[Order], Answer]] = {
             "look": self._look,
@@ -102,6 +104,7 @@ class Rank:
 
     def obey(self, order: Order) -> Answer:
         """`order["do"]` says which. The answer has `status` 200, or what a Refusal tells."""
+        self._spent = ()
         try:
             with torch.no_grad():
                 return {"status": 200, **self._orders[order["do"]](order)}
@@ -252,8 +255,10 @@ class Rank:
         return {}
 
     def _commit(self, order: Order) -> Answer:
-        patch = self._require_stage(order).patch()
+        stage = self._require_stage(order)
+        patch = stage.patch()
         self._held, self._label = patch.target, order["label"]
+        self._spent = (stage, patch, self._undo, self._update, self._work)
         self._undo = self._stage = None
         self._work, self._update = iter(()), Update()
         return self._look(order)
