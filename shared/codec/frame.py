@@ -79,19 +79,26 @@ def _end_of_blocks(source: Source, at: int) -> int:
     return at
 
 
+class _Compressed:
+    """A source read from its beginning to its end, as zstandard asks for it."""
+
+    def __init__(self, source: Source) -> None:
+        self._source, self._at = source, 0
+
+    def read(self, count: int) -> bytes:
+        data = self._source.exactly(self._at, min(count, self._source.length - self._at))
+        self._at += len(data)
+        return data
+
+
 class FrameReader:
     """The content of a frame that `content_size` has accepted, from its beginning on. Raises DamagedFile."""
 
     def __init__(self, source: Source) -> None:
-        self._source, self._at = source, 0
+        self._source = source
         decompressor = zstandard.ZstdDecompressor(max_window_size=WINDOW_LIMIT)
-        self._stream = decompressor.stream_reader(cast(IO[bytes], self), read_size=BLOCK)
-
-    def read(self, count: int) -> bytes:
-        """Compressed bytes: the decompressor's end of this object."""
-        data = self._source.exactly(self._at, min(count, self._source.length - self._at))
-        self._at += len(data)
-        return data
+        # its source must not lead back here: zstandard's readers are not seen by the cycle collector
+        self._stream = decompressor.stream_reader(cast(IO[bytes], _Compressed(source)), read_size=BLOCK)
 
     def take(self, count: int) -> bytes:
         pieces, missing = [], count
