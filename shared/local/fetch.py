@@ -20,8 +20,8 @@ from weightcast.shared.channel.index import FileRecord, ForeignIndex, Index
 from weightcast.shared.errors import DamagedFile, RetryLater
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.durable import open_regular
-from weightcast.shared.files.space import require_free
 from weightcast.shared.local.local_checkpoint import LocalPaths
+from weightcast.shared.local.spare import make_room
 from weightcast.shared.local.spool import Arrivals, Spool
 from weightcast.shared.progress import Advance
 
@@ -47,7 +47,7 @@ def check_space(paths: LocalPaths, versions: Sequence[Index | ForeignIndex]) -> 
     wanted = ROOM_BYTES
     wanted += sum(file.size for version in ours for file in version.files)
     wanted += sum(chunk.changed for version in ours for chunk in version.chunks) * JOURNAL_BYTES
-    require_free(paths.room, wanted, "staging")
+    make_room(paths, wanted, "staging")
 
 
 def fetch(

@@ -19,6 +19,7 @@ from weightcast.shared.channel.store import Channel, FullVersion
 from weightcast.shared.errors import Forked, NeedsReseed, Refused, RetryLater, WrongRun
 from weightcast.shared.files.checkpoint import Checkpoint, open_checkpoint
 from weightcast.shared.local import patch as patching
+from weightcast.shared.local import spare
 from weightcast.shared.local.adopt import adopt, is_lost
 from weightcast.shared.local.detours import Detours, Stretch
 from weightcast.shared.local.hashing import Differs
@@ -103,6 +104,7 @@ class Follower:
     def close(self) -> None:
         self.release()
         if self._owner is not None:
+            spare.drop(self.paths)
             self._owner.release()
             self._owner = None
 

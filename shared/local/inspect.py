@@ -15,7 +15,7 @@ from weightcast.shared.local.hashing import HashReport, full_hash
 from weightcast.shared.local.journal import JournalReader
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.local.seed import table_problems
-from weightcast.shared.local.state import LANES_BYTES, LocalState, Phase, read_state
+from weightcast.shared.local.state import LANES_BYTES, LocalState, Phase, Step, read_state
 from weightcast.shared.progress import Advance
 
 _SEEDED = "the host cannot patch it; its next start seeds it again"
@@ -108,22 +108,36 @@ def _others(directory: Path, base: Base) -> Iterator[Fault]:
 
 
 def _journals(paths: LocalPaths, state: LocalState, base: Base) -> Iterator[Fault]:
-    named = [*state.undo, *([] if state.active is None else [state.active])]
+    named = _named(state)
     for step in named:
         path = paths.journal(step.journal)
-        try:
-            with JournalReader(path, base.table) as journal:
-                header = journal.header
-                for _ in journal.records():
-                    pass
-            if (header.journal, header.target_digest) != (step.journal, step.target.digest):
-                yield Fault(_name(path), "is the journal of another step", _NO_WAY_BACK)
-        except (WeightcastError, OSError) as error:
-            yield Fault(_name(path), _text(error), _NO_WAY_BACK)
+        problem = _journal(path, step, base)
+        # a host forgets its way back at any time, and its next journal is written over this one
+        if problem is not None and step in _named(_state(paths)[0]):
+            yield Fault(_name(path), problem, _NO_WAY_BACK)
     kept = {step.journal for step in named}
     for path in sorted(paths.journals.iterdir()) if paths.journals.is_dir() else ():
         if path.stem not in kept:
             yield Fault(_name(path), "is named by no state", "nothing; the next start drops it")
+
+
+def _named(state: LocalState | None) -> list[Step]:
+    if state is None:
+        return []
+    return [*state.undo, *([] if state.active is None else [state.active])]
+
+
+def _journal(path: Path, step: Step, base: Base) -> str | None:
+    """What is wrong with it."""
+    try:
+        with JournalReader(path, base.table) as journal:
+            header = journal.header
+            for _ in journal.records():
+                pass
+    except (WeightcastError, OSError) as error:
+        return _text(error)
+    same = (header.journal, header.target_digest) == (step.journal, step.target.digest)
+    return None if same else "is the journal of another step"
 
 
 def _weights(directory: Path, threads: int, advance: Advance | None) -> tuple[HashReport | None, list[Fault]]:

@@ -29,6 +29,7 @@ from weightcast.shared.errors import DamagedFile
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.durable import open_regular
 from weightcast.shared.files.strict_json import Members, parse_object
+from weightcast.shared.local.spare import begin
 from weightcast.shared.words import Chunk, TensorTable, Words
 
 _MAGIC = b"wcjrnl1\n"
@@ -174,8 +175,11 @@ def _checksum(pieces: Iterable[memoryview]) -> int:
 
 
 class JournalWriter:
-    def __init__(self, path: Path, header: JournalHeader) -> None:
-        self._file = path.open("xb")
+    """`spare`: a file to be written over where there is one (spare.py). FileExistsError where `path` is."""
+
+    def __init__(self, path: Path, header: JournalHeader, spare: Path | None = None) -> None:
+        self._path = path
+        self._file = path.open("xb") if spare is None else begin(path, spare, len(_END))
         self._records = 0
         self.changes = 0
         try:
@@ -193,7 +197,7 @@ class JournalWriter:
         self._write(packed.buffers)
         self._records += packed.records
         self.changes += packed.changes
-        failpoint("journal.record", Path(self._file.name))
+        failpoint("journal.record", self._path)
 
     def _write(self, buffers: Sequence[bytes | memoryview]) -> None:
         left = [memoryview(buffer) for buffer in buffers]
@@ -205,15 +209,17 @@ class JournalWriter:
                 left[0] = left[0][done:]
 
     def close(self) -> None:
+        self._file.flush()
+        self._file.truncate(os.lseek(self._file.fileno(), 0, os.SEEK_CUR))
         self._file.write(_RECORD.pack(_FOOTER_TENSOR, 0, self._records, 0, 0, 0) + _END)
         self._file.close()
-        failpoint("journal.complete", Path(self._file.name))
+        failpoint("journal.complete", self._path)
 
     def abandon(self) -> None:
         # on a full disk closing fails like the write before it
         with contextlib.suppress(OSError):
             self._file.close()
-        Path(self._file.name).unlink(missing_ok=True)
+        self._path.unlink(missing_ok=True)
 
 
 def _prefix(header: JournalHeader) -> bytes:

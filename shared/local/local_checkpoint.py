@@ -1,8 +1,8 @@
 """A local checkpoint: an HF checkpoint directory that weightcast patches in place.
 
-`<directory>/.weightcast/` holds state.json, base.json, journal/, spool/, the locks `owner` and `patch`. The
-files are mapped read-write for the object's life; they are only ever written through these mappings or by
-seeding, never replaced by rename.
+`<directory>/.weightcast/` holds state.json, base.json, journal/, spool/, spare, locks (`owner`, `patch`).
+The weight files are mapped read-write for the object's life; they are only ever written through these
+mappings or by seeding, never replaced by rename.
 """
 
 from __future__ import annotations
@@ -77,6 +77,10 @@ class LocalPaths:
     @property
     def spool(self) -> Path:
         return self.room / "spool"
+
+    @property
+    def spare(self) -> Path:
+        return self.room / "spare"
 
     @property
     def owner(self) -> Path:
@@ -193,7 +197,8 @@ class LocalCheckpoint:
             self._maps[path] = _map(path)
 
     @property
-    def _in_memory(self) -> bool:
+    def in_memory(self) -> bool:
+        """Whether weights lie on tmpfs."""
         return any(mapped.in_memory for mapped in self._maps.values())
 
     def close(self) -> None:
@@ -253,7 +258,7 @@ class LocalCheckpoint:
     def begin_writing(self, words: Words, changes: int) -> None:
         """`words`: a stretch of a tensor in which so many words will be written. Where few pages stay as they
         are, all of them are made ready at once; memory of tmpfs is never written back, and is ready."""
-        if changes * _PAGE >= words.nbytes and not self._in_memory:
+        if changes * _PAGE >= words.nbytes and not self.in_memory:
             ready_to_write(words)
 
     def chunk_words(self, chunk: Chunk) -> Words:

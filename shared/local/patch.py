@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from weightcast.shared.codec.parallel import SMALL_RESULTS, ordered
 from weightcast.shared.errors import DamagedFile, NeedsReseed
 from weightcast.shared.failpoints import failpoint
+from weightcast.shared.local import spare
 from weightcast.shared.local.engine_patch import drop_engine_patches
 from weightcast.shared.local.hashing import Differs, differing, full_hash, nearest
 from weightcast.shared.local.journal import JournalReader, PackedRecord, Way
@@ -89,7 +90,11 @@ def undo(local: LocalCheckpoint, *, threads: int = 1) -> None:
 
 def drop_journal(local: LocalCheckpoint, step: Step) -> None:
     """Of a step that the state does not name any more."""
-    local.paths.journal(step.journal).unlink(missing_ok=True)
+    journal = local.paths.journal(step.journal)
+    if local.in_memory:
+        journal.unlink(missing_ok=True)
+    else:
+        spare.keep(local.paths, journal)
     failpoint("journal.removed", local.directory)
 
 
@@ -262,11 +267,13 @@ def rehash(local: LocalCheckpoint, *, threads: int = 1, advance: Advance | None 
 
 
 def drop_strays(local: LocalCheckpoint) -> None:
-    """Journals that no state names, patches for engines, everything in the spool: leftovers of a kill."""
+    """Journals that no state names, a spare, patches for engines, everything in the spool: leftovers of a
+    kill."""
     state = local.state
     named = {step.journal for step in state.undo} | ({state.active.journal} if state.active else set())
     for path in local.paths.journals.iterdir():
         if path.stem not in named:
             path.unlink()
+    spare.drop(local.paths)
     drop_engine_patches(local.paths)
     empty_spool(local.paths)

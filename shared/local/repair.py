@@ -26,11 +26,11 @@ from weightcast.shared.errors import DamagedFile, RetryLater, WeightcastError
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import open_checkpoint
-from weightcast.shared.files.space import require_free
 from weightcast.shared.local.hashing import Differs, differing, full_hash, hash_tensor, nearest
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths, gather
 from weightcast.shared.local.patch import repairable, require_files
 from weightcast.shared.local.seed import ReadCheckpoint, check_table
+from weightcast.shared.local.spare import make_room
 from weightcast.shared.local.state import EngineState, Mark, Phase, Position, lanes_list, read_state
 from weightcast.shared.progress import Advance
 from weightcast.shared.words import Chunk, Part, Segment, Span, TensorTable, Words, grid
@@ -321,7 +321,7 @@ def _build(
 
 def _check_room(local: LocalCheckpoint, walk: Walk) -> None:
     wanted = sum((run.stop - run.start) * local.table[run.tensor].kind.width for run in walk.words)
-    require_free(local.paths.room, wanted, "repairing")
+    make_room(local.paths, wanted, "repairing")
 
 
 def _no_room(local: LocalCheckpoint, error: OSError) -> RetryLater:

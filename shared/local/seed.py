@@ -26,17 +26,17 @@ from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import Checkpoint
 from weightcast.shared.files.leased import LeasedFile
-from weightcast.shared.files.space import require_free
 from weightcast.shared.local.hashing import hash_tensors
 from weightcast.shared.local.host import Host
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
+from weightcast.shared.local.spare import make_room
 from weightcast.shared.local.state import LocalState, Phase, Position, pack_list, write_state
 from weightcast.shared.progress import Advance
 from weightcast.shared.words import TensorTable, Words
 
 _BLOCK = 8 << 20
 _DAMAGED = "run `weightcast channel verify`"
-_SPARE = 1 << 20
+_RESERVE = 1 << 20
 """bytes of free space asked for beside the weights: state, config, tokenizer"""
 
 
@@ -221,7 +221,7 @@ class ReadCheckpoint:
 def _check_room(paths: LocalPaths, checkpoint: Checkpoint) -> None:
     """Raises Refused for a target that is not a file of this directory alone, RetryLater when what is to be
     written does not fit. Nothing is changed."""
-    wanted = _SPARE
+    wanted = _RESERVE
     for path in checkpoint.weight_files:
         target = paths.directory / path.name
         wanted += path.stat().st_size
@@ -232,7 +232,7 @@ def _check_room(paths: LocalPaths, checkpoint: Checkpoint) -> None:
             )
         if target.exists():
             wanted -= min(target.stat().st_blocks * 512, path.stat().st_size)
-    require_free(paths.directory, wanted, "seeding")
+    make_room(paths, wanted, "seeding")
 
 
 @contextmanager

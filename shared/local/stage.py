@@ -92,7 +92,7 @@ def stage(
     base = local.state.position
     _check_start(base, versions[0].index)
     journal = secrets.token_hex(8)
-    writer = JournalWriter(local.paths.journal(journal), _header(local, versions, journal))
+    writer = JournalWriter(local.paths.journal(journal), _header(local, versions, journal), local.paths.spare)
     try:
         ledger = [_Ledger(local.table) for _ in versions]
         readers = [_reader(local, version) for version in versions]

@@ -1,7 +1,7 @@
 """Run inside user and mount namespaces of its own: full_disk_child.py WHAT CHANNEL BASE MOUNT MEBIBYTES FREE.
 
-Mounts a small tmpfs, brings a local checkpoint there to version 0 (WHAT `stage`) or not (`seed`), fills it up
-to FREE KiB, tries to follow, prints what happened; then makes room and tries again.
+Mounts a small tmpfs, brings a local checkpoint there to version 0 (WHAT `stage`, or `spare`: with one) or not
+(`seed`), fills it up to FREE KiB, tries to follow, prints what happened; then makes room and tries again.
 """
 
 import json
@@ -24,12 +24,14 @@ local = mount / "local"
 follower = follow.Follower(channel_dir, local, base, follow.FollowOptions(visible_seconds=0.2))
 channel = Channel.open(channel_dir)
 follower.load(channel)
-if what == "stage":
+if what != "seed":
     pointer = channel.pointer()
     assert pointer is not None
     route = follower.route(channel, pointer, 0, exact=True)
     assert isinstance(route.plan, Seed)
     follower.seed(channel, route, route.plan)
+if what == "spare":
+    follower.paths.spare.write_bytes(bytes(6 << 20))
 filler = mount / "filler"
 left = os.statvfs(mount)
 filler.write_bytes(bytes(max(0, left.f_bavail * left.f_frsize - free * 1024)))

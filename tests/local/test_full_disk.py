@@ -64,3 +64,8 @@ def test_seeding(run: Run, tmp_path: Path, free_kib: int) -> None:
 def test_staging(run: Run, tmp_path: Path, free_kib: int) -> None:
     outcome, same, version = on_a_full_disk(run, tmp_path / "mount", "stage", free_kib=free_kib)
     assert "free" in outcome and same and version == 1
+
+
+def test_a_spare_gives_way(run: Run, tmp_path: Path) -> None:
+    outcome, _, version = on_a_full_disk(run, tmp_path / "mount", "spare", free_kib=300)
+    assert outcome == "no error" and version == 1

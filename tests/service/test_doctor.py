@@ -23,7 +23,13 @@ from weightcast.shared.service.doctor.findings import Finding, Level, exit_code,
 from weightcast.shared.service.doctor.local_rules import judge_local, step_bytes
 from weightcast.shared.service.doctor.machine import MachineFacts, look_at_machine
 from weightcast.shared.service.doctor.machine_rules import judge_machine
-from weightcast.shared.service.doctor.places import LocalFacts, PlaceFacts, RunFacts, answered
+from weightcast.shared.service.doctor.places import (
+    LocalFacts,
+    PlaceFacts,
+    RunFacts,
+    answered,
+    look_into_local,
+)
 from weightcast.shared.service.doctor.trials import TRIALS, Outcome, try_all
 
 GB = 10**9
@@ -300,6 +306,13 @@ def test_space_of_a_channel() -> None:
     assert levels(judge_channel(free(0), RUN, "subscriber")) == {}
 
 
+def test_a_spare_counts_as_free(tmp_path: Path) -> None:
+    assert look_into_local(tmp_path).spare_bytes == 0
+    (tmp_path / ".weightcast").mkdir()
+    (tmp_path / ".weightcast/spare").write_bytes(bytes(8192))
+    assert look_into_local(tmp_path).spare_bytes == 8192
+
+
 def test_space_of_a_local_checkpoint() -> None:
     step = step_bytes(RUN)
     assert 2 * (RUN.delta_bytes or 0) < step < 3 * GB
@@ -308,6 +321,8 @@ def test_space_of_a_local_checkpoint() -> None:
         assert levels(judge_local(free(wanted), inside, RUN, MACHINE)) == {}
         assert levels(judge_local(free(wanted - 1), inside, RUN, MACHINE)) == {"space": "failure"}
     assert levels(judge_local(free(step_bytes(None)), NEW, None, MACHINE)) == {}
+    spare = replace(seeded, spare_bytes=step)
+    assert levels(judge_local(free(0), spare, RUN, MACHINE)) == {}
     no_files = replace(PLACE, space=Space(GB, GB, 3))
     assert levels(judge_local(no_files, seeded, None, MACHINE)) == {"files": "failure"}
 

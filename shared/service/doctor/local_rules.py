@@ -110,7 +110,7 @@ def step_bytes(run: RunFacts | None) -> int:
 
 
 def _space(facts: PlaceFacts, inside: LocalFacts, run: RunFacts | None) -> Iterator[Finding]:
-    free, total = facts.space.free_bytes, facts.space.total_bytes
+    free, total = facts.space.free_bytes + inside.spare_bytes, facts.space.total_bytes
     full = 0 if run is None or run.full_bytes is None or inside.seeded else run.full_bytes
     wanted = full + step_bytes(run)
     says = f"{size_text(free)} of {size_text(total)} free"

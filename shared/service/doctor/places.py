@@ -17,6 +17,7 @@ from weightcast.shared.errors import WeightcastError
 from weightcast.shared.files.mounts import Mount, mount_of
 from weightcast.shared.files.space import Space, nearest_directory, space_of
 from weightcast.shared.local.local_checkpoint import LocalPaths
+from weightcast.shared.local.spare import spare_bytes
 from weightcast.shared.service.doctor.trials import Outcome, Tried, try_all
 
 T = TypeVar("T")
@@ -59,11 +60,13 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class LocalFacts:
-    """`seeded`: weights lie there already; `strange`: files that are not weightcast's, and nothing of it."""
+    """`seeded`: weights lie there already; `strange`: files that are not weightcast's, and nothing of it;
+    `spare_bytes`: of a file that the next journal is written over."""
 
     seeded: bool
     strange: bool
     files: int
+    spare_bytes: int = 0
 
 
 def answered(look: Callable[[], T], seconds: float) -> T | None:
@@ -163,10 +166,12 @@ def _run_facts(channel: Channel) -> RunFacts:
 def look_into_local(local: Path) -> LocalFacts:
     """Raises OSError."""
     names = set(os.listdir(local)) if local.is_dir() else set()
-    room = LocalPaths(local).room.name
+    paths = LocalPaths(local)
+    room = paths.room.name
     weights = [name for name in names if name.endswith(".safetensors")]
     return LocalFacts(
         seeded=room in names and bool(weights),
         strange=room not in names and bool(names),
         files=len(weights),
+        spare_bytes=spare_bytes(paths),
     )

@@ -1,0 +1,167 @@
+"""The file of a dropped journal is written over by the next one: nothing of the old one shows."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from local_cases import catch_up, following, make_run, patch_keeping_undo, phase_of, staged, step_to
+
+from weightcast.shared.errors import DamagedFile
+from weightcast.shared.local.journal import JournalHeader, JournalReader, JournalWriter, Record
+from weightcast.shared.words import TensorSpec, TensorTable
+
+HEADER = JournalHeader("run-1", "abc", 3, "r3", 7, 4, "r4", "d4")
+TABLE = TensorTable.of([TensorSpec("a", "BF16", (5000,), 10_000)])
+
+
+def record(count: int, seed: int) -> Record:
+    rng = np.random.default_rng(seed)
+    index = np.sort(rng.choice(5000, count, replace=False)).astype(np.uint64)
+    return Record(
+        0, index, rng.integers(0, 9, count, dtype=np.uint16), rng.integers(0, 9, count, dtype=np.uint16)
+    )
+
+
+def begun(room: Path, *records: Record) -> JournalWriter:
+    """A journal over the spare in `room`, not ended."""
+    (room / "x.journal").unlink(missing_ok=True)
+    writer = JournalWriter(room / "x.journal", HEADER, room / "spare")
+    for one in records:
+        writer.add(one)
+    return writer
+
+
+def write(room: Path, *records: Record) -> Path:
+    begun(room, *records).close()
+    return room / "x.journal"
+
+
+def read(path: Path) -> list[tuple[list[int], list[int], list[int]]]:
+    with JournalReader(path, TABLE) as journal:
+        return [tuple(part.tolist() for part in (r.index, r.old, r.new)) for r in journal.records()]  # type: ignore[misc]
+
+
+def shown(*records: Record) -> list[tuple[list[int], list[int], list[int]]]:
+    return [tuple(part.tolist() for part in (r.index, r.old, r.new)) for r in records]  # type: ignore[misc]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 300), max_size=4), min_size=2, max_size=5))
+def test_each_journal_is_whole_whatever_lay_there(
+    tmp_path_factory: pytest.TempPathFactory, journals: list[list[int]]
+) -> None:
+    room = tmp_path_factory.mktemp("room")
+    fresh = tmp_path_factory.mktemp("fresh")
+    for number, sizes in enumerate(journals):
+        records = [record(size, 10 * number + n) for n, size in enumerate(sizes)]
+        path = write(room, *records)
+        assert read(path) == shown(*records)
+        assert path.read_bytes() == write(fresh, *records).read_bytes()
+        path.rename(room / "spare")
+
+
+def test_the_same_file_is_used_again(tmp_path: Path) -> None:
+    first = write(tmp_path, record(9, 1))
+    inode = first.stat().st_ino
+    first.rename(tmp_path / "spare")
+    second = write(tmp_path, record(5, 2))
+    assert second.stat().st_ino == inode and not (tmp_path / "spare").exists()
+
+
+@pytest.mark.parametrize("sizes", [(200, 200), (200, 100), (100, 200)])
+def test_a_journal_that_did_not_end_is_none(tmp_path: Path, sizes: tuple[int, int]) -> None:
+    """Neither before its first record nor behind its last does the old one's end count."""
+    before, after = sizes
+    for written in (0, 1, 2):
+        write(tmp_path, record(before, 1), record(before, 2)).rename(tmp_path / "spare")
+        records = [record(after, 3 + n) for n in range(written)]
+        writer = begun(tmp_path, *records)
+        with pytest.raises(DamagedFile, match=r"incomplete"):
+            read(tmp_path / "x.journal")
+        writer.abandon()
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_written_over_that_is_not_a_file_of_one_name(tmp_path: Path) -> None:
+    other, spare = tmp_path / "other", tmp_path / "spare"
+    other.write_bytes(b"somebody else's" * 9)
+    for plant in (spare.symlink_to, spare.hardlink_to):
+        plant(other)
+        assert read(write(tmp_path, record(5, 1))) == shown(record(5, 1))
+        assert other.read_bytes() == b"somebody else's" * 9 and not spare.exists()
+    os.mkfifo(spare)
+    assert read(write(tmp_path, record(5, 1))) == shown(record(5, 1))
+    spare.unlink(missing_ok=True)
+    spare.mkdir()
+    assert read(write(tmp_path, record(5, 1))) == shown(record(5, 1))
+
+
+def test_a_taken_name_is_left_alone(tmp_path: Path) -> None:
+    write(tmp_path, record(5, 1))
+    (tmp_path / "spare").write_bytes(b"spare")
+    with pytest.raises(FileExistsError):
+        JournalWriter(tmp_path / "x.journal", HEADER, tmp_path / "spare")
+    assert read(tmp_path / "x.journal") == shown(record(5, 1))
+
+
+def test_a_host_keeps_one_from_step_to_step(tmp_path: Path) -> None:
+    run = make_run(tmp_path, versions=3)
+    with following(run, tmp_path / "local") as follower:
+        step_to(follower, 1)
+        spare = follower.paths.spare
+        inode = spare.stat().st_ino
+        journal = follower.paths.journal(staged(follower, 2).step.journal)
+        assert journal.stat().st_ino == inode and not spare.exists()
+        catch_up(follower)
+        assert phase_of(follower.paths.directory) == "clean" and spare.exists()
+    assert not spare.exists(), "the next owner's is its own"
+
+
+def test_a_journal_that_is_still_the_way_back_is_no_spare(tmp_path: Path) -> None:
+    run = make_run(tmp_path, versions=1)
+    with following(run, tmp_path / "local") as follower:
+        step_to(follower, 0)
+        patch_keeping_undo(follower, 1)
+        assert not follower.paths.spare.exists()
+        with follower.local.patching():  # type: ignore[union-attr]
+            follower.undo()
+        assert follower.paths.spare.exists()
+
+
+def test_a_journal_with_another_name_is_no_spare(tmp_path: Path) -> None:
+    run = make_run(tmp_path, versions=1)
+    with following(run, tmp_path / "local") as follower:
+        step_to(follower, 0)
+        step = staged(follower, 1)
+        kept = tmp_path / "kept"
+        journal = follower.paths.journal(step.step.journal)
+        kept.hardlink_to(journal)
+        before = kept.read_bytes()
+        with follower.local.patching():  # type: ignore[union-attr]
+            follower.patch(step, way_back=False)
+        follower.drop_journal(step)
+        assert not follower.paths.spare.exists() and not journal.exists() and kept.read_bytes() == before
+
+
+def test_the_leftover_of_a_kill_is_dropped(tmp_path: Path) -> None:
+    run = make_run(tmp_path, versions=1)
+    with following(run, tmp_path / "local") as follower:
+        catch_up(follower)
+    follower.paths.spare.write_bytes(b"old")
+    with following(run, tmp_path / "local") as follower:
+        catch_up(follower)
+        assert not follower.paths.spare.exists()
+
+
+def test_memory_is_given_back_at_once(tmp_path: Path) -> None:
+    run = make_run(tmp_path, versions=1)
+    with TemporaryDirectory(dir="/dev/shm") as local, following(run, Path(local)) as follower:
+        catch_up(follower)
+        assert follower.local is not None and follower.local.in_memory
+        assert not follower.paths.spare.exists()
