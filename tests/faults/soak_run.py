@@ -2,8 +2,9 @@
 
     python tests/faults/soak_run.py --versions 3000
 
-One publisher and one host run to the end; engines, hooks, checkpoints and the channel misbehave. After every
-version the host holds exactly its bytes, and so does its engine. `--seed` fixes the faults, not the timing.
+One publisher and two hosts run to the end; engines, hooks, checkpoints and the channel misbehave. After every
+version the host holds exactly its bytes, and so does its engine; so does the other host, which follows the
+same weights through a channel in the field's format. `--seed` fixes the faults, not the timing.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from crash_engines import Copying  # noqa: E402
 from crash_observe import digest_of  # noqa: E402
 from crash_processes import Child, fork, preload  # noqa: E402
 from doubles import Answer, Call, Drop, serve  # noqa: E402
+from field_channel import Encoding, FieldChannel  # noqa: E402
+from hosts import Weights  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
@@ -60,6 +63,10 @@ sys.exit({"later": 75, "fail": 1}.get(how, 0))
 
 FEWEST = 20
 """versions, however slow the machine is"""
+FIELD_ENCODINGS: tuple[Encoding, ...] = ("xor", "overwrite", "xor_sparse")
+FIELD_CHECKSUMS = ("xxh3-128", "blake3", "adler32")
+FIELD_KEPT = 16
+"""versions that the field's channel holds"""
 
 
 class LostError(Exception):
@@ -149,11 +156,13 @@ class Soak:
         write_checkpoint(self.base, self.model)
         self.inbox.mkdir()
         (root / "hook.py").write_text(HOOK)
+        self.field = FieldChannel(root / "field", self._weights())
         self._wire, theirs = multiprocessing.Pipe()
         self._engine = fork(lambda: run_engine(theirs), root / "engine.log")
         theirs.close()
         self.publisher = self._publisher()
         self.host = self._host(self._wire.recv())
+        self.follower = self._follower()
 
     @property
     def base(self) -> Path:
@@ -171,8 +180,17 @@ class Soak:
     def local(self) -> Path:
         return self.root / "host"
 
+    @property
+    def followed(self) -> Path:
+        """What the host of the field's channel keeps."""
+        return self.root / "follower"
+
+    def _weights(self) -> Weights:
+        return Weights({name: (one.dtype, one.shape, one.data.tobytes()) for name, one in self.model.items()})
+
     def _publisher(self) -> Daemon:
         return self._daemon(
+            "publisher",
             *("publisher", "run", "--channel", self.channel, "--base", self.base, "--local"),
             *(self.root / "publisher", "--watch", self.inbox, "--marker", "complete", "--every"),
             *("--existing", "--consume", "--keep-versions", "16", "--anchor-every", "25"),
@@ -181,22 +199,30 @@ class Soak:
 
     def _host(self, url: str) -> Daemon:
         return self._daemon(
+            "host",
             *("subscriber", "run", "--channel", self.channel, "--base", self.base, "--local", self.local),
             *("--engine", f"sglang={url}", "--visible-deadline", "2", "--pre-read", self._hook("pre")),
         )
 
+    def _follower(self) -> Daemon:
+        where = ("--channel", self.field.root, "--base", self.base, "--local", self.followed)
+        return self._daemon("follower", "subscriber", "run", *where, "--visible-deadline", "2")
+
     def _hook(self, name: str) -> str:
         return f"{sys.executable} -IS {self.root / 'hook.py'} {self.root / name}"
 
-    def _daemon(self, *arguments: object) -> Daemon:
-        name = str(arguments[0])
+    def _daemon(self, name: str, *arguments: object) -> Daemon:
         port = self.root / f"{name}.port"
         common = ("--port", "0", "--port-file", port, "--poll-seconds", "0.05", "--threads", "1")
         words = [str(each) for each in (*arguments, *common)]
         return Daemon(fork(lambda: sys.exit(run_command(words)), self.root / f"{name}.log"), port)
 
+    @property
+    def daemons(self) -> Mapping[str, Daemon]:
+        return {"publisher": self.publisher, "host": self.host, "host of the field's": self.follower}
+
     def close(self) -> None:
-        for child in (self.publisher.child, self.host.child, self._engine):
+        for child in (*(each.child for each in self.daemons.values()), self._engine):
             child.signal(signal.SIGCONT)
             child.kill()
             child.wire.close()
@@ -225,6 +251,12 @@ class Soak:
         write_checkpoint(unfinished, self.model)
         (unfinished / "complete").touch()
         unfinished.rename(self.inbox / f"step_{self.version}")
+        self._hand_over_to_the_field()
+
+    def _hand_over_to_the_field(self) -> None:
+        encoding, form = self.random.choice(FIELD_ENCODINGS), self.random.choice(FIELD_CHECKSUMS)
+        number = self.field.publish(self._weights(), encoding, form, ranks=self.random.randint(1, 3))
+        shutil.rmtree(self.field.directory(number - FIELD_KEPT), ignore_errors=True)
 
     def _settle(self, fault: str) -> None:
         wanted = digest_of(bytes_of(self.model))
@@ -234,12 +266,11 @@ class Soak:
                 raise LostError(f"step {self.version} after {fault or 'no fault'}:\n{self._words()}")
             time.sleep(0.005)
             with contextlib.suppress(OSError, ValueError, httpx.HTTPError):
-                self.publisher.wake()
-                self.host.wake()
+                for daemon in self.daemons.values():
+                    daemon.wake()
 
     def _words(self) -> str:
-        daemons = (self.publisher, self.host)
-        return "\n".join(f"{each.status()}\n{each.child.words()}" for each in daemons)
+        return "\n".join(f"{each.status()}\n{each.child.words()}" for each in self.daemons.values())
 
     def _arrived(self, wanted: str) -> bool:
         """Judged by bytes: a number may be skipped where a version could not be finished."""
@@ -251,7 +282,21 @@ class Soak:
         if (status["served_version"], status["ready"]) != (latest, True):
             return False
         held, paused = self.tell("see")
-        return not paused and held == wanted == digest_of(read_checkpoint(self.local))
+        if paused or not held == wanted == digest_of(read_checkpoint(self.local)):
+            return False
+        return self._followed(wanted)
+
+    def _followed(self, wanted: str) -> bool:
+        newest = len(self.field.weights) - 1
+        if not newest:
+            return True
+        try:
+            status = self.follower.status()
+        except (OSError, ValueError, httpx.HTTPError):
+            return False
+        if (status["local_version"], status["ready"]) != (newest, True):
+            return False
+        return wanted == digest_of(read_checkpoint(self.followed))
 
     def latest(self) -> int:
         pointer = self.channel / "latest"
@@ -266,7 +311,7 @@ class Soak:
         return self.channel / f"weight_v{self.latest():06d}"
 
     def sample(self) -> None:
-        for daemon in (self.publisher, self.host):
+        for daemon in self.daemons.values():
             daemon.samples.append(sample(daemon.child.pid, self.version))
 
 
@@ -295,7 +340,7 @@ def _engine_restart(soak: Soak) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _suspended(soak: Soak) -> Iterator[None]:
-    child = soak.random.choice((soak.host, soak.publisher)).child
+    child = soak.random.choice(list(soak.daemons.values())).child
     child.signal(signal.SIGSTOP)
     yield
     child.signal(signal.SIGCONT)
@@ -403,7 +448,7 @@ def judge(soak: Soak, console: Console) -> bool:
     """Prints the table; whether all is flat."""
     table = Table("process", "samples", "anonymous MiB", "rise MiB", "descriptors", "rise", "threads")
     flat = True
-    for name, daemon in (("publisher", soak.publisher), ("host", soak.host)):
+    for name, daemon in soak.daemons.items():
         memory = trend(daemon.samples, lambda each: each.anonymous)
         descriptors = trend(daemon.samples, lambda each: each.descriptors)
         flat &= memory.rise <= SLACK_BYTES and descriptors.rise <= SLACK_FDS
