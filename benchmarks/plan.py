@@ -37,7 +37,7 @@ def full(cores: int) -> Plan:
             Scenario(200 * _MB, most, (Block(5),)),
             Scenario(_GB, 1, (Block(2),), ("fast", "field")),
             Scenario(
-                _GB, most, (Block(5), *(Block(3, density) for density in (0.003, 0.04, 0.08, 0.18, 0.5)))
+                _GB, most, (Block(5), *(Block(3, density) for density in (0.003, 0.04, 0.08, 0.18, 0.5, 1.0)))
             ),
             # every turn writes back a model: a third contender would take a third more of disk and time
             Scenario(

@@ -15,8 +15,9 @@ import numpy as np
 from weightcast.publisher.care.history import History, Kept
 from weightcast.shared.channel.base import Base
 from weightcast.shared.errors import DamagedFile, RetryLater
-from weightcast.shared.local.journal import JournalReader, PackedRecord, Record
+from weightcast.shared.local.journal import JournalReader
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths, WordsIn
+from weightcast.shared.local.records import PackedRecord, Record
 from weightcast.shared.local.state import Phase, Position, read_state
 from weightcast.shared.words import Chunk, TensorTable, Words
 

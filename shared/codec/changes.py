@@ -28,10 +28,6 @@ class Changes:
     def __len__(self) -> int:
         return len(self.index)
 
-    def listed(self, before: Words) -> Changes:
-        """Without words that stay. `before`: all words of the chunk before."""
-        return compare(before, self.whole) if self.all_shown and self.whole is not None else self
-
     def apply(self, words: Words) -> None:
         """`words`: contiguous, of the dtype of those compared, and the old ones where nothing changes."""
         if self.whole is not None and len(self.whole) == len(words):

@@ -34,8 +34,8 @@ from weightcast.shared.words import ByteArray, Chunk, Words
 _FACTS = struct.Struct("<BBHIII")
 _CHECKSUM = struct.Struct("<Q")
 HEADER = _FACTS.size + _CHECKSUM.size
-_FEW_STAY = 8
-"""words, of which at most one does not change, that are all taken for changed: lists cost more"""
+_FEW_STAY = 4
+"""words, of which at most one does not change, that are all shown: lists cost more"""
 _REMEDY = "fetch the file again; if it stays so, the publisher's copy is damaged"
 
 

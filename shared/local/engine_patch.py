@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater
-from weightcast.shared.local.journal import JournalReader, PackedRecord, Record
+from weightcast.shared.local.journal import JournalReader
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
+from weightcast.shared.local.records import PackedRecord, Record
 from weightcast.shared.local.state import Step, unpack_lanes
 from weightcast.shared.words import TensorSpec, Words
 
@@ -150,7 +151,7 @@ def _pieces(local: LocalCheckpoint, sources: dict[int, list[_Source]]) -> Iterat
         spec, its = local.table[number], sources[number]
         width = _width(spec)
         if len(its) == 1 and width == spec.kind.width:
-            changes = sum(record.count for record in its[0].records)
+            changes = sum(record.changes for record in its[0].records)
         else:
             changes = len(_touched(spec, [source.read() for source in its]))
         piece = _Piece(number, its, changes, 4 if spec.elements <= 1 << 32 else 8, offset)

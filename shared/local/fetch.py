@@ -27,8 +27,9 @@ from weightcast.shared.progress import Advance
 
 _BLOCK = 4 << 20
 _RETRY_FIRST, _RETRY_MOST = 0.05, 2.0
-JOURNAL_BYTES = 10
-"""of a journal per changed word, at most: old and new word of 4 bytes, the gap, a share of record heads"""
+JOURNAL_BYTES = 11
+"""of a journal per changed word, at most: old and new word of 4 bytes, which words that stay have too where
+three of four change, or the gap; a share of record heads"""
 ROOM_BYTES = 1 << 20
 """for everything small"""
 

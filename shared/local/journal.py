@@ -9,37 +9,39 @@ import contextlib
 import json
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
-from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
-from weightcast.shared.codec.changes import Changes
-from weightcast.shared.codec.kernels import kernels
-from weightcast.shared.codec.plain import ESCAPED_GAP, unpack_gaps
 from weightcast.shared.codec.scratch import scratch
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.durable import open_regular
 from weightcast.shared.files.strict_json import Members, parse_object
-from weightcast.shared.local.spare import begin
-from weightcast.shared.words import Chunk, TensorTable, Words
+from weightcast.shared.local import spare as spares
+from weightcast.shared.local.records import (
+    HEAD,
+    BadRecordError,
+    Begin,
+    Packed,
+    PackedRecord,
+    Record,
+    exchange,
+    pack_record,
+    parse_head,
+    unpacked,
+)
+from weightcast.shared.words import ByteArray, TensorTable, Words
 
 _MAGIC = b"wcjrnl1\n"
 _END = b"wcjend1\n"
 _HEADER_LIMIT = 64 << 10
-_RECORD = struct.Struct("<IIQIIQ")
-"""tensor, word width, first word, changes, escapes, xxh3-64 of the payload"""
 _FOOTER_TENSOR = 0xFFFFFFFF
-_FEW = 16
-"""records whose buffers are written as they are; more are joined first"""
 
 
 @dataclass(frozen=True)
@@ -54,124 +56,13 @@ class JournalHeader:
     target_digest: str
 
 
-@dataclass(frozen=True)
-class Record:
-    """Changes of one tensor: `index` uint64[k], words in strictly increasing order; `old`, `new` word[k]."""
-
-    tensor: int
-    index: NDArray[np.uint64]
-    old: Words
-    new: Words
-
-
 class Way(Enum):
     FORWARD = "forward"
     BACK = "back"
 
 
-@dataclass(frozen=True)
-class PackedRecord:
-    """A record's header; its payload lies at `offset` of the journal."""
-
-    tensor: int
-    width: int
-    first: int
-    count: int
-    escapes: int
-    checksum: int
-    offset: int
-
-    @property
-    def size(self) -> int:
-        """Bytes of the payload."""
-        return self.count + 4 * self.escapes + 2 * self.width * self.count
-
-
-@dataclass(frozen=True)
-class _Payload:
-    gaps: NDArray[np.uint8]
-    escapes: NDArray[np.uint32]
-    old: Words
-    new: Words
-
-    @property
-    def reach(self) -> int:
-        """Words from the first change to the last, both counted."""
-        near = int(self.gaps.sum(dtype=np.int64)) - ESCAPED_GAP * len(self.escapes)
-        return 1 + near + int(self.escapes.sum(dtype=np.int64))
-
-
-Begin = Callable[[Words, int], None]
-"""Called with a stretch of words and how many of them will be written."""
-
-
 def _at_once(words: Words, changes: int) -> None:
     """For words in memory: nothing is to be made ready."""
-
-
-@dataclass(frozen=True)
-class Packed:
-    """Records as they lie in a journal. `buffers` follow each other; `changes`: of all records."""
-
-    buffers: Sequence[bytes | memoryview]
-    records: int
-    changes: int
-
-
-def pack_record(record: Record) -> Packed:
-    near = (record.index - record.index[0]).astype(np.uint32)
-    bounds = [0, len(near)]
-    return _pack([(record.tensor, int(record.index[0]))], near, bounds, record.old, record.new)
-
-
-def pack_changes(chunk: Chunk, changes: Changes) -> Packed:
-    """A record for each span with changes. Safe in any thread; `changes` must stay as they are until they are
-    written."""
-    index = changes.index
-    offsets = np.array([span.offset for span in chunk.spans], np.uint32)
-    borders = [*np.searchsorted(index, offsets).tolist(), len(index)]
-    spans = [span for span, (start, end) in zip(chunk.spans, pairwise(borders), strict=True) if end > start]
-    bounds = sorted({0, *borders})
-    heads = [
-        (span.tensor, int(index[start]) + span.start - span.offset)
-        for span, start in zip(spans, bounds, strict=False)
-    ]
-    return _pack(heads, index, bounds, changes.old, changes.new)
-
-
-def _pack(
-    heads: Sequence[tuple[int, int]], index: NDArray[np.uint32], bounds: Sequence[int], old: Words, new: Words
-) -> Packed:
-    """`heads`: tensor and first word of each record, which has changes bounds[n] to bounds[n + 1]."""
-    if not len(index):
-        return Packed((), 0, 0)
-    gaps = np.empty(len(index), np.uint8)
-    escapes, counts = kernels().pack_gaps(index, np.array(bounds, np.int64), gaps)
-    gap_bytes, escape_bytes, old_bytes, new_bytes = map(_bytes_of, (gaps, escapes, old, new))
-    buffers: list[bytes | memoryview] = []
-    width, escaped = new.itemsize, 0
-    for (tensor, first), (start, end), count in zip(heads, pairwise(bounds), counts.tolist(), strict=True):
-        payload = (
-            gap_bytes[start:end],
-            escape_bytes[4 * escaped : 4 * (escaped + count)],
-            old_bytes[width * start : width * end],
-            new_bytes[width * start : width * end],
-        )
-        buffers.append(_RECORD.pack(tensor, width, first, end - start, count, _checksum(payload)))
-        buffers.extend(payload)
-        escaped += count
-    return Packed(buffers if len(heads) <= _FEW else [b"".join(buffers)], len(heads), len(index))
-
-
-def _bytes_of(array: NDArray[Any]) -> memoryview:
-    return np.ascontiguousarray(array).view(np.uint8).data
-
-
-def _checksum(pieces: Iterable[memoryview]) -> int:
-    state = xxhash.xxh3_64()
-    for piece in pieces:
-        state.update(piece)
-    return int(state.intdigest())
 
 
 class JournalWriter:
@@ -179,7 +70,7 @@ class JournalWriter:
 
     def __init__(self, path: Path, header: JournalHeader, spare: Path | None = None) -> None:
         self._path = path
-        self._file = path.open("xb") if spare is None else begin(path, spare, len(_END))
+        self._file = path.open("xb") if spare is None else spares.begin(path, spare, len(_END))
         self._records = 0
         self.changes = 0
         try:
@@ -211,7 +102,7 @@ class JournalWriter:
     def close(self) -> None:
         self._file.flush()
         self._file.truncate(os.lseek(self._file.fileno(), 0, os.SEEK_CUR))
-        self._file.write(_RECORD.pack(_FOOTER_TENSOR, 0, self._records, 0, 0, 0) + _END)
+        self._file.write(HEAD.pack(_FOOTER_TENSOR, 0, self._records, 0, 0, 0) + _END)
         self._file.close()
         failpoint("journal.complete", self._path)
 
@@ -287,17 +178,17 @@ class JournalReader:
         )
 
     def _check_footer(self) -> None:
-        tail = _RECORD.size + len(_END)
+        tail = HEAD.size + len(_END)
         if self._size - self._start < tail:
             raise self._bad("incomplete")
         self._file.seek(self._size - tail)
-        self._footer = _RECORD.unpack(self._read(_RECORD.size))
+        self._footer = HEAD.unpack(self._read(HEAD.size))
         if self._footer[0] != _FOOTER_TENSOR or self._read(len(_END)) != _END:
             raise self._bad("incomplete")
 
     def packed(self) -> Iterator[PackedRecord]:
         """Records whose headers fit the table; their payloads are left where they are."""
-        offset, end = self._start, self._size - _RECORD.size - len(_END)
+        offset, end = self._start, self._size - HEAD.size - len(_END)
         for _ in range(self._footer[2]):
             record = self._head(offset, end)
             yield record
@@ -306,17 +197,13 @@ class JournalReader:
             raise self._bad("more records than the footer counts")
 
     def _head(self, offset: int, end: int) -> PackedRecord:
-        head = os.pread(self._file.fileno(), _RECORD.size, offset)
-        if len(head) != _RECORD.size:
+        head = os.pread(self._file.fileno(), HEAD.size, offset)
+        if len(head) != HEAD.size:
             raise self._bad("ends early")
-        tensor, width, first, count, escapes, checksum = _RECORD.unpack(head)
-        if tensor >= len(self._table) or width != self._table[tensor].kind.width or count == 0:
-            raise self._bad("record of no tensor")
-        if count > self._table[tensor].words or escapes > count:
-            raise self._bad("record longer than its tensor")
-        if first >= self._table[tensor].words:
-            raise self._bad("record past the end of its tensor")
-        record = PackedRecord(tensor, width, first, count, escapes, checksum, offset + _RECORD.size)
+        try:
+            record = parse_head(head, self._table, offset + HEAD.size)
+        except BadRecordError as error:
+            raise self._bad(str(error)) from error
         if record.offset + record.size > end:
             raise self._bad("ends early")
         return record
@@ -328,40 +215,32 @@ class JournalReader:
         `begin` is called with the stretch of `words` that the record covers, and how many of it will change.
         Returns the first word that is none of those expected (`again`: or already written); some before it
         are written then. Raises DamagedFile with nothing of the record written. Safe in any thread."""
-        payload = self._payload(record)
-        begin(words[record.first : record.first + payload.reach], record.count)
-        before, after = (payload.old, payload.new) if way is Way.FORWARD else (payload.new, payload.old)
+        kind = self._table[record.tensor].kind
+        payload, back = self._payload(record), way is Way.BACK
         try:
-            failed: int | None = kernels().exchange_packed(
-                words, record.first, payload.gaps, payload.escapes, before, after, again=again
-            )
-        except ValueError as error:
-            raise self._bad(f"record with {error}") from error
-        return failed
+            return exchange(record, payload, kind, words, begin, back=back, again=again)
+        except BadRecordError as error:
+            raise self._bad(str(error)) from error
 
-    def _payload(self, record: PackedRecord) -> _Payload:
+    def _payload(self, record: PackedRecord) -> ByteArray:
         """In this thread's scratch."""
         room = scratch().take("journal", np.uint8, record.size)
         if os.preadv(self._file.fileno(), [room.data], record.offset) != record.size:
             raise self._bad("ends early")
         if xxhash.xxh3_64_intdigest(room.data) != record.checksum:
             raise self._bad("record damaged")
-        dtype, count = self._table[record.tensor].kind.numpy, record.count
-        begin = count + 4 * record.escapes
-        return _Payload(
-            room[:count],
-            np.frombuffer(room, "<u4", record.escapes, count),
-            np.frombuffer(room, dtype, count, begin),
-            np.frombuffer(room, dtype, count, begin + record.width * count),
-        )
+        return room
 
     def records(self) -> Iterator[Record]:
         return map(self.at, self.packed())
 
     def at(self, record: PackedRecord) -> Record:
         """Safe in any thread."""
-        payload = self._payload(record)
-        index = unpack_gaps(record.first, payload.gaps, payload.escapes)
-        if index is None or index[-1] >= self._table[record.tensor].words:
+        spec = self._table[record.tensor]
+        try:
+            found = unpacked(record, self._payload(record), spec.kind)
+        except BadRecordError as error:
+            raise self._bad(str(error)) from error
+        if found.index[-1] >= spec.words:
             raise self._bad("record out of order, or past the end of its tensor")
-        return Record(record.tensor, index.astype(np.uint64), payload.old.copy(), payload.new.copy())
+        return found

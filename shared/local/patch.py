@@ -15,8 +15,9 @@ from weightcast.shared.failpoints import failpoint
 from weightcast.shared.local import spare
 from weightcast.shared.local.engine_patch import drop_engine_patches
 from weightcast.shared.local.hashing import Differs, differing, full_hash, nearest
-from weightcast.shared.local.journal import JournalReader, PackedRecord, Way
+from weightcast.shared.local.journal import JournalReader, Way
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, empty_spool
+from weightcast.shared.local.records import PackedRecord
 from weightcast.shared.local.state import LocalState, Phase, Position, Step, lanes_list
 from weightcast.shared.progress import Advance
 

@@ -22,8 +22,9 @@ from weightcast.shared.codec.parallel import ordered
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.root import root
 from weightcast.shared.errors import DamagedFile, Forked, RetryLater
-from weightcast.shared.local.journal import JournalHeader, JournalWriter, Packed, pack_changes
+from weightcast.shared.local.journal import JournalHeader, JournalWriter
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
+from weightcast.shared.local.records import Packed, pack_changes, pack_whole
 from weightcast.shared.local.spool import Arrivals
 from weightcast.shared.local.state import Position, Step, lanes_list, pack_list
 from weightcast.shared.words import Chunk, Part, TensorTable, Words, grid, whole_part
@@ -184,14 +185,20 @@ def _fold(
         if step is not None and len(readers) > 1:
             words = words.copy() if words is old else words
             step.changes.apply(words)
-    return _Folded(chunk, pack_changes(chunk, _net(old, words, steps)), tuple(steps))
+    return _Folded(chunk, _packed(chunk, old, words, steps), tuple(steps))
 
 
-def _net(old: Words, words: Words, steps: Sequence[ChunkStep | None]) -> Changes:
-    """First old and last new word wherever they differ. `words` is the last version where several fold."""
+def _packed(chunk: Chunk, old: Words, words: Words, steps: Sequence[ChunkStep | None]) -> Packed:
+    """First old and last new word wherever they differ, or all. `words` is the last version where several
+    fold."""
     taken = [step.changes for step in steps if step is not None]
-    if len(steps) == 1:
-        return taken[0].listed(old)
+    new = taken[0].whole if len(steps) == 1 else words
+    if new is not None and any(changes.all_shown for changes in taken):
+        return pack_whole(chunk, old, new)
+    return pack_changes(chunk, taken[0] if len(steps) == 1 else _net(old, words, taken))
+
+
+def _net(old: Words, words: Words, taken: Sequence[Changes]) -> Changes:
     index = np.unique(np.concatenate([changes.index for changes in taken]))
     index = index[old[index] != words[index]]
     return Changes(index, old[index], words[index])

@@ -32,7 +32,8 @@ from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.root import root
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.files.safetensors import parse_header
-from weightcast.shared.local.journal import JournalHeader, JournalReader, JournalWriter, Record
+from weightcast.shared.local.journal import JournalHeader, JournalReader, JournalWriter
+from weightcast.shared.local.records import Record
 from weightcast.shared.local.state import (
     Blocked,
     EngineState,

@@ -9,15 +9,9 @@ from hypothesis import strategies as st
 
 from weightcast.shared.codec.changes import Changes
 from weightcast.shared.errors import DamagedFile
-from weightcast.shared.local.journal import (
-    JournalHeader,
-    JournalReader,
-    JournalWriter,
-    Record,
-    Way,
-    pack_changes,
-)
-from weightcast.shared.words import Chunk, Span, TensorSpec, TensorTable, grid
+from weightcast.shared.local.journal import JournalHeader, JournalReader, JournalWriter, Way
+from weightcast.shared.local.records import Record, pack_changes, pack_whole
+from weightcast.shared.words import Chunk, Span, TensorSpec, TensorTable, Words, grid
 
 HEADER = JournalHeader("run-1", "abc", 3, "r3", 7, 4, "r4", "d4")
 TABLE = TensorTable.of(
@@ -103,6 +97,124 @@ def test_many_short_records(tmp_path: Path) -> None:
     with JournalReader(tmp_path / "x.journal", table) as journal:
         places = [64 * r.tensor + int(word) for r in journal.records() for word in r.index]
     assert places == words.tolist()
+
+
+SPANS = (Span(0, 128, 200, 0), Span(1, 0, 5, 128), Span(2, 64, 70, 192), Span(0, 0, 64, 256))
+WHOLE_TABLE = TensorTable.of([TensorSpec(name, "BF16", (300,), 600) for name in "abc"])
+
+
+def whole(path: Path, old: Words, new: Words) -> Path:
+    """A journal with all words of four spans, of which some have no changes."""
+    writer = JournalWriter(path, HEADER)
+    packed = pack_whole(Chunk(0, "BF16", 0, SPANS, 320), old, new)
+    writer.write(packed)
+    writer.close()
+    assert packed.changes == writer.changes
+    return path
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 1 << 20), st.floats(0.0, 1.0))
+def test_whole_spans_say_what_lists_say(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, density: float
+) -> None:
+    room, random = tmp_path_factory.mktemp("journal"), np.random.default_rng(seed)
+    inside = np.concatenate([np.arange(span.offset, span.offset + span.words) for span in SPANS])
+    old, new = np.zeros((2, 320), np.uint16)
+    old[inside] = random.integers(0, 1 << 16, len(inside), np.uint16)
+    new[inside] = old[inside] + (random.random(len(inside)) < density).astype(np.uint16)
+    index = np.flatnonzero(old != new).astype(np.uint32)
+    writer = JournalWriter(room / "list.journal", HEADER)
+    writer.write(pack_changes(Chunk(0, "BF16", 0, SPANS, 320), Changes(index, old[index], new[index])))
+    writer.close()
+    found = []
+    for path in (whole(room / "whole.journal", old, new), room / "list.journal"):
+        with JournalReader(path, WHOLE_TABLE) as journal:
+            found.append((list(journal.records()), [record.changes for record in journal.packed()]))
+    assert found[0][1] == found[1][1] and all(map(same, found[0][0], found[1][0]))
+
+
+def test_whole_spans_there_and_back(tmp_path: Path) -> None:
+    old, new = np.arange(320, dtype=np.uint16), np.arange(0x1000, 0x1140, dtype=np.uint16)
+    words = np.zeros(300, np.uint16)
+    words[128:200], target = old[:72], np.zeros(300, np.uint16)
+    target[128:200] = new[:72]
+    before = words.copy()
+    begun: list[tuple[int, int]] = []
+
+    def begin(stretch: Words, changes: int) -> None:
+        begun.append((len(stretch), changes))
+
+    with JournalReader(whole(tmp_path / "x.journal", old, new), WHOLE_TABLE) as journal:
+        first = next(journal.packed())
+        assert (first.first, first.whole, first.changes) == (128, 72, 72)
+        assert journal.exchange(first, words, Way.FORWARD, again=False, begin=begin) is None
+        assert begun == [(72, 72)] and (words == target).all()
+        assert journal.exchange(first, words, Way.FORWARD, again=False) == 128
+        assert journal.exchange(first, words, Way.BACK, again=False) is None and (words == before).all()
+        # killed within a copy, even within a word
+        words.view(np.uint8)[2 * 128 : 2 * 150 + 1] = target.view(np.uint8)[2 * 128 : 2 * 150 + 1]
+        half = words.copy()
+        assert journal.exchange(first, words, Way.BACK, again=True) is None and (words == before).all()
+        assert journal.exchange(first, half, Way.FORWARD, again=True) is None and (half == target).all()
+        # somebody else's word
+        for again in (False, True):
+            words[:] = before
+            words[171] = 0xFFFF
+            assert journal.exchange(first, words, Way.FORWARD, again=again) == 171
+
+
+def test_long_spans_are_compared_to_their_end(tmp_path: Path) -> None:
+    count = 300_001
+    table = TensorTable.of([TensorSpec("a", "BF16", (count,), 2 * count)])
+    (chunk,) = grid(table, table.whole)
+    old, new = np.zeros(chunk.words, np.uint16), np.zeros(chunk.words, np.uint16)
+    new[:count] = 7
+    writer = JournalWriter(tmp_path / "x.journal", HEADER)
+    writer.write(pack_whole(chunk, old, new))
+    writer.close()
+    with JournalReader(tmp_path / "x.journal", table) as journal:
+        (record,) = journal.packed()
+        for place in (0, 131_071, 131_072, count - 1):
+            words = np.zeros(count, np.uint16)
+            words[place] = 1
+            assert journal.exchange(record, words, Way.FORWARD, again=False) == place
+            assert journal.exchange(record, words[:], Way.FORWARD, again=True) == place
+        words[:] = 0
+        assert journal.exchange(record, words, Way.FORWARD, again=False) is None and (words == 7).all()
+
+
+def test_damage_to_whole_spans_is_refused(tmp_path: Path) -> None:
+    old, new = np.arange(320, dtype=np.uint16), np.arange(1, 321, dtype=np.uint16)
+    data = whole(tmp_path / "x.journal", old, new).read_bytes()
+    begin = 12 + int.from_bytes(data[8:12], "little")
+    damaged = tmp_path / "damaged.journal"
+
+    def refused(bad: bytes | bytearray, why: str) -> None:
+        damaged.write_bytes(bad)
+        with pytest.raises(DamagedFile, match=why), JournalReader(damaged, WHOLE_TABLE) as journal:
+            list(journal.records())
+
+    for at, value, why in (
+        (16, 73, "longer than its tensor"),  # more changes than words
+        (16, 71, "72 changes where 71"),
+        (16, 0, "no tensor"),
+        (8, 229, "past the end"),
+    ):
+        refused(data[: begin + at] + value.to_bytes(4, "little") + data[begin + at + 4 :], why)
+    for length, why in (
+        (0, "longer than its tensor"),
+        (173, "past the end"),
+        (71, "longer"),
+        (74, "damaged"),
+    ):
+        more = ((1 << 31) + length).to_bytes(4, "little")
+        refused(data[: begin + 20] + more + data[begin + 24 :], why)
+    for cut in range(begin, len(data), 7):
+        refused(data[:cut], r"damaged\.journal")
+    flipped = bytearray(data)
+    flipped[begin + 40] ^= 1
+    refused(flipped, "damaged")
 
 
 def test_exchanges_there_and_back(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from local_cases import catch_up, following, make_run, patch_keeping_undo, phase_of, staged, step_to
 
 from weightcast.shared.errors import DamagedFile
-from weightcast.shared.local.journal import JournalHeader, JournalReader, JournalWriter, Record
+from weightcast.shared.local.journal import JournalHeader, JournalReader, JournalWriter
+from weightcast.shared.local.records import Record
 from weightcast.shared.words import TensorSpec, TensorTable
 
 HEADER = JournalHeader("run-1", "abc", 3, "r3", 7, 4, "r4", "d4")

@@ -220,7 +220,9 @@ def test_no_change_costs_more_than_its_raw_word_and_place(density: float, width:
 
 @given(st.floats(1e-4, 0.99))
 def test_more_changes_are_more_bytes(density: float) -> None:
-    assert journal_bytes(LLAMA, density) < journal_bytes(LLAMA, min(1.0, density * 1.01))
+    few, many = (journal_bytes(LLAMA, each) for each in (density, min(1.0, density * 1.01)))
+    assert few < many or density >= 0.74, "then all words are kept"
+    assert many <= 2 * LLAMA.nbytes + journal_bytes(LLAMA, 0.0) or density < 0.75
     assert per_version(LLAMA, density).delta_bytes <= per_version(LLAMA, min(1.0, density * 1.01)).delta_bytes
 
 

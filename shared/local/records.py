@@ -1,0 +1,264 @@
+"""Records of a journal: what changes in a stretch of one tensor, listed, or all of its words where few stay.
+docs/FORMAT.md, Journal."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from weightcast.shared.codec.changes import Changes
+from weightcast.shared.codec.kernels import kernels
+from weightcast.shared.codec.plain import ESCAPED_GAP, unpack_gaps
+from weightcast.shared.words import ByteArray, Chunk, TensorTable, WordKind, Words
+
+HEAD = struct.Struct("<IIQIIQ")
+"""tensor, word width, first word, changes, escapes or `_WHOLE` and a length, xxh3-64 of the payload"""
+_WHOLE = 1 << 31
+_FEW = 16
+"""records whose buffers are written as they are; more are joined first"""
+_PIECE = 256 << 10
+"""bytes of a stretch that are compared, written and read back while a core's cache holds them"""
+
+
+@dataclass(frozen=True)
+class Record:
+    """Changes of one tensor: `index` uint64[k], words in strictly increasing order; `old`, `new` word[k]."""
+
+    tensor: int
+    index: NDArray[np.uint64]
+    old: Words
+    new: Words
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Records as they lie in a journal. `buffers` follow each other; `changes`: of all records."""
+
+    buffers: Sequence[bytes | memoryview]
+    records: int
+    changes: int
+
+
+@dataclass(frozen=True)
+class PackedRecord:
+    """A record's head; its payload lies at `offset` of the journal. `whole`: so many words are there, those
+    that stay among them; 0: `changes` are listed."""
+
+    tensor: int
+    width: int
+    first: int
+    changes: int
+    escapes: int
+    whole: int
+    checksum: int
+    offset: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of the payload."""
+        if self.whole:
+            return 2 * self.width * self.whole
+        return self.changes + 4 * self.escapes + 2 * self.width * self.changes
+
+
+class BadRecordError(ValueError):
+    """A record is none of this table's, or its payload is damaged."""
+
+
+Begin = Callable[[Words, int], None]
+"""Called with a stretch of words and how many of them will be written."""
+
+
+# -- packing
+
+
+def pack_record(record: Record) -> Packed:
+    near = (record.index - record.index[0]).astype(np.uint32)
+    bounds = [0, len(near)]
+    return _listed([(record.tensor, int(record.index[0]))], near, bounds, record.old, record.new)
+
+
+def pack_changes(chunk: Chunk, changes: Changes) -> Packed:
+    """A record for each span with changes. Safe in any thread; `changes` must stay as they are until they are
+    written."""
+    index = changes.index
+    offsets = np.array([span.offset for span in chunk.spans], np.uint32)
+    borders = [*np.searchsorted(index, offsets).tolist(), len(index)]
+    spans = [span for span, (start, end) in zip(chunk.spans, pairwise(borders), strict=True) if end > start]
+    bounds = sorted({0, *borders})
+    heads = [
+        (span.tensor, int(index[start]) + span.start - span.offset)
+        for span, start in zip(spans, bounds, strict=False)
+    ]
+    return _listed(heads, index, bounds, changes.old, changes.new)
+
+
+def pack_whole(chunk: Chunk, old: Words, new: Words) -> Packed:
+    """As `pack_changes`, for where few words stay. `old`, `new`: word[chunk.words], not to be changed until
+    they are written."""
+    buffers: list[bytes | memoryview] = []
+    changes = records = 0
+    for span in chunk.spans:
+        here = slice(span.offset, span.offset + span.words)
+        count = int(np.count_nonzero(old[here] != new[here]))
+        if count:
+            payload = (_bytes_of(old[here]), _bytes_of(new[here]))
+            width, length = chunk.kind.width, _WHOLE | span.words
+            buffers.append(HEAD.pack(span.tensor, width, span.start, count, length, _checksum(payload)))
+            buffers.extend(payload)
+            changes += count
+            records += 1
+    return _packed(buffers, records, changes)
+
+
+def _listed(
+    heads: Sequence[tuple[int, int]], index: NDArray[np.uint32], bounds: Sequence[int], old: Words, new: Words
+) -> Packed:
+    """`heads`: tensor and first word of each record, which has changes bounds[n] to bounds[n + 1]."""
+    if not len(index):
+        return Packed((), 0, 0)
+    gaps = np.empty(len(index), np.uint8)
+    escapes, counts = kernels().pack_gaps(index, np.array(bounds, np.int64), gaps)
+    gap_bytes, escape_bytes, old_bytes, new_bytes = map(_bytes_of, (gaps, escapes, old, new))
+    buffers: list[bytes | memoryview] = []
+    width, escaped = new.itemsize, 0
+    for (tensor, first), (start, end), count in zip(heads, pairwise(bounds), counts.tolist(), strict=True):
+        payload = (
+            gap_bytes[start:end],
+            escape_bytes[4 * escaped : 4 * (escaped + count)],
+            old_bytes[width * start : width * end],
+            new_bytes[width * start : width * end],
+        )
+        buffers.append(HEAD.pack(tensor, width, first, end - start, count, _checksum(payload)))
+        buffers.extend(payload)
+        escaped += count
+    return _packed(buffers, len(heads), len(index))
+
+
+def _packed(buffers: Sequence[bytes | memoryview], records: int, changes: int) -> Packed:
+    return Packed(buffers if records <= _FEW else [b"".join(buffers)], records, changes)
+
+
+def _bytes_of(array: NDArray[Any]) -> memoryview:
+    return np.ascontiguousarray(array).view(np.uint8).data
+
+
+def _checksum(pieces: Iterable[memoryview]) -> int:
+    state = xxhash.xxh3_64()
+    for piece in pieces:
+        state.update(piece)
+    return int(state.intdigest())
+
+
+# -- reading
+
+
+def parse_head(head: bytes, table: TensorTable, offset: int) -> PackedRecord:
+    """`offset`: of the payload. Raises BadRecordError."""
+    tensor, width, first, changes, more, checksum = HEAD.unpack(head)
+    if tensor >= len(table) or width != table[tensor].kind.width or changes == 0:
+        raise BadRecordError("record of no tensor")
+    words = table[tensor].words
+    escapes, whole = (0, more - _WHOLE) if more >= _WHOLE else (more, 0)
+    if first >= words or whole > words - first:
+        raise BadRecordError("record past the end of its tensor")
+    if changes > (whole if more >= _WHOLE else words) or escapes > changes:
+        raise BadRecordError("record longer than its tensor")
+    return PackedRecord(tensor, width, first, changes, escapes, whole, checksum, offset)
+
+
+@dataclass(frozen=True)
+class _List:
+    gaps: NDArray[np.uint8]
+    escapes: NDArray[np.uint32]
+    old: Words
+    new: Words
+
+    @property
+    def reach(self) -> int:
+        """Words from the first change to the last, both counted."""
+        near = int(self.gaps.sum(dtype=np.int64)) - ESCAPED_GAP * len(self.escapes)
+        return 1 + near + int(self.escapes.sum(dtype=np.int64))
+
+
+def _halves(record: PackedRecord, room: ByteArray, kind: WordKind, count: int, start: int) -> list[Words]:
+    """Old and new words, `count` of each."""
+    places = (start, start + record.width * count)
+    return [np.frombuffer(room, kind.numpy, count, place) for place in places]
+
+
+def _list(record: PackedRecord, room: ByteArray, kind: WordKind) -> _List:
+    start = record.changes + 4 * record.escapes
+    escapes = np.frombuffer(room, "<u4", record.escapes, record.changes)
+    return _List(room[: record.changes], escapes, *_halves(record, room, kind, record.changes, start))
+
+
+def unpacked(record: PackedRecord, payload: ByteArray, kind: WordKind) -> Record:
+    """In memory of its own. Raises BadRecordError."""
+    if record.whole:
+        old, new = _halves(record, payload, kind, record.whole, 0)
+        index = np.flatnonzero(old != new)
+        if len(index) != record.changes:
+            raise BadRecordError(f"record with {len(index)} changes where {record.changes} should be")
+        places = index.astype(np.uint64) + np.uint64(record.first)
+        return Record(record.tensor, places, old[index], new[index])
+    listed = _list(record, payload, kind)
+    reached = unpack_gaps(record.first, listed.gaps, listed.escapes)
+    if reached is None:
+        raise BadRecordError("record out of order, or past the end of its tensor")
+    return Record(record.tensor, reached.astype(np.uint64), listed.old.copy(), listed.new.copy())
+
+
+def exchange(
+    record: PackedRecord,
+    payload: ByteArray,
+    kind: WordKind,
+    words: Words,
+    begin: Begin,
+    *,
+    back: bool,
+    again: bool,
+) -> int | None:
+    """As `JournalReader.exchange`. Raises BadRecordError with nothing written."""
+    if record.whole:
+        stretch = words[record.first : record.first + record.whole]
+        begin(stretch, record.changes)
+        old, new = _halves(record, payload, kind, record.whole, 0)
+        before, after = (new, old) if back else (old, new)
+        place = _exchange_whole(stretch, before, after, again=again)
+        return None if place is None else record.first + place
+    listed = _list(record, payload, kind)
+    begin(words[record.first : record.first + listed.reach], record.changes)
+    before, after = (listed.new, listed.old) if back else (listed.old, listed.new)
+    try:
+        failed: int | None = kernels().exchange_packed(
+            words, record.first, listed.gaps, listed.escapes, before, after, again=again
+        )
+    except ValueError as error:
+        raise BadRecordError(f"record with {error}") from error
+    return failed
+
+
+def _exchange_whole(words: Words, before: Words, after: Words, *, again: bool) -> int | None:
+    """The first word that is not the expected one. By bytes: a copy that was killed may have ended within a
+    word, so that `again` takes any byte from either side; all words are hashed after it."""
+    width = words.itemsize
+    target, expected, wanted = (array.view(np.uint8) for array in (words, before, after))
+    for start in range(0, len(target), _PIECE):
+        piece = slice(start, start + _PIECE)
+        wrong = target[piece] != expected[piece]
+        if again:
+            wrong &= target[piece] != wanted[piece]
+        if not wrong.any():
+            target[piece] = wanted[piece]
+            wrong = target[piece] != wanted[piece]
+        if wrong.any():
+            return (start + int(wrong.argmax())) // width
+    return None
