@@ -1,4 +1,4 @@
-"""Versions that change most words of a chunk: the journal has all of them. There, back, folded, to engines."""
+"""Versions that change most words of a chunk: the journal has all. There, back, folded, to engines."""
 
 from __future__ import annotations
 
