@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from io import FileIO
+from io import BufferedWriter
 from pathlib import Path
 
 from blake3 import blake3
@@ -21,7 +21,7 @@ from weightcast.shared.errors import DamagedFile, RetryLater
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.durable import open_regular
 from weightcast.shared.local.local_checkpoint import LocalPaths
-from weightcast.shared.local.spare import make_room
+from weightcast.shared.local.spare import begin, make_room
 from weightcast.shared.local.spool import Arrivals, Spool
 from weightcast.shared.progress import Advance
 
@@ -66,8 +66,10 @@ def fetch(
     RetryLater when reading or writing fails."""
     target = spool.directory(index)
     target.mkdir(exist_ok=True)
-    copy = _Copy(index.version, arrivals, time.monotonic() + visible_seconds, advance, wait)
-    for record in _records(index):
+    deadline = time.monotonic() + visible_seconds
+    for number, record in enumerate(_records(index)):
+        spare = spool.spare(number)
+        copy = _Copy(index.version, spare, arrivals, deadline, advance, wait)
         path = target / record.name
         if not spool.has(path):
             copy.run(version_dir / record.name, path, record)
@@ -89,6 +91,7 @@ class _Copy:
     """Into the spool, again and again until a file is right or the deadline has passed."""
 
     version: int
+    spare: Path
     arrivals: Arrivals
     deadline: float
     advance: Advance | None
@@ -117,12 +120,18 @@ class _Copy:
             self.wait(pause)
             pause = min(2 * pause, _RETRY_MOST)
 
+    def _opened(self, target: Path) -> BufferedWriter:
+        """At its start, whatever is in it."""
+        if target.exists():
+            return os.fdopen(os.open(target, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "wb")
+        return begin(target, self.spare)
+
     def _once(self, source: Path, target: Path, record: FileRecord) -> None:
         digest = blake3()
         size = 0
         with (
             os.fdopen(open_regular(source), "rb", buffering=0) as read,
-            target.open("wb", buffering=0) as write,
+            self._opened(target) as write,
         ):
             failpoint("fetch.begun", target)
             while block := read.read(_BLOCK):
@@ -130,10 +139,11 @@ class _Copy:
                 if 0 <= record.size < size:
                     break
                 digest.update(block)
-                _write(write, block)
+                _write(write.fileno(), block)
                 self.arrivals.extend(target.name, size)
                 if self.advance is not None:
                     self.advance(len(block))
+            os.ftruncate(write.fileno(), size)
         failpoint("fetch.copied", target)
         if record.size >= 0 and (size != record.size or digest.hexdigest() != record.blake3):
             raise DamagedFile(
@@ -143,7 +153,7 @@ class _Copy:
             )
 
 
-def _write(file: FileIO, block: bytes) -> None:
+def _write(fd: int, block: bytes) -> None:
     view = memoryview(block)
     while view:
-        view = view[file.write(view) :]
+        view = view[os.write(fd, view) :]

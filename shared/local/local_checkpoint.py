@@ -1,6 +1,6 @@
 """A local checkpoint: an HF checkpoint directory that weightcast patches in place.
 
-`<directory>/.weightcast/` holds state.json, base.json, journal/, spool/, spare, locks (`owner`, `patch`).
+`<directory>/.weightcast/` holds state.json, base.json, journal/, spool/, spares, locks (`owner`, `patch`).
 The weight files are mapped read-write for the object's life; they are only ever written through these
 mappings or by seeding, never replaced by rename.
 """
@@ -80,7 +80,11 @@ class LocalPaths:
 
     @property
     def spare(self) -> Path:
+        """Of a journal."""
         return self.room / "spare"
+
+    def spare_shard(self, number: int) -> Path:
+        return self.room / f"spare.{number}"
 
     @property
     def owner(self) -> Path:
@@ -197,8 +201,7 @@ class LocalCheckpoint:
             self._maps[path] = _map(path)
 
     @property
-    def in_memory(self) -> bool:
-        """Whether weights lie on tmpfs."""
+    def _in_memory(self) -> bool:
         return any(mapped.in_memory for mapped in self._maps.values())
 
     def close(self) -> None:
@@ -258,7 +261,7 @@ class LocalCheckpoint:
     def begin_writing(self, words: Words, changes: int) -> None:
         """`words`: a stretch of a tensor in which so many words will be written. Where few pages stay as they
         are, all of them are made ready at once; memory of tmpfs is never written back, and is ready."""
-        if changes * _PAGE >= words.nbytes and not self.in_memory:
+        if changes * _PAGE >= words.nbytes and not self._in_memory:
             ready_to_write(words)
 
     def chunk_words(self, chunk: Chunk) -> Words:

@@ -91,11 +91,7 @@ def undo(local: LocalCheckpoint, *, threads: int = 1) -> None:
 
 def drop_journal(local: LocalCheckpoint, step: Step) -> None:
     """Of a step that the state does not name any more."""
-    journal = local.paths.journal(step.journal)
-    if local.in_memory:
-        journal.unlink(missing_ok=True)
-    else:
-        spare.keep(local.paths, journal)
+    spare.keep(local.paths.journal(step.journal), local.paths.spare)
     failpoint("journal.removed", local.directory)
 
 
@@ -268,7 +264,7 @@ def rehash(local: LocalCheckpoint, *, threads: int = 1, advance: Advance | None 
 
 
 def drop_strays(local: LocalCheckpoint) -> None:
-    """Journals that no state names, a spare, patches for engines, everything in the spool: leftovers of a
+    """Journals that no state names, spares, patches for engines, everything in the spool: leftovers of a
     kill."""
     state = local.state
     named = {step.journal for step in state.undo} | ({state.active.journal} if state.active else set())

@@ -1,17 +1,20 @@
-"""The spare: the file of a journal that no state names any more, written over by the next journal.
+"""Spares: files of a journal that no state names any more, and of shards that are staged, written over by the
+next ones.
 
-Its pages are in memory already: where a hypervisor is given back what a guest frees, new pages cost a large
-step more than all its other work. It is one owner's, removed when the owner lock is released, and when space
-is short.
+Their pages are in memory already: where a hypervisor is given back what a guest frees, new pages cost a large
+step more than all its other work. They are one owner's, removed when the owner lock is released, and when
+space is short; there are none on tmpfs.
 """
 
 from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from io import BufferedWriter
 from pathlib import Path
-from typing import BinaryIO
 
+from weightcast.shared.files.mounts import file_system
 from weightcast.shared.files.space import require_free, space_of
 from weightcast.shared.local.local_checkpoint import LocalPaths
 
@@ -19,30 +22,51 @@ _BLOCK = 512
 """bytes in which stat counts what a file takes"""
 
 
-def keep(paths: LocalPaths, journal: Path) -> None:
-    """Makes the spare of `journal`, if it is there and has no other name. The one before is dropped."""
+def keep(file: Path, spare: Path) -> None:
+    """Makes `spare` of `file`, if it is there and has no other name. The one before is dropped."""
     try:
-        if os.lstat(journal).st_nlink == 1:
-            journal.rename(paths.spare)
-        else:
-            journal.unlink()
+        found = os.lstat(file)
     except FileNotFoundError:
-        pass
+        return
+    if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and file_system(found.st_dev) != "tmpfs":
+        file.rename(spare)
+    else:
+        file.unlink()
+
+
+def keep_shards(paths: LocalPaths, directory: Path) -> None:
+    """Makes spares of the files in `directory`. Those of other shards are dropped."""
+    files = sorted(directory.iterdir()) if directory.is_dir() else []
+    for number, file in enumerate(files):
+        keep(file, paths.spare_shard(number))
+    for spare in _all(paths):
+        if spare != paths.spare and int(spare.suffix[1:]) >= len(files):
+            spare.unlink(missing_ok=True)
+
+
+def _all(paths: LocalPaths) -> Iterator[Path]:
+    yield paths.spare
+    yield from (path for path in paths.room.glob("spare.*") if path.suffix[1:].isdecimal())
 
 
 def spare_bytes(paths: LocalPaths) -> int:
-    """What dropping it gives back."""
+    """What dropping them gives back."""
+    return sum(map(_taken, _all(paths)))
+
+
+def _taken(spare: Path) -> int:
     try:
-        return os.lstat(paths.spare).st_blocks * _BLOCK
+        return os.lstat(spare).st_blocks * _BLOCK
     except (FileNotFoundError, NotADirectoryError):
         return 0
 
 
 def drop(paths: LocalPaths) -> None:
-    paths.spare.unlink(missing_ok=True)
+    for spare in _all(paths):
+        spare.unlink(missing_ok=True)
 
 
-def begin(path: Path, spare: Path, end: int) -> BinaryIO:
+def begin(path: Path, spare: Path, end: int = 0) -> BufferedWriter:
     """A new file at `path`, to be written from its start and cut where that ends: the spare, its last `end`
     bytes zeroed, or an empty one where there is none. FileExistsError where `path` is taken."""
     file = path.open("xb")
@@ -58,7 +82,7 @@ def begin(path: Path, spare: Path, end: int) -> BinaryIO:
         return path.open("xb")
 
 
-def _opened(path: Path, end: int) -> BinaryIO:
+def _opened(path: Path, end: int) -> BufferedWriter:
     """Raises OSError for what is not a file of one name."""
     fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -73,7 +97,7 @@ def _opened(path: Path, end: int) -> BinaryIO:
 
 
 def make_room(paths: LocalPaths, nbytes: int, work: str) -> None:
-    """As `require_free`; the spare goes first."""
+    """As `require_free`; spares go first."""
     if space_of(paths.room).free_bytes < nbytes:
         drop(paths)
     require_free(paths.room, nbytes, work)

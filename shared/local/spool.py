@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import threading
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.local.local_checkpoint import LocalPaths
+from weightcast.shared.local.spare import keep_shards
 
 
 class Arrivals:
@@ -67,6 +69,10 @@ class Spool:
     def directory(self, index: Index | ForeignIndex) -> Path:
         return self._paths.spool / f"{index.version}-{index.digest}"
 
+    def spare(self, number: int) -> Path:
+        """What the version's file of this number is written over, where it is there."""
+        return self._paths.spare_shard(number)
+
     def has(self, path: Path) -> bool:
         return path in self._verified
 
@@ -76,6 +82,8 @@ class Spool:
     def drop(self, index: Index | ForeignIndex) -> None:
         directory = self.directory(index)
         self._verified = {path for path in self._verified if path.parent != directory}
+        with contextlib.suppress(OSError):
+            keep_shards(self._paths, directory)
         shutil.rmtree(directory, ignore_errors=True)
         failpoint("spool.dropped", directory)
 

@@ -8,13 +8,16 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+from core_cases import bytes_of, read_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_cases import catch_up, following, make_run, patch_keeping_undo, phase_of, staged, step_to
 
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.local.journal import JournalHeader, JournalReader, JournalWriter
+from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.records import Record
+from weightcast.shared.local.spare import begin, keep_shards, spare_bytes
 from weightcast.shared.words import TensorSpec, TensorTable
 
 HEADER = JournalHeader("run-1", "abc", 3, "r3", 7, 4, "r4", "d4")
@@ -121,7 +124,36 @@ def test_a_host_keeps_one_from_step_to_step(tmp_path: Path) -> None:
         assert journal.stat().st_ino == inode and not spare.exists()
         catch_up(follower)
         assert phase_of(follower.paths.directory) == "clean" and spare.exists()
-    assert not spare.exists(), "the next owner's is its own"
+        assert follower.paths.spare_shard(0).exists()
+    assert spare_bytes(follower.paths) == 0, "the next owner's are its own"
+
+
+def test_fetched_shards_are_written_over_the_ones_before(tmp_path: Path) -> None:
+    """Longer ones and shorter ones, and one that was fetched in part before."""
+    run = make_run(tmp_path, versions=3)
+    with following(run, tmp_path / "local") as follower:
+        step_to(follower, 1)
+        spare = follower.paths.spare_shard(0)
+        for version, size in ((2, 1 << 20), (3, 1)):
+            spare.write_bytes(b"old" * size)
+            inode = spare.stat().st_ino
+            step_to(follower, version)
+            assert spare.stat().st_ino == inode and spare.stat().st_size != 3 * size
+        assert read_checkpoint(follower.paths.directory) == bytes_of(run.latest)
+
+
+def test_spares_of_other_shards_go(tmp_path: Path) -> None:
+    paths = LocalPaths(tmp_path)
+    for name, count in (("many", 3), ("few", 1), ("none", 0)):
+        directory = paths.spool / name
+        directory.mkdir(parents=True)
+        for number in range(count):
+            (directory / f"{number}").write_bytes(name.encode())
+        keep_shards(paths, directory)
+        left = sorted(path.name for path in paths.room.glob("spare*"))
+        assert left == [f"spare.{number}" for number in range(count)]
+    begin(tmp_path / "new", paths.spare_shard(0)).close()
+    assert (tmp_path / "new").read_bytes() == b""
 
 
 def test_a_journal_that_is_still_the_way_back_is_no_spare(tmp_path: Path) -> None:
@@ -164,5 +196,4 @@ def test_memory_is_given_back_at_once(tmp_path: Path) -> None:
     run = make_run(tmp_path, versions=1)
     with TemporaryDirectory(dir="/dev/shm") as local, following(run, Path(local)) as follower:
         catch_up(follower)
-        assert follower.local is not None and follower.local.in_memory
-        assert not follower.paths.spare.exists()
+        assert spare_bytes(follower.paths) == 0
