@@ -72,7 +72,7 @@ def _temporary(target: Path, data: bytes, mode: int = 0o666, *, sync: bool = Tru
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         try:
-            _write_all(fd, data)
+            write_all(fd, data)
             failpoint("file.written", target)
             if sync:
                 os.fsync(fd)
@@ -84,7 +84,8 @@ def _temporary(target: Path, data: bytes, mode: int = 0o666, *, sync: bool = Tru
         path.unlink(missing_ok=True)
 
 
-def _write_all(fd: int, data: bytes) -> None:
+def write_all(fd: int, data: bytes) -> None:
+    """Raises OSError."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from weightcast.shared.errors import RetryLater
 
+_BLOCK = 512
+"""bytes in which stat counts what a file takes, whatever the file system's own blocks are"""
+
 
 @dataclass(frozen=True)
 class Space:
@@ -25,6 +28,11 @@ def space_of(path: Path) -> Space:
         found.f_bavail * found.f_frsize,
         found.f_favail if found.f_files else None,
     )
+
+
+def taken_bytes(found: os.stat_result) -> int:
+    """What the file's blocks take: less than its size where it has holes."""
+    return found.st_blocks * _BLOCK
 
 
 def nearest_directory(path: Path) -> Path:

@@ -19,7 +19,7 @@ from blake3 import blake3
 from weightcast.shared.channel.index import FileRecord, ForeignIndex, Index
 from weightcast.shared.errors import DamagedFile, RetryLater
 from weightcast.shared.failpoints import failpoint
-from weightcast.shared.files.durable import open_regular
+from weightcast.shared.files.durable import open_regular, write_all
 from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.spare import begin, make_room
 from weightcast.shared.local.spool import Arrivals, Spool
@@ -66,13 +66,11 @@ def fetch(
     RetryLater when reading or writing fails."""
     target = spool.directory(index)
     target.mkdir(exist_ok=True)
-    deadline = time.monotonic() + visible_seconds
+    copy = _Copy(index.version, arrivals, time.monotonic() + visible_seconds, advance, wait)
     for number, record in enumerate(_records(index)):
-        spare = spool.spare(number)
-        copy = _Copy(index.version, spare, arrivals, deadline, advance, wait)
         path = target / record.name
         if not spool.has(path):
-            copy.run(version_dir / record.name, path, record)
+            copy.run(version_dir / record.name, path, record, spool.spare(number))
             spool.verified(path)
         elif advance is not None:
             advance(record.size if record.size >= 0 else path.stat().st_size)
@@ -91,17 +89,17 @@ class _Copy:
     """Into the spool, again and again until a file is right or the deadline has passed."""
 
     version: int
-    spare: Path
     arrivals: Arrivals
     deadline: float
     advance: Advance | None
     wait: Callable[[float], None]
 
-    def run(self, source: Path, target: Path, record: FileRecord) -> None:
+    def run(self, source: Path, target: Path, record: FileRecord, spare: Path) -> None:
+        """`spare`: what `target` is written over, where it is there."""
         pause = _RETRY_FIRST
         while True:
             try:
-                return self._once(source, target, record)
+                return self._once(source, target, record, spare)
             except FileNotFoundError as error:
                 failure: Exception = NotThere(source, self.version)
                 cause: Exception = error
@@ -120,18 +118,12 @@ class _Copy:
             self.wait(pause)
             pause = min(2 * pause, _RETRY_MOST)
 
-    def _opened(self, target: Path) -> BufferedWriter:
-        """At its start, whatever is in it."""
-        if target.exists():
-            return os.fdopen(os.open(target, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "wb")
-        return begin(target, self.spare)
-
-    def _once(self, source: Path, target: Path, record: FileRecord) -> None:
+    def _once(self, source: Path, target: Path, record: FileRecord, spare: Path) -> None:
         digest = blake3()
         size = 0
         with (
             os.fdopen(open_regular(source), "rb", buffering=0) as read,
-            self._opened(target) as write,
+            _opened(target, spare) as write,
         ):
             failpoint("fetch.begun", target)
             while block := read.read(_BLOCK):
@@ -139,7 +131,7 @@ class _Copy:
                 if 0 <= record.size < size:
                     break
                 digest.update(block)
-                _write(write.fileno(), block)
+                write_all(write.fileno(), block)
                 self.arrivals.extend(target.name, size)
                 if self.advance is not None:
                     self.advance(len(block))
@@ -153,7 +145,8 @@ class _Copy:
             )
 
 
-def _write(fd: int, block: bytes) -> None:
-    view = memoryview(block)
-    while view:
-        view = view[os.write(fd, view) :]
+def _opened(target: Path, spare: Path) -> BufferedWriter:
+    """At its start, whatever is in it."""
+    if target.exists():
+        return os.fdopen(os.open(target, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "wb")
+    return begin(target, spare)

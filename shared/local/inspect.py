@@ -108,23 +108,22 @@ def _others(directory: Path, base: Base) -> Iterator[Fault]:
 
 
 def _journals(paths: LocalPaths, state: LocalState, base: Base) -> Iterator[Fault]:
-    named = _named(state)
-    for step in named:
+    for step in state.steps:
         path = paths.journal(step.journal)
         problem = _journal(path, step, base)
         # a host forgets its way back at any time, and its next journal is written over this one
-        if problem is not None and step in _named(_state(paths)[0]):
+        if problem is not None and _is_named(paths, step):
             yield Fault(_name(path), problem, _NO_WAY_BACK)
-    kept = {step.journal for step in named}
+    kept = {step.journal for step in state.steps}
     for path in sorted(paths.journals.iterdir()) if paths.journals.is_dir() else ():
         if path.stem not in kept:
             yield Fault(_name(path), "is named by no state", "nothing; the next start drops it")
 
 
-def _named(state: LocalState | None) -> list[Step]:
-    if state is None:
-        return []
-    return [*state.undo, *([] if state.active is None else [state.active])]
+def _is_named(paths: LocalPaths, step: Step) -> bool:
+    """By the state that lies there now."""
+    state, _ = _state(paths)
+    return state is not None and step in state.steps
 
 
 def _journal(path: Path, step: Step, base: Base) -> str | None:

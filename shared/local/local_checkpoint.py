@@ -32,6 +32,7 @@ from weightcast.shared.files.checkpoint import (
 )
 from weightcast.shared.files.mounts import file_system
 from weightcast.shared.files.paging import populate, ready_to_write
+from weightcast.shared.files.space import taken_bytes
 from weightcast.shared.files.unshare import unshare_blocks
 from weightcast.shared.local.host import Host
 from weightcast.shared.local.locks import FileLock, Wait, holder, owner_text
@@ -44,7 +45,6 @@ WordsIn = Callable[[int, int, int], Words]
 _SEEDED_AGAIN = "the next sync seeds it again from base or anchor"
 _LEAVE_ALONE = "nothing else may write here; the next sync reads all of it, or seeds it again"
 PATCH_LOCK_SECONDS = 60.0
-_BLOCK = 512
 _PAGE = 4096
 _SHARING_SYSTEMS = ("xfs",)
 """file systems whose files may share blocks"""
@@ -315,7 +315,7 @@ def _fill_holes(fd: int, path: Path, found: os.stat_result) -> None:
     """A store to a hole, or to a block shared with a copy, is SIGBUS on a full disk, not an error. Elsewhere
     fewer blocks need not be holes."""
     system = file_system(found.st_dev)
-    sparse = found.st_blocks * _BLOCK < found.st_size
+    sparse = taken_bytes(found) < found.st_size
     if system in _PLAIN_SYSTEMS:
         try:
             if sparse:

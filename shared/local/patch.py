@@ -91,7 +91,7 @@ def undo(local: LocalCheckpoint, *, threads: int = 1) -> None:
 
 def drop_journal(local: LocalCheckpoint, step: Step) -> None:
     """Of a step that the state does not name any more."""
-    spare.keep(local.paths.journal(step.journal), local.paths.spare)
+    spare.keep_journal(local.paths, local.paths.journal(step.journal))
     failpoint("journal.removed", local.directory)
 
 
@@ -266,8 +266,7 @@ def rehash(local: LocalCheckpoint, *, threads: int = 1, advance: Advance | None 
 def drop_strays(local: LocalCheckpoint) -> None:
     """Journals that no state names, spares, patches for engines, everything in the spool: leftovers of a
     kill."""
-    state = local.state
-    named = {step.journal for step in state.undo} | ({state.active.journal} if state.active else set())
+    named = {step.journal for step in local.state.steps}
     for path in local.paths.journals.iterdir():
         if path.stem not in named:
             path.unlink()

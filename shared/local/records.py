@@ -61,11 +61,19 @@ class PackedRecord:
     offset: int
 
     @property
+    def words(self) -> int:
+        """Old ones, and as many new ones, at the payload's end."""
+        return self.whole or self.changes
+
+    @property
+    def places(self) -> int:
+        """Bytes before them, which say where they are."""
+        return 0 if self.whole else self.changes + 4 * self.escapes
+
+    @property
     def size(self) -> int:
         """Bytes of the payload."""
-        if self.whole:
-            return 2 * self.width * self.whole
-        return self.changes + 4 * self.escapes + 2 * self.width * self.changes
+        return self.places + 2 * self.width * self.words
 
 
 class BadRecordError(ValueError):
@@ -174,46 +182,37 @@ def parse_head(head: bytes, table: TensorTable, offset: int) -> PackedRecord:
     return PackedRecord(tensor, width, first, changes, escapes, whole, checksum, offset)
 
 
-@dataclass(frozen=True)
-class _List:
-    gaps: NDArray[np.uint8]
-    escapes: NDArray[np.uint32]
-    old: Words
-    new: Words
-
-    @property
-    def reach(self) -> int:
-        """Words from the first change to the last, both counted."""
-        near = int(self.gaps.sum(dtype=np.int64)) - ESCAPED_GAP * len(self.escapes)
-        return 1 + near + int(self.escapes.sum(dtype=np.int64))
+def _words(record: PackedRecord, payload: ByteArray, kind: WordKind) -> tuple[Words, Words]:
+    """Old and new ones."""
+    starts = (record.places, record.places + record.width * record.words)
+    old, new = (np.frombuffer(payload, kind.numpy, record.words, start) for start in starts)
+    return old, new
 
 
-def _halves(record: PackedRecord, room: ByteArray, kind: WordKind, count: int, start: int) -> list[Words]:
-    """Old and new words, `count` of each."""
-    places = (start, start + record.width * count)
-    return [np.frombuffer(room, kind.numpy, count, place) for place in places]
+def _gaps(record: PackedRecord, payload: ByteArray) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
+    """And escapes, of a list."""
+    return payload[: record.changes], np.frombuffer(payload, "<u4", record.escapes, record.changes)
 
 
-def _list(record: PackedRecord, room: ByteArray, kind: WordKind) -> _List:
-    start = record.changes + 4 * record.escapes
-    escapes = np.frombuffer(room, "<u4", record.escapes, record.changes)
-    return _List(room[: record.changes], escapes, *_halves(record, room, kind, record.changes, start))
+def _reach(gaps: NDArray[np.uint8], escapes: NDArray[np.uint32]) -> int:
+    """Words from the first change to the last, both counted."""
+    near = int(gaps.sum(dtype=np.int64)) - ESCAPED_GAP * len(escapes)
+    return 1 + near + int(escapes.sum(dtype=np.int64))
 
 
 def unpacked(record: PackedRecord, payload: ByteArray, kind: WordKind) -> Record:
     """In memory of its own. Raises BadRecordError."""
+    old, new = _words(record, payload, kind)
     if record.whole:
-        old, new = _halves(record, payload, kind, record.whole, 0)
         index = np.flatnonzero(old != new)
         if len(index) != record.changes:
             raise BadRecordError(f"record with {len(index)} changes where {record.changes} should be")
         places = index.astype(np.uint64) + np.uint64(record.first)
         return Record(record.tensor, places, old[index], new[index])
-    listed = _list(record, payload, kind)
-    reached = unpack_gaps(record.first, listed.gaps, listed.escapes)
+    reached = unpack_gaps(record.first, *_gaps(record, payload))
     if reached is None:
         raise BadRecordError("record out of order, or past the end of its tensor")
-    return Record(record.tensor, reached.astype(np.uint64), listed.old.copy(), listed.new.copy())
+    return Record(record.tensor, reached.astype(np.uint64), old.copy(), new.copy())
 
 
 def exchange(
@@ -227,19 +226,18 @@ def exchange(
     again: bool,
 ) -> int | None:
     """As `JournalReader.exchange`. Raises BadRecordError with nothing written."""
+    old, new = _words(record, payload, kind)
+    before, after = (new, old) if back else (old, new)
     if record.whole:
         stretch = words[record.first : record.first + record.whole]
         begin(stretch, record.changes)
-        old, new = _halves(record, payload, kind, record.whole, 0)
-        before, after = (new, old) if back else (old, new)
         place = _exchange_whole(stretch, before, after, again=again)
         return None if place is None else record.first + place
-    listed = _list(record, payload, kind)
-    begin(words[record.first : record.first + listed.reach], record.changes)
-    before, after = (listed.new, listed.old) if back else (listed.old, listed.new)
+    gaps, escapes = _gaps(record, payload)
+    begin(words[record.first : record.first + _reach(gaps, escapes)], record.changes)
     try:
         failed: int | None = kernels().exchange_packed(
-            words, record.first, listed.gaps, listed.escapes, before, after, again=again
+            words, record.first, gaps, escapes, before, after, again=again
         )
     except ValueError as error:
         raise BadRecordError(f"record with {error}") from error

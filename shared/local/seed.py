@@ -26,6 +26,7 @@ from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import Checkpoint
 from weightcast.shared.files.leased import LeasedFile
+from weightcast.shared.files.space import taken_bytes
 from weightcast.shared.local.hashing import hash_tensors
 from weightcast.shared.local.host import Host
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
@@ -231,7 +232,7 @@ def _check_room(paths: LocalPaths, checkpoint: Checkpoint) -> None:
                 remedy="remove it, or choose an empty directory for --local",
             )
         if target.exists():
-            wanted -= min(target.stat().st_blocks * 512, path.stat().st_size)
+            wanted -= min(taken_bytes(target.stat()), path.stat().st_size)
     make_room(paths, wanted, "seeding")
 
 

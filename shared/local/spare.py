@@ -8,6 +8,7 @@ space is short; there are none on tmpfs.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterator
@@ -15,38 +16,46 @@ from io import BufferedWriter
 from pathlib import Path
 
 from weightcast.shared.files.mounts import file_system
-from weightcast.shared.files.space import require_free, space_of
+from weightcast.shared.files.space import require_free, space_of, taken_bytes
 from weightcast.shared.local.local_checkpoint import LocalPaths
 
-_BLOCK = 512
-"""bytes in which stat counts what a file takes"""
 
-
-def keep(file: Path, spare: Path) -> None:
-    """Makes `spare` of `file`, if it is there and has no other name. The one before is dropped."""
-    try:
-        found = os.lstat(file)
-    except FileNotFoundError:
-        return
-    if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and file_system(found.st_dev) != "tmpfs":
-        file.rename(spare)
-    else:
-        file.unlink()
+def keep_journal(paths: LocalPaths, journal: Path) -> None:
+    """Makes the spare of `journal`, if it is there and has no other name. The one before is dropped."""
+    with contextlib.suppress(FileNotFoundError):
+        _keep(journal, paths.spare, in_memory=_in_memory(journal))
 
 
 def keep_shards(paths: LocalPaths, directory: Path) -> None:
     """Makes spares of the files in `directory`. Those of other shards are dropped."""
     files = sorted(directory.iterdir()) if directory.is_dir() else []
-    for number, file in enumerate(files):
-        keep(file, paths.spare_shard(number))
-    for spare in _all(paths):
-        if spare != paths.spare and int(spare.suffix[1:]) >= len(files):
-            spare.unlink(missing_ok=True)
+    spares = [paths.spare_shard(number) for number in range(len(files))]
+    in_memory = bool(files) and _in_memory(files[0])
+    for file, spare in zip(files, spares, strict=True):
+        _keep(file, spare, in_memory=in_memory)
+    for spare in set(_shards(paths)) - set(spares):
+        spare.unlink(missing_ok=True)
+
+
+def _in_memory(file: Path) -> bool:
+    return file_system(os.lstat(file).st_dev) == "tmpfs"
+
+
+def _keep(file: Path, spare: Path, *, in_memory: bool) -> None:
+    found = os.lstat(file)
+    if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and not in_memory:
+        file.rename(spare)
+    else:
+        file.unlink()
+
+
+def _shards(paths: LocalPaths) -> Iterator[Path]:
+    return (path for path in paths.room.glob("spare.*") if path.suffix[1:].isdecimal())
 
 
 def _all(paths: LocalPaths) -> Iterator[Path]:
     yield paths.spare
-    yield from (path for path in paths.room.glob("spare.*") if path.suffix[1:].isdecimal())
+    yield from _shards(paths)
 
 
 def spare_bytes(paths: LocalPaths) -> int:
@@ -56,7 +65,7 @@ def spare_bytes(paths: LocalPaths) -> int:
 
 def _taken(spare: Path) -> int:
     try:
-        return os.lstat(spare).st_blocks * _BLOCK
+        return taken_bytes(os.lstat(spare))
     except (FileNotFoundError, NotADirectoryError):
         return 0
 

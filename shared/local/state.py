@@ -109,6 +109,11 @@ class LocalState:
     def but(self, **changes: Any) -> LocalState:
         return replace(self, **changes)
 
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """Those whose journals are kept."""
+        return self.undo if self.active is None else (*self.undo, self.active)
+
     def followed(self, position: Position) -> int:
         """`epoch` when `position` is arrived at."""
         return max(self.epoch, position.epoch)

@@ -48,7 +48,7 @@ def write(room: Path, *records: Record) -> Path:
 
 def read(path: Path) -> list[tuple[list[int], list[int], list[int]]]:
     with JournalReader(path, TABLE) as journal:
-        return [tuple(part.tolist() for part in (r.index, r.old, r.new)) for r in journal.records()]  # type: ignore[misc]
+        return shown(*journal.records())
 
 
 def shown(*records: Record) -> list[tuple[list[int], list[int], list[int]]]:

@@ -61,7 +61,7 @@ class RunFacts:
 @dataclass(frozen=True)
 class LocalFacts:
     """`seeded`: weights lie there already; `strange`: files that are not weightcast's, and nothing of it;
-    `spare_bytes`: of a file that the next journal is written over."""
+    `spare_bytes`: of files that those of the next version are written over."""
 
     seeded: bool
     strange: bool

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.files.durable import create, replace
+from weightcast.shared.files.space import taken_bytes
 
 # readers of hosts/ pass over temporary names
 _ROOM_PREFIX = ".weightcast-tmp-doctor-"
@@ -233,7 +234,7 @@ def _allocate(room: Path) -> float:
     with (room / "allocated").open("w+b") as file:
         os.posix_fallocate(file.fileno(), 0, _SIZE)
         # small files lie in their inodes, compressed ones in fewer blocks
-        if os.fstat(file.fileno()).st_blocks * 512 < _SIZE:
+        if taken_bytes(os.fstat(file.fileno())) < _SIZE:
             raise Odd("space that was allocated is not taken: a full disk kills who writes to a mapping")
     return 0.0
 

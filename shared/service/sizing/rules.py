@@ -20,7 +20,7 @@ _RECORD_BYTES = 32
 _NEAR = 254
 """the widest gap that a journal keeps in one byte (docs/FORMAT.md, Journal)"""
 _WHOLE_FROM = 0.75
-"""share of changed words from which decoders show, and journals keep, all"""
+"""share of changed words from which decoders show, and journals keep, all (shared/codec/container.py)"""
 _INDEX_TENSOR_BYTES = 84
 """of an index's JSON for a changed tensor, besides its name, which stands there twice"""
 _INDEX_CHUNK_BYTES = 120
@@ -215,11 +215,12 @@ def _changed(weights: Weights, density: float) -> Mapping[int, int]:
 def journal_bytes(weights: Weights, density: float) -> int:
     """A gap, the old and the new word of each change, four bytes more for a wide gap, a head for each tensor
     or chunk; old and new word of all where few stay (docs/FORMAT.md, Journal)."""
+    heads = _RECORD_BYTES * (weights.tensors + weights.chunks + 1)
     if density >= _WHOLE_FROM:
-        return 2 * weights.nbytes + _RECORD_BYTES * (weights.tensors + weights.chunks + 1)
+        return 2 * weights.nbytes + heads
     wide = 4 * (1 - density) ** _NEAR
     each = sum(count * (1 + 2 * width + wide) for width, count in _changed(weights, density).items())
-    return int(each) + _RECORD_BYTES * (weights.tensors + weights.chunks + 1)
+    return int(each) + heads
 
 
 def span_bytes(delta_bytes: int, span: int, full_bytes: int) -> int:
