@@ -1,9 +1,10 @@
 """End to end on real files: publications and syncs of daemons and of commands, contenders taking turns.
 
 First every version is published by all, then, with the publishers' files gone, hosts are led through the same
-versions: the page cache then holds what one side needs. Before each round everything written is flushed, so
-that no one pays for another's dirty pages. In the end every host's bytes are compared with the last
-checkpoint's.
+versions. Before each round everything written is flushed, so that no one pays for another's dirty pages. In a
+warm round the version's files have just been read, as they are where they have just been written: by then,
+the versions of all contenders may be more than the page cache holds. In the end every host's bytes are
+compared with the last checkpoint's.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Literal
 
 from .checkpoints import Model, digests_in
 from .contenders import Contender, ContenderFailed, Done, contender
-from .probe import forget_pages, read_all
+from .probe import files_below, forget_pages, read_all
 from .results import FileRow, ReadRow, Spread, Work
 
 Doors = Literal["daemons", "commands"]
@@ -101,7 +102,10 @@ class _Run:
                 if block.doors == "commands":
                     daemons.close()
                 for one in self._turns():
-                    self._settle(block, one.places.version(self.version), one.places.host)
+                    version = one.places.version(self.version)
+                    self._settle(block, version, one.places.host)
+                    if block.cache == "warm":
+                        read_all(files_below(version), self.scenario.threads)
                     one.places.point(self.version)
                     done = one.sync(self.version) if block.doors == "daemons" else one.sync_once()
                     self._slot(number, one).synced.append(done)

@@ -84,7 +84,7 @@ def _temporary(target: Path, data: bytes, mode: int = 0o666, *, sync: bool = Tru
         path.unlink(missing_ok=True)
 
 
-def write_all(fd: int, data: bytes) -> None:
+def write_all(fd: int, data: bytes | memoryview) -> None:
     """Raises OSError."""
     view = memoryview(data)
     while view:

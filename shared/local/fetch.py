@@ -119,22 +119,23 @@ class _Copy:
             pause = min(2 * pause, _RETRY_MOST)
 
     def _once(self, source: Path, target: Path, record: FileRecord, spare: Path) -> None:
-        digest = blake3()
+        digest, room = blake3(), memoryview(bytearray(_BLOCK))
         size = 0
         with (
             os.fdopen(open_regular(source), "rb", buffering=0) as read,
             _opened(target, spare) as write,
         ):
             failpoint("fetch.begun", target)
-            while block := read.read(_BLOCK):
-                size += len(block)
+            while count := read.readinto(room):
+                block = room[:count]
+                size += count
                 if 0 <= record.size < size:
                     break
                 digest.update(block)
                 write_all(write.fileno(), block)
                 self.arrivals.extend(target.name, size)
                 if self.advance is not None:
-                    self.advance(len(block))
+                    self.advance(count)
             os.ftruncate(write.fileno(), size)
         failpoint("fetch.copied", target)
         if record.size >= 0 and (size != record.size or digest.hexdigest() != record.blake3):

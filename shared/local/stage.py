@@ -191,11 +191,13 @@ def _fold(
 def _packed(chunk: Chunk, old: Words, words: Words, steps: Sequence[ChunkStep | None]) -> Packed:
     """First old and last new word wherever they differ, or all. `words` is the last version where several
     fold."""
-    taken = [step.changes for step in steps if step is not None]
-    new = taken[0].whole if len(steps) == 1 else words
+    there = [step for step in steps if step is not None]
+    taken, single = [step.changes for step in there], len(steps) == 1
+    new = taken[0].whole if single else words
     if new is not None and any(changes.all_shown for changes in taken):
-        return pack_whole(chunk, old, new)
-    return pack_changes(chunk, taken[0] if len(steps) == 1 else _net(old, words, taken))
+        known = single and len(there[0].sums) == len(chunk.spans)
+        return pack_whole(chunk, old, new, [sums.changed for sums in there[0].sums] if known else None)
+    return pack_changes(chunk, taken[0] if single else _net(old, words, taken))
 
 
 def _net(old: Words, words: Words, taken: Sequence[Changes]) -> Changes:

@@ -132,6 +132,9 @@ def test_whole_spans_say_what_lists_say(
         with JournalReader(path, WHOLE_TABLE) as journal:
             found.append((list(journal.records()), [record.changes for record in journal.packed()]))
     assert found[0][1] == found[1][1] and all(map(same, found[0][0], found[1][0]))
+    counts = [int((index >= s.offset).sum() - (index >= s.offset + s.words).sum()) for s in SPANS]
+    chunk = Chunk(0, "BF16", 0, SPANS, 320)
+    assert pack_whole(chunk, old, new, counts) == pack_whole(chunk, old, new)
 
 
 def test_whole_spans_there_and_back(tmp_path: Path) -> None:
