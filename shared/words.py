@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +38,7 @@ class WordKind:
     exponent_shift: int = 0
     exponent_mask: int = 0
 
-    @property
+    @cached_property
     def numpy(self) -> np.dtype[np.unsignedinteger]:
         return np.dtype(f"<u{self.width}")
 
@@ -70,8 +71,7 @@ def kind_of(dtype: str) -> WordKind:
     return DTYPES[dtype][1] if dtype in DTYPES else BYTES
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     name: str
     dtype: str
     """safetensors name, e.g. BF16"""
@@ -128,8 +128,7 @@ class TensorTable:
         return self.specs[number]
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Words [start, stop) of tensor `tensor`; start is a multiple of BLOCK_WORDS."""
 
     tensor: int
@@ -149,8 +148,7 @@ def whole_part(table: TensorTable) -> Part:
     return table.whole
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """A tensor's piece in a chunk: words [start, stop) of `tensor`, at `offset` in the chunk."""
 
     tensor: int
@@ -182,8 +180,7 @@ class Chunk:
         return kind_of(self.dtype)
 
 
-@dataclass(frozen=True, order=True)
-class ChunkKey:
+class ChunkKey(NamedTuple):
     part: int
     dtype: str
     number: int

@@ -128,7 +128,7 @@ def assemble(
 
 
 def _renamed(chunk: ChunkRecord, part: int, renamed: Mapping[str, str]) -> ChunkRecord:
-    return replace(chunk, key=ChunkKey(part, chunk.key.dtype, chunk.key.number), file=renamed[chunk.file])
+    return chunk._replace(key=ChunkKey(part, chunk.key.dtype, chunk.key.number), file=renamed[chunk.file])
 
 
 def _proven(

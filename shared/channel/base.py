@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import cast
 
 from blake3 import blake3
@@ -62,8 +63,10 @@ def write_base(base: Base) -> bytes:
     )
 
 
+@lru_cache(maxsize=2)
 def parse_base(data: bytes) -> Base:
-    """Raises UnknownFormat, and DamagedFile when anything is wrong, the root included."""
+    """Raises UnknownFormat, and DamagedFile when anything is wrong, the root included. Every step reads the
+    file, which may have several 100,000 tensors and never changes: it is parsed once."""
     if len(data) > BASE_LIMIT:
         raise DamagedFile(f"{_WHAT}: {len(data)} bytes, at most {BASE_LIMIT} are read")
     members = Members(parse_object(data, _WHAT), _WHAT)

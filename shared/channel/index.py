@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 from blake3 import blake3
 
@@ -53,16 +53,14 @@ _FOREIGN_VALUES = {
 _VERSION = re.compile(r"\d{6,15}", re.ASCII)
 
 
-@dataclass(frozen=True)
-class TensorRecord:
+class TensorRecord(NamedTuple):
     """A changed tensor (in an anchor: every tensor): raw lanes of its new bytes, changed elements."""
 
     lanes: Lanes
     changed: int
 
 
-@dataclass(frozen=True)
-class ChunkRecord:
+class ChunkRecord(NamedTuple):
     """A changed chunk. `file`, `offset`, `length` place its blob (`fast`, `small`); in the field's encodings
     payloads lie per tensor and `length` is 0. `changed` counts words."""
 
@@ -141,16 +139,18 @@ class ForeignIndex:
         return self.digest
 
 
-def describe(data: bytes) -> Literal["ours", "foreign delta", "full"]:
-    """Which parser an index is for. Raises DamagedFile when it is no index at all."""
-    top = _top(data, INDEX_NAME)
+def describe(data: bytes, top: Members | None = None) -> Literal["ours", "foreign delta", "full"]:
+    """Which parser an index is for. `top`: as `read_top` gives it. Raises DamagedFile when it is no index at
+    all."""
+    top = read_top(data) if top is None else top
     if _OURS in top:
         return "ours"
     delta = "metadata" in top and "delta_encoding" in top.object("metadata")
     return "foreign delta" if delta else "full"
 
 
-def _top(data: bytes, what: str) -> Members:
+def read_top(data: bytes, what: str = INDEX_NAME) -> Members:
+    """The members of any index, for the parser that `describe` names. Raises DamagedFile."""
     if len(data) > INDEX_LIMIT:
         raise DamagedFile(f"{what}: {len(data)} bytes, at most {INDEX_LIMIT} are read")
     return Members(parse_object(data, what), what)
@@ -219,10 +219,12 @@ def _chunk_rows(index: Index) -> list[list[object]]:
     ]
 
 
-def parse_index(data: bytes, table: TensorTable, *, what: str = INDEX_NAME) -> Index:
+def parse_index(
+    data: bytes, table: TensorTable, *, what: str = INDEX_NAME, top: Members | None = None
+) -> Index:
     """Checks everything that can be checked without the shards. Raises DamagedFile, UnknownFormat and, for
-    another component, Refused; `what` names the file."""
-    top = _top(data, what)
+    another component, Refused; `what` names the file; `top`: what `read_top` made of `data`."""
+    top = read_top(data, what) if top is None else top
     facts = Members(top.object(_OURS), f"{what}: {_OURS}")
     check_format(facts, what)
     check_component(facts, what)
@@ -399,7 +401,7 @@ def _check_places(index: Index, what: str) -> None:
 def parse_foreign(data: bytes, *, what: str = INDEX_NAME) -> ForeignIndex:
     """An index in the plain format. Raises DamagedFile, and UnknownFormat for an encoding, compression
     or checksum that the field does not have."""
-    top = _top(data, what)
+    top = read_top(data, what)
     metadata = Members(top.object("metadata"), f"{what}: metadata")
     for key, known in _FOREIGN_VALUES.items():
         if metadata.text(key, 40) not in known:

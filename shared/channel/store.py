@@ -19,6 +19,7 @@ from weightcast.shared.channel.index import (
     describe,
     parse_foreign,
     parse_index,
+    read_top,
 )
 from weightcast.shared.channel.layout import Layout, version_name, version_of
 from weightcast.shared.channel.pointer import Pointer, read_pointer
@@ -35,6 +36,7 @@ from weightcast.shared.channel.signing import (
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater, UnknownFormat, Untrusted
 from weightcast.shared.files.durable import read_file
 from weightcast.shared.files.safetensors import read_header
+from weightcast.shared.files.strict_json import Members
 from weightcast.shared.words import TensorTable
 
 _CHANNEL_FILE_LIMIT = 16 << 20
@@ -133,9 +135,11 @@ class Channel:
     def _parse(
         self, data: bytes, directory: Path, version: int, table: TensorTable
     ) -> Index | ForeignIndex | FullVersion:
-        kind = "ours" if self.trust is not None else describe(data)
+        # what nobody vouches for is not parsed
+        top = None if self.trust is not None else read_top(data)
+        kind = "ours" if top is None else describe(data, top)
         if kind == "ours" and not self.foreign:
-            index = self._ours(data, directory, version, table, "")
+            index = self._ours(data, directory, version, table, "", top)
             _require(not index.main, f"{directory}: its index belongs beside another")
             return index
         if kind == "ours":
@@ -157,13 +161,21 @@ class Channel:
         _require(index is None or index.kind == "anchor", f"anchor of {version}: wrong index")
         return index
 
-    def _ours(self, data: bytes, directory: Path, version: int, table: TensorTable, main: str) -> Index:
-        """`main`: digest of the version's main index for one that lies beside it."""
+    def _ours(
+        self,
+        data: bytes,
+        directory: Path,
+        version: int,
+        table: TensorTable,
+        main: str,
+        top: Members | None = None,
+    ) -> Index:
+        """`main`: digest of the version's main index for one that lies beside it; `top`: of `data`, where it
+        was read already."""
         file, _ = self.require_ours()
         path = directory / INDEX_NAME
-        # the signature comes first: what nobody vouches for is not parsed
         stated = _stated(self.trust, path, data)
-        index = parse_index(data, table)
+        index = parse_index(data, table, top=top)
         if stated is not None:
             require_same(stated, stated_by(index, index.digest, main), str(path))
         _require(index.version == version, f"{directory}: its index is of version {index.version}")

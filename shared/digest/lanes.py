@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _MASK = (1 << 64) - 1
 
@@ -11,8 +11,7 @@ MIX_B = (0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
 """Of each lane: the multiplier of the word's number, then the two of the mix."""
 
 
-@dataclass(frozen=True)
-class Lanes:
+class Lanes(NamedTuple):
     """Two 64-bit sums modulo 2^64; additive over disjoint sets of words of a tensor."""
 
     a: int = 0

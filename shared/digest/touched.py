@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +26,7 @@ class ChangedWords(Protocol):
     def new(self) -> Words: ...
 
 
-@dataclass(frozen=True)
-class SpanSums:
+class SpanSums(NamedTuple):
     """Of the piece of `tensor` in a chunk: sums over the 8-byte words with a changed word in them, numbered
     as in the tensor, before and after; `changed` counts words of the tensor's own width."""
 

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from weightcast.shared.errors import DamagedFile, Refused
 from weightcast.shared.files.durable import read_file
@@ -24,8 +25,7 @@ _OTHER_WEIGHTS = re.compile(r"\.(bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|npz|safete
 """Weights in other formats, and safetensors that belong to no `model` (`consolidated.safetensors`)."""
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a tensor's bytes lie. `file` lies in the checkpoint directory, and may be a link there if links
     were followed."""
 
@@ -191,8 +191,9 @@ def _table(directory: Path, headers: Mapping[str, Header]) -> tuple[TensorTable,
     specs: list[TensorSpec] = []
     places: dict[str, Place] = {}
     for shard, header in headers.items():
+        file = directory / shard
         for entry in header.entries.values():
             specs.append(tensor_spec(entry))
-            places[entry.name] = Place(directory / shard, header.data_start + entry.begin, entry.nbytes)
+            places[entry.name] = Place(file, header.data_start + entry.begin, entry.nbytes)
     table = TensorTable.of(specs)
     return table, tuple(places[spec.name] for spec in table)

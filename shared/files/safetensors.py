@@ -10,8 +10,9 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.files.durable import open_regular
@@ -28,8 +29,7 @@ _RANK_LIMIT = 64
 _OFFSET_LIMIT = 1 << 62
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A tensor's bytes [begin, end), counted from the header's `data_start`."""
 
     name: str
@@ -104,30 +104,40 @@ def parse_header(prefix: bytes, file_size: int, *, what: str = "safetensors file
     length = _header_length(prefix, file_size, what)
     if len(prefix) < 8 + length or prefix[8:9] != b"{":
         raise DamagedFile(f"{what}: its safetensors header is cut short or no JSON object")
-    members = parse_object(prefix[8 : 8 + length], what)
-    metadata = _metadata(members.pop(_METADATA, {}), what)
-    entries = {name: _entry(name, value, what) for name, value in members.items()}
-    _check_filled(entries.values(), file_size - 8 - length, what)
-    return Header(entries, metadata, 8 + length)
+    try:
+        return _parsed(prefix[8 : 8 + length], file_size)
+    except DamagedFile as error:
+        raise DamagedFile(f"{what}: {error.message}", remedy=error.remedy) from error
 
 
-def _metadata(value: object, what: str) -> dict[str, str]:
+@lru_cache(maxsize=256)
+def _parsed(text: bytes, file_size: int) -> Header:
+    """Remembered by its bytes: a run's checkpoints have the same headers version after version, of several
+    100,000 tensors."""
+    members = parse_object(text, "header")
+    metadata = _metadata(members.pop(_METADATA, {}))
+    entries = {name: _entry(name, value) for name, value in members.items()}
+    _check_filled(entries.values(), file_size - 8 - len(text))
+    return Header(entries, metadata, 8 + len(text))
+
+
+def _metadata(value: object) -> dict[str, str]:
     if type(value) is not dict or any(type(text) is not str for text in value.values()):
-        raise DamagedFile(f"{what}: {_METADATA} is not an object of strings")
+        raise DamagedFile(f"{_METADATA} is not an object of strings")
     return cast(dict[str, str], value)
 
 
-def _entry(name: str, value: object, what: str) -> Entry:
-    where = f"{what}: tensor {name[:80]!r}"
+def _entry(name: str, value: object) -> Entry:
     if not name or len(name) > _NAME_LIMIT or not is_plain(name):
-        raise DamagedFile(f"{where}: not a usable name")
+        raise DamagedFile(f"tensor {name[:80]!r}: not a usable name")
     if type(value) is not dict or value.keys() != _MEMBERS:
-        raise DamagedFile(f"{where}: members other than {', '.join(sorted(_MEMBERS))}")
+        raise DamagedFile(f"tensor {name[:80]!r}: members other than {', '.join(sorted(_MEMBERS))}")
     members = cast(dict[str, object], value)
     shape = naturals(members["shape"], _RANK_LIMIT)
     offsets = naturals(members["data_offsets"], 2)
     if shape is None or offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise DamagedFile(f"{where}: bad shape or offsets")
+        raise DamagedFile(f"tensor {name[:80]!r}: bad shape or offsets")
+    where = f"tensor {name[:80]!r}"
     entry = Entry(name, checked_dtype(members["dtype"], where), shape, *offsets)
     check_nbytes(tensor_spec(entry), where)
     return entry
@@ -157,16 +167,16 @@ def check_nbytes(spec: TensorSpec, where: str) -> None:
         raise DamagedFile(f"{where}: {spec.dtype} {list(spec.shape)} does not have {spec.nbytes} bytes")
 
 
-def _check_filled(entries: Iterable[Entry], data_bytes: int, what: str) -> None:
+def _check_filled(entries: Iterable[Entry], data_bytes: int) -> None:
     end = 0
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
         if entry.begin != end:
             problem = "overlaps another tensor" if entry.begin < end else "leaves a hole before it"
-            raise DamagedFile(f"{what}: tensor {entry.name!r} {problem}")
+            raise DamagedFile(f"tensor {entry.name!r} {problem}")
         end = entry.end
     if end != data_bytes:
         raise DamagedFile(
-            f"{what}: its tensors have {end} bytes, the file has {data_bytes} for them",
+            f"its tensors have {end} bytes, the file has {data_bytes} for them",
             remedy="the file is cut short, or still being written",
         )
 

@@ -164,6 +164,7 @@ class LocalCheckpoint:
         self.checkpoint = checkpoint
         self.host = Host.here()
         self._maps: dict[Path, _Mapped] = {}
+        self._words: dict[int, Words] = {}
         self._map_all()
         self._index = _digest_of(checkpoint.index_file)
 
@@ -199,12 +200,10 @@ class LocalCheckpoint:
     def _map_all(self) -> None:
         for path in self.checkpoint.weight_files:
             self._maps[path] = _map(path)
-
-    @property
-    def _in_memory(self) -> bool:
-        return any(mapped.in_memory for mapped in self._maps.values())
+        self._in_memory = any(mapped.in_memory for mapped in self._maps.values())
 
     def close(self) -> None:
+        self._words.clear()
         for mapped in self._maps.values():
             # views handed out keep a map alive; it is dropped with them
             with contextlib.suppress(BufferError):
@@ -248,13 +247,17 @@ class LocalCheckpoint:
 
     def words(self, tensor: int) -> Words:
         """A writable view of a tensor's words in its mapped file; may be unaligned."""
-        spec, place = self.table[tensor], self.checkpoint.places[tensor]
-        mapped = self._maps[place.file]
-        return np.frombuffer(mapped.map, spec.kind.numpy, spec.words, place.offset)
+        found = self._words.get(tensor)
+        if found is None:
+            spec, place = self.table[tensor], self.checkpoint.places[tensor]
+            mapped = self._maps[place.file]
+            found = np.frombuffer(mapped.map, spec.kind.numpy, spec.words, place.offset)
+            self._words[tensor] = found
+        return found
 
     def words_in(self, tensor: int, start: int, stop: int) -> Words:
         words = self.words(tensor)[start:stop]
-        if self._maps[self.checkpoint.places[tensor].file].in_memory:
+        if self._in_memory:
             populate(words)
         return words
 
@@ -304,7 +307,8 @@ def gather(chunk: Chunk, words_in: WordsIn) -> Words:
     words = scratch().lend("gathered", chunk.kind.numpy, chunk.words)
     filled = 0
     for span in chunk.spans:
-        words[filled : span.offset] = 0
+        if filled < span.offset:
+            words[filled : span.offset] = 0
         filled = span.offset + span.words
         words[span.offset : filled] = words_in(span.tensor, span.start, span.stop)
     words[filled:] = 0

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -46,8 +46,7 @@ class Packed:
     changes: int
 
 
-@dataclass(frozen=True)
-class PackedRecord:
+class PackedRecord(NamedTuple):
     """A record's head; its payload lies at `offset` of the journal. `whole`: so many words are there, those
     that stay among them; 0: `changes` are listed."""
 
