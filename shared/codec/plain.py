@@ -91,14 +91,27 @@ def exchange_packed(
 
 def unpack_gaps(first: int, gaps: ByteArray, escapes: Array32) -> NDArray[np.int64] | None:
     """The words of a record; None where they do not ascend, or escapes are missing or too many."""
+    one, escaped = np.array([len(gaps)]), np.array([len(escapes)])
+    return unpack_many_gaps(np.array([first]), one, gaps, escaped, escapes)
+
+
+def unpack_many_gaps(
+    firsts: Counts, counts: Counts, gaps: ByteArray, escaped: Counts, escapes: Array32
+) -> NDArray[np.int64] | None:
+    """As `unpack_gaps`, of records one behind the other: `counts` and `escaped` say how many gaps and escapes
+    are whose. None where one of them is wrong."""
+    heads = np.cumsum(counts) - counts
     distances = gaps.astype(np.int64)
-    escaped = distances == ESCAPED_GAP
-    if np.count_nonzero(escaped) != len(escapes) or (escapes < ESCAPED_GAP).any():
+    are_escaped = distances == ESCAPED_GAP
+    found = np.add.reduceat(are_escaped, heads, dtype=np.int64)
+    if not np.array_equal(found, escaped) or (escapes < ESCAPED_GAP).any():
         return None
-    distances[escaped] = escapes
-    if distances[0] != 0 or not distances[1:].all():
+    distances[are_escaped] = escapes
+    if distances[heads].any() or np.count_nonzero(distances) != len(distances) - len(counts):
         return None
-    return np.cumsum(distances) + first
+    reached: NDArray[np.int64] = np.cumsum(distances)
+    reached -= np.repeat(reached[heads] - firsts, counts)
+    return reached
 
 
 def split(

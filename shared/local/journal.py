@@ -32,6 +32,7 @@ from weightcast.shared.local.records import (
     PackedRecord,
     Record,
     exchange,
+    exchange_many,
     pack_record,
     parse_head,
     unpacked,
@@ -42,6 +43,8 @@ _MAGIC = b"wcjrnl1\n"
 _END = b"wcjend1\n"
 _HEADER_LIMIT = 64 << 10
 _FOOTER_TENSOR = 0xFFFFFFFF
+_HEADS = 16 << 10
+"""bytes that are read for a head: those of the next short records lie in them"""
 
 
 @dataclass(frozen=True)
@@ -189,15 +192,17 @@ class JournalReader:
     def packed(self) -> Iterator[PackedRecord]:
         """Records whose headers fit the table; their payloads are left where they are."""
         offset, end = self._start, self._size - HEAD.size - len(_END)
+        block, begin = b"", offset
         for _ in range(self._footer[2]):
-            record = self._head(offset, end)
+            if offset + HEAD.size > begin + len(block):
+                block, begin = os.pread(self._file.fileno(), _HEADS, offset), offset
+            record = self._head(block[offset - begin : offset - begin + HEAD.size], offset, end)
             yield record
             offset = record.offset + record.size
         if offset != end:
             raise self._bad("more records than the footer counts")
 
-    def _head(self, offset: int, end: int) -> PackedRecord:
-        head = os.pread(self._file.fileno(), HEAD.size, offset)
+    def _head(self, head: bytes, offset: int, end: int) -> PackedRecord:
         if len(head) != HEAD.size:
             raise self._bad("ends early")
         try:
@@ -222,14 +227,44 @@ class JournalReader:
         except BadRecordError as error:
             raise self._bad(str(error)) from error
 
+    def exchange_many(
+        self,
+        records: Sequence[PackedRecord],
+        words: Words,
+        places: Sequence[tuple[int, int]],
+        way: Way,
+        *,
+        again: bool,
+        begin: Begin = _at_once,
+    ) -> tuple[PackedRecord, int] | None:
+        """As `exchange`, of lists that follow each other in the journal; `places` as in
+        `records.exchange_many`. Returns the record and the word that is none of those expected; none is
+        written then."""
+        start, stop = records[0].offset, records[-1].offset + records[-1].size
+        room = self._bytes(start, stop - start)
+        payloads = [room[one.offset - start : one.offset - start + one.size] for one in records]
+        for record, payload in zip(records, payloads, strict=True):
+            self._check(record, payload)
+        try:
+            return exchange_many(records, payloads, words, places, begin, back=way is Way.BACK, again=again)
+        except BadRecordError as error:
+            raise self._bad(str(error)) from error
+
     def _payload(self, record: PackedRecord) -> ByteArray:
-        """In this thread's scratch."""
-        room = scratch().take("journal", np.uint8, record.size)
-        if os.preadv(self._file.fileno(), [room.data], record.offset) != record.size:
-            raise self._bad("ends early")
-        if xxhash.xxh3_64_intdigest(room.data) != record.checksum:
-            raise self._bad("record damaged")
+        room = self._bytes(record.offset, record.size)
+        self._check(record, room)
         return room
+
+    def _bytes(self, offset: int, size: int) -> ByteArray:
+        """In this thread's scratch."""
+        room = scratch().take("journal", np.uint8, size)
+        if os.preadv(self._file.fileno(), [room.data], offset) != size:
+            raise self._bad("ends early")
+        return room
+
+    def _check(self, record: PackedRecord, payload: ByteArray) -> None:
+        if xxhash.xxh3_64_intdigest(payload.data) != record.checksum:
+            raise self._bad("record damaged")
 
     def records(self) -> Iterator[Record]:
         return map(self.at, self.packed())

@@ -165,6 +165,7 @@ class LocalCheckpoint:
         self.host = Host.here()
         self._maps: dict[Path, _Mapped] = {}
         self._words: dict[int, Words] = {}
+        self._homes: dict[tuple[Path, np.dtype[np.unsignedinteger], int], Words] = {}
         self._map_all()
         self._index = _digest_of(checkpoint.index_file)
 
@@ -204,6 +205,7 @@ class LocalCheckpoint:
 
     def close(self) -> None:
         self._words.clear()
+        self._homes.clear()
         for mapped in self._maps.values():
             # views handed out keep a map alive; it is dropped with them
             with contextlib.suppress(BufferError):
@@ -254,6 +256,19 @@ class LocalCheckpoint:
             found = np.frombuffer(mapped.map, spec.kind.numpy, spec.words, place.offset)
             self._words[tensor] = found
         return found
+
+    def home(self, tensor: int) -> tuple[Words, int]:
+        """All words of the file that a tensor lies in, writable, and which is the tensor's first. The same
+        array for all tensors of a file and dtype that begin on its words."""
+        spec, place = self.table[tensor], self.checkpoint.places[tensor]
+        kind, rest = spec.kind.numpy, place.offset % spec.kind.width
+        key = (place.file, kind, rest)
+        found = self._homes.get(key)
+        if found is None:
+            mapped = self._maps[place.file]
+            found = np.frombuffer(mapped.map, kind, (mapped.size - rest) // kind.itemsize, rest)
+            self._homes[key] = found
+        return found, place.offset // kind.itemsize
 
     def words_in(self, tensor: int, start: int, stop: int) -> Words:
         words = self.words(tensor)[start:stop]

@@ -7,22 +7,17 @@ position. Killed in between, the journal is replayed: each word is old or new, e
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
 
-from weightcast.shared.codec.parallel import SMALL_RESULTS, ordered
 from weightcast.shared.errors import DamagedFile, NeedsReseed
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.local import spare
 from weightcast.shared.local.engine_patch import drop_engine_patches
+from weightcast.shared.local.exchange import UnexpectedWordError, exchange
 from weightcast.shared.local.hashing import Differs, differing, full_hash, nearest
 from weightcast.shared.local.journal import JournalReader, Way
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, empty_spool
-from weightcast.shared.local.records import PackedRecord
 from weightcast.shared.local.state import LocalState, Phase, Position, Step, lanes_list
 from weightcast.shared.progress import Advance
-
-_BATCH = 256 << 10
-"""bytes of records that a thread takes at once"""
 
 
 def patch(local: LocalCheckpoint, step: Step, *, way_back: bool = True, threads: int = 1) -> None:
@@ -118,11 +113,6 @@ def _arrived(local: LocalCheckpoint, position: Position, undo_steps: tuple[Step,
     )
 
 
-class _UnexpectedWordError(Exception):
-    def __init__(self, tensor: int, word: int) -> None:
-        self.tensor, self.word = tensor, word
-
-
 def _write_all(local: LocalCheckpoint, step: Step, way: Way, *, replay: bool, threads: int) -> None:
     with JournalReader(local.paths.journal(step.journal), local.table) as journal:
         header = journal.header
@@ -130,37 +120,13 @@ def _write_all(local: LocalCheckpoint, step: Step, way: Way, *, replay: bool, th
         base, target = step.base, step.target
         if named != (local.state.run_id, step.journal, base.version, base.root, target.digest):
             raise DamagedFile(f"{journal.path}: belongs to another run or version")
-
-        def write(records: Sequence[PackedRecord]) -> None:
-            for record in records:
-                words = local.words(record.tensor)
-                failed = journal.exchange(record, words, way, again=replay, begin=local.begin_writing)
-                if failed is not None:
-                    raise _UnexpectedWordError(record.tensor, failed)
-                failpoint("patch.record", local.directory)
-
         try:
-            for _ in ordered(write, _batches(journal.packed()), threads, each=SMALL_RESULTS):
-                pass
-        except _UnexpectedWordError as found:  # no thread writes any more
+            exchange(local, journal, way, again=replay, threads=threads)
+        except UnexpectedWordError as found:  # no thread writes any more
             _dirty(local, found)
 
 
-def _batches(records: Iterable[PackedRecord]) -> Iterator[Sequence[PackedRecord]]:
-    """Thousands of records may hold a few changes each: a thread takes some at once."""
-    batch: list[PackedRecord] = []
-    size = 0
-    for record in records:
-        batch.append(record)
-        size += record.size
-        if size >= _BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _dirty(local: LocalCheckpoint, found: _UnexpectedWordError) -> None:
+def _dirty(local: LocalCheckpoint, found: UnexpectedWordError) -> None:
     local.save(local.state.but(phase=Phase.DIRTY))
     name = local.table[found.tensor].name
     raise NeedsReseed(

@@ -4,7 +4,7 @@ docs/FORMAT.md, Journal."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from weightcast.shared.codec.changes import Changes
 from weightcast.shared.codec.kernels import kernels
-from weightcast.shared.codec.plain import ESCAPED_GAP, unpack_gaps
+from weightcast.shared.codec.plain import ESCAPED_GAP, unpack_gaps, unpack_many_gaps
 from weightcast.shared.words import ByteArray, Chunk, TensorTable, WordKind, Words
 
 HEAD = struct.Struct("<IIQIIQ")
@@ -136,7 +136,7 @@ def _listed(
     escapes, counts = kernels().pack_gaps(index, np.array(bounds, np.int64), gaps)
     gap_bytes, escape_bytes, old_bytes, new_bytes = map(_bytes_of, (gaps, escapes, old, new))
     buffers: list[bytes | memoryview] = []
-    width, escaped = new.itemsize, 0
+    width, escaped, few = new.itemsize, 0, len(heads) <= _FEW
     for (tensor, first), (start, end), count in zip(heads, pairwise(bounds), counts.tolist(), strict=True):
         payload = (
             gap_bytes[start:end],
@@ -144,8 +144,9 @@ def _listed(
             old_bytes[width * start : width * end],
             new_bytes[width * start : width * end],
         )
-        buffers.append(HEAD.pack(tensor, width, first, end - start, count, _checksum(payload)))
-        buffers.extend(payload)
+        pieces = payload if few else (b"".join(payload),)
+        buffers.append(HEAD.pack(tensor, width, first, end - start, count, _checksum(pieces)))
+        buffers.extend(pieces)
         escaped += count
     return _packed(buffers, len(heads), len(index))
 
@@ -158,7 +159,9 @@ def _bytes_of(array: NDArray[Any]) -> memoryview:
     return np.ascontiguousarray(array).view(np.uint8).data
 
 
-def _checksum(pieces: Iterable[memoryview]) -> int:
+def _checksum(pieces: Sequence[bytes | memoryview]) -> int:
+    if len(pieces) == 1:
+        return xxhash.xxh3_64_intdigest(pieces[0])
     state = xxhash.xxh3_64()
     for piece in pieces:
         state.update(piece)
@@ -227,7 +230,7 @@ def exchange(
 ) -> int | None:
     """As `JournalReader.exchange`. Raises BadRecordError with nothing written."""
     old, new = _words(record, payload, kind)
-    before, after = (new, old) if back else (old, new)
+    before, after = _ways(old, new, back)
     if record.whole:
         stretch = words[record.first : record.first + record.whole]
         begin(stretch, record.changes)
@@ -242,6 +245,69 @@ def exchange(
     except ValueError as error:
         raise BadRecordError(f"record with {error}") from error
     return failed
+
+
+def _ways(old: Words, new: Words, back: bool) -> tuple[Words, Words]:
+    """What is expected, and what is written."""
+    return (new, old) if back else (old, new)
+
+
+def exchange_many(
+    records: Sequence[PackedRecord],
+    payloads: Sequence[ByteArray],
+    words: Words,
+    places: Sequence[tuple[int, int]],
+    begin: Begin,
+    *,
+    back: bool,
+    again: bool,
+) -> tuple[PackedRecord, int] | None:
+    """As `exchange`, of many short lists at once: a model may have several 100,000 small tensors. `places`:
+    where each record's tensor begins in `words`, and how many words it has. Where a word is not the expected
+    one nothing is written; returns its record and it."""
+    pieces = zip(*map(_pieces, records, payloads), strict=True)
+    gaps, escapes, old, new = map(np.concatenate, pieces)
+    facts = ((one.changes, one.escapes, one.first) for one in records)
+    rows = ((*one, *place) for one, place in zip(facts, places, strict=True))
+    columns = zip(*rows, strict=True)
+    counts, escaped, firsts, homes, limits = (np.array(column, np.int64) for column in columns)
+    index = unpack_many_gaps(firsts, counts, gaps, escaped, escapes.view("<u4"))
+    if index is None or (index[np.cumsum(counts) - 1] >= limits).any():
+        raise BadRecordError("record with changes out of order, or past the end")
+    index += np.repeat(homes, counts)
+    begin(words[index.min() : index.max() + 1], len(index))
+    wrong = _exchange_at(
+        words, index, *_ways(old.view(words.dtype), new.view(words.dtype), back), again=again
+    )
+    if wrong is None:
+        return None
+    number = int(np.searchsorted(np.cumsum(counts), wrong, side="right"))
+    return records[number], int(index[wrong] - homes[number])
+
+
+def _pieces(record: PackedRecord, payload: ByteArray) -> tuple[ByteArray, ByteArray, ByteArray, ByteArray]:
+    """Gaps, escapes, old and new words of a list."""
+    places, words = record.places, record.width * record.changes
+    return (
+        payload[: record.changes],
+        payload[record.changes : places],
+        payload[places : places + words],
+        payload[places + words :],
+    )
+
+
+def _exchange_at(
+    words: Words, index: NDArray[np.int64], before: Words, after: Words, *, again: bool
+) -> int | None:
+    """Which of `index` is the first whose word is not the expected one."""
+    found = words[index]
+    right = found == before
+    if again:
+        right |= found == after
+    if right.all():
+        words[index] = after
+        right = words[index] == after
+    return None if right.all() else int(np.argmin(right))
 
 
 def _exchange_whole(words: Words, before: Words, after: Words, *, again: bool) -> int | None:
