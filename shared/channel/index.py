@@ -7,6 +7,7 @@ chunks are those of the grid is checked where the grid is computed, by the reade
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, cast
@@ -123,6 +124,10 @@ class Index:
         return self.main or self.digest
 
 
+_REMEMBERED: OrderedDict[tuple[bytes, int], tuple[TensorTable, Index]] = OrderedDict()
+_MOST_REMEMBERED = 2
+
+
 @dataclass(frozen=True)
 class ForeignIndex:
     """A delta in the plain format of the field: what can be known of it. docs/FORMAT.md, Foreign channels."""
@@ -223,8 +228,20 @@ def parse_index(
     data: bytes, table: TensorTable, *, what: str = INDEX_NAME, top: Members | None = None
 ) -> Index:
     """Checks everything that can be checked without the shards. Raises DamagedFile, UnknownFormat and, for
-    another component, Refused; `what` names the file; `top`: what `read_top` made of `data`."""
-    top = read_top(data, what) if top is None else top
+    another component, Refused; `what` names the file; `top`: what `read_top` made of `data`. The last few are
+    remembered: several read the index of a version, which may have several 100,000 tensors."""
+    key = blake3(data).digest(), id(table)
+    known = _REMEMBERED.get(key)
+    if known is not None and known[0] is table:
+        return known[1]
+    index = _parsed(data, table, what, read_top(data, what) if top is None else top)
+    _REMEMBERED[key] = table, index
+    while len(_REMEMBERED) > _MOST_REMEMBERED:
+        _REMEMBERED.popitem(last=False)
+    return index
+
+
+def _parsed(data: bytes, table: TensorTable, what: str, top: Members) -> Index:
     facts = Members(top.object(_OURS), f"{what}: {_OURS}")
     check_format(facts, what)
     check_component(facts, what)

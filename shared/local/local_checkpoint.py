@@ -37,7 +37,7 @@ from weightcast.shared.files.unshare import unshare_blocks
 from weightcast.shared.local.host import Host
 from weightcast.shared.local.locks import FileLock, Wait, holder, owner_text
 from weightcast.shared.local.state import LANES_BYTES, LocalState, read_state, write_state
-from weightcast.shared.words import Chunk, TensorTable, Words
+from weightcast.shared.words import BLOCK_WORDS, Chunk, TensorTable, Words
 
 WordsIn = Callable[[int, int, int], Words]
 """tensor number, start, stop to these words"""
@@ -320,13 +320,16 @@ def gather(chunk: Chunk, words_in: WordsIn) -> Words:
         if view.flags.aligned:
             return view
     words = scratch().lend("gathered", chunk.kind.numpy, chunk.words)
+    padding = np.zeros(BLOCK_WORDS, words.dtype)
+    pieces: list[Words] = []
     filled = 0
     for span in chunk.spans:
         if filled < span.offset:
-            words[filled : span.offset] = 0
+            pieces.append(padding[: span.offset - filled])
+        pieces.append(words_in(span.tensor, span.start, span.stop))
         filled = span.offset + span.words
-        words[span.offset : filled] = words_in(span.tensor, span.start, span.stop)
-    words[filled:] = 0
+    pieces.append(padding[: chunk.words - filled])
+    np.concatenate(pieces, out=words)
     return words
 
 

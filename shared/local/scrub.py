@@ -82,7 +82,7 @@ class Scrub:
         try:
             while self._may_read() and not self._stop():
                 with local.standing_still(seconds=0.0):
-                    self._piece(local)
+                    self._pieces(local)
         except RetryLater:
             # somebody patches; the next turn goes on
             return
@@ -91,6 +91,14 @@ class Scrub:
 
     def _may_read(self) -> bool:
         return self._credit > 0 or (self._reading is not None and self._reading.hurried)
+
+    def _pieces(self, local: LocalCheckpoint) -> None:
+        """Small tensors share one taking of the lock."""
+        before = self._credit
+        while self._may_read() and before - self._credit < _PIECE_BYTES:
+            self._piece(local)
+            if self._next == 0:
+                return
 
     def _piece(self, local: LocalCheckpoint) -> None:
         reading = self._current(local)

@@ -129,7 +129,7 @@ def unpack_lanes(packed: bytes) -> NDArray[np.uint64]:
 
 
 def lanes_list(packed: bytes) -> list[Lanes]:
-    return [Lanes(a, b) for a, b in unpack_lanes(packed).tolist()]
+    return list(map(Lanes._make, unpack_lanes(packed).tolist()))
 
 
 def pack_list(lanes: list[Lanes]) -> bytes:
