@@ -20,6 +20,8 @@ _STRIDE = 12_582_917
 _SHARD_BYTES = 1 << 30
 _WIDTHS = ((512 << 20, 4096), (64 << 20, 1024), (0, 512))
 """bytes from which a model has layers of a width"""
+_NARROW = 64
+"""width of experts"""
 
 
 @dataclass(frozen=True)
@@ -34,15 +36,31 @@ class _Tensor:
         return self.shape[0] * self.shape[1]
 
 
-class Model:
-    """About `nbytes` of weights: one embedding of a sixteenth, square layers, norms that never change."""
+_Shapes = dict[str, tuple[int, int]]
 
-    def __init__(self, nbytes: int, seed: int) -> None:
-        width = next(width for least, width in _WIDTHS if nbytes >= least)
-        layers = max(1, nbytes * 15 // 16 // (2 * width * width))
-        rows = max(1, nbytes // 16 // (2 * width))
-        shapes = {"model.embed_tokens.weight": (rows, width)}
-        shapes |= {f"model.layers.{n}.mlp.weight": (width, width) for n in range(layers)}
+
+def _of_layers(nbytes: int) -> _Shapes:
+    width = next(width for least, width in _WIDTHS if nbytes >= least)
+    layers = max(1, nbytes * 15 // 16 // (2 * width * width))
+    rows = max(1, nbytes // 16 // (2 * width))
+    square = {f"model.layers.{n}.mlp.weight": (width, width) for n in range(layers)}
+    return {"model.embed_tokens.weight": (rows, width), **square}
+
+
+def _of_experts(nbytes: int, count: int) -> _Shapes:
+    rows = max(1, nbytes // count // (2 * _NARROW))
+    names = (f"model.layers.{n // 1000}.experts.{n % 1000}.weight" for n in range(count))
+    return dict.fromkeys(names, (rows, _NARROW))
+
+
+class Model:
+    """About `nbytes` of weights: one embedding of a sixteenth, square layers, norms that never change; or
+    `experts` of equal size."""
+
+    def __init__(self, nbytes: int, seed: int, experts: int = 0) -> None:
+        shapes = _of_experts(nbytes, experts) if experts else _of_layers(nbytes)
+        layers = 0 if experts else len(shapes) - 1
+        width = next(iter(shapes.values()))[1]
         period = min(_PERIOD, nbytes // 2)
         self._tensors = [
             _Tensor(name, shape, n * _STRIDE % period) for n, (name, shape) in enumerate(shapes.items())

@@ -52,6 +52,8 @@ class Scenario:
     blocks: tuple[Block, ...]
     """daemons first"""
     contenders: tuple[str, ...] = ("fast", "small", "field")
+    experts: int = 0
+    """so many small tensors are the model; 0: few large ones"""
 
     def in_order(self) -> tuple[Block, ...]:
         return (WARM_UP, *self.blocks)
@@ -69,7 +71,7 @@ class _Measured:
 class _Run:
     def __init__(self, scenario: Scenario, root: Path, seed: int, say: Say) -> None:
         self.scenario, self.root, self.say = scenario, root, say
-        self.model = Model(scenario.nbytes, seed)
+        self.model = Model(scenario.nbytes, seed, scenario.experts)
         self.base = self.model.write(root / "base")
         self.contenders = [contender(name, root, self.base, scenario.threads) for name in scenario.contenders]
         self.measured: dict[tuple[int, str], _Measured] = {}
@@ -144,6 +146,7 @@ class _Run:
                     doors=block.doors,
                     cache=block.cache,
                     model_bytes=self.model.nbytes,
+                    experts=self.scenario.experts,
                     asked_density=block.density,
                     threads=self.scenario.threads,
                     encoding=name,

@@ -39,6 +39,7 @@ def full(cores: int) -> Plan:
             Scenario(
                 _GB, most, (Block(5), *(Block(3, density) for density in (0.003, 0.04, 0.08, 0.18, 0.5, 1.0)))
             ),
+            Scenario(400 * _MB, most, (Block(3),), ("fast", "field"), experts=50_000),
             # every turn writes back a model: a third contender would take a third more of disk and time
             Scenario(
                 4 * _GB,
@@ -61,6 +62,7 @@ def quick(cores: int) -> Plan:
         rounds=2,
         scenarios=(
             Scenario(20 * _MB, most, (Block(2),)),
+            Scenario(20 * _MB, most, (Block(1),), ("fast", "field"), experts=2_000),
             Scenario(100 * _MB, most, (Block(3), Block(1, 0.18), Block(1, doors="commands"))),
         ),
         empty_cache=False,

@@ -118,7 +118,7 @@ def _bytes(results: Results, name: str, low: float, high: float) -> Iterator[_Po
 
 
 def _field_of(results: Results, row: FileRow) -> FileRow | None:
-    same = ("doors", "cache", "model_bytes", "asked_density", "threads")
+    same = ("doors", "cache", "model_bytes", "experts", "asked_density", "threads")
     for other in results.files:
         if other.encoding == "field" and all(getattr(other, one) == getattr(row, one) for one in same):
             return other

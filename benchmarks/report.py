@@ -243,6 +243,34 @@ def _file_parts(results: Results) -> Iterator[str]:
         )
         yield _table(("model", "threads", "cache", "GB/s"), rows)
     yield from _phase_parts(results)
+    yield from _expert_parts(results)
+
+
+def _expert_parts(results: Results) -> Iterator[str]:
+    rows = [row for row in results.files if row.experts]
+    if rows:
+        yield "Models of many small tensors, by running daemons, in seconds: what tensors cost beside bytes."
+        cells = (
+            (
+                f"{row.experts:,}",
+                _gb(row.model_bytes),
+                f"{row.density:.2%}",
+                _name(row.encoding),
+                f"{row.version_bytes / 1e6:,.2f} MB",
+                _seconds(row.publish.pointer),
+                _seconds(row.publish.seconds),
+                _seconds(row.sync.seconds),
+                f"{row.publish.anon_bytes >> 20}, {row.sync.anon_bytes >> 20} MiB",
+            )
+            for row in rows
+        )
+        yield _table(_EXPERT_HEADS, cells)
+
+
+_EXPERT_HEADS = (
+    "tensors", "model", "changed", "", "bytes of a version", "to the pointer", "publish", "sync",
+    "memory publish, sync",
+)  # fmt: skip
 
 
 _FILE_HEADS = (
@@ -253,7 +281,7 @@ _FILE_HEADS = (
 
 
 def _of_doors(results: Results, doors: str) -> list[FileRow]:
-    return [row for row in results.files if row.doors == doors]
+    return [row for row in results.files if row.doors == doors and not row.experts]
 
 
 def _file_cells(row: FileRow) -> Sequence[str]:
@@ -403,6 +431,10 @@ def _rate(nbytes: int, seconds: Spread) -> str:
     rates = [nbytes / value / 1e9 for value in (seconds.median, seconds.high, seconds.low)]
     middle, least, most = map(_number, rates)
     return f"{middle} ({least} to {most})"
+
+
+def _seconds(found: Spread | None) -> str:
+    return "" if found is None else f"{found.median:.2f} ({found.low:.2f} to {found.high:.2f})"
 
 
 def main() -> None:

@@ -87,6 +87,8 @@ class FileRow(_Row):
     doors: Literal["daemons", "commands"]
     cache: Literal["warm", "cold"]
     model_bytes: int
+    experts: int = 0
+    """so many small tensors are the model; 0: few large ones"""
     asked_density: float
     threads: int
     encoding: str

@@ -124,7 +124,8 @@ class Index:
         return self.main or self.digest
 
 
-_REMEMBERED: OrderedDict[tuple[bytes, int], tuple[TensorTable, Index]] = OrderedDict()
+_REMEMBERED: OrderedDict[str, tuple[TensorTable, Index]] = OrderedDict()
+"""by digest"""
 _MOST_REMEMBERED = 2
 
 
@@ -230,15 +231,20 @@ def parse_index(
     """Checks everything that can be checked without the shards. Raises DamagedFile, UnknownFormat and, for
     another component, Refused; `what` names the file; `top`: what `read_top` made of `data`. The last few are
     remembered: several read the index of a version, which may have several 100,000 tensors."""
-    key = blake3(data).digest(), id(table)
-    known = _REMEMBERED.get(key)
-    if known is not None and known[0] is table:
-        return known[1]
+    known = remembered(data, table)
+    if known is not None:
+        return known
     index = _parsed(data, table, what, read_top(data, what) if top is None else top)
-    _REMEMBERED[key] = table, index
+    _REMEMBERED[index.digest] = table, index
     while len(_REMEMBERED) > _MOST_REMEMBERED:
         _REMEMBERED.popitem(last=False)
     return index
+
+
+def remembered(data: bytes, table: TensorTable) -> Index | None:
+    """What `parse_index` gave for the same bytes and the same table not long ago."""
+    known = _REMEMBERED.get(blake3(data).hexdigest())
+    return known[1] if known is not None and known[0] is table else None
 
 
 def _parsed(data: bytes, table: TensorTable, what: str, top: Members) -> Index:

@@ -20,6 +20,7 @@ from weightcast.shared.channel.index import (
     parse_foreign,
     parse_index,
     read_top,
+    remembered,
 )
 from weightcast.shared.channel.layout import Layout, version_name, version_of
 from weightcast.shared.channel.pointer import Pointer, read_pointer
@@ -135,8 +136,9 @@ class Channel:
     def _parse(
         self, data: bytes, directory: Path, version: int, table: TensorTable
     ) -> Index | ForeignIndex | FullVersion:
-        # what nobody vouches for is not parsed
-        top = None if self.trust is not None else read_top(data)
+        # what nobody vouches for is not parsed, nor what was parsed before
+        plain = self.trust is not None or remembered(data, table) is not None
+        top = None if plain else read_top(data)
         kind = "ours" if top is None else describe(data, top)
         if kind == "ours" and not self.foreign:
             index = self._ours(data, directory, version, table, "", top)

@@ -7,7 +7,6 @@ many at once, with numpy: a model may have several 100,000 small tensors.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
 
 from weightcast.shared.codec.parallel import SMALL_RESULTS, ordered
 from weightcast.shared.failpoints import failpoint
@@ -59,13 +58,14 @@ def _batches(records: Iterable[PackedRecord]) -> Iterator[Sequence[PackedRecord]
         yield batch
 
 
-def _alike(local: LocalCheckpoint, batch: Sequence[PackedRecord]) -> Iterator[Sequence[PackedRecord]]:
-    """Neighbours that may be exchanged at once: lists of words of one file and dtype."""
+def _alike(local: LocalCheckpoint, batch: Sequence[PackedRecord]) -> Sequence[Sequence[PackedRecord]]:
+    """Records that may be exchanged at once: lists of words of one file and dtype."""
     if len(batch) < _MANY:
-        yield batch
-        return
-    for _, alike in groupby(batch, lambda one: (one.whole > 0, id(local.home(one.tensor)[0]))):
-        yield list(alike)
+        return [batch]
+    found: dict[tuple[bool, int], list[PackedRecord]] = {}
+    for record in batch:
+        found.setdefault((record.whole > 0, id(local.home(record.tensor)[0])), []).append(record)
+    return list(found.values())
 
 
 def _one_by_one(

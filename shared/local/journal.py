@@ -237,7 +237,7 @@ class JournalReader:
         again: bool,
         begin: Begin = _at_once,
     ) -> tuple[PackedRecord, int] | None:
-        """As `exchange`, of lists that follow each other in the journal; `places` as in
+        """As `exchange`, of lists that lie near each other, in the order of the journal; `places` as in
         `records.exchange_many`. Returns the record and the word that is none of those expected; none is
         written then."""
         start, stop = records[0].offset, records[-1].offset + records[-1].size

@@ -17,7 +17,7 @@ from weightcast.shared.digest.lanes import ZERO, Lanes
 from weightcast.shared.errors import RetryLater
 from weightcast.shared.local.hashing import Differs
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
-from weightcast.shared.local.state import LANES_BYTES, Phase, Position, lanes_list
+from weightcast.shared.local.state import LANES_BYTES, Phase, Position, unpack_lanes
 
 _PIECE_BYTES = 8 << 20
 _MOST_SECONDS = 10.0
@@ -153,4 +153,5 @@ class Scrub:
 
 
 def _lanes_of(position: Position, tensor: int) -> Lanes:
-    return lanes_list(position.lanes[tensor * LANES_BYTES : (tensor + 1) * LANES_BYTES])[0]
+    (lanes,) = unpack_lanes(position.lanes[tensor * LANES_BYTES : (tensor + 1) * LANES_BYTES]).tolist()
+    return Lanes._make(lanes)

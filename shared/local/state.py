@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +131,17 @@ def unpack_lanes(packed: bytes) -> NDArray[np.uint64]:
 
 
 def lanes_list(packed: bytes) -> list[Lanes]:
-    return list(map(Lanes._make, unpack_lanes(packed).tolist()))
+    return list(_lanes(packed))
+
+
+@lru_cache(maxsize=2)
+def _lanes(packed: bytes) -> tuple[Lanes, ...]:
+    """Asked for several times per version, of several 100,000 tensors."""
+    return tuple(map(Lanes._make, unpack_lanes(packed).tolist()))
 
 
 def pack_list(lanes: list[Lanes]) -> bytes:
-    return np.array([(one.a, one.b) for one in lanes], "<u8").tobytes()
+    return np.fromiter(chain.from_iterable(lanes), "<u8", 2 * len(lanes)).tobytes()
 
 
 def write_state(path: Path, state: LocalState) -> None:

@@ -7,6 +7,7 @@ typer takes to start (`plain`).
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -28,11 +29,15 @@ VERBS = "weightcast.verbs"
 _PLAIN = {"publish": "weightcast.publisher.verbs_publish", "sync": "weightcast.subscriber.verbs_sync"}
 """whose verbs are called for every version, each with a module of its own"""
 _SHORT = [[verb] for verb in _PLAIN]
+_COLLECTED = (50_000, 20, 100)
+"""objects made before the collector looks for cycles, and how often it looks further: several 100,000 tensors
+are millions of tuples, no cycles, and would be gone through many times per version"""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Console entry point. Exit codes: docs of `weightcast.shared.errors`, and 130 after Ctrl-C."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    gc.set_threshold(*_COLLECTED)
     code = run(words)
     if code == NotInTime.exit_code or words[:1] in _SHORT:
         # the first: threads that hang in a mount would be waited for

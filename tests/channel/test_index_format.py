@@ -63,7 +63,7 @@ FIELD = replace(
     DELTA,
     encoding="xor",
     checksums={"a": "0" * 32, "b": "f" * 32},
-    chunks=tuple(replace(chunk, offset=0, length=0) for chunk in DELTA.chunks),
+    chunks=tuple(chunk._replace(offset=0, length=0) for chunk in DELTA.chunks),
 )
 ANCHOR = replace(
     DELTA,
@@ -298,7 +298,7 @@ def test_duplicate_keys_are_refused() -> None:
         replace(FIELD, checksums={}),
         replace(FIELD, chunks=DELTA.chunks),
         replace(DELTA, parts=(Part(1, ()),)),
-        replace(DELTA, chunks=(replace(DELTA.chunks[0], file="other"),)),
+        replace(DELTA, chunks=(DELTA.chunks[0]._replace(file="other"),)),
         replace(DELTA, base_version=8),
         replace(DELTA, base_version=-1),
         replace(DELTA, root=""),

@@ -127,7 +127,7 @@ def _failure_example() -> bytes:
 
 _VERSION = parse_index(INDEX.replace(b'"s"', b'"part-00001.safetensors"'), TABLE)
 _PART = Part(0, _VERSION.parts[1].segments)
-_CHUNK = replace(_VERSION.chunks[0], key=ChunkKey(0, "BF16", 0))
+_CHUNK = _VERSION.chunks[0]._replace(key=ChunkKey(0, "BF16", 0))
 _DRAFT = write_index(replace(_VERSION, parts=(_PART,), chunks=(_CHUNK,)), TABLE)
 DIVISION = Division((Part(0, ()), _PART), ({}, {}), {})
 _HOLDS = {0: Box.whole(TABLE[0].shape), 1: Box((0,) * len(TABLE[1].shape), TABLE[1].shape)}

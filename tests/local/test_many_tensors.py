@@ -1,0 +1,113 @@
+"""A model of many small tensors: several files, dtypes and alignments, none in the order of the table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from core_cases import Model, bytes_of, read_checkpoint, some_changed, tensor, write_checkpoint
+from local_cases import Run, following, patch_keeping_undo, staged, step_to
+
+from weightcast.publisher import Publisher, init_channel
+from weightcast.shared.channel.base import parse_base
+from weightcast.shared.channel.index import INDEX_NAME, parse_index
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import DamagedFile, NeedsReseed
+from weightcast.shared.files.safetensors import parse_header, read_header
+from weightcast.shared.local.follow import Follower
+from weightcast.shared.local.hashing import full_hash
+from weightcast.shared.words import TensorTable
+
+DTYPES = ("BF16", "F8_E4M3", "BF16", "F32", "BF16")
+
+
+def model(rng: np.random.Generator) -> Model:
+    sizes = {n: int(rng.integers(1, 300)) for n in rng.permutation(600).tolist()}
+    return {f"experts.{n}.weight": tensor(rng, DTYPES[n % 5], size) for n, size in sizes.items()}
+
+
+def like(other: Model, rng: np.random.Generator) -> Model:
+    return {name: tensor(rng, one.dtype, *one.shape) for name, one in other.items()}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    rng = np.random.default_rng(11)
+    base = model(rng)
+    run = Run(tmp_path_factory.mktemp("many"), [base])
+    write_checkpoint(run.base, base, files=3)
+    init_channel(run.channel, run.base)
+    with Publisher.open(run.channel, local=run.root / "pub", base=run.base) as publisher:
+        for version in range(1, 5):
+            # all words change last
+            run.models.append(some_changed(run.latest, rng) if version < 4 else like(run.latest, rng))
+            new = write_checkpoint(run.root / f"new-{version}", run.latest, files=3)
+            publisher.publish_checkpoint(new, step=version)
+    return run
+
+
+def holds(follower: Follower, run: Run, version: int) -> None:
+    assert read_checkpoint(follower.paths.directory) == bytes_of(run.models[version])
+    assert follower.local is not None and full_hash(follower.local).intact
+
+
+def test_there_and_back(run: Run, tmp_path: Path) -> None:
+    with following(run, tmp_path / "host") as follower:
+        for version in (0, 1, 2):
+            step_to(follower, version)
+            holds(follower, run, version)
+        step_to(follower, 3)
+        patch_keeping_undo(follower, 4)
+        holds(follower, run, 4)
+        assert follower.local is not None
+        with follower.local.patching():
+            follower.undo()
+        holds(follower, run, 3)
+
+
+def test_a_foreign_word_is_named(run: Run, tmp_path: Path) -> None:
+    with following(run, tmp_path / "host") as follower:
+        step_to(follower, 0)
+        found = staged(follower, 1)
+        local = follower.local
+        assert local is not None
+        changed = [n for n in range(len(local.table)) if local.table[n].dtype == "BF16"]
+        victim = next(n for n in changed[len(changed) // 2 :] if differs(run, local.table[n].name, 1))
+        local.words(victim)[:] ^= 0x4001
+        with local.patching(), pytest.raises(NeedsReseed, match=f"of {local.table[victim].name} is not what"):
+            follower.patch(found)
+
+
+def differs(run: Run, name: str, version: int) -> bool:
+    return bytes_of(run.models[version])[name] != bytes_of(run.models[version - 1])[name]
+
+
+def test_what_never_changes_is_parsed_once(run: Run, tmp_path: Path) -> None:
+    channel = Channel.open(run.channel)
+    assert channel.base is not None and Channel.open(run.channel).base is channel.base
+    data = (run.channel / "base.json").read_bytes()
+    assert parse_base(data + b" ") is not channel.base
+
+    shard = run.base / "model-00001-of-00003.safetensors"
+    header = read_header(shard)
+    copy = tmp_path / "copy.safetensors"
+    copy.write_bytes(shard.read_bytes())
+    assert read_header(copy) is header
+    with pytest.raises(DamagedFile, match="copy: its tensors have"):
+        parse_header(shard.read_bytes(), shard.stat().st_size + 1, what="copy")
+
+
+def test_an_index_is_parsed_once_for_a_table(run: Run) -> None:
+    channel = Channel.open(run.channel)
+    pointer = channel.pointer()
+    assert channel.base is not None and pointer is not None
+    table = channel.base.table
+    first = channel.index(pointer, 2, table)
+    assert channel.index(pointer, 2, table) is first
+    data = (run.channel / "weight_v000002" / INDEX_NAME).read_bytes()
+    other = parse_index(data, TensorTable(table.specs))
+    assert other is not first and other == first
+    for version in (1, 2, 3):
+        found = channel.index(pointer, version, table)
+        assert found is not None and found.version == version
