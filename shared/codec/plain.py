@@ -79,6 +79,15 @@ def exchange_packed(
     index = unpack_gaps(first, gaps, escapes)
     if index is None or index[-1] >= len(words):
         raise ValueError("changes out of order, or past the end")
+    wrong = exchange_at(words, index, before, after, again=again)
+    return None if wrong is None else int(index[wrong])
+
+
+def exchange_at(
+    words: Words, index: NDArray[np.int64], before: Words, after: Words, *, again: bool
+) -> int | None:
+    """As `exchange_packed`, of listed words. Returns which of `index` fails first; none is written where one
+    is not what it should be."""
     found = words[index]
     expected = found == before
     if again:
@@ -86,7 +95,7 @@ def exchange_packed(
     if expected.all():
         words[index] = after
         expected = words[index] == after
-    return None if expected.all() else int(index[np.argmin(expected)])
+    return None if expected.all() else int(np.argmin(expected))
 
 
 def unpack_gaps(first: int, gaps: ByteArray, escapes: Array32) -> NDArray[np.int64] | None:

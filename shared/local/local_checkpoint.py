@@ -251,10 +251,8 @@ class LocalCheckpoint:
         """A writable view of a tensor's words in its mapped file; may be unaligned."""
         found = self._words.get(tensor)
         if found is None:
-            spec, place = self.table[tensor], self.checkpoint.places[tensor]
-            mapped = self._maps[place.file]
-            found = np.frombuffer(mapped.map, spec.kind.numpy, spec.words, place.offset)
-            self._words[tensor] = found
+            home, start = self.home(tensor)
+            found = self._words[tensor] = home[start : start + self.table[tensor].words]
         return found
 
     def home(self, tensor: int) -> tuple[Words, int]:

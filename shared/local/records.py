@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from weightcast.shared.codec.changes import Changes
 from weightcast.shared.codec.kernels import kernels
-from weightcast.shared.codec.plain import ESCAPED_GAP, unpack_gaps, unpack_many_gaps
+from weightcast.shared.codec.plain import ESCAPED_GAP, exchange_at, unpack_gaps, unpack_many_gaps
 from weightcast.shared.words import ByteArray, Chunk, TensorTable, WordKind, Words
 
 HEAD = struct.Struct("<IIQIIQ")
@@ -276,9 +276,7 @@ def exchange_many(
         raise BadRecordError("record with changes out of order, or past the end")
     index += np.repeat(homes, counts)
     begin(words[index.min() : index.max() + 1], len(index))
-    wrong = _exchange_at(
-        words, index, *_ways(old.view(words.dtype), new.view(words.dtype), back), again=again
-    )
+    wrong = exchange_at(words, index, *_ways(old.view(words.dtype), new.view(words.dtype), back), again=again)
     if wrong is None:
         return None
     number = int(np.searchsorted(np.cumsum(counts), wrong, side="right"))
@@ -294,20 +292,6 @@ def _pieces(record: PackedRecord, payload: ByteArray) -> tuple[ByteArray, ByteAr
         payload[places : places + words],
         payload[places + words :],
     )
-
-
-def _exchange_at(
-    words: Words, index: NDArray[np.int64], before: Words, after: Words, *, again: bool
-) -> int | None:
-    """Which of `index` is the first whose word is not the expected one."""
-    found = words[index]
-    right = found == before
-    if again:
-        right |= found == after
-    if right.all():
-        words[index] = after
-        right = words[index] == after
-    return None if right.all() else int(np.argmin(right))
 
 
 def _exchange_whole(words: Words, before: Words, after: Words, *, again: bool) -> int | None:
