@@ -107,8 +107,9 @@ class Model:
         return directory
 
     def _write_shard(self, path: Path, shapes: dict[str, tuple[int, int]]) -> None:
+        """By name, as the safetensors library does."""
         header, end = {}, 0
-        for name, shape in shapes.items():
+        for name, shape in sorted(shapes.items()):
             size = 2 * shape[0] * shape[1]
             header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + size]}
             end += size
@@ -116,7 +117,7 @@ class Model:
         text += b" " * (-len(text) % 8)
         with path.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            for name, pieces in self._all():
+            for name, pieces in sorted(self._all(), key=lambda one: one[0]):
                 for piece in pieces if name in shapes else ():
                     file.write(piece.data)
 

@@ -53,7 +53,7 @@ class Scenario:
     """daemons first"""
     contenders: tuple[str, ...] = ("fast", "small", "field")
     experts: int = 0
-    """so many small tensors are the model; 0: few large ones"""
+    """so many tensors of one size are the model; 0: few large ones"""
 
     def in_order(self) -> tuple[Block, ...]:
         return (WARM_UP, *self.blocks)

@@ -249,7 +249,7 @@ def _file_parts(results: Results) -> Iterator[str]:
 def _expert_parts(results: Results) -> Iterator[str]:
     rows = [row for row in results.files if row.experts]
     if rows:
-        yield "Models of many small tensors, by running daemons, in seconds: what tensors cost beside bytes."
+        yield "Models of many tensors, by running daemons, in seconds: what tensors cost beside bytes."
         cells = (
             (
                 f"{row.experts:,}",

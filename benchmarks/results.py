@@ -88,7 +88,7 @@ class FileRow(_Row):
     cache: Literal["warm", "cold"]
     model_bytes: int
     experts: int = 0
-    """so many small tensors are the model; 0: few large ones"""
+    """so many tensors of one size are the model; 0: few large ones"""
     asked_density: float
     threads: int
     encoding: str

@@ -87,7 +87,8 @@ def all_changed(model: Model, rng: np.random.Generator, elements: int = 3) -> Mo
     return {name: one.changed(rng, elements) for name, one in model.items()}
 
 
-def write_file(path: Path, model: Mapping[str, Tensor]) -> None:
+def write_file(path: Path, model: Mapping[str, Tensor], *, aligned: bool = False) -> None:
+    """`aligned`: to 8 bytes, as libraries do."""
     header: dict[str, object] = {}
     end = 0
     for name, one in model.items():
@@ -98,25 +99,28 @@ def write_file(path: Path, model: Mapping[str, Tensor]) -> None:
         }
         end += len(one.data)
     text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8 if aligned else 0)
     path.write_bytes(
         len(text).to_bytes(8, "little") + text + b"".join(one.data.tobytes() for one in model.values())
     )
 
 
-def write_checkpoint(directory: Path, model: Model, *, files: int = 1, config: str = "{}") -> Path:
+def write_checkpoint(
+    directory: Path, model: Model, *, files: int = 1, config: str = "{}", aligned: bool = False
+) -> Path:
     """A single file without an index, or `files` shards with one."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(config)
     (directory / "tokenizer.json").write_text('{"version": "1.0"}')
     if files == 1:
-        write_file(directory / "model.safetensors", model)
+        write_file(directory / "model.safetensors", model, aligned=aligned)
         return directory
     names = list(model)
     weight_map = {}
     for number in range(files):
         shard = f"model-{number + 1:05d}-of-{files:05d}.safetensors"
         own = {name: model[name] for name in names[number::files]}
-        write_file(directory / shard, own)
+        write_file(directory / shard, own, aligned=aligned)
         weight_map.update(dict.fromkeys(own, shard))
     total = sum(len(one.data) for one in model.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}

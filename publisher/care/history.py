@@ -25,6 +25,7 @@ from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.durable import read_file
 from weightcast.shared.files.strict_json import parse_object
 from weightcast.shared.local.local_checkpoint import LocalPaths
+from weightcast.shared.local.spare import keep_journal
 from weightcast.shared.local.state import Position, Step, parse_step, step_json
 
 _STEP_LIMIT = 256 << 20
@@ -97,14 +98,22 @@ class History:
             self.drop(version)
 
     def trim(self, most_steps: int, most_bytes: int) -> None:
-        """Drops the oldest beyond either bound."""
+        """Drops the oldest beyond either bound. The journal of one of them is written over by the next."""
         left = most_bytes
         for count, version in enumerate(sorted(self._versions(), reverse=True)):
             with contextlib.suppress(FileNotFoundError):
                 left -= self._journal(version).stat().st_size
                 left -= self._index(version).stat().st_size
             if count >= most_steps or left < 0:
+                self._step(version).unlink(missing_ok=True)
+                keep_journal(self._paths, self._journal(version))
                 self.drop(version)
+
+    def newest_bytes(self) -> int:
+        """Of the last journal that was kept; 0: none is."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._journal(max(self._versions(), default=0)).stat().st_size
+        return 0
 
     def _versions(self) -> list[int]:
         names = self._directory.glob("*.json") if self._directory.is_dir() else ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from weightcast.publisher.care.past import Past
@@ -27,7 +27,7 @@ from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import Refused, RetryLater, WeightcastError
 from weightcast.shared.local.follow import Follower, FollowOptions
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
-from weightcast.shared.words import TensorTable, Words
+from weightcast.shared.words import Chunk, TensorTable, Words
 
 
 class Held(Refused):
@@ -142,6 +142,9 @@ class PastWeights:
 
     def words_in(self, name: str, start: int, stop: int) -> Words:
         return self._words_in(self.table.numbers[name], start, stop)
+
+    def run_in(self, chunk: Chunk, sources: Mapping[int, str]) -> None:
+        return None
 
     def equal(self, name: str, other: str) -> bool:
         # tied tensors are one in the run's table: the same name, or two that need not be equal

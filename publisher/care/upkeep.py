@@ -36,6 +36,7 @@ from weightcast.shared.codec.choose import StepEncoding
 from weightcast.shared.errors import DamagedFile, RetryLater
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.local.local_checkpoint import LocalPaths
+from weightcast.shared.local.spare import make_ready
 from weightcast.shared.local.state import Step
 
 _ESTIMATE_EVERY = 16
@@ -104,7 +105,8 @@ class Upkeep:
     ) -> None:
         self._channel, self._local, self._claim, self._options = channel, local, claim, options
         self._vouching = vouching
-        self._history = History(LocalPaths(local))
+        self._paths = LocalPaths(local)
+        self._history = History(self._paths)
         self._stop = threading.Event()
         self.way = GiveWay()
         self._living = Living()
@@ -137,6 +139,8 @@ class Upkeep:
     def step(self) -> str:
         """What was made, in words; empty when nothing is due. Raises Refused when the channel has another
         owner, RetryLater and OSError for what may pass."""
+        # a kept journal is not there to be written over by the next one
+        make_ready(self._paths, self._history.newest_bytes(), self._check)
         if self._options.idle:
             return ""
         self._claim.check()

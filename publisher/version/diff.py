@@ -125,7 +125,7 @@ class _Comparison:
         if near is not None:
             changes = near.changes
             return self._encoded(chunk, old, lambda: self._fetched(chunk, old, changes), near)
-        new = self.merged(chunk) if self.merged is not None else gather(chunk, self._new_words)
+        new = self.merged(chunk) if self.merged is not None else self._new(chunk)
         return self._encoded(chunk, old, lambda: new, scan(chunk, old, new))
 
     def _encoded(self, chunk: Chunk, old: Words, new: FetchWords, found: Scan) -> _Compared:
@@ -140,10 +140,14 @@ class _Comparison:
 
     def _fetched(self, chunk: Chunk, old: Words, changes: Changes) -> Words:
         """All words after all, for a mode that holds them, and with them a look at all of the old ones."""
-        new = gather(chunk, self._new_words)
+        new = self._new(chunk)
         if len(compare(old, new)) != len(changes):
             raise drifted(chunk)
         return new
+
+    def _new(self, chunk: Chunk) -> Words:
+        run = self.weights.run_in(chunk, self.matched.sources)
+        return gather(chunk, self._new_words) if run is None else run
 
     def _new_words(self, tensor: int, start: int, stop: int) -> Words:
         name = self.matched.sources.get(tensor)

@@ -20,10 +20,10 @@ from weightcast.publisher.weights.given import CastTensor, RawTensor, in_torch, 
 from weightcast.publisher.weights.match import Matched
 from weightcast.publisher.weights.on_device import Baselines, Near
 from weightcast.shared.errors import Refused, RetryLater
-from weightcast.shared.files.checkpoint import Checkpoint, identities, open_checkpoint
+from weightcast.shared.files.checkpoint import Checkpoint, Place, identities, open_checkpoint, run_of
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.seed import ReadCheckpoint
-from weightcast.shared.words import DTYPES, TensorSpec, TensorTable, Words, kind_of
+from weightcast.shared.words import DTYPES, Chunk, TensorSpec, TensorTable, Words, kind_of
 
 _PIECE = 1 << 22
 """words compared at a time"""
@@ -40,6 +40,10 @@ class NewWeights(Protocol):
 
     def words_in(self, name: str, start: int, stop: int) -> Words:
         """Words [start, stop) of what is given of a tensor, row-major, on the host; not to be written."""
+
+    def run_in(self, chunk: Chunk, sources: Mapping[int, str]) -> Words | None:
+        """The chunk's words, where they lie in one run; None: they are to be gathered. `sources`: names by
+        number of the run's table."""
 
     def equal(self, name: str, other: str) -> bool:
         """Whether two tensors have the same form and bytes, as far as they are given."""
@@ -76,6 +80,20 @@ class CheckpointWeights:
             return self._read.words_in(self.table.numbers[name], start, stop)
         except RetryLater as error:
             raise self._changed() from error
+
+    def run_in(self, chunk: Chunk, sources: Mapping[int, str]) -> Words | None:
+        def place_of(tensor: int) -> Place | None:
+            name = sources.get(tensor)
+            return None if name is None else self.checkpoint.places[self.table.numbers[name]]
+
+        place = run_of(chunk, place_of)
+        if place is None:
+            return None
+        try:
+            words = self._read.bytes_at(place).view(chunk.kind.numpy)
+        except RetryLater as error:
+            raise self._changed() from error
+        return words if words.flags.aligned else None
 
     def equal(self, name: str, other: str) -> bool:
         one, another = (self.table[self.table.numbers[each]] for each in (name, other))
@@ -181,6 +199,9 @@ class GivenWeights:
 
     def words_in(self, name: str, start: int, stop: int) -> Words:
         return _host_words(self._flat(name), self._given[name].spec, start, stop)
+
+    def run_in(self, chunk: Chunk, sources: Mapping[int, str]) -> None:
+        return None
 
     def equal(self, name: str, other: str) -> bool:
         return _equal(self._given[name], self._given[other])

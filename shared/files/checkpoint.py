@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from weightcast.shared.files.durable import read_file
 from weightcast.shared.files.paths import file_name, printable
 from weightcast.shared.files.safetensors import Header, read_header_of, tensor_spec
 from weightcast.shared.files.strict_json import Members, parse_object
-from weightcast.shared.words import TensorSpec, TensorTable
+from weightcast.shared.words import Chunk, TensorSpec, TensorTable
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -32,6 +32,24 @@ class Place(NamedTuple):
     file: Path
     offset: int
     nbytes: int
+
+
+def run_of(chunk: Chunk, place_of: Callable[[int], Place | None]) -> Place | None:
+    """Where the words of a chunk lie in one run of a file, none of them padding; None where they do not.
+    `place_of`: a tensor's, by its number, all of one checkpoint. The safetensors library writes tensors of a
+    dtype in the order of their names, which is a chunk's."""
+    width, filled, found = chunk.kind.width, 0, None
+    for span in chunk.spans:
+        place = place_of(span.tensor)
+        if place is None or span.offset != filled:
+            return None
+        begin = place.offset + width * (span.start - filled)
+        if found is None:
+            found = Place(place.file, begin, width * chunk.words)
+        elif begin != found.offset or place.file is not found.file:
+            return None
+        filled += span.words
+    return found if filled == chunk.words else None
 
 
 @dataclass(frozen=True)

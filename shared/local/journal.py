@@ -6,6 +6,7 @@ It is complete only with its footer, and counts only while the state names it.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import struct
@@ -122,7 +123,8 @@ def _prefix(header: JournalHeader) -> bytes:
 
 
 class JournalReader:
-    """Raises DamagedFile for anything that is not a complete journal of this table."""
+    """Raises DamagedFile for anything that is not a complete journal of this table. Its file is not written
+    over until `close`."""
 
     def __init__(self, path: Path, table: TensorTable) -> None:
         self.path = path
@@ -132,6 +134,7 @@ class JournalReader:
         except FileNotFoundError as error:
             raise DamagedFile(f"{path}: the journal is gone") from error
         try:
+            self._lock()
             self._size = os.fstat(self._file.fileno()).st_size
             self.header = self._read_header()
             self._start = self._file.tell()
@@ -150,6 +153,15 @@ class JournalReader:
 
     def close(self) -> None:
         self._file.close()
+
+    def _lock(self) -> None:
+        """Against being written over (spare.py), which begins with another name."""
+        fd = self._file.fileno()
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(fd), os.lstat(self.path)):
+                return
+        raise self._bad("the journal is gone")
 
     def _bad(self, why: str) -> DamagedFile:
         return DamagedFile(

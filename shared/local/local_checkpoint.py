@@ -28,6 +28,7 @@ from weightcast.shared.files.checkpoint import (
     FileIdentity,
     file_identity,
     open_checkpoint,
+    run_of,
     surplus_weights,
 )
 from weightcast.shared.files.mounts import file_system
@@ -82,6 +83,11 @@ class LocalPaths:
     def spare(self) -> Path:
         """Of a journal."""
         return self.room / "spare"
+
+    @property
+    def unready_spare(self) -> Path:
+        """One that is being made."""
+        return self.room / "spare.unready"
 
     def spare_shard(self, number: int) -> Path:
         return self.room / f"spare.{number}"
@@ -282,7 +288,15 @@ class LocalCheckpoint:
 
     def chunk_words(self, chunk: Chunk) -> Words:
         """The chunk's words with zero padding; not to be written. A view where the chunk is one run."""
-        return gather(chunk, self.words_in)
+        place = run_of(chunk, self.checkpoint.places.__getitem__)
+        if place is None or place.offset % chunk.kind.width:
+            return gather(chunk, self.words_in)
+        home, _ = self.home(chunk.spans[0].tensor)
+        start = place.offset // chunk.kind.width
+        words = home[start : start + chunk.words]
+        if self._in_memory:
+            populate(words)
+        return words
 
     @contextlib.contextmanager
     def patching(self, seconds: float = PATCH_LOCK_SECONDS, wait: Wait = time.sleep) -> Iterator[None]:

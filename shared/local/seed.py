@@ -24,7 +24,7 @@ from weightcast.shared.digest.root import root
 from weightcast.shared.errors import DamagedFile, NeedsReseed, Refused, RetryLater, WrongRun
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
-from weightcast.shared.files.checkpoint import Checkpoint
+from weightcast.shared.files.checkpoint import Checkpoint, Place
 from weightcast.shared.files.leased import LeasedFile
 from weightcast.shared.files.space import taken_bytes
 from weightcast.shared.local.hashing import hash_tensors
@@ -33,7 +33,7 @@ from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.local.spare import make_room
 from weightcast.shared.local.state import LocalState, Phase, Position, pack_list, write_state
 from weightcast.shared.progress import Advance
-from weightcast.shared.words import TensorTable, Words
+from weightcast.shared.words import ByteArray, TensorTable, Words
 
 _BLOCK = 8 << 20
 _DAMAGED = "run `weightcast channel verify`"
@@ -215,8 +215,12 @@ class ReadCheckpoint:
         file has become shorter than its header says."""
         spec, place = self._checkpoint.table[tensor], self._checkpoint.places[tensor]
         width = spec.kind.width
-        data = self._files[place.file].view(place.offset + start * width, (stop - start) * width)
-        return data.view(spec.kind.numpy)
+        there = Place(place.file, place.offset + start * width, (stop - start) * width)
+        return self.bytes_at(there).view(spec.kind.numpy)
+
+    def bytes_at(self, place: Place) -> ByteArray:
+        """As `words_in`."""
+        return self._files[place.file].view(place.offset, place.nbytes)
 
 
 def _check_room(paths: LocalPaths, checkpoint: Checkpoint) -> None:

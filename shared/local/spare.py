@@ -3,21 +3,28 @@ next ones.
 
 Their pages are in memory already: where a hypervisor is given back what a guest frees, new pages cost a large
 step more than all its other work. They are one owner's, removed when the owner lock is released, and when
-space is short; there are none on tmpfs.
+space is short; there are none on tmpfs. A journal that somebody reads is locked, and not written over.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import BufferedWriter
 from pathlib import Path
 
 from weightcast.shared.files.mounts import file_system
 from weightcast.shared.files.space import require_free, space_of, taken_bytes
 from weightcast.shared.local.local_checkpoint import LocalPaths
+
+_LOOKS = 16
+"""places at which a file is asked for, to see whether it is in memory"""
+_MOST_READY = 1 << 30
+"""bytes of a spare that is made: what does not stay in memory would be written to the disk twice"""
+_PIECE = 1 << 20
 
 
 def keep_journal(paths: LocalPaths, journal: Path) -> None:
@@ -43,10 +50,45 @@ def _in_memory(file: Path) -> bool:
 
 def _keep(file: Path, spare: Path, *, in_memory: bool) -> None:
     found = os.lstat(file)
-    if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and not in_memory:
+    if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and not in_memory and _is_cached(file):
         file.rename(spare)
     else:
         file.unlink()
+
+
+def _is_cached(file: Path) -> bool:
+    """Whether its pages seem to be in memory: over others nothing is written sooner than into a new file."""
+    fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        size = os.fstat(fd).st_size
+        for place in range(0, size, max(size // _LOOKS, 1)):
+            os.preadv(fd, [bytearray(1)], place, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:  # cannot be asked here
+        return True
+    finally:
+        os.close(fd)
+    return True
+
+
+def make_ready(paths: LocalPaths, nbytes: int, between: Callable[[], None]) -> None:
+    """Makes a spare for a journal of `nbytes`, where there is none. `between` is called between pieces of the
+    work, and may raise to give it up. Raises OSError."""
+    size = min(nbytes, _MOST_READY)
+    if not size or paths.spare.exists() or file_system(os.stat(paths.room).st_dev) == "tmpfs":
+        return
+    if space_of(paths.room).free_bytes < 2 * nbytes:
+        return
+    zeros = bytes(_PIECE)
+    try:
+        with paths.unready_spare.open("wb", buffering=0) as file:
+            for start in range(0, size, _PIECE):
+                between()
+                file.write(memoryview(zeros)[: size - start])
+        paths.unready_spare.rename(paths.spare)
+    finally:
+        paths.unready_spare.unlink(missing_ok=True)
 
 
 def _shards(paths: LocalPaths) -> Iterator[Path]:
@@ -55,6 +97,7 @@ def _shards(paths: LocalPaths) -> Iterator[Path]:
 
 def _all(paths: LocalPaths) -> Iterator[Path]:
     yield paths.spare
+    yield paths.unready_spare
     yield from _shards(paths)
 
 
@@ -92,12 +135,15 @@ def begin(path: Path, spare: Path, end: int = 0) -> BufferedWriter:
 
 
 def _opened(path: Path, end: int) -> BufferedWriter:
-    """Raises OSError for what is not a file of one name."""
+    """Raises OSError for what is not a file of one name, or is read by somebody."""
     fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
             raise OSError(f"{path} is no spare")
+        # readers find it by another name no more: who has no lock by now gets none
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_UN)
         os.pwrite(fd, bytes(min(end, found.st_size)), max(0, found.st_size - end))
         return os.fdopen(fd, "wb")
     except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_cases import catch_up, following, make_run, patch_keeping_undo, phase_of, staged, step_to
 
-from weightcast.shared.errors import DamagedFile
+from weightcast.shared.errors import DamagedFile, RetryLater
 from weightcast.shared.local.journal import JournalHeader, JournalReader, JournalWriter
 from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.records import Record
-from weightcast.shared.local.spare import begin, keep_shards, spare_bytes
+from weightcast.shared.local.spare import begin, keep_journal, keep_shards, make_ready, spare_bytes
 from weightcast.shared.words import TensorSpec, TensorTable
 
 HEADER = JournalHeader("run-1", "abc", 3, "r3", 7, 4, "r4", "d4")
@@ -106,6 +107,78 @@ def test_nothing_is_written_over_that_is_not_a_file_of_one_name(tmp_path: Path) 
     assert read(write(tmp_path, record(5, 1))) == shown(record(5, 1))
 
 
+def test_a_journal_that_is_read_is_not_written_over(tmp_path: Path) -> None:
+    first = write(tmp_path, record(300, 1))
+    with JournalReader(first, TABLE) as journal:
+        first.rename(tmp_path / "spare")
+        assert read(write(tmp_path, record(300, 2))) == shown(record(300, 2))
+        assert shown(*journal.records()) == shown(record(300, 1))
+
+
+def test_nobody_begins_to_read_what_is_about_to_be_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, flock = write(tmp_path, record(300, 1)), fcntl.flock
+
+    def late(fd: int, kind: int) -> None:
+        monkeypatch.undo()
+        journal.rename(tmp_path / "spare")
+        begun(tmp_path).abandon()
+        flock(fd, kind)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(DamagedFile, match=r"gone"):
+        read(journal)
+
+
+def test_what_is_not_in_memory_is_no_spare(tmp_path: Path) -> None:
+    paths = LocalPaths(tmp_path)
+    paths.room.mkdir()
+    journal = write(tmp_path, *(record(3000, n) for n in range(9)))
+    with journal.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    keep_journal(paths, journal)
+    assert not journal.exists() and not paths.spare.exists()
+
+
+def test_one_is_made_where_there_is_none(tmp_path: Path) -> None:
+    paths, size, pieces = LocalPaths(tmp_path), (5 << 20) + 1, []
+    paths.room.mkdir()
+    make_ready(paths, size, lambda: pieces.append(paths.spare.exists()))
+    assert paths.spare.stat().st_size == size and spare_bytes(paths) >= size
+    assert pieces == [False] * 6, "there is none before it is whole"
+    inode = paths.spare.stat().st_ino
+    make_ready(paths, 2 * size, lambda: pieces.append(True))
+    assert paths.spare.stat().st_ino == inode and not any(pieces)
+    assert read(write(paths.room, record(9, 1))) == shown(record(9, 1))
+    assert (paths.room / "x.journal").stat().st_ino == inode
+
+
+def test_none_is_made_for_nothing_or_without_room(tmp_path: Path) -> None:
+    paths, there = LocalPaths(tmp_path), os.statvfs(tmp_path)
+    paths.room.mkdir()
+    for size in (0, there.f_bavail * there.f_frsize):
+        make_ready(paths, size, lambda: pytest.fail("begun"))
+    with TemporaryDirectory(dir="/dev/shm") as memory:
+        (Path(memory) / ".weightcast").mkdir()
+        make_ready(LocalPaths(Path(memory)), 1 << 20, lambda: pytest.fail("begun"))
+
+
+def test_nothing_is_left_of_one_that_was_given_up(tmp_path: Path) -> None:
+    paths, pieces = LocalPaths(tmp_path), []
+    paths.room.mkdir()
+
+    def give_up() -> None:
+        pieces.append(paths.unready_spare.exists())
+        if len(pieces) == 3:
+            raise RetryLater("the publisher stops")
+
+    with pytest.raises(RetryLater):
+        make_ready(paths, 9 << 20, give_up)
+    assert pieces == [True] * 3 and list(paths.room.iterdir()) == []
+
+
 def test_a_taken_name_is_left_alone(tmp_path: Path) -> None:
     write(tmp_path, record(5, 1))
     (tmp_path / "spare").write_bytes(b"spare")
@@ -186,10 +259,12 @@ def test_the_leftover_of_a_kill_is_dropped(tmp_path: Path) -> None:
     run = make_run(tmp_path, versions=1)
     with following(run, tmp_path / "local") as follower:
         catch_up(follower)
-    follower.paths.spare.write_bytes(b"old")
+    left = follower.paths.spare, follower.paths.unready_spare
+    for path in left:
+        path.write_bytes(b"old")
     with following(run, tmp_path / "local") as follower:
         catch_up(follower)
-        assert not follower.paths.spare.exists()
+        assert not any(path.exists() for path in left)
 
 
 def test_memory_is_given_back_at_once(tmp_path: Path) -> None:

@@ -268,6 +268,35 @@ def test_kept_journals_are_bounded(place: Place) -> None:
         assert list(history.iterdir()) == []
 
 
+def test_journals_are_written_over_those_that_are_kept_no_more(place: Place) -> None:
+    models = [place.model]
+    room = place.pub / ".weightcast"
+    journal = room / "history" / "000001.journal"
+    with place.publisher(upkeep=UpkeepOptions(skip_span=2, history_share=1000.0)) as publisher:
+        grow(publisher, place, models, 4)
+        oldest = journal.stat().st_ino
+        grow(publisher, place, models, 1)
+        assert not journal.exists() and (room / "spare").stat().st_ino == oldest
+        grow(publisher, place, models, 1)
+        assert (room / "history" / "000006.journal").stat().st_ino == oldest
+        publisher.make_due()
+    assert not list(room.glob("spare*"))
+    place.arrives(models[-1], 6)
+
+
+def test_the_first_journals_find_a_spare_too(place: Place) -> None:
+    models = [place.model]
+    room = place.pub / ".weightcast"
+    with place.publisher(upkeep=UpkeepOptions(skip_span=2, history_share=1000.0)) as publisher:
+        grow(publisher, place, models, 1)
+        assert not (room / "spare").exists()
+        publisher.make_due()
+        made = (room / "spare").stat()
+        assert made.st_size == (room / "history" / "000001.journal").stat().st_size
+        grow(publisher, place, models, 1)
+        assert (room / "history" / "000002.journal").stat().st_ino == made.st_ino
+
+
 @pytest.mark.parametrize("damage", ["journal", "step", "gone"])
 def test_damaged_journals_cost_a_delta_and_nothing_else(place: Place, damage: str) -> None:
     models = [place.model]
