@@ -123,6 +123,32 @@ class Llama(nn.Module):
         self.scale.data.copy_(tensor.view(self.scale.shape))
 
 
+class Mixture(nn.Module):
+    """The experts' gates and ups in one parameter, their downs in another."""
+
+    def __init__(self, experts: int, inner: int = 8, hidden: int = 16) -> None:
+        super().__init__()
+        self._inner = inner
+        self.up = nn.Parameter(torch.zeros(experts, 2 * inner, hidden), requires_grad=False)
+        self.down = nn.Parameter(torch.zeros(experts, hidden, inner), requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            number, kind = name.split(".")
+            if kind == "down":
+                self.down.data[int(number)].copy_(tensor)
+            else:
+                at = 0 if kind == "gate" else self._inner
+                self.up.data[int(number)].narrow(0, at, self._inner).copy_(tensor)
+
+    @classmethod
+    def checkpoint(cls, experts: int, inner: int = 8, hidden: int = 16) -> dict[str, Tensor]:
+        random = torch.Generator().manual_seed(experts)
+        shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+        names = [(number, kind) for number in range(experts) for kind in shapes]
+        return {f"{n}.{kind}": torch.randn(shapes[kind], generator=random) for n, kind in names}
+
+
 class ToyEngine:
     """`rank.Engine` around a module."""
 
@@ -132,8 +158,10 @@ class ToyEngine:
         self.said: str | None = None
         self.failures = 0
         """so many of the next synchronisations fail"""
+        self.asked = 0
 
     def hindrance(self) -> str | None:
+        self.asked += 1
         return self.said
 
     def misplaced(self, patches: Path) -> str | None:
@@ -166,13 +194,17 @@ class Ranks:
         self.is_paused = False
         self.labels: list[str] = []
         self.orders: list[str] = []
+        self.rows: list[int] = []
+        """of each answer that has some"""
         self.slow = False
 
     async def ranks(self, order: Order) -> Sequence[Answer]:
         self.orders.append(str(order["do"]))
         if self.slow:
             await asyncio.sleep(0)
-        return [rank.obey(order) for rank in self._ranks]
+        answers = [rank.obey(order) for rank in self._ranks]
+        self.rows += [len(answer["rows"]) for answer in answers if "rows" in answer]
+        return answers
 
     async def pause(self, policy: str) -> None:
         self.is_paused = True

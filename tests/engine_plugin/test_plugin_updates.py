@@ -6,13 +6,15 @@ import asyncio
 import gc
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from patch_writer import lanes, root, some_changed, write_patch
-from plugin_models import Llama, ToyHost, checkpoint
+from patch_writer import bytes_of, lanes, root, some_changed, write_patch
+from plugin_models import Llama, Mixture, ToyHost, checkpoint
+from weightcast_engine import live_words
 from weightcast_engine.blocks import Block
 from weightcast_engine.live_words import Update
 from weightcast_engine.patch_file import read_patch
@@ -258,6 +260,78 @@ def test_an_update_is_the_same_whatever_of_it_is_ready_before_the_pause(tmp_path
         assert live["w"].equal(target["w"]) and live["rows"].equal(target["rows"][:, 4:])
         update.take_back()
         assert live["w"].equal(base["w"]) and live["rows"].equal(base["rows"][:, 4:])
+
+
+def test_hundreds_of_experts_are_looked_up_in_steps_and_written_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, calls, scatter = Mixture.checkpoint(200), [], torch.Tensor.scatter_
+    host = ToyHost([Mixture(200)], base, tmp_path)
+    host.run("hold", 0, root(0), "0")
+    host.run("state")
+
+    def counted(flat: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        calls.append(len(flat))
+        return scatter(flat, *arguments)
+
+    before = host.live()
+    for version in (1, 2):
+        target = some_changed(base, version)
+        file, engine = write_patch(host.patches, base, target, version), host.engines[0]
+        asked = engine.asked
+        host.controls.rows.clear()
+        host.run("check", file)
+        rows = host.controls.rows
+        assert sum(rows) > 150 and max(rows) <= 128, "the engine serves between them"
+        assert engine.asked - asked < 10, "looking around takes milliseconds"
+        host.run("pause", "wait")
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, "scatter_", counted)
+            if version == 1:
+                engine.failures = 1
+                with pytest.raises(InDoubt, match="the device is gone"):
+                    host.run("apply", file, "1")
+                assert host.live() == before
+                host.run("check", file)
+            calls.clear()
+            patched.setattr(torch, "cat", None)  # done before the pause
+            host.run("apply", file, str(version))
+        assert len(calls) == 2, "one for each parameter"
+        host.run("resume")
+        base = target
+        model = Mixture(200)
+        model.load_weights(base.items())
+        assert host.live() == [{name: bytes_of(one).tobytes() for name, one in model.named_parameters()}]
+
+
+def test_short_parts_are_written_together_as_far_as_memory_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is short, and whatever is prepared before the pause."""
+    base = {str(n): torch.zeros(100 + n, dtype=torch.int32) for n in range(30)}
+    target = {name: tensor.clone() for name, tensor in base.items()}
+    for number, tensor in enumerate(target.values()):
+        tensor[: 3 * number + 1] += number + 1
+    changes = read_patch(tmp_path, write_patch(tmp_path, base, target, 1)).changes
+    starts = dict(zip(base, range(0, 30 * 130, 130), strict=True))
+    for short, checked, budget in ((1 << 14, 1 << 17, 1 << 30), (20, 100, 1 << 30), (20, 100, 9000)):
+        monkeypatch.setattr(live_words, "SHORT", short)
+        monkeypatch.setattr(live_words, "CHECKED", checked)
+        live = torch.full((30 * 130,), -1, dtype=torch.int32)
+        for name, start in starts.items():
+            live[start : start + len(base[name])] = 0
+        before, after = live.clone(), live.clone()
+        for name, start in starts.items():
+            after[start : start + len(base[name])] = target[name]
+        update = Update(budget)
+        for change in changes:
+            size = change.form.elements
+            piece = Piece(live, Block(0, starts[change.name], 1, size, size, size))
+            assert sum(part.changes for part in update.touched(piece, change)) == len(change)
+        update.write()
+        assert live.equal(after)
+        update.take_back()
+        assert live.equal(before)
 
 
 @pytest.mark.parametrize("failing", [0, 1])

@@ -7,7 +7,7 @@ makes the map (`blocks.on_whole_words`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from weightcast_engine.words import Form
 
 CHECKED = 1 << 17
 """changes handled at once: what is needed beside patch and update is bounded by them"""
+SHORT = 1 << 14
+"""changes from which a part is written on its own"""
 PREPARED = 2 << 30
 """bytes on a rank's device that an update may take before the pause; what is beyond is prepared in it"""
 
@@ -53,6 +55,20 @@ class _Ready:
         self.flat.scatter_(0, self.places, self.old)
 
 
+@dataclass
+class _Short:
+    """Parts of one storage, in which they lie apart."""
+
+    parts: list[_Ready] = field(default_factory=list)
+    changes: int = 0
+
+    def joined(self) -> _Ready:
+        if len(self.parts) == 1:
+            return self.parts[0]
+        columns = zip(*((part.places, part.words, part.old) for part in self.parts), strict=True)
+        return _Ready(self.parts[0].flat, *map(torch.cat, columns))
+
+
 @dataclass(frozen=True)
 class _Left:
     """Changes [start, stop) that lie in a piece, not looked up yet."""
@@ -75,13 +91,16 @@ class Update:
 
     def __init__(self, budget: int = PREPARED) -> None:
         self._parts: list[_Ready | _Left] = []
+        self._short: dict[int, _Short] = {}
+        """by the address of their storage"""
         self._left = budget
         self._written = 0
 
     @property
     def nbytes(self) -> int:
         """Of what is ready."""
-        return sum(part.nbytes for part in self._parts if isinstance(part, _Ready))
+        short = (part for short in self._short.values() for part in short.parts)
+        return sum(part.nbytes for part in (*self._parts, *short) if isinstance(part, _Ready))
 
     def touched(self, piece: Piece, change: Change) -> Iterator[Touched]:
         """Sums in several parts, which add up. Nothing is written."""
@@ -106,10 +125,25 @@ class Update:
 
     def _keep(self, part: _Left, ready: _Ready) -> None:
         self._left -= ready.nbytes
-        self._parts.append(ready if self._left >= 0 else part)
+        if self._left < 0 or len(ready.places) >= SHORT:
+            self._parts.append(ready if self._left >= 0 else part)
+            return
+        storage = ready.flat.data_ptr()
+        short = self._short.setdefault(storage, _Short())
+        short.parts.append(ready)
+        short.changes += len(ready.places)
+        if short.changes >= CHECKED:
+            self._parts.append(self._short.pop(storage).joined())
+
+    def join(self) -> None:
+        """Short parts of one storage become one: experts lie side by side in a parameter, and each write of a
+        pause costs microseconds, however little it writes."""
+        self._parts += (short.joined() for short in self._short.values())
+        self._short.clear()
 
     def write(self) -> None:
         """Once; only while the words are those that `touched` saw."""
+        self.join()
         for number, part in enumerate(self._parts):
             ready = self._parts[number] = part.ready() if isinstance(part, _Left) else part
             # counted before the write: taking it back is right whether or not it was carried out

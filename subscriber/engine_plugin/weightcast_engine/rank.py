@@ -35,6 +35,8 @@ Answer = dict[str, Any]
 Row = list[int]
 """number of the tensor, number of its piece on this rank, then sums: a, b, once or before and after"""
 _NOTHING = ("", -1, "")
+_MOST_ROWS = 128
+"""of an answer: a row of a few changes takes as long as one of a thousand, and the engine waits meanwhile"""
 
 
 class Engine(Protocol):
@@ -185,13 +187,14 @@ class Rank:
         patch, found = self._patch(order), self._residence.current()
         update = self._update = Update()
         for change in patch.changes:
-            self._residence.require(change)
+            self._residence.require(change, found)
 
         def work() -> Iterator[tuple[int, Row]]:
             for number, change in enumerate(patch.changes):
                 for at, piece in enumerate(found.pieces[change.name]):
                     for part in update.touched(piece, change):
                         yield part.changes, [number, at, *part.old, *part.new]
+            update.join()
 
         self._work = work()
         return {}
@@ -210,9 +213,9 @@ class Rank:
         return {"changes": self._changes}
 
     def _more(self, order: Order) -> Answer:
-        """The next rows of what was begun, until `budget` changes or words are done."""
+        """The next rows of what was begun, until `budget` changes or words are done, or many rows."""
         left, rows = order["budget"], list[Row]()
-        while left > 0:
+        while left > 0 and len(rows) < _MOST_ROWS:
             done, row = next(self._work, (0, None))
             if row is None:
                 return {"rows": rows, "done": True}
@@ -317,9 +320,9 @@ class _Residence:
             "refused": found.refused,
         }
 
-    def require(self, change: Change) -> None:
-        """Raises BadPatch for a tensor that can't be patched here."""
-        form, reason = self.forms.get(change.name), self.current().refused.get(change.name)
+    def require(self, change: Change, found: Map) -> None:
+        """Raises BadPatch for a tensor that can't be patched here. `found`: the current map."""
+        form, reason = self.forms.get(change.name), found.refused.get(change.name)
         if form is None:
             reason = f"{self._engine.directory} has no such tensor"
         elif form != change.form:
