@@ -109,12 +109,6 @@ class History:
                 keep_journal(self._paths, self._journal(version))
                 self.drop(version)
 
-    def newest_bytes(self) -> int:
-        """Of the last journal that was kept; 0: none is."""
-        with contextlib.suppress(FileNotFoundError):
-            return self._journal(max(self._versions(), default=0)).stat().st_size
-        return 0
-
     def _versions(self) -> list[int]:
         names = self._directory.glob("*.json") if self._directory.is_dir() else ()
         return [int(path.stem) for path in names if path.stem.isdecimal()]

@@ -107,6 +107,8 @@ class Upkeep:
         self._vouching = vouching
         self._paths = LocalPaths(local)
         self._history = History(self._paths)
+        self._unspared = 0
+        """bytes of the last journal, where none is left that the next one is written over"""
         self._stop = threading.Event()
         self.way = GiveWay()
         self._living = Living()
@@ -127,6 +129,15 @@ class Upkeep:
         full = Channel.open(self._channel).require_ours()[1].table.nbytes
         self._history.trim(2 * span, int(self._options.history_share * full))
 
+        # kept, it is not there to be written over by the next one
+        kept = self._paths.journal(step.journal).stat().st_size
+        self._unspared = 0 if self._paths.spare.exists() else kept
+
+    def _make_spare(self) -> None:
+        nbytes, self._unspared = self._unspared, 0
+        with contextlib.suppress(OSError):  # nothing depends on it
+            make_ready(self._paths, nbytes, self._check)
+
     def stop(self) -> None:
         """Ends a running step at its next piece."""
         self._stop.set()
@@ -139,8 +150,7 @@ class Upkeep:
     def step(self) -> str:
         """What was made, in words; empty when nothing is due. Raises Refused when the channel has another
         owner, RetryLater and OSError for what may pass."""
-        # a kept journal is not there to be written over by the next one
-        make_ready(self._paths, self._history.newest_bytes(), self._check)
+        self._make_spare()
         if self._options.idle:
             return ""
         self._claim.check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
+import torch
 from torch import Tensor, nn
 
 NOT_WEIGHTS = frozenset({"kv_cache"})
@@ -14,6 +15,30 @@ def live_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers, tied ones under each of their names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
+
+
+Place = tuple[str, int, torch.Size, tuple[int, ...], torch.dtype]
+"""of a weight: its name in its module, address, shape, strides, dtype"""
+
+
+def places_of(model: nn.Module) -> list[Place]:
+    """Differ when a parameter or buffer lies elsewhere. Asked in a pause: without what torch's own
+    iterators, and engines' subclasses of tensors, take for each weight."""
+    found: list[Place] = []
+    seen, left = {model}, [model]
+    with torch._C.DisableTorchFunctionSubclass():
+        while left:
+            module = left.pop()
+            for tensors in (module._parameters, module._buffers):
+                found += (
+                    (name, one.data_ptr(), one.shape, one.stride(), one.dtype)
+                    for name, one in tensors.items()
+                    if one is not None
+                )
+            below = [one for one in module._modules.values() if one is not None and one not in seen]
+            seen.update(below)
+            left += below
+    return found
 
 
 def storages_of(model: nn.Module) -> set[int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +22,14 @@ from torch import nn
 
 from weightcast_engine import FORMAT, VERSION
 from weightcast_engine.blocks import on_whole_words
-from weightcast_engine.derived import live_tensors, private_copies, storage, unloaded
+from weightcast_engine.derived import (
+    Place,
+    live_tensors,
+    places_of,
+    private_copies,
+    storage,
+    unloaded,
+)
 from weightcast_engine.live_words import Update, resident
 from weightcast_engine.patch_file import Change, Patch, Stand
 from weightcast_engine.refusals import RELOAD, RELOAD_AND_TELL, BadPatch, InDoubt, OtherBase, Refusal
@@ -293,6 +300,7 @@ class _Residence:
 
     def forget(self) -> None:
         self._map: Map | None = None
+        self._places: Sequence[Place] = ()
         self.forms: Mapping[str, Form] = {}
         self.print = ""
 
@@ -301,11 +309,12 @@ class _Residence:
         hindrance = self._hindrance()
         if hindrance is not None:
             raise BadPatch(hindrance, remedy=RELOAD)
-        seen = _print(self._process, self._engine.model)
-        if self._map is None or seen != self.print:
+        places = places_of(self._engine.model)
+        if self._map is None or places != self._places:
             self.forget()
             self.forms = checkpoint_forms(self._engine.directory)
-            self._map, self.print = _mapped(self._engine, self.forms), seen
+            self._map, self._places = _mapped(self._engine, self.forms), places
+            self.print = hashlib.sha256(repr((self._process, places)).encode()).hexdigest()
         return self._map
 
     def told(self, known: list[str]) -> Answer:
@@ -352,12 +361,3 @@ def _mapped(engine: Engine, forms: Mapping[str, Form]) -> Map:
         ):
             found.refuse(name, "has slices that share an 8-byte word of its digest")
     return found
-
-
-def _print(process: str, model: nn.Module) -> str:
-    """Differs when a parameter or buffer lies elsewhere."""
-    places = [
-        (name, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), str(tensor.dtype))
-        for name, tensor in live_tensors(model)
-    ]
-    return hashlib.sha256(repr((process, places)).encode()).hexdigest()
