@@ -137,9 +137,18 @@ class Past:
         if number not in self._undos:
             kept = self._kept.get(number)
             if kept is None:
-                raise RetryLater(f"the journal of version {number} is no longer kept")
-            self._undos[number] = _Undo(kept, self.table)
+                raise _dropped(number)
+            try:
+                self._undos[number] = _Undo(kept, self.table)
+            except DamagedFile as error:
+                if kept.path.exists():
+                    raise
+                raise _dropped(number) from error
         return self._undos[number]
+
+
+def _dropped(number: int) -> RetryLater:
+    return RetryLater(f"the journal of version {number} is no longer kept")
 
 
 class _Undo:

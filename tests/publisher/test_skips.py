@@ -15,7 +15,9 @@ from publisher_cases import Place, make_place
 from waiting import wait_until
 
 from weightcast.publisher import Publisher
+from weightcast.publisher.care.history import History
 from weightcast.publisher.care.pace import Pace, fewest_bytes
+from weightcast.publisher.care.past import Past
 from weightcast.publisher.care.skips import due_skips
 from weightcast.publisher.care.upkeep import Chain, UpkeepOptions, due_anchor
 from weightcast.shared.channel.chain import verify
@@ -23,8 +25,9 @@ from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.shown import Shown
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import DamagedFile
+from weightcast.shared.errors import DamagedFile, RetryLater
 from weightcast.shared.local.follow import Follower
+from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.plan import Patch, Relabel, Seed
 from weightcast.shared.local.route import Route
 
@@ -295,6 +298,19 @@ def test_the_first_journals_find_a_spare_too(place: Place) -> None:
         assert made.st_size == (room / "history" / "000001.journal").stat().st_size
         grow(publisher, place, models, 1)
         assert (room / "history" / "000002.journal").stat().st_ino == made.st_ino
+
+
+def test_a_journal_that_is_dropped_while_a_delta_is_made_costs_no_other(place: Place) -> None:
+    models = [place.model]
+    history = History(LocalPaths(place.pub))
+    with place.publisher(upkeep=SPANS) as publisher:
+        grow(publisher, place, models, 4)
+        with Past(place.pub) as past:
+            history.drop(1)
+            with pytest.raises(RetryLater, match="version 1 is no longer kept"):
+                past.words_at(0)(0, 0, 1)
+            assert past.words_at(1)(0, 0, 1) is not None
+        assert publisher.make_due() == ["delta of version 4 from version 2"]
 
 
 @pytest.mark.parametrize("damage", ["journal", "step", "gone"])
