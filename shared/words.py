@@ -8,7 +8,7 @@ element counts, are what codec, digest and journal speak of; for all dtypes up t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -26,6 +26,8 @@ MAIN = "main"
 BLOCK_WORDS = 64
 """Segments and spans begin at multiples of this, so that no two of them share an 8-byte word of a tensor."""
 CHUNK_WORDS = 4 << 20
+_KEPT_GRID = 64 << 30
+"""bytes of a model whose grid is kept: a larger one takes much longer to read than to lay out"""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,16 @@ class TensorTable:
         return sum(spec.nbytes for spec in self.specs)
 
     @cached_property
+    def sizes(self) -> NDArray[np.int64]:
+        """int64[tensors]: bytes. Not to be written."""
+        return np.array([spec.nbytes for spec in self.specs], np.int64)
+
+    @cached_property
+    def counts(self) -> NDArray[np.int64]:
+        """int64[tensors]: elements. Not to be written."""
+        return np.array([spec.elements for spec in self.specs], np.int64)
+
+    @cached_property
     def elements(self) -> int:
         return sum(spec.elements for spec in self.specs)
 
@@ -117,6 +129,15 @@ class TensorTable:
     def whole(self) -> Part:
         """All of it as one part."""
         return Part(0, tuple(Segment(number, 0, spec.words) for number, spec in enumerate(self.specs)))
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The grid of all of it as one part."""
+        return tuple(_chunks(self, self.whole, CHUNK_WORDS))
+
+    def __hash__(self) -> int:
+        """Tables are keys of what is remembered of them; there are few, and they are long."""
+        return hash((len(self.specs), self.nbytes))
 
     def __len__(self) -> int:
         return len(self.specs)
@@ -179,6 +200,19 @@ class Chunk:
     def kind(self) -> WordKind:
         return kind_of(self.dtype)
 
+    @cached_property
+    def places(self) -> NDArray[np.int64]:
+        """int64[spans, 3], not to be written: offset, words, number of the chunk's 8-byte word 0 in the
+        tensor's count."""
+        per_word = 8 // self.kind.width
+        rows = [(span.offset, span.words, (span.start - span.offset) // per_word + 1) for span in self.spans]
+        return np.array(rows, np.int64).reshape(-1, 3)
+
+    @cached_property
+    def tensors(self) -> NDArray[np.int64]:
+        """int64[spans], not to be written."""
+        return np.array([span.tensor for span in self.spans], np.int64)
+
 
 class ChunkKey(NamedTuple):
     part: int
@@ -190,13 +224,19 @@ def padded(words: int) -> int:
     return -(-words // BLOCK_WORDS) * BLOCK_WORDS
 
 
-def grid(table: TensorTable, part: Part, chunk_words: int = CHUNK_WORDS) -> Iterator[Chunk]:
+def grid(table: TensorTable, part: Part, chunk_words: int = CHUNK_WORDS) -> Iterable[Chunk]:
     """The chunks of a part, the same for every version with the same parts, whatever changed.
 
     Its segments are grouped by dtype (names in ascending order). In a group the segments shorter than
     `chunk_words` come first: each padded to a multiple of BLOCK_WORDS, concatenated, cut every `chunk_words`.
     Each longer one follows in chunks of its own, so that these lie in one run of a file. Chunks without
     words do not exist."""
+    if chunk_words == CHUNK_WORDS and part == table.whole and table.nbytes <= _KEPT_GRID:
+        return table.chunks
+    return _chunks(table, part, chunk_words)
+
+
+def _chunks(table: TensorTable, part: Part, chunk_words: int) -> Iterator[Chunk]:
     groups: dict[str, list[Segment]] = {}
     for segment in part.segments:
         groups.setdefault(table[segment.tensor].dtype, []).append(segment)

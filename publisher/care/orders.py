@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from weightcast.publisher.care.past import Past
@@ -139,6 +139,9 @@ class PastWeights:
 
     def box(self, name: str) -> Box:
         return Box.whole(self.table[self.table.numbers[name]].shape)
+
+    def pieces(self) -> Sequence[str]:
+        return ()
 
     def words_in(self, name: str, start: int, stop: int) -> Words:
         return self._words_in(self.table.numbers[name], start, stop)

@@ -8,29 +8,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from weightcast.publisher.care.past import Past
 from weightcast.publisher.version.commit import create_index, discard, verify_files
+from weightcast.publisher.version.elements import changed_elements
 from weightcast.shared.channel.chunk_step import ChunkStep
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.delta_reader import open_delta
 from weightcast.shared.channel.delta_writer import PartFiles, ShardWriter, open_shard_writer
-from weightcast.shared.channel.index import INDEX_NAME, Index, TensorRecord, Totals, parse_index, write_index
+from weightcast.shared.channel.index import INDEX_NAME, Index, Totals, parse_index, write_index
 from weightcast.shared.channel.keys import PrivateKey
 from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.tensor_records import TensorRecords
 from weightcast.shared.codec.changes import Changes, compare
 from weightcast.shared.codec.choose import StepEncoding
-from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.ledger import LanesArray, Ledger
 from weightcast.shared.digest.root import root
-from weightcast.shared.digest.touched import SpanSums, span_sums
+from weightcast.shared.digest.touched import span_sums
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
-from weightcast.shared.local.state import Position, lanes_list
+from weightcast.shared.local.state import Position, unpack_lanes
 from weightcast.shared.words import Chunk, TensorTable, Words, grid
 
 _SHARD = "model-00000-of-00001.safetensors"
@@ -74,11 +75,12 @@ def write_skip(
     directory.mkdir()
     failpoint("skip.begun", directory)
     try:
-        index = _written(directory, past, main, base, encoding)
+        data = _written(directory, past, main, base, encoding)
+        index = parse_index(data, past.table)
         _prove(directory, past, index, base)
         durable.sync_directory(directory)
         failpoint("skip.written", directory)
-        create_index(directory, index, past.table, claim, key)
+        create_index(directory, index, data, claim, key)
     except BaseException:
         discard(layout, directory)
         raise
@@ -86,53 +88,27 @@ def write_skip(
     failpoint("skip.committed", directory)
 
 
-@dataclass
 class _Book:
-    """What the tensors of a delta add up to."""
+    """What the tensors of a delta add up to. `elements`: int64[tensors], changed ones."""
 
-    table: TensorTable
-    old: dict[int, Lanes] = field(default_factory=dict)
-    new: dict[int, Lanes] = field(default_factory=dict)
-    changed: dict[int, int] = field(default_factory=dict)
+    def __init__(self, table: TensorTable) -> None:
+        self.table, self.ledger = table, Ledger(len(table))
+        self.elements = np.zeros(len(table), np.int64)
 
     def add(self, chunk: Chunk, step: ChunkStep) -> None:
-        for sums in step.sums:
-            self.old[sums.tensor] = self.old.get(sums.tensor, Lanes()).plus(sums.old)
-            self.new[sums.tensor] = self.new.get(sums.tensor, Lanes()).plus(sums.new)
-        for tensor, count in _changed_elements(self.table, chunk, step.changes, step.sums):
-            self.changed[tensor] = self.changed.get(tensor, 0) + count
+        self.ledger.add(step.sums)
+        counts = changed_elements(self.table, chunk, step.changes, step.sums)
+        np.add.at(self.elements, step.sums.tensors, counts)
 
-    def after(self, base: Position) -> list[Lanes]:
+    def check(self, base: Position, expected: str) -> LanesArray:
         """Lanes of every tensor, if they were those of `base` before."""
-        lanes = lanes_list(base.lanes)
-        for tensor, old in self.old.items():
-            lanes[tensor] = lanes[tensor].minus(old).plus(self.new[tensor])
-        return lanes
-
-    def check(self, base: Position, expected: str) -> list[Lanes]:
-        lanes = self.after(base)
+        lanes = self.ledger.after(unpack_lanes(base.lanes))
         if root(self.table, lanes) != expected:
             raise DamagedFile(
                 f"kept journals from version {base.version} do not lead to the root {expected[:16]}",
                 remedy="no such delta is made; hosts take the single steps",
             )
         return lanes
-
-
-def _changed_elements(
-    table: TensorTable, chunk: Chunk, changes: Changes, sums: Iterable[SpanSums]
-) -> Iterator[tuple[int, int]]:
-    touched = {one.tensor: one.changed for one in sums}
-    for span in chunk.spans:
-        if span.tensor not in touched:
-            continue
-        spec = table[span.tensor]
-        per_element = max(1, spec.nbytes // max(1, spec.elements) // spec.kind.width)
-        if per_element == 1:
-            yield span.tensor, touched[span.tensor]
-            continue
-        low, high = np.searchsorted(changes.index, [span.offset, span.offset + span.words]).tolist()
-        yield span.tensor, len(np.unique(changes.index[low:high] // per_element))
 
 
 def _chunks(past: Past, main: Index, base: Position) -> Iterator[tuple[Chunk, Words, Words]]:
@@ -146,7 +122,8 @@ def _chunks(past: Past, main: Index, base: Position) -> Iterator[tuple[Chunk, Wo
                 yield chunk, old, new
 
 
-def _written(directory: Path, past: Past, main: Index, base: Position, encoding: StepEncoding) -> Index:
+def _written(directory: Path, past: Past, main: Index, base: Position, encoding: StepEncoding) -> bytes:
+    """The shard; returns the index."""
     table = past.table
     count = sum(1 for part in main.parts for _ in grid(table, part))
     writer = open_shard_writer(encoding, directory / _SHARD, table, count)
@@ -161,8 +138,7 @@ def _written(directory: Path, past: Past, main: Index, base: Position, encoding:
         writer.abandon()
         raise
     lanes = book.check(base, main.root)
-    index = _index(main, base, encoding, files, book, lanes)
-    return parse_index(write_index(index, table), table)
+    return write_index(_index(main, base, encoding, files, book, lanes), table)
 
 
 def _append(writer: ShardWriter, chunk: Chunk, old: Words, new: Words, changes: Changes) -> ChunkStep:
@@ -172,10 +148,10 @@ def _append(writer: ShardWriter, chunk: Chunk, old: Words, new: Words, changes: 
 
 
 def _index(
-    main: Index, base: Position, encoding: StepEncoding, files: PartFiles, book: _Book, lanes: list[Lanes]
+    main: Index, base: Position, encoding: StepEncoding, files: PartFiles, book: _Book, lanes: LanesArray
 ) -> Index:
     table = book.table
-    names = {tensor: table[tensor].name for tensor in sorted(book.changed)}
+    tensors = TensorRecords.numbered(table, book.ledger.changed, lanes, book.elements)
     nbytes = sum(file.size for file in files.files)
     return Index(
         run_id=main.run_id,
@@ -189,12 +165,12 @@ def _index(
         encoding=encoding,
         step=main.step,
         created=time.time(),
-        weight_map=dict.fromkeys(names.values(), _SHARD),
+        weight_map=dict.fromkeys(tensors.names, _SHARD),
         files=files.files,
-        tensors={name: TensorRecord(lanes[t], book.changed[t]) for t, name in names.items()},
+        tensors=tensors,
         parts=main.parts,
         chunks=files.chunks,
-        totals=Totals(sum(book.changed.values()), table.elements, table.nbytes, nbytes),
+        totals=Totals(int(tensors.changed.sum()), table.elements, table.nbytes, nbytes),
         main=main.digest,
     )
 

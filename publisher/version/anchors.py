@@ -17,7 +17,7 @@ import numpy as np
 from weightcast.publisher.version.commit import create_index, discard
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.file_record import file_record
-from weightcast.shared.channel.index import INDEX_NAME, FileRecord, Index, TensorRecord, Totals
+from weightcast.shared.channel.index import INDEX_NAME, FileRecord, Index, TensorRecord, Totals, write_index
 from weightcast.shared.channel.keys import PrivateKey
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.digest.hash import hash_bytes
@@ -194,5 +194,5 @@ def _write_beside(directory: Path, full: Full, claim: Claim, key: PrivateKey | N
     index = replace(index, main=position.digest)
     durable.sync_directory(directory)
     failpoint("anchor.written", directory)
-    create_index(directory, index, full.table, claim, key, main=position.digest)
+    create_index(directory, index, write_index(index, full.table), claim, key, main=position.digest)
     failpoint("anchor.committed", directory)

@@ -17,7 +17,7 @@ from blake3 import blake3
 
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.file_record import file_record
-from weightcast.shared.channel.index import INDEX_NAME, Index, write_index
+from weightcast.shared.channel.index import INDEX_NAME, Index
 from weightcast.shared.channel.keys import PrivateKey
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.pointer import write_pointer
@@ -25,7 +25,6 @@ from weightcast.shared.channel.signing import signature_path, stated_by, write_s
 from weightcast.shared.errors import DamagedFile, Forked, RetryLater
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
-from weightcast.shared.words import TensorTable
 
 PostWrite = Callable[[int, Path, str], None]
 """Called with version, its directory and the phase `version` (files are there) or `pointer`."""
@@ -67,16 +66,11 @@ def discard(layout: Layout, path: Path) -> None:
 
 
 def commit_index(
-    layout: Layout,
-    index: Index,
-    table: TensorTable,
-    claim: Claim,
-    directory: Path,
-    key: PrivateKey | None = None,
+    layout: Layout, index: Index, data: bytes, claim: Claim, directory: Path, key: PrivateKey | None = None
 ) -> None:
-    """The commit point: an exclusive create that fails when the index exists."""
+    """The commit point: an exclusive create that fails when the index exists. `data`: the index, written."""
     try:
-        create_index(directory, index, table, claim, key)
+        create_index(directory, index, data, claim, key)
     except FileExistsError as error:
         raise Forked(
             f"{directory} was committed by somebody else", remedy="stop the other publisher of this channel"
@@ -85,11 +79,10 @@ def commit_index(
 
 
 def create_index(
-    directory: Path, index: Index, table: TensorTable, claim: Claim, key: PrivateKey | None, main: str = ""
+    directory: Path, index: Index, data: bytes, claim: Claim, key: PrivateKey | None, main: str = ""
 ) -> None:
-    """The signature, then the index: none is ever seen without. `main`: digest of the version's main index
-    for one that lies beside it and does not say. Raises FileExistsError."""
-    data = write_index(index, table)
+    """The signature, then the index: none is ever seen without. `data`: the index, written; `main`: digest of
+    the version's main index for one that lies beside it and does not say. Raises FileExistsError."""
     path = directory / INDEX_NAME
     if key is not None:
         statement = stated_by(index, blake3(data).hexdigest(), main or index.main)

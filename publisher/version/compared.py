@@ -82,7 +82,7 @@ class ComparedWeights:
         self._numbers = {name: number for number, name in own.names.items()}
         self._stretches: dict[int, list[_Stretch]] = {number: [] for number in own.names}
         self._starts: Mapping[int, Sequence[int]] = {}
-        self._proofs: list[tuple[Packed, tuple[Lanes, ...]]] = []
+        self._proofs: list[tuple[Packed, list[Lanes]]] = []
 
     @classmethod
     def compared(cls, own: Own, threads: int) -> ComparedWeights:
@@ -110,13 +110,13 @@ class ComparedWeights:
                     )
         self._proofs.clear()
 
-    def _is_same(self, proof: tuple[Packed, tuple[Lanes, ...]]) -> bool:
+    def _is_same(self, proof: tuple[Packed, list[Lanes]]) -> bool:
         packed, full = proof
         words = Own(self._rank, self.local, self, self._names).pack_new(packed)
-        return full == tuple(
+        return full == [
             hash_bytes(words[span.offset : span.offset + span.words].view(np.uint8))
             for span in packed.chunk.spans
-        )
+        ]
 
     def moved_to(self, local: LocalCheckpoint | None) -> None:
         """Reads old words from `local`. Raises RetryLater when that is lost, or at another version."""
@@ -129,6 +129,9 @@ class ComparedWeights:
 
     def box(self, name: str) -> Box:
         return self._boxes[name]
+
+    def pieces(self) -> Sequence[str]:
+        return [spec.name for spec in self.table if self._boxes[spec.name] != Box.whole(spec.shape)]
 
     def words_in(self, name: str, start: int, stop: int) -> Words:
         tensor = self._numbers[name]
@@ -166,7 +169,7 @@ class ComparedWeights:
         pass  # nothing is open
 
 
-_Compared = tuple[Packed, list[tuple[int, _Stretch]], tuple[Lanes, ...]]
+_Compared = tuple[Packed, list[tuple[int, _Stretch]], list[Lanes]]
 
 
 def _compare(own: Own, chunk: Chunk, packed: Packed) -> _Compared:
@@ -175,7 +178,8 @@ def _compare(own: Own, chunk: Chunk, packed: Packed) -> _Compared:
     new = _closed(packed, own.words(packed.pieces[0]))
     new = own.pack_new(packed) if new is None else new
     found = scan(packed.chunk, old, new)
-    return packed, list(_stretches(packed, found.changes, new)), found.full
+    full = list(map(Lanes._make, found.full.tolist()))
+    return packed, list(_stretches(packed, found.changes, new)), full
 
 
 def _closed(packed: Packed, piece: NDArray[np.unsignedinteger]) -> Words | None:

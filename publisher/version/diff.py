@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
+from weightcast.publisher.version.elements import changed_elements
 from weightcast.publisher.weights.finite import NonFinite, became_non_finite, check_finite
 from weightcast.publisher.weights.match import Matched
 from weightcast.publisher.weights.on_device import Near, drifted
 from weightcast.publisher.weights.tensors import NewWeights
 from weightcast.shared.channel.chunk_step import ChunkStep
 from weightcast.shared.channel.delta_writer import PartFiles, ShardWriter
+from weightcast.shared.channel.tensor_records import TensorRecords
 from weightcast.shared.codec.changes import Changes, compare
 from weightcast.shared.codec.choose import FetchWords
 from weightcast.shared.codec.parallel import ordered
 from weightcast.shared.codec.scan import Scan, scan
 from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.ledger import Ledger
 from weightcast.shared.errors import NeedsReseed, Refused
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, gather
-from weightcast.shared.local.state import lanes_list
+from weightcast.shared.local.state import unpack_lanes
 from weightcast.shared.progress import Advance
 from weightcast.shared.words import Chunk, Part, TensorTable, Words, grid
+
+_NO_COUNTS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -44,12 +50,11 @@ class SegmentSums:
 
 @dataclass(frozen=True)
 class Difference:
-    """One part's step. `lanes`: new raw lanes of each changed tensor, from all of the part's bytes of it;
-    `changed`: changed elements of each. `split`: of tensors that the part has not alone."""
+    """One part's step. `tensors`: of each changed tensor the new raw lanes, from all of the part's bytes of
+    it, and how many elements changed. `split`: of tensors that the part has not alone."""
 
     files: PartFiles
-    lanes: Mapping[int, Lanes]
-    changed: Mapping[int, int]
+    tensors: TensorRecords
     split: Mapping[int, SegmentSums]
     non_finite: Mapping[int, int]
     """elements of each tensor that became NaN or infinite"""
@@ -57,14 +62,15 @@ class Difference:
 
 @dataclass(frozen=True)
 class _Compared:
+    """`full`: of all new words of each span. `changed`: elements, of each span that `step` names."""
+
     chunk: Chunk
     new: FetchWords
-    full: tuple[tuple[int, Lanes], ...]
-    step: ChunkStep | None
-    prepared: bytes
-    changed: tuple[tuple[int, int], ...]
-    """(tensor, changed elements)"""
-    non_finite: tuple[tuple[int, int], ...]
+    full: NDArray[np.uint64]
+    changed: NDArray[np.int64]
+    step: ChunkStep | None = None
+    prepared: bytes = b""
+    non_finite: tuple[tuple[int, int], ...] = ()
     """(tensor, elements that became so)"""
 
 
@@ -86,23 +92,21 @@ def write_difference(
     writer is closed on success only."""
     near = weights.near(local, matched) if merged is None else None
     comparison = _Comparison(local, weights, matched, writer, near, merged)
-    full: dict[int, Lanes] = {}
-    book = _Book()
+    book = _Book(len(local.table))
     for one in ordered(comparison.compare, grid(local.table, part), threads):
         writer.append(one.chunk, one.prepared, one.new, one.step)
-        for tensor, lanes in one.full:
-            full[tensor] = full.get(tensor, Lanes()).plus(lanes)
         book.add(one)
         if advance is not None:
             advance(one.chunk.words * one.chunk.kind.width)
     _check_frozen(local.table, matched, book)
     if non_finite == "refuse":
         check_finite(local.table, book.non_finite)
-    split = {tensor: book.segment_sums(tensor, full[tensor]) for tensor in _split(local.table, part)}
-    _check_baseline(local, {tensor: lanes for tensor, lanes in full.items() if tensor not in split}, book)
+    split = {tensor: book.segment_sums(tensor) for tensor in _split(local.table, part)}
+    _check_baseline(local, book, split)
     if near is not None:
-        near.done(full)
-    return Difference(writer.close(), {t: full[t] for t in book.old}, book.changed, split, book.non_finite)
+        near.done(book.full_lanes())
+    tensors = TensorRecords.numbered(local.table, book.ledger.changed, book.full, book.elements)
+    return Difference(writer.close(), tensors, split, book.non_finite)
 
 
 def _split(table: TensorTable, part: Part) -> set[int]:
@@ -129,14 +133,13 @@ class _Comparison:
         return self._encoded(chunk, old, lambda: new, scan(chunk, old, new))
 
     def _encoded(self, chunk: Chunk, old: Words, new: FetchWords, found: Scan) -> _Compared:
-        full = tuple((span.tensor, lanes) for span, lanes in zip(chunk.spans, found.full, strict=True))
         if not len(found.changes):
-            return _Compared(chunk, new, full, None, b"", (), ())
+            return _Compared(chunk, new, found.full, _NO_COUNTS)
         prepared = self.writer.prepare(chunk, old, new, found.changes)
         step = ChunkStep(found.changes, found.sums)
-        changed = tuple(self._changed(chunk, found.changes))
+        changed = changed_elements(self.local.table, chunk, found.changes, found.sums)
         odd = tuple(became_non_finite(chunk, found.changes, new))
-        return _Compared(chunk, new, full, step, prepared, changed, odd)
+        return _Compared(chunk, new, found.full, changed, step, prepared, odd)
 
     def _fetched(self, chunk: Chunk, old: Words, changes: Changes) -> Words:
         """All words after all, for a mode that holds them, and with them a look at all of the old ones."""
@@ -155,59 +158,55 @@ class _Comparison:
             return self.local.words_in(tensor, start, stop)
         return self.weights.words_in(name, start, stop)
 
-    def _changed(self, chunk: Chunk, changes: Changes) -> Iterator[tuple[int, int]]:
-        edges = np.searchsorted(changes.index, [s.offset for s in chunk.spans] + [chunk.words])
-        for span, low, high in zip(chunk.spans, edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-            if high > low:
-                spec = self.local.table[span.tensor]
-                per_element = max(1, spec.nbytes // spec.elements // spec.kind.width)
-                words = changes.index[low:high]
-                yield span.tensor, high - low if per_element == 1 else len(np.unique(words // per_element))
-
 
 class _Book:
-    """Sums and counts per changed tensor."""
+    """Sums and counts of the part's tensors. `full`: uint64[tensors, 2], over all new words of those `seen`;
+    `elements`: int64[tensors], changed ones."""
 
-    def __init__(self) -> None:
-        self.old: dict[int, Lanes] = {}
-        self.new: dict[int, Lanes] = {}
-        self.changed: dict[int, int] = {}
+    def __init__(self, tensors: int) -> None:
+        self.ledger = Ledger(tensors)
+        self.full = np.zeros((tensors, 2), np.uint64)
+        self.seen = np.zeros(tensors, np.bool_)
+        self.elements = np.zeros(tensors, np.int64)
         self.non_finite: dict[int, int] = {}
 
     def add(self, one: _Compared) -> None:
-        for sums in one.step.sums if one.step is not None else ():
-            self.old[sums.tensor] = self.old.get(sums.tensor, Lanes()).plus(sums.old)
-            self.new[sums.tensor] = self.new.get(sums.tensor, Lanes()).plus(sums.new)
-        for tensor, count in one.changed:
-            self.changed[tensor] = self.changed.get(tensor, 0) + count
+        np.add.at(self.full, one.chunk.tensors, one.full)
+        self.seen[one.chunk.tensors] = True
+        if one.step is not None:
+            self.ledger.add(one.step.sums)
+            np.add.at(self.elements, one.step.sums.tensors, one.changed)
         for tensor, count in one.non_finite:
             self.non_finite[tensor] = self.non_finite.get(tensor, 0) + count
 
-    def segment_sums(self, tensor: int, full: Lanes) -> SegmentSums:
-        return SegmentSums(self.old.get(tensor, Lanes()), self.new.get(tensor, Lanes()), full)
+    def segment_sums(self, tensor: int) -> SegmentSums:
+        old_a, old_b, new_a, new_b = self.ledger.sums[tensor].tolist()
+        return SegmentSums(Lanes(old_a, old_b), Lanes(new_a, new_b), Lanes(*self.full[tensor].tolist()))
+
+    def full_lanes(self) -> dict[int, Lanes]:
+        seen = np.flatnonzero(self.seen)
+        return dict(zip(seen.tolist(), map(Lanes._make, self.full[seen].tolist()), strict=True))
 
 
 def _check_frozen(table: TensorTable, matched: Matched, book: _Book) -> None:
-    moved = sorted(matched.frozen & set(book.changed))
+    moved = [tensor for tensor in sorted(matched.frozen) if book.ledger.words[tensor]]
     if moved:
         names = ", ".join(table[tensor].name for tensor in moved[:5])
         raise Refused(f"frozen tensors changed: {names}", remedy="unfreeze them in a new channel")
 
 
-def _check_baseline(local: LocalCheckpoint, full: Mapping[int, Lanes], book: _Book) -> None:
+def _check_baseline(local: LocalCheckpoint, book: _Book, split: Iterable[int]) -> None:
     """The full hash of the new bytes must be what arithmetic on the recorded lanes gives: else the local
     checkpoint has drifted from what the channel says."""
-    recorded = lanes_list(local.state.position.lanes)
-    for tensor, found in full.items():
-        expected = recorded[tensor]
-        if tensor in book.old:
-            expected = expected.minus(book.old[tensor]).plus(book.new[tensor])
-        if expected != found:
-            raise NeedsReseed(
-                f"{local.directory}: {local.table[tensor].name} has drifted from version "
-                f"{local.state.position.version}; nothing was published",
-                remedy="the publisher's local checkpoint is seeded again from base and channel",
-            )
+    expected = book.ledger.after(unpack_lanes(local.state.position.lanes))
+    drifted_from = book.seen & (expected != book.full).any(axis=1)
+    drifted_from[list(split)] = False
+    for tensor in np.flatnonzero(drifted_from)[:1].tolist():
+        raise NeedsReseed(
+            f"{local.directory}: {local.table[tensor].name} has drifted from version "
+            f"{local.state.position.version}; nothing was published",
+            remedy="the publisher's local checkpoint is seeded again from base and channel",
+        )
 
 
 def check_ties(weights: NewWeights, matched: Matched, table: TensorTable) -> None:

@@ -9,19 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from weightcast.publisher.version.diff import Difference, SegmentSums
 from weightcast.shared.channel.index import (
     ChunkRecord,
     Encoding,
     FileRecord,
     Index,
-    TensorRecord,
     Totals,
 )
+from weightcast.shared.channel.tensor_records import TensorRecords
 from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.ledger import LanesArray
 from weightcast.shared.digest.root import root
 from weightcast.shared.errors import NeedsReseed
-from weightcast.shared.local.state import Position, lanes_list
+from weightcast.shared.local.state import Position, unpack_lanes
 from weightcast.shared.words import ChunkKey, Part, TensorTable
 
 
@@ -40,7 +43,6 @@ class Frame:
 
 def draft(frame: Frame, table: TensorTable, part: Part, difference: Difference) -> Index:
     """One rank's part as an index with a single part, number 0."""
-    names = {tensor: table[tensor].name for tensor in difference.lanes}
     return Index(
         run_id=frame.run_id,
         version=frame.version,
@@ -54,12 +56,9 @@ def draft(frame: Frame, table: TensorTable, part: Part, difference: Difference) 
         step=frame.step,
         created=frame.created,
         # a part has one shard, or none where nothing changed
-        weight_map={name: file.name for file in difference.files.files for name in names.values()},
+        weight_map={name: file.name for file in difference.files.files for name in difference.tensors.names},
         files=difference.files.files,
-        tensors={
-            name: TensorRecord(difference.lanes[tensor], difference.changed[tensor])
-            for tensor, name in names.items()
-        },
+        tensors=difference.tensors,
         parts=(part,),
         chunks=difference.files.chunks,
         totals=_totals(table, difference),
@@ -69,7 +68,7 @@ def draft(frame: Frame, table: TensorTable, part: Part, difference: Difference) 
 
 def _totals(table: TensorTable, difference: Difference) -> Totals:
     return Totals(
-        changed=sum(difference.changed.values()),
+        changed=int(difference.tensors.changed.sum()),
         elements=table.elements,
         nbytes=table.nbytes,
         delta_bytes=sum(file.size for file in difference.files.files),
@@ -96,22 +95,24 @@ def assemble(
     renamed = {
         shard.name: f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i, shard in enumerate(shards)
     }
-    lanes = lanes_list(base.lanes)
-    whole = _proven(table, lanes, sums)
-    tensors: dict[str, TensorRecord] = {}
+    recorded = unpack_lanes(base.lanes)
+    lanes, changed, listed = recorded.copy(), np.zeros(len(table), np.int64), np.zeros(len(table), np.bool_)
     for one in drafts:
-        for name, record in one.tensors.items():
-            number = table.numbers[name]
-            lanes[number] = whole.get(number, record.lanes)
-            before = tensors[name].changed if name in tensors else 0
-            tensors[name] = TensorRecord(lanes[number], before + record.changed)
+        records = TensorRecords.of(one.tensors)
+        numbers = records.numbers(table)
+        lanes[numbers] = records.lanes
+        changed[numbers] += records.changed
+        listed[numbers] = True
+    for number, proven in _proven(table, recorded, sums).items():
+        if listed[number]:
+            lanes[number] = proven
     first = drafts[0]
     index = replace(
         first,
         root=root(table, lanes),
         files=tuple(FileRecord(renamed[s.name], s.size, s.blake3) for s in shards),
-        weight_map={name: renamed[file] for one in drafts for name, file in sorted(one.weight_map.items())},
-        tensors=tensors,
+        weight_map={name: renamed[file] for one in drafts for name, file in one.weight_map.items()},
+        tensors=TensorRecords.numbered(table, np.flatnonzero(listed), lanes, changed),
         checksums={name: text for one in drafts for name, text in one.checksums.items()},
         parts=tuple(Part(number, one.parts[0].segments) for number, one in enumerate(drafts)),
         chunks=tuple(
@@ -132,7 +133,7 @@ def _renamed(chunk: ChunkRecord, part: int, renamed: Mapping[str, str]) -> Chunk
 
 
 def _proven(
-    table: TensorTable, recorded: Sequence[Lanes], sums: Sequence[Mapping[int, SegmentSums]]
+    table: TensorTable, recorded: LanesArray, sums: Sequence[Mapping[int, SegmentSums]]
 ) -> dict[int, Lanes]:
     """Lanes of the new bytes of tensors that several ranks write."""
     added: dict[int, SegmentSums] = {}
@@ -140,7 +141,7 @@ def _proven(
         for tensor, own in one.items():
             added[tensor] = added[tensor].plus(own) if tensor in added else own
     for tensor, whole in added.items():
-        if not whole.proves(recorded[tensor]):
+        if not whole.proves(Lanes(*recorded[tensor].tolist())):
             raise NeedsReseed(
                 f"{table[tensor].name} has drifted in the local checkpoint of one of the ranks; nothing was "
                 "published",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -254,11 +254,13 @@ class Owner:
         failpoint("publish.assembled", parts)
         directory = move_shards(channel.layout, assembled.index.version, parts, assembled.sources)
         with work.phase("stage"):
-            index, staged = self._prove(local, assembled, directory)
+            data = write_index(assembled.index, local.table)
+            index = parse_index(data, local.table)
+            staged = self._prove(local, index, assembled.sources, directory)
             check_root(work, index)
         failpoint("publish.proven", directory)
         with work.phase("commit"):
-            commit_index(channel.layout, index, local.table, self._claim, directory, self._options.key)
+            commit_index(channel.layout, index, data, self._claim, directory, self._options.key)
             advance_pointer(channel.layout, index.version, self._claim, self._options.post_write)
         report = report_of(index, local.table, work, directory)
         work.tell_out(report)
@@ -345,15 +347,17 @@ class Owner:
         check_doubles(division, table, left)
         return assemble(table, writer.frame.base, [one.draft for one in left], [one.sums for one in left])
 
-    def _prove(self, local: LocalCheckpoint, assembled: Assembled, directory: Path) -> tuple[Index, Staged]:
-        """Stages the written files as a host would: no host sees a version that did not pass."""
-        index = parse_index(write_index(assembled.index, local.table), local.table)
+    def _prove(
+        self, local: LocalCheckpoint, index: Index, sources: Mapping[str, str], directory: Path
+    ) -> Staged:
+        """Stages the written files as a host would: no host sees a version that did not pass. `sources`: what
+        each of them was called."""
         if not self._rank.alone:
             # what fails is left for the next attempt to move away: after a takeover it may be another
             # owner's. Digests of our own files were just read from them
             own = rendezvous.shard_name(self._rank.number)
-            verify_files(directory, index, [new for new, old in assembled.sources.items() if old == own])
-        return index, stage(local, [Fetched(index, directory)], threads=self._options.threads)
+            verify_files(directory, index, [new for new, old in sources.items() if old == own])
+        return stage(local, [Fetched(index, directory)], threads=self._options.threads)
 
     def _patch(self, local: LocalCheckpoint, staged: Staged, work: Work) -> None:
         began = time.monotonic()
@@ -402,7 +406,8 @@ class Owner:
         self._claim.check()
         directory = move_shards(channel.layout, version, parts, {f.name: f.name for f in index.files})
         with work.phase("commit"):
-            commit_index(channel.layout, index, base.table, self._claim, directory, self._options.key)
+            data = write_index(index, base.table)
+            commit_index(channel.layout, index, data, self._claim, directory, self._options.key)
             advance_pointer(channel.layout, version, self._claim, self._options.post_write)
         drop_parts(channel.layout)
         with work.phase("patch"):

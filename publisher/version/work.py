@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from weightcast.publisher.version.commit import PostWrite
 from weightcast.publisher.version.diff import SegmentSums, check_ties, write_difference
 from weightcast.publisher.version.draft import Frame, draft
 from weightcast.publisher.version.rendezvous import Rank, shard_name
 from weightcast.publisher.version.report import PublishReport
-from weightcast.publisher.weights.boxes import Box
 from weightcast.publisher.weights.finite import NonFinite
 from weightcast.publisher.weights.match import Matched, match
 from weightcast.publisher.weights.on_device import OnDevice
@@ -25,6 +26,7 @@ from weightcast.shared.channel.index import INDEX_NAME, Encoding, Index
 from weightcast.shared.channel.keys import PrivateKey
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.tensor_records import TensorRecords
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.state import Step
@@ -136,18 +138,16 @@ def matched_to(file: ChannelFile, table: TensorTable, weights: NewWeights, rank:
     check_ties(weights, matched, table)
     work.mapped = matched.mapped
     if rank.alone:
-        _check_whole(weights, matched)
+        _check_whole(weights)
     return matched
 
 
-def _check_whole(weights: NewWeights, matched: Matched) -> None:
-    for name in matched.sources.values():
-        shape = weights.table[weights.table.numbers[name]].shape
-        if weights.box(name) != Box.whole(shape):
-            raise Refused(
-                f"{name} is a shard of a distributed tensor and this publisher has no other ranks",
-                remedy="open a publisher on every rank, with rank= and world_size=",
-            )
+def _check_whole(weights: NewWeights) -> None:
+    for name in weights.pieces():
+        raise Refused(
+            f"{name} is a shard of a distributed tensor and this publisher has no other ranks",
+            remedy="open a publisher on every rank, with rank= and world_size=",
+        )
 
 
 @dataclass(frozen=True)
@@ -230,9 +230,7 @@ def report_of(index: Index, table: TensorTable, work: Work, directory: Path) -> 
 
 
 def _changed_bytes(index: Index, table: TensorTable) -> int:
-    total = 0
-    for name, record in index.tensors.items():
-        spec = table[table.numbers[name]]
-        if spec.elements:
-            total += record.changed * (spec.nbytes // spec.elements)
-    return total
+    records = TensorRecords.of(index.tensors)
+    numbers = records.numbers(table)
+    widths = table.sizes[numbers] // np.maximum(1, table.counts[numbers])
+    return int((records.changed * widths).sum())

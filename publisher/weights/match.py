@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 from weightcast.publisher.weights.names import Resolved, resolve
 from weightcast.shared.errors import Refused
@@ -39,7 +40,20 @@ def match(
     aliases: Mapping[str, str],
     partial: bool,
 ) -> Matched:
-    """`partial`: the given tensors are one rank's share, the rest is somebody else's. Raises Refused."""
+    """`partial`: the given tensors are one rank's share, the rest is somebody else's. Raises Refused. Tables
+    that fitted are remembered: a run gives the same ones version after version."""
+    return _matched(given, table, tuple(frozen), tuple(aliases.items()), partial)
+
+
+@lru_cache(maxsize=2)
+def _matched(
+    given: TensorTable,
+    table: TensorTable,
+    frozen: tuple[str, ...],
+    named_twice: tuple[tuple[str, str], ...],
+    partial: bool,
+) -> Matched:
+    aliases = dict(named_twice)
     names = resolve((spec.name for spec in given), {*table.numbers, *aliases})
     problems = [f"{one} and {other} both stand for {name}" for name, one, other in names.twice]
     by_run = {run_name: name for name, run_name in names.run_names.items()}

@@ -33,7 +33,7 @@ from weightcast.shared.codec.changes import Changes
 from weightcast.shared.codec.scan import Scan
 from weightcast.shared.digest.hash import hash_bytes
 from weightcast.shared.digest.lanes import Lanes
-from weightcast.shared.digest.touched import SpanSums, span_sums, total
+from weightcast.shared.digest.touched import SpanSums, span_sums
 from weightcast.shared.errors import NeedsReseed
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.state import lanes_list
@@ -270,14 +270,14 @@ class Near:
         if (before == found.new).any():
             raise drifted(chunk)
         changes = Changes(found.index, before, found.new)
-        sums = tuple(span_sums(chunk, old, changes))
+        sums = span_sums(chunk, old, changes)
         if self._baselines.whole_old and len(changes):
             _check_whole(chunk, old, found.lanes, sums)
-        return Scan(changes, found.lanes, sums)
+        return Scan(changes, np.array(found.lanes, np.uint64), sums)
 
 
-def _check_whole(chunk: Chunk, old: Words, full: Iterable[Lanes], sums: Iterable[SpanSums]) -> None:
-    step = total(sums)
+def _check_whole(chunk: Chunk, old: Words, full: Iterable[Lanes], sums: SpanSums) -> None:
+    step = sums.total()
     expected = reduce(Lanes.plus, full).minus(step.new).plus(step.old)
     if reduce(Lanes.plus, (_lanes(span, old) for span in chunk.spans)) != expected:
         raise drifted(chunk)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,6 +37,9 @@ class NewWeights(Protocol):
 
     def box(self, name: str) -> Box:
         """Which piece of the tensor is given."""
+
+    def pieces(self) -> Sequence[str]:
+        """Names of the tensors of which not all is given."""
 
     def words_in(self, name: str, start: int, stop: int) -> Words:
         """Words [start, stop) of what is given of a tensor, row-major, on the host; not to be written."""
@@ -74,6 +77,9 @@ class CheckpointWeights:
 
     def box(self, name: str) -> Box:
         return Box.whole(self.table[self.table.numbers[name]].shape)
+
+    def pieces(self) -> Sequence[str]:
+        return ()
 
     def words_in(self, name: str, start: int, stop: int) -> Words:
         try:
@@ -196,6 +202,9 @@ class GivenWeights:
 
     def box(self, name: str) -> Box:
         return self._given[name].box
+
+    def pieces(self) -> Sequence[str]:
+        return [name for name, one in self._given.items() if one.box != Box.whole(one.whole.shape)]
 
     def words_in(self, name: str, start: int, stop: int) -> Words:
         return _host_words(self._flat(name), self._given[name].spec, start, stop)

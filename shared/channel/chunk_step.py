@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +16,7 @@ class ChunkStep:
     """One chunk's step: what changes, and the sums per span that prove it."""
 
     changes: Changes
-    sums: Sequence[SpanSums]
+    sums: SpanSums
 
 
 def chunk_entry_name(key: ChunkKey) -> str:

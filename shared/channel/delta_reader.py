@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -14,7 +14,7 @@ from weightcast.shared.channel.index import STEP_ENCODINGS, ChunkRecord, Foreign
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.container import decode_step
 from weightcast.shared.codec.field import PayloadReader, digest_stream, open_payload
-from weightcast.shared.digest.touched import SpanSums, span_sums, total
+from weightcast.shared.digest.touched import SpanSums, span_sums
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.files.durable import open_regular
 from weightcast.shared.files.safetensors import Header, read_header
@@ -73,9 +73,9 @@ class _ShardFiles:
         return read_header(self._directory / name)
 
 
-def _check_sums(record: ChunkRecord, sums: Sequence[SpanSums], where: str) -> None:
+def _check_sums(record: ChunkRecord, sums: SpanSums, where: str) -> None:
     """S_old proves that the touched words are the ones the publisher had, S_new what they become."""
-    got = total(sums)
+    got = sums.total()
     if got.old != record.old:
         raise DamagedFile(
             f"{where}: the words it touches are not those it was made from",
@@ -183,12 +183,12 @@ class FieldReader:
         self._check(chunk, sums)
         return ChunkStep(changes, sums)
 
-    def _check(self, chunk: Chunk, sums: Sequence[SpanSums]) -> None:
+    def _check(self, chunk: Chunk, sums: SpanSums) -> None:
         if self._records is None:
             return
         where = f"version {self._version}, {chunk_entry_name(chunk.key)}"
         record = self._records.get(chunk.key)
-        if record is None and sums:
+        if record is None and len(sums):
             raise DamagedFile(f"{where}: changes that the index does not list")
         if record is not None:
             _check_sums(record, sums, where)

@@ -22,7 +22,6 @@ from weightcast.shared.codec.changes import Changes
 from weightcast.shared.codec.choose import FetchWords, StepEncoding
 from weightcast.shared.codec.container import encode_chunk
 from weightcast.shared.codec.field import PayloadWriter, digest_stream
-from weightcast.shared.digest.touched import total
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.paging import begin_write_back
@@ -68,7 +67,7 @@ def open_shard_writer(
 
 
 def _record(chunk: Chunk, file: str, offset: int, length: int, step: ChunkStep) -> ChunkRecord:
-    sums = total(step.sums)
+    sums = step.sums.total()
     return ChunkRecord(chunk.key, file, offset, length, len(step.changes), sums.old, sums.new)
 
 
@@ -212,7 +211,7 @@ class _FieldShard:
         if step is not None:
             old = after.copy()
             old[step.changes.index] = step.changes.old
-            touched = {sums.tensor for sums in step.sums}
+            touched = set(step.sums.tensors.tolist())
             self._records.append(_record(chunk, self._shard.path.name, 0, 0, step))
         for span in chunk.spans:
             place = slice(span.offset, span.offset + span.words)

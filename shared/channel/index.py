@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, cast
 
+import numpy as np
 from blake3 import blake3
 
 from weightcast.shared.channel.parts import check_parts, parse_parts, write_parts
@@ -22,10 +23,14 @@ from weightcast.shared.channel.records import (
     check_format,
     file_records,
     is_hex,
+    parse_lane_rows,
     parse_lanes,
     run_id,
     write_file_records,
+    write_lane_rows,
 )
+from weightcast.shared.channel.tensor_records import TensorRecord as TensorRecord
+from weightcast.shared.channel.tensor_records import TensorRecords
 from weightcast.shared.codec.choose import StepEncoding
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.errors import DamagedFile, UnknownFormat
@@ -52,13 +57,6 @@ _FOREIGN_VALUES = {
     "checksum_format": ("xxh3-128", "blake3", "adler32"),
 }
 _VERSION = re.compile(r"\d{6,15}", re.ASCII)
-
-
-class TensorRecord(NamedTuple):
-    """A changed tensor (in an anchor: every tensor): raw lanes of its new bytes, changed elements."""
-
-    lanes: Lanes
-    changed: int
 
 
 class ChunkRecord(NamedTuple):
@@ -166,9 +164,9 @@ def write_index(index: Index, table: TensorTable) -> bytes:
     """The exact bytes to commit; `index.digest` is ignored. Raises DamagedFile when its facts contradict each
     other or the table."""
     check_index(index, table, f"index of version {index.version}")
-    names = sorted(index.tensors, key=table.numbers.__getitem__)
-    weight_map = {name: index.weight_map[name] for name in names}
-    facts = _facts(index, table, names)
+    rows = _tensor_rows(index, table)
+    weight_map = {name: index.weight_map[name] for name in rows}
+    facts = _facts(index, table, rows)
     return write_object({"metadata": _metadata(index), "weight_map": weight_map, _OURS: facts})
 
 
@@ -182,7 +180,7 @@ def _metadata(index: Index) -> dict[str, str]:
     return {**metadata, "delta_encoding": index.encoding, **_FIELD_FORMATS}
 
 
-def _facts(index: Index, table: TensorTable, names: Iterable[str]) -> dict[str, object]:
+def _facts(index: Index, table: TensorTable, tensors: Mapping[str, object]) -> dict[str, object]:
     totals = index.totals
     return {
         "format": FORMAT,
@@ -202,15 +200,21 @@ def _facts(index: Index, table: TensorTable, names: Iterable[str]) -> dict[str, 
         "totals": [totals.changed, totals.elements, totals.nbytes, totals.delta_bytes],
         "files": write_file_records(index.files),
         "parts": write_parts(index.parts, table),
-        "tensors": {name: _tensor_row(index, name) for name in names},
+        "tensors": tensors,
         "chunks": _chunk_rows(index),
     }
 
 
-def _tensor_row(index: Index, name: str) -> list[object]:
-    record = index.tensors[name]
-    checksum = [index.checksums[name]] if name in index.checksums else []
-    return [record.lanes.hex(), record.changed, *checksum]
+def _tensor_rows(index: Index, table: TensorTable) -> dict[str, list[object]]:
+    """By name, in the order of the table."""
+    records = TensorRecords.of(index.tensors)
+    lanes, changed = write_lane_rows(records.lanes), records.changed.tolist()
+    rows: dict[str, list[object]] = {}
+    for row in np.argsort(records.numbers(table)).tolist():
+        name = records.names[row]
+        checksum = [index.checksums[name]] if name in index.checksums else []
+        rows[name] = [lanes[row], changed[row], *checksum]
+    return rows
 
 
 def _chunk_rows(index: Index) -> list[list[object]]:
@@ -316,15 +320,17 @@ def _totals(facts: Members) -> Totals:
     return Totals(*cast(list[int], totals))
 
 
-def _tensor_records(rows: Mapping[str, object], what: str) -> dict[str, TensorRecord]:
+def _tensor_records(rows: Mapping[str, object], what: str) -> TensorRecords:
     lanes: list[object] = []
     changed: list[int] = []
-    for row in rows.values():
+    for name, row in rows.items():
         if type(row) is not list or len(row) not in (2, 3) or type(row[1]) is not int:
             raise DamagedFile(f"{what}: a tensor is not [lanes, changed] or [lanes, changed, checksum]")
+        if not 0 <= row[1] <= MAX_INTEGER:
+            raise DamagedFile(f"{what}: {row[1]} changes in tensor {name[:80]!r}")
         lanes.append(row[0])
         changed.append(row[1])
-    return dict(zip(rows, map(TensorRecord, parse_lanes(lanes, what), changed), strict=True))
+    return TensorRecords(tuple(rows), parse_lane_rows(lanes, what), np.array(changed, np.int64))
 
 
 def _checksums(rows: Mapping[str, object], what: str) -> dict[str, str]:
@@ -385,12 +391,14 @@ def _check_tensors(index: Index, table: TensorTable, what: str) -> None:
         raise DamagedFile(f"{what}: checksums do not fit encoding {index.encoding}")
     if not {file.name for file in index.files}.issuperset(index.weight_map.values()):
         raise DamagedFile(f"{what}: weight_map names a file that is not listed")
-    for name, record in index.tensors.items():
-        number = table.numbers.get(name)
-        if number is None:
-            raise DamagedFile(f"{what}: unknown tensor {name[:80]!r}")
-        if not 0 <= record.changed <= table[number].nbytes:
-            raise DamagedFile(f"{what}: {record.changed} changes in tensor {name[:80]!r}")
+    if not index.tensors.keys() <= table.numbers.keys():
+        unknown = next(name for name in index.tensors if name not in table.numbers)
+        raise DamagedFile(f"{what}: unknown tensor {unknown[:80]!r}")
+    records = TensorRecords.of(index.tensors)
+    most = table.sizes[records.numbers(table)]
+    for row in np.flatnonzero((records.changed < 0) | (records.changed > most))[:1].tolist():
+        name, changed = records.names[row], int(records.changed[row])
+        raise DamagedFile(f"{what}: {changed} changes in tensor {name[:80]!r}")
 
 
 def _check_chunks(index: Index, table: TensorTable, what: str) -> None:

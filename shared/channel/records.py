@@ -10,6 +10,7 @@ from typing import cast
 import numpy as np
 
 from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.ledger import LanesArray
 from weightcast.shared.errors import DamagedFile, Refused, UnknownFormat
 from weightcast.shared.files.paths import file_name
 from weightcast.shared.files.strict_json import MAX_INTEGER, Members
@@ -60,14 +61,24 @@ def is_hex(value: object, digits: int) -> bool:
 
 
 def parse_lanes(texts: Sequence[object], what: str) -> list[Lanes]:
-    """One of each 32 hex digits, all at once: an index may have several 100,000. Raises DamagedFile."""
+    """As `parse_lane_rows`."""
+    return list(map(Lanes._make, parse_lane_rows(texts, what).tolist()))
+
+
+def parse_lane_rows(texts: Sequence[object], what: str) -> LanesArray:
+    """Of each 32 hex digits a row, all at once: an index may have several 100,000. Raises DamagedFile."""
     if any(type(text) is not str or len(text) != 32 for text in texts):
         raise DamagedFile(f"{what}: lanes that are not 32 hex digits")
     joined = "".join(cast(Sequence[str], texts))
     if not _HEX_TEXT.fullmatch(joined):
         raise DamagedFile(f"{what}: lanes that are not 32 hex digits")
-    numbers = np.frombuffer(bytes.fromhex(joined), ">u8").tolist()
-    return list(map(Lanes, numbers[::2], numbers[1::2]))
+    return np.frombuffer(bytes.fromhex(joined), ">u8").astype(np.uint64).reshape(-1, 2)
+
+
+def write_lane_rows(lanes: LanesArray) -> list[str]:
+    """Of each row 32 hex digits."""
+    joined = lanes.astype(">u8").tobytes().hex()
+    return [joined[at : at + 32] for at in range(0, len(joined), 32)]
 
 
 def write_file_records(files: Iterable[FileRecord]) -> list[list[object]]:

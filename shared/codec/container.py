@@ -27,7 +27,6 @@ from weightcast.shared.codec.choose import FetchWords, StepEncoding
 from weightcast.shared.codec.padding import Counted
 from weightcast.shared.codec.scan import all_of, changes_of
 from weightcast.shared.codec.sparse import Step
-from weightcast.shared.digest.touched import total
 from weightcast.shared.errors import DamagedFile, UnknownFormat
 from weightcast.shared.words import ByteArray, Chunk, Words
 
@@ -102,7 +101,7 @@ def _step(mode: int, payload: ByteArray, chunk: Chunk, old: Words, counted: Coun
     after = counted.spread(new, chunk.words)
     few_stay = _FEW_STAY * (counted.words - changed) <= counted.words
     changes, sums = all_of(chunk, old, after, counted) if few_stay else changes_of(chunk, old, after)
-    found = total(sums).changed
+    found = int(sums.changed.sum())
     if found != changed:
         raise ValueError(f"{found} words change where {changed} should")
     return replace(changes, whole=after), sums

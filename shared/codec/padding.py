@@ -32,7 +32,7 @@ class Counted:
             (span,) = chunk.spans
             place = np.array([[span.offset, span.words]], np.int64)
             return cls(place, np.zeros(1, np.int64), span.words, span.offset > 0)
-        spans = np.array([(span.offset, span.words) for span in chunk.spans], np.int64).reshape(-1, 2)
+        spans = np.ascontiguousarray(chunk.places[:, :2])
         ends = np.cumsum(spans[:, 1])
         starts = ends - spans[:, 1]
         padded = bool((spans[:, 0] != starts).any())

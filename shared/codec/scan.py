@@ -11,45 +11,44 @@ from weightcast.shared.codec import changes
 from weightcast.shared.codec.changes import Changes
 from weightcast.shared.codec.kernels import kernels
 from weightcast.shared.codec.padding import Counted
-from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.touched import SpanSums
 from weightcast.shared.words import BLOCK_WORDS, Chunk, Words
 
 
 @dataclass(frozen=True)
 class Scan:
-    """`full`: lanes of all new words of each span, numbered as in the tensor; `sums`: as `span_sums`, of the
-    spans with changes."""
+    """`full`: uint64[spans, 2], lanes of all new words of each span, numbered as in the tensor; `sums`: as
+    `span_sums`."""
 
     changes: Changes
-    full: tuple[Lanes, ...]
-    sums: tuple[SpanSums, ...]
+    full: NDArray[np.uint64]
+    sums: SpanSums
 
 
 def scan(chunk: Chunk, old: Words, new: Words) -> Scan:
     """`old`, `new`: word[chunk.words] with the zero padding. As `compare`, `hash_bytes` of each span's new
     words and `span_sums`, at the price of reading both once. ValueError for words of another chunk."""
-    found, rows = _scanned(chunk, old, new, whole=True)
-    return Scan(found, tuple(Lanes(row[0], row[1]) for row in rows), _sums(chunk, rows))
+    found, book = _scanned(chunk, old, new, whole=True)
+    return Scan(found, book[:, :2], _sums(chunk, book))
 
 
-def changes_of(chunk: Chunk, old: Words, new: Words) -> tuple[Changes, list[SpanSums]]:
+def changes_of(chunk: Chunk, old: Words, new: Words) -> tuple[Changes, SpanSums]:
     """As `scan`, without the lanes of all words."""
-    found, rows = _scanned(chunk, old, new, whole=False)
-    return found, list(_sums(chunk, rows))
+    found, book = _scanned(chunk, old, new, whole=False)
+    return found, _sums(chunk, book)
 
 
-def all_of(chunk: Chunk, old: Words, new: Words, counted: Counted) -> tuple[Changes, list[SpanSums]]:
+def all_of(chunk: Chunk, old: Words, new: Words, counted: Counted) -> tuple[Changes, SpanSums]:
     """As `changes_of`, with every word as a change (`changes.all_of`)."""
     both, book = _opened(chunk, old, new)
-    kernels().sums_of_all(*both, _places(chunk), book)
-    return changes.all_of(old, new, counted), list(_sums(chunk, book.tolist()))
+    kernels().sums_of_all(*both, chunk.places, book)
+    return changes.all_of(old, new, counted), _sums(chunk, book)
 
 
-def _scanned(chunk: Chunk, old: Words, new: Words, *, whole: bool) -> tuple[Changes, list[list[int]]]:
+def _scanned(chunk: Chunk, old: Words, new: Words, *, whole: bool) -> tuple[Changes, NDArray[np.uint64]]:
     both, book = _opened(chunk, old, new)
-    found = kernels().scanned(*both, _places(chunk), book, whole=whole)
-    return Changes(*found), book.tolist()
+    found = kernels().scanned(*both, chunk.places, book, whole=whole)
+    return Changes(*found), book
 
 
 def _opened(chunk: Chunk, old: Words, new: Words) -> tuple[tuple[Words, Words], NDArray[np.uint64]]:
@@ -63,16 +62,5 @@ def _opened(chunk: Chunk, old: Words, new: Words) -> tuple[tuple[Words, Words], 
     return both, np.zeros((len(chunk.spans), 7), np.uint64)
 
 
-def _sums(chunk: Chunk, rows: list[list[int]]) -> tuple[SpanSums, ...]:
-    return tuple(
-        SpanSums(span.tensor, Lanes(row[2], row[3]), Lanes(row[4], row[5]), row[6])
-        for span, row in zip(chunk.spans, rows, strict=True)
-        if row[6]
-    )
-
-
-def _places(chunk: Chunk) -> NDArray[np.int64]:
-    """Per span: offset, words, number of the chunk's 8-byte word 0 in the tensor's count."""
-    per_word = 8 // chunk.kind.width
-    rows = [(span.offset, span.words, (span.start - span.offset) // per_word + 1) for span in chunk.spans]
-    return np.array(rows, np.int64).reshape(-1, 3)
+def _sums(chunk: Chunk, book: NDArray[np.uint64]) -> SpanSums:
+    return SpanSums.of(chunk, book[:, 2:6], book[:, 6].astype(np.int64))

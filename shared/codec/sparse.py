@@ -29,10 +29,10 @@ from weightcast.shared.codec.padding import Counted, Index
 from weightcast.shared.codec.rice import MARGIN, SLACK
 from weightcast.shared.codec.scratch import scratch
 from weightcast.shared.codec.steps import Steps
-from weightcast.shared.digest.touched import SpanSums, named_sums, spans_in
+from weightcast.shared.digest.touched import SpanSums, spans_in
 from weightcast.shared.words import ByteArray, Chunk, WordKind, Words
 
-Step = tuple[Changes, list[SpanSums]]
+Step = tuple[Changes, SpanSums]
 """what changes, and the sums per span that prove it"""
 
 _HEAD = struct.Struct("<BBBBI")
@@ -119,7 +119,7 @@ def _step(payload: ByteArray, layout: _Layout, old: Words, index: Index, chunk: 
     if found is None:
         raise ValueError("a stream of steps is damaged, or a step leaves the range of its word")
     before, after, sums, changed = found
-    return Changes(index, before, after), named_sums(chunk, sums, changed)
+    return Changes(index, before, after), SpanSums.of(chunk, sums, changed)
 
 
 def _layout(payload: ByteArray, changed: int, *, small: bool) -> _Layout:

@@ -10,21 +10,28 @@ import numpy as np
 from blake3 import blake3
 
 from weightcast.shared.digest.lanes import Lanes
-from weightcast.shared.digest.lanes_plain import Array64, mix_a, mix_b
+from weightcast.shared.digest.lanes_plain import mix_a, mix_b
+from weightcast.shared.digest.ledger import LanesArray
 from weightcast.shared.words import TensorSpec, TensorTable
 
 CONTEXT = "weightcast root 1"
 _NO_COMPONENT = bytes(4)
 
 
-def root(table: TensorTable, lanes: Sequence[Lanes]) -> str:
+def root(table: TensorTable, lanes: Sequence[Lanes] | LanesArray) -> str:
     """64 hex digits. `lanes`: raw lanes of each tensor, in the table's order."""
     if len(lanes) != len(table):
         raise ValueError(f"{len(lanes)} lanes for {len(table)} tensors")
-    final = _finalised(table, lanes)
+    final = _finalised(table, np.array(lanes, np.uint64).reshape(-1, 2))
     key = blake3(derive_key_context=CONTEXT)
-    key.update(b"".join(_head(spec) + final[16 * n : 16 * n + 16] for n, spec in enumerate(table)))
+    key.update(b"".join(head + final[16 * n : 16 * n + 16] for n, head in enumerate(_heads(table))))
     return key.hexdigest()
+
+
+@lru_cache(maxsize=2)
+def _heads(table: TensorTable) -> tuple[bytes, ...]:
+    """Of each tensor what comes before its lanes: the same in every version."""
+    return tuple(map(_head, table))
 
 
 def _head(spec: TensorSpec) -> bytes:
@@ -38,14 +45,9 @@ def _form(dtype: str, shape: tuple[int, ...]) -> bytes:
     return struct.pack(f"<B{len(code)}sB{rank}Q", len(code), code, rank, *shape)
 
 
-def _finalised(table: TensorTable, lanes: Sequence[Lanes]) -> bytes:
+def _finalised(table: TensorTable, lanes: LanesArray) -> bytes:
     """As `lanes.finalise` of each, joined."""
-    numbers = _array([spec.nbytes for spec in table]) * np.uint64(2) + np.uint64(1)
+    numbers = table.sizes.astype(np.uint64) * np.uint64(2) + np.uint64(1)
     final = np.empty((len(lanes), 2), "<u8")
-    final[:, 0] = mix_a(_array([one.a for one in lanes]), numbers)
-    final[:, 1] = mix_b(_array([one.b for one in lanes]), numbers)
+    final[:, 0], final[:, 1] = mix_a(lanes[:, 0], numbers), mix_b(lanes[:, 1], numbers)
     return final.tobytes()
-
-
-def _array(values: list[int]) -> Array64:
-    return np.array(values, np.uint64)

@@ -5,9 +5,8 @@ hash(new tensor) = hash(old tensor) - (old sums over its chunks) + (new sums ove
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,16 +25,6 @@ class ChangedWords(Protocol):
     def new(self) -> Words: ...
 
 
-class SpanSums(NamedTuple):
-    """Of the piece of `tensor` in a chunk: sums over the 8-byte words with a changed word in them, numbered
-    as in the tensor, before and after; `changed` counts words of the tensor's own width."""
-
-    tensor: int
-    old: Lanes
-    new: Lanes
-    changed: int
-
-
 @dataclass(frozen=True)
 class ChunkSums:
     old: Lanes = ZERO
@@ -43,39 +32,47 @@ class ChunkSums:
     changed: int = 0
 
 
-def span_sums(chunk: Chunk, old: Words, changes: ChangedWords) -> list[SpanSums]:
-    """One entry per span with changes, in the chunk's order. `old`: the chunk's old words with its zero
-    padding, word[chunk.words], contiguous; only touched ones are read. Positions must lie inside spans."""
-    if len(changes.index) == 0:
-        return []
+@dataclass(frozen=True, eq=False)
+class SpanSums:
+    """Of the spans of a chunk that have changes, in the chunk's order: sums over the 8-byte words with a
+    changed word in them, numbered as in the tensor, before and after. `tensors`: int64[n]; `lanes`:
+    uint64[n, 4], old a, old b, new a, new b; `changed`: int64[n], words of the tensor's own width. Not to be
+    written."""
+
+    tensors: NDArray[np.int64]
+    lanes: NDArray[np.uint64]
+    changed: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, chunk: Chunk, lanes: NDArray[np.uint64], changed: NDArray[np.int64]) -> SpanSums:
+        """`lanes`, `changed`: of all spans; those without changes go."""
+        kept = np.flatnonzero(changed)
+        if len(kept) == len(changed):
+            return cls(chunk.tensors, lanes, changed)
+        return cls(chunk.tensors[kept], lanes[kept], changed[kept])
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def total(self) -> ChunkSums:
+        """What a chunk's record in the index holds."""
+        old_a, old_b, new_a, new_b = self.lanes.sum(axis=0, dtype=np.uint64).tolist()
+        return ChunkSums(Lanes(old_a, old_b), Lanes(new_a, new_b), int(self.changed.sum()))
+
+
+def span_sums(chunk: Chunk, old: Words, changes: ChangedWords) -> SpanSums:
+    """`old`: the chunk's old words with its zero padding, word[chunk.words], contiguous; only touched ones
+    are read. Positions must lie inside spans."""
     ends, numbers = spans_in(chunk)
+    if len(changes.index) == 0:
+        nothing = np.zeros(len(ends), np.int64)
+        return SpanSums.of(chunk, np.zeros((len(ends), 4), np.uint64), nothing)
     if len(old) != chunk.words or changes.index[-1] >= ends[-1]:
         raise ValueError("old words or changes of another chunk")
-    sums, changed = implementation().touched(old, changes.index, changes.new, ends, numbers)
-    return named_sums(chunk, sums, changed)
+    return SpanSums.of(chunk, *implementation().touched(old, changes.index, changes.new, ends, numbers))
 
 
 def spans_in(chunk: Chunk) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Per span its end in the chunk, and the number of the chunk's 8-byte word 0 in its tensor's count."""
-    per_word = 8 // chunk.kind.width
-    ends = [span.offset + span.words for span in chunk.spans]
-    numbers = [(span.start - span.offset) // per_word + 1 for span in chunk.spans]
-    return np.array(ends, np.int64), np.array(numbers, np.int64)
-
-
-def named_sums(chunk: Chunk, sums: NDArray[np.uint64], changed: NDArray[np.int64]) -> list[SpanSums]:
-    """`sums`: uint64[spans, 4], old a, b, new a, b; `changed`: int64[spans]. Spans without changes go."""
-    return [_named(chunk, n, sums[n].tolist(), int(changed[n])) for n in np.flatnonzero(changed).tolist()]
-
-
-def _named(chunk: Chunk, span: int, sums: list[int], changed: int) -> SpanSums:
-    old_a, old_b, new_a, new_b = sums
-    return SpanSums(chunk.spans[span].tensor, Lanes(old_a, old_b), Lanes(new_a, new_b), changed)
-
-
-def total(sums: Iterable[SpanSums]) -> ChunkSums:
-    """What a chunk's record in the index holds: the sums over all its spans."""
-    whole = ChunkSums()
-    for one in sums:
-        whole = ChunkSums(whole.old.plus(one.old), whole.new.plus(one.new), whole.changed + one.changed)
-    return whole
+    places = chunk.places
+    return places[:, 0] + places[:, 1], places[:, 2].copy()

@@ -7,6 +7,7 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,10 @@ _SIGNATURE = f"{_INDEX}.sig"
 _INDEX_LIMIT = 256 << 20
 _OTHER_WEIGHTS = re.compile(r"\.(bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|npz|safetensors)(\.index\.json)?$")
 """Weights in other formats, and safetensors that belong to no `model` (`consolidated.safetensors`)."""
+
+
+_Spot = tuple[int, int, int]
+"""of a tensor: number of its shard, offset, bytes"""
 
 
 class Place(NamedTuple):
@@ -102,11 +107,12 @@ def open_checkpoint(directory: Path, *, follow_links: bool) -> Checkpoint:
     headers = {name: read_header_of(directory / name, follow_links=follow_links) for name in shards}
     if weight_map is not None:
         _check_complete(directory, weight_map, headers)
-    table, places = _table(directory, headers)
+    table, spots = _laid_out(tuple(headers.values()))
+    files = [directory / name for name in headers]
     return Checkpoint(
         directory,
         table,
-        places,
+        tuple(Place(files[shard], offset, nbytes) for shard, offset, nbytes in spots),
         tuple(directory / name for name in shards),
         tuple(directory / name for name in names if name not in shards and not _is_weights(name)),
         directory / _INDEX if _INDEX in names else None,
@@ -152,12 +158,22 @@ def _weight_map(directory: Path, names: Sequence[str], follow_links: bool) -> Ma
     """Tensor name to shard; None without an index."""
     if _INDEX not in names:
         return None
-    path = directory / _INDEX
-    index = Members(
-        parse_object(read_file(path, _INDEX_LIMIT, follow_links=follow_links), str(path)), str(path)
-    )
-    if "metadata" in index and "delta_encoding" in index.object("metadata"):
+    data = read_file(directory / _INDEX, _INDEX_LIMIT, follow_links=follow_links)
+    try:
+        weight_map = _parsed_map(data)
+    except DamagedFile as error:
+        raise DamagedFile(f"{directory}{os.sep}{error.message}", remedy=error.remedy) from error
+    if weight_map is None:
         raise Refused(f"{directory} is a delta, not a checkpoint", remedy="give one with full weights")
+    return weight_map
+
+
+@lru_cache(maxsize=2)
+def _parsed_map(data: bytes) -> Mapping[str, str] | None:
+    """None for a delta's index. Remembered by its bytes, as headers are."""
+    index = Members(parse_object(data, _INDEX), _INDEX)
+    if "metadata" in index and "delta_encoding" in index.object("metadata"):
+        return None
     weight_map = index.text_map("weight_map")
     for shard in set(weight_map.values()):
         file_name(shard)
@@ -204,14 +220,15 @@ def _check_complete(directory: Path, weight_map: Mapping[str, str], headers: Map
         )
 
 
-def _table(directory: Path, headers: Mapping[str, Header]) -> tuple[TensorTable, tuple[Place, ...]]:
-    """Names are unique: within a header by its parser, across shards because the index places each once."""
+@lru_cache(maxsize=2)
+def _laid_out(headers: tuple[Header, ...]) -> tuple[TensorTable, tuple[_Spot, ...]]:
+    """Names are unique: within a header by its parser, across shards because the index places each once.
+    Remembered, so that checkpoints with the same headers have one table."""
     specs: list[TensorSpec] = []
-    places: dict[str, Place] = {}
-    for shard, header in headers.items():
-        file = directory / shard
+    spots: dict[str, _Spot] = {}
+    for shard, header in enumerate(headers):
         for entry in header.entries.values():
             specs.append(tensor_spec(entry))
-            places[entry.name] = Place(file, header.data_start + entry.begin, entry.nbytes)
+            spots[entry.name] = shard, header.data_start + entry.begin, entry.nbytes
     table = TensorTable.of(specs)
-    return table, tuple(places[spec.name] for spec in table)
+    return table, tuple(spots[spec.name] for spec in table)

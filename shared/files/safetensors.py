@@ -51,6 +51,10 @@ class Header:
     metadata: Mapping[str, str]
     data_start: int
 
+    def __hash__(self) -> int:
+        """What is laid out by headers is remembered by them; there are few, and they are long."""
+        return hash((len(self.entries), self.data_start))
+
 
 def tensor_spec(entry: Entry) -> TensorSpec:
     return TensorSpec(entry.name, entry.dtype, entry.shape, entry.nbytes)

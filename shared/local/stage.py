@@ -17,16 +17,17 @@ import numpy as np
 from weightcast.shared.channel.chunk_step import ChunkStep
 from weightcast.shared.channel.delta_reader import DeltaReader, open_delta
 from weightcast.shared.channel.index import ForeignIndex, Index
+from weightcast.shared.channel.tensor_records import TensorRecords
 from weightcast.shared.codec.changes import Changes
 from weightcast.shared.codec.parallel import ordered
-from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.ledger import LanesArray, Ledger
 from weightcast.shared.digest.root import root
 from weightcast.shared.errors import DamagedFile, Forked, RetryLater
 from weightcast.shared.local.journal import JournalHeader, JournalWriter
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.records import Packed, pack_changes, pack_whole
 from weightcast.shared.local.spool import Arrivals
-from weightcast.shared.local.state import Position, Step, lanes_list, pack_list
+from weightcast.shared.local.state import Position, Step, pack_lanes, unpack_lanes
 from weightcast.shared.words import Chunk, Part, TensorTable, Words, grid, whole_part
 
 
@@ -95,19 +96,20 @@ def stage(
     journal = secrets.token_hex(8)
     writer = JournalWriter(local.paths.journal(journal), _header(local, versions, journal), local.paths.spare)
     try:
-        ledger = [_Ledger(local.table) for _ in versions]
+        ledgers = [Ledger(len(local.table)) for _ in versions]
         readers = [_reader(local, version) for version in versions]
         numbers = [version.index.version for version in versions]
         for folded in _walk(local, readers, numbers, versions[0].parts, threads):
             writer.write(folded.packed)
-            for book, step in zip(ledger, folded.steps, strict=True):
-                book.add(step)
+            for ledger, step in zip(ledgers, folded.steps, strict=True):
+                if step is not None:
+                    ledger.add(step.sums)
             if advance is not None:
                 advance(folded.chunk.words * folded.chunk.kind.width)
         for reader, number in zip(readers, numbers, strict=True):
             with files_of(number):
                 reader.finish()
-        target = _settle(local, base, versions, ledger)
+        target = _settle(local, base, versions, ledgers)
         for version in versions:
             if version.arrivals is not None:
                 version.arrivals.wait("", None)
@@ -195,8 +197,9 @@ def _packed(chunk: Chunk, old: Words, words: Words, steps: Sequence[ChunkStep | 
     taken, single = [step.changes for step in there], len(steps) == 1
     new = taken[0].whole if single else words
     if new is not None and any(changes.all_shown for changes in taken):
-        known = single and len(there[0].sums) == len(chunk.spans)
-        return pack_whole(chunk, old, new, [sums.changed for sums in there[0].sums] if known else None)
+        sums = there[0].sums
+        known = single and len(sums) == len(chunk.spans)
+        return pack_whole(chunk, old, new, sums.changed.tolist() if known else None)
     return pack_changes(chunk, taken[0] if single else _net(old, words, taken))
 
 
@@ -206,53 +209,35 @@ def _net(old: Words, words: Words, taken: Sequence[Changes]) -> Changes:
     return Changes(index, old[index], words[index])
 
 
-class _Ledger:
-    """Sums of one version's step per tensor."""
-
-    def __init__(self, table: TensorTable) -> None:
-        self._table = table
-        self.old: dict[int, Lanes] = {}
-        self.new: dict[int, Lanes] = {}
-
-    def add(self, step: ChunkStep | None) -> None:
-        for sums in step.sums if step is not None else ():
-            self.old[sums.tensor] = self.old.get(sums.tensor, Lanes()).plus(sums.old)
-            self.new[sums.tensor] = self.new.get(sums.tensor, Lanes()).plus(sums.new)
-
-    def settle(self, lanes: list[Lanes]) -> list[Lanes]:
-        after = list(lanes)
-        for tensor, old in self.old.items():
-            after[tensor] = after[tensor].minus(old).plus(self.new[tensor])
-        return after
-
-
 def _settle(
-    local: LocalCheckpoint, base: Position, versions: Sequence[Fetched], ledger: Sequence[_Ledger]
+    local: LocalCheckpoint, base: Position, versions: Sequence[Fetched], ledgers: Sequence[Ledger]
 ) -> Position:
-    lanes = lanes_list(base.lanes)
+    lanes = unpack_lanes(base.lanes)
     found = base.root
-    for version, book in zip(versions, ledger, strict=True):
-        lanes = book.settle(lanes)
+    for version, ledger in zip(versions, ledgers, strict=True):
+        lanes = ledger.after(lanes)
         found = root(local.table, lanes)
         if isinstance(version.index, Index):
             with files_of(version.index.version):
-                _check_version(version.index, local.table, lanes, book, found)
+                _check_version(version.index, local.table, lanes, ledger, found)
     last = versions[-1].index
     epoch = last.epoch if isinstance(last, Index) else 0
-    return Position(last.version, last.version_digest, found, epoch, pack_list(lanes))
+    return Position(last.version, last.version_digest, found, epoch, pack_lanes(lanes))
 
 
-def _check_version(index: Index, table: TensorTable, lanes: list[Lanes], book: _Ledger, found: str) -> None:
+def _check_version(index: Index, table: TensorTable, lanes: LanesArray, ledger: Ledger, found: str) -> None:
     remedy = "nothing was written; run `weightcast channel verify`"
-    listed = {table.numbers[name] for name in index.tensors}
-    if listed != set(book.old):
-        odd = table[min(listed ^ set(book.old))].name
+    records = TensorRecords.of(index.tensors)
+    listed = records.numbers(table)
+    for number in np.setxor1d(listed, ledger.changed)[:1].tolist():
         raise DamagedFile(
-            f"version {index.version}: {odd} changes and is not listed, or the reverse", remedy=remedy
+            f"version {index.version}: {table[number].name} changes and is not listed, or the reverse",
+            remedy=remedy,
         )
-    for name, record in index.tensors.items():
-        if lanes[table.numbers[name]] != record.lanes:
-            raise DamagedFile(f"version {index.version}: {name} does not get the stated lanes", remedy=remedy)
+    for row in np.flatnonzero((lanes[listed] != records.lanes).any(axis=1))[:1].tolist():
+        raise DamagedFile(
+            f"version {index.version}: {records.names[row]} does not get the stated lanes", remedy=remedy
+        )
     if found != index.root:
         raise DamagedFile(
             f"version {index.version}: root {found[:16]}, stated {index.root[:16]}", remedy=remedy

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from weightcast.shared.codec.changes import Changes
+from weightcast.shared.digest.touched import SpanSums
 from weightcast.shared.words import Chunk, TensorSpec, TensorTable, Words, grid, kind_of, whole_part
 
 KINDS = ("U8", "I16", "I32", "F8_E4M3", "F8_E5M2", "F16", "BF16", "F32")
@@ -35,6 +36,12 @@ def those_that_change(found: Changes) -> Changes:
         return found
     assert found.all_shown and found.whole is not None and stay.mean() < 0.2
     return Changes(found.index[~stay], found.old[~stay], found.new[~stay], found.whole)
+
+
+def rows(sums: SpanSums) -> list[list[int]]:
+    """Of each span: tensor, old lanes, new lanes, changed words."""
+    columns = zip(sums.tensors.tolist(), sums.lanes.tolist(), sums.changed.tolist(), strict=True)
+    return [[tensor, *lanes, changed] for tensor, lanes, changed in columns]
 
 
 def counted(chunk: Chunk) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from codec_cases import KINDS, chunk_of, counted, random_words, spread, stepped
+from codec_cases import KINDS, chunk_of, counted, random_words, rows, spread, stepped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.scan import scan
 from weightcast.shared.digest.hash import hash_bytes
+from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.touched import span_sums
 from weightcast.shared.words import Chunk, Part, Segment, TensorSpec, TensorTable, Words, grid, kind_of
 
@@ -26,11 +27,11 @@ def assert_found(chunk: Chunk, old: Words, new: Words) -> None:
     ):
         assert ours.dtype == expected.dtype
         assert np.array_equal(ours, expected)
-    assert list(found.sums) == span_sums(chunk, old, changes)
+    assert rows(found.sums) == rows(span_sums(chunk, old, changes))
     width = chunk.kind.width
-    for span, lanes in zip(chunk.spans, found.full, strict=True):
+    for span, lanes in zip(chunk.spans, found.full.tolist(), strict=True):
         piece = new[span.offset : span.offset + span.words]
-        assert lanes == hash_bytes(piece.view(np.uint8), span.start * width // 8)
+        assert Lanes(*lanes) == hash_bytes(piece.view(np.uint8), span.start * width // 8)
 
 
 def altered(chunk: Chunk, old: Words, density: float, rng: np.random.Generator) -> Words:

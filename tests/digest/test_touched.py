@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +11,8 @@ from hypothesis import strategies as st
 
 from weightcast.shared.digest.hash import hash_bytes
 from weightcast.shared.digest.lanes import ZERO, Lanes
-from weightcast.shared.digest.touched import ChunkSums, SpanSums, span_sums, total
+from weightcast.shared.digest.ledger import Ledger
+from weightcast.shared.digest.touched import ChunkSums, SpanSums, span_sums
 from weightcast.shared.words import (
     Chunk,
     Part,
@@ -57,29 +57,29 @@ def mutated(tensor: np.ndarray, density: float, rng: np.random.Generator) -> np.
     return new
 
 
-def sums_of(table: TensorTable, part: Part, old: list[np.ndarray], new: list[np.ndarray]) -> list[SpanSums]:
-    sums: list[SpanSums] = []
+def sums_of(table: TensorTable, part: Part, old: list[np.ndarray], new: list[np.ndarray]) -> Ledger:
+    ledger = Ledger(len(table))
     for chunk in grid(table, part, chunk_words=128):
         before, after = chunk_words_of(chunk, old), chunk_words_of(chunk, new)
         index = np.flatnonzero(before != after).astype(np.uint32)
         before.flags.writeable = False
-        sums += span_sums(chunk, before, Change(index, after[index]))
-    return sums
+        sums = span_sums(chunk, before, Change(index, after[index]))
+        assert (sums.changed > 0).all() and len(sums) == len(sums.lanes) == len(sums.changed)
+        ledger.add(sums)
+    return ledger
 
 
 def assert_law(table: TensorTable, part: Part, seed: int, density: float) -> None:
     rng = np.random.default_rng(seed)
     old = random_tensors(table, rng)
     new = [mutated(tensor, density, rng) for tensor in old]
-    lanes: dict[int, Lanes] = {n: hash_bytes(t.view(np.uint8)) for n, t in enumerate(old)}
-    changed: dict[int, int] = defaultdict(int)
-    for one in sums_of(table, part, old, new):
-        lanes[one.tensor] = lanes[one.tensor].minus(one.old).plus(one.new)
-        changed[one.tensor] += one.changed
-        assert one.changed > 0
+    lanes = np.array([hash_bytes(t.view(np.uint8)) for t in old], np.uint64).reshape(-1, 2)
+    ledger = sums_of(table, part, old, new)
+    after = ledger.after(lanes)
     for n, tensor in enumerate(new):
-        assert lanes[n] == hash_bytes(tensor.view(np.uint8)), (seed, table[n])
-        assert changed[n] == np.count_nonzero(old[n] != tensor)
+        assert Lanes(*after[n].tolist()) == hash_bytes(tensor.view(np.uint8)), (seed, table[n])
+        assert ledger.words[n] == np.count_nonzero(old[n] != tensor)
+    assert ledger.changed.tolist() == [n for n, tensor in enumerate(new) if (old[n] != tensor).any()]
 
 
 SIZES = st.lists(st.sampled_from([0, 1, 2, 3, 5, 7, 8, 9, 63, 64, 65, 127, 200, 513]), min_size=1, max_size=6)
@@ -107,10 +107,18 @@ def test_spans_in_the_middle_of_a_tensor_count_its_own_words() -> None:
     new = [old[0].copy()]
     new[0][640:705] ^= np.uint16(9)
     part = Part(1, (Segment(0, 640, 1000),))
-    lanes = hash_bytes(old[0].view(np.uint8))
-    for one in sums_of(table, part, old, new):
-        lanes = lanes.minus(one.old).plus(one.new)
-    assert lanes == hash_bytes(new[0].view(np.uint8))
+    lanes = np.array([hash_bytes(old[0].view(np.uint8))], np.uint64)
+    after = sums_of(table, part, old, new).after(lanes)
+    assert Lanes(*after[0].tolist()) == hash_bytes(new[0].view(np.uint8))
+
+
+def test_a_tensor_with_two_pieces_in_a_chunk_counts_both() -> None:
+    table = table_of("BF16", [1000])
+    old = random_tensors(table, np.random.default_rng(10))
+    new = [old[0] ^ np.uint16(1)]
+    part = Part(0, (Segment(0, 0, 100), Segment(0, 640, 700)))
+    ledger = sums_of(table, part, old, new)
+    assert ledger.words.tolist() == [160]
 
 
 def test_unaligned_old_words() -> None:
@@ -119,29 +127,28 @@ def test_unaligned_old_words() -> None:
     raw[121:] = 0
     old = raw[1:].view(np.uint16)
     change = Change(np.array([0, 59], np.uint32), np.array([1, 2], np.uint16))
-    assert span_sums(chunk, old, change) == span_sums(chunk, old.copy(), change)
+    askew, straight = span_sums(chunk, old, change), span_sums(chunk, old.copy(), change)
+    assert askew.lanes.tolist() == straight.lanes.tolist() and askew.changed.tolist() == [2]
 
 
 def test_only_touched_words_are_counted() -> None:
     chunk = Chunk(0, "U16", 0, (Span(4, 64, 128, 0),), 64)
     old = np.arange(64, dtype=np.uint16)
-    (one,) = span_sums(chunk, old, Change(np.array([5, 6], np.uint32), np.array([0, 0], np.uint16)))
-    assert one.tensor == 4 and one.changed == 2
-    assert one.old == hash_bytes(old[4:8].view(np.uint8), first_word=17)
-    assert one.new == hash_bytes(np.array([4, 0, 0, 7], np.uint16).view(np.uint8), first_word=17)
+    sums = span_sums(chunk, old, Change(np.array([5, 6], np.uint32), np.array([0, 0], np.uint16)))
+    assert sums.tensors.tolist() == [4]
+    before = hash_bytes(old[4:8].view(np.uint8), first_word=17)
+    after = hash_bytes(np.array([4, 0, 0, 7], np.uint16).view(np.uint8), first_word=17)
+    assert sums.total() == ChunkSums(before, after, 2)
 
 
 def test_nothing_changed() -> None:
     chunk = Chunk(0, "U8", 0, (Span(0, 0, 64, 0),), 64)
-    assert (
-        span_sums(chunk, np.zeros(64, np.uint8), Change(np.zeros(0, np.uint32), np.zeros(0, np.uint8))) == []
-    )
-    assert total([]) == ChunkSums(ZERO, ZERO, 0)
+    nothing = Change(np.zeros(0, np.uint32), np.zeros(0, np.uint8))
+    sums = span_sums(chunk, np.zeros(64, np.uint8), nothing)
+    assert len(sums) == 0 and sums.total() == ChunkSums(ZERO, ZERO, 0)
 
 
 def test_total_adds_all_spans() -> None:
-    one, other = (
-        SpanSums(0, Lanes(1, 2), Lanes(3, 4), 5),
-        SpanSums(9, Lanes((1 << 64) - 1, 1), Lanes(1, 1), 2),
-    )
-    assert total([one, other]) == ChunkSums(Lanes(0, 3), Lanes(4, 5), 7)
+    lanes = np.array([[1, 2, 3, 4], [(1 << 64) - 1, 1, 1, 1]], np.uint64)
+    sums = SpanSums(np.array([0, 9]), lanes, np.array([5, 2]))
+    assert sums.total() == ChunkSums(Lanes(0, 3), Lanes(4, 5), 7)

@@ -29,12 +29,14 @@ from weightcast.shared.channel.index import Encoding, Index, TensorRecord, Total
 from weightcast.shared.channel.layout import INDEX_NAME, Layout
 from weightcast.shared.channel.pointer import write_pointer
 from weightcast.shared.codec.changes import compare
+from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.ledger import Ledger
 from weightcast.shared.digest.root import root
 from weightcast.shared.digest.touched import span_sums
 from weightcast.shared.files.checkpoint import open_checkpoint
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, gather
 from weightcast.shared.local.seed import ReadCheckpoint
-from weightcast.shared.local.state import lanes_list
+from weightcast.shared.local.state import unpack_lanes
 from weightcast.shared.words import Part, Segment, TensorTable, grid
 
 GOLDEN = Path(__file__).parent / "channels"
@@ -190,7 +192,7 @@ def commit_cut(run: Run, given: Path, number: int) -> None:
     assert opened is not None
     with opened as local, ReadCheckpoint(open_checkpoint(given, follow_links=False)) as new:
         table, base = local.table, local.state.position
-        lanes, where, files, chunks = lanes_list(base.lanes), {}, [], []
+        ledger, where, files, chunks = Ledger(len(table)), {}, [], []
         parts = halves(table)
         for part in parts:
             name = f"model-{part.number:05d}-of-00002.safetensors"
@@ -200,9 +202,9 @@ def commit_cut(run: Run, given: Path, number: int) -> None:
                 old, words = local.chunk_words(chunk), gather(chunk, new.words_in)
                 changes = compare(old, words)
                 step = ChunkStep(changes, span_sums(chunk, old, changes)) if len(changes) else None
-                for sums in step.sums if step is not None else ():
-                    lanes[sums.tensor] = lanes[sums.tensor].minus(sums.old).plus(sums.new)
-                    where[sums.tensor] = name
+                if step is not None:
+                    ledger.add(step.sums)
+                    where |= dict.fromkeys(step.sums.tensors.tolist(), name)
                 prepared = (
                     writer.prepare(chunk, old, lambda new=words: new, changes) if step is not None else b""
                 )
@@ -210,6 +212,7 @@ def commit_cut(run: Run, given: Path, number: int) -> None:
             written = writer.close()
             files += written.files
             chunks += written.chunks
+        lanes = ledger.after(unpack_lanes(base.lanes))
         index = Index(
             run_id=local.state.run_id,
             version=number,
@@ -224,7 +227,7 @@ def commit_cut(run: Run, given: Path, number: int) -> None:
             created=time.time(),
             weight_map={table[tensor].name: name for tensor, name in where.items()},
             files=tuple(files),
-            tensors={table[tensor].name: TensorRecord(lanes[tensor], 1) for tensor in where},
+            tensors={table[t].name: TensorRecord(Lanes(*lanes[t].tolist()), 1) for t in where},
             parts=parts,
             chunks=tuple(chunks),
             totals=Totals(0, table.elements, table.nbytes, sum(file.size for file in files)),

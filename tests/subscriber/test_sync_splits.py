@@ -16,12 +16,14 @@ from weightcast.shared.channel.index import Encoding, Index, TensorRecord, Total
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.pointer import write_pointer
 from weightcast.shared.codec.changes import compare
+from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.ledger import Ledger
 from weightcast.shared.digest.root import root
 from weightcast.shared.digest.touched import span_sums
 from weightcast.shared.files.checkpoint import open_checkpoint
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, gather
 from weightcast.shared.local.seed import ReadCheckpoint
-from weightcast.shared.local.state import lanes_list
+from weightcast.shared.local.state import unpack_lanes
 from weightcast.shared.words import Part, Segment, TensorTable, grid
 
 INDEX = "model.safetensors.index.json"
@@ -56,7 +58,7 @@ def write_parts(run: Run, local: LocalCheckpoint, given: Path, number: int, enco
     version = Layout(run.channel).version_dir(number)
     version.mkdir()
     table, parts, position = local.table, cut(local.table), local.state.position
-    lanes, changed = lanes_list(position.lanes), {}
+    ledger, changed = Ledger(len(table)), {}
     files, chunks = [], []
     with ReadCheckpoint(open_checkpoint(given, follow_links=False)) as read:
         for part in parts:
@@ -66,9 +68,9 @@ def write_parts(run: Run, local: LocalCheckpoint, given: Path, number: int, enco
                 old, words = local.chunk_words(chunk), gather(chunk, read.words_in)
                 changes = compare(old, words)
                 step = ChunkStep(changes, span_sums(chunk, old, changes)) if len(changes) else None
-                for sums in step.sums if step is not None else ():
-                    lanes[sums.tensor] = lanes[sums.tensor].minus(sums.old).plus(sums.new)
-                    changed[sums.tensor] = name
+                if step is not None:
+                    ledger.add(step.sums)
+                    changed |= dict.fromkeys(step.sums.tensors.tolist(), name)
                 prepared = (
                     writer.prepare(chunk, old, lambda new=words: new, changes) if step is not None else b""
                 )
@@ -76,6 +78,7 @@ def write_parts(run: Run, local: LocalCheckpoint, given: Path, number: int, enco
             written = writer.close()
             files += written.files
             chunks += written.chunks
+    lanes = ledger.after(unpack_lanes(position.lanes))
     return Index(
         run_id=local.state.run_id,
         version=number,
@@ -90,7 +93,7 @@ def write_parts(run: Run, local: LocalCheckpoint, given: Path, number: int, enco
         created=time.time(),
         weight_map={table[tensor].name: name for tensor, name in changed.items()},
         files=tuple(files),
-        tensors={table[tensor].name: TensorRecord(lanes[tensor], 1) for tensor in changed},
+        tensors={table[t].name: TensorRecord(Lanes(*lanes[t].tolist()), 1) for t in changed},
         parts=parts,
         chunks=tuple(chunks),
         totals=Totals(0, table.elements, table.nbytes, sum(file.size for file in files)),

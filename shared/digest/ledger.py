@@ -1,0 +1,33 @@
+"""What the step of a version does to the lanes of tensors, in arrays: there may be several 100,000."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightcast.shared.digest.touched import SpanSums
+
+LanesArray = NDArray[np.uint64]
+"""uint64[tensors, 2]: raw lanes, a and b"""
+
+
+class Ledger:
+    """`sums`: uint64[tensors, 4], columns as in `SpanSums`; `words`: int64[tensors], changed ones."""
+
+    def __init__(self, tensors: int) -> None:
+        self.sums = np.zeros((tensors, 4), np.uint64)
+        self.words = np.zeros(tensors, np.int64)
+
+    def add(self, sums: SpanSums) -> None:
+        """One chunk's. A tensor may have several spans in it."""
+        np.add.at(self.sums, sums.tensors, sums.lanes)
+        np.add.at(self.words, sums.tensors, sums.changed)
+
+    @property
+    def changed(self) -> NDArray[np.int64]:
+        """Numbers of the tensors with changes, ascending."""
+        return np.flatnonzero(self.words)
+
+    def after(self, lanes: LanesArray) -> LanesArray:
+        """Lanes of every tensor, if they were `lanes` before."""
+        return lanes - self.sums[:, :2] + self.sums[:, 2:]
