@@ -117,6 +117,11 @@ class TensorTable:
         return np.array([spec.nbytes for spec in self.specs], np.int64)
 
     @cached_property
+    def forms(self) -> tuple[tuple[int, int], ...]:
+        """Of each tensor the bytes of a word, and words."""
+        return tuple((spec.kind.width, spec.words) for spec in self.specs)
+
+    @cached_property
     def counts(self) -> NDArray[np.int64]:
         """int64[tensors]: elements. Not to be written."""
         return np.array([spec.elements for spec in self.specs], np.int64)

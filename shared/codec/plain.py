@@ -100,8 +100,14 @@ def exchange_at(
 
 def unpack_gaps(first: int, gaps: ByteArray, escapes: Array32) -> NDArray[np.int64] | None:
     """The words of a record; None where they do not ascend, or escapes are missing or too many."""
-    one, escaped = np.array([len(gaps)]), np.array([len(escapes)])
-    return unpack_many_gaps(np.array([first]), one, gaps, escaped, escapes)
+    distances, are_escaped = gaps.astype(np.int64), gaps == ESCAPED_GAP
+    if np.count_nonzero(are_escaped) != len(escapes) or (escapes < ESCAPED_GAP).any():
+        return None
+    distances[are_escaped] = escapes
+    if distances[0] or np.count_nonzero(distances) != len(distances) - 1:
+        return None
+    distances[0] = first
+    return np.cumsum(distances)
 
 
 def unpack_many_gaps(

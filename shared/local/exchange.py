@@ -83,7 +83,7 @@ def _at_once(
     local: LocalCheckpoint, journal: JournalReader, lists: Sequence[PackedRecord], way: Way, again: bool
 ) -> None:
     words, _ = local.home(lists[0].tensor)
-    places = [(local.home(one.tensor)[1], local.table[one.tensor].words) for one in lists]
+    places = [(local.home(one.tensor)[1], local.table.forms[one.tensor][1]) for one in lists]
     failed = journal.exchange_many(lists, words, places, way, again=again, begin=local.begin_writing)
     if failed is not None:
         raise UnexpectedWordError(failed[0].tensor, failed[1])

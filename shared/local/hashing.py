@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,10 +20,11 @@ from weightcast.shared.words import TensorSpec, TensorTable
 
 _PIECE = 8 << 20
 """words hashed at a time; a multiple of 8"""
+_BATCH = 1 << 20
+"""words from which a thread is given pieces together: thousands of tensors may have a few words each"""
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     tensor: int
     start: int
     stop: int
@@ -34,30 +36,48 @@ def hash_tensors(
     """Raw lanes of every tensor, in table order, from all of its bytes."""
     lanes = [Lanes()] * len(table)
 
-    def work(piece: _Piece) -> tuple[_Piece, Lanes]:
-        words = words_in(piece.tensor, piece.start, piece.stop)
-        return piece, hash_bytes(words.view(np.uint8), piece.start * words.itemsize // 8)
+    def work(batch: Sequence[_Piece]) -> list[tuple[int, Lanes, int]]:
+        return [_hashed(piece, words_in) for piece in batch]
 
-    for piece, part in ordered(work, _pieces(table), threads, each=SMALL_RESULTS):
-        lanes[piece.tensor] = lanes[piece.tensor].plus(part)
+    for batch in ordered(work, _batches(table), threads, each=SMALL_RESULTS):
+        for tensor, part, _ in batch:
+            lanes[tensor] = lanes[tensor].plus(part)
         if advance is not None:
-            advance((piece.stop - piece.start) * table[piece.tensor].kind.width)
+            advance(sum(nbytes for _, _, nbytes in batch))
     return lanes
 
 
 def hash_tensor(spec: TensorSpec, tensor: int, words_in: WordsIn) -> Lanes:
     """Raw lanes of one tensor, whose number is `tensor`."""
     lanes = Lanes()
-    for start in range(0, spec.words, _PIECE):
-        words = words_in(tensor, start, min(start + _PIECE, spec.words))
-        lanes = lanes.plus(hash_bytes(words.view(np.uint8), start * words.itemsize // 8))
+    for piece in _pieces(tensor, spec.words):
+        lanes = lanes.plus(_hashed(piece, words_in)[1])
     return lanes
 
 
-def _pieces(table: TensorTable) -> Iterator[_Piece]:
-    for number, spec in enumerate(table):
-        for start in range(0, spec.words, _PIECE):
-            yield _Piece(number, start, min(start + _PIECE, spec.words))
+def _hashed(piece: _Piece, words_in: WordsIn) -> tuple[int, Lanes, int]:
+    """Tensor, lanes and bytes."""
+    words = words_in(*piece)
+    return piece.tensor, hash_bytes(words.view(np.uint8), piece.start * words.itemsize // 8), words.nbytes
+
+
+def _pieces(tensor: int, words: int) -> Iterator[_Piece]:
+    for start in range(0, words, _PIECE):
+        yield _Piece(tensor, start, min(start + _PIECE, words))
+
+
+def _batches(table: TensorTable) -> Iterator[Sequence[_Piece]]:
+    batch: list[_Piece] = []
+    filled = 0
+    for number, (_, words) in enumerate(table.forms):
+        for piece in _pieces(number, words):
+            batch.append(piece)
+            filled += piece.stop - piece.start
+            if filled >= _BATCH:
+                yield batch
+                batch, filled = [], 0
+    if batch:
+        yield batch
 
 
 @dataclass(frozen=True)

@@ -171,6 +171,7 @@ class LocalCheckpoint:
         self.host = Host.here()
         self._maps: dict[Path, _Mapped] = {}
         self._words: dict[int, Words] = {}
+        self._home_of: dict[int, tuple[Words, int]] = {}
         self._homes: dict[tuple[Path, np.dtype[np.unsignedinteger], int], Words] = {}
         self._map_all()
         self._index = _digest_of(checkpoint.index_file)
@@ -211,6 +212,7 @@ class LocalCheckpoint:
 
     def close(self) -> None:
         self._words.clear()
+        self._home_of.clear()
         self._homes.clear()
         for mapped in self._maps.values():
             # views handed out keep a map alive; it is dropped with them
@@ -264,6 +266,12 @@ class LocalCheckpoint:
     def home(self, tensor: int) -> tuple[Words, int]:
         """All words of the file that a tensor lies in, writable, and which is the tensor's first. The same
         array for all tensors of a file and dtype that begin on its words."""
+        known = self._home_of.get(tensor)
+        if known is None:
+            known = self._home_of[tensor] = self._found_home(tensor)
+        return known
+
+    def _found_home(self, tensor: int) -> tuple[Words, int]:
         spec, place = self.table[tensor], self.checkpoint.places[tensor]
         kind, rest = spec.kind.numpy, place.offset % spec.kind.width
         key = (place.file, kind, rest)

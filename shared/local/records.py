@@ -174,9 +174,11 @@ def _checksum(pieces: Sequence[bytes | memoryview]) -> int:
 def parse_head(head: bytes, table: TensorTable, offset: int) -> PackedRecord:
     """`offset`: of the payload. Raises BadRecordError."""
     tensor, width, first, changes, more, checksum = HEAD.unpack(head)
-    if tensor >= len(table) or width != table[tensor].kind.width or changes == 0:
+    if tensor >= len(table):
         raise BadRecordError("record of no tensor")
-    words = table[tensor].words
+    own_width, words = table.forms[tensor]
+    if width != own_width or changes == 0:
+        raise BadRecordError("record of no tensor")
     escapes, whole = (0, more - _WHOLE) if more >= _WHOLE else (more, 0)
     if first >= words or whole > words - first:
         raise BadRecordError("record past the end of its tensor")

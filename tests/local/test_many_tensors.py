@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +12,12 @@ from core_cases import Model, bytes_of, read_checkpoint, some_changed, tensor, w
 from local_cases import Run, following, patch_keeping_undo, staged, step_to
 
 from weightcast.publisher import Publisher, init_channel
+from weightcast.publisher.weights.match import match
 from weightcast.shared.channel.base import parse_base
 from weightcast.shared.channel.index import INDEX_NAME, parse_index
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import DamagedFile, NeedsReseed
+from weightcast.shared.errors import DamagedFile, NeedsReseed, Refused
+from weightcast.shared.files.checkpoint import open_checkpoint
 from weightcast.shared.files.safetensors import parse_header, read_header
 from weightcast.shared.local.follow import Follower
 from weightcast.shared.local.hashing import full_hash
@@ -96,6 +100,36 @@ def test_what_never_changes_is_parsed_once(run: Run, tmp_path: Path) -> None:
     assert read_header(copy) is header
     with pytest.raises(DamagedFile, match="copy: its tensors have"):
         parse_header(shard.read_bytes(), shard.stat().st_size + 1, what="copy")
+
+
+def test_checkpoints_with_the_same_headers_have_one_table(run: Run, tmp_path: Path) -> None:
+    copy = shutil.copytree(run.base, tmp_path / "copy")
+    first, second = (open_checkpoint(at, follow_links=False) for at in (run.base, copy))
+    assert second.table is first.table
+    assert {place.file.parent for place in second.places} == {copy}
+    assert [place[1:] for place in second.places] == [place[1:] for place in first.places]
+    # what is remembered is no longer what lies there
+    (copy / "model-00002-of-00003.safetensors").rename(copy / "model-00001-of-00003.safetensors")
+    with pytest.raises(DamagedFile, match=r"copy/model-00002-of-00003\.safetensors is missing"):
+        open_checkpoint(copy, follow_links=False)
+    shutil.copy(run.base / "model-00002-of-00003.safetensors", copy)
+    with pytest.raises(DamagedFile, match=r"copy/model-00001-of-00003\.safetensors holds "):
+        open_checkpoint(copy, follow_links=False)
+
+
+def test_weights_that_fitted_are_not_taken_for_others(run: Run, tmp_path: Path) -> None:
+    names = [spec.name for spec in open_checkpoint(run.base, follow_links=False).table]
+    for number, others in enumerate((run.models[0], {n: run.models[0][n] for n in names[1:]}, run.models[0])):
+        given = open_checkpoint(write_checkpoint(tmp_path / f"{number}", others, files=3), follow_links=False)
+        table = Channel.open(run.channel).require_ours()[1].table
+        if len(others) == len(names):
+            matched = match(given.table, table, frozen=(), aliases={}, partial=False)
+            assert [matched.sources[n] for n in range(len(names))] == names
+        else:
+            with pytest.raises(Refused, match=f"{re.escape(names[0])} is missing"):
+                match(given.table, table, frozen=(), aliases={}, partial=False)
+            matched = match(given.table, table, frozen=[names[0]], aliases={}, partial=False)
+            assert matched.absent == (0,)
 
 
 def test_an_index_is_parsed_once_for_a_table(run: Run) -> None:
