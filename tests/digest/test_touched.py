@@ -115,10 +115,13 @@ def test_spans_in_the_middle_of_a_tensor_count_its_own_words() -> None:
 def test_a_tensor_with_two_pieces_in_a_chunk_counts_both() -> None:
     table = table_of("BF16", [1000])
     old = random_tensors(table, np.random.default_rng(10))
-    new = [old[0] ^ np.uint16(1)]
-    part = Part(0, (Segment(0, 0, 100), Segment(0, 640, 700)))
-    ledger = sums_of(table, part, old, new)
-    assert ledger.words.tolist() == [160]
+    new = [old[0].copy()]
+    new[0][:50] ^= np.uint16(1)
+    new[0][640:680] ^= np.uint16(1)
+    ledger = sums_of(table, Part(0, (Segment(0, 0, 64), Segment(0, 640, 704))), old, new)
+    assert ledger.words.tolist() == [90]
+    after = ledger.after(np.array([hash_bytes(old[0].view(np.uint8))], np.uint64))
+    assert Lanes(*after[0].tolist()) == hash_bytes(new[0].view(np.uint8))
 
 
 def test_unaligned_old_words() -> None:

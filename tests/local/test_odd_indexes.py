@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,38 @@ def test_a_chunk_too_few(run: Run, tmp_path: Path) -> None:
     chunks = json.loads(newest(run).read_text())["weightcast"]["chunks"]
     edited(run, chunks=chunks[1:])
     refused(run, tmp_path / "local", "version 2")
+
+
+def test_lanes_that_a_tensor_does_not_get(run: Run, tmp_path: Path) -> None:
+    tensors = json.loads(newest(run).read_text())["weightcast"]["tensors"]
+    name = sorted(tensors)[1]
+    tensors[name][0] = "0" * 32
+    edited(run, tensors=tensors)
+    refused(run, tmp_path / "local", f"{re.escape(name)} does not get the stated lanes")
+
+
+def test_a_changed_tensor_that_is_not_listed(run: Run, tmp_path: Path) -> None:
+    facts = json.loads(newest(run).read_text())
+    name = sorted(facts["weight_map"])[1]
+    del facts["weight_map"][name], facts["weightcast"]["tensors"][name]
+    newest(run).write_text(json.dumps(facts))
+    by_chunks = facts["metadata"]["delta_encoding"] == "step"
+    told = f"{re.escape(name)} changes and is not listed" if by_chunks else None
+    refused(run, tmp_path / "local", told)
+
+
+def test_a_listed_tensor_that_does_not_change(run: Run, tmp_path: Path) -> None:
+    facts = json.loads(newest(run).read_text())
+    name = min(run.models[0].keys() - facts["weight_map"].keys())
+    shard = next(iter(facts["weight_map"].values()))
+    rows = json.loads((run.channel / "base.json").read_text())["tensors"]
+    lanes = next(row[4] for row in rows if row[0] == name)
+    by_chunks = facts["metadata"]["delta_encoding"] == "step"
+    facts["weight_map"][name] = shard
+    facts["weightcast"]["tensors"][name] = [lanes, 0] if by_chunks else [lanes, 0, "0" * 32]
+    newest(run).write_text(json.dumps(facts))
+    told = f"{re.escape(name)} changes and is not listed, or the reverse" if by_chunks else None
+    refused(run, tmp_path / "local", told)
 
 
 @pytest.mark.parametrize("member", ["root", "base_root", "parent"])
