@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -20,24 +19,12 @@ from core_cases import (
     tensor,
     write_checkpoint,
 )
+from cut_versions import commit_cut
 from independent_reader import read
 
 from weightcast.publisher import Publisher, init_channel
-from weightcast.shared.channel.chunk_step import ChunkStep
-from weightcast.shared.channel.delta_writer import open_shard_writer
-from weightcast.shared.channel.index import Encoding, Index, TensorRecord, Totals, write_index
-from weightcast.shared.channel.layout import INDEX_NAME, Layout
-from weightcast.shared.channel.pointer import write_pointer
-from weightcast.shared.codec.changes import compare
-from weightcast.shared.digest.lanes import Lanes
-from weightcast.shared.digest.ledger import Ledger
-from weightcast.shared.digest.root import root
-from weightcast.shared.digest.touched import span_sums
-from weightcast.shared.files.checkpoint import open_checkpoint
-from weightcast.shared.local.local_checkpoint import LocalCheckpoint, gather
-from weightcast.shared.local.seed import ReadCheckpoint
-from weightcast.shared.local.state import unpack_lanes
-from weightcast.shared.words import Part, Segment, TensorTable, grid
+from weightcast.shared.channel.index import INDEX_NAME, Encoding
+from weightcast.shared.words import Part, Segment, TensorTable
 
 GOLDEN = Path(__file__).parent / "channels"
 SEED = 11
@@ -155,7 +142,8 @@ def test_a_tensor_in_two_parts_is_read(tmp_path: Path) -> None:
     run = Run(tmp_path, every_dtype(rng))
     run.publish(some_changed(run.model, rng), 1, "fast")
     run.model = all_changed(run.model, rng)
-    commit_cut(run, write_checkpoint(tmp_path / "cut", run.model), 2)
+    given = write_checkpoint(tmp_path / "cut", run.model)
+    commit_cut(run.channel, run.directory / "local0", given, 2, halves)
     run.is_read()
 
 
@@ -182,55 +170,3 @@ def halves(table: TensorTable) -> tuple[Part, Part]:
     left = tuple(Segment(number, 0, min(128, spec.words)) for number, spec in enumerate(table))
     right = tuple(Segment(number, 128, spec.words) for number, spec in enumerate(table) if spec.words > 128)
     return Part(0, left), Part(1, right)
-
-
-def commit_cut(run: Run, given: Path, number: int) -> None:
-    """A version of two parts, as no publisher of today cuts them: one shard each, then the index."""
-    layout = Layout(run.channel)
-    layout.version_dir(number).mkdir()
-    opened = LocalCheckpoint.open(run.directory / "local0")
-    assert opened is not None
-    with opened as local, ReadCheckpoint(open_checkpoint(given, follow_links=False)) as new:
-        table, base = local.table, local.state.position
-        ledger, where, files, chunks = Ledger(len(table)), {}, [], []
-        parts = halves(table)
-        for part in parts:
-            name = f"model-{part.number:05d}-of-00002.safetensors"
-            places = list(grid(table, part))
-            writer = open_shard_writer("fast", layout.version_dir(number) / name, table, len(places))
-            for chunk in places:
-                old, words = local.chunk_words(chunk), gather(chunk, new.words_in)
-                changes = compare(old, words)
-                step = ChunkStep(changes, span_sums(chunk, old, changes)) if len(changes) else None
-                if step is not None:
-                    ledger.add(step.sums)
-                    where |= dict.fromkeys(step.sums.tensors.tolist(), name)
-                prepared = (
-                    writer.prepare(chunk, old, lambda new=words: new, changes) if step is not None else b""
-                )
-                writer.append(chunk, prepared, lambda new=words: new, step)
-            written = writer.close()
-            files += written.files
-            chunks += written.chunks
-        lanes = ledger.after(unpack_lanes(base.lanes))
-        index = Index(
-            run_id=local.state.run_id,
-            version=number,
-            kind="delta",
-            base_version=base.version,
-            base_root=base.root,
-            root=root(table, lanes),
-            parent=base.digest,
-            epoch=base.epoch,
-            encoding="fast",
-            step=None,
-            created=time.time(),
-            weight_map={table[tensor].name: name for tensor, name in where.items()},
-            files=tuple(files),
-            tensors={table[t].name: TensorRecord(Lanes(*lanes[t].tolist()), 1) for t in where},
-            parts=parts,
-            chunks=tuple(chunks),
-            totals=Totals(0, table.elements, table.nbytes, sum(file.size for file in files)),
-        )
-        (layout.version_dir(number) / INDEX_NAME).write_bytes(write_index(index, table))
-    write_pointer(run.channel, number)

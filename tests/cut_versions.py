@@ -1,0 +1,90 @@
+"""Versions whose parts cut tensors, written by hand: publishers of one rank do not cut them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from weightcast.shared.channel.chunk_step import ChunkStep
+from weightcast.shared.channel.delta_writer import ShardWriter, open_shard_writer
+from weightcast.shared.channel.index import Index, Totals, write_index
+from weightcast.shared.channel.layout import INDEX_NAME, Layout
+from weightcast.shared.channel.pointer import write_pointer
+from weightcast.shared.channel.tensor_records import TensorRecords
+from weightcast.shared.codec.changes import compare
+from weightcast.shared.digest.ledger import Ledger
+from weightcast.shared.digest.root import root
+from weightcast.shared.digest.touched import span_sums
+from weightcast.shared.files.checkpoint import open_checkpoint
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint, gather
+from weightcast.shared.local.seed import ReadCheckpoint
+from weightcast.shared.local.state import unpack_lanes
+from weightcast.shared.words import Part, TensorTable, grid
+
+Cut = Callable[[TensorTable], Sequence[Part]]
+
+
+def commit_cut(channel: Path, publisher: Path, given: Path, number: int, cut: Cut) -> None:
+    """Version `number` with the weights `given`, a shard for each part; pointed to, not patched in.
+    `publisher`: its local checkpoint, at the version before."""
+    directory = Layout(channel).version_dir(number)
+    directory.mkdir()
+    opened = LocalCheckpoint.open(publisher)
+    assert opened is not None
+    with opened as local, ReadCheckpoint(open_checkpoint(given, follow_links=False)) as new:
+        assert local.state.position.version == number - 1
+        index = _index(local, new, directory, number, cut(local.table))
+        (directory / INDEX_NAME).write_bytes(write_index(index, local.table))
+    write_pointer(channel, number)
+
+
+def _index(
+    local: LocalCheckpoint, new: ReadCheckpoint, directory: Path, number: int, parts: Sequence[Part]
+) -> Index:
+    table, base, ledger = local.table, local.state.position, Ledger(len(local.table))
+    shards: dict[str, str] = {}
+    files, chunks = [], []
+    for part in parts:
+        name = f"model-{part.number:05d}-of-{len(parts):05d}.safetensors"
+        count = sum(1 for _ in grid(table, part))
+        writer = open_shard_writer("fast", directory / name, table, count)
+        for step in _steps(local, new, part, writer):
+            ledger.add(step.sums)
+            shards |= {table[tensor].name: name for tensor in step.sums.tensors.tolist()}
+        written = writer.close()
+        files += written.files
+        chunks += written.chunks
+    lanes = ledger.after(unpack_lanes(base.lanes))
+    return Index(
+        run_id=local.state.run_id,
+        version=number,
+        kind="delta",
+        base_version=base.version,
+        base_root=base.root,
+        root=root(table, lanes),
+        parent=base.digest,
+        epoch=base.epoch,
+        encoding="fast",
+        step=None,
+        created=time.time(),
+        weight_map=shards,
+        files=tuple(files),
+        tensors=TensorRecords.numbered(table, ledger.changed, lanes, ledger.words),
+        parts=tuple(parts),
+        chunks=tuple(chunks),
+        totals=Totals(0, table.elements, table.nbytes, sum(file.size for file in files)),
+    )
+
+
+def _steps(
+    local: LocalCheckpoint, new: ReadCheckpoint, part: Part, writer: ShardWriter
+) -> Iterator[ChunkStep]:
+    for chunk in grid(local.table, part):
+        old, words = local.chunk_words(chunk), gather(chunk, new.words_in)
+        changes = compare(old, words)
+        if len(changes):
+            step = ChunkStep(changes, span_sums(chunk, old, changes))
+            prepared = writer.prepare(chunk, old, lambda new=words: new, changes)
+            writer.append(chunk, prepared, lambda new=words: new, step)
+            yield step
