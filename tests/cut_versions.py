@@ -13,8 +13,8 @@ from weightcast.shared.channel.layout import INDEX_NAME, Layout
 from weightcast.shared.channel.pointer import write_pointer
 from weightcast.shared.channel.tensor_records import TensorRecords
 from weightcast.shared.codec.changes import compare
-from weightcast.shared.digest.ledger import Ledger
 from weightcast.shared.digest.root import root
+from weightcast.shared.digest.step_sums import StepSums
 from weightcast.shared.digest.touched import span_sums
 from weightcast.shared.files.checkpoint import open_checkpoint
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, gather
@@ -42,7 +42,7 @@ def commit_cut(channel: Path, publisher: Path, given: Path, number: int, cut: Cu
 def _index(
     local: LocalCheckpoint, new: ReadCheckpoint, directory: Path, number: int, parts: Sequence[Part]
 ) -> Index:
-    table, base, ledger = local.table, local.state.position, Ledger(len(local.table))
+    table, base, sums = local.table, local.state.position, StepSums(len(local.table))
     shards: dict[str, str] = {}
     files, chunks = [], []
     for part in parts:
@@ -50,12 +50,12 @@ def _index(
         count = sum(1 for _ in grid(table, part))
         writer = open_shard_writer("fast", directory / name, table, count)
         for step in _steps(local, new, part, writer):
-            ledger.add(step.sums)
+            sums.add(step.sums)
             shards |= {table[tensor].name: name for tensor in step.sums.tensors.tolist()}
         written = writer.close()
         files += written.files
         chunks += written.chunks
-    lanes = ledger.after(unpack_lanes(base.lanes))
+    lanes = sums.after(unpack_lanes(base.lanes))
     return Index(
         run_id=local.state.run_id,
         version=number,
@@ -70,7 +70,7 @@ def _index(
         created=time.time(),
         weight_map=shards,
         files=tuple(files),
-        tensors=TensorRecords.numbered(table, ledger.changed, lanes, ledger.words),
+        tensors=TensorRecords.numbered(table, sums.changed, lanes, sums.words),
         parts=tuple(parts),
         chunks=tuple(chunks),
         totals=Totals(0, table.elements, table.nbytes, sum(file.size for file in files)),

@@ -25,8 +25,8 @@ from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.tensor_records import TensorRecords
 from weightcast.shared.codec.changes import Changes, compare
 from weightcast.shared.codec.choose import StepEncoding
-from weightcast.shared.digest.ledger import LanesArray, Ledger
 from weightcast.shared.digest.root import root
+from weightcast.shared.digest.step_sums import LanesArray, StepSums
 from weightcast.shared.digest.touched import span_sums
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.failpoints import failpoint
@@ -92,17 +92,17 @@ class _Book:
     """What the tensors of a delta add up to. `elements`: int64[tensors], changed ones."""
 
     def __init__(self, table: TensorTable) -> None:
-        self.table, self.ledger = table, Ledger(len(table))
+        self.table, self.step = table, StepSums(len(table))
         self.elements = np.zeros(len(table), np.int64)
 
     def add(self, chunk: Chunk, step: ChunkStep) -> None:
-        self.ledger.add(step.sums)
+        self.step.add(step.sums)
         counts = changed_elements(self.table, chunk, step.changes, step.sums)
         np.add.at(self.elements, step.sums.tensors, counts)
 
     def check(self, base: Position, expected: str) -> LanesArray:
         """Lanes of every tensor, if they were those of `base` before."""
-        lanes = self.ledger.after(unpack_lanes(base.lanes))
+        lanes = self.step.after(unpack_lanes(base.lanes))
         if root(self.table, lanes) != expected:
             raise DamagedFile(
                 f"kept journals from version {base.version} do not lead to the root {expected[:16]}",
@@ -151,7 +151,7 @@ def _index(
     main: Index, base: Position, encoding: StepEncoding, files: PartFiles, book: _Book, lanes: LanesArray
 ) -> Index:
     table = book.table
-    tensors = TensorRecords.numbered(table, book.ledger.changed, lanes, book.elements)
+    tensors = TensorRecords.numbered(table, book.step.changed, lanes, book.elements)
     nbytes = sum(file.size for file in files.files)
     return Index(
         run_id=main.run_id,

@@ -22,6 +22,9 @@ _SHARE, _AT_ONCE_SECONDS = 10, 0.2
 """after reading for so long, as many times as long without"""
 _LOOK_SECONDS = 10.0
 _LOOK_SHARE = 20
+_MORE = 64
+"""versions beyond twice those that lay there, with which all directories are looked at: nobody may watch for
+months, and what was pruned is to be forgotten"""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Ledger:
         self._channel: Channel | None = None
         self._held: dict[int, Held] = {}
         self._stated: dict[int, Stated] = {}
-        self._pointer = 0
+        self._pointer = self._lay_there = 0
         self._looked_until = self._read_until = -1.0
         """when the next look at all directories, and the next reading of indexes, may begin"""
 
@@ -81,7 +84,9 @@ class Ledger:
 
     def _look(self, channel: Channel, pointer: Pointer, look_around: bool) -> None:
         began = self._clock()
-        all_of_them = pointer.version < self._pointer or (look_around and began >= self._looked_until)
+        many = len(self._held) > 2 * self._lay_there + _MORE
+        asked = look_around and began >= self._looked_until
+        all_of_them = many or asked or pointer.version < self._pointer
         above = 0 if all_of_them else self._pointer
         if above == pointer.version:
             return
@@ -92,6 +97,8 @@ class Ledger:
                 known = self._stated.get(version)
                 found[version] = Held(shown, created, known is not None and known.is_whole)
         self._held = found if all_of_them else {**self._held, **found}
+        if not above:
+            self._lay_there = len(found)
         self._stated = {version: row for version, row in self._stated.items() if version in self._held}
         self._pointer = pointer.version
         if all_of_them:

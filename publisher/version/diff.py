@@ -21,7 +21,7 @@ from weightcast.shared.codec.choose import FetchWords
 from weightcast.shared.codec.parallel import ordered
 from weightcast.shared.codec.scan import Scan, scan
 from weightcast.shared.digest.lanes import Lanes
-from weightcast.shared.digest.ledger import Ledger
+from weightcast.shared.digest.step_sums import StepSums
 from weightcast.shared.errors import NeedsReseed, Refused
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, gather
 from weightcast.shared.local.state import unpack_lanes
@@ -105,7 +105,7 @@ def write_difference(
     _check_baseline(local, book, split)
     if near is not None:
         near.done(book.full_lanes())
-    tensors = TensorRecords.numbered(local.table, book.ledger.changed, book.full, book.elements)
+    tensors = TensorRecords.numbered(local.table, book.step.changed, book.full, book.elements)
     return Difference(writer.close(), tensors, split, book.non_finite)
 
 
@@ -164,7 +164,7 @@ class _Book:
     `elements`: int64[tensors], changed ones."""
 
     def __init__(self, tensors: int) -> None:
-        self.ledger = Ledger(tensors)
+        self.step = StepSums(tensors)
         self.full = np.zeros((tensors, 2), np.uint64)
         self.seen = np.zeros(tensors, np.bool_)
         self.elements = np.zeros(tensors, np.int64)
@@ -174,13 +174,13 @@ class _Book:
         np.add.at(self.full, one.chunk.tensors, one.full)
         self.seen[one.chunk.tensors] = True
         if one.step is not None:
-            self.ledger.add(one.step.sums)
+            self.step.add(one.step.sums)
             np.add.at(self.elements, one.step.sums.tensors, one.changed)
         for tensor, count in one.non_finite:
             self.non_finite[tensor] = self.non_finite.get(tensor, 0) + count
 
     def segment_sums(self, tensor: int) -> SegmentSums:
-        old_a, old_b, new_a, new_b = self.ledger.sums[tensor].tolist()
+        old_a, old_b, new_a, new_b = self.step.lanes[tensor].tolist()
         return SegmentSums(Lanes(old_a, old_b), Lanes(new_a, new_b), Lanes(*self.full[tensor].tolist()))
 
     def full_lanes(self) -> dict[int, Lanes]:
@@ -189,7 +189,7 @@ class _Book:
 
 
 def _check_frozen(table: TensorTable, matched: Matched, book: _Book) -> None:
-    moved = [tensor for tensor in sorted(matched.frozen) if book.ledger.words[tensor]]
+    moved = [tensor for tensor in sorted(matched.frozen) if book.step.words[tensor]]
     if moved:
         names = ", ".join(table[tensor].name for tensor in moved[:5])
         raise Refused(f"frozen tensors changed: {names}", remedy="unfreeze them in a new channel")
@@ -198,7 +198,7 @@ def _check_frozen(table: TensorTable, matched: Matched, book: _Book) -> None:
 def _check_baseline(local: LocalCheckpoint, book: _Book, split: Iterable[int]) -> None:
     """The full hash of the new bytes must be what arithmetic on the recorded lanes gives: else the local
     checkpoint has drifted from what the channel says."""
-    expected = book.ledger.after(unpack_lanes(local.state.position.lanes))
+    expected = book.step.after(unpack_lanes(local.state.position.lanes))
     drifted_from = book.seen & (expected != book.full).any(axis=1)
     drifted_from[list(split)] = False
     for tensor in np.flatnonzero(drifted_from)[:1].tolist():

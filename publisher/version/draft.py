@@ -21,8 +21,8 @@ from weightcast.shared.channel.index import (
 )
 from weightcast.shared.channel.tensor_records import TensorRecords
 from weightcast.shared.digest.lanes import Lanes
-from weightcast.shared.digest.ledger import LanesArray
 from weightcast.shared.digest.root import root
+from weightcast.shared.digest.step_sums import LanesArray
 from weightcast.shared.errors import NeedsReseed
 from weightcast.shared.local.state import Position, unpack_lanes
 from weightcast.shared.words import ChunkKey, Part, TensorTable

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.shared.digest.lanes import Lanes
-from weightcast.shared.digest.ledger import LanesArray
+from weightcast.shared.digest.step_sums import LanesArray
 from weightcast.shared.words import TensorTable
 
 

@@ -20,8 +20,8 @@ from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.channel.tensor_records import TensorRecords
 from weightcast.shared.codec.changes import Changes
 from weightcast.shared.codec.parallel import ordered
-from weightcast.shared.digest.ledger import LanesArray, Ledger
 from weightcast.shared.digest.root import root
+from weightcast.shared.digest.step_sums import LanesArray, StepSums
 from weightcast.shared.errors import DamagedFile, Forked, RetryLater
 from weightcast.shared.local.journal import JournalHeader, JournalWriter
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
@@ -96,20 +96,20 @@ def stage(
     journal = secrets.token_hex(8)
     writer = JournalWriter(local.paths.journal(journal), _header(local, versions, journal), local.paths.spare)
     try:
-        ledgers = [Ledger(len(local.table)) for _ in versions]
+        sums = [StepSums(len(local.table)) for _ in versions]
         readers = [_reader(local, version) for version in versions]
         numbers = [version.index.version for version in versions]
         for folded in _walk(local, readers, numbers, versions[0].parts, threads):
             writer.write(folded.packed)
-            for ledger, step in zip(ledgers, folded.steps, strict=True):
+            for one, step in zip(sums, folded.steps, strict=True):
                 if step is not None:
-                    ledger.add(step.sums)
+                    one.add(step.sums)
             if advance is not None:
                 advance(folded.chunk.words * folded.chunk.kind.width)
         for reader, number in zip(readers, numbers, strict=True):
             with files_of(number):
                 reader.finish()
-        target = _settle(local, base, versions, ledgers)
+        target = _settle(local, base, versions, sums)
         for version in versions:
             if version.arrivals is not None:
                 version.arrivals.wait("", None)
@@ -210,26 +210,26 @@ def _net(old: Words, words: Words, taken: Sequence[Changes]) -> Changes:
 
 
 def _settle(
-    local: LocalCheckpoint, base: Position, versions: Sequence[Fetched], ledgers: Sequence[Ledger]
+    local: LocalCheckpoint, base: Position, versions: Sequence[Fetched], sums: Sequence[StepSums]
 ) -> Position:
     lanes = unpack_lanes(base.lanes)
     found = base.root
-    for version, ledger in zip(versions, ledgers, strict=True):
-        lanes = ledger.after(lanes)
+    for version, one in zip(versions, sums, strict=True):
+        lanes = one.after(lanes)
         found = root(local.table, lanes)
         if isinstance(version.index, Index):
             with files_of(version.index.version):
-                _check_version(version.index, local.table, lanes, ledger, found)
+                _check_version(version.index, local.table, lanes, one, found)
     last = versions[-1].index
     epoch = last.epoch if isinstance(last, Index) else 0
     return Position(last.version, last.version_digest, found, epoch, pack_lanes(lanes))
 
 
-def _check_version(index: Index, table: TensorTable, lanes: LanesArray, ledger: Ledger, found: str) -> None:
+def _check_version(index: Index, table: TensorTable, lanes: LanesArray, sums: StepSums, found: str) -> None:
     remedy = "nothing was written; run `weightcast channel verify`"
     records = TensorRecords.of(index.tensors)
     listed = records.numbers(table)
-    for number in np.setxor1d(listed, ledger.changed)[:1].tolist():
+    for number in np.setxor1d(listed, sums.changed)[:1].tolist():
         raise DamagedFile(
             f"version {index.version}: {table[number].name} changes and is not listed, or the reverse",
             remedy=remedy,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weightcast.shared.digest.hash import hash_bytes
 from weightcast.shared.digest.lanes import ZERO, Lanes
-from weightcast.shared.digest.ledger import Ledger
+from weightcast.shared.digest.step_sums import StepSums
 from weightcast.shared.digest.touched import ChunkSums, SpanSums, span_sums
 from weightcast.shared.words import (
     Chunk,
@@ -57,16 +57,16 @@ def mutated(tensor: np.ndarray, density: float, rng: np.random.Generator) -> np.
     return new
 
 
-def sums_of(table: TensorTable, part: Part, old: list[np.ndarray], new: list[np.ndarray]) -> Ledger:
-    ledger = Ledger(len(table))
+def sums_of(table: TensorTable, part: Part, old: list[np.ndarray], new: list[np.ndarray]) -> StepSums:
+    step = StepSums(len(table))
     for chunk in grid(table, part, chunk_words=128):
         before, after = chunk_words_of(chunk, old), chunk_words_of(chunk, new)
         index = np.flatnonzero(before != after).astype(np.uint32)
         before.flags.writeable = False
         sums = span_sums(chunk, before, Change(index, after[index]))
         assert (sums.changed > 0).all() and len(sums) == len(sums.lanes) == len(sums.changed)
-        ledger.add(sums)
-    return ledger
+        step.add(sums)
+    return step
 
 
 def assert_law(table: TensorTable, part: Part, seed: int, density: float) -> None:
@@ -74,12 +74,12 @@ def assert_law(table: TensorTable, part: Part, seed: int, density: float) -> Non
     old = random_tensors(table, rng)
     new = [mutated(tensor, density, rng) for tensor in old]
     lanes = np.array([hash_bytes(t.view(np.uint8)) for t in old], np.uint64).reshape(-1, 2)
-    ledger = sums_of(table, part, old, new)
-    after = ledger.after(lanes)
+    step = sums_of(table, part, old, new)
+    after = step.after(lanes)
     for n, tensor in enumerate(new):
         assert Lanes(*after[n].tolist()) == hash_bytes(tensor.view(np.uint8)), (seed, table[n])
-        assert ledger.words[n] == np.count_nonzero(old[n] != tensor)
-    assert ledger.changed.tolist() == [n for n, tensor in enumerate(new) if (old[n] != tensor).any()]
+        assert step.words[n] == np.count_nonzero(old[n] != tensor)
+    assert step.changed.tolist() == [n for n, tensor in enumerate(new) if (old[n] != tensor).any()]
 
 
 SIZES = st.lists(st.sampled_from([0, 1, 2, 3, 5, 7, 8, 9, 63, 64, 65, 127, 200, 513]), min_size=1, max_size=6)
@@ -118,9 +118,9 @@ def test_a_tensor_with_two_pieces_in_a_chunk_counts_both() -> None:
     new = [old[0].copy()]
     new[0][:50] ^= np.uint16(1)
     new[0][640:680] ^= np.uint16(1)
-    ledger = sums_of(table, Part(0, (Segment(0, 0, 64), Segment(0, 640, 704))), old, new)
-    assert ledger.words.tolist() == [90]
-    after = ledger.after(np.array([hash_bytes(old[0].view(np.uint8))], np.uint64))
+    step = sums_of(table, Part(0, (Segment(0, 0, 64), Segment(0, 640, 704))), old, new)
+    assert step.words.tolist() == [90]
+    after = step.after(np.array([hash_bytes(old[0].view(np.uint8))], np.uint64))
     assert Lanes(*after[0].tolist()) == hash_bytes(new[0].view(np.uint8))
 
 

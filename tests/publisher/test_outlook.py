@@ -15,6 +15,7 @@ from weightcast.publisher.care.retention import Held, Hop, Retention, Situation,
 from weightcast.publisher.fleet.ledger import Ledger, Page
 from weightcast.publisher.fleet.outlook import catch_up, prune_plan, steps, version_rows
 from weightcast.publisher.fleet.posted import BURST, PER_HOST_SECONDS, Posted, TooMany
+from weightcast.shared.channel.pointer import write_pointer
 from weightcast.shared.channel.reports import Report, pack_report, read_reports
 from weightcast.shared.channel.shown import Shown
 from weightcast.shared.errors import RetryLater, WrongRun
@@ -138,6 +139,21 @@ def test_the_ledger_reads_every_index_once_and_sees_what_is_pruned(place: Place)
         (3, True, 1.5),
         (2, False, None),
     ]
+
+
+def test_a_ledger_that_nobody_watches_forgets_what_is_pruned(place: Place) -> None:
+    ledger = Ledger(place.channel, lambda: 0.0)
+    with place.publisher() as publisher:
+        publisher.publish_checkpoint(place.new(place.model))
+    assert ledger.read(look_around=False).pointer == 1
+    versions = [place.channel / f"weight_v{number:06d}" for number in range(1, 71)]
+    for directory in versions[1:]:
+        shutil.copytree(versions[0], directory)
+    write_pointer(place.channel, 70)
+    assert len(ledger.read(look_around=False).versions or {}) == 70
+    for directory in versions[:60]:
+        shutil.rmtree(directory)
+    assert set(ledger.read(look_around=False).versions or {}) == set(range(61, 71))
 
 
 def test_a_channel_that_is_not_there(tmp_path: Path) -> None:

@@ -11,16 +11,16 @@ LanesArray = NDArray[np.uint64]
 """uint64[tensors, 2]: raw lanes, a and b"""
 
 
-class Ledger:
-    """`sums`: uint64[tensors, 4], columns as in `SpanSums`; `words`: int64[tensors], changed ones."""
+class StepSums:
+    """`lanes`: uint64[tensors, 4], columns as in `SpanSums`; `words`: int64[tensors], changed ones."""
 
     def __init__(self, tensors: int) -> None:
-        self.sums = np.zeros((tensors, 4), np.uint64)
+        self.lanes = np.zeros((tensors, 4), np.uint64)
         self.words = np.zeros(tensors, np.int64)
 
     def add(self, sums: SpanSums) -> None:
         """One chunk's. A tensor may have several spans in it."""
-        np.add.at(self.sums, sums.tensors, sums.lanes)
+        np.add.at(self.lanes, sums.tensors, sums.lanes)
         np.add.at(self.words, sums.tensors, sums.changed)
 
     @property
@@ -30,4 +30,4 @@ class Ledger:
 
     def after(self, lanes: LanesArray) -> LanesArray:
         """Lanes of every tensor, if they were `lanes` before."""
-        return lanes - self.sums[:, :2] + self.sums[:, 2:]
+        return lanes - self.lanes[:, :2] + self.lanes[:, 2:]
