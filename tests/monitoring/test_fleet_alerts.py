@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -181,8 +181,10 @@ def tells_of_a_silent_engine(host: dict[str, Any]) -> bool:
 
 def a_disk_fills_up(host: Host, on_call: OnCall) -> Path:
     filler = host.local.parent / "filler"
-    left = os.statvfs(host.local)
-    filler.write_bytes(bytes(left.f_bavail * left.f_frsize))
+    # the host writes there too: nobody knows before how much there will be room for
+    with filler.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(1 << 16)):
+            pass
     on_call.alarmed("WeightcastDiskNearlyFull", instance=host.address, place="local")
     until(lambda: "MiB free" in on_call.in_api("full")["last_error"], "the disk", FOUND_SECONDS)
     on_call.shows_trouble("full", "MiB free")
