@@ -363,9 +363,10 @@ class Owner:
         began = time.monotonic()
         with local.patching():
             self._follower.patch(staged, way_back=False)
-        if self._options.keep is not None:
-            seconds = work.seconds.get("stage", 0.0) + time.monotonic() - began
-            self._options.keep(staged.step, seconds)
+            if self._options.keep is not None:
+                # under the lock: who reads older versions finds no gap behind the new one
+                seconds = work.seconds.get("stage", 0.0) + time.monotonic() - began
+                self._options.keep(staged.step, seconds)
         self._follower.drop_journal(staged)
 
     def write_anchor(self) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from core_cases import Model, bytes_of, flip, read_checkpoint, some_changed
+from disk_errors import watched
 from publisher_cases import Place, make_place
 from waiting import wait_until
 
@@ -27,7 +28,7 @@ from weightcast.shared.channel.shown import Shown
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import DamagedFile, RetryLater
 from weightcast.shared.local.follow import Follower
-from weightcast.shared.local.local_checkpoint import LocalPaths
+from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.local.plan import Patch, Relabel, Seed
 from weightcast.shared.local.route import Route
 
@@ -311,6 +312,27 @@ def test_a_journal_that_is_dropped_while_a_delta_is_made_costs_no_other(place: P
                 past.words_at(0)(0, 0, 1)
             assert past.words_at(1)(0, 0, 1) is not None
         assert publisher.make_due() == ["delta of version 4 from version 2"]
+
+
+def test_nobody_reads_a_new_version_before_its_journal_is_kept(place: Place) -> None:
+    """Between the two, no older version could be read."""
+    models, seen = [place.model], []
+
+    def look(name: str, where: Path | None) -> None:
+        if name in ("patch.recorded", "history.linked", "history.kept"):
+            local = LocalCheckpoint.open(place.pub)
+            assert local is not None
+            with contextlib.closing(local), pytest.raises(RetryLater), local.standing_still(seconds=0.0):
+                pass
+            seen.append(name)
+
+    with place.publisher(upkeep=SPANS) as publisher:
+        grow(publisher, place, models, 1)
+        with watched(look):
+            grow(publisher, place, models, 1)
+        with Past(place.pub) as past:
+            assert set(past.positions()) == {0, 1, 2}
+    assert seen == ["patch.recorded", "history.linked", "history.kept"]
 
 
 @pytest.mark.parametrize("damage", ["journal", "step", "gone"])
