@@ -25,8 +25,9 @@ from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.tensor_records import TensorRecords
 from weightcast.shared.codec.changes import Changes, compare
 from weightcast.shared.codec.choose import StepEncoding
+from weightcast.shared.digest.lanes import LanesArray
 from weightcast.shared.digest.root import root
-from weightcast.shared.digest.step_sums import LanesArray, StepSums
+from weightcast.shared.digest.step_sums import StepSums
 from weightcast.shared.digest.touched import span_sums
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.failpoints import failpoint

@@ -96,9 +96,10 @@ class Ledger:
                 created = channel.layout.index(version).stat().st_mtime
                 known = self._stated.get(version)
                 found[version] = Held(shown, created, known is not None and known.is_whole)
-        self._held = found if all_of_them else {**self._held, **found}
-        if not above:
-            self._lay_there = len(found)
+        if above:
+            self._held |= found
+        else:
+            self._held, self._lay_there = found, len(found)
         self._stated = {version: row for version, row in self._stated.items() if version in self._held}
         self._pointer = pointer.version
         if all_of_them:

@@ -17,9 +17,10 @@ import numpy as np
 from weightcast.publisher.version.commit import create_index, discard
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.file_record import file_record
-from weightcast.shared.channel.index import INDEX_NAME, FileRecord, Index, TensorRecord, Totals, write_index
+from weightcast.shared.channel.index import INDEX_NAME, FileRecord, Index, Totals, write_index
 from weightcast.shared.channel.keys import PrivateKey
 from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.tensor_records import TensorRecords
 from weightcast.shared.digest.hash import hash_bytes
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.root import root
@@ -118,6 +119,7 @@ def anchor_index(
     written: tuple[tuple[FileRecord, ...], dict[str, str], list[Lanes]],
 ) -> Index:
     files, weight_map, lanes = written
+    names = tuple(spec.name for spec in table)
     return Index(
         run_id=run_id,
         version=version,
@@ -132,7 +134,9 @@ def anchor_index(
         created=time.time(),
         weight_map=weight_map,
         files=files,
-        tensors={spec.name: TensorRecord(lanes[n], 0) for n, spec in enumerate(table)},
+        tensors=TensorRecords(
+            names, np.array(lanes, np.uint64).reshape(-1, 2), np.zeros(len(table), np.int64)
+        ),
         parts=(whole_part(table),),
         chunks=(),
         totals=Totals(0, table.elements, table.nbytes, sum(file.size for file in files)),

@@ -20,9 +20,8 @@ from weightcast.shared.channel.index import (
     Totals,
 )
 from weightcast.shared.channel.tensor_records import TensorRecords
-from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.lanes import Lanes, LanesArray
 from weightcast.shared.digest.root import root
-from weightcast.shared.digest.step_sums import LanesArray
 from weightcast.shared.errors import NeedsReseed
 from weightcast.shared.local.state import Position, unpack_lanes
 from weightcast.shared.words import ChunkKey, Part, TensorTable
@@ -98,10 +97,9 @@ def assemble(
     recorded = unpack_lanes(base.lanes)
     lanes, changed, listed = recorded.copy(), np.zeros(len(table), np.int64), np.zeros(len(table), np.bool_)
     for one in drafts:
-        records = TensorRecords.of(one.tensors)
-        numbers = records.numbers(table)
-        lanes[numbers] = records.lanes
-        changed[numbers] += records.changed
+        numbers = one.tensors.numbers(table)
+        lanes[numbers] = one.tensors.lanes
+        changed[numbers] += one.tensors.changed
         listed[numbers] = True
     for number, proven in _proven(table, recorded, sums).items():
         if listed[number]:

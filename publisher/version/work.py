@@ -26,7 +26,6 @@ from weightcast.shared.channel.index import INDEX_NAME, Encoding, Index
 from weightcast.shared.channel.keys import PrivateKey
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.channel.tensor_records import TensorRecords
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.state import Step
@@ -230,7 +229,6 @@ def report_of(index: Index, table: TensorTable, work: Work, directory: Path) -> 
 
 
 def _changed_bytes(index: Index, table: TensorTable) -> int:
-    records = TensorRecords.of(index.tensors)
-    numbers = records.numbers(table)
+    numbers = index.tensors.numbers(table)
     widths = table.sizes[numbers] // np.maximum(1, table.counts[numbers])
-    return int((records.changed * widths).sum())
+    return int((index.tensors.changed * widths).sum())

@@ -50,10 +50,10 @@ def _matched(
     given: TensorTable,
     table: TensorTable,
     frozen: tuple[str, ...],
-    named_twice: tuple[tuple[str, str], ...],
+    tied: tuple[tuple[str, str], ...],
     partial: bool,
 ) -> Matched:
-    aliases = dict(named_twice)
+    aliases = dict(tied)
     names = resolve((spec.name for spec in given), {*table.numbers, *aliases})
     problems = [f"{one} and {other} both stand for {name}" for name, one, other in names.twice]
     by_run = {run_name: name for name, run_name in names.run_names.items()}

@@ -16,11 +16,12 @@ from weightcast.shared.channel.records import (
     check_component,
     check_format,
     file_records,
-    parse_lanes,
+    parse_lane_rows,
     run_id,
     write_file_records,
+    write_lane_rows,
 )
-from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.lanes import LanesArray
 from weightcast.shared.digest.root import root
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.files.paths import is_plain
@@ -34,14 +35,14 @@ _NAME_LIMIT = 4096
 _RANK_LIMIT = 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Base:
-    """`lanes` in table order; `files`: config and tokenizer files. `digest`: BLAKE3 hex of the exact
-    bytes of base.json, the parent of every delta from version 0."""
+    """`lanes` in table order, not to be written; `files`: config and tokenizer files. `digest`: BLAKE3
+    hex of the exact bytes of base.json, the parent of every delta from version 0."""
 
     run_id: str
     table: TensorTable
-    lanes: tuple[Lanes, ...]
+    lanes: LanesArray
     root: str
     files: tuple[FileRecord, ...]
     digest: str = ""
@@ -56,8 +57,8 @@ def write_base(base: Base) -> bytes:
             "root": base.root,
             "files": write_file_records(base.files),
             "tensors": [
-                [spec.name, spec.dtype, spec.shape, spec.nbytes, lanes.hex()]
-                for spec, lanes in zip(base.table, base.lanes, strict=True)
+                [spec.name, spec.dtype, spec.shape, spec.nbytes, lanes]
+                for spec, lanes in zip(base.table, write_lane_rows(base.lanes), strict=True)
             ],
         }
     )
@@ -82,7 +83,7 @@ def parse_base(data: bytes) -> Base:
     return Base(run_id(members), table, lanes, stated, files, blake3(data).hexdigest())
 
 
-def _tensors(rows: Iterable[object]) -> tuple[tuple[TensorSpec, ...], tuple[Lanes, ...]]:
+def _tensors(rows: Iterable[object]) -> tuple[tuple[TensorSpec, ...], LanesArray]:
     specs: list[TensorSpec] = []
     lanes: list[object] = []
     for row in rows:
@@ -90,7 +91,7 @@ def _tensors(rows: Iterable[object]) -> tuple[tuple[TensorSpec, ...], tuple[Lane
             raise DamagedFile(f"{_WHAT}: a tensor is not [name, dtype, shape, bytes, lanes]")
         specs.append(_spec(cast(list[object], row)))
         lanes.append(row[4])
-    return tuple(specs), tuple(parse_lanes(lanes, _WHAT))
+    return tuple(specs), parse_lane_rows(lanes, _WHAT)
 
 
 def _spec(cells: Sequence[object]) -> TensorSpec:

@@ -29,7 +29,6 @@ from weightcast.shared.channel.records import (
     write_file_records,
     write_lane_rows,
 )
-from weightcast.shared.channel.tensor_records import TensorRecord as TensorRecord
 from weightcast.shared.channel.tensor_records import TensorRecords
 from weightcast.shared.codec.choose import StepEncoding
 from weightcast.shared.digest.lanes import Lanes
@@ -106,7 +105,7 @@ class Index:
     """unix time on the publisher's clock"""
     weight_map: Mapping[str, str]
     files: tuple[FileRecord, ...]
-    tensors: Mapping[str, TensorRecord]
+    tensors: TensorRecords
     parts: tuple[Part, ...]
     chunks: tuple[ChunkRecord, ...]
     totals: Totals
@@ -207,7 +206,7 @@ def _facts(index: Index, table: TensorTable, tensors: Mapping[str, object]) -> d
 
 def _tensor_rows(index: Index, table: TensorTable) -> dict[str, list[object]]:
     """By name, in the order of the table."""
-    records = TensorRecords.of(index.tensors)
+    records = index.tensors
     lanes, changed = write_lane_rows(records.lanes), records.changed.tolist()
     rows: dict[str, list[object]] = {}
     for row in np.argsort(records.numbers(table)).tolist():
@@ -394,7 +393,7 @@ def _check_tensors(index: Index, table: TensorTable, what: str) -> None:
     if not index.tensors.keys() <= table.numbers.keys():
         unknown = next(name for name in index.tensors if name not in table.numbers)
         raise DamagedFile(f"{what}: unknown tensor {unknown[:80]!r}")
-    records = TensorRecords.of(index.tensors)
+    records = index.tensors
     most = table.sizes[records.numbers(table)]
     for row in np.flatnonzero((records.changed < 0) | (records.changed > most))[:1].tolist():
         name, changed = records.names[row], int(records.changed[row])

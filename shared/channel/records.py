@@ -9,8 +9,7 @@ from typing import cast
 
 import numpy as np
 
-from weightcast.shared.digest.lanes import Lanes
-from weightcast.shared.digest.step_sums import LanesArray
+from weightcast.shared.digest.lanes import Lanes, LanesArray
 from weightcast.shared.errors import DamagedFile, Refused, UnknownFormat
 from weightcast.shared.files.paths import file_name
 from weightcast.shared.files.strict_json import MAX_INTEGER, Members

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.shared.digest.lanes import Lanes
-from weightcast.shared.digest.step_sums import LanesArray
+from weightcast.shared.digest.lanes import Lanes, LanesArray
 from weightcast.shared.words import TensorTable
 
 
@@ -31,14 +30,6 @@ class TensorRecords(Mapping[str, TensorRecord]):
     changed: NDArray[np.int64]
 
     @classmethod
-    def of(cls, records: Mapping[str, TensorRecord]) -> TensorRecords:
-        if isinstance(records, TensorRecords):
-            return records
-        lanes = np.array([record.lanes for record in records.values()], np.uint64).reshape(-1, 2)
-        changed = np.array([record.changed for record in records.values()], np.int64)
-        return cls(tuple(records), lanes, changed)
-
-    @classmethod
     def numbered(
         cls, table: TensorTable, numbers: NDArray[np.int64], lanes: LanesArray, changed: NDArray[np.int64]
     ) -> TensorRecords:
@@ -53,6 +44,11 @@ class TensorRecords(Mapping[str, TensorRecord]):
     def numbers(self, table: TensorTable) -> NDArray[np.int64]:
         """int64[n]: of each its number in the table. Raises KeyError."""
         return np.fromiter(map(table.numbers.__getitem__, self.names), np.int64, len(self.names))
+
+    def put(self, table: TensorTable, lanes: LanesArray) -> LanesArray:
+        """`lanes`, of all tensors of the table, with these in their places."""
+        lanes[self.numbers(table)] = self.lanes
+        return lanes
 
     def __getitem__(self, name: str) -> TensorRecord:
         row = self._rows[name]

@@ -100,14 +100,20 @@ def exchange_at(
 
 def unpack_gaps(first: int, gaps: ByteArray, escapes: Array32) -> NDArray[np.int64] | None:
     """The words of a record; None where they do not ascend, or escapes are missing or too many."""
-    distances, are_escaped = gaps.astype(np.int64), gaps == ESCAPED_GAP
-    if np.count_nonzero(are_escaped) != len(escapes) or (escapes < ESCAPED_GAP).any():
-        return None
-    distances[are_escaped] = escapes
-    if distances[0] or np.count_nonzero(distances) != len(distances) - 1:
+    distances = _distances(gaps, gaps == ESCAPED_GAP, escapes)
+    if distances is None or distances[0] or np.count_nonzero(distances) != len(distances) - 1:
         return None
     distances[0] = first
     return np.cumsum(distances)
+
+
+def _distances(gaps: ByteArray, are_escaped: NDArray[np.bool_], escapes: Array32) -> Counts | None:
+    """None where escapes are missing, too many or too small."""
+    if np.count_nonzero(are_escaped) != len(escapes) or (escapes < ESCAPED_GAP).any():
+        return None
+    distances = gaps.astype(np.int64)
+    distances[are_escaped] = escapes
+    return distances
 
 
 def unpack_many_gaps(
@@ -116,13 +122,15 @@ def unpack_many_gaps(
     """As `unpack_gaps`, of records one behind the other: `counts` and `escaped` say how many gaps and escapes
     are whose. None where one of them is wrong."""
     heads = np.cumsum(counts) - counts
-    distances = gaps.astype(np.int64)
-    are_escaped = distances == ESCAPED_GAP
-    found = np.add.reduceat(are_escaped, heads, dtype=np.int64)
-    if not np.array_equal(found, escaped) or (escapes < ESCAPED_GAP).any():
+    are_escaped = gaps == ESCAPED_GAP
+    if not np.array_equal(np.add.reduceat(are_escaped, heads, dtype=np.int64), escaped):
         return None
-    distances[are_escaped] = escapes
-    if distances[heads].any() or np.count_nonzero(distances) != len(distances) - len(counts):
+    distances = _distances(gaps, are_escaped, escapes)
+    if (
+        distances is None
+        or distances[heads].any()
+        or np.count_nonzero(distances) != len(distances) - len(counts)
+    ):
         return None
     reached: NDArray[np.int64] = np.cumsum(distances)
     reached -= np.repeat(reached[heads] - firsts, counts)

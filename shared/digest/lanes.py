@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 _MASK = (1 << 64) - 1
 
 MIX_A = (0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
@@ -36,6 +39,9 @@ class Lanes(NamedTuple):
 
 
 ZERO = Lanes()
+
+LanesArray = NDArray[np.uint64]
+"""uint64[tensors, 2]: raw lanes, a and b"""
 
 
 def mix_a(word: int, number: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.lanes import Lanes, LanesArray
 from weightcast.shared.digest.native import (
     I64,
     SHIFTS,
@@ -41,21 +41,29 @@ _AHEAD_BYTES = 2048
 
 
 @kernel
-def _hash(data: ByteArray, first: Any) -> Any:
+def _hash(data: ByteArray, pieces: Any, lanes: Any) -> None:
+    """`pieces`: rows of first byte, byte behind the last, first 8-byte word. `lanes`: uint64[n, 2]."""
     sums = on_stack(SUMS, U64(0))
-    opened(sums, first)
-    whole = data.size & ~63
-    for place in range(0, whole, 64):
-        prefetch64(data, place + _AHEAD_BYTES, data)
-        mix64(data, place, data, sums)
-    a, b = closed(sums, 0)
-    tail_a, tail_b = mixed_tail(data, whole, data.size, first + U64(whole >> 3))
-    return a + tail_a, b + tail_b
+    for row in range(pieces.shape[0]):
+        start, stop, number = pieces[row, 0], pieces[row, 1], U64(pieces[row, 2] + 1)
+        opened(sums, number)
+        whole = (stop - start) & ~63
+        for place in range(start, start + whole, 64):
+            prefetch64(data, place + _AHEAD_BYTES, data)
+            mix64(data, place, data, sums)
+        a, b = closed(sums, 0)
+        tail_a, tail_b = mixed_tail(data, start + whole, stop, number + U64(whole >> 3))
+        lanes[row, 0], lanes[row, 1] = a + tail_a, b + tail_b
+
+
+def hash_pieces(data: ByteArray, pieces: NDArray[np.int64]) -> LanesArray:
+    lanes = np.empty((len(pieces), 2), np.uint64)
+    _hash(frozen(data), unwritable(np.ascontiguousarray(pieces)), lanes)
+    return lanes
 
 
 def hash_bytes(data: ByteArray, first_word: int) -> Lanes:
-    a, b = _hash(frozen(data), np.uint64(first_word + 1))
-    return Lanes(int(a), int(b))
+    return Lanes(*hash_pieces(data, np.array([[0, len(data), first_word]], np.int64))[0].tolist())
 
 
 @inlined

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.shared.digest.lanes import MIX_A, MIX_B, ZERO, Lanes
+from weightcast.shared.digest.lanes import MIX_A, MIX_B, ZERO, Lanes, LanesArray
 from weightcast.shared.words import ByteArray, Words
 
 Array64 = NDArray[np.uint64]
@@ -40,6 +40,11 @@ def hash_bytes(data: ByteArray, first_word: int) -> Lanes:
     for start in range(0, len(data), BLOCK):
         lanes = lanes.plus(_block(data[start : start + BLOCK], first_word + start // 8 + 1))
     return lanes
+
+
+def hash_pieces(data: ByteArray, pieces: NDArray[np.int64]) -> LanesArray:
+    lanes = [hash_bytes(data[start:stop], first) for start, stop, first in pieces.tolist()]
+    return np.array(lanes, np.uint64).reshape(-1, 2)
 
 
 def touched(

@@ -9,9 +9,8 @@ from functools import lru_cache
 import numpy as np
 from blake3 import blake3
 
-from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.lanes import Lanes, LanesArray
 from weightcast.shared.digest.lanes_plain import mix_a, mix_b
-from weightcast.shared.digest.step_sums import LanesArray
 from weightcast.shared.words import TensorSpec, TensorTable
 
 CONTEXT = "weightcast root 1"

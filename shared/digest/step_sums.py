@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from weightcast.shared.digest.lanes import LanesArray
 from weightcast.shared.digest.touched import SpanSums
-
-LanesArray = NDArray[np.uint64]
-"""uint64[tensors, 2]: raw lanes, a and b"""
 
 
 class StepSums:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,11 +17,12 @@ from weightcast.shared.channel.base import BASE_LIMIT, Base, parse_base, write_b
 from weightcast.shared.channel.chain import entries
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.store import Channel
+from weightcast.shared.digest.lanes import LanesArray
 from weightcast.shared.digest.root import root
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater, UnknownFormat, WrongRun
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import open_checkpoint
-from weightcast.shared.local.hashing import hash_tensors
+from weightcast.shared.local.hashing import distance_from, hash_tensors
 from weightcast.shared.local.host import Host
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.local.seed import start_of
@@ -30,8 +30,7 @@ from weightcast.shared.local.state import (
     LocalState,
     Phase,
     Position,
-    lanes_list,
-    pack_list,
+    pack_lanes,
     read_state,
     unpack_lanes,
     write_state,
@@ -103,9 +102,8 @@ def _found(
         return None
     unknown = LocalState(base.run_id, start_of(base), Phase.DIRTY, host=Host.here())
     with LocalCheckpoint(paths, base, unknown, checkpoint) as local:
-        lanes = hash_tensors(local.table, local.words_in, threads=threads, advance=advance)
-        here = _Here(base, pack_list(lanes))
-        nearest, epoch = here.among(channel)
+        lanes = hash_tensors(local.table, local, threads=threads, advance=advance)
+        nearest, epoch = _nearest(channel, base, lanes)
         exact = nearest.root == root(base.table, lanes)
         return unknown.but(
             position=nearest,
@@ -117,30 +115,18 @@ def _found(
         )
 
 
-@dataclass(frozen=True)
-class _Here:
-    """What was read: packed lanes of every tensor."""
-
-    base: Base
-    lanes: bytes
-
-    def among(self, channel: Channel) -> tuple[Position, int]:
-        """The version from which the fewest bytes differ, the newest of equals; the highest epoch met."""
-        best: tuple[int, Position] | None = None
-        epoch = 0
-        for position in positions(channel, self.base):
-            epoch = max(epoch, position.epoch)
-            distance = self._distance(position)
-            if best is None or distance <= best[0]:
-                best = distance, position
-        if best is None:
-            raise RetryLater(f"{channel.directory} shows no version", remedy="is the channel mounted?")
-        return best[1], epoch
-
-    def _distance(self, position: Position) -> int:
-        """Bytes of tensors that differ."""
-        differ = np.flatnonzero((unpack_lanes(self.lanes) != unpack_lanes(position.lanes)).any(axis=1))
-        return sum(self.base.table[tensor].nbytes for tensor in differ.tolist())
+def _nearest(channel: Channel, base: Base, lanes: LanesArray) -> tuple[Position, int]:
+    """The version from which the fewest bytes differ, the newest of equals; the highest epoch met."""
+    best: tuple[int, Position] | None = None
+    epoch = 0
+    for position in positions(channel, base):
+        epoch = max(epoch, position.epoch)
+        distance = distance_from(base.table, lanes, position)
+        if best is None or distance <= best[0]:
+            best = distance, position
+    if best is None:
+        raise RetryLater(f"{channel.directory} shows no version", remedy="is the channel mounted?")
+    return best[1], epoch
 
 
 def positions(channel: Channel, base: Base) -> Iterator[Position]:
@@ -165,10 +151,8 @@ def _after(at: Position | None, index: Index, base: Base) -> Position | None:
     """None when it continues another version than `at`."""
     if index.kind == "delta" and (at is None or index.parent != at.digest):
         return None
-    lanes = [*base.lanes] if at is None else lanes_list(at.lanes)
-    for name, record in index.tensors.items():
-        lanes[base.table.numbers[name]] = record.lanes
-    return _position(index, base, pack_list(lanes))
+    lanes = base.lanes.copy() if at is None else unpack_lanes(at.lanes)
+    return _position(index, base, index.tensors.put(base.table, lanes))
 
 
 def _beside(channel: Channel, index: Index, base: Base) -> Position | None:
@@ -178,14 +162,14 @@ def _beside(channel: Channel, index: Index, base: Base) -> Position | None:
         return None
     if anchor is None:
         return None
-    return _position(index, base, pack_list([anchor.tensors[spec.name].lanes for spec in base.table]))
+    return _position(index, base, anchor.tensors.put(base.table, np.zeros((len(base.table), 2), np.uint64)))
 
 
-def _position(index: Index, base: Base, lanes: bytes) -> Position | None:
+def _position(index: Index, base: Base, lanes: LanesArray) -> Position | None:
     """None when the lanes are not those of the version's root."""
-    if root(base.table, lanes_list(lanes)) != index.root:
+    if root(base.table, lanes) != index.root:
         return None
-    return Position(index.version, index.digest, index.root, index.epoch, lanes)
+    return Position(index.version, index.digest, index.root, index.epoch, pack_lanes(lanes))
 
 
 def _set_aside(paths: LocalPaths) -> None:

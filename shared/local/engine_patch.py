@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from weightcast.shared.channel.records import write_lane_rows
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater
 from weightcast.shared.local.journal import JournalReader
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
@@ -220,8 +221,7 @@ def _head(
 
 
 def _hex(packed: bytes, pieces: Sequence[_Piece]) -> list[str]:
-    lanes = unpack_lanes(packed)[[piece.number for piece in pieces]]
-    return [f"{a:016x}{b:016x}" for a, b in lanes.tolist()]
+    return write_lane_rows(unpack_lanes(packed)[[piece.number for piece in pieces]])
 
 
 def _content(local: LocalCheckpoint, head: bytes, pieces: Sequence[_Piece]) -> Iterator[bytes | memoryview]:

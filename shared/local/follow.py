@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import version_name
 from weightcast.shared.channel.pointer import Pointer
@@ -32,7 +34,7 @@ from weightcast.shared.local.route import Route, find_route
 from weightcast.shared.local.seed import Source, describe, seed, start_of
 from weightcast.shared.local.spool import Spool
 from weightcast.shared.local.stage import Staged
-from weightcast.shared.local.state import LocalState, Phase, Position, pack_list, read_state
+from weightcast.shared.local.state import LocalState, Phase, Position, pack_lanes, read_state
 from weightcast.shared.local.ways import ways_to
 from weightcast.shared.progress import Advance
 
@@ -63,8 +65,8 @@ class _Anchor:
     def source(self, channel: Channel) -> Source:
         _, base = channel.require_ours()
         main = self.main
-        lanes = pack_list([self.index.tensors[spec.name].lanes for spec in base.table])
-        position = Position(main.version, main.digest, main.root, main.epoch, lanes)
+        lanes = self.index.tensors.put(base.table, np.zeros((len(base.table), 2), np.uint64))
+        position = Position(main.version, main.digest, main.root, main.epoch, pack_lanes(lanes))
         checkpoint = open_checkpoint(self.directory, follow_links=False)
         return Source(checkpoint, position, base.run_id, base, anchor=self.index)
 

@@ -4,80 +4,99 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weightcast.shared.codec.parallel import SMALL_RESULTS, ordered
-from weightcast.shared.digest.hash import hash_bytes
-from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.hash import hash_bytes, hash_pieces
+from weightcast.shared.digest.lanes import Lanes, LanesArray
 from weightcast.shared.digest.root import root
 from weightcast.shared.errors import NeedsReseed
+from weightcast.shared.files.checkpoint import Place
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, WordsIn
-from weightcast.shared.local.state import Position, lanes_list, pack_list
+from weightcast.shared.local.state import Position, unpack_lanes
 from weightcast.shared.progress import Advance
-from weightcast.shared.words import TensorSpec, TensorTable
+from weightcast.shared.words import ByteArray, TensorSpec, TensorTable
 
-_PIECE = 8 << 20
-"""words hashed at a time; a multiple of 8"""
-_BATCH = 1 << 20
-"""words from which a thread is given pieces together: thousands of tensors may have a few words each"""
+_RUN = 16 << 20
+"""bytes of a file that are hashed at a time, whose tensors they are; a multiple of 8"""
 
 
-class _Piece(NamedTuple):
-    tensor: int
-    start: int
-    stop: int
+class Readable(Protocol):
+    """A checkpoint's files. `places` in table order."""
+
+    @property
+    def places(self) -> Sequence[Place]: ...
+    def bytes_at(self, place: Place) -> ByteArray: ...
+
+
+class _Run(NamedTuple):
+    """A stretch of a file, and what of `tensors` lies in it: rows as `hash_pieces` takes them. No tensor
+    has two."""
+
+    place: Place
+    tensors: NDArray[np.int64]
+    pieces: NDArray[np.int64]
 
 
 def hash_tensors(
-    table: TensorTable, words_in: WordsIn, *, threads: int = 1, advance: Advance | None = None
-) -> list[Lanes]:
+    table: TensorTable, read: Readable, *, threads: int = 1, advance: Advance | None = None
+) -> LanesArray:
     """Raw lanes of every tensor, in table order, from all of its bytes."""
-    lanes = [Lanes()] * len(table)
+    lanes = np.zeros((len(table), 2), np.uint64)
 
-    def work(batch: Sequence[_Piece]) -> list[tuple[int, Lanes, int]]:
-        return [_hashed(piece, words_in) for piece in batch]
+    def work(run: _Run) -> tuple[_Run, LanesArray]:
+        return run, hash_pieces(read.bytes_at(run.place), run.pieces)
 
-    for batch in ordered(work, _batches(table), threads, each=SMALL_RESULTS):
-        for tensor, part, _ in batch:
-            lanes[tensor] = lanes[tensor].plus(part)
+    for run, found in ordered(work, _runs(read.places), threads, each=SMALL_RESULTS):
+        lanes[run.tensors] += found
         if advance is not None:
-            advance(sum(nbytes for _, _, nbytes in batch))
+            advance(run.place.nbytes)
     return lanes
 
 
 def hash_tensor(spec: TensorSpec, tensor: int, words_in: WordsIn) -> Lanes:
     """Raw lanes of one tensor, whose number is `tensor`."""
-    lanes = Lanes()
-    for piece in _pieces(tensor, spec.words):
-        lanes = lanes.plus(_hashed(piece, words_in)[1])
+    lanes, step = Lanes(), _RUN // spec.kind.width
+    for start in range(0, spec.words, step):
+        words = words_in(tensor, start, min(start + step, spec.words))
+        lanes = lanes.plus(hash_bytes(words.view(np.uint8), start * spec.kind.width // 8))
     return lanes
 
 
-def _hashed(piece: _Piece, words_in: WordsIn) -> tuple[int, Lanes, int]:
-    """Tensor, lanes and bytes."""
-    words = words_in(*piece)
-    return piece.tensor, hash_bytes(words.view(np.uint8), piece.start * words.itemsize // 8), words.nbytes
+def _runs(places: Sequence[Place]) -> Iterator[_Run]:
+    """Every byte of every tensor once, each file from its begin on."""
+    tensors_in: dict[Path, list[int]] = {}
+    for tensor, place in enumerate(places):
+        tensors_in.setdefault(place.file, []).append(tensor)
+    for file, tensors in tensors_in.items():
+        rows = np.array([(places[tensor].offset, places[tensor].nbytes) for tensor in tensors], np.int64)
+        order = np.argsort(rows[:, 0], kind="stable")
+        begins = rows[order, 0]
+        yield from _runs_in(file, np.array(tensors)[order], begins, begins + rows[order, 1])
 
 
-def _pieces(tensor: int, words: int) -> Iterator[_Piece]:
-    for start in range(0, words, _PIECE):
-        yield _Piece(tensor, start, min(start + _PIECE, words))
-
-
-def _batches(table: TensorTable) -> Iterator[Sequence[_Piece]]:
-    batch: list[_Piece] = []
-    filled = 0
-    for number, (_, words) in enumerate(table.forms):
-        for piece in _pieces(number, words):
-            batch.append(piece)
-            filled += piece.stop - piece.start
-            if filled >= _BATCH:
-                yield batch
-                batch, filled = [], 0
-    if batch:
-        yield batch
+def _runs_in(
+    file: Path, tensors: NDArray[np.int64], begins: NDArray[np.int64], ends: NDArray[np.int64]
+) -> Iterator[_Run]:
+    """Begins and ends ascend. A tensor longer than a run has runs of its own."""
+    at = 0
+    while at < len(tensors):
+        begin, stop = int(begins[at]), int(np.searchsorted(ends, begins[at] + _RUN, side="right"))
+        if stop > at:
+            those, end = slice(at, stop), int(ends[stop - 1])
+            pieces = np.stack([begins[those] - begin, ends[those] - begin, np.zeros_like(tensors[those])], 1)
+            yield _Run(Place(file, begin, end - begin), tensors[those], pieces)
+            at = stop
+            continue
+        for start in range(begin, int(ends[at]), _RUN):
+            nbytes = min(_RUN, int(ends[at]) - start)
+            pieces = np.array([[0, nbytes, (start - begin) // 8]], np.int64)
+            yield _Run(Place(file, start, nbytes), tensors[at : at + 1], pieces)
+        at += 1
 
 
 @dataclass(frozen=True)
@@ -88,8 +107,8 @@ class HashReport:
     root: str
     expected_root: str
     differing: tuple[str, ...]
-    lanes: bytes = field(default=b"", repr=False)
-    """found, packed as a position's"""
+    lanes: LanesArray = field(repr=False, compare=False)
+    """found"""
 
     @property
     def intact(self) -> bool:
@@ -101,31 +120,29 @@ def full_hash(
 ) -> HashReport:
     """Hashes all bytes and compares them with the recorded position (or with packed lanes `expected`)."""
     position = local.state.position
-    found = hash_tensors(local.table, local.words_in, threads=threads, advance=advance)
+    found = hash_tensors(local.table, local, threads=threads, advance=advance)
     names = differing(local.table, found, position.lanes if expected is None else expected)
-    return HashReport(
-        position.version, root(local.table, found), position.root, tuple(names), pack_list(found)
-    )
+    return HashReport(position.version, root(local.table, found), position.root, tuple(names), found)
 
 
-def differing(table: TensorTable, found: Sequence[Lanes], expected: bytes) -> list[str]:
+def differing(table: TensorTable, found: LanesArray, expected: bytes) -> list[str]:
     """Names of the tensors whose lanes are not those `expected` (packed)."""
-    return [
-        spec.name
-        for spec, got, wanted in zip(table, found, lanes_list(expected), strict=True)
-        if got != wanted
-    ]
+    return [table[number].name for number in np.flatnonzero(_differ(found, expected)).tolist()]
 
 
-def nearest(table: TensorTable, found: bytes, positions: Sequence[Position]) -> Position:
-    """The position from which the fewest bytes of tensors differ; the first of equals. `found`: packed
-    lanes."""
-    lanes = lanes_list(found)
+def _differ(found: LanesArray, expected: bytes) -> NDArray[np.bool_]:
+    differ: NDArray[np.bool_] = (found != unpack_lanes(expected)).any(axis=1)
+    return differ
 
-    def distance(position: Position) -> int:
-        return sum(table[table.numbers[name]].nbytes for name in differing(table, lanes, position.lanes))
 
-    return min(positions, key=distance)
+def nearest(table: TensorTable, found: LanesArray, positions: Sequence[Position]) -> Position:
+    """The position from which the fewest bytes of tensors differ; the first of equals."""
+    return min(positions, key=lambda position: distance_from(table, found, position))
+
+
+def distance_from(table: TensorTable, found: LanesArray, position: Position) -> int:
+    """Bytes of the tensors whose lanes are not the position's."""
+    return int(table.sizes[_differ(found, position.lanes)].sum())
 
 
 class Differs(NeedsReseed):

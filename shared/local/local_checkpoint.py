@@ -11,7 +11,7 @@ import contextlib
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import (
     Checkpoint,
     FileIdentity,
+    Place,
     file_identity,
     open_checkpoint,
     run_of,
@@ -38,7 +39,7 @@ from weightcast.shared.files.unshare import unshare_blocks
 from weightcast.shared.local.host import Host
 from weightcast.shared.local.locks import FileLock, Wait, holder, owner_text
 from weightcast.shared.local.state import LANES_BYTES, LocalState, read_state, write_state
-from weightcast.shared.words import BLOCK_WORDS, Chunk, TensorTable, Words
+from weightcast.shared.words import BLOCK_WORDS, ByteArray, Chunk, TensorTable, Words
 
 WordsIn = Callable[[int, int, int], Words]
 """tensor number, start, stop to these words"""
@@ -281,6 +282,16 @@ class LocalCheckpoint:
             found = np.frombuffer(mapped.map, kind, (mapped.size - rest) // kind.itemsize, rest)
             self._homes[key] = found
         return found, place.offset // kind.itemsize
+
+    @property
+    def places(self) -> Sequence[Place]:
+        return self.checkpoint.places
+
+    def bytes_at(self, place: Place) -> ByteArray:
+        found = np.frombuffer(self._maps[place.file].map, np.uint8, place.nbytes, place.offset)
+        if self._in_memory:
+            populate(found)
+        return found
 
     def words_in(self, tensor: int, start: int, stop: int) -> Words:
         words = self.words(tensor)[start:stop]

@@ -16,7 +16,7 @@ from weightcast.shared.local.exchange import UnexpectedWordError, exchange
 from weightcast.shared.local.hashing import Differs, differing, full_hash, nearest
 from weightcast.shared.local.journal import JournalReader, Way
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, empty_spool
-from weightcast.shared.local.state import LocalState, Phase, Position, Step, lanes_list
+from weightcast.shared.local.state import LocalState, Phase, Position, Step
 from weightcast.shared.progress import Advance
 
 
@@ -190,7 +190,7 @@ def _after_reboot(local: LocalCheckpoint, threads: int, advance: Advance | None)
     # no way back leads over a journal that was not synced, once this boot counts as the state's
     local.save(local.state.but(phase=Phase.DIRTY, undo=()))
     position = nearest(local.table, report.lanes, repairable(local.state))
-    names = differing(local.table, lanes_list(report.lanes), position.lanes)
+    names = differing(local.table, report.lanes, position.lanes)
     raise Differs(
         f"{local.directory}: after a restart of the machine {len(names)} tensors differ", position, names
     )

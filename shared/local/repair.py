@@ -254,7 +254,7 @@ def _damage(local: LocalCheckpoint, threads: int, advance: Advance | None) -> Di
     """None, and state `clean`, when the bytes are a version that the state knows."""
     report = full_hash(local, threads=threads, advance=advance)
     position = nearest(local.table, report.lanes, repairable(local.state))
-    names = differing(local.table, lanes_list(report.lanes), position.lanes)
+    names = differing(local.table, report.lanes, position.lanes)
     if names or report.root != position.root:
         return Differs(f"{local.directory}: {len(names)} tensors differ", position, names)
     _arrive(local, position, hashed=True)

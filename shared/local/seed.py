@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from blake3 import blake3
 
 from weightcast.shared.channel.base import Base, parse_base, write_base
@@ -27,11 +26,11 @@ from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import Checkpoint, Place
 from weightcast.shared.files.leased import LeasedFile
 from weightcast.shared.files.space import taken_bytes
-from weightcast.shared.local.hashing import hash_tensors
+from weightcast.shared.local.hashing import differing, hash_tensors
 from weightcast.shared.local.host import Host
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.local.spare import make_room
-from weightcast.shared.local.state import LocalState, Phase, Position, pack_list, write_state
+from weightcast.shared.local.state import LocalState, Phase, Position, pack_lanes, write_state
 from weightcast.shared.progress import Advance
 from weightcast.shared.words import ByteArray, TensorTable, Words
 
@@ -86,8 +85,8 @@ def seed(
     opened = LocalCheckpoint.open(paths.directory)
     if opened is None:
         raise NeedsReseed(f"{paths.state} vanished while seeding")
-    found = hash_tensors(opened.table, opened.words_in, threads=threads, advance=advance)
-    if pack_list(found) != source.position.lanes:
+    found = hash_tensors(opened.table, opened, threads=threads, advance=advance)
+    if pack_lanes(found) != source.position.lanes:
         opened.close()
         raise NeedsReseed(
             f"{paths.directory}: what was written is not what was read", remedy="check the disk"
@@ -123,14 +122,9 @@ def check_source(source: Source, *, threads: int = 1, advance: Advance | None = 
     _check_listed(source)
     check_other_files(where, source.checkpoint.other_files, source.base.files)
     with ReadCheckpoint(source.checkpoint) as read:
-        found = hash_tensors(source.base.table, read.words_in, threads=threads, advance=advance)
+        found = hash_tensors(source.base.table, read, threads=threads, advance=advance)
     if root(source.base.table, found) != source.position.root:
-        expected = np.frombuffer(source.position.lanes, "<u8").reshape(-1, 2).tolist()
-        names = [
-            spec.name
-            for spec, lanes, wanted in zip(source.base.table, found, expected, strict=True)
-            if [lanes.a, lanes.b] != wanted
-        ]
+        names = differing(source.base.table, found, source.position.lanes)
         raise WrongRun(
             f"{where}: {len(names)} tensors do not have the bytes of version {source.position.version}: "
             f"{', '.join(names[:3])}",
@@ -209,6 +203,10 @@ class ReadCheckpoint:
     def close(self) -> None:
         while self._files:
             self._files.popitem()[1].close()
+
+    @property
+    def places(self) -> Sequence[Place]:
+        return self._checkpoint.places
 
     def words_in(self, tensor: int, start: int, stop: int) -> Words:
         """Not to be kept for longer than a few seconds, and maybe not aligned. Raises RetryLater when the
@@ -323,12 +321,12 @@ def describe(
     """What a run starts from: the tensors of a checkpoint with lanes and root, digests of its other files.
     Reads every byte."""
     with ReadCheckpoint(checkpoint) as read:
-        lanes = hash_tensors(checkpoint.table, read.words_in, threads=threads, advance=advance)
+        lanes = hash_tensors(checkpoint.table, read, threads=threads, advance=advance)
     files = tuple(file_record(path) for path in checkpoint.other_files)
-    base = Base(run_id, checkpoint.table, tuple(lanes), root(checkpoint.table, lanes), files)
+    base = Base(run_id, checkpoint.table, lanes, root(checkpoint.table, lanes), files)
     return parse_base(write_base(base))
 
 
 def start_of(base: Base) -> Position:
     """Version 0."""
-    return Position(0, base.digest, base.root, 0, pack_list(list(base.lanes)))
+    return Position(0, base.digest, base.root, 0, pack_lanes(base.lanes))

@@ -17,11 +17,11 @@ import numpy as np
 from weightcast.shared.channel.chunk_step import ChunkStep
 from weightcast.shared.channel.delta_reader import DeltaReader, open_delta
 from weightcast.shared.channel.index import ForeignIndex, Index
-from weightcast.shared.channel.tensor_records import TensorRecords
 from weightcast.shared.codec.changes import Changes
 from weightcast.shared.codec.parallel import ordered
+from weightcast.shared.digest.lanes import LanesArray
 from weightcast.shared.digest.root import root
-from weightcast.shared.digest.step_sums import LanesArray, StepSums
+from weightcast.shared.digest.step_sums import StepSums
 from weightcast.shared.errors import DamagedFile, Forked, RetryLater
 from weightcast.shared.local.journal import JournalHeader, JournalWriter
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
@@ -227,7 +227,7 @@ def _settle(
 
 def _check_version(index: Index, table: TensorTable, lanes: LanesArray, sums: StepSums, found: str) -> None:
     remedy = "nothing was written; run `weightcast channel verify`"
-    records = TensorRecords.of(index.tensors)
+    records = index.tensors
     listed = records.numbers(table)
     for number in np.setxor1d(listed, sums.changed)[:1].tolist():
         raise DamagedFile(

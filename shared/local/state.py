@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -138,10 +137,6 @@ def lanes_list(packed: bytes) -> list[Lanes]:
 def _lanes(packed: bytes) -> tuple[Lanes, ...]:
     """Asked for several times per version, of several 100,000 tensors."""
     return tuple(map(Lanes._make, unpack_lanes(packed).tolist()))
-
-
-def pack_list(lanes: list[Lanes]) -> bytes:
-    return np.fromiter(chain.from_iterable(lanes), "<u8", 2 * len(lanes)).tobytes()
 
 
 def write_state(path: Path, state: LocalState) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from blake3 import blake3
 from hypothesis import given
@@ -15,13 +16,13 @@ from weightcast.shared.channel.index import (
     FileRecord,
     ForeignIndex,
     Index,
-    TensorRecord,
     Totals,
     describe,
     parse_foreign,
     parse_index,
     write_index,
 )
+from weightcast.shared.channel.tensor_records import TensorRecord, TensorRecords
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.errors import DamagedFile, Refused, UnknownFormat
 from weightcast.shared.words import ChunkKey, Part, Segment, TensorSpec, TensorTable, whole_part
@@ -35,6 +36,13 @@ TABLE = TensorTable.of(
         TensorSpec("e", "F4_UNKNOWN", (7,), 4),
     ]
 )
+
+
+def records(**each: TensorRecord) -> TensorRecords:
+    lanes = np.array([record.lanes for record in each.values()], np.uint64).reshape(-1, 2)
+    return TensorRecords(tuple(each), lanes, np.array([record.changed for record in each.values()], np.int64))
+
+
 SHARD = "model-00000-of-00001.safetensors"
 FILES = (FileRecord(SHARD, 1000, "ab" * 32), FileRecord("extra.safetensors", 5, "cd" * 32))
 DELTA = Index(
@@ -51,7 +59,7 @@ DELTA = Index(
     created=1.5,
     weight_map={"a": SHARD, "b": SHARD},
     files=FILES,
-    tensors={"a": TensorRecord(Lanes(1, (1 << 64) - 1), 3), "b": TensorRecord(Lanes(0xAB, 2), 1)},
+    tensors=records(a=TensorRecord(Lanes(1, (1 << 64) - 1), 3), b=TensorRecord(Lanes(0xAB, 2), 1)),
     parts=(whole_part(TABLE),),
     chunks=(
         ChunkRecord(ChunkKey(0, "BF16", 0), SHARD, 500, 100, 3, Lanes(5, 6), Lanes(7, 8)),
@@ -73,11 +81,11 @@ ANCHOR = replace(
     parent="",
     encoding=None,
     weight_map={spec.name: SHARD for spec in TABLE},
-    tensors={spec.name: TensorRecord(Lanes(), 0) for spec in TABLE},
+    tensors=records(**{spec.name: TensorRecord(Lanes(), 0) for spec in TABLE}),
     parts=(),
     chunks=(),
 )
-EMPTY = replace(DELTA, weight_map={}, tensors={}, chunks=(), files=(), totals=Totals(0, 211, 432, 0))
+EMPTY = replace(DELTA, weight_map={}, tensors=records(), chunks=(), files=(), totals=Totals(0, 211, 432, 0))
 PIECES = replace(
     DELTA,
     parts=(
@@ -292,7 +300,7 @@ def test_duplicate_keys_are_refused() -> None:
 @pytest.mark.parametrize(
     "index",
     [
-        replace(ANCHOR, weight_map={}, tensors={}),
+        replace(ANCHOR, weight_map={}, tensors=records()),
         replace(ANCHOR, chunks=DELTA.chunks),
         replace(ANCHOR, base_version=0),
         replace(FIELD, checksums={}),

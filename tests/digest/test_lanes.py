@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightcast.shared.digest import lanes_plain
-from weightcast.shared.digest.hash import hash_bytes, implementation, kernels
+from weightcast.shared.digest.hash import hash_bytes, hash_pieces, implementation, kernels
 from weightcast.shared.digest.lanes import ZERO, Lanes, finalise
 
 M = (1 << 64) - 1
@@ -73,6 +73,24 @@ def test_unaligned_and_read_only_bytes(offset: int) -> None:
 def test_blocks_of_the_plain_kernel_add_up() -> None:
     data = np.random.default_rng(6).integers(0, 256, 2 * lanes_plain.BLOCK + 11, dtype=np.uint8)
     assert lanes_plain.hash_bytes(data, 7) == hash_bytes(data, 7)
+
+
+CUT = st.tuples(st.integers(0, 700), st.integers(0, 700), st.integers(0, 1 << 50))
+
+
+@settings(deadline=None)  # the first example compiles
+@given(st.binary(min_size=700, max_size=700), st.lists(CUT, max_size=6))
+def test_many_pieces_have_the_lanes_of_each(data: bytes, cuts: list[tuple[int, int, int]]) -> None:
+    pieces = np.array([(min(a, b), max(a, b), first) for a, b, first in cuts], np.int64).reshape(-1, 3)
+    expected = [reference_lanes(data[start:stop], first) for start, stop, first in pieces.tolist()]
+    for found in (hash_pieces(array(data), pieces), lanes_plain.hash_pieces(array(data), pieces)):
+        assert [Lanes(*row) for row in found.tolist()] == expected
+
+
+@pytest.mark.parametrize("piece", [(0, 9, 0), (-1, 3, 0), (9, 10, 0)])
+def test_pieces_outside_the_bytes_are_not_read(piece: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="pieces of other bytes"):
+        hash_pieces(array(bytes(8)), np.array([(0, 8, 0), piece], np.int64))
 
 
 @settings(deadline=None)  # the first example compiles

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,15 @@ from waiting import SECONDS, wait_until
 KEEPER = Path(__file__).with_name("keeper.py")
 UNSHARE = ["unshare", "--user", "--map-root-user", "--mount"]
 Rule = dict[str, Any]
+
+
+def fill(mount: Path) -> Path:
+    """Nothing is left on it. Others may write there too: nobody knows before how much there is room for."""
+    filler = mount / "filler"
+    with filler.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(1 << 16)):
+            pass
+    return filler
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = SECONDS) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from faultkit import Daemon, Place, until
+from faultkit import Daemon, Place, fill, until
 from hosts import Run, SGLang, Site, Weights, on_disk
 
 MIB = 1 << 20
@@ -84,14 +84,6 @@ def fleet(place: Place, site: Site) -> Fleet:
     channel = place.root / "mounted"
     place.bind(run.channel, channel)
     return Fleet(place, site, run, channel)
-
-
-def fill(mount: Path) -> Path:
-    """Nothing is left on it."""
-    left = os.statvfs(mount)
-    filler = mount / "filler"
-    filler.write_bytes(bytes(left.f_bavail * left.f_frsize))
-    return filler
 
 
 # the channel

@@ -19,7 +19,6 @@ from weightcast.shared.channel.claims import Claimant, ClaimRecord, parse_claim,
 from weightcast.shared.channel.index import (
     ChunkRecord,
     Index,
-    TensorRecord,
     Totals,
     parse_foreign,
     parse_index,
@@ -28,6 +27,7 @@ from weightcast.shared.channel.index import (
 from weightcast.shared.channel.pointer import parse_pointer
 from weightcast.shared.channel.records import FileRecord
 from weightcast.shared.channel.reports import Report, pack_report, parse_report
+from weightcast.shared.channel.tensor_records import TensorRecords
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.root import root
 from weightcast.shared.errors import WeightcastError
@@ -60,9 +60,15 @@ TABLE = TensorTable.of(
         TensorSpec("d", "F8_E4M3", (), 1),
     ]
 )
-LANES = (Lanes(1, 2), Lanes(3, 4), Lanes(), Lanes(5, 6))
+LANES = np.array([(1, 2), (3, 4), (0, 0), (5, 6)], np.uint64)
 BASE = write_base(
-    Base("run", TABLE, LANES, root(TABLE, list(LANES)), (FileRecord("config.json", 2, "0" * 64),))
+    Base(
+        "run",
+        TABLE,
+        LANES,
+        root(TABLE, LANES),
+        (FileRecord("config.json", 2, "0" * 64),),
+    )
 )
 CHANNEL_FILE = (
     b'{"format":1,"run_id":"run","component":"main","created":1.5,"frozen":["x.*"],"aliases":{"y":"a"},'
@@ -84,7 +90,7 @@ INDEX = write_index(
         created=1.5,
         weight_map={"a": "s"},
         files=(FileRecord("s", 100, "4" * 64),),
-        tensors={"a": TensorRecord(Lanes(9, 9), 2)},
+        tensors=TensorRecords(("a",), np.array([[9, 9]], np.uint64), np.array([2])),
         parts=PARTS,
         chunks=(ChunkRecord(ChunkKey(1, "BF16", 0), "s", 10, 20, 2, Lanes(1, 1), Lanes(2, 2)),),
         totals=Totals(2, 308, 629, 100),

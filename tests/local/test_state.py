@@ -21,7 +21,6 @@ from weightcast.shared.local.state import (
     Step,
     lanes_list,
     pack_lanes,
-    pack_list,
     read_state,
     unpack_lanes,
     write_state,
@@ -146,8 +145,8 @@ def test_an_unknown_boot_is_never_the_same() -> None:
 
 def test_packed_lanes() -> None:
     lanes = [Lanes(1, 2), Lanes((1 << 64) - 1, 1 << 63)]
-    packed = pack_list(lanes)
+    packed = pack_lanes(np.array(lanes, np.uint64))
     assert packed.hex() == "01000000000000000200000000000000ffffffffffffffff0000000000000080"
     assert lanes_list(packed) == lanes
     assert pack_lanes(unpack_lanes(packed)) == packed
-    assert pack_list([]) == pack_lanes(np.zeros((0, 2), np.uint64)) == b""
+    assert pack_lanes(np.zeros((0, 2), np.uint64)) == b""

@@ -8,13 +8,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from faultkit import Place, until
+from faultkit import Place, fill, until
 from promkit import Prometheus
 from tabs import OpenTab, chromium, tabs
 from worldkit import Host, World, get
@@ -180,11 +180,7 @@ def tells_of_a_silent_engine(host: dict[str, Any]) -> bool:
 
 
 def a_disk_fills_up(host: Host, on_call: OnCall) -> Path:
-    filler = host.local.parent / "filler"
-    # the host writes there too: nobody knows before how much there will be room for
-    with filler.open("wb", buffering=0) as file, suppress(OSError):
-        while file.write(bytes(1 << 16)):
-            pass
+    filler = fill(host.local.parent)
     on_call.alarmed("WeightcastDiskNearlyFull", instance=host.address, place="local")
     until(lambda: "MiB free" in on_call.in_api("full")["last_error"], "the disk", FOUND_SECONDS)
     on_call.shows_trouble("full", "MiB free")

@@ -1,0 +1,68 @@
+"""Full hashes: every byte of every tensor counts once, wherever it lies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from weightcast.shared.digest.hash import hash_bytes
+from weightcast.shared.files.checkpoint import Place
+from weightcast.shared.local.hashing import hash_tensors
+from weightcast.shared.words import ByteArray, TensorSpec, TensorTable
+
+MIB = 1 << 20
+SIZES = {
+    "one": [5, 0, 13 * MIB, 1, 40 * MIB + 3, 2, 2 * MIB, 0],
+    "two": [16 * MIB, 16 * MIB + 1, 8],
+    "three": [0],
+    "four": [7] * 300,
+}
+"""by file, tensors as they lie in it; the longest have more than one run"""
+
+
+class Files:
+    """In memory, with gaps between tensors that are none of theirs; what was read is kept."""
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.places: list[Place] = []
+        self.files: dict[Path, ByteArray] = {}
+        for name, sizes in SIZES.items():
+            at = int(rng.integers(8, 100))
+            for size in sizes:
+                self.places.append(Place(Path(name), at, size))
+                at += size + int(rng.integers(0, 3))
+            self.files[Path(name)] = rng.integers(0, 256, at, dtype=np.uint8)
+        # tensors of a table are sorted by name, files are not
+        rng.shuffle(self.places)
+        self.longest = 0
+
+    def bytes_at(self, place: Place) -> ByteArray:
+        self.longest = max(self.longest, place.nbytes)
+        return self.files[place.file][place.offset : place.offset + place.nbytes]
+
+    @property
+    def table(self) -> TensorTable:
+        return TensorTable.of(
+            TensorSpec(f"{n:05}", "U8", (place.nbytes,), place.nbytes) for n, place in enumerate(self.places)
+        )
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_lanes_of_tensors_anywhere_in_files(seed: int, threads: int) -> None:
+    files = Files(seed)
+    told: list[int] = []
+    found = hash_tensors(files.table, files, threads=threads, advance=told.append)
+    expected = [hash_bytes(files.bytes_at(place)) for place in files.places]
+    assert found.tolist() == [list(lanes) for lanes in expected]
+    nbytes = sum(place.nbytes for place in files.places)
+    assert nbytes <= sum(told) <= nbytes + 3 * len(files.places), "gaps are the only bytes read for nothing"
+
+
+def test_no_run_is_longer_than_memory_allows() -> None:
+    files = Files(3)
+    hash_tensors(files.table, files)
+    assert files.longest <= 16 * MIB
