@@ -70,6 +70,16 @@ REFUSED: dict[str, tuple[Callable[[nn.Module, str, Tensor], object], Tensor, str
     "an error": (lambda m, n, t: {}[n], W, "not taken by the model's loader: KeyError"),
     "filled after": (lambda m, n, t: m.w.data.copy_(t).fill_(0), W, "shares its place"),
     "normalised after": (lambda m, n, t: m.w.data.copy_(t).div_(2), W, "shares its place"),
+    "filled over its last column": (
+        lambda m, n, t: (m.w.data.narrow(1, 5, 3).zero_(), m.w.data.narrow(1, 0, 6).copy_(t)),
+        W[:, :6].clone(),
+        "shares its place",
+    ),
+    "filled over its last row": (
+        lambda m, n, t: (m.w.data.narrow(0, 3, 3).zero_(), m.w.data.narrow(0, 0, 4).copy_(t)),
+        W[:4].clone(),
+        "shares its place",
+    ),
     "the same place twice": (lambda m, n, t: (m.w.data.copy_(t), m.w.data.copy_(t)), W, "shares its place"),
 }
 
@@ -104,6 +114,26 @@ def test_copies_of_narrow_views_are_taken(tmp_path: Path, case: str) -> None:
     target = some_changed({"w": W}, 3, 0.3)
     host.update(write_patch(host.patches, {"w": W}, target, 1))
     assert torch.equal(host.engines[0].model.w, target["w"])
+
+
+def test_padding_beside_a_tensor_is_no_part_of_it(tmp_path: Path) -> None:
+    """As SGLang pads slices of tensor-parallel ranks on a CPU: columns and rows that the checkpoint lacks."""
+
+    def load(model: nn.Module, name: str, given: Tensor) -> None:
+        assert isinstance(model.w, Tensor)
+        wide = model.w.data.narrow(1, 0, 6)
+        model.w.data.narrow(1, 6, 2).zero_()
+        wide.narrow(0, 5, 1).fill_(0)
+        wide.narrow(0, 0, 5).copy_(given)
+
+    given = {"w": W[:5, :6].clone()}
+    host = ToyHost([Loads(load)], given, tmp_path)
+    host.run("hold", 0, root(0), "0")
+    assert host.run("state")["refused"] == {}
+    target = some_changed(given, 3, 0.3)
+    host.update(write_patch(host.patches, given, target, 1))
+    live = host.engines[0].model.w
+    assert torch.equal(live[:5, :6], target["w"]) and not live[:5, 6:].any() and not live[5:].any()
 
 
 def test_one_bad_tensor_leaves_the_others_patchable(tmp_path: Path) -> None:

@@ -261,7 +261,7 @@ def _refuse_shared_places(found: Map, filled: Iterable[Tensor]) -> None:
         for piece in pieces:
             by_storage.setdefault(_key(piece.flat), []).append((name, _place(piece.block)))
     for tensor in filled:
-        by_storage.setdefault(_key(tensor), []).append(("", _extent(tensor)))
+        by_storage.setdefault(_key(tensor), []).extend(("", place) for place in _filled(tensor))
     for places in by_storage.values():
         for name, reason in _shared(places):
             found.refuse(name, reason)
@@ -271,6 +271,15 @@ def _place(block: Block) -> Key:
     if block.target_step == block.run:
         return (block.target, 1, block.elements, block.elements)
     return (block.target, block.rows, block.target_step, block.run)
+
+
+def _filled(tensor: Tensor) -> list[Key]:
+    """Padding beside columns of a tensor lies between its rows, and not over them."""
+    view = _view(tensor)
+    try:
+        return [_place(block) for block in blocks_of(view, view)]
+    except Scattered:
+        return [_extent(tensor)]
 
 
 def _extent(tensor: Tensor) -> Key:
