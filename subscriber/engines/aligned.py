@@ -47,6 +47,18 @@ def is_aligned(record: EngineState | None, sight: Sight, version: int) -> bool:
     return sight.steady or None not in (facts.process, record.process)
 
 
+def is_taken(record: EngineState | None, sight: Sight, version: int) -> bool:
+    """Whether the process that served the version since a reload of ours was loaded with something else: by
+    another subscriber or tool, as an engine does not do that itself."""
+    if record is None or record.mark is not Mark.SERVED or record.version != version:
+        return False
+    facts = sight.facts
+    if not facts.reachable or facts.process is None or facts.process != record.process:
+        return False
+    other = facts.held is not None and facts.held.version != version
+    return other or needs_reload(facts, None, _label(record, version), sight.source)
+
+
 def _label(record: EngineState, version: int) -> str | None:
     return label_of(version) if record.confirmed_by in ("label", "digest") else None
 

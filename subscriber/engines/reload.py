@@ -22,7 +22,7 @@ from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.state import EngineState, LocalState, Mark, Phase, Step
 from weightcast.subscriber.engines import align as alignment
 from weightcast.subscriber.engines.align import NotPatched, Pace
-from weightcast.subscriber.engines.aligned import Sight, after, in_doubt, is_aligned, label_of
+from weightcast.subscriber.engines.aligned import Sight, after, in_doubt, is_aligned, is_taken, label_of
 from weightcast.subscriber.engines.base import Engine, EngineFacts
 from weightcast.subscriber.engines.grouped import Grouped
 from weightcast.subscriber.engines.live import Live, live_of
@@ -31,6 +31,10 @@ from weightcast.subscriber.engines.roster import EngineResult, Order, goes_on, r
 
 _RETRY_FIRST, _RETRY_MOST, _RETRY_FAILED = 1.0, 60.0, 600.0
 LOOK_JITTER = 0.2
+TAKEN_AT_ONCE = 3
+"""times in a row that an engine is brought back at once from what somebody else loaded into it"""
+_PEACE = 2 * _RETRY_FAILED
+"""seconds without that after which the count begins anew"""
 FAILED_AFTER = 5
 """rounds of reloads in a row, in vain, until an engine counts as failed"""
 E = TypeVar("E")
@@ -54,6 +58,9 @@ class _Known:
     """the one that failed"""
     silent_since: float | None = None
     last: EngineResult | None = None
+    taken: int = 0
+    """times in a row that somebody else loaded other weights into the process that we had loaded"""
+    taken_at: float = 0.0
 
     def sight(self) -> Sight:
         return Sight(self.facts, self.steady, self.source)
@@ -138,6 +145,8 @@ class Engines:
         known.steady = known.steady and facts.reachable
         if known.failures and known.is_another(facts):
             known.failures, known.next_try = 0, 0.0
+        if known.taken and known.last is not None and facts.process not in (None, known.last.process):
+            known.taken, known.next_try = 0, 0.0
         if facts.reachable or facts.absent:
             known.silent_since = None
         elif known.silent_since is None:
@@ -145,7 +154,7 @@ class Engines:
         if not facts.reachable:
             known.reason = facts.hindrance or f"{engine.spec.url} does not answer"
         elif known.failures == 0:
-            known.reason = ""
+            known.reason = _contested(known.taken) if known.taken >= TAKEN_AT_ONCE else ""
 
     def aligned(self, state: LocalState) -> frozenset[str]:
         """Names of the engines that hold the local checkpoint's bytes, as of the last look."""
@@ -339,6 +348,7 @@ class Engines:
 
     def _align(self, engine: Engine, version: int, ledger: _Ledger) -> EngineResult:
         name, live = engine.spec.name, live_of(engine)
+        taken = is_taken(ledger.local.state.engines.get(name), self._known[name].sight(), version)
         if live is not None:
             live.aim(self._offers.get(name, Offer()).aim(ledger.local.state.position))
         result = alignment.align(
@@ -351,8 +361,19 @@ class Engines:
             pace=self._pace_of(engine),
         )
         self._learn(result)
+        if taken and result.state == "served":
+            self._bring_back_later(self._known[name])
         ledger.record(result)
         return result
+
+    def _bring_back_later(self, known: _Known) -> None:
+        """If it is taken again: two who bring an engine back at once would leave it paused for good."""
+        now = self._clock()
+        known.taken = 1 if now - known.taken_at > _PEACE else known.taken + 1
+        known.taken_at = now
+        if known.taken >= TAKEN_AT_ONCE:
+            wait = min(_RETRY_MOST * 2.0 ** min(known.taken - TAKEN_AT_ONCE, 30), _RETRY_FAILED)
+            known.next_try = now + wait * (0.5 + 0.5 * self._jitter())
 
     def _pace_of(self, engine: Engine) -> Pace:
         seconds = engine.spec.deadline
@@ -383,6 +404,13 @@ class Engines:
         longest = _RETRY_FAILED if failures >= self._failed_after else _RETRY_MOST
         first = longest if failures >= self._failed_after else _RETRY_FIRST
         return min(first * 2.0 ** min(failures - 1, 30), longest) * (0.5 + 0.5 * self._jitter())
+
+
+def _contested(taken: int) -> str:
+    return (
+        f"somebody else loaded other weights into it, {taken} times in a row: one engine has one subscriber; "
+        "it is brought back once in some minutes"
+    )
 
 
 def _telling(patch: Callable[[], None], local: LocalCheckpoint) -> Callable[[], None]:

@@ -248,6 +248,52 @@ def test_waits_between_rounds_have_jitter(site: Site, run: Run) -> None:
     assert len(engine.of("/update_weights_from_disk")) == 4
 
 
+def take(engine: SGLang) -> None:
+    """As a second subscriber would, of another local checkpoint."""
+    engine.source, engine.held = "/somewhere/else", "other weights"
+
+
+def test_an_engine_that_two_want_is_not_fought_over(site: Site, run: Run) -> None:
+    engine = SGLang()
+    host = site.host(run, engine, conduct={"jitter": lambda: 1.0})
+    for _ in range(3):
+        host.step()
+        take(engine)
+        assert host.step().ready and engine.held == run.digest(0), "at once, three times"
+    take(engine)
+    engine.calls.clear()
+    outcome = host.step()
+    [shown] = host.status.engines
+    assert not outcome.ready and not shown.ready and engine.of("/pause_generation") == []
+    assert "one engine has one subscriber" in outcome.waiting[0] and "3 times" in shown.reason
+    host.clock.at += 61
+    assert host.step().ready and engine.held == run.digest(0)
+    take(engine)
+    host.clock.at += 61
+    assert not host.step().ready, "it waits longer each time"
+
+    # a version waits for nobody
+    run.publish()
+    assert host.step().ready and engine.held == run.digest(1)
+    take(engine)
+    assert host.step().ready, "once, at once, after a version"
+    take(engine)
+    assert not host.step().ready
+    # nor does a process that nobody has loaded
+    engine.restart()
+    assert host.step().ready and engine.held == run.digest(1)
+
+
+def test_an_engine_that_was_left_alone_for_long_is_brought_back_at_once(site: Site, run: Run) -> None:
+    engine = SGLang()
+    host = site.host(run, engine)
+    host.step()
+    for _ in range(6):
+        take(engine)
+        assert host.step().ready and engine.held == run.digest(0)
+        host.clock.at += 1201
+
+
 def test_an_engine_reloaded_from_elsewhere_is_noticed_by_the_directory_it_names(site: Site, run: Run) -> None:
     engine = SGLang()
     host = site.host(run, engine)
