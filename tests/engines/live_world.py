@@ -7,6 +7,7 @@ compared with fresh loads.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -30,7 +31,8 @@ Tensors = dict[str, torch.Tensor]
 def install(target: Path) -> Path:
     """The plugin as pip installs it, beside an environment that stays as it is."""
     copy = target / "source"
-    subprocess.run(["cp", "-r", PLUGIN, copy], check=True)
+    # what an earlier build left beside the sources may be older than they are
+    shutil.copytree(PLUGIN, copy, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
     site = target / "site"
     # the project's own pip and setuptools: engines' environments may have none
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]

@@ -20,6 +20,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
@@ -36,6 +38,18 @@ LATENT = {
     "moe_intermediate_size": 64,
     "n_group": 1,
     "topk_group": 1,
+}
+
+# SGLang on a CPU knows no other rotation for latent attention
+YARN = {
+    "rope_type": "yarn",
+    "factor": 2.0,
+    "original_max_position_embeddings": 512,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "rope_theta": 10000.0,
 }
 
 
@@ -65,14 +79,19 @@ SCHEMES = {
 PROJECTIONS = ("_proj.weight",)
 
 
-def save(directory: Path, config: PretrainedConfig, kind: type[PreTrainedModel]) -> Path:
+def save(
+    directory: Path,
+    config: PretrainedConfig,
+    kind: type[PreTrainedModel],
+    dtype: torch.dtype = torch.bfloat16,
+) -> Path:
     torch.manual_seed(7)
     model = kind(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, parameter.shape[-1] ** -0.5 * 1.5)
-    model.to(torch.bfloat16).save_pretrained(directory)
+    model.to(dtype).save_pretrained(directory)
     tokenizer().save_pretrained(directory)
     return directory
 
@@ -98,6 +117,15 @@ def main(directory: Path) -> None:
         directory / "mla",
         DeepseekV2Config(**{**SIZES, "num_key_value_heads": 2}, **LATENT),
         DeepseekV2ForCausalLM,
+    )
+    # a released SGLang computes these in float32 on a CPU, shared experts with Triton only
+    experts = Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16)
+    save(directory / "experts-fp32", experts, Qwen3MoeForCausalLM, torch.float32)
+    save(
+        directory / "latent-fp32",
+        DeepseekV2Config(**{**SIZES, "num_key_value_heads": 2}, **LATENT, rope_scaling=YARN),
+        DeepseekV2ForCausalLM,
+        torch.float32,
     )
     quantise(save(directory / "int8", LlamaConfig(**SIZES), LlamaForCausalLM), torch.int8)
     quantise(save(directory / "fp8", LlamaConfig(**SIZES), LlamaForCausalLM), torch.float8_e4m3fn)

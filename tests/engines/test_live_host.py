@@ -105,18 +105,23 @@ def world(models: Path, judge: FreshLoad, tmp_path_factory: pytest.TempPathFacto
             yield world
 
 
+def served_under_traffic(world: World) -> int:
+    """The next version. Requests in flight end with its weights, or with those before it."""
+    old = world.run.newest
+    running = [world.server.begin(prompt, 120) for prompt in (SHORT, LONG)]
+    version = world.run.publish()
+    world.host.wait_served(version)
+    for future in running:
+        answer = future.result(STEP_SECONDS)
+        assert answer.status == 200 and world.switch(answer, old) is not None
+    return version
+
+
 def test_versions_are_patched_under_traffic(world: LiveWorld) -> None:
     before = world.live
     pauses = []
     for _ in range(6):
-        old = world.run.newest
-        running = [world.server.begin(prompt, 120) for prompt in (SHORT, LONG)]
-        version = world.run.publish()
-        world.host.wait_served(version)
-        for future in running:
-            answer = future.result(STEP_SECONDS)
-            assert answer.status == 200 and world.switch(answer, old) is not None
-        world.require(version)
+        world.require(served_under_traffic(world))
         pauses.append(round(1000 * world.host.status["updates"][-1]["pause_seconds"]))
     after = world.live
     print(f"pauses {pauses} ms", json.dumps(after))
@@ -125,6 +130,10 @@ def test_versions_are_patched_under_traffic(world: LiveWorld) -> None:
 
 
 def test_what_is_resident_is_verified(world: LiveWorld) -> None:
+    require_verified(world)
+
+
+def require_verified(world: LiveWorld) -> None:
     local, option = world.host.local, f"{world.server.url},api_key_env=LIVE_KEY"
     found = json.loads(one_shot("local", "verify", "--json", "--local", local, "--engine", f"vllm={option}"))
     [engine] = found["engines"]
@@ -139,24 +148,29 @@ STEPS = (
 
 
 def test_a_daemon_killed_at_every_step_leaves_engine_and_disk_together(world: LiveWorld) -> None:
-    host = world.host
     for step in STEPS:
-        host.stop()
-        host.program = (sys.executable, REPOSITORY / "tests/engines/killed_at.py", step, "SIGKILL")
-        host.start()
-        world.run.publish()
-        process = host.process
-        assert process is not None
-        wait_until(lambda process=process: not process.running, f"killed at {step}")  # type: ignore[misc]
-        assert process.child.returncode == -signal.SIGKILL
-        host.stop()
-        host.program = (COMMAND,)
-        host.start()
-        host.wait_served(world.run.newest)
-        world.require(world.run.newest)
+        world.require(killed_and_back(world, step))
     patches = world.live["patches"]
-    host.wait_served(world.run.publish())
+    world.host.wait_served(world.run.publish())
     assert world.live["patches"] == patches + 1
+
+
+def killed_and_back(world: World, step: str) -> int:
+    """The daemon is killed at `step` of the next version, which the one after it serves."""
+    host = world.host
+    host.stop()
+    host.program = (sys.executable, REPOSITORY / "tests/engines/killed_at.py", step, "SIGKILL")
+    host.start()
+    version = world.run.publish()
+    process = host.process
+    assert process is not None
+    wait_until(lambda: not process.running, f"killed at {step}")
+    assert process.child.returncode == -signal.SIGKILL
+    host.stop()
+    host.program = (COMMAND,)
+    host.start()
+    host.wait_served(version)
+    return version
 
 
 def test_a_restarted_engine_is_loaded_once_and_patched_again(world: LiveWorld) -> None:

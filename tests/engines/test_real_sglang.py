@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_world import install, lanes
+from live_world import install, lanes, make_live_models
 from safetensors.torch import load_file
 from test_vllm_failures import has_wrong_shape
 from vllm_world import (
@@ -25,6 +25,7 @@ from vllm_world import (
     LONG,
     REPOSITORY,
     SHORT,
+    START_SECONDS,
     STEP_SECONDS,
     TIMES,
     Answer,
@@ -57,6 +58,10 @@ pytestmark = [
 VENV = Path(os.environ.get("WEIGHTCAST_SGLANG_SERVER_VENV", REPOSITORY / ".venv-sglang-server"))
 PLAIN, CONVERTED = "llama-tied-sharded-fp32", "qwen2-untied-single-bf16"
 """The server computes in float32: it copies the one, and converts the other while it loads."""
+TWO_RANKS = f"{PLAIN} on two ranks"
+EXPERTS, LATENT = "experts-fp32", "latent-fp32"
+"""of `make_live_models.py`: Qwen3's mixture, DeepSeek's attention"""
+EXPERT_RANKS = f"{EXPERTS} on two ranks"
 POLICIES = ("recompute", "wait", "abort")
 VERSIONS = 4
 """under each policy, or a few more until a request met an update"""
@@ -67,7 +72,9 @@ LIVE_VERSIONS = 10
 class SGLangServer(Server):
     """`sglang.launch_server` with the plugin installed beside it and its loader allowed."""
 
-    def __init__(self, local: Path, room: Path, site: Path) -> None:
+    def __init__(self, local: Path, room: Path, site: Path, spread: str) -> None:
+        """`spread`: over `two ranks`, or empty."""
+        self._ranks = 2 if spread else 1
         self._plugin = {
             "PYTHONPATH": str(site),
             "WEIGHTCAST_PATCH_DIR": str(local / ".weightcast" / "engine"),
@@ -81,6 +88,8 @@ class SGLangServer(Server):
             "TORCHDYNAMO_DISABLE": "1",
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
+            # of each rank the cores: it refuses more ranks than NUMA nodes unless they are named
+            **({"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * self._ranks)} if self._ranks > 1 else {}),
             **self._plugin,
         }
 
@@ -95,7 +104,7 @@ class SGLangServer(Server):
             *("--grammar-backend", "none", "--max-total-tokens", "8192", "--mem-fraction-static", "0.1"),
             *("--enable-metrics", "--log-level", "warning", "--custom-weight-loader", LOADER),
             # it warms up with English words, which the models' vocabulary does not have
-            "--skip-server-warmup",
+            *("--skip-server-warmup", "--tp", str(self._ranks)),
         ]
         return Process.start(self._log, command, self._environment())
 
@@ -129,7 +138,8 @@ class SGLangServer(Server):
         """What the hook answers, where nothing is in flight."""
         order = json.dumps({"door": door, "body": body})
         self._must("/begin_weight_update", {})
-        request = {"serialized_named_tensors": [named_dummy(order)], "load_format": LOADER}
+        each = [named_dummy(order)] * self._ranks
+        request = {"serialized_named_tensors": each, "load_format": LOADER}
         told: dict[str, Any] = json.loads(self._must("/update_weights_from_tensor", request)["message"])
         self._must("/end_weight_update", {})
         return told
@@ -180,11 +190,11 @@ class SGLangWorld(World):
 
 
 @contextmanager
-def served(room: Path, base: Path, site: Path, judge: FreshLoad) -> Iterator[SGLangWorld]:
+def served(room: Path, base: Path, site: Path, judge: FreshLoad, spread: str) -> Iterator[SGLangWorld]:
     local = room / "local"
     with Run(room, base) as run:
         one_shot("sync", "--channel", run.channel, "--base", run.base, "--local", local)
-        with SGLangServer(local, room, site) as server:
+        with SGLangServer(local, room, site, spread) as server:
             host = Host(room, run.channel, run.base, local, f"sglang={server.url}")
             with running(host):
                 host.wait_served(0)
@@ -204,7 +214,11 @@ def sglang(
     site: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[SGLangWorld]:
-    with served(tmp_path_factory.mktemp("sglang"), models / request.param, site, judge) as world:
+    variant, _, spread = request.param.partition(" on ")
+    room = tmp_path_factory.mktemp("sglang")
+    if variant in (EXPERTS, LATENT):
+        models = make_live_models(room / "models")
+    with served(room, models / variant, site, judge, spread) as world:
         yield world
 
 
@@ -285,7 +299,7 @@ def test_a_killed_server_comes_back_current(sglang: SGLangWorld) -> None:
     sglang.require(version)
 
 
-@of(PLAIN)
+@of(PLAIN, TWO_RANKS, EXPERTS, EXPERT_RANKS)
 def test_versions_are_patched_in_memory_under_traffic(sglang: SGLangWorld) -> None:
     """All that is resident is the version, from the trainer to the engine's memory by one number."""
     start_patching(sglang)
@@ -317,7 +331,7 @@ def require_resident(world: SGLangWorld) -> None:
     assert (told["version"], resident) == (world.run.newest, world.host.status["local_root"])
 
 
-@of(PLAIN)
+@of(PLAIN, TWO_RANKS)
 def test_a_server_killed_after_patches_is_loaded_once_and_patched_again(sglang: SGLangWorld) -> None:
     start_patching(sglang)
     sglang.host.wait_served(sglang.run.publish())
@@ -343,3 +357,23 @@ def test_what_it_converts_is_refused_by_name_and_loaded_from_disk(sglang: SGLang
             live
         )
         assert "converted" in live["reason"], live
+
+
+class NeverAsked(SGLangServer):
+    """Its health is told by a generation, which ends a server whose attention a CPU cannot compute."""
+
+    def wait_ready(self) -> None:
+        wait_until(lambda: self.status("/model_info") == 200, "SGLang's start", START_SECONDS)
+
+
+def test_latent_attention_is_refused_by_name(site: Path, tmp_path: Path) -> None:
+    """SGLang computes with parts of `kv_b_proj` that it copies once, after it has loaded."""
+    model = make_live_models(tmp_path / "models") / LATENT
+    (tmp_path / "local/.weightcast/engine").mkdir(parents=True)
+    shutil.copytree(model, tmp_path / "local", dirs_exist_ok=True)
+    with NeverAsked(tmp_path / "local", tmp_path, site, "") as server:
+        told = server.order("look", {})
+    assert told["patchable"] and told["refused_count"] == len(told["refused"])
+    layers = {name.removesuffix(".self_attn.kv_b_proj.weight") for name in told["refused"] if "kv_b" in name}
+    assert len(layers) == 3 and all(".self_attn." in name for name in told["refused"])
+    assert "w_kc" in told["refused"]["model.layers.0.self_attn.kv_b_proj.weight"]

@@ -232,13 +232,15 @@ class Server:
         }
 
     def _start(self) -> Process:
-        command = [
-            *(engine_python(), "-m", "vllm.entrypoints.openai.api_server"),
+        command = [engine_python(), "-m", "vllm.entrypoints.openai.api_server", *self._words()]
+        return Process.start(self._log, command, self._environment())
+
+    def _words(self) -> list[str | Path]:
+        return [
             *("--model", self._model, "--served-model-name", "tiny", "--host", "127.0.0.1"),
             *("--port", str(self.port), "--dtype", "float32", "--max-model-len", "1024", "--enforce-eager"),
             *("--enable-prompt-tokens-details", "--enable-prefix-caching", *self._arguments),
         ]
-        return Process.start(self._log, command, self._environment())
 
     def restart(self) -> None:
         """As a supervisor would."""
@@ -352,7 +354,7 @@ class Host:
     base: Path
     local: Path
     engine: str
-    """the option's text"""
+    """the option's text; empty: without an engine"""
     process: Process | None = None
     starts: int = 0
     extra: Sequence[str] = field(default_factory=tuple)
@@ -363,7 +365,8 @@ class Host:
         port_file = self.root / f"host-{self.starts}.port"
         command = [
             *(*self.program, "subscriber", "run", "--channel", self.channel, "--base", self.base),
-            *("--local", self.local, "--engine", self.engine, "--poll-seconds", "0.1", "--threads", "1"),
+            *("--local", self.local, "--poll-seconds", "0.1", "--threads", "1"),
+            *(("--engine", self.engine) if self.engine else ()),
             *("--port", "0", "--port-file", port_file, *self.extra),
         ]
         self.process = Process.start(self.root / "subscriber.log", command)
