@@ -16,7 +16,7 @@ from torch import nn
 from weightcast_engine.blocks import Block, View, blocks_of, disjoint, on_whole_words, tile
 from weightcast_engine.lanes import PIECE, Lanes, sums
 from weightcast_engine.live_words import resident
-from weightcast_engine.trace import Piece
+from weightcast_engine.piece import Piece
 from weightcast_engine.words import INTEGERS, Form
 
 from weightcast.shared.digest.hash import hash_bytes
@@ -111,16 +111,21 @@ def hash_of_zeros(rows: int, words: int, first: int) -> Lanes:
 
 @given(st.data())
 def test_blocks_are_the_elements_of_the_copy(data: st.DataObject) -> None:
-    """Narrow views of a tensor, put into narrow views of another: each element lies where the blocks say."""
+    """Narrow views of a tensor, put into narrow views of another, whose dimensions may lie in another order:
+    each element lies where the blocks say."""
     shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
     source = torch.arange(int(np.prod(shape))).reshape(shape)
     live = torch.full([length + data.draw(st.integers(0, 2)) for length in shape], -1)
     near, far = source, live
+    if data.draw(st.booleans()):
+        order = data.draw(st.permutations(range(len(shape))))
+        live = live.permute(order).contiguous()
+        far = live.permute([order.index(dim) for dim in range(len(shape))])
     for dim, length in enumerate(shape):
-        start = data.draw(st.integers(0, length - 1))
-        count = data.draw(st.integers(1, length - start))
+        start = data.draw(st.integers(0, length - 1) | st.just(0))
+        count = data.draw(st.integers(1, length - start) | st.just(length - start))
         near = near.narrow(dim, start, count)
-        far = far.narrow(dim, data.draw(st.integers(0, live.shape[dim] - count)), count)
+        far = far.narrow(dim, data.draw(st.integers(0, far.shape[dim] - count)), count)
     far.copy_(near)
     try:
         blocks = blocks_of(*(View(t.storage_offset(), tuple(t.shape), t.stride()) for t in (near, far)))
@@ -130,9 +135,11 @@ def test_blocks_are_the_elements_of_the_copy(data: st.DataObject) -> None:
     for block in blocks:
         for row in range(block.rows):
             for at in range(block.run):
-                assert flat[block.target + row * block.target_step + at] == (
-                    block.source + row * block.source_step + at
-                )
+                place = at
+                if block.columns:
+                    place = at % block.columns * (block.run // block.columns) + at // block.columns
+                number = block.source + row * block.source_step + at
+                assert flat[block.target + row * block.target_step + place] == number
                 seen += 1
     assert seen == near.numel()
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from patch_writer import bytes_of, root, some_changed, write_checkpoint, write_patch
+from patch_writer import bytes_of, lanes, root, some_changed, write_checkpoint, write_patch
 from plugin_models import Llama, ToyEngine, ToyHost, checkpoint
 from torch import Tensor, nn
-from weightcast_engine.derived import live_tensors, private_copies
+from weightcast_engine.derived import live_tensors, own_tensors, private_copies
 from weightcast_engine.refusals import BadPatch
 from weightcast_engine.trace import Map, trace
 from weightcast_engine.words import checkpoint_forms
@@ -52,8 +52,11 @@ REFUSED: dict[str, tuple[Callable[[nn.Module, str, Tensor], object], Tensor, str
     "cast by the copy": (lambda m, n, t: m.w.data.copy_(t), W.bfloat16(), "is converted"),
     "cast before it": (lambda m, n, t: m.w.data.copy_(t.float()), W.bfloat16(), "computed from it"),
     "cast by to": (lambda m, n, t: m.w.data.copy_(t.to(m.w.dtype)), W.bfloat16(), "computed from it"),
-    "transposed": (lambda m, n, t: m.w.data.copy_(t.t()), W.t().contiguous(), "transposed"),
-    "transposed there": (lambda m, n, t: m.w.data.t().copy_(t), W.t().contiguous(), "another order"),
+    "transposed in part": (
+        lambda m, n, t: m.w.data[:, :5].copy_(t.t()),
+        W.t()[:5].contiguous(),
+        "another order",
+    ),
     "scaled": (lambda m, n, t: m.w.data.copy_(t * 2), W, "computed from it"),
     "offset by one": (lambda m, n, t: m.w.data.copy_(t + 1), W, "computed from it"),
     "changed before": (lambda m, n, t: m.w.data.copy_(t.mul_(2)), W, "changed by the loader"),
@@ -94,6 +97,8 @@ def test_a_loader_that_does_not_just_copy_is_refused(tmp_path: Path, case: str) 
 TAKEN: dict[str, Callable[[nn.Module, str, Tensor], object]] = {
     "plain": lambda m, n, t: m.w.data.copy_(t),
     "without data": lambda m, n, t: m.w.copy_(t),
+    "transposed": lambda m, n, t: m.w.data.view(8, 6).copy_(t.t()),
+    "transposed there": lambda m, n, t: m.w.data.view(8, 6).t().copy_(t),
     "by rows": lambda m, n, t: [m.w.data[row].copy_(t[row]) for row in range(6)],
     "by columns": lambda m, n, t: [m.w.data.narrow(1, c, 4).copy_(t.narrow(1, c, 4)) for c in (0, 4)],
     "by chunks": lambda m, n, t: [a.copy_(b) for a, b in zip(m.w.chunk(3), t.chunk(3), strict=True)],
@@ -113,7 +118,10 @@ def test_copies_of_narrow_views_are_taken(tmp_path: Path, case: str) -> None:
     assert host.run("state")["refused"] == {}
     target = some_changed({"w": W}, 3, 0.3)
     host.update(write_patch(host.patches, {"w": W}, target, 1))
-    assert torch.equal(host.engines[0].model.w, target["w"])
+    fresh = Loads(TAKEN[case])
+    fresh.load_weights(target.items())
+    assert torch.equal(host.engines[0].model.w, fresh.w)
+    assert host.run("digest", None, 0, 9)["lanes"] == {"w": lanes(target["w"])}
 
 
 def test_padding_beside_a_tensor_is_no_part_of_it(tmp_path: Path) -> None:
@@ -208,9 +216,9 @@ def test_weights_of_which_a_module_keeps_a_copy_are_refused(tmp_path: Path, regi
 def test_a_view_of_a_weight_is_no_copy() -> None:
     model = nn.Linear(8, 6)
     model.seen = model.weight.data[:2]
-    assert private_copies(model) == {}
+    assert private_copies(own_tensors(model)) == {}
     model.kept = [torch.ones(2)]
-    assert len(private_copies(model)) == 2
+    assert len(private_copies(own_tensors(model))) == 2
 
 
 def test_what_the_adapter_refuses_is_refused_by_storage(tmp_path: Path) -> None:

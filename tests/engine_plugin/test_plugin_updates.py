@@ -18,9 +18,9 @@ from weightcast_engine import live_words
 from weightcast_engine.blocks import Block
 from weightcast_engine.live_words import Update
 from weightcast_engine.patch_file import read_patch
+from weightcast_engine.piece import Piece
 from weightcast_engine.rank import Answer, Order
 from weightcast_engine.refusals import BadPatch, InDoubt, NotPaused, OtherBase
-from weightcast_engine.trace import Piece
 from weightcast_engine.words import INTEGERS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import kept_beside
 import pytest
+import torch
 from live_world import install, lanes, make_live_models
 from safetensors.torch import load_file
 from test_vllm_failures import has_wrong_shape
@@ -102,7 +104,8 @@ class SGLangServer(Server):
             *("--port", str(self.port), "--device", "cpu", "--dtype", "float32", "--context-length", "1024"),
             *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
             *("--grammar-backend", "none", "--max-total-tokens", "8192", "--mem-fraction-static", "0.1"),
-            *("--enable-metrics", "--log-level", "warning", "--custom-weight-loader", LOADER),
+            *("--enable-metrics", "--log-level", "warning"),
+            *("--custom-weight-loader", LOADER, kept_beside.LOADER),
             # it warms up with English words, which the models' vocabulary does not have
             *("--skip-server-warmup", "--tp", str(self._ranks)),
         ]
@@ -136,13 +139,21 @@ class SGLangServer(Server):
 
     def order(self, door: str, body: dict[str, Any]) -> dict[str, Any]:
         """What the hook answers, where nothing is in flight."""
-        order = json.dumps({"door": door, "body": body})
-        self._must("/begin_weight_update", {})
-        each = [named_dummy(order)] * self._ranks
-        request = {"serialized_named_tensors": each, "load_format": LOADER}
-        told: dict[str, Any] = json.loads(self._must("/update_weights_from_tensor", request)["message"])
-        self._must("/end_weight_update", {})
+        told: dict[str, Any] = json.loads(self._loaded_by(LOADER, json.dumps({"door": door, "body": body})))
         return told
+
+    def kept_beside(self, file: Path) -> list[dict[str, torch.Tensor]]:
+        """Of each rank, as `kept_beside.py` says."""
+        self._loaded_by(kept_beside.LOADER, str(file))
+        return [load_file(f"{file}.{rank}") for rank in range(self._ranks)]
+
+    def _loaded_by(self, loader: str, name: str) -> str:
+        self._must("/begin_weight_update", {})
+        each = [named_dummy(name)] * self._ranks
+        request = {"serialized_named_tensors": each, "load_format": loader}
+        message: str = self._must("/update_weights_from_tensor", request)["message"]
+        self._must("/end_weight_update", {})
+        return message
 
     def _must(self, path: str, body: dict[str, Any]) -> Any:
         reply = self._client.post(path, json=body)
@@ -190,11 +201,13 @@ class SGLangWorld(World):
 
 
 @contextmanager
-def served(room: Path, base: Path, site: Path, judge: FreshLoad, spread: str) -> Iterator[SGLangWorld]:
+def served(
+    room: Path, base: Path, site: Path, judge: FreshLoad, spread: str, kind: type[SGLangServer] = SGLangServer
+) -> Iterator[SGLangWorld]:
     local = room / "local"
     with Run(room, base) as run:
         one_shot("sync", "--channel", run.channel, "--base", run.base, "--local", local)
-        with SGLangServer(local, room, site, spread) as server:
+        with kind(local, room, site, spread) as server:
             host = Host(room, run.channel, run.base, local, f"sglang={server.url}")
             with running(host):
                 host.wait_served(0)
@@ -366,14 +379,34 @@ class NeverAsked(SGLangServer):
         wait_until(lambda: self.status("/model_info") == 200, "SGLang's start", START_SECONDS)
 
 
-def test_latent_attention_is_refused_by_name(site: Path, tmp_path: Path) -> None:
-    """SGLang computes with parts of `kv_b_proj` that it copies once, after it has loaded."""
+@pytest.mark.parametrize("spread", ["", "two ranks"])
+def test_latent_attention_is_patched_with_its_copies(
+    site: Path, tmp_path: Path, judge: FreshLoad, spread: str
+) -> None:
+    """SGLang computes with the parts of `kv_b_proj`, which it copies after each load."""
     model = make_live_models(tmp_path / "models") / LATENT
-    (tmp_path / "local/.weightcast/engine").mkdir(parents=True)
-    shutil.copytree(model, tmp_path / "local", dirs_exist_ok=True)
-    with NeverAsked(tmp_path / "local", tmp_path, site, "") as server:
-        told = server.order("look", {})
-    assert told["patchable"] and told["refused_count"] == len(told["refused"])
-    layers = {name.removesuffix(".self_attn.kv_b_proj.weight") for name in told["refused"] if "kv_b" in name}
-    assert len(layers) == 3 and all(".self_attn." in name for name in told["refused"])
-    assert "w_kc" in told["refused"]["model.layers.0.self_attn.kv_b_proj.weight"]
+    sizes = json.loads((model / "config.json").read_text())
+    with served(tmp_path, model, site, judge, spread, NeverAsked) as world:
+        start_patching(world)
+        for _ in range(LIVE_VERSIONS):
+            before = require_copies(world, sizes)
+            world.host.wait_served(world.run.publish())
+            assert world.live["way"] == "live", world.live
+            after = require_copies(world, sizes)
+            assert any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
+            require_resident(world)
+
+
+def require_copies(world: SGLangWorld, sizes: dict[str, Any]) -> list[torch.Tensor]:
+    """They are those of the newest version's weights; they are given back."""
+    newest = world.run.versions[-1]
+    given = {n: tensor for file in newest.glob("*.safetensors") for n, tensor in load_file(file).items()}
+    ranks = world.server.kept_beside(world.root / "kept")
+    found: list[torch.Tensor] = []
+    for layer in range(sizes["num_hidden_layers"]):
+        whole = given[f"model.layers.{layer}.self_attn.kv_b_proj.weight"]
+        heads = whole.unflatten(0, (-1, sizes["qk_nope_head_dim"] + sizes["v_head_dim"]))
+        keys, values = heads.split([sizes["qk_nope_head_dim"], sizes["v_head_dim"]], dim=1)
+        found += (torch.cat([rank[f"{layer}.{name}"] for rank in ranks]) for name in ("w_kc", "w_vc"))
+        assert torch.equal(found[-2], keys) and torch.equal(found[-1], values.transpose(1, 2))
+    return found

@@ -1,7 +1,8 @@
 """Which elements of a checkpoint's tensor lie where in an engine's storage: arithmetic, no IO, no torch.
 
 A *block* is a run of neighbouring elements, repeated with one step in the checkpoint's tensor and another in
-the storage: a row block of a tensor (one run), a column block (a run per row). Everything counts elements.
+the storage: a row block of a tensor (one run), a column block (a run per row). A run may lie in the storage
+as a matrix that is transposed. Everything counts elements.
 """
 
 from __future__ import annotations
@@ -28,10 +29,19 @@ class Block:
     source_step: int
     target_step: int
     run: int
+    columns: int = 0
+    """of a run that lies transposed, as [columns, run // columns]; 0: it lies as in the checkpoint"""
 
     @property
     def key(self) -> Key:
         return (self.source, self.rows, self.source_step, self.run)
+
+    @property
+    def place(self) -> Key:
+        """Its elements in the storage, as `key` gives those of the checkpoint's tensor."""
+        if self.target_step == self.run:
+            return (self.target, 1, self.elements, self.elements)
+        return (self.target, self.rows, self.target_step, self.run)
 
     @property
     def elements(self) -> int:
@@ -60,8 +70,8 @@ class View:
 
 
 def blocks_of(source: View, target: View) -> tuple[Block, ...]:
-    """The blocks of a copy between views of one shape. Raises Scattered for one that transposes, repeats
-    elements or overlaps itself."""
+    """The blocks of a copy between views of one shape. Raises Scattered for one that repeats elements,
+    overlaps itself, or is no small number of blocks."""
     if 0 in source.shape:
         return ()
     dims = [
@@ -69,29 +79,39 @@ def blocks_of(source: View, target: View) -> tuple[Block, ...]:
         for length, near, far in zip(source.shape, source.strides, target.strides, strict=True)
         if length > 1
     ]
-    _check_order(dims)
-    dims = _merged(dims)
-    run = dims.pop()[0] if dims and dims[-1][1:] == (1, 1) else 1
+    _check_apart(dims)
+    dims = _merged(sorted(dims, key=lambda dim: -dim[1]))
+    run, columns = _run(dims)
     rows, near, far = dims.pop() if dims else (1, run, run)
     if math.prod(length for length, _, _ in dims) > MOST_BLOCKS or run == 1 < rows:
         raise Scattered("is laid out in another order than in the checkpoint")
     starts = _starts(dims, source.offset, target.offset)
-    return tuple(Block(first, place, rows, near, far, run) for first, place in starts)
+    return tuple(Block(first, place, rows, near, far, run, columns) for first, place in starts)
 
 
 _Dims = list[tuple[int, int, int]]
 """length, step in the source, step in the target"""
 
 
-def _check_order(dims: _Dims) -> None:
+def _run(dims: _Dims) -> tuple[int, int]:
+    """Takes the last dimensions away that are a run: its elements, and its columns where it is transposed."""
+    if dims and dims[-1][1:] == (1, 1):
+        return dims.pop()[0], 0
+    if len(dims) > 1:
+        (rows, near, far), (columns, beside, below) = dims[-2:]
+        if (near, far, beside, below) == (columns, 1, 1, rows):
+            del dims[-2:]
+            return rows * columns, columns
+    return 1, 0
+
+
+def _check_apart(dims: _Dims) -> None:
     for at in (1, 2):
         reach = 1
         for dim in sorted(dims, key=lambda dim: dim[at]):
             if dim[at] < reach:
                 raise Scattered("repeats or overlaps elements")
             reach = dim[at] * (dim[0] - 1) + reach
-    if any(one[1] < other[1] for one, other in pairwise(dims)):
-        raise Scattered("is transposed")
 
 
 def _merged(dims: _Dims) -> _Dims:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from weightcast_engine.piece import storage
 
 NOT_WEIGHTS = frozenset({"kv_cache"})
 """attributes that hold no weights"""
@@ -45,20 +48,44 @@ def storages_of(model: nn.Module) -> set[int]:
     return {storage(tensor) for _, tensor in live_tensors(model)}
 
 
-def storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+@dataclass(frozen=True)
+class Own:
+    """A tensor that a module keeps beside its registered ones."""
+
+    name: str
+    """of the module"""
+    module: nn.Module
+    attribute: str
+    tensor: Tensor
+    listed: bool
+    """in a list or tuple"""
+
+    @property
+    def stands(self) -> bool:
+        return getattr(self.module, self.attribute, None) is self.tensor
 
 
-def private_copies(model: nn.Module) -> Mapping[int, str]:
-    """Storage to reason: weights of modules that keep a tensor of their own beside the registered ones, as
-    MLA does with parts of kv_b_proj. Which weights it is made of can't be seen: all of the module's are
-    taken."""
-    registered, found = storages_of(model), dict[int, str]()
+def own_tensors(model: nn.Module) -> Iterator[Own]:
+    registered = storages_of(model)
     for name, module in model.named_modules():
-        own = _own_tensor(module, registered)
-        if own is not None:
-            reason = f"{name or 'the model'} computes with a tensor {own} that may be made of it"
-            found |= {storage(weight): reason for weight in module.parameters()}
+        for attribute, value in vars(module).items():
+            if attribute in NOT_WEIGHTS or (attribute.startswith("_") and isinstance(value, dict)):
+                continue
+            for tensor in _tensors(value):
+                if _is_own(tensor, registered):
+                    yield Own(name, module, attribute, tensor, tensor is not value)
+
+
+def private_copies(own: Iterable[Own], mirrored: Collection[int] = ()) -> Mapping[int, str]:
+    """Storage to reason: weights of modules that keep a tensor of their own, as MLA does with parts of
+    kv_b_proj. Which weights it is made of can't be seen, unless it is `mirrored`: all of the module's are
+    taken."""
+    found = dict[int, str]()
+    for one in own:
+        if storage(one.tensor) not in mirrored or one.listed:
+            name = one.name or "the model"
+            reason = f"{name} computes with a tensor {one.attribute} that may be made of it"
+            found = {storage(weight): reason for weight in one.module.parameters()} | found
     return found
 
 
@@ -75,15 +102,6 @@ def unloaded(model: nn.Module, reached: Collection[int]) -> Mapping[int, str]:
                 )
                 found |= {storage(other): reason for other in module.parameters()}
     return found
-
-
-def _own_tensor(module: nn.Module, registered: Collection[int]) -> str | None:
-    for attribute, value in vars(module).items():
-        if attribute.startswith("_") and isinstance(value, dict):
-            continue
-        if attribute not in NOT_WEIGHTS and any(_is_own(tensor, registered) for tensor in _tensors(value)):
-            return str(attribute)
-    return None
 
 
 def _is_own(tensor: Tensor, registered: Collection[int]) -> bool:

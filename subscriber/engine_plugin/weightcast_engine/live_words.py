@@ -15,7 +15,7 @@ from torch import Tensor
 from weightcast_engine.blocks import Block
 from weightcast_engine.lanes import PIECE, Lanes, sums
 from weightcast_engine.patch_file import Change
-from weightcast_engine.trace import Piece
+from weightcast_engine.piece import Piece
 from weightcast_engine.words import Form
 
 CHECKED = 1 << 17
@@ -189,19 +189,25 @@ def _chosen(
 
 def _places(block: Block, elements: Tensor) -> Tensor:
     """In the storage, of elements that lie in the block."""
-    if block.rows == 1:
+    if block.rows == 1 and not block.columns:
         return elements + (block.target - block.source)
     far = elements - block.source
     row = far // block.source_step
-    return far.sub_(row * block.source_step).add_(row.mul_(block.target_step)).add_(block.target)
+    far.sub_(row * block.source_step)
+    if block.columns:
+        down = far // block.columns
+        far.sub_(down * block.columns).mul_(block.run // block.columns).add_(down)
+    return far.add_(row.mul_(block.target_step)).add_(block.target)
 
 
 def resident(piece: Piece, form: Form) -> Iterator[tuple[int, Lanes]]:
     """8-byte words and sums of all that lies in a piece, in several parts which add up."""
     block, per_word = piece.block, form.per_word
     if block.rows == 1:
-        for start in range(0, block.run, PIECE * per_word):
-            yield _summed(piece, form, 0, 1, start, min(start + PIECE * per_word, block.run))
+        whole = max(1, block.columns) * per_word
+        step = max(1, PIECE * per_word // whole) * whole
+        for start in range(0, block.run, step):
+            yield _summed(piece, form, 0, 1, start, min(start + step, block.run))
         return
     rows = max(1, PIECE * per_word // block.run)
     for row in range(0, block.rows, rows):
@@ -209,14 +215,18 @@ def resident(piece: Piece, form: Form) -> Iterator[tuple[int, Lanes]]:
 
 
 def _summed(piece: Piece, form: Form, row: int, end: int, start: int, stop: int) -> tuple[int, Lanes]:
-    """Elements [start, stop) of the runs of rows [row, end)."""
+    """Elements [start, stop) of the runs of rows [row, end): whole columns where these are transposed."""
     block, per_word = piece.block, form.per_word
     count = -(-(stop - start) // per_word)
     words = torch.zeros(end - row, count * per_word, dtype=piece.flat.dtype, device=piece.flat.device)
+    columns = block.columns or stop - start
+    down, below = (1, block.run // columns) if block.columns else (0, 1)
     seen = piece.flat.as_strided(
-        (end - row, stop - start), (block.target_step, 1), block.target + row * block.target_step + start
+        (end - row, (stop - start) // columns, columns),
+        (block.target_step, down, below),
+        block.target + row * block.target_step + (start // columns if block.columns else start),
     )
-    words[:, : stop - start] = seen
+    words[:, : stop - start].unflatten(1, (-1, columns)).copy_(seen)
     first = torch.arange(row, end, device=words.device) * block.source_step + (block.source + start)
     numbers = (first // per_word).unsqueeze(1) + torch.arange(count, device=words.device)
     return numbers.numel(), sums(words.view(torch.int64).reshape(-1), numbers.reshape(-1))

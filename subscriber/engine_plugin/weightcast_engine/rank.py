@@ -23,15 +23,17 @@ from torch import nn
 from weightcast_engine import FORMAT, VERSION
 from weightcast_engine.blocks import on_whole_words
 from weightcast_engine.derived import (
+    Own,
     Place,
     live_tensors,
+    own_tensors,
     places_of,
     private_copies,
-    storage,
     unloaded,
 )
 from weightcast_engine.live_words import Update, resident
 from weightcast_engine.patch_file import Change, Patch, Stand
+from weightcast_engine.piece import storage
 from weightcast_engine.refusals import RELOAD, RELOAD_AND_TELL, BadPatch, InDoubt, OtherBase, Refusal
 from weightcast_engine.stage import Stage
 from weightcast_engine.trace import Map, trace
@@ -64,7 +66,7 @@ class Engine(Protocol):
         """Why a reload would bring other weights than those of the checkpoint that `patches` belong to."""
 
     def refusals(self) -> Mapping[int, str]:
-        """Storage (`derived.storage`) to the reason why weights in it can't be patched."""
+        """Storage (`piece.storage`) to the reason why weights in it can't be patched."""
 
     def at_rest(self) -> AbstractContextManager[None]:
         """What a loader of this engine expects around it."""
@@ -291,6 +293,17 @@ class Rank:
         self._residence.forget()
 
 
+class _Mirrored:
+    """A tensor beside the weights that patches write, for as long as the model keeps it there."""
+
+    def __init__(self, own: Own) -> None:
+        self._own, self.address = own, own.tensor.data_ptr()
+
+    @property
+    def stands(self) -> bool:
+        return self._own.stands and self._own.tensor.data_ptr() == self.address
+
+
 class _Residence:
     """Where the checkpoint's tensors lie on this rank, for as long as they stay there."""
 
@@ -301,6 +314,7 @@ class _Residence:
     def forget(self) -> None:
         self._map: Map | None = None
         self._places: Sequence[Place] = ()
+        self._mirrors: Sequence[_Mirrored] = ()
         self.forms: Mapping[str, Form] = {}
         self.print = ""
 
@@ -310,11 +324,14 @@ class _Residence:
         if hindrance is not None:
             raise BadPatch(hindrance, remedy=RELOAD)
         places = places_of(self._engine.model)
-        if self._map is None or places != self._places:
+        if self._map is None or places != self._places or not all(one.stands for one in self._mirrors):
             self.forget()
             self.forms = checkpoint_forms(self._engine.directory)
             self._map, self._places = _mapped(self._engine, self.forms), places
-            self.print = hashlib.sha256(repr((self._process, places)).encode()).hexdigest()
+            own = own_tensors(self._engine.model)
+            self._mirrors = [_Mirrored(one) for one in own if storage(one.tensor) in self._map.mirrored]
+            known = (self._process, places, [one.address for one in self._mirrors])
+            self.print = hashlib.sha256(repr(known).encode()).hexdigest()
         return self._map
 
     def told(self, known: list[str]) -> Answer:
@@ -346,10 +363,12 @@ class _Residence:
 def _mapped(engine: Engine, forms: Mapping[str, Form]) -> Map:
     with engine.at_rest():
         load: Any = engine.model.load_weights
-        found = trace(load, forms, [tensor for _, tensor in live_tensors(engine.model)])
+        live = [tensor for _, tensor in live_tensors(engine.model)]
+        found = trace(load, forms, live, [own.tensor for own in own_tensors(engine.model)])
+    # asked again: a loader may have made others
     stored = {
-        **private_copies(engine.model),
-        **unloaded(engine.model, found.reached),
+        **private_copies(own_tensors(engine.model), found.mirrored),
+        **unloaded(engine.model, found.reached | found.mirrored),
         **engine.refusals(),
     }
     for name, pieces in list(found.pieces.items()):

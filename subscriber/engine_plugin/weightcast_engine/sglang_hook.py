@@ -24,9 +24,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from weightcast_engine import doors, strict
-from weightcast_engine.derived import storage
 from weightcast_engine.front import Front
 from weightcast_engine.patch_file import LIMIT
+from weightcast_engine.piece import storage
 from weightcast_engine.rank import Answer, Order, Rank
 from weightcast_engine.refusals import BadPatch
 

@@ -9,7 +9,7 @@ tensor parallel ranks, fused projections, shards of the vocabulary, tied weights
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from weightcast_engine.blocks import Block, Key, Scattered, View, blocks_of, disjoint
-from weightcast_engine.words import DTYPES, INTEGERS, Form
+from weightcast_engine.blocks import Key, Scattered, View, blocks_of, disjoint
+from weightcast_engine.mirrors import Mirror, Origins, is_whole, with_mirrors
+from weightcast_engine.piece import Piece, flat_of, storage, view_of
+from weightcast_engine.words import DTYPES, Form
 
 Loader = Callable[[Iterable[tuple[str, Tensor]]], object]
 """a model's `load_weights`"""
@@ -26,15 +28,6 @@ MOST_RUNS = 400
 """of a loader that fails, to find the tensors that it fails for"""
 _SAME = frozenset({"to", "cpu", "cuda", "type_as", "contiguous", "clone"})
 """calls that change where a tensor lies, and no value unless a dtype is asked for"""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A block of a checkpoint's tensor, and the live storage in which it lies."""
-
-    flat: Tensor
-    """the whole storage, as integers as wide as an element"""
-    block: Block
 
 
 @dataclass
@@ -45,6 +38,8 @@ class Map:
     refused: dict[str, str] = field(default_factory=dict)
     reached: set[int] = field(default_factory=set)
     """storages that the loader puts anything into, refused or not"""
+    mirrored: set[int] = field(default_factory=set)
+    """storages that hold copies of pieces, and nothing else"""
 
     def refuse(self, name: str, reason: str) -> None:
         self.pieces.pop(name, None)
@@ -54,28 +49,30 @@ class Map:
         return [piece.block.key for piece in self.pieces[name]]
 
 
-def trace(load: Loader, forms: Mapping[str, Form], live: Iterable[Tensor]) -> Map:
-    """`live`: the model's parameters and buffers. Never raises for what a loader does."""
-    found, places = Map(), {_key(tensor) for tensor in live}
+def trace(load: Loader, forms: Mapping[str, Form], live: Iterable[Tensor], own: Iterable[Tensor] = ()) -> Map:
+    """`live`: the model's parameters and buffers; `own`: what its modules keep beside them. Never raises for
+    what a loader does."""
+    found = Map()
+    weights = {storage(tensor) for tensor in live}
+    known = _Known(weights, weights | {storage(tensor) for tensor in own})
     with torch.no_grad():
-        records = _Runs(load, forms).all()
-    for name in forms:
-        copies = [copy for record in records for copy in record.copies.get(name, ())]
-        reason = next((record.refused[name] for record in records if name in record.refused), None)
-        if any(_key(copy.live) not in places for copy in copies):
-            reason = "is gathered in a tensor that is none of the model's"
-        if reason is None:
-            try:
-                found.pieces[name] = tuple(piece for copy in copies for piece in _pieces(copy))
-            except Scattered as error:
-                reason = str(error)
-        if reason is not None:
-            found.refuse(name, reason)
-        found.reached |= {_key(copy.live) for copy in copies}
-    filled = [place for record in records for place in record.filled]
-    found.reached |= {_key(place) for place in filled}
+        records = _Runs(load, forms, known).all()
+        for name in forms:
+            _find(found, name, records, weights)
+        filled = [place for record in records for place in record.filled]
+        found.reached |= {storage(place) for place in filled}
+        _mirror(found, records)
     _refuse_shared_places(found, filled)
     return found
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Storages."""
+
+    weights: Collection[int]
+    kept: Collection[int]
+    """these, and what modules keep beside them"""
 
 
 @dataclass(frozen=True)
@@ -84,31 +81,76 @@ class _Copy:
     source: View
 
 
+def _find(found: Map, name: str, records: Sequence[_Record], weights: Collection[int]) -> None:
+    copies = [copy for record in records for copy in record.copies.get(name, ())]
+    reason = next((record.refused[name] for record in records if name in record.refused), None)
+    if any(storage(copy.live) not in weights for copy in copies):
+        reason = "is gathered in a tensor that is none of the model's"
+    if reason is None:
+        try:
+            found.pieces[name] = tuple(piece for copy in copies for piece in _pieces(copy))
+        except Scattered as error:
+            reason = str(error)
+    if reason is not None:
+        found.refuse(name, reason)
+    found.reached |= {storage(copy.live) for copy in copies}
+
+
 def _pieces(copy: _Copy) -> Iterator[Piece]:
-    live, width = copy.live, copy.live.element_size()
-    storage = live.untyped_storage()
-    flat = torch.empty(0, dtype=INTEGERS[width], device=live.device)
-    flat.set_(storage, 0, (storage.nbytes() // width,), (1,))
-    for block in blocks_of(copy.source, _view(live)):
+    flat = flat_of(copy.live)
+    for block in blocks_of(copy.source, view_of(copy.live)):
         yield Piece(flat, block)
 
 
-def _view(tensor: Tensor) -> View:
-    return View(tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+def _mirror(found: Map, records: Sequence[_Record]) -> None:
+    """Pieces of what is kept elsewhere too; refused where that can't be followed."""
+    lie: dict[int, list[str]] = {}
+    for name, pieces in found.pieces.items():
+        for key in {storage(piece.flat) for piece in pieces}:
+            lie.setdefault(key, []).append(name)
+    # a loader that is run again makes them again
+    mirrors = {mirror.place: mirror for record in records for mirror in record.mirrors}
+    by_weight: dict[int, list[Mirror]] = {}
+    for mirror in mirrors.values():
+        by_weight.setdefault(storage(mirror.weight), []).append(mirror)
+    for key, some in by_weight.items():
+        names = [name for name in lie.get(key, []) if name in found.pieces]
+        try:
+            _mirror_one(found, names, key, some)
+        except Scattered as error:
+            for name in names:
+                found.refuse(name, str(error))
+    for key in {key for record in records for key in record.computed}:
+        for name in lie.get(key, []):
+            found.refuse(name, "is also part of what the model's loader computes for another tensor")
+
+
+def _mirror_one(found: Map, names: Sequence[str], key: int, mirrors: Sequence[Mirror]) -> None:
+    """`names`: of the tensors in the storage `key`, of parts of which these are mirrors."""
+    inside = [(name, piece) for name in names for piece in found.pieces[name] if storage(piece.flat) == key]
+    cut = list(with_mirrors([piece for _, piece in inside], mirrors))
+    beside: dict[int, list[Piece]] = {}
+    for name in names:
+        found.pieces[name] = tuple(piece for piece in found.pieces[name] if storage(piece.flat) != key)
+    for (name, _), pieces in zip(inside, cut, strict=True):
+        found.pieces[name] += pieces
+        for piece in pieces:
+            beside.setdefault(storage(piece.flat), []).append(piece)
+    found.mirrored |= {other for other, pieces in beside.items() if other != key and is_whole(pieces)}
 
 
 class _Runs:
     """A loader that raises is run again over halves, until the tensors are alone that it raises for."""
 
-    def __init__(self, load: Loader, forms: Mapping[str, Form]) -> None:
-        self._load, self._forms, self._left = load, forms, MOST_RUNS
+    def __init__(self, load: Loader, forms: Mapping[str, Form], known: _Known) -> None:
+        self._load, self._forms, self._known, self._left = load, forms, known, MOST_RUNS
 
     def all(self) -> list[_Record]:
         return list(self._run(list(self._forms)))
 
     def _run(self, names: list[str]) -> Iterator[_Record]:
         self._left -= 1
-        record = _Record({name: self._forms[name] for name in names})
+        record = _Record({name: self._forms[name] for name in names}, self._known)
         try:
             with record:
                 self._load(iter([(name, record.sources[name]) for name in names]))
@@ -128,8 +170,9 @@ class _Runs:
 class _Record(TorchFunctionMode):  # type: ignore[misc]
     """What one run of a loader would do."""
 
-    def __init__(self, forms: Mapping[str, Form]) -> None:
+    def __init__(self, forms: Mapping[str, Form], known: _Known) -> None:
         super().__init__()
+        self._known, self._origins = known, Origins(known.weights)
         self.sources = {
             name: torch.empty(form.shape, dtype=DTYPES[form.dtype], device="meta")
             for name, form in forms.items()
@@ -137,7 +180,10 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
         self.copies: dict[str, list[_Copy]] = {}
         self.refused: dict[str, str] = {}
         self.filled: list[Tensor] = []
-        self._whole = {_key(tensor): name for name, tensor in self.sources.items()}
+        self.mirrors: list[Mirror] = []
+        self.computed: set[int] = set()
+        """storages of weights of which something else is made that is kept"""
+        self._whole = {storage(tensor): name for name, tensor in self.sources.items()}
         self._derived: dict[int, set[str]] = {}
         self._kept: list[Tensor] = []
         """so that no storage takes the number of one before"""
@@ -156,7 +202,7 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
             return self._written(name, tensors, func, args, kwargs)
         names = self._names(tensors)
         if not names:
-            return func(*args, **kwargs)
+            return self._computed(name, tensors, func(*args, **kwargs))
         if name in _SAME and _keeps_dtype(args, kwargs):
             return args[0]
         return self._looked(func(*args, **kwargs), names)
@@ -165,7 +211,7 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
         if live.device.type == "meta":
             self._derive(live, self._names([live, source]))
             return live
-        name = self._whole.get(_key(source)) if source.device.type == "meta" else None
+        name = self._whole.get(storage(source)) if source.device.type == "meta" else None
         if name is None:
             self._unknown(live, source)
         elif live.dtype != source.dtype:
@@ -173,14 +219,35 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
         elif live.shape != source.shape:
             self.refuse([name], f"is spread from {tuple(source.shape)} to {tuple(live.shape)}")
         else:
-            self.copies.setdefault(name, []).append(_Copy(live, _view(source)))
+            self.copies.setdefault(name, []).append(_Copy(live, view_of(source)))
         return live
+
+    def _computed(self, call: str, given: Sequence[Tensor], result: Any) -> Any:
+        """From nothing that is loaded."""
+        if given:
+            self._origins.made(call, given, _tensors(result))
+        return result
 
     def _unknown(self, live: Tensor, source: Tensor) -> None:
         names = self._names([source])
         self.refuse(names, "is not loaded itself, but what is computed from it")
-        if not names:
-            self.filled.append(live)
+        if names:
+            return
+        seen = self._origins.seen_through(source)
+        if seen is None or live.dtype != source.dtype or live.shape != source.shape:
+            self._fill(live, [source])
+        elif storage(live) not in self._known.kept:
+            self._origins.changed(live, [source])
+        elif (storage(live), view_of(live)) != (storage(seen[0]), seen[1]):
+            self.mirrors.append(Mirror(live, *seen))
+
+    def _fill(self, live: Tensor, others: Sequence[Tensor]) -> None:
+        """With what is no checkpoint's tensor, but may be made of the weights in `others`."""
+        self.filled.append(live)
+        if storage(live) in self._known.kept:
+            self.computed |= self._origins.of(others) - {storage(live)}
+        else:
+            self._origins.changed(live, others)
 
     def _written(self, name: str, tensors: list[Tensor], func: Any, args: Any, kwargs: Any) -> Any:
         """A call that would change its first tensor."""
@@ -189,7 +256,7 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
             self._derive(first, names)
             return self._looked(func(*args, **kwargs), names)
         self.refuse(names, f"is put in its place by {name}, and not by a plain copy")
-        self.filled.append(first)
+        self._fill(first, [tensor for tensor in tensors[1:] if tensor.device.type != "meta"])
         return None if name.startswith("__set") else first
 
     def _names(self, tensors: Iterable[Tensor]) -> set[str]:
@@ -197,7 +264,7 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
         found: set[str] = set()
         for tensor in tensors:
             if tensor.device.type == "meta":
-                key = _key(tensor)
+                key = storage(tensor)
                 found |= {self._whole[key]} if key in self._whole else self._derived.get(key, set())
         return found
 
@@ -205,21 +272,17 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
         for tensor in _tensors(result):
             if tensor.device.type != "meta":
                 self.refuse(names, "is not loaded itself, but what is computed from it")
-            elif _key(tensor) not in self._whole:
+            elif storage(tensor) not in self._whole:
                 self._derive(tensor, names)
         return result
 
     def _derive(self, tensor: Tensor, names: set[str]) -> None:
         self._kept.append(tensor)
-        key = _key(tensor)
+        key = storage(tensor)
         if key in self._whole:
             self.refuse(names | {self._whole[key]}, "is changed by the loader before it is copied")
         else:
             self._derived[key] = self._derived.get(key, set()) | names
-
-
-def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -259,25 +322,19 @@ def _refuse_shared_places(found: Map, filled: Iterable[Tensor]) -> None:
     by_storage: dict[int, list[tuple[str, Key]]] = {}
     for name, pieces in found.pieces.items():
         for piece in pieces:
-            by_storage.setdefault(_key(piece.flat), []).append((name, _place(piece.block)))
+            by_storage.setdefault(storage(piece.flat), []).append((name, piece.block.place))
     for tensor in filled:
-        by_storage.setdefault(_key(tensor), []).extend(("", place) for place in _filled(tensor))
+        by_storage.setdefault(storage(tensor), []).extend(("", place) for place in _filled(tensor))
     for places in by_storage.values():
         for name, reason in _shared(places):
             found.refuse(name, reason)
 
 
-def _place(block: Block) -> Key:
-    if block.target_step == block.run:
-        return (block.target, 1, block.elements, block.elements)
-    return (block.target, block.rows, block.target_step, block.run)
-
-
 def _filled(tensor: Tensor) -> list[Key]:
     """Padding beside columns of a tensor lies between its rows, and not over them."""
-    view = _view(tensor)
+    view = view_of(tensor)
     try:
-        return [_place(block) for block in blocks_of(view, view)]
+        return [block.place for block in blocks_of(view, view)]
     except Scattered:
         return [_extent(tensor)]
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from weightcast_engine.derived import storage
 from weightcast_engine.patch_file import LIMIT
+from weightcast_engine.piece import storage
 from weightcast_engine.rank import Answer, Order, Rank
 from weightcast_engine.words import misplaced
 
