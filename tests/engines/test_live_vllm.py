@@ -303,8 +303,10 @@ def test_packed_experts_are_refused_by_name_and_the_rest_is_patched(
 def test_latent_attention_is_patched_where_its_parts_are_views(
     site: Path, judge: FreshLoad, live_models: Path, tmp_path: Path
 ) -> None:
-    """Without packed layers the parts of kv_b_proj lie in its own memory."""
-    with started(live_models / "mla", tmp_path / "room", site, "--dtype", "bfloat16") as server:
+    """Without packed layers the parts of kv_b_proj lie in its own memory. A processor with AMX would pack them
+    unless it is told not to."""
+    more = ("--dtype", "bfloat16", "--attention-backend", "CPU_MLA")
+    with started(live_models / "mla", tmp_path / "room", site, *more) as server:
         world = LiveWorld(server, judge, tmp_path)
         assert server.state()["refused"] == {} and any("kv_b_proj" in name for name in world.tensors)
         patched = patched_otherwise(world, [])
@@ -313,6 +315,23 @@ def test_latent_attention_is_patched_where_its_parts_are_views(
         if FULL:
             server.restart()
             require_same(server.ask(LONG), patched)
+
+
+@pytest.mark.skipif(
+    "amx_bf16" not in Path("/proc/cpuinfo").read_text(), reason="packed only by a processor with AMX"
+)
+def test_latent_attention_that_amx_packs_is_refused_by_name(
+    site: Path, judge: FreshLoad, live_models: Path, tmp_path: Path
+) -> None:
+    with started(live_models / "mla", tmp_path / "room", site, "--dtype", "bfloat16") as server:
+        world = LiveWorld(server, judge, tmp_path)
+        refused = [name for name in world.tensors if "kv_b_proj" in name]
+        assert sorted(server.state()["refused"]) == sorted(refused)
+        patched_otherwise(world, refused)
+        # vLLM 0.32 itself cannot load such a model again
+        server.must("pause", policy="wait")
+        status, told = server.post("reload", label="again")
+        assert (status, told["state"]) == (500, "in-doubt") and server.state()["in_doubt"] and server.paused
 
 
 def patched_otherwise(world: LiveWorld, refused: list[str]) -> Answer:
