@@ -1,14 +1,16 @@
-"""SGLang with the hook of `weightcast-engine`: patches through its own door for tensors, in the pause.
+"""SGLang with the hook of `weightcast-engine`: orders through two doors of its own.
 
-That door waits for all requests in flight unless the server is paused, so that nothing is asked of the hook
-while it serves: a patch is checked right before it is applied. An order is the *name* of a tensor; the tensor
-is a dummy.
+`/weights_checker` passes a question on to all ranks between two steps of a server that serves: there a patch
+is checked, its memory is read, and it is asked what it holds, a step at a time. Patches are applied through
+the door for tensors, in the pause; an order is the *name* of a tensor there, and the tensor is a dummy. A
+hook that knows nothing of questions checks in the pause too.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,20 +29,28 @@ from weightcast.subscriber.engines.base import (
     Suspect,
     Timeouts,
 )
-from weightcast.subscriber.engines.live import EngineLanes, PatchFile
+from weightcast.subscriber.engines.live import EngineLanes, NotTaken, PatchFile
 from weightcast.subscriber.engines.sglang import SGLang
 from weightcast.subscriber.engines.wire import (
     NEVER_HANDLED,
     QUOTED,
     Reply,
     Wire,
+    texts,
 )
 
 LOADER = "weightcast_engine.sglang_hook.load"
 INSTALL = "install weightcast-engine beside SGLang and start it as docs/engines.md says"
-UNTOUCHED = frozenset({400, 409, 422, 423})
+LOG = "see the engine's log"
+NOT_PATCHABLE = "the engine says that it cannot be patched"
+UNTOUCHED = frozenset({400, 409, 422, 423, 503})
 """the hook refused before anything was written"""
 MOST_RANKS = 1024
+ACTION = "weightcast "
+"""how a question begins that is for the hook"""
+_MORE, _BUSY = 202, 503
+"""there is a next step, for the same words; another order is under way"""
+_BUSY_SECONDS, _MOST_REST = 0.05, 0.1
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,10 @@ class SGLangLive:
         self._held: Held | None = None
         """told or patched by this process; the hook compares it with what it has, at every patch"""
         self._process: str | None = None
+        self._answers: bool | None = None
+        """whether the hook answers while the server serves; None: not asked yet"""
+        self._checked = ""
+        """the patch that it has checked so"""
         self._ranks = 1
         """tensor-parallel ones: each takes its own copy of an order"""
 
@@ -76,9 +90,34 @@ class SGLangLive:
 
     def probe(self) -> EngineFacts:
         facts = self._plain.probe()
-        if facts.reachable and self._process != facts.process:
-            self._process, self._held = facts.process, None
-        return replace(facts, held=self._held)
+        if not facts.reachable:
+            return facts
+        if self._process != facts.process:
+            self._process, self._held, self._answers, self._checked = facts.process, None, None, ""
+        try:
+            told = self._beside("look", {}, self._timeouts.probe)
+        except EngineFailed:  # in a long step of its own
+            told = None
+        if told is None:
+            return replace(facts, held=self._held)
+        if not told.says():
+            return replace(facts, reachable=False, hindrance=told.text)
+        return self._with_told(facts, told)
+
+    def _with_told(self, facts: EngineFacts, told: _Told) -> EngineFacts:
+        doubtful = told.body.get("in_doubt") is not False
+        # a label that the hook was not told is of weights that it does not know
+        named = not doubtful and told.body.get("label") == facts.label
+        self._held = _held(told) if named else None
+        plugin, reason = told.body.get("plugin"), told.body.get("reason")
+        return replace(
+            facts,
+            label=None if doubtful else facts.label,
+            software=f"with weightcast-engine {plugin}" if isinstance(plugin, str) else None,
+            held=self._held,
+            in_doubt=doubtful,
+            unpatchable="" if told.body.get("patchable") is True else str(reason or NOT_PATCHABLE)[:QUOTED],
+        )
 
     def pause(self) -> None:
         self._plain.pause()
@@ -87,26 +126,43 @@ class SGLangLive:
         self._plain.resume()
 
     def relabel(self, label: str) -> Confirmation:
-        """The hook is not told: the version after this one is loaded from disk."""
-        self._held = None
-        return self._plain.relabel(label)
+        """A hook that cannot be asked is not told: then the version after this one is loaded from disk."""
+        held, self._held = self._held, None
+        confirmed = self._plain.relabel(label)
+        if held is not None and self._answers:
+            self.hold(Held(int(label), held.root), label)
+        return confirmed
 
     def reload(self, path: str, label: str) -> ReloadOutcome:
         self._held = None
         return self._plain.reload(path, int(label), label)
 
     def hold(self, held: Held, label: str) -> None:
-        self._begin()
-        try:
-            told = self._ask("holds", {"version": held.version, "root": held.root, "label": label})
-        finally:
-            self._end()
+        order = {"version": held.version, "root": held.root, "label": label}
+        told = self._beside("holds", order, self._timeouts.control) or self._in_session("holds", order)
         if not told.says():
             raise EngineFailed(told.text, remedy=INSTALL)
         self._held = held
 
+    def _in_session(self, door: str, order: Mapping[str, object]) -> _Told:
+        self._begin()
+        try:
+            return self._ask(door, order)
+        finally:
+            self._end()
+
     def check(self, patch: PatchFile) -> None:
-        """In the pause, by `apply`."""
+        """Where the hook cannot be asked now: in the pause, by `apply`."""
+        self._checked = ""
+        try:
+            told = self._beside("check", {"file": patch.name}, self._timeouts.reload)
+        except EngineFailed as failure:
+            raise NotTaken(failure.message, remedy=failure.remedy) from failure
+        if told is None:
+            return
+        if not told.says(changes=patch.changes):
+            raise NotTaken(told.text, remedy=LOG)
+        self._checked = patch.name
 
     def apply(self, patch: PatchFile, label: str) -> ReloadOutcome:
         self._held = None
@@ -126,9 +182,10 @@ class SGLangLive:
         return outcome
 
     def _apply(self, patch: PatchFile, label: str) -> ReloadOutcome:
-        told = self._ask("check", {"file": patch.name})
-        if not told.says(changes=patch.changes):
-            return Intact(told.text) if told.status else Suspect(told.text)
+        if self._checked != patch.name:
+            told = self._ask("check", {"file": patch.name})
+            if not told.says(changes=patch.changes):
+                return Intact(told.text) if told.status else Suspect(told.text)
         told = self._ask("apply", {"file": patch.name, "label": label}, label)
         if told.untouched:
             return Intact(told.text)
@@ -143,10 +200,51 @@ class SGLangLive:
         return confirmed
 
     def lanes(self, names: Sequence[str]) -> EngineLanes:
-        raise EngineFailed(
-            f"{self.spec.url}: SGLang's memory cannot be read while it serves",
-            remedy="its reloads from disk are proven; see docs/engines.md",
+        order = {"tensors": list(names), "from": 0, "count": len(names)}
+        told = self._beside("digest", order, self._timeouts.control)
+        if told is None:
+            raise EngineFailed(
+                f"{self.spec.url}: this SGLang's memory cannot be read while it serves",
+                remedy="its reloads from disk are proven; see docs/engines.md",
+            )
+        if not told.says():
+            raise EngineFailed(told.text, remedy=LOG)
+        version = told.body.get("version")
+        return EngineLanes(
+            version if type(version) is int else None,
+            texts(told.body.get("lanes")),
+            texts(told.body.get("refused")),
+            told.body.get("changed") is True,
         )
+
+    def _beside(self, door: str, body: Mapping[str, object], seconds: float) -> _Told | None:
+        """What the hook answers a server that serves, after as many steps as it takes; None where it cannot
+        be asked. Raises EngineFailed for a server that does not answer."""
+        if self._answers is None:
+            self._answers = self._has_loader() and self._question("look", {}, seconds) is not None
+        if not self._answers:
+            return None
+        deadline = time.monotonic() + seconds
+        told = self._question(door, body, seconds)
+        while told is not None and told.status in (_MORE, _BUSY):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise EngineFailed(f"{self.spec.url} did not end {door} in {seconds:g} s", remedy=LOG)
+            rest = told.body.get("rest") if told.status == _MORE else _BUSY_SECONDS
+            time.sleep(min(float(rest) if isinstance(rest, int | float) else 0.0, _MOST_REST, left))
+            told = self._question(door, body, left)
+        return told
+
+    def _question(self, door: str, body: Mapping[str, object], seconds: float) -> _Told | None:
+        question = {"action": ACTION + _order(door, body)}
+        told = _told(self._wire.post("/weights_checker", question, seconds))
+        return None if told.body == {} else told
+
+    def _has_loader(self) -> bool:
+        """Whom it does not know it would ask a server of another kind."""
+        reply = self._wire.get("/server_info", self._timeouts.control)
+        loaders = reply.fields().get("custom_weight_loader")
+        return isinstance(loaders, list) and LOADER in loaders
 
     def _begin(self) -> None:
         """Opens the session in which SGLang takes tensors. Raises EngineFailed when it does not, or would end
@@ -165,9 +263,8 @@ class SGLangLive:
         self._wire.post_once("/end_weight_update", {}, self._timeouts.control).require_ok(INSTALL)
 
     def _ask(self, door: str, body: Mapping[str, object], label: str | None = None) -> _Told:
-        order = json.dumps({"door": door, "body": body}, separators=(",", ":"))
         request = {
-            "serialized_named_tensors": [named_dummy(order)] * self._ranks,
+            "serialized_named_tensors": [named_dummy(_order(door, body))] * self._ranks,
             "load_format": LOADER,
             "weight_version": label,
             "flush_cache": door == "apply",
@@ -177,6 +274,15 @@ class SGLangLive:
         drain = self._timeouts.drain if self.spec.policy == "wait" else 0.0
         seconds = self._timeouts.reload + drain
         return _told(self._wire.post_once("/update_weights_from_tensor", request, seconds))
+
+
+def _order(door: str, body: Mapping[str, object]) -> str:
+    return json.dumps({"door": door, "body": body}, separators=(",", ":"))
+
+
+def _held(told: _Told) -> Held | None:
+    version, root = told.body.get("version"), told.body.get("root")
+    return Held(version, root) if type(version) is int and isinstance(root, str) else None
 
 
 def named_dummy(name: str) -> str:
@@ -199,7 +305,7 @@ def _told(reply: Reply) -> _Told:
     except (ValueError, RecursionError):
         body = None
     status = body.get("status") if isinstance(body, dict) else None
-    if type(status) is not int or (status == httpx.codes.OK) != (fields.get("success") is True):
+    if type(status) is not int or httpx.codes.is_success(status) != (fields.get("success") is True):
         return _Told(400 if reply.status in NEVER_HANDLED else 0, {}, reply.describe())
     words = [str(body[key])[:QUOTED] for key in ("error", "remedy") if body.get(key)]
     return _Told(status, body, f"{reply.url}: {'; '.join(words) or reply.describe()}")

@@ -32,6 +32,7 @@ from weightcast.subscriber.engines.wire import (
     Reply,
     Wire,
     failed_reload,
+    texts,
 )
 
 DOOR = "/v1/weightcast"
@@ -153,8 +154,8 @@ class VLLMLive:
         version = fields.get("version")
         return EngineLanes(
             version if type(version) is int else None,
-            _texts(fields.get("lanes")),
-            _texts(fields.get("refused")),
+            texts(fields.get("lanes")),
+            texts(fields.get("refused")),
             fields.get("changed") is True,
         )
 
@@ -203,10 +204,6 @@ def _held(reply: Reply) -> Held | None:
 def _truth(fields: Mapping[str, object], key: str) -> bool | None:
     value = fields.get(key)
     return value if isinstance(value, bool) else None
-
-
-def _texts(value: object) -> dict[str, str]:
-    return {k: v for k, v in value.items() if isinstance(v, str)} if isinstance(value, dict) else {}
 
 
 def _says(reply: Reply, **wanted: object) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from patch_writer import name_of, root, some_changed, write_checkpoint, write_patch
+from patch_writer import lanes, name_of, root, some_changed, write_checkpoint, write_patch
 from plugin_models import Llama, ToyHost, checkpoint
 from weightcast_engine import sglang_hook
 
@@ -53,13 +53,20 @@ class Server:
             )
             for model in self.models
         ]
+        self.managers = [
+            SimpleNamespace(
+                tp_worker=SimpleNamespace(
+                    weight_update_runners=lambda u=updater: [("target", SimpleNamespace(weight_updater=u))]
+                )
+            )
+            for updater in self.updaters
+        ]
 
     def update(self, door: str, **body: Any) -> tuple[bool, Any]:
         return self.send(json.dumps({"door": door, "body": body}))
 
     def send(self, name: str, load_format: str = sglang_hook.LOADER) -> tuple[bool, Any]:
         def on_rank(rank: int) -> tuple[bool, str]:
-            self._group.rank.number = rank
             result: tuple[bool, str] = sglang_hook.around_update(
                 lambda *given, **named: (True, json.dumps("the server's own")),
                 self.updaters[rank],
@@ -68,14 +75,55 @@ class Server:
             )
             return result
 
-        with ThreadPoolExecutor(RANKS) as pool:
-            first, *others = pool.map(on_rank, range(RANKS))
+        first, *others = self.on_ranks(on_rank)
         assert (
             [json.loads(told)["status"] for _, told in others] == [json.loads(first[1])["status"]]
             if (load_format == sglang_hook.LOADER)
             else others == [first]
         )
         return first[0], json.loads(first[1])
+
+    def ask(self, door: str, **body: Any) -> Any:
+        """Until it is answered, however many steps it takes."""
+        while (told := self.question(json.dumps({"door": door, "body": body})))["status"] == 202:
+            pass
+        return told
+
+    def question(self, text: str) -> Any:
+        """One step, beside the serving engine."""
+
+        def on_rank(rank: int) -> SimpleNamespace:
+            answer: SimpleNamespace = sglang_hook.around_question(
+                lambda manager, question: SimpleNamespace(success=True, message="the server's own"),
+                self.managers[rank],
+                SimpleNamespace(action=text if text == "checksum" else sglang_hook.ACTION + text),
+            )
+            return answer
+
+        first, *others = self.on_ranks(on_rank)
+        if text == "checksum":
+            return first.message
+        told = json.loads(first.message)
+        assert first.success == (told["status"] < 300)
+        assert [json.loads(other.message)["status"] for other in others] == [told["status"]]
+        return told
+
+    def reload(self, success: bool = True) -> None:
+        """By the server itself."""
+        answers = self.on_ranks(
+            lambda rank: sglang_hook.around_reload(
+                lambda updater, path: (success, "said"), self.updaters[rank], "/model"
+            )
+        )
+        assert answers == [(success, "said")] * RANKS
+
+    def on_ranks(self, act: Callable[[int], Any]) -> list[Any]:
+        def on_rank(rank: int) -> Any:
+            self._group.rank.number = rank
+            return act(rank)
+
+        with ThreadPoolExecutor(RANKS) as pool:
+            return list(pool.map(on_rank, range(RANKS)))
 
     def live(self) -> list[dict[str, bytes]]:
         return [{n: p.numpy().tobytes() for n, p in model.named_parameters()} for model in self.models]
@@ -90,6 +138,10 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
     distributed = ModuleType("sglang.srt.distributed")
     distributed.get_tp_group = lambda: group  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, distributed.__name__, distributed)
+    structs = ModuleType("sglang.srt.managers.io_struct")
+    structs.CheckWeightsReqOutput = SimpleNamespace  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers", ModuleType("sglang.srt.managers"))
+    monkeypatch.setitem(sys.modules, structs.__name__, structs)
     return Server(tmp_path, group)
 
 
@@ -127,8 +179,104 @@ def test_a_refusal_is_a_message_and_changes_nothing(server: Server) -> None:
     assert server.live() == before
 
 
-def test_other_updates_are_the_servers_own(server: Server) -> None:
+def test_other_updates_and_questions_are_the_servers_own(server: Server) -> None:
     assert server.send("w", "direct") == (True, "the server's own")
+    assert server.question("checksum") == "the server's own"
+
+
+@pytest.mark.parametrize("step", [0.0, 60.0])
+def test_a_patch_is_checked_and_memory_read_while_it_serves(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: float
+) -> None:
+    monkeypatch.setattr(sglang_hook, "STEP", step)
+    assert server.ask("holds", version=0, root=root(0), label="0") == {"status": 200}
+    base = server.base
+    for version in (1, 2):
+        target = some_changed(base, version)
+        file = write_patch(server.patches, base, target, version)
+        before = server.live()
+        assert server.ask("check", file=file)["tensors"]
+        assert server.live() == before
+        done, told = server.update("apply", file=file, label=str(version))
+        assert done and (told["status"], told["version"]) == (200, version)
+        base = target
+    fresh = ToyHost([Llama(torch.float32, rank, RANKS) for rank in range(RANKS)], base, tmp_path / "fresh")
+    assert server.live() == fresh.live()
+    told = server.ask("digest", **EVERYTHING)
+    assert told["lanes"] == {name: lanes(base[name]) for name in base if name not in told["refused"]}
+    seen = server.ask("look")
+    assert (seen["version"], seen["root"], seen["label"]) == (2, root(2), "2")
+    assert (seen["paused"], seen["patchable"], seen["in_doubt"]) == (False, True, False)
+
+
+EVERYTHING: dict[str, Any] = {"tensors": None, "from": 0, "count": 100}
+READ = json.dumps({"door": "digest", "body": EVERYTHING})
+
+
+def test_an_order_ends_before_another_begins(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_hook, "STEP", 0.0)
+    assert server.question(READ) == {"status": 202, "rest": 0.0}
+    other = json.dumps({"door": "holds", "body": {"version": 0, "root": root(0), "label": "0"}})
+    assert server.question(other)["status"] == 503
+    assert server.question('{"door":"look","body":{}}')["status"] == 200
+    steps = 1
+    while (told := server.question(READ))["status"] == 202:
+        steps += 1
+    assert told["lanes"] and steps > 2
+    assert server.ask("holds", version=0, root=root(0), label="0")["status"] == 200
+
+
+def test_an_order_that_nobody_goes_on_with_makes_room(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_hook, "STEP", 0.0)
+    monkeypatch.setattr(sglang_hook, "ABANDONED", -1.0)
+    assert server.question(READ)["status"] == 202
+    assert server.ask("holds", version=0, root=root(0), label="0")["status"] == 200
+
+
+def test_what_comes_in_the_pause_does_not_wait(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_hook, "STEP", 0.0)
+    server.ask("holds", version=0, root=root(0), label="0")
+    target = some_changed(server.base, 1)
+    file = write_patch(server.patches, server.base, target, 1)
+    server.ask("check", file=file)
+    assert server.question(READ)["status"] == 202
+    assert server.update("apply", file=file, label="1")[0]
+    told = server.ask("digest", **EVERYTHING)
+    assert told["lanes"]["o.weight"] == lanes(target["o.weight"])
+
+
+def test_what_the_server_loads_itself_is_known_by_nobody(server: Server) -> None:
+    server.ask("holds", version=0, root=root(0), label="0")
+    target = some_changed(server.base, 1)
+    file = write_patch(server.patches, server.base, target, 1)
+    server.ask("check", file=file)
+    server.reload()
+    seen = server.ask("look")
+    assert (seen["version"], seen["label"], seen["in_doubt"]) == (None, None, False)
+    done, told = server.update("apply", file=file, label="1")
+    assert not done and told["status"] == 409
+    server.ask("holds", version=0, root=root(0), label="0")
+    assert server.send("w", "direct") == (True, "the server's own")
+    assert server.ask("look")["version"] is None
+
+
+def test_a_reload_that_fails_leaves_a_doubt_until_one_that_does_not(server: Server) -> None:
+    server.ask("holds", version=0, root=root(0), label="0")
+    server.reload(success=False)
+    assert server.ask("look")["in_doubt"]
+    assert server.ask("holds", version=0, root=root(0), label="0")["status"] == 409
+    server.send("w", "direct")
+    assert server.ask("look")["in_doubt"], "some weights are not all"
+    server.reload()
+    assert not server.ask("look")["in_doubt"]
+    assert server.ask("holds", version=0, root=root(0), label="0")["status"] == 200
+
+
+def test_weights_are_changed_in_the_pause_alone(server: Server) -> None:
+    for order in ('{"door":"apply","body":{}}', '{"door":"reload","body":{}}', "w", "{}"):
+        assert server.question(order)["status"] == 400
 
 
 def test_the_hook_is_registered_only_where_patches_are_expected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,4 +292,9 @@ def test_the_hook_is_registered_only_where_patches_are_expected(monkeypatch: pyt
     assert registered == []
     monkeypatch.setenv("WEIGHTCAST_PATCH_DIR", "/x")
     sglang_hook.register()
-    assert registered == [(sglang_hook.TARGET, sglang_hook.around_update, "around")]
+    assert registered == [
+        (sglang_hook.TARGET, sglang_hook.around_update, "around"),
+        (sglang_hook.ASKED, sglang_hook.around_question, "around"),
+        (sglang_hook.RELOADS, sglang_hook.around_reload, "around"),
+        *((target, sglang_hook.around_load, "around") for target in sglang_hook.LOADS),
+    ]

@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 
+import kept_beside
 from hollow import HollowFinder
 
 ABSENT = frozenset({"cuda", "cutlass", "flashinfer", "sgl_kernel", "torchvision", "triton_kernels"})
@@ -38,6 +39,7 @@ def main() -> None:
 
 # also in the processes that the server spawns, which import this file anew
 install()
+kept_beside.register()
 
 if __name__ == "__main__":
     main()

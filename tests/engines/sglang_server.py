@@ -35,6 +35,7 @@ models = load_models()
 app = FastAPI()
 STARTED = time.time()
 LOADER = "weightcast_engine.sglang_hook.load"
+ACTION = "weightcast "
 NOT_FLUSHED = (
     "Weights were updated, but the cache was not flushed because requests are still running or queued. "
     "Retract or finish them, then call /flush_cache."
@@ -60,6 +61,8 @@ class Server:
         self.session = False
         self.applied = 0
         """patches"""
+        self.held: dict[str, Any] = {}
+        """version, root and label, as the hook was told"""
         self.calls: list[dict[str, Any]] = []
 
     def load(self, directory: Path) -> None:
@@ -120,6 +123,7 @@ MODELS = {
     "/begin_weight_update": models.BeginWeightUpdateReqInput,
     "/end_weight_update": models.EndWeightUpdateReqInput,
     "/update_weights_from_tensor": models.UpdateWeightsFromTensorReqInput,
+    "/weights_checker": models.CheckWeightsReqInput,
 }
 
 
@@ -134,6 +138,7 @@ async def update(obj: Annotated[models.UpdateWeightFromDiskReqInput, Body()]) ->
         await asyncio.sleep(0.01)
     try:
         server.load(Path(obj.model_path))
+        server.held = {}
     except FileNotFoundError as error:
         return answer(False, f"Failed to get weights iterator: {error}.")
     if server.paused == "in_place" and server.running:
@@ -187,26 +192,44 @@ async def update_from_tensor(
     [raw] = obj.serialized_named_tensors
     [(name, _)] = _Orders(io.BytesIO(raw)).load()
     order = json.loads(name)
-    wanted, server.next_update = server.next_update, ""
-    status, told = 200, carried_out(order["door"], order["body"])
-    if order["door"] == "check" and wanted == "refuse":
-        status, told = 422, {"error": "w is transposed", "tensor": "w"}
+    status, told = carried_out(order["door"], order["body"])
     if status == 200 and obj.weight_version is not None:
         server.label = obj.weight_version
     added = "" if obj.weight_version is None else f" Weight version updated to {obj.weight_version}."
     return answer(status == 200, json.dumps({"status": status, **told}) + added)
 
 
-def carried_out(door: str, body: dict[str, Any]) -> dict[str, Any]:
+@app.api_route("/weights_checker", methods=["GET", "POST"])
+async def question(obj: Annotated[models.CheckWeightsReqInput, Body()]) -> JSONResponse:
+    """The hook's other door: it does not wait for the requests in flight."""
+    if not obj.action.startswith(ACTION):
+        return answer(False, f"Unsupported action={obj.action!r}")
+    order = json.loads(obj.action.removeprefix(ACTION))
+    status, told = carried_out(order["door"], order["body"])
+    reply = models.CheckWeightsReqOutput(
+        success=status == 200, message=json.dumps({"status": status, **told})
+    )
+    code = 200 if reply.success else 400
+    return JSONResponse({"success": reply.success, "message": reply.message}, status_code=code)
+
+
+def carried_out(door: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    if door == "look":
+        return 200, {"plugin": "0.1.0", "patchable": True, "in_doubt": False, **server.held}
     if door == "holds":
-        return {}
+        server.held = body
+        return 200, {}
     header = patch_header(Path(server.model_path) / ".weightcast" / "engine" / body["file"])
     if door == "check":
-        return {"changes": sum(one["changes"] for one in header["tensors"])}
+        wanted, server.next_update = server.next_update, ""
+        if wanted == "refuse":
+            return 422, {"error": "w is transposed", "tensor": "w"}
+        return 200, {"changes": sum(one["changes"] for one in header["tensors"])}
     server.load(Path(server.model_path))
     server.applied += 1
     target = header["target"]
-    return {"version": target["version"], "root": target["root"], "label": body["label"]}
+    server.held = {"version": target["version"], "root": target["root"], "label": body["label"]}
+    return 200, server.held
 
 
 def patch_header(file: Path) -> dict[str, Any]:

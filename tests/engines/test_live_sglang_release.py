@@ -39,6 +39,30 @@ def test_the_hooks_target_is_called_as_the_hook_expects() -> None:
     assert "get_model: Callable" in fields and "model_config: ModelConfig" in fields
 
 
+def test_questions_are_answered_between_two_steps_of_the_scheduler() -> None:
+    from weightcast_engine.sglang_hook import ASKED
+
+    module, kind, method = ASKED.rsplit(".", 2)
+    function = found(found(source(module), kind), method)
+    assert isinstance(function, ast.FunctionDef)
+    assert [argument.arg for argument in function.args.args] == ["self", "recv_req"]
+    assert "self.tp_worker.weight_update_runners()" in ast.unparse(found(source(module), kind))
+    scheduler = ast.unparse(source("sglang.srt.managers.scheduler"))
+    assert "CheckWeightsReqInput, self.weight_updater.check_weights" in scheduler.replace("(", "").replace(
+        ")", ""
+    )
+
+
+def test_the_servers_own_loads_are_where_the_hook_expects_them() -> None:
+    from weightcast_engine.sglang_hook import LOADS, RELOADS
+
+    for target in (RELOADS, *LOADS):
+        module, kind, method = target.rsplit(".", 2)
+        assert isinstance(found(found(source(module), kind), method), ast.FunctionDef)
+    reload = ast.unparse(found(source(RELOADS.rsplit(".", 2)[0]), "update_weights_from_disk"))
+    assert "-> tuple[bool, str]" in reload and "return (True, " in reload
+
+
 def test_hooks_around_get_the_original_first() -> None:
     text = ast.unparse(source("sglang.srt.plugins.hook_registry"))
     assert "AROUND = 'around'" in text and "def register(" in text

@@ -303,8 +303,8 @@ def test_packed_experts_are_refused_by_name_and_the_rest_is_patched(
 def test_latent_attention_is_patched_where_its_parts_are_views(
     site: Path, judge: FreshLoad, live_models: Path, tmp_path: Path
 ) -> None:
-    """Without packed layers the parts of kv_b_proj lie in its own memory. A processor with AMX would pack them
-    unless it is told not to."""
+    """Without packed layers the parts of kv_b_proj lie in its own memory. A processor with AMX is told not to
+    pack them."""
     more = ("--dtype", "bfloat16", "--attention-backend", "CPU_MLA")
     with started(live_models / "mla", tmp_path / "room", site, *more) as server:
         world = LiveWorld(server, judge, tmp_path)

@@ -48,7 +48,7 @@ from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.root import root
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.files.checkpoint import open_checkpoint
-from weightcast.subscriber.engines.sglang_live import LOADER, named_dummy
+from weightcast.subscriber.engines.sglang_live import ACTION, LOADER
 
 FULL = bool(os.environ.get("WEIGHTCAST_ENGINES_FULL"))
 pytestmark = [
@@ -69,6 +69,8 @@ VERSIONS = 4
 """under each policy, or a few more until a request met an update"""
 MORE_VERSIONS = 20
 LIVE_VERSIONS = 10
+LONG_TOKENS = 900
+"""of a request that runs while a command starts, reads and ends"""
 
 
 class SGLangServer(Server):
@@ -105,7 +107,7 @@ class SGLangServer(Server):
             *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
             *("--grammar-backend", "none", "--max-total-tokens", "8192", "--mem-fraction-static", "0.1"),
             *("--enable-metrics", "--log-level", "warning"),
-            *("--custom-weight-loader", LOADER, kept_beside.LOADER),
+            *("--custom-weight-loader", LOADER),
             # it warms up with English words, which the models' vocabulary does not have
             *("--skip-server-warmup", "--tp", str(self._ranks)),
         ]
@@ -138,21 +140,23 @@ class SGLangServer(Server):
             return Answer(0, prompt, [], [], "", began, time.monotonic(), repr(error))
 
     def order(self, door: str, body: dict[str, Any]) -> dict[str, Any]:
-        """What the hook answers, where nothing is in flight."""
-        told: dict[str, Any] = json.loads(self._loaded_by(LOADER, json.dumps({"door": door, "body": body})))
+        """What the hook answers while the server serves."""
+        action = ACTION + json.dumps({"door": door, "body": body})
+        told: dict[str, Any] = {"status": 202}
+        while told["status"] == 202:
+            told = json.loads(self._question(action))
         return told
 
     def kept_beside(self, file: Path) -> list[dict[str, torch.Tensor]]:
         """Of each rank, as `kept_beside.py` says."""
-        self._loaded_by(kept_beside.LOADER, str(file))
+        self._question(f"{kept_beside.KEPT}{file}")
         return [load_file(f"{file}.{rank}") for rank in range(self._ranks)]
 
-    def _loaded_by(self, loader: str, name: str) -> str:
-        self._must("/begin_weight_update", {})
-        each = [named_dummy(name)] * self._ranks
-        request = {"serialized_named_tensors": each, "load_format": loader}
-        message: str = self._must("/update_weights_from_tensor", request)["message"]
-        self._must("/end_weight_update", {})
+    def flip_a_bit(self) -> None:
+        self._question(kept_beside.FLIP)
+
+    def _question(self, action: str) -> str:
+        message: str = self._must("/weights_checker", {"action": action})["message"]
         return message
 
     def _must(self, path: str, body: dict[str, Any]) -> Any:
@@ -186,7 +190,8 @@ class SGLangWorld(World):
 
     def require_named(self, version: int) -> None:
         [engine] = self.host.status["engines"]
-        assert (engine["version"], engine["confirmed_by"]) == (version, "label")
+        # memory that is read in the background proves more
+        assert engine["version"] == version and engine["confirmed_by"] in ("label", "digest"), engine
         assert self.server.fetch("/model_info")["weight_version"] == str(version)
 
     def note_times(self, policy: str) -> None:
@@ -195,8 +200,13 @@ class SGLangWorld(World):
         TIMES.append((f"SGLang {release}", policy, last["pause_seconds"], last["seconds"].get("reload", 0.0)))
 
     @property
+    def engines(self) -> Any:
+        """None before the daemon has looked."""
+        return self.host.status["engines"]
+
+    @property
     def live(self) -> Any:
-        [engine] = self.host.status["engines"]
+        [engine] = self.engines
         return engine["live"]
 
 
@@ -326,12 +336,47 @@ def test_versions_are_patched_in_memory_under_traffic(sglang: SGLangWorld) -> No
     assert caught, "no request was in flight at any patch"
 
 
+@of(PLAIN, TWO_RANKS)
+def test_memory_is_verified_while_it_serves_and_a_flipped_bit_is_found(sglang: SGLangWorld) -> None:
+    start_patching(sglang)
+    sglang.host.wait_served(sglang.run.publish())
+    # with nobody beside it who reads memory too
+    sglang.host.stop()
+    option = sglang.option(",via=live")
+    command = ("local", "verify", "--json", "--local", sglang.host.local, "--engine", option)
+    serving = sglang.server.begin(SHORT, LONG_TOKENS)
+    [engine] = json.loads(one_shot(*command))["engines"]
+    assert not serving.done(), "nothing was in flight while it was read"
+    assert (engine["version"], engine["differing"]) == (sglang.run.newest, []), engine
+    assert engine["root"] == root_of(sglang.run.versions[-1])
+    assert serving.result(STEP_SECONDS).status == 200
+    sglang.server.flip_a_bit()
+    [engine] = json.loads(one_shot(*command, code=3))["engines"]
+    assert engine["differing"] == ["model.layers.1.mlp.down_proj.weight"], engine
+    sglang.host.start()
+    wait_until(lambda: [one["live"]["reloads"] for one in sglang.engines] == [1], "the daemon found it")
+    sglang.host.wait_served(sglang.run.newest)
+    require_resident(sglang)
+
+
+@of(PLAIN, TWO_RANKS)
+def test_a_daemon_that_starts_anew_goes_on_patching(sglang: SGLangWorld) -> None:
+    start_patching(sglang)
+    sglang.host.wait_served(sglang.run.publish())
+    sglang.host.stop()
+    version = sglang.run.publish()
+    sglang.host.start()
+    sglang.host.wait_served(version)
+    assert (sglang.live["way"], sglang.live["reloads"]) == ("live", 0), sglang.live
+    sglang.require(version)
+    require_resident(sglang)
+
+
 def start_patching(world: SGLangWorld) -> None:
-    """A daemon that was just started does not know what SGLang holds: one version is loaded from disk."""
+    """What a server that was not patched before holds is known after one version from disk."""
     world.host.with_engine(world.option(",via=live"))
     world.host.wait_served(world.run.newest)
     world.host.wait_served(world.run.publish())
-    assert world.live["way"] == "reload", world.live
 
 
 def require_resident(world: SGLangWorld) -> None:
@@ -339,9 +384,13 @@ def require_resident(world: SGLangWorld) -> None:
     newest = world.run.versions[-1]
     tensors = {n: tensor for file in newest.glob("*.safetensors") for n, tensor in load_file(file).items()}
     assert told["refused"] == {} and told["lanes"] == {name: lanes(tensors[name]) for name in tensors}
-    table = open_checkpoint(newest, follow_links=False).table
-    resident = root(table, [Lanes.from_hex(told["lanes"][spec.name]) for spec in table])
-    assert (told["version"], resident) == (world.run.newest, world.host.status["local_root"])
+    assert (told["version"], root_of(newest)) == (world.run.newest, world.host.status["local_root"])
+
+
+def root_of(checkpoint: Path) -> str:
+    given = {n: tensor for file in checkpoint.glob("*.safetensors") for n, tensor in load_file(file).items()}
+    table = open_checkpoint(checkpoint, follow_links=False).table
+    return root(table, [Lanes.from_hex(lanes(given[spec.name])) for spec in table])
 
 
 @of(PLAIN, TWO_RANKS)
@@ -366,9 +415,7 @@ def test_what_it_converts_is_refused_by_name_and_loaded_from_disk(sglang: SGLang
     for refused in (1, 2):
         one_version(sglang, "recompute")
         live = sglang.live
-        assert (live["way"], live["patches"], live["because"].get("rolled-back")) == ("reload", 0, refused), (
-            live
-        )
+        assert (live["way"], live["patches"], live["because"].get("refused")) == ("reload", 0, refused), live
         assert "converted" in live["reason"], live
 
 

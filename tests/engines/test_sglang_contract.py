@@ -313,6 +313,7 @@ def test_patches_of_its_memory_are_orders_that_it_takes(site: Site, run: Run) ->
     told = engine.double()
     assert [call["unknown"] for call in told["calls"]] == [[]] * len(told["calls"])
     assert (told["applied"], told["label"], told["paused"], told["session"]) == (1, "1", None, False)
+    assert engine.posts().count("/update_weights_from_tensor") == 1 and "/weights_checker" in engine.posts()
     engine.wish(next_update="refuse", calls=[])
     run.publish()
     host.step()

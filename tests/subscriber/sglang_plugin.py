@@ -1,4 +1,4 @@
-"""SGLang with the hook of weightcast-engine: its own routes, and orders as names of tensors."""
+"""SGLang with the hook of weightcast-engine: its own routes, orders as questions and as names of tensors."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from doubles import Answer, Call
 from plugin_double import PluginDouble
 
 LOADER = "weightcast_engine.sglang_hook.load"
+ACTION = "weightcast "
 
 
 class _Reader(pickle.Unpickler):
@@ -32,7 +33,14 @@ class SGLangPlugin(PluginDouble):
         self.crashed = False
         self.loaders = [LOADER]
         self.waited = 0
-        """orders that came while it served"""
+        """orders that came through the door for tensors while it served"""
+        self.answers = True
+        """a hook that can be asked while it serves"""
+        self.steps = 2
+        """of a check or a digest"""
+        self.known_label: str | None = None
+        """which the hook was told; the server's own may be another"""
+        self._asked: list[str] = []
 
     def behave(self, call: Call) -> Answer:
         match call.method, call.path:
@@ -50,6 +58,8 @@ class SGLangPlugin(PluginDouble):
                 return self.from_disk(call.body)
             case "POST", "/update_weights_from_tensor":
                 return self.from_tensor(call.body)
+            case "POST", "/weights_checker":
+                return self.question(call.body["action"])
             case "POST", "/update_weight_version":
                 self.label = call.body["new_version"]
             case "GET", "/model_info":
@@ -69,9 +79,32 @@ class SGLangPlugin(PluginDouble):
     def from_disk(self, body: Any) -> Answer:
         self.load_disk()
         self.reloaded += 1
-        self.version, self.root, self.in_doubt = None, None, False
+        self.version, self.root, self.in_doubt, self.known_label = None, None, False, None
         self.label = body["weight_version"]
         return self.said(True, "Succeeded to update model weights.")
+
+    def question(self, action: str) -> Answer:
+        if not self.answers or not action.startswith(ACTION):
+            return self.said(False, f"Unsupported {action=}")
+        text = action.removeprefix(ACTION)
+        order = json.loads(text)
+        if order["door"] == "look":
+            return self.said(True, json.dumps({"status": 200, **self.facts(), "label": self.known_label}))
+        self._asked = [*self._asked, text] if self._asked[-1:] in ([text], []) else [text]
+        if len(self._asked) < self.steps and order["door"] in ("check", "digest"):
+            return self.said(True, '{"status": 202, "rest": 0.001}')
+        self._asked = []
+        answer = self.carried_out(order)
+        return self.said(answer.status == 200, json.dumps({"status": answer.status, **answer.body}))
+
+    def carried_out(self, order: Any) -> Any:
+        label = self.label
+        answer = getattr(self, f"on_{order['door']}")(order["body"])
+        assert isinstance(answer.body, dict)
+        if answer.status == 200 and "label" in order["body"]:
+            self.known_label = order["body"]["label"]
+        self.label = label
+        return answer
 
     def from_tensor(self, body: Any) -> Answer:
         self.waited += not self.paused
@@ -83,8 +116,7 @@ class SGLangPlugin(PluginDouble):
         orders = {self.order(text) for text in body["serialized_named_tensors"]}
         assert len(body["serialized_named_tensors"]) == self.ranks and len(orders) == 1
         order = json.loads(orders.pop())
-        answer = getattr(self, f"on_{order['door']}")(order["body"])
-        assert isinstance(answer.body, dict)
+        answer = self.carried_out(order)
         text = json.dumps({"status": answer.status, **answer.body})
         if answer.status == 200 and body["weight_version"] is not None:
             self.label = body["weight_version"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -13,26 +14,44 @@ from doubles import Answer, Call, Drop
 from hosts import Host, Run, Site
 from hypothesis import given
 from hypothesis import strategies as st
+from plugin_double import lanes_of
 from sglang_plugin import SGLangPlugin
 
+from weightcast.shared.errors import EngineFailed
+from weightcast.subscriber.engines.base import Timeouts, parse_engines
+from weightcast.subscriber.engines.kinds import open_engine
+from weightcast.subscriber.engines.live import NotTaken, Patchable, PatchFile, live_of
 from weightcast.subscriber.engines.sglang_live import named_dummy
 from weightcast.subscriber.status import LiveStatus
 
+ASKED = "/weights_checker"
 TENSORS = "/update_weights_from_tensor"
-SESSION = ["/begin_weight_update", TENSORS, TENSORS, "/end_weight_update"]
+BEGIN, END = "/begin_weight_update", "/end_weight_update"
 
 
 class World:
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, *, answers: bool = True) -> None:
+        """`answers`: the hook can be asked while the server serves."""
         self.run: Run = site.run()
         self.engine = SGLangPlugin(site.root / "host")
-        self.host: Host = site.host(self.run, f"sglang={site.serve(self.engine)},via=live,name=live")
+        self.engine.answers = answers
+        self.option = f"sglang={site.serve(self.engine)},via=live,name=live"
+        self.host: Host = site.host(self.run, self.option)
         self.host.step()
         self.engine.calls.clear()
 
     def follow(self) -> None:
         self.run.publish()
         self.host.step()
+
+    @contextmanager
+    def spoken_to(self, **seconds: float) -> Iterator[Patchable]:
+        """Beside the host."""
+        [spec] = parse_engines([self.option], self.host.options.local)
+        live = live_of(open_engine(spec, timeouts=Timeouts(**seconds)))
+        assert live is not None
+        with closing(live.engine) as engine:
+            yield engine
 
     @property
     def live(self) -> LiveStatus:
@@ -53,22 +72,90 @@ def world(site: Site) -> World:
     return World(site)
 
 
-def test_versions_are_patched_in_the_pause(world: World) -> None:
+@pytest.fixture
+def silent(site: Site) -> World:
+    return World(site, answers=False)
+
+
+def since_the_pause(world: World) -> list[str]:
+    paths = world.engine.paths()
+    return paths[paths.index("/pause_generation") + 1 : paths.index("/continue_generation")]
+
+
+def test_versions_are_checked_while_it_serves_and_patched_in_the_pause(world: World) -> None:
     for version in (1, 2):
         world.engine.calls.clear()
         world.follow()
         assert world.serves(version)
-        assert world.engine.paths() == ["/pause_generation", *SESSION, "/continue_generation"]
+        assert ASKED in world.engine.paths()
+        assert since_the_pause(world) == [BEGIN, TENSORS, END]
     assert (world.engine.applied, world.engine.reloaded) == (2, 1)
     assert (world.live.way, world.live.patches, world.live.because) == ("live", 2, {"align": 1})
 
 
-def test_a_restarted_subscriber_loads_from_disk_once(world: World) -> None:
+def test_a_hook_that_cannot_be_asked_checks_in_the_pause(silent: World) -> None:
+    for version in (1, 2):
+        silent.engine.calls.clear()
+        silent.follow()
+        assert silent.serves(version)
+        assert since_the_pause(silent) == [BEGIN, TENSORS, TENSORS, END]
+    assert (silent.engine.applied, silent.engine.reloaded) == (2, 1)
+    assert (silent.live.way, silent.live.patches, silent.live.because) == ("live", 2, {"align": 1})
+
+
+def test_a_restarted_subscriber_asks_what_it_holds(world: World) -> None:
     world.host.restart()
     world.follow()
-    assert world.serves(1) and world.live.because == {"unknown": 1}
+    assert world.serves(1) and (world.live.way, world.engine.reloaded) == ("live", 1)
+
+
+def test_a_restarted_subscriber_loads_from_disk_once_what_cannot_be_asked(silent: World) -> None:
+    silent.host.restart()
+    silent.follow()
+    assert silent.serves(1) and silent.live.because == {"unknown": 1}
+    silent.follow()
+    assert silent.serves(2) and silent.live.way == "live"
+
+
+def test_what_somebody_else_loaded_is_not_patched(world: World) -> None:
+    world.engine.from_disk({"weight_version": "0"})
+    world.follow()
+    assert world.serves(1) and (world.engine.applied, world.engine.reloaded) == (0, 3)
     world.follow()
     assert world.serves(2) and world.live.way == "live"
+
+
+def test_a_label_that_the_hook_was_not_told_is_of_other_weights(world: World) -> None:
+    world.engine.known_label = "7"
+    world.follow()
+    assert world.serves(1) and world.engine.applied == 0
+    world.follow()
+    assert world.serves(2) and world.live.way == "live"
+
+
+def test_an_engine_in_doubt_is_loaded_from_disk(world: World) -> None:
+    world.engine.in_doubt = True
+    world.host.step()
+    assert world.serves(0) and not world.engine.in_doubt
+
+
+def test_memory_is_read_while_it_serves(world: World) -> None:
+    names = sorted(world.engine.weights)
+    with world.spoken_to() as engine:
+        found = engine.lanes(names)
+    assert found.lanes == {name: lanes_of(world.engine.weights[name]) for name in names}
+    assert (found.version, found.refused, found.changed) == (0, {}, False)
+
+
+def test_memory_that_cannot_be_read_is_no_proof(silent: World) -> None:
+    with silent.spoken_to() as engine, pytest.raises(EngineFailed, match="cannot be read while it serves"):
+        engine.lanes(["model.embed.weight"])
+
+
+def test_an_order_that_never_ends_is_refused_in_time(world: World) -> None:
+    world.engine.steps = 1 << 30
+    with world.spoken_to(reload=0.2) as engine, pytest.raises(NotTaken, match="did not end check"):
+        engine.check(PatchFile("1-00000000.patch", 1, "", 1))
 
 
 def test_a_restarted_engine_is_loaded_from_disk_once(world: World) -> None:
@@ -80,7 +167,7 @@ def test_a_restarted_engine_is_loaded_from_disk_once(world: World) -> None:
 
 
 def answers(world: World, what: Any) -> Callable[[Call], Answer]:
-    """To the order after the check."""
+    """To the order after the check in the pause."""
 
     def check(call: Call) -> Answer:
         world.engine.script(TENSORS, what)
@@ -108,8 +195,10 @@ def refusal(status: int, state: str = "") -> Answer:
         (Drop(after=True), "in-doubt"),
     ],
 )
-def test_what_is_not_taken_is_loaded_from_disk(world: World, what: Any, because: str) -> None:
-    world.engine.script(TENSORS, answers(world, what))
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_is_not_taken_is_loaded_from_disk(site: Site, asked: bool, what: Any, because: str) -> None:
+    world = World(site, answers=asked)
+    world.engine.script(TENSORS, what if asked else answers(world, what))
     world.follow()
     assert world.serves(1)
     assert world.live.because == {"align": 1, because: 1} and world.live.reason
@@ -117,12 +206,24 @@ def test_what_is_not_taken_is_loaded_from_disk(world: World, what: Any, because:
     assert world.serves(2) and world.live.way == "live"
 
 
-def test_a_refusal_of_the_check_changes_nothing(world: World) -> None:
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_refusal_of_the_check_changes_nothing(site: Site, asked: bool) -> None:
+    world = World(site, answers=asked)
     world.engine.refused = {"model.embed.weight": "it is transposed"}
     world.follow()
     assert world.serves(1)
-    assert world.live.because["rolled-back"] == 1 and "it is transposed" in world.live.reason
-    assert world.engine.applied == 0
+    because = "refused" if asked else "rolled-back"
+    assert world.live.because[because] == 1 and "it is transposed" in world.live.reason
+    assert world.engine.applied == 0 and (TENSORS in world.engine.paths()) is not asked
+
+
+@pytest.mark.parametrize("what", [Answer(500, b""), Drop(), Drop(after=True)])
+def test_a_check_without_an_answer_is_no_success(world: World, what: Any) -> None:
+    world.engine.script(ASKED, what, what, what)
+    world.follow()
+    assert world.serves(1)
+    world.follow()
+    assert world.serves(2) and world.live.way == "live"
 
 
 @pytest.mark.parametrize("path", ["/begin_weight_update", "/end_weight_update"])

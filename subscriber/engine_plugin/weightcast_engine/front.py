@@ -47,6 +47,9 @@ class Controls(Protocol):
     async def ranks(self, order: Order) -> Sequence[Answer]:
         """Carried out by every rank."""
 
+    async def rest(self, seconds: float) -> None:
+        """While there is nothing to do for the ranks."""
+
     async def pause(self, policy: str) -> None: ...
 
     async def resume(self) -> None: ...
@@ -154,7 +157,7 @@ class Front:
         answers = await self._all({"do": "stage", "file": file, "seconds": 0.02})
         pause = 0.002
         while not all(answer["ready"] for answer in answers):
-            await asyncio.sleep(pause)
+            await self._controls.rest(pause)
             pause = min(2 * pause, 0.1)
             answers = await self._all({"do": "staged", "file": file, "seconds": 0.0})
         return answers

@@ -286,6 +286,11 @@ class Rank:
         self._doubt = ""
         return {}
 
+    def forget(self, doubt: str | None = None) -> None:
+        """Somebody else loads weights: what they are then, only `hold` can say. `doubt`: None leaves what
+        there was."""
+        self._forget(self._doubt if doubt is None else doubt)
+
     def _forget(self, doubt: str) -> None:
         self._doubt, self._changes = doubt, self._changes + 1
         self._held = self._label = self._undo = self._stage = None

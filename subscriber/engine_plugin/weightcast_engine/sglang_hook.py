@@ -1,21 +1,26 @@
-"""SGLang: orders come as the *name* of a tensor in `/update_weights_from_tensor`, with
-`"load_format": "weightcast_engine.sglang_hook.load"`, which the server allows by `--custom-weight-loader`.
+"""SGLang: an order comes as the text of a question that the server passes on to all its ranks.
 
-    name      {"door": "check", "body": {"file": "8-0011aabb.patch"}}      the doors and bodies of `doors`
+    while it serves   POST /weights_checker {"action": "weightcast " + order}
+    in the pause      POST /update_weights_from_tensor, the order as the *name* of a tensor, with
+                      "load_format": "weightcast_engine.sglang_hook.load" (`--custom-weight-loader`)
+
+    order     {"door": "check", "body": {"file": "8-0011aabb.patch"}}      the doors and bodies of `doors`
     message   {"status": 200, ...}                                         what the door answers, as JSON
+              {"status": 202, "rest": 0.01}                                again, for the order's next step
 
-A loader that raises would end the server, and one that returns moves the weight version. So the entry point
-`sglang.srt.plugins` puts a hook around the update that carries orders out itself: a refusal is a 400, the
-server lives, the version stays. Nothing is done unless WEIGHTCAST_PATCH_DIR is set. Written against SGLang
-0.5.23, and run with its server on a CPU.
+The entry point `sglang.srt.plugins` puts hooks around what the ranks do with these questions, and around
+their own ways of loading weights, after which nobody knows what they hold until `holds`. A loader that
+raises would end the server, and one that returns moves the weight version: so the hook carries orders out
+itself, a refusal is a 400, the server lives, the version stays. Nothing is done unless WEIGHTCAST_PATCH_DIR
+is set. Written against SGLang 0.5.23, and run with its server on a CPU.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,13 +34,24 @@ from weightcast_engine.patch_file import LIMIT
 from weightcast_engine.piece import storage
 from weightcast_engine.rank import Answer, Order, Rank
 from weightcast_engine.refusals import BadPatch
+from weightcast_engine.steps import Steps, at_once, end_of_step
 
 LOADER = "weightcast_engine.sglang_hook.load"
+ACTION = "weightcast "
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 TARGET = f"{_UPDATER}.update_weights_from_tensor"
-_SERVED = frozenset({"look", "holds", "check", "apply", "digest"})
+ASKED = f"{_MANAGER}.check_weights"
+RELOADS = f"{_UPDATER}.update_weights_from_disk"
+LOADS = (f"{_UPDATER}.load_weights_from_distributed", f"{_UPDATER}.update_weights_from_ipc")
+_PAUSED = frozenset({"look", "holds", "check", "apply", "digest"})
+_SERVING = _PAUSED - {"apply"}
 """pause, reload and resume are the server's own"""
-_fronts: WeakKeyDictionary[torch.nn.Module, Front] = WeakKeyDictionary()
+STEP = 0.02
+"""seconds of the slowest rank, after which the engine's own work comes first"""
+ABANDONED = 30.0
+"""seconds after which an order that nobody went on with makes room for another"""
+_parts: WeakKeyDictionary[torch.nn.Module, _Part] = WeakKeyDictionary()
 
 
 def register() -> None:
@@ -47,6 +63,10 @@ def register() -> None:
     )
 
     HookRegistry.register(TARGET, around_update, HookType.AROUND)
+    HookRegistry.register(ASKED, around_question, HookType.AROUND)
+    HookRegistry.register(RELOADS, around_reload, HookType.AROUND)
+    for target in LOADS:
+        HookRegistry.register(target, around_load, HookType.AROUND)
 
 
 def load(model: object, named_tensors: object) -> None:
@@ -58,8 +78,9 @@ def around_update(original: Callable[..., Any], updater: Any, *arguments: Any, *
     """Around `WeightUpdater.update_weights_from_tensor(named_tensors, load_format)` on every rank."""
     tensors, load_format = _given(*arguments, **named)
     if load_format != LOADER:
-        return original(updater, *arguments, **named)
-    status, answer = _carried_out(updater, tensors)
+        return around_load(original, updater, *arguments, **named)
+    names = [name for name, _ in tensors]
+    status, answer = _part(updater).in_pause(names[0] if len(names) == 1 else "")
     return status == 200, json.dumps({"status": status, **answer})
 
 
@@ -67,41 +88,138 @@ def _given(named_tensors: Any, load_format: str | None = None) -> tuple[Any, str
     return named_tensors, load_format
 
 
-def _carried_out(updater: Any, tensors: Sequence[tuple[str, object]]) -> doors.Reply:
-    try:
-        [(name, _)] = tensors
-        order = strict.members(strict.json_object(name.encode()), {"door", "body"}, "order")
-        if order["door"] not in _SERVED:
-            raise ValueError(f"no door {str(order['door'])[:40]!r}; doors: {', '.join(sorted(_SERVED))}")
-    except ValueError as error:
-        return 400, {"error": f"not an order: {error}", "remedy": "see docs/engines.md, The plugin"}
-    # every rank runs this, with the same answers of all ranks, and comes to the same end
-    front = _front(updater)
-    if order["door"] == "look":
-        return asyncio.run(doors.look(front))
-    return asyncio.run(doors.order(front, str(order["door"]), json.dumps(order["body"]).encode()))
+def around_question(original: Callable[..., Any], manager: Any, question: Any) -> Any:
+    """Around `SchedulerWeightUpdaterManager.check_weights(recv_req)` on every rank, between two steps of the
+    scheduler."""
+    action = question.action
+    if type(action) is not str or not action.startswith(ACTION):
+        return original(manager, question)
+    from sglang.srt.managers.io_struct import CheckWeightsReqOutput  # type: ignore[import-not-found]
+
+    updater = dict(manager.tp_worker.weight_update_runners())["target"].weight_updater
+    status, answer = _part(updater).beside(action.removeprefix(ACTION))
+    return CheckWeightsReqOutput(success=status < 300, message=json.dumps({"status": status, **answer}))
 
 
-def _front(updater: Any) -> Front:
+def around_load(original: Callable[..., Any], updater: Any, *arguments: Any, **named: Any) -> Any:
+    """Around the server's own ways to some new weights."""
+    part = _parts.get(updater.get_model())
+    if part is not None:
+        part.forget()
+    return original(updater, *arguments, **named)
+
+
+def around_reload(original: Callable[..., Any], updater: Any, *arguments: Any, **named: Any) -> Any:
+    """Around `WeightUpdater.update_weights_from_disk`: all weights, with (success, message) for an answer."""
+    part = _parts.get(updater.get_model())
+    if part is None:
+        return original(updater, *arguments, **named)
+    part.forget("a reload was not ended")
+    result = original(updater, *arguments, **named)
+    if result[0]:
+        part.forget("")
+    return result
+
+
+def _part(updater: Any) -> _Part:
     model = updater.get_model()
-    if model not in _fronts:
+    if model not in _parts:
         limit = int(os.environ.get("WEIGHTCAST_PATCH_LIMIT", LIMIT))
-        rank = Rank(SglangEngine(updater), Path(os.environ["WEIGHTCAST_PATCH_DIR"]), limit)
-        _fronts[model] = Front(SglangControls(rank))
-    return _fronts[model]
+        _parts[model] = _Part(
+            Rank(SglangEngine(updater), Path(os.environ["WEIGHTCAST_PATCH_DIR"]), limit), _group()
+        )
+    return _parts[model]
+
+
+def _group() -> Any:
+    from sglang.srt.distributed import get_tp_group  # type: ignore[import-not-found]
+
+    return get_tp_group()
+
+
+class _Part:
+    """One rank's. Every rank is asked the same, hears what all of them answer, and comes to the same end."""
+
+    def __init__(self, rank: Rank, group: Any) -> None:
+        self._rank, self._group = rank, group
+        self._controls = SglangControls(rank, group)
+        self._front = Front(self._controls)
+        self._steps: Steps[doors.Reply] = Steps()
+        self._stepped = 0.0
+
+    def forget(self, doubt: str | None = None) -> None:
+        self._steps.give_up()
+        self._rank.forget(doubt)
+
+    def in_pause(self, text: str) -> doors.Reply:
+        """What was under way beside the engine makes room."""
+        try:
+            acting = self._begun(text, _PAUSED)
+        except ValueError as error:
+            return _not_an_order(error)
+        self._steps.give_up()
+        self._controls.is_paused = True
+        return at_once(acting())
+
+    def beside(self, text: str) -> doors.Reply:
+        try:
+            acting = self._begun(text, _SERVING)
+        except ValueError as error:
+            return _not_an_order(error)
+        self._controls.is_paused, self._controls.spent = False, 0.0
+        if json.loads(text)["door"] == "look":
+            return at_once(acting())
+        if self._steps.order not in ("", text) and not self._is_abandoned():
+            return 503, {"error": "another order is being carried out", "remedy": "send one at a time"}
+        if self._steps.order != text:
+            self._steps.give_up()
+        rest, answer = self._steps.step(text, acting)
+        self._stepped = time.monotonic()
+        return (202, {"rest": rest}) if answer is None else answer
+
+    def _is_abandoned(self) -> bool:
+        """As the first rank's clock says."""
+        told: Sequence[bool] = self._group.all_gather_object(time.monotonic() - self._stepped > ABANDONED)
+        return told[0]
+
+    def _begun(self, text: str, served: frozenset[str]) -> Callable[[], Coroutine[Any, Any, doors.Reply]]:
+        """Raises ValueError for what is no order that is served now."""
+        order = strict.members(strict.json_object(text.encode()), {"door", "body"}, "order")
+        door = str(order["door"])
+        if door not in served:
+            raise ValueError(f"no door {door[:40]!r}; doors: {', '.join(sorted(served))}")
+        if door == "look":
+            return lambda: doors.look(self._front)
+        return lambda: doors.order(self._front, door, json.dumps(order["body"]).encode())
+
+
+def _not_an_order(error: ValueError) -> doors.Reply:
+    return 400, {"error": f"not an order: {error}", "remedy": "see docs/engines.md, The plugin"}
 
 
 class SglangControls:
     """`front.Controls` of one rank among all: each carries the order out and tells the others."""
 
-    def __init__(self, rank: Rank) -> None:
-        self._rank = rank
+    def __init__(self, rank: Rank, group: Any) -> None:
+        self._rank, self._group = rank, group
+        self.spent = 0.0
+        """seconds of this step"""
+        self.is_paused = True
+        """an update is carried out between two steps of the scheduler, with the caches flushed after it"""
 
     async def ranks(self, order: Order) -> Sequence[Answer]:
-        from sglang.srt.distributed import get_tp_group  # type: ignore[import-not-found]
+        if self.spent >= STEP:
+            await end_of_step()
+        began = time.monotonic()
+        answer = self._rank.obey(order)
+        told: Sequence[tuple[float, Answer]] = self._group.all_gather_object(
+            (time.monotonic() - began, answer)
+        )
+        self.spent += max(seconds for seconds, _ in told)
+        return [answer for _, answer in told]
 
-        answers: Sequence[Answer] = get_tp_group().all_gather_object(self._rank.obey(order))
-        return answers
+    async def rest(self, seconds: float) -> None:
+        await end_of_step(seconds)
 
     async def pause(self, policy: str) -> None:
         raise BadPatch("pause by the server's own /pause_generation")
@@ -110,8 +228,7 @@ class SglangControls:
         raise BadPatch("resume by the server's own /continue_generation")
 
     async def paused(self) -> bool:
-        """An update is carried out between two steps of the scheduler, with the caches flushed after it."""
-        return True
+        return self.is_paused
 
     async def relabel(self, label: str) -> None:
         """The server does, by `weight_version`, when the update succeeds."""

@@ -3,6 +3,7 @@ vLLM follows when VLLM_PLUGINS names it. Under /v1, so that `--api-key` guards t
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -66,6 +67,9 @@ class VllmControls:
     async def ranks(self, order: Order) -> Sequence[Answer]:
         answers: Sequence[Answer] = await self._client.collective_rpc(METHOD, args=(dict(order),))
         return answers
+
+    async def rest(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
 
     async def pause(self, policy: str) -> None:
         # the pause clears the caches: blocks of the weights before must not be used again
