@@ -57,7 +57,8 @@ class Server:
             SimpleNamespace(
                 tp_worker=SimpleNamespace(
                     weight_update_runners=lambda u=updater: [("target", SimpleNamespace(weight_updater=u))]
-                )
+                ),
+                draft_worker=None,
             )
             for updater in self.updaters
         ]
@@ -274,8 +275,20 @@ def test_a_reload_that_fails_leaves_a_doubt_until_one_that_does_not(server: Serv
     assert server.ask("holds", version=0, root=root(0), label="0")["status"] == 200
 
 
+def test_a_server_with_a_draft_model_is_loaded_from_disk(server: Server) -> None:
+    server.ask("holds", version=0, root=root(0), label="0")
+    for manager in server.managers:
+        manager.draft_worker = object()
+    seen = server.ask("look")
+    assert (seen["patchable"], seen["reason"]) == (False, "a draft model has weights of its own")
+    file = write_patch(server.patches, server.base, some_changed(server.base, 1), 1)
+    assert server.ask("check", file=file)["status"] == 422
+    assert server.update("apply", file=file, label="1")[0] is False
+
+
 def test_weights_are_changed_in_the_pause_alone(server: Server) -> None:
-    for order in ('{"door":"apply","body":{}}', '{"door":"reload","body":{}}', "w", "{}"):
+    long = json.dumps({"door": "look", "body": {}}) + " " * (64 << 10)
+    for order in ('{"door":"apply","body":{}}', '{"door":"reload","body":{}}', "w", "{}", long):
         assert server.question(order)["status"] == 400
 
 

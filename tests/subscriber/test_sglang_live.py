@@ -206,6 +206,17 @@ def test_what_is_not_taken_is_loaded_from_disk(site: Site, asked: bool, what: An
     assert world.serves(2) and world.live.way == "live"
 
 
+def test_what_the_hook_says_counts_only_as_the_server_says_it_too(world: World) -> None:
+    def not_flushed(call: Call) -> Answer:
+        told = world.engine.behave(call)
+        assert isinstance(told.body, dict)
+        return SGLangPlugin.said(False, told.body["message"])
+
+    world.engine.script(TENSORS, not_flushed)
+    world.follow()
+    assert world.serves(1) and world.live.because == {"align": 1, "in-doubt": 1}
+
+
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_refusal_of_the_check_changes_nothing(site: Site, asked: bool) -> None:
     world = World(site, answers=asked)

@@ -96,8 +96,9 @@ def around_question(original: Callable[..., Any], manager: Any, question: Any) -
         return original(manager, question)
     from sglang.srt.managers.io_struct import CheckWeightsReqOutput  # type: ignore[import-not-found]
 
-    updater = dict(manager.tp_worker.weight_update_runners())["target"].weight_updater
-    status, answer = _part(updater).beside(action.removeprefix(ACTION))
+    part = _part(dict(manager.tp_worker.weight_update_runners())["target"].weight_updater)
+    part.engine.has_draft = manager.draft_worker is not None
+    status, answer = part.beside(action.removeprefix(ACTION))
     return CheckWeightsReqOutput(success=status < 300, message=json.dumps({"status": status, **answer}))
 
 
@@ -124,25 +125,20 @@ def around_reload(original: Callable[..., Any], updater: Any, *arguments: Any, *
 def _part(updater: Any) -> _Part:
     model = updater.get_model()
     if model not in _parts:
-        limit = int(os.environ.get("WEIGHTCAST_PATCH_LIMIT", LIMIT))
-        _parts[model] = _Part(
-            Rank(SglangEngine(updater), Path(os.environ["WEIGHTCAST_PATCH_DIR"]), limit), _group()
-        )
+        from sglang.srt.distributed import get_tp_group  # type: ignore[import-not-found]
+
+        _parts[model] = _Part(SglangEngine(updater), get_tp_group())
     return _parts[model]
-
-
-def _group() -> Any:
-    from sglang.srt.distributed import get_tp_group  # type: ignore[import-not-found]
-
-    return get_tp_group()
 
 
 class _Part:
     """One rank's. Every rank is asked the same, hears what all of them answer, and comes to the same end."""
 
-    def __init__(self, rank: Rank, group: Any) -> None:
-        self._rank, self._group = rank, group
-        self._controls = SglangControls(rank, group)
+    def __init__(self, engine: SglangEngine, group: Any) -> None:
+        limit = int(os.environ.get("WEIGHTCAST_PATCH_LIMIT", LIMIT))
+        self.engine, self._group = engine, group
+        self._rank = Rank(engine, Path(os.environ["WEIGHTCAST_PATCH_DIR"]), limit)
+        self._controls = SglangControls(self._rank, group)
         self._front = Front(self._controls)
         self._steps: Steps[doors.Reply] = Steps()
         self._stepped = 0.0
@@ -184,6 +180,8 @@ class _Part:
 
     def _begun(self, text: str, served: frozenset[str]) -> Callable[[], Coroutine[Any, Any, doors.Reply]]:
         """Raises ValueError for what is no order that is served now."""
+        if len(text) > doors.BODY_LIMIT:
+            raise ValueError(f"more than {doors.BODY_LIMIT} characters")
         order = strict.members(strict.json_object(text.encode()), {"door", "body"}, "order")
         door = str(order["door"])
         if door not in served:
@@ -239,6 +237,8 @@ class SglangEngine:
 
     def __init__(self, updater: Any) -> None:
         self._updater = updater
+        self.has_draft = False
+        """a model of its own, which every update is meant for too"""
 
     @property
     def model(self) -> Any:
@@ -252,6 +252,8 @@ class SglangEngine:
         quantised = getattr(self._updater.model_config, "quantization", None)
         if quantised is not None:
             return f"the model is quantised: {quantised}"
+        if self.has_draft:
+            return "a draft model has weights of its own"
         return None if self.directory.is_dir() else f"{self.directory} is no directory"
 
     def misplaced(self, patches: Path) -> str | None:
