@@ -154,7 +154,7 @@ def test_memory_that_cannot_be_read_is_no_proof(silent: World) -> None:
 
 def test_an_order_that_never_ends_is_refused_in_time(world: World) -> None:
     world.engine.steps = 1 << 30
-    with world.spoken_to(reload=0.2) as engine, pytest.raises(NotTaken, match="did not end check"):
+    with world.spoken_to(reload=0.2) as engine, pytest.raises(NotTaken, match=r"did not (end|answer)"):
         engine.check(PatchFile("1-00000000.patch", 1, "", 1))
 
 
