@@ -15,6 +15,7 @@ import torch
 from patch_writer import bytes_of, root, some_changed, write_checkpoint, write_patch
 from plugin_models import Ranks
 from torch import Tensor, nn
+from weightcast_engine import vllm_worker
 from weightcast_engine.front import Front
 from weightcast_engine.rank import Rank
 from weightcast_engine.refusals import BadPatch
@@ -189,3 +190,43 @@ def test_a_client_with_other_insides_is_paused_by_its_own_door(parts: tuple[str,
     client = Client(*parts)
     asyncio.run(VllmControls(client).pause("recompute"))
     assert client.asked == [("pause", "keep", True)]
+
+
+class Worker(SimpleNamespace):
+    """With vLLM's own ways to other weights."""
+
+    fails = False
+
+    def reload_weights(self, weights_path: str | None = None) -> str:
+        if self.fails:
+            raise RuntimeError("no such file")
+        return f"from {weights_path}"
+
+    def update_weights(self, update_info: object) -> object:
+        return update_info
+
+
+def looked(worker: Worker) -> tuple[object, object, object]:
+    told = vllm_worker.obey(worker, {"do": "look"})
+    return told["version"], told["label"], told["doubt"]
+
+
+def test_what_vllm_loads_itself_is_known_by_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTCAST_PATCH_DIR", str(tmp_path / ".weightcast" / "engine"))
+    config = SimpleNamespace(model_config=SimpleNamespace(model=str(tmp_path)))
+    worker = Worker(vllm_config=config)
+    hold = {"do": "hold", "version": 3, "root": root(3), "label": "3"}
+    for load in (lambda: worker.reload_weights(weights_path="/x"), lambda: worker.update_weights({"x": 1})):
+        assert vllm_worker.obey(worker, hold)["status"] == 200
+        assert looked(worker) == (3, "3", "")
+        assert load() in ("from /x", {"x": 1})
+        assert looked(worker) == (None, None, "")
+    worker.fails = True
+    with pytest.raises(RuntimeError, match="no such file"):
+        worker.reload_weights()
+    worker.update_weights(None)
+    assert looked(worker) == (None, None, "a reload was not ended")
+    assert vllm_worker.obey(worker, hold)["status"] == 409
+    worker.fails = False
+    worker.reload_weights()
+    assert vllm_worker.obey(worker, hold)["status"] == 200 and looked(worker) == (3, "3", "")

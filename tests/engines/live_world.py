@@ -41,15 +41,15 @@ def install(target: Path) -> Path:
 
 
 class LiveServer(Server):
-    """vLLM without dev mode, with the plugin and an API key."""
+    """vLLM with the plugin and an API key, without dev mode unless it is asked for."""
 
-    def __init__(self, model: Path, room: Path, site: Path, *arguments: str) -> None:
+    def __init__(self, model: Path, room: Path, site: Path, *arguments: str, dev_mode: bool = False) -> None:
         self.model, self.patches = model, model / ".weightcast" / "engine"
         self._added = {
             "PYTHONPATH": str(site),
             "VLLM_PLUGINS": "weightcast",
             "WEIGHTCAST_PATCH_DIR": str(self.patches),
-            "VLLM_SERVER_DEV_MODE": "0",
+            "VLLM_SERVER_DEV_MODE": str(int(dev_mode)),
         }
         super().__init__(model, room / "vllm.log", arguments=arguments, api_key=KEY)
         self.doors = httpx.Client(

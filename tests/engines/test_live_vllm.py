@@ -59,10 +59,10 @@ def live_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Faulty(LiveServer):
-    def __init__(self, model: Path, room: Path, site: Path, *arguments: str) -> None:
+    def __init__(self, model: Path, room: Path, site: Path, *arguments: str, dev_mode: bool) -> None:
         self.faults = room / "faults"
         self.faults.mkdir()
-        super().__init__(model, room, site, *arguments)
+        super().__init__(model, room, site, *arguments, dev_mode=dev_mode)
 
     def _environment(self) -> dict[str, str]:
         return {
@@ -74,10 +74,11 @@ class Faulty(LiveServer):
         }
 
 
-def started(model: Path, room: Path, site: Path, *arguments: str) -> Faulty:
+def started(model: Path, room: Path, site: Path, *arguments: str, dev_mode: bool = False) -> Faulty:
     """On a copy of the model, which a reload reads."""
     room.mkdir(exist_ok=True)
-    return Faulty(copy_checkpoint(model, room / "model", lambda tensors: tensors), room, site, *arguments)
+    model = copy_checkpoint(model, room / "model", lambda tensors: tensors)
+    return Faulty(model, room, site, *arguments, dev_mode=dev_mode)
 
 
 @pytest.fixture(scope="module")
@@ -258,6 +259,22 @@ def test_two_tensor_parallel_ranks(models: Path, judge: FreshLoad, site: Path, t
         assert [found == lanes(world.tensors[name]) for name, found in told["lanes"].items()].count(
             False
         ) == 1
+
+
+@pytest.mark.skipif(not FULL, reason="one more start: make test-engines-full")
+def test_what_others_make_vllm_load_is_known_by_nobody(
+    models: Path, judge: FreshLoad, site: Path, tmp_path: Path
+) -> None:
+    with started(models / "llama-untied-single-fp32", tmp_path / "room", site, dev_mode=True) as server:
+        world = LiveWorld(server, judge, tmp_path)
+        world.update(world.next_tensors())
+        assert server.state()["version"] == 1
+        reply = server.doors.post(f"{server.url}/collective_rpc", json={"method": "reload_weights"})
+        assert reply.status_code == 200, reply.text
+        state = server.state()
+        assert (state["version"], state["label"], state["in_doubt"]) == (None, None, False)
+        status, _ = server.post("check", file=world.write(world.next_tensors()))
+        assert status == 409
 
 
 def test_installing_the_plugin_adds_one_line_to_pip_freeze(site: Path, tmp_path: Path) -> None:

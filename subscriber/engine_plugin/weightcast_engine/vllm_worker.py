@@ -7,8 +7,9 @@ they are told to keep plain ones, for a patch would not reach a copy.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from weightcast_engine.words import misplaced
 
 METHOD = "weightcast"
 """of a worker, as `collective_rpc` calls it"""
+_RELOAD = "reload_weights"
+_LOADS = ("start_weight_update", "start_draft_weight_update", "update_weights", "finish_weight_update")
 _PLAIN_FORMATS = ("auto", "hf", "safetensors", "runai_streamer", "fastsafetensors", "instanttensor")
 _PLAIN_METHODS = frozenset(
     {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod", "NoneType"}
@@ -45,8 +48,28 @@ def obey(worker: Any, order: Order) -> Answer:
     if rank is None:
         limit = int(os.environ.get("WEIGHTCAST_PATCH_LIMIT", LIMIT))
         rank = worker._weightcast = Rank(VllmEngine(worker), Path(os.environ["WEIGHTCAST_PATCH_DIR"]), limit)
+        _watch(worker, rank)
     answer: Answer = rank.obey(order)
     return answer
+
+
+def _watch(worker: Any, rank: Rank) -> None:
+    """This worker's own ways to other weights, whoever asks for them."""
+    for name in (_RELOAD, *_LOADS):
+        if hasattr(worker, name):
+            setattr(worker, name, _watched(getattr(worker, name), rank, whole=name == _RELOAD))
+
+
+def _watched(original: Callable[..., Any], rank: Rank, *, whole: bool) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load(*arguments: Any, **named: Any) -> Any:
+        rank.forget("a reload was not ended" if whole else None)
+        result = original(*arguments, **named)
+        if whole:
+            rank.forget("")
+        return result
+
+    return load
 
 
 def _keep_plain_weights() -> None:
