@@ -206,6 +206,9 @@ class Ranks:
         self.rows += [len(answer["rows"]) for answer in answers if "rows" in answer]
         return answers
 
+    async def rest(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
     async def pause(self, policy: str) -> None:
         self.is_paused = True
 
