@@ -82,8 +82,8 @@ class SGLangLive:
         """whether the hook answers while the server serves; None: not asked yet"""
         self._checked = ""
         """the patch that it has checked so"""
-        self._ranks = 1
-        """tensor-parallel ones: each takes its own copy of an order"""
+        self._ranks: int | None = None
+        """tensor-parallel ones: each takes its own copy of an order. None: not known of this process"""
 
     def close(self) -> None:
         self._plain.close()
@@ -94,6 +94,7 @@ class SGLangLive:
             return facts
         if self._process != facts.process:
             self._process, self._held, self._answers, self._checked = facts.process, None, None, ""
+            self._ranks = None
         try:
             told = self._beside("look", {}, self._timeouts.probe)
         except EngineFailed:  # in a long step of its own
@@ -221,7 +222,7 @@ class SGLangLive:
         """What the hook answers a server that serves, after as many steps as it takes; None where it cannot
         be asked. Raises EngineFailed for a server that does not answer."""
         if self._answers is None:
-            self._answers = self._has_loader() and self._question("look", {}, seconds) is not None
+            self._answers = self._takes_orders() and self._question("look", {}, seconds) is not None
         if not self._answers:
             return None
         deadline = time.monotonic() + seconds
@@ -240,23 +241,33 @@ class SGLangLive:
         told = _told(self._wire.post("/weights_checker", question, seconds))
         return None if told.body == {} else told
 
-    def _has_loader(self) -> bool:
-        """Whom it does not know it would ask a server of another kind."""
-        reply = self._wire.get("/server_info", self._timeouts.control)
-        loaders = reply.fields().get("custom_weight_loader")
-        return isinstance(loaders, list) and LOADER in loaders
+    def _takes_orders(self) -> bool:
+        reply = self._server_info()
+        try:
+            self._ranks = self._require_loader(reply)
+        except EngineFailed:
+            return False
+        return True
 
-    def _begin(self) -> None:
-        """Opens the session in which SGLang takes tensors. Raises EngineFailed when it does not, or would end
-        on an order, since it does not know whom that is for."""
-        reply = self._wire.get("/server_info", self._timeouts.control).require_ok(INSTALL)
-        fields = reply.fields()
+    def _server_info(self) -> Reply:
+        return self._wire.get("/server_info", self._timeouts.control).require_ok(INSTALL)
+
+    def _require_loader(self, info: Reply) -> int:
+        """The server's tensor-parallel ranks. Raises EngineFailed for one that would end on an order, since
+        it does not know whom that is for."""
+        fields = info.fields()
         loaders, ranks = fields.get("custom_weight_loader"), fields.get("tp_size", 1)
         if not isinstance(loaders, list) or LOADER not in loaders:
             raise EngineFailed(f"{self.spec.url} was started without {LOADER}", remedy=INSTALL)
         if type(ranks) is not int or not 0 < ranks <= MOST_RANKS:
-            raise EngineFailed(f"{reply.url} tells {ranks!r} tensor-parallel ranks", remedy=INSTALL)
-        self._ranks = ranks
+            raise EngineFailed(f"{info.url} tells {ranks!r} tensor-parallel ranks", remedy=INSTALL)
+        return ranks
+
+    def _begin(self) -> None:
+        """Opens the session in which SGLang takes tensors. Raises EngineFailed when it does not. A hook that
+        answered is not asked for again in the pause: that question takes longer than a patch."""
+        if not self._answers or self._ranks is None:
+            self._ranks = self._require_loader(self._server_info())
         self._wire.post_once("/begin_weight_update", {}, self._timeouts.control).require_ok(INSTALL)
 
     def _end(self) -> None:
@@ -264,7 +275,7 @@ class SGLangLive:
 
     def _ask(self, door: str, body: Mapping[str, object], label: str | None = None) -> _Told:
         request = {
-            "serialized_named_tensors": [named_dummy(_order(door, body))] * self._ranks,
+            "serialized_named_tensors": [named_dummy(_order(door, body))] * (self._ranks or 1),
             "load_format": LOADER,
             "weight_version": label,
             "flush_cache": door == "apply",

@@ -89,6 +89,7 @@ def test_versions_are_checked_while_it_serves_and_patched_in_the_pause(world: Wo
         assert world.serves(version)
         assert ASKED in world.engine.paths()
         assert since_the_pause(world) == [BEGIN, TENSORS, END]
+        assert not world.engine.of("/server_info"), "that takes longer than a patch"
     assert (world.engine.applied, world.engine.reloaded) == (2, 1)
     assert (world.live.way, world.live.patches, world.live.because) == ("live", 2, {"align": 1})
 
