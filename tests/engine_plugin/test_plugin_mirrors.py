@@ -155,8 +155,10 @@ class Keeps(nn.Module):
         self.first, self.second = nn.Module(), nn.Module()
         self.first.w = nn.Parameter(torch.zeros(6, 8), requires_grad=False)
         self.second.w = nn.Parameter(torch.zeros(6, 8) if second is None else second, requires_grad=False)
-        self.own = nn.Module()
-        self.own.t = torch.zeros(6, 8)
+        self.own, self.more = nn.Module(), nn.Module()
+        self.own.t, self.more.t = torch.zeros(6, 8), torch.zeros(6, 8)
+        self.table = nn.Module()
+        self.table.register_buffer("t", torch.ones(6, 8))
         self._made = made
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -221,6 +223,28 @@ UNLIKE: dict[str, tuple[Made, str]] = {
     ),
     "spread": (lambda m: m.second.w.data.copy_(m.first.w[:1]), COMPUTED),
     "converted": (lambda m: m.second.w.data.copy_(m.first.w.double()), COMPUTED),
+    "copied, and computed from the copy": (
+        lambda m: (m.second.w.data.copy_(m.first.w), m.own.t.copy_(m.second.w * 2)),
+        COMPUTED,
+    ),
+    "copied, and copied on": (
+        lambda m: (m.second.w.data.copy_(m.first.w), m.own.t.copy_(m.second.w)),
+        "is copied beside it with what is not its own",
+    ),
+    "kept, and copied on": (
+        lambda m: (m.own.t.copy_(m.first.w), m.more.t.copy_(m.own.t)),
+        "is copied beside it with what is not its own",
+    ),
+    "kept, and computed from there": (
+        lambda m: (m.own.t.copy_(m.first.w), m.more.t.copy_(m.own.t + 1)),
+        COMPUTED,
+    ),
+    "filled from a table": (lambda m: m.first.w.data.copy_(m.table.t), "shares its place"),
+    "filled from what is kept": (lambda m: m.first.w.data.copy_(m.more.t), "shares its place"),
+    "filled from a copy of a table": (
+        lambda m: m.first.w.data[:2].copy_(m.table.t.clone()[:2]),
+        "shares its place",
+    ),
     "seen as others": (
         lambda m: m.second.w.data.view(torch.int16).copy_(m.first.w.view(torch.int16)),
         "another width",

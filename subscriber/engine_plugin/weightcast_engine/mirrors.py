@@ -42,7 +42,8 @@ class Mirror:
 
 
 class Origins:
-    """Of which weights the tensors are made that a loader computes. `weights`: their storages."""
+    """Of which weights the tensors are made that a loader computes. `weights`: storages of these, and of
+    what else a model keeps."""
 
     def __init__(self, weights: Collection[int]) -> None:
         self._weights = weights

@@ -26,6 +26,7 @@ Loader = Callable[[Iterable[tuple[str, Tensor]]], object]
 """a model's `load_weights`"""
 MOST_RUNS = 400
 """of a loader that fails, to find the tensors that it fails for"""
+_COMPUTED = "is also part of what the model's loader computes for another tensor"
 _SAME = frozenset({"to", "cpu", "cuda", "type_as", "contiguous", "clone"})
 """calls that change where a tensor lies, and no value unless a dtype is asked for"""
 
@@ -60,8 +61,8 @@ def trace(load: Loader, forms: Mapping[str, Form], live: Iterable[Tensor], own: 
         for name in forms:
             _find(found, name, records, weights)
         filled = [place for record in records for place in record.filled]
+        filled += _mirror(found, records)
         found.reached |= {storage(place) for place in filled}
-        _mirror(found, records)
     _refuse_shared_places(found, filled)
     return found
 
@@ -102,27 +103,42 @@ def _pieces(copy: _Copy) -> Iterator[Piece]:
         yield Piece(flat, block)
 
 
-def _mirror(found: Map, records: Sequence[_Record]) -> None:
-    """Pieces of what is kept elsewhere too; refused where that can't be followed."""
+def _mirror(found: Map, records: Sequence[_Record]) -> list[Tensor]:
+    """Pieces of what is kept elsewhere too; refused where that can't be followed. What was copied to from
+    there is given back."""
     lie: dict[int, list[str]] = {}
     for name, pieces in found.pieces.items():
         for key in {storage(piece.flat) for piece in pieces}:
             lie.setdefault(key, []).append(name)
     # a loader that is run again makes them again
-    mirrors = {mirror.place: mirror for record in records for mirror in record.mirrors}
+    mirrors = list({mirror.place: mirror for record in records for mirror in record.mirrors}.values())
     by_weight: dict[int, list[Mirror]] = {}
-    for mirror in mirrors.values():
+    for mirror in mirrors:
         by_weight.setdefault(storage(mirror.weight), []).append(mirror)
+    refused = {key: _COMPUTED for record in records for key in record.computed}
     for key, some in by_weight.items():
         names = [name for name in lie.get(key, []) if name in found.pieces]
         try:
             _mirror_one(found, names, key, some)
         except Scattered as error:
-            for name in names:
-                found.refuse(name, str(error))
-    for key in {key for record in records for key in record.computed}:
+            refused.setdefault(key, str(error))
+    for key, reason in _with_sources(refused, mirrors).items():
         for name in lie.get(key, []):
-            found.refuse(name, "is also part of what the model's loader computes for another tensor")
+            found.refuse(name, reason)
+    return [mirror.live for key in refused for mirror in by_weight.get(key, [])]
+
+
+def _with_sources(refused: Mapping[int, str], mirrors: Sequence[Mirror]) -> dict[int, str]:
+    """Storage to reason, and the same for those that something in it is a copy of."""
+    found, left = dict(refused), list(refused)
+    while left:
+        key = left.pop()
+        for mirror in mirrors:
+            source = storage(mirror.weight)
+            if storage(mirror.live) == key and source not in found:
+                found[source] = found[key]
+                left.append(source)
+    return found
 
 
 def _mirror_one(found: Map, names: Sequence[str], key: int, mirrors: Sequence[Mirror]) -> None:
@@ -172,7 +188,7 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
 
     def __init__(self, forms: Mapping[str, Form], known: _Known) -> None:
         super().__init__()
-        self._known, self._origins = known, Origins(known.weights)
+        self._known, self._origins = known, Origins(known.kept)
         self.sources = {
             name: torch.empty(form.shape, dtype=DTYPES[form.dtype], device="meta")
             for name, form in forms.items()
