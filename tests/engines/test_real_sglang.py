@@ -140,10 +140,10 @@ class SGLangServer(Server):
             return Answer(0, prompt, [], [], "", began, time.monotonic(), repr(error))
 
     def order(self, door: str, body: dict[str, Any]) -> dict[str, Any]:
-        """What the hook answers while the server serves."""
+        """What the hook answers while the server serves, and the daemon may ask it something too."""
         action = ACTION + json.dumps({"door": door, "body": body})
         told: dict[str, Any] = {"status": 202}
-        while told["status"] == 202:
+        while told["status"] in (202, 503):
             told = json.loads(self._question(action))
         return told
 
@@ -156,7 +156,8 @@ class SGLangServer(Server):
         self._question(kept_beside.FLIP)
 
     def _question(self, action: str) -> str:
-        message: str = self._must("/weights_checker", {"action": action})["message"]
+        reply = self._client.post("/weights_checker", json={"action": action})
+        message: str = reply.json()["message"]
         return message
 
     def _must(self, path: str, body: dict[str, Any]) -> Any:
