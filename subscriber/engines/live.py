@@ -25,6 +25,7 @@ from weightcast.subscriber.engines.base import (
     Suspect,
 )
 from weightcast.subscriber.engines.grouped import Grouped
+from weightcast.subscriber.engines.wire import QUOTED
 
 Way = Literal["", "live", "reload"]
 Why = Literal[
@@ -65,6 +66,29 @@ class EngineLanes:
     lanes: Mapping[str, str]
     refused: Mapping[str, str]
     changed: bool
+
+
+def lanes_of(fields: Mapping[str, object]) -> EngineLanes:
+    """As the plugin's door `digest` tells them."""
+    version = fields.get("version")
+    return EngineLanes(
+        version if type(version) is int else None,
+        _texts(fields.get("lanes")),
+        _texts(fields.get("refused")),
+        fields.get("changed") is True,
+    )
+
+
+def held_of(fields: Mapping[str, object]) -> Held | None:
+    """What the plugin says that the engine holds; None where it does not know."""
+    version, root = fields.get("version"), fields.get("root")
+    if type(version) is not int or not isinstance(root, str) or len(root) > QUOTED:
+        return None
+    return Held(version, root)
+
+
+def _texts(value: object) -> dict[str, str]:
+    return {k: v for k, v in value.items() if isinstance(v, str)} if isinstance(value, dict) else {}
 
 
 class Patchable(Protocol):

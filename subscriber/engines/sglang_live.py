@@ -29,14 +29,13 @@ from weightcast.subscriber.engines.base import (
     Suspect,
     Timeouts,
 )
-from weightcast.subscriber.engines.live import EngineLanes, NotTaken, PatchFile
+from weightcast.subscriber.engines.live import EngineLanes, NotTaken, PatchFile, held_of, lanes_of
 from weightcast.subscriber.engines.sglang import SGLang
 from weightcast.subscriber.engines.wire import (
     NEVER_HANDLED,
     QUOTED,
     Reply,
     Wire,
-    texts,
 )
 
 LOADER = "weightcast_engine.sglang_hook.load"
@@ -109,7 +108,7 @@ class SGLangLive:
         doubtful = told.body.get("in_doubt") is not False
         # a label that the hook was not told is of weights that it does not know
         named = not doubtful and told.body.get("label") == facts.label
-        self._held = _held(told) if named else None
+        self._held = held_of(told.body) if named else None
         plugin, reason = told.body.get("plugin"), told.body.get("reason")
         return replace(
             facts,
@@ -210,13 +209,7 @@ class SGLangLive:
             )
         if not told.says():
             raise EngineFailed(told.text, remedy=LOG)
-        version = told.body.get("version")
-        return EngineLanes(
-            version if type(version) is int else None,
-            texts(told.body.get("lanes")),
-            texts(told.body.get("refused")),
-            told.body.get("changed") is True,
-        )
+        return lanes_of(told.body)
 
     def _beside(self, door: str, body: Mapping[str, object], seconds: float) -> _Told | None:
         """What the hook answers a server that serves, after as many steps as it takes; None where it cannot
@@ -289,11 +282,6 @@ class SGLangLive:
 
 def _order(door: str, body: Mapping[str, object]) -> str:
     return json.dumps({"door": door, "body": body}, separators=(",", ":"))
-
-
-def _held(told: _Told) -> Held | None:
-    version, root = told.body.get("version"), told.body.get("root")
-    return Held(version, root) if type(version) is int and isinstance(root, str) else None
 
 
 def named_dummy(name: str) -> str:

@@ -23,7 +23,7 @@ from weightcast.subscriber.engines.base import (
     Suspect,
     Timeouts,
 )
-from weightcast.subscriber.engines.live import EngineLanes, NotTaken, PatchFile
+from weightcast.subscriber.engines.live import EngineLanes, NotTaken, PatchFile, held_of, lanes_of
 from weightcast.subscriber.engines.wire import (
     NEVER_HANDLED,
     NO_ROUTE,
@@ -32,7 +32,6 @@ from weightcast.subscriber.engines.wire import (
     Reply,
     Wire,
     failed_reload,
-    texts,
 )
 
 DOOR = "/v1/weightcast"
@@ -74,7 +73,7 @@ class VLLMLive:
             process=reply.text_field("process"),
             paused=_truth(fields, "paused"),
             software=None if plugin is None else f"with weightcast-engine {plugin}",
-            held=None if doubtful else _held(reply),
+            held=None if doubtful else held_of(reply.fields()),
             in_doubt=doubtful,
             unpatchable=_unpatchable(reply),
         )
@@ -128,7 +127,7 @@ class VLLMLive:
         if told == (held, label):
             return "label"
         reply = self._wire.get(DOOR, self._timeouts.control).require_ok(LOG)
-        shown, found = reply.text_field("label"), _held(reply)
+        shown, found = reply.text_field("label"), held_of(reply.fields())
         doubtful = reply.fields().get("in_doubt") is not False
         if doubtful or shown != label or (held is not None and found != held):
             raise EngineFailed(
@@ -140,7 +139,7 @@ class VLLMLive:
 
     def relabel(self, label: str) -> Confirmation:
         """Labels are versions here (`aligned.label_of`)."""
-        found = _held(self._wire.get(DOOR, self._timeouts.control).require_ok(LOG))
+        found = held_of(self._wire.get(DOOR, self._timeouts.control).require_ok(LOG).fields())
         if found is None:
             raise EngineFailed(f"{self.spec.url} does not know what it holds", remedy="it is reloaded")
         held = Held(int(label), found.root)
@@ -150,14 +149,7 @@ class VLLMLive:
     def lanes(self, names: Sequence[str]) -> EngineLanes:
         order = {"tensors": list(names), "from": 0, "count": len(names)}
         reply = self._post("digest", order, self._timeouts.control).require_ok(LOG)
-        fields = reply.fields()
-        version = fields.get("version")
-        return EngineLanes(
-            version if type(version) is int else None,
-            texts(fields.get("lanes")),
-            texts(fields.get("refused")),
-            fields.get("changed") is True,
-        )
+        return lanes_of(reply.fields())
 
     def _post(self, door: str, order: Mapping[str, object], seconds: float) -> Reply:
         return _patiently(lambda left: self._wire.post(f"{DOOR}/{door}", order, left), seconds)
@@ -194,11 +186,6 @@ def _unpatchable(reply: Reply) -> str:
     if reply.fields().get("patchable") is True:
         return ""
     return reply.text_field("reason") or "the engine says that it cannot be patched"
-
-
-def _held(reply: Reply) -> Held | None:
-    version, root = reply.fields().get("version"), reply.text_field("root")
-    return None if type(version) is not int or root is None else Held(version, root)
 
 
 def _truth(fields: Mapping[str, object], key: str) -> bool | None:

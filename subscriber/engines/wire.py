@@ -166,11 +166,6 @@ def _trust(spec: Place) -> ssl.SSLContext:
     return context
 
 
-def texts(value: object) -> dict[str, str]:
-    """The texts of a reply's object, by name."""
-    return {k: v for k, v in value.items() if isinstance(v, str)} if isinstance(value, dict) else {}
-
-
 def failed_reload(failure: NotSent | NoReply) -> Intact | Suspect:
     return Intact(str(failure)) if isinstance(failure, NotSent) else Suspect(str(failure))
 

@@ -398,13 +398,17 @@ def start_patching(world: SGLangWorld) -> None:
 def require_resident(world: SGLangWorld) -> None:
     told = world.server.order("digest", {"tensors": None, "from": 0, "count": 10_000})
     newest = world.run.versions[-1]
-    tensors = {n: tensor for file in newest.glob("*.safetensors") for n, tensor in load_file(file).items()}
+    tensors = tensors_of(newest)
     assert told["refused"] == {} and told["lanes"] == {name: lanes(tensors[name]) for name in tensors}
     assert (told["version"], root_of(newest)) == (world.run.newest, world.host.status["local_root"])
 
 
+def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return {n: tensor for file in checkpoint.glob("*.safetensors") for n, tensor in load_file(file).items()}
+
+
 def root_of(checkpoint: Path) -> str:
-    given = {n: tensor for file in checkpoint.glob("*.safetensors") for n, tensor in load_file(file).items()}
+    given = tensors_of(checkpoint)
     table = open_checkpoint(checkpoint, follow_links=False).table
     return root(table, [Lanes.from_hex(lanes(given[spec.name])) for spec in table])
 
@@ -462,8 +466,7 @@ def test_latent_attention_is_patched_with_its_copies(
 
 def require_copies(world: SGLangWorld, sizes: dict[str, Any]) -> list[torch.Tensor]:
     """They are those of the newest version's weights; they are given back."""
-    newest = world.run.versions[-1]
-    given = {n: tensor for file in newest.glob("*.safetensors") for n, tensor in load_file(file).items()}
+    given = tensors_of(world.run.versions[-1])
     ranks = world.server.kept_beside(world.root / "kept")
     found: list[torch.Tensor] = []
     for layer in range(sizes["num_hidden_layers"]):

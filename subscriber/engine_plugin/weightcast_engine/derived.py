@@ -57,12 +57,15 @@ class Own:
     module: nn.Module
     attribute: str
     tensor: Tensor
+    address: int
     listed: bool
     """in a list or tuple"""
 
     @property
     def stands(self) -> bool:
-        return getattr(self.module, self.attribute, None) is self.tensor
+        """Where it lay, for as long as the module keeps it there."""
+        kept = getattr(self.module, self.attribute, None)
+        return kept is self.tensor and kept.data_ptr() == self.address
 
 
 def own_tensors(model: nn.Module) -> Iterator[Own]:
@@ -73,7 +76,7 @@ def own_tensors(model: nn.Module) -> Iterator[Own]:
                 continue
             for tensor in _tensors(value):
                 if _is_own(tensor, registered):
-                    yield Own(name, module, attribute, tensor, tensor is not value)
+                    yield Own(name, module, attribute, tensor, tensor.data_ptr(), tensor is not value)
 
 
 def private_copies(own: Iterable[Own], mirrored: Collection[int] = ()) -> Mapping[int, str]:

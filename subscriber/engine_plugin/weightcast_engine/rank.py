@@ -43,6 +43,7 @@ Order = Mapping[str, Any]
 Answer = dict[str, Any]
 Row = list[int]
 """number of the tensor, number of its piece on this rank, then sums: a, b, once or before and after"""
+NOT_ENDED = "a reload was not ended"
 _NOTHING = ("", -1, "")
 _MOST_ROWS = 128
 """of an answer: a row of a few changes takes as long as one of a thousand, and the engine waits meanwhile"""
@@ -276,7 +277,7 @@ class Rank:
         return self._look(order)
 
     def _reload(self, order: Order) -> Answer:
-        self._forget("a reload was not ended")
+        self.forget(NOT_ENDED)
         try:
             self._engine.reload()
             self._engine.synchronise()
@@ -289,24 +290,11 @@ class Rank:
     def forget(self, doubt: str | None = None) -> None:
         """Somebody else loads weights: what they are then, only `hold` can say. `doubt`: None leaves what
         there was."""
-        self._forget(self._doubt if doubt is None else doubt)
-
-    def _forget(self, doubt: str) -> None:
-        self._doubt, self._changes = doubt, self._changes + 1
+        self._doubt = self._doubt if doubt is None else doubt
+        self._changes += 1
         self._held = self._label = self._undo = self._stage = None
         self._work, self._update = iter(()), Update()
         self._residence.forget()
-
-
-class _Mirrored:
-    """A tensor beside the weights that patches write, for as long as the model keeps it there."""
-
-    def __init__(self, own: Own) -> None:
-        self._own, self.address = own, own.tensor.data_ptr()
-
-    @property
-    def stands(self) -> bool:
-        return self._own.stands and self._own.tensor.data_ptr() == self.address
 
 
 class _Residence:
@@ -319,7 +307,7 @@ class _Residence:
     def forget(self) -> None:
         self._map: Map | None = None
         self._places: Sequence[Place] = ()
-        self._mirrors: Sequence[_Mirrored] = ()
+        self._mirrors: Sequence[Own] = ()
         self.forms: Mapping[str, Form] = {}
         self.print = ""
 
@@ -332,9 +320,9 @@ class _Residence:
         if self._map is None or places != self._places or not all(one.stands for one in self._mirrors):
             self.forget()
             self.forms = checkpoint_forms(self._engine.directory)
-            self._map, self._places = _mapped(self._engine, self.forms), places
-            own = own_tensors(self._engine.model)
-            self._mirrors = [_Mirrored(one) for one in own if storage(one.tensor) in self._map.mirrored]
+            self._map, own = _mapped(self._engine, self.forms)
+            self._places = places
+            self._mirrors = [one for one in own if storage(one.tensor) in self._map.mirrored]
             known = (self._process, places, [one.address for one in self._mirrors])
             self.print = hashlib.sha256(repr(known).encode()).hexdigest()
         return self._map
@@ -365,14 +353,16 @@ class _Residence:
             raise BadPatch(f"{change.name} {reason}", tensor=change.name, remedy=RELOAD)
 
 
-def _mapped(engine: Engine, forms: Mapping[str, Form]) -> Map:
+def _mapped(engine: Engine, forms: Mapping[str, Form]) -> tuple[Map, Sequence[Own]]:
+    """And what the modules keep beside their weights."""
     with engine.at_rest():
         load: Any = engine.model.load_weights
         live = [tensor for _, tensor in live_tensors(engine.model)]
         found = trace(load, forms, live, [own.tensor for own in own_tensors(engine.model)])
     # asked again: a loader may have made others
+    own = list(own_tensors(engine.model))
     stored = {
-        **private_copies(own_tensors(engine.model), found.mirrored),
+        **private_copies(own, found.mirrored),
         **unloaded(engine.model, found.reached | found.mirrored),
         **engine.refusals(),
     }
@@ -384,4 +374,4 @@ def _mapped(engine: Engine, forms: Mapping[str, Form]) -> Map:
             on_whole_words(key, forms[name].per_word, forms[name].elements) for key in found.keys(name)
         ):
             found.refuse(name, "has slices that share an 8-byte word of its digest")
-    return found
+    return found, own

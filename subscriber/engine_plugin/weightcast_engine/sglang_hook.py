@@ -32,7 +32,7 @@ from weightcast_engine import doors, strict
 from weightcast_engine.front import Front
 from weightcast_engine.patch_file import LIMIT
 from weightcast_engine.piece import storage
-from weightcast_engine.rank import Answer, Order, Rank
+from weightcast_engine.rank import NOT_ENDED, Answer, Order, Rank
 from weightcast_engine.refusals import BadPatch
 from weightcast_engine.steps import Steps, at_once, end_of_step
 
@@ -115,7 +115,7 @@ def around_reload(original: Callable[..., Any], updater: Any, *arguments: Any, *
     part = _parts.get(updater.get_model())
     if part is None:
         return original(updater, *arguments, **named)
-    part.forget("a reload was not ended")
+    part.forget(NOT_ENDED)
     result = original(updater, *arguments, **named)
     if result[0]:
         part.forget("")
@@ -150,7 +150,7 @@ class _Part:
     def in_pause(self, text: str) -> doors.Reply:
         """What was under way beside the engine makes room."""
         try:
-            acting = self._begun(text, _PAUSED)
+            _, acting = self._begun(text, _PAUSED)
         except ValueError as error:
             return _not_an_order(error)
         self._steps.give_up()
@@ -159,11 +159,11 @@ class _Part:
 
     def beside(self, text: str) -> doors.Reply:
         try:
-            acting = self._begun(text, _SERVING)
+            door, acting = self._begun(text, _SERVING)
         except ValueError as error:
             return _not_an_order(error)
         self._controls.is_paused, self._controls.spent = False, 0.0
-        if json.loads(text)["door"] == "look":
+        if door == "look":
             return at_once(acting())
         if self._steps.order not in ("", text) and not self._is_abandoned():
             return 503, {"error": "another order is being carried out", "remedy": "send one at a time"}
@@ -178,8 +178,11 @@ class _Part:
         told: Sequence[bool] = self._group.all_gather_object(time.monotonic() - self._stepped > ABANDONED)
         return told[0]
 
-    def _begun(self, text: str, served: frozenset[str]) -> Callable[[], Coroutine[Any, Any, doors.Reply]]:
-        """Raises ValueError for what is no order that is served now."""
+    def _begun(
+        self, text: str, served: frozenset[str]
+    ) -> tuple[str, Callable[[], Coroutine[Any, Any, doors.Reply]]]:
+        """The order's door, and what carries it out. Raises ValueError for what is no order that is served
+        now."""
         if len(text) > doors.BODY_LIMIT:
             raise ValueError(f"more than {doors.BODY_LIMIT} characters")
         order = strict.members(strict.json_object(text.encode()), {"door", "body"}, "order")
@@ -187,8 +190,8 @@ class _Part:
         if door not in served:
             raise ValueError(f"no door {door[:40]!r}; doors: {', '.join(sorted(served))}")
         if door == "look":
-            return lambda: doors.look(self._front)
-        return lambda: doors.order(self._front, door, json.dumps(order["body"]).encode())
+            return door, lambda: doors.look(self._front)
+        return door, lambda: doors.order(self._front, door, json.dumps(order["body"]).encode())
 
 
 def _not_an_order(error: ValueError) -> doors.Reply:

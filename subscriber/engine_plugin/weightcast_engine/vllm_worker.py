@@ -18,7 +18,7 @@ import torch
 
 from weightcast_engine.patch_file import LIMIT
 from weightcast_engine.piece import storage
-from weightcast_engine.rank import Answer, Order, Rank
+from weightcast_engine.rank import NOT_ENDED, Answer, Order, Rank
 from weightcast_engine.words import misplaced
 
 METHOD = "weightcast"
@@ -63,7 +63,7 @@ def _watch(worker: Any, rank: Rank) -> None:
 def _watched(original: Callable[..., Any], rank: Rank, *, whole: bool) -> Callable[..., Any]:
     @functools.wraps(original)
     def load(*arguments: Any, **named: Any) -> Any:
-        rank.forget("a reload was not ended" if whole else None)
+        rank.forget(NOT_ENDED if whole else None)
         result = original(*arguments, **named)
         if whole:
             rank.forget("")
