@@ -33,6 +33,8 @@ SYNTAX = (
     "; kinds: sglang, vllm, webhook"
 )
 MOST_SECONDS = 86400.0
+QUOTED = 300
+"""characters of a reply that an error message repeats"""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@\[\]-]{0,99}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 

@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 from weightcast.shared.errors import EngineFailed
 from weightcast.shared.failpoints import failpoint
 from weightcast.subscriber.engines.base import (
+    QUOTED,
     Confirmation,
     Done,
     Engine,
@@ -25,7 +26,6 @@ from weightcast.subscriber.engines.base import (
     Suspect,
 )
 from weightcast.subscriber.engines.grouped import Grouped
-from weightcast.subscriber.engines.wire import QUOTED
 
 Way = Literal["", "live", "reload"]
 Why = Literal[

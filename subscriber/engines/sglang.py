@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weightcast.shared.errors import EngineFailed
 from weightcast.subscriber.engines.base import (
+    QUOTED,
     Confirmation,
     Done,
     EngineFacts,
@@ -17,7 +18,6 @@ from weightcast.subscriber.engines.base import (
 from weightcast.subscriber.engines.wire import (
     NEVER_HANDLED,
     NO_ROUTE,
-    QUOTED,
     NoReply,
     NotSent,
     Reply,

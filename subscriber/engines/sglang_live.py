@@ -19,6 +19,7 @@ import httpx
 
 from weightcast.shared.errors import EngineFailed
 from weightcast.subscriber.engines.base import (
+    QUOTED,
     Confirmation,
     Done,
     EngineFacts,
@@ -33,7 +34,6 @@ from weightcast.subscriber.engines.live import EngineLanes, NotTaken, PatchFile,
 from weightcast.subscriber.engines.sglang import SGLang
 from weightcast.subscriber.engines.wire import (
     NEVER_HANDLED,
-    QUOTED,
     Reply,
     Wire,
 )

@@ -17,12 +17,10 @@ import httpx
 
 from weightcast.shared.errors import DamagedFile, EngineFailed
 from weightcast.shared.files.strict_json import parse_object
-from weightcast.subscriber.engines.base import BadEngineOption, Intact, Suspect, Timeouts
+from weightcast.subscriber.engines.base import QUOTED, BadEngineOption, Intact, Suspect, Timeouts
 
 REPLY_LIMIT = 4 << 20
 """bytes; the largest honest reply is a page of metrics"""
-QUOTED = 300
-"""characters of a reply that an error message repeats"""
 
 NO_ROUTE = frozenset({404, 405})
 NEVER_HANDLED = frozenset({401, 403}) | NO_ROUTE
