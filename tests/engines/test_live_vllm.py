@@ -310,11 +310,7 @@ def test_packed_experts_are_refused_by_name_and_the_rest_is_patched(
         status, told = server.post("check", file=world.write(world.next_tensors()))
         assert (status, told["remedy"]) == (422, "reload this version from disk")
         assert told["tensor"] in refused
-        reload_from_disk(world)
-        require_same(server.ask(LONG), patched)
-        if FULL:
-            server.restart()
-            require_same(server.ask(LONG), patched)
+        require_same_from_disk(world, patched)
 
 
 def test_latent_attention_is_patched_where_its_parts_are_views(
@@ -327,11 +323,7 @@ def test_latent_attention_is_patched_where_its_parts_are_views(
         world = LiveWorld(server, judge, tmp_path)
         assert server.state()["refused"] == {} and any("kv_b_proj" in name for name in world.tensors)
         patched = patched_otherwise(world, [])
-        reload_from_disk(world)
-        require_same(server.ask(LONG), patched)
-        if FULL:
-            server.restart()
-            require_same(server.ask(LONG), patched)
+        require_same_from_disk(world, patched)
 
 
 @pytest.mark.skipif(
@@ -372,6 +364,15 @@ def reload_from_disk(world: LiveWorld) -> None:
     world.server.must("reload", label="again")
     world.server.must("resume")
     world.server.must("holds", version=world.version, root=root(world.version), label="again")
+
+
+def require_same_from_disk(world: LiveWorld, patched: Answer) -> None:
+    """What was patched is what a reload brings, and a start."""
+    reload_from_disk(world)
+    require_same(world.server.ask(LONG), patched)
+    if FULL:
+        world.server.restart()
+        require_same(world.server.ask(LONG), patched)
 
 
 def require_refused_as_quantised(server: LiveServer) -> None:
