@@ -205,10 +205,14 @@ def test_weights_of_which_a_module_keeps_a_copy_are_refused(tmp_path: Path, regi
         def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
             for name, tensor in weights:
                 getattr(self, name).weight.data.copy_(tensor)
+
+        def loaded(self) -> None:
             made = self.up.weight.data.t().contiguous()
             self.attention.W_UV = nn.Parameter(made, requires_grad=False) if registered else made
 
-    host = ToyHost([Latent()], {"up": W, "out": W}, tmp_path)
+    model = Latent()
+    host = ToyHost([model], {"up": W, "out": W}, tmp_path)
+    model.loaded()
     refused = host.run("state")["refused"]
     assert list(refused) == ["up"] and "attention computes with" in refused["up"] and "W_UV" in refused["up"]
 

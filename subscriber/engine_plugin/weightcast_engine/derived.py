@@ -92,18 +92,25 @@ def private_copies(own: Iterable[Own], mirrored: Collection[int] = ()) -> Mappin
     return found
 
 
+def late_copies(model: nn.Module, known: Iterable[Own]) -> Mapping[int, str]:
+    """As `private_copies`, of those that came after `known` was listed, such as in a first forward."""
+    before = {(one.name, one.attribute) for one in known}
+    return private_copies(one for one in own_tensors(model) if (one.name, one.attribute) not in before)
+
+
 def unloaded(model: nn.Module, reached: Collection[int]) -> Mapping[int, str]:
     """Storage to reason: weights of modules with a registered weight that no loader fills. It may be made of
-    the others when a model is loaded, and would stay as it is when they are patched. `reached`: the storages
-    that the loader puts anything into."""
+    the others when a model is loaded, and would stay as it is when they are patched. A buffer is taken to be
+    made of its own module's parameters only. `reached`: the storages that the loader puts anything into."""
     found = dict[int, str]()
     for name, module in model.named_modules():
-        for own, weight in module.named_parameters(recurse=False):
-            if _is_own(weight, reached):
-                reason = (
-                    f"{name or 'the model'} computes with {own}, which is not loaded but may be made of it"
-                )
-                found |= {storage(other): reason for other in module.parameters()}
+        for recurse, registered in ((True, module._parameters), (False, module._buffers)):
+            for own, weight in registered.items():
+                if weight is not None and _is_own(weight, reached):
+                    where = name or "the model"
+                    reason = f"{where} computes with {own}, which is not loaded but may be made of it"
+                    others = module.parameters(recurse=recurse)
+                    found |= {storage(other): reason for other in others}
     return found
 
 

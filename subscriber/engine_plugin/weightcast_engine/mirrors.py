@@ -8,6 +8,7 @@ elements there, and both must always be equal. A weight of which anything else i
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -80,6 +81,21 @@ class Origins:
         if made_of:
             self._made_of[key] = made_of
 
+    def outlived(self, kept: Collection[int]) -> frozenset[int]:
+        """Weights of which something was computed that lives on when all is done, in none of the storages
+        `kept`."""
+        self._copies.clear()
+        if not self._lasting(kept):
+            return frozenset()
+        gc.collect()  # what only refers to itself is nobody's
+        return frozenset[int]().union(*self._lasting(kept))
+
+    def _lasting(self, kept: Collection[int]) -> list[frozenset[int]]:
+        made = {key: made_of for key, made_of in self._made_of.items() if key not in kept}
+        if not made:
+            return []
+        return [made[key] for key in map(storage, living_tensors()) if key in made]
+
     def _forget(self, key: int) -> None:
         self._made_of.pop(key, None)
         self._copies.pop(key, None)
@@ -96,6 +112,18 @@ class Origins:
             return None
         found = _through(view_of(tensor), view_of(copy), view_of(original))
         return None if found is None else (original, found)
+
+
+def living_tensors() -> list[Tensor]:
+    """Of this process. Engines hide what they were started with from the collector."""
+    frozen = gc.get_freeze_count()
+    if frozen:
+        gc.unfreeze()
+    try:
+        return [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+    finally:
+        if frozen:
+            gc.freeze()
 
 
 def _same_form(one: Tensor, other: Tensor) -> bool:

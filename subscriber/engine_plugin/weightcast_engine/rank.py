@@ -25,12 +25,15 @@ from weightcast_engine.blocks import on_whole_words
 from weightcast_engine.derived import (
     Own,
     Place,
+    late_copies,
     live_tensors,
     own_tensors,
     places_of,
     private_copies,
     unloaded,
 )
+from weightcast_engine.guard import unchanged
+from weightcast_engine.kept import copies_kept
 from weightcast_engine.live_words import Update, resident
 from weightcast_engine.patch_file import Change, Patch, Stand
 from weightcast_engine.piece import storage
@@ -120,13 +123,16 @@ class Rank:
         try:
             with torch.no_grad():
                 return {"status": 200, **self._orders[order["do"]](order)}
+        except InDoubt as doubt:
+            self._doubt = self._doubt or doubt.message
+            return doubt.told()
         except Refusal as refusal:
             return refusal.told()
         except Exception as error:  # an order must not end the engine
             return InDoubt(f"{type(error).__name__}: {error}"[:500]).told()
 
     def _hindrance(self) -> str | None:
-        return self._engine.hindrance() or self._engine.misplaced(self._patches)
+        return self._residence.barred or self._engine.hindrance() or self._engine.misplaced(self._patches)
 
     def _look(self, order: Order) -> Answer:
         held = self._held
@@ -196,8 +202,9 @@ class Rank:
         """Begins the sums over the touched words, before and after, and the update. Nothing is written."""
         patch, found = self._patch(order), self._residence.current()
         update = self._update = Update()
+        late = self._residence.late()
         for change in patch.changes:
-            self._residence.require(change, found)
+            self._residence.require(change, found, late)
 
         def work() -> Iterator[tuple[int, Row]]:
             for number, change in enumerate(patch.changes):
@@ -302,11 +309,14 @@ class _Residence:
 
     def __init__(self, engine: Engine, process: str, hindrance: Callable[[], str | None]) -> None:
         self._engine, self._process, self._hindrance = engine, process, hindrance
+        self.barred = ""
+        """why this model is never traced again"""
         self.forget()
 
     def forget(self) -> None:
         self._map: Map | None = None
         self._places: Sequence[Place] = ()
+        self._own: Sequence[Own] = ()
         self._mirrors: Sequence[Own] = ()
         self.forms: Mapping[str, Form] = {}
         self.print = ""
@@ -320,9 +330,13 @@ class _Residence:
         if self._map is None or places != self._places or not all(one.stands for one in self._mirrors):
             self.forget()
             self.forms = checkpoint_forms(self._engine.directory)
-            self._map, own = _mapped(self._engine, self.forms)
+            try:
+                self._map, self._own = _mapped(self._engine, self.forms)
+            except InDoubt as doubt:
+                self.barred = doubt.message
+                raise
             self._places = places
-            self._mirrors = [one for one in own if storage(one.tensor) in self._map.mirrored]
+            self._mirrors = [one for one in self._own if storage(one.tensor) in self._map.mirrored]
             known = (self._process, places, [one.address for one in self._mirrors])
             self.print = hashlib.sha256(repr(known).encode()).hexdigest()
         return self._map
@@ -339,9 +353,17 @@ class _Residence:
             "refused": found.refused,
         }
 
-    def require(self, change: Change, found: Map) -> None:
+    def late(self) -> Mapping[int, str]:
+        """Storage to reason: what can't be patched any more, since the model keeps something that may be made
+        of it and that was not there when the map was made."""
+        return late_copies(self._engine.model, self._own)
+
+    def require(self, change: Change, found: Map, late: Mapping[int, str]) -> None:
         """Raises BadPatch for a tensor that can't be patched here. `found`: the current map."""
         form, reason = self.forms.get(change.name), found.refused.get(change.name)
+        if late and reason is None:
+            lies = [storage(piece.flat) for piece in found.pieces.get(change.name, ())]
+            reason = next((late[key] for key in lies if key in late), None)
         if form is None:
             reason = f"{self._engine.directory} has no such tensor"
         elif form != change.form:
@@ -354,8 +376,8 @@ class _Residence:
 
 
 def _mapped(engine: Engine, forms: Mapping[str, Form]) -> tuple[Map, Sequence[Own]]:
-    """And what the modules keep beside their weights."""
-    with engine.at_rest():
+    """And what the modules keep beside their weights. Raises InDoubt."""
+    with engine.at_rest(), unchanged(engine.model):
         load: Any = engine.model.load_weights
         live = [tensor for _, tensor in live_tensors(engine.model)]
         found = trace(load, forms, live, [own.tensor for own in own_tensors(engine.model)])
@@ -364,6 +386,7 @@ def _mapped(engine: Engine, forms: Mapping[str, Form]) -> tuple[Map, Sequence[Ow
     stored = {
         **private_copies(own, found.mirrored),
         **unloaded(engine.model, found.reached | found.mirrored),
+        **copies_kept(engine.model, found.reached, found.mirrored),
         **engine.refusals(),
     }
     for name, pieces in list(found.pieces.items()):

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from weightcast_engine.blocks import Key, Scattered, View, blocks_of, disjoint
+from weightcast_engine.guard import Unseen, no_threads
 from weightcast_engine.mirrors import Mirror, Origins, is_whole, with_mirrors
 from weightcast_engine.piece import Piece, flat_of, storage, view_of
 from weightcast_engine.words import DTYPES, Form
@@ -27,6 +28,13 @@ Loader = Callable[[Iterable[tuple[str, Tensor]]], object]
 MOST_RUNS = 400
 """of a loader that fails, to find the tensors that it fails for"""
 _COMPUTED = "is also part of what the model's loader computes for another tensor"
+_LEAVES_TORCH = frozenset(
+    {
+        *("item", "tolist", "numpy", "__array__", "__float__", "__int__", "__complex__"),
+        *("untyped_storage", "storage", "_typed_storage"),
+    }
+)
+"""calls that make of a tensor what can be followed no further"""
 _SAME = frozenset({"to", "cpu", "cuda", "type_as", "contiguous", "clone"})
 """calls that change where a tensor lies, and no value unless a dtype is asked for"""
 
@@ -62,6 +70,7 @@ def trace(load: Loader, forms: Mapping[str, Form], live: Iterable[Tensor], own: 
             _find(found, name, records, weights)
         filled = [place for record in records for place in record.filled]
         filled += _mirror(found, records)
+        filled += _refused_places(found, records, weights)
         found.reached |= {storage(place) for place in filled}
     _refuse_shared_places(found, filled)
     return found
@@ -101,6 +110,18 @@ def _pieces(copy: _Copy) -> Iterator[Piece]:
     flat = flat_of(copy.live)
     for block in blocks_of(copy.source, view_of(copy.live)):
         yield Piece(flat, block)
+
+
+def _refused_places(found: Map, records: Iterable[_Record], weights: Collection[int]) -> list[Tensor]:
+    """Where the loader puts tensors that are refused: what else lies there is not theirs alone."""
+    copies = [
+        copy
+        for record in records
+        for name, own in record.copies.items()
+        if name not in found.pieces
+        for copy in own
+    ]
+    return [copy.live for copy in copies if storage(copy.live) in weights]
 
 
 def _mirror(found: Map, records: Sequence[_Record]) -> list[Tensor]:
@@ -156,35 +177,55 @@ def _mirror_one(found: Map, names: Sequence[str], key: int, mirrors: Sequence[Mi
 
 
 class _Runs:
-    """A loader that raises is run again over halves, until the tensors are alone that it raises for."""
+    """A loader that raises is run again over halves, until the tensors are alone that it raises for; then
+    over all others at once, for it may do something only when several have come."""
 
     def __init__(self, load: Loader, forms: Mapping[str, Form], known: _Known) -> None:
         self._load, self._forms, self._known, self._left = load, forms, known, MOST_RUNS
 
     def all(self) -> list[_Record]:
-        return list(self._run(list(self._forms)))
+        names = list(self._forms)
+        whole, failed = self._run(names), list[_Record]()
+        if whole.failure is not None:
+            failed = list(self._failed(whole, names))
+            refused = {name for record in failed for name in record.sources}
+            whole = self._run([name for name in names if name not in refused])
+        for record in (*failed, whole):
+            if record.failure is not None:
+                reason = f"is not taken by the model's loader: {record.failure}"
+                record.refuse(record.sources, reason[:240])
+        whole.ended()
+        return [*failed, whole]
 
-    def _run(self, names: list[str]) -> Iterator[_Record]:
+    def _failed(self, record: _Record, names: list[str]) -> Iterator[_Record]:
+        """`record`: of the run over these names, which failed."""
+        if len(names) == 1 or self._left <= 0 or record.is_hopeless:
+            yield record
+            return
+        for half in (names[: len(names) // 2], names[len(names) // 2 :]):
+            record = self._run(half)
+            if record.failure is not None:
+                yield from self._failed(record, half)
+
+    def _run(self, names: list[str]) -> _Record:
         self._left -= 1
         record = _Record({name: self._forms[name] for name in names}, self._known)
         try:
-            with record:
+            with no_threads(), record:
                 self._load(iter([(name, record.sources[name]) for name in names]))
         except Exception as error:  # a loader may raise anything
-            if len(names) == 1 or self._left <= 0:
-                record.refuse(
-                    names, f"is not taken by the model's loader: {type(error).__name__}: {error}"[:200]
-                )
-                yield record
-            else:
-                for half in (names[: len(names) // 2], names[len(names) // 2 :]):
-                    yield from self._run(half)
-        else:
-            yield record
+            record.failure = f"{type(error).__name__}: {error}"
+            record.is_hopeless = isinstance(error, Unseen)
+        return record
 
 
 class _Record(TorchFunctionMode):  # type: ignore[misc]
     """What one run of a loader would do."""
+
+    failure: str | None = None
+    """what the loader raised"""
+    is_hopeless = False
+    """it does so whatever it loads"""
 
     def __init__(self, forms: Mapping[str, Form], known: _Known) -> None:
         super().__init__()
@@ -208,23 +249,34 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
         for name in names:
             self.refused.setdefault(name, reason)
 
+    def ended(self) -> None:
+        """The loader is done: what it computed from weights and still lives is kept by somebody."""
+        self.computed |= self._origins.outlived(self._known.kept)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if func is Tensor.copy_:
             return self._copied(*args[:2])
         tensors = list(_tensors((args, kwargs)))
-        if _writes(name, kwargs) and tensors:
-            return self._written(name, tensors, func, args, kwargs)
+        written = list(_written_by(func, name, tensors, kwargs))
+        if written:
+            return self._written(name, written, func, args, kwargs)
+        if name in _LEAVES_TORCH:
+            # what becomes of a number nobody sees; and numpy would write into live memory
+            self.computed |= self._origins.of(tensors)
+            return func(args[0].clone(), *args[1:], **kwargs)
         names = self._names(tensors)
-        if not names:
-            return self._computed(name, tensors, func(*args, **kwargs))
-        if name in _SAME and _keeps_dtype(args, kwargs):
+        if names and name in _SAME and _keeps_dtype(args, kwargs):
             return args[0]
-        return self._looked(func(*args, **kwargs), names)
+        result = func(*args, **kwargs)
+        if tensors:
+            self._origins.made(name, tensors, _tensors(result))
+        return self._looked(result, names) if names else result
 
     def _copied(self, live: Tensor, source: Tensor) -> Tensor:
         if live.device.type == "meta":
+            self._origins.changed(live, [source])
             self._derive(live, self._names([live, source]))
             return live
         name = self._whole.get(storage(source)) if source.device.type == "meta" else None
@@ -232,24 +284,18 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
             self._unknown(live, source)
         elif live.dtype != source.dtype:
             self.refuse([name], f"is converted from {source.dtype} to {live.dtype}")
+            self._fill(live, [])
         elif live.shape != source.shape:
             self.refuse([name], f"is spread from {tuple(source.shape)} to {tuple(live.shape)}")
+            self._fill(live, [])
         else:
             self.copies.setdefault(name, []).append(_Copy(live, view_of(source)))
         return live
 
-    def _computed(self, call: str, given: Sequence[Tensor], result: Any) -> Any:
-        """From nothing that is loaded."""
-        if given:
-            self._origins.made(call, given, _tensors(result))
-        return result
-
     def _unknown(self, live: Tensor, source: Tensor) -> None:
         names = self._names([source])
         self.refuse(names, "is not loaded itself, but what is computed from it")
-        if names:
-            return
-        seen = self._origins.seen_through(source)
+        seen = None if names else self._origins.seen_through(source)
         if seen is None or live.dtype != source.dtype or live.shape != source.shape:
             self._fill(live, [source])
         elif storage(live) not in self._known.kept:
@@ -259,21 +305,27 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
 
     def _fill(self, live: Tensor, others: Sequence[Tensor]) -> None:
         """With what is no checkpoint's tensor, but may be made of the weights in `others`."""
-        self.filled.append(live)
         if storage(live) in self._known.kept:
+            self.filled.append(live)
             self.computed |= self._origins.of(others) - {storage(live)}
         else:
             self._origins.changed(live, others)
 
-    def _written(self, name: str, tensors: list[Tensor], func: Any, args: Any, kwargs: Any) -> Any:
-        """A call that would change its first tensor."""
-        first, names = tensors[0], self._names(tensors)
+    def _written(self, name: str, written: Sequence[Tensor], func: Any, args: Any, kwargs: Any) -> Any:
+        """A call that would change these of its tensors."""
+        tensors = list(_tensors((args, kwargs)))
+        names = self._names(tensors)
         if all(tensor.device.type == "meta" for tensor in tensors):
-            self._derive(first, names)
+            for one in written:
+                self._origins.changed(one, tensors)
+                self._derive(one, names)
             return self._looked(func(*args, **kwargs), names)
         self.refuse(names, f"is put in its place by {name}, and not by a plain copy")
-        self._fill(first, [tensor for tensor in tensors[1:] if tensor.device.type != "meta"])
-        return None if name.startswith("__set") else first
+        for one in written:
+            self._fill(one, [tensor for tensor in tensors if tensor is not one])
+        if kwargs.get("out") is not None:
+            return kwargs["out"]
+        return None if name.startswith("__set") else written[0]
 
     def _names(self, tensors: Iterable[Tensor]) -> set[str]:
         """Of the checkpoint's tensors that these are made of."""
@@ -311,8 +363,23 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(list(value.values()))
 
 
-def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
-    if kwargs.get("out") is not None or name in ("__set__", "__setitem__", "__delitem__"):
+def _written_by(
+    func: Any, name: str, tensors: Sequence[Tensor], kwargs: Mapping[str, Any]
+) -> Iterable[Tensor]:
+    """Those of the tensors of a call that it may change. An operator says by its schema that it does; which
+    of them is not asked."""
+    if kwargs.get("out") is not None:
+        return _tensors(kwargs["out"])
+    forms = [func] if isinstance(func, torch._ops.OpOverload) else []
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        forms = [getattr(func, form) for form in func.overloads()]
+    if forms:
+        return tensors if any(form._schema.is_mutable for form in forms) else ()
+    return tensors[:1] if _writes(name) else ()
+
+
+def _writes(name: str) -> bool:
+    if name in ("__set__", "__setitem__", "__delitem__"):
         return True
     if name.startswith("__"):
         return name.startswith("__i") and name not in (
