@@ -3,7 +3,7 @@
 `/weights_checker` passes a question on to all ranks between two steps of a server that serves: there a patch
 is checked, its memory is read, and it is asked what it holds, a step at a time. Patches are applied through
 the door for tensors, in the pause; an order is the *name* of a tensor there, and the tensor is a dummy. A
-hook that knows nothing of questions checks in the pause too.
+server that does not answer questions, or of a kind whose ranks do not all hear them, is loaded from disk.
 """
 
 from __future__ import annotations
@@ -68,6 +68,10 @@ class _Told:
         return self.status in UNTOUCHED or self.body.get("state") == "rolled-back"
 
 
+class _NoHook(EngineFailed):
+    """The server has answered by itself."""
+
+
 class SGLangLive:
     def __init__(self, spec: EngineSpec, wire: Wire, timeouts: Timeouts) -> None:
         self.spec = spec
@@ -77,12 +81,12 @@ class SGLangLive:
         self._held: Held | None = None
         """told or patched by this process; the hook compares it with what it has, at every patch"""
         self._process: str | None = None
-        self._answers: bool | None = None
-        """whether the hook answers while the server serves; None: not asked yet"""
+        self._unfit: str | None = None
+        """why this process takes no orders; empty: it does; None: not known of it yet"""
         self._checked = ""
         """the patch that it has checked so"""
-        self._ranks: int | None = None
-        """tensor-parallel ones: each takes its own copy of an order. None: not known of this process"""
+        self._ranks = 1
+        """tensor-parallel ones: each takes its own copy of an order"""
 
     def close(self) -> None:
         self._plain.close()
@@ -92,14 +96,11 @@ class SGLangLive:
         if not facts.reachable:
             return facts
         if self._process != facts.process:
-            self._process, self._held, self._answers, self._checked = facts.process, None, None, ""
-            self._ranks = None
+            self._process, self._held, self._unfit, self._checked = facts.process, None, None, ""
         try:
             told = self._beside("look", {}, self._timeouts.probe)
-        except EngineFailed:  # in a long step of its own
-            told = None
-        if told is None:
-            return replace(facts, held=self._held)
+        except EngineFailed:  # in a long step of its own, or unfit
+            return replace(facts, held=self._held, unpatchable=(self._unfit or "")[:QUOTED])
         if not told.says():
             return replace(facts, reachable=False, hindrance=told.text)
         return self._with_told(facts, told)
@@ -126,10 +127,9 @@ class SGLangLive:
         self._plain.resume()
 
     def relabel(self, label: str) -> Confirmation:
-        """A hook that cannot be asked is not told: then the version after this one is loaded from disk."""
         held, self._held = self._held, None
         confirmed = self._plain.relabel(label)
-        if held is not None and self._answers:
+        if held is not None:
             self.hold(Held(int(label), held.root), label)
         return confirmed
 
@@ -139,33 +139,25 @@ class SGLangLive:
 
     def hold(self, held: Held, label: str) -> None:
         order = {"version": held.version, "root": held.root, "label": label}
-        told = self._beside("holds", order, self._timeouts.control) or self._in_session("holds", order)
+        told = self._beside("holds", order, self._timeouts.control)
         if not told.says():
             raise EngineFailed(told.text, remedy=INSTALL)
         self._held = held
 
-    def _in_session(self, door: str, order: Mapping[str, object]) -> _Told:
-        self._begin()
-        try:
-            return self._ask(door, order)
-        finally:
-            self._end()
-
     def check(self, patch: PatchFile) -> None:
-        """Where the hook cannot be asked now: in the pause, by `apply`."""
         self._checked = ""
         try:
             told = self._beside("check", {"file": patch.name}, self._timeouts.reload)
         except EngineFailed as failure:
             raise NotTaken(failure.message, remedy=failure.remedy) from failure
-        if told is None:
-            return
         if not told.says(changes=patch.changes):
             raise NotTaken(told.text, remedy=LOG)
         self._checked = patch.name
 
     def apply(self, patch: PatchFile, label: str) -> ReloadOutcome:
         self._held = None
+        if self._checked != patch.name:
+            return Intact(f"{patch.name} was not checked")
         try:
             self._begin()
         except EngineFailed as failure:
@@ -182,10 +174,6 @@ class SGLangLive:
         return outcome
 
     def _apply(self, patch: PatchFile, label: str) -> ReloadOutcome:
-        if self._checked != patch.name:
-            told = self._ask("check", {"file": patch.name})
-            if not told.says(changes=patch.changes):
-                return Intact(told.text) if told.status else Suspect(told.text)
         told = self._ask("apply", {"file": patch.name, "label": label}, label)
         if told.untouched:
             return Intact(told.text)
@@ -202,25 +190,20 @@ class SGLangLive:
     def lanes(self, names: Sequence[str]) -> EngineLanes:
         order = {"tensors": list(names), "from": 0, "count": len(names)}
         told = self._beside("digest", order, self._timeouts.control)
-        if told is None:
-            raise EngineFailed(
-                f"{self.spec.url}: this SGLang's memory cannot be read while it serves",
-                remedy="its reloads from disk are proven; see docs/engines.md",
-            )
         if not told.says():
             raise EngineFailed(told.text, remedy=LOG)
         return lanes_of(told.body)
 
-    def _beside(self, door: str, body: Mapping[str, object], seconds: float) -> _Told | None:
-        """What the hook answers a server that serves, after as many steps as it takes; None where it cannot
-        be asked. Raises EngineFailed for a server that does not answer."""
-        if self._answers is None:
-            self._answers = self._takes_orders() and self._question("look", {}, seconds) is not None
-        if not self._answers:
-            return None
+    def _beside(self, door: str, body: Mapping[str, object], seconds: float) -> _Told:
+        """What the hook answers a server that serves, after as many steps as it takes. Raises EngineFailed
+        for a server that does not answer, or takes no orders."""
+        if self._unfit is None:
+            self._unfit = self._look_at_server() or self._hook_missing(seconds)
+        if self._unfit:
+            raise EngineFailed(f"{self.spec.url}: {self._unfit}", remedy=INSTALL)
         deadline = time.monotonic() + seconds
         told = self._question(door, body, seconds)
-        while told is not None and told.status in (_MORE, _BUSY):
+        while told.status in (_MORE, _BUSY):
             left = deadline - time.monotonic()
             if left <= 0:
                 raise EngineFailed(f"{self.spec.url} did not end {door} in {seconds:g} s", remedy=LOG)
@@ -229,46 +212,48 @@ class SGLangLive:
             told = self._question(door, body, left)
         return told
 
-    def _question(self, door: str, body: Mapping[str, object], seconds: float) -> _Told | None:
+    def _question(self, door: str, body: Mapping[str, object], seconds: float) -> _Told:
         question = {"action": ACTION + _order(door, body)}
-        told = _told(self._wire.post("/weights_checker", question, seconds))
-        return None if told.body == {} else told
+        reply = self._wire.post("/weights_checker", question, seconds)
+        told = _told(reply)
+        if not told.body:
+            kind = EngineFailed if httpx.codes.is_server_error(reply.status) else _NoHook
+            raise kind(f"weightcast-engine does not answer: {told.text}", remedy=INSTALL)
+        return told
 
-    def _takes_orders(self) -> bool:
-        reply = self._server_info()
-        try:
-            self._ranks = self._require_loader(reply)
-        except EngineFailed:
-            return False
-        return True
-
-    def _server_info(self) -> Reply:
-        return self._wire.get("/server_info", self._timeouts.control).require_ok(INSTALL)
-
-    def _require_loader(self, info: Reply) -> int:
-        """The server's tensor-parallel ranks. Raises EngineFailed for one that would end on an order, since
-        it does not know whom that is for."""
-        fields = info.fields()
+    def _look_at_server(self) -> str:
+        """Why it takes no orders, as it describes itself: one would end it, or not be heard by all ranks."""
+        fields = self._wire.get("/server_info", self._timeouts.control).require_ok(INSTALL).fields()
         loaders, ranks = fields.get("custom_weight_loader"), fields.get("tp_size", 1)
         if not isinstance(loaders, list) or LOADER not in loaders:
-            raise EngineFailed(f"{self.spec.url} was started without {LOADER}", remedy=INSTALL)
+            return f"was started without {LOADER}"
         if type(ranks) is not int or not 0 < ranks <= MOST_RANKS:
-            raise EngineFailed(f"{info.url} tells {ranks!r} tensor-parallel ranks", remedy=INSTALL)
-        return ranks
+            return f"tells {ranks!r} tensor-parallel ranks"
+        self._ranks = ranks
+        return next((reason for reason, applies in _hindrances(fields).items() if applies), "")
+
+    def _hook_missing(self, seconds: float) -> str:
+        try:
+            self._question("look", {}, seconds)
+        except _NoHook as failure:
+            return failure.message
+        return ""
 
     def _begin(self) -> None:
-        """Opens the session in which SGLang takes tensors. Raises EngineFailed when it does not. A hook that
-        answered is not asked for again in the pause: that question takes longer than a patch."""
-        if not self._answers or self._ranks is None:
-            self._ranks = self._require_loader(self._server_info())
-        self._wire.post_once("/begin_weight_update", {}, self._timeouts.control).require_ok(INSTALL)
+        """Opens the session in which SGLang takes tensors, after one that somebody left open. Raises
+        EngineFailed when it does not."""
+        reply = self._wire.post_once("/begin_weight_update", {}, self._timeouts.control)
+        if reply.status == httpx.codes.BAD_REQUEST:
+            self._end()
+            reply = self._wire.post_once("/begin_weight_update", {}, self._timeouts.control)
+        reply.require_ok(INSTALL)
 
     def _end(self) -> None:
         self._wire.post_once("/end_weight_update", {}, self._timeouts.control).require_ok(INSTALL)
 
     def _ask(self, door: str, body: Mapping[str, object], label: str | None = None) -> _Told:
         request = {
-            "serialized_named_tensors": [named_dummy(_order(door, body))] * (self._ranks or 1),
+            "serialized_named_tensors": [named_dummy(_order(door, body))] * self._ranks,
             "load_format": LOADER,
             "weight_version": label,
             "flush_cache": door == "apply",
@@ -278,6 +263,24 @@ class SGLangLive:
         drain = self._timeouts.drain if self.spec.policy == "wait" else 0.0
         seconds = self._timeouts.reload + drain
         return _told(self._wire.post_once("/update_weights_from_tensor", request, seconds))
+
+
+def _hindrances(fields: Mapping[str, object]) -> Mapping[str, bool]:
+    """What SGLang's settings say against patches in memory."""
+
+    def more_than(most: int, *keys: str) -> bool:
+        values = [fields.get(key) for key in keys]
+        return any(isinstance(value, int | float) and value > most for value in values)
+
+    return {
+        "only the first stage of a pipeline answers": more_than(1, "pp_size"),
+        "only the first of data parallel replicas answers": more_than(1, "dp_size"),
+        "experts move between ranks (EPLB)": fields.get("enable_eplb") is True,
+        "weights are offloaded": more_than(0, "cpu_offload_gb", "offload_group_size"),
+        "weights that are away can't be read (--enable-memory-saver)": fields.get("enable_memory_saver")
+        is True,
+        "LoRA adapters are on": fields.get("enable_lora") is True,
+    }
 
 
 def _order(door: str, body: Mapping[str, object]) -> str:

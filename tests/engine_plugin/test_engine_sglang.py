@@ -18,6 +18,8 @@ from plugin_models import Llama, ToyHost, checkpoint
 from weightcast_engine import sglang_hook
 
 RANKS = 2
+ITS_OWN = ("checksum", "snapshot", "compare", "reset_tensors")
+"""questions that SGLang answers itself"""
 
 
 class Group:
@@ -97,12 +99,12 @@ class Server:
             answer: SimpleNamespace = sglang_hook.around_question(
                 lambda manager, question: SimpleNamespace(success=True, message="the server's own"),
                 self.managers[rank],
-                SimpleNamespace(action=text if text == "checksum" else sglang_hook.ACTION + text),
+                SimpleNamespace(action=text if text in ITS_OWN else sglang_hook.ACTION + text),
             )
             return answer
 
         first, *others = self.on_ranks(on_rank)
-        if text == "checksum":
+        if text in ITS_OWN:
             return first.message
         told = json.loads(first.message)
         assert first.success == (told["status"] < 300)
@@ -292,6 +294,89 @@ def test_weights_are_changed_in_the_pause_alone(server: Server) -> None:
         assert server.question(order)["status"] == 400
 
 
+def test_a_question_of_the_servers_own_that_changes_weights_is_seen(server: Server) -> None:
+    for question, version in (("checksum", 0), ("snapshot", 0), ("compare", 0), ("reset_tensors", None)):
+        server.ask("holds", version=0, root=root(0), label="0")
+        assert server.question(question) == "the server's own"
+        assert server.ask("look")["version"] == version, question
+
+
+@pytest.mark.parametrize(("run_post_load", "version"), [(False, 0), (True, None)])
+def test_a_session_in_which_nothing_was_loaded_had_weights_from_without(
+    server: Server, run_post_load: bool, version: int | None
+) -> None:
+    server.ask("holds", version=0, root=root(0), label="0")
+    ended = server.on_ranks(
+        lambda rank: sglang_hook.around_end(
+            lambda updater, run_post_load: run_post_load, server.updaters[rank], run_post_load=run_post_load
+        )
+    )
+    assert ended == [run_post_load] * RANKS and server.ask("look")["version"] == version
+
+
+class UnquantizedLinearMethod:
+    """Named as SGLang's."""
+
+
+PACKED: dict[str, tuple[Callable[[torch.nn.Module], None], str]] = {
+    "AMX": (lambda m: setattr(m, "use_intel_amx_backend", True), "is packed for AMX"),
+    "interleaved": (
+        lambda m: setattr(m, "quant_method", SimpleNamespace(w13_swiglu_interleaved=True)),
+        "are interleaved",
+    ),
+    "TensorRT": (
+        lambda m: setattr(m, "quant_method", SimpleNamespace(use_flashinfer_trtllm_moe=True)),
+        "TensorRT-LLM",
+    ),
+    "AITER": (lambda m: setattr(m, "quant_method", UnquantizedLinearMethod()), "is packed for AITER"),
+}
+
+
+@pytest.mark.parametrize("case", PACKED)
+def test_a_model_with_a_layer_that_each_session_packs_is_refused_as_a_whole(
+    server: Server, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack, reason = PACKED[case]
+    for model in server.models:
+        model.odd_one = torch.nn.Module()
+        pack(model.odd_one)
+    monkeypatch.setattr(sys.modules[__name__], "_use_aiter", case == "AITER", raising=False)
+    told = server.ask("look")
+    assert not told["patchable"] and reason in told["reason"] and "odd_one" in told["reason"]
+    file = write_patch(server.patches, server.base, some_changed(server.base, 1), 1)
+    server.ask("holds", version=0, root=root(0), label="0")
+    before = server.live()
+    assert server.ask("check", file=file)["status"] == 422
+    assert server.update("apply", file=file, label="1")[1]["status"] in (409, 422)
+    assert server.live() == before
+
+
+@pytest.mark.parametrize("by", ["caches", "shared", ""])
+def test_what_sglang_itself_would_not_load_is_not_patched(
+    server: Server, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updaters = ModuleType("updaters")
+
+    class WeightUpdater(SimpleNamespace):
+        def _assert_weight_cache_inactive(self, op: str) -> None:
+            if by == "shared":
+                raise RuntimeError("the daemon's master copy")
+
+    def error(model: torch.nn.Module) -> str | None:
+        return "a split is cached" if by == "caches" else None
+
+    updaters._unsupported_derived_weight_cache_error = error  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "updaters", updaters)
+    monkeypatch.setattr(WeightUpdater, "__module__", "updaters")
+    server.updaters[:] = [WeightUpdater(**vars(updater)) for updater in server.updaters]
+    for updater, manager in zip(server.updaters, server.managers, strict=True):
+        runners = [("target", SimpleNamespace(weight_updater=updater))]
+        manager.tp_worker.weight_update_runners = lambda found=runners: found
+    told = server.ask("look")
+    assert told["patchable"] is (by == "")
+    assert ("SGLang takes no weights while it runs" in told["reason"]) is (by != "")
+
+
 def test_the_hook_is_registered_only_where_patches_are_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     registered: list[tuple[str, Callable[..., Any], str]] = []
     module = ModuleType("sglang.srt.plugins.hook_registry")
@@ -309,5 +394,6 @@ def test_the_hook_is_registered_only_where_patches_are_expected(monkeypatch: pyt
         (sglang_hook.TARGET, sglang_hook.around_update, "around"),
         (sglang_hook.ASKED, sglang_hook.around_question, "around"),
         (sglang_hook.RELOADS, sglang_hook.around_reload, "around"),
+        (sglang_hook.ENDED, sglang_hook.around_end, "around"),
         *((target, sglang_hook.around_load, "around") for target in sglang_hook.LOADS),
     ]

@@ -91,12 +91,13 @@ class Vllm:
         known = {"quantization": None, "enable_sleep_mode": False, "model": str(directory), **config}
         parallel = SimpleNamespace(data_parallel_size=1, enable_eplb=False)
         vllm_config = SimpleNamespace(
-            model_config=SimpleNamespace(**known),
             parallel_config=parallel,
             speculative_config=None,
             lora_config=None,
             load_config=SimpleNamespace(load_format="auto"),
+            **{name: known.pop(name) for name in ("offload_config", "cache_config") if name in known},
         )
+        vllm_config.model_config = SimpleNamespace(**known)
         runner = SimpleNamespace(get_model=lambda: model)
         worker = SimpleNamespace(vllm_config=vllm_config, model_runner=runner)
         self.controls = Ranks([Rank(VllmEngine(worker), self.patches, 1 << 24)])
@@ -141,11 +142,25 @@ def test_8_bit_floats_and_their_scales_are_refused_by_name_and_the_rest_is_patch
     assert vllm.live()["proj.weight"] == before["proj.weight"]
 
 
+def offload(
+    cpu_offload_gb: float = 0, offload_group_size: int = 0, offload_backend: str = "auto"
+) -> SimpleNamespace:
+    return SimpleNamespace(
+        uva=SimpleNamespace(cpu_offload_gb=cpu_offload_gb),
+        prefetch=SimpleNamespace(offload_group_size=offload_group_size),
+        offload_backend=offload_backend,
+    )
+
+
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
         ({"quantization": "fp8"}, "the model is quantised: fp8"),
         ({"enable_sleep_mode": True}, "sleep mode is on, and weights that are away can't be read"),
+        ({"offload_config": offload(cpu_offload_gb=1.5)}, "weights are offloaded"),
+        ({"offload_config": offload(offload_group_size=2)}, "weights are offloaded"),
+        ({"offload_config": offload(offload_backend="prefetch")}, "weights are offloaded"),
+        ({"cache_config": SimpleNamespace(cpu_offload_gb=1)}, "weights are offloaded"),
     ],
 )
 def test_a_model_is_refused_as_a_whole_with_the_reason(
@@ -158,6 +173,11 @@ def test_a_model_is_refused_as_a_whole_with_the_reason(
     with pytest.raises(BadPatch, match=reason):
         vllm.run("check", vllm.patch("norm.weight")[0])
     assert vllm.live() == before
+
+
+def test_a_model_that_is_not_offloaded_is_patched(tmp_path: Path) -> None:
+    vllm = Vllm(tmp_path, Fp8Model(), fp8_checkpoint(), offload_config=offload())
+    assert vllm.run("state")["patchable"]
 
 
 class Client:
@@ -205,6 +225,9 @@ class Worker(SimpleNamespace):
     def update_weights(self, update_info: object) -> object:
         return update_info
 
+    def reset_weights(self, seed: int) -> str:
+        return "random"
+
 
 def looked(worker: Worker) -> tuple[object, object, object]:
     told = vllm_worker.obey(worker, {"do": "look"})
@@ -216,10 +239,15 @@ def test_what_vllm_loads_itself_is_known_by_nobody(tmp_path: Path, monkeypatch: 
     config = SimpleNamespace(model_config=SimpleNamespace(model=str(tmp_path)))
     worker = Worker(vllm_config=config)
     hold = {"do": "hold", "version": 3, "root": root(3), "label": "3"}
-    for load in (lambda: worker.reload_weights(weights_path="/x"), lambda: worker.update_weights({"x": 1})):
+    loads = (
+        lambda: worker.reload_weights(weights_path="/x"),
+        lambda: worker.update_weights({"x": 1}),
+        lambda: worker.reset_weights(seed=1),
+    )
+    for load in loads:
         assert vllm_worker.obey(worker, hold)["status"] == 200
         assert looked(worker) == (3, "3", "")
-        assert load() in ("from /x", {"x": 1})
+        assert load() in ("from /x", {"x": 1}, "random")
         assert looked(worker) == (None, None, "")
     worker.fails = True
     with pytest.raises(RuntimeError, match="no such file"):

@@ -54,11 +54,13 @@ def test_questions_are_answered_between_two_steps_of_the_scheduler() -> None:
 
 
 def test_the_servers_own_loads_are_where_the_hook_expects_them() -> None:
-    from weightcast_engine.sglang_hook import LOADS, RELOADS
+    from weightcast_engine.sglang_hook import ENDED, LOADS, RELOADS
 
     for target in (RELOADS, *LOADS):
         module, kind, method = target.rsplit(".", 2)
         assert isinstance(found(found(source(module), kind), method), ast.FunctionDef)
+    ended = found(found(source(ENDED.rsplit(".", 2)[0]), "WeightUpdater"), "end_weight_update")
+    assert isinstance(ended, ast.FunctionDef) and [a.arg for a in ended.args.kwonlyargs] == ["run_post_load"]
     reload = ast.unparse(found(source(RELOADS.rsplit(".", 2)[0]), "update_weights_from_disk"))
     assert "-> tuple[bool, str]" in reload and "return (True, " in reload
 
@@ -68,3 +70,21 @@ def test_hooks_around_get_the_original_first() -> None:
     assert "AROUND = 'around'" in text and "def register(" in text
     groups = ast.unparse(source("sglang.srt.distributed.parallel_state"))
     assert "def get_tp_group(" in groups and "def all_gather_object(self, obj" in groups
+
+
+def test_what_the_hook_asks_before_it_patches_is_there() -> None:
+    """What SGLang itself refuses updates for, and how it marks layers that it has packed."""
+    from weightcast_engine.sglang_hook import TARGET
+
+    updates = source(TARGET.rsplit(".", 2)[0])
+    refusal = found(updates, "_unsupported_derived_weight_cache_error")
+    assert isinstance(refusal, ast.FunctionDef) and [a.arg for a in refusal.args.args] == ["model"]
+    shared = found(found(updates, "WeightUpdater"), "_assert_weight_cache_inactive")
+    assert "raise RuntimeError" in ast.unparse(shared)
+    layers = "sglang.srt.layers"
+    assert "module.use_intel_amx_backend =" in ast.unparse(source(f"{layers}.amx_utils"))
+    plain = ast.unparse(source(f"{layers}.quantization.unquant"))
+    for mark in ("_use_aiter =", "self.w13_swiglu_interleaved =", "self.use_flashinfer_trtllm_moe ="):
+        assert mark in plain
+    checker = ast.unparse(source("sglang.srt.utils.weight_checker"))
+    assert all(f"'{question}'" in checker for question in ("snapshot", "compare", "checksum"))

@@ -32,6 +32,7 @@ class SGLangPlugin(PluginDouble):
         self.session = False
         self.crashed = False
         self.loaders = [LOADER]
+        self.settings: dict[str, object] = {"pp_size": 1, "dp_size": 1, "offload_group_size": -1}
         self.waited = 0
         """orders that came through the door for tensors while it served"""
         self.answers = True
@@ -49,6 +50,8 @@ class SGLangPlugin(PluginDouble):
             case "POST", "/continue_generation":
                 self.resume()
             case "POST", "/begin_weight_update":
+                if self.session:
+                    return self.said(False, "a weight-update session is already open")
                 self.session = True
                 return self.said(True, "")
             case "POST", "/end_weight_update":
@@ -65,7 +68,8 @@ class SGLangPlugin(PluginDouble):
             case "GET", "/model_info":
                 return Answer(200, {"model_path": str(self.directory), "weight_version": self.label})
             case "GET", "/server_info":
-                return Answer(200, {"tp_size": self.ranks, "custom_weight_loader": self.loaders})
+                told = {"tp_size": self.ranks, "custom_weight_loader": self.loaders, **self.settings}
+                return Answer(200, told)
             case "GET", "/metrics":
                 return self.metrics()
             case _:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -99,9 +100,11 @@ class Front:
     async def state(self) -> Answer:
         """As `GET /v1/weightcast` answers."""
         busy, looks = self.busy, await self._controls.ranks({"do": "look"})
-        held = _held(looks)
         paused = await self._controls.paused()
         reason, refused = await self._patchable(paused)
+        if reason:  # found out just now, perhaps to a rank's harm
+            looks = await self._controls.ranks({"do": "look"})
+        held = _held(looks)
         return {
             **{key: looks[0][key] for key in ("plugin", "format", "process", "label")},
             "version": held["version"],
@@ -142,8 +145,8 @@ class Front:
             world, [staged, *_] = await self._look_around(), await self._stage(file)
             for name, *_ in staged["tensors"]:
                 _require_whole(world, name)
-            await self._all({"do": "sums", "file": file})
-            sums = await self._gather(world, [name for name, *_ in staged["tensors"]], CHANGES)
+            order = {"do": "sums", "file": file}
+            sums = await self._gather(order, world, [name for name, *_ in staged["tensors"]], CHANGES)
             _require_base(staged["tensors"], sums)
             await self._all({"do": "passed", "file": file})
         return {
@@ -239,8 +242,7 @@ class Front:
             unknown = {name: UNKNOWN for name in asked if name not in world.elements}
             refused = unknown | {name: world.refused[name] for name in asked if name in world.refused}
             summed = [name for name in asked if name not in refused]
-            await self._all({"do": "digest", "names": summed})
-            sums = await self._gather(world, summed, WORDS)
+            sums = await self._gather({"do": "digest", "names": summed}, world, summed, WORDS)
             after = await self._all({"do": "look"})
         return {
             "version": after[0]["version"],
@@ -269,13 +271,15 @@ class Front:
             self._world, self._told = World.of(told), told
         return self._world
 
-    async def _gather(self, world: World, names: Sequence[str], budget: int) -> Sums:
-        """All that the ranks sum, in steps between which the engine serves. Raises OtherBase where ranks hold
-        different words of the same elements."""
+    async def _gather(self, order: Order, world: World, names: Sequence[str], budget: int) -> Sums:
+        """All that the ranks sum for this order, in steps between which the engine serves. Raises OtherBase
+        where ranks hold different words of the same elements, or another server's order came between."""
+        turn = uuid.uuid4().hex
+        await self._all({**order, "turn": turn})
         found: dict[tuple[int, int, int], list[int]] = {}
         done = False
         while not done:
-            answers = await self._all({"do": "more", "budget": budget})
+            answers = await self._all({"do": "more", "turn": turn, "budget": budget})
             done = all(answer["done"] for answer in answers)
             for rank, answer in enumerate(answers):
                 for number, piece, *lanes in answer["rows"]:

@@ -101,6 +101,8 @@ class Rank:
         self._spent: tuple[object, ...] = ()
         """of the update that was committed last: let go with the next order, for it takes milliseconds"""
         self._work: Iterator[tuple[int, Row]] = iter(())
+        self._turn = ""
+        """of which order: several servers may stand before one engine"""
         self._orders: Mapping[str, Callable[[Order], Answer]] = {
             "look": self._look,
             "map": self._tell_map,
@@ -213,7 +215,7 @@ class Rank:
                         yield part.changes, [number, at, *part.old, *part.new]
             update.join()
 
-        self._work = work()
+        self._work, self._turn = work(), order["turn"]
         return {}
 
     def _sum_all(self, order: Order) -> Answer:
@@ -226,11 +228,13 @@ class Rank:
                     for words, lanes in resident(piece, self._residence.forms[name]):
                         yield words, [number, at, *lanes]
 
-        self._work = work()
+        self._work, self._turn = work(), order["turn"]
         return {"changes": self._changes}
 
     def _more(self, order: Order) -> Answer:
         """The next rows of what was begun, until `budget` changes or words are done, or many rows."""
+        if self._turn != order["turn"]:
+            raise OtherBase("another order came between", remedy="ask again")
         left, rows = order["budget"], list[Row]()
         while left > 0 and len(rows) < _MOST_ROWS:
             done, row = next(self._work, (0, None))

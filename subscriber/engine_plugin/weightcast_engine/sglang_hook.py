@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,6 +45,9 @@ TARGET = f"{_UPDATER}.update_weights_from_tensor"
 ASKED = f"{_MANAGER}.check_weights"
 RELOADS = f"{_UPDATER}.update_weights_from_disk"
 LOADS = (f"{_UPDATER}.load_weights_from_distributed", f"{_UPDATER}.update_weights_from_ipc")
+ENDED = f"{_UPDATER}.end_weight_update"
+_READS = frozenset({"snapshot", "compare", "checksum"})
+"""questions of the server's own that change no weight"""
 _PAUSED = frozenset({"look", "holds", "check", "apply", "digest"})
 _SERVING = _PAUSED - {"apply"}
 """pause, reload and resume are the server's own"""
@@ -65,6 +69,7 @@ def register() -> None:
     HookRegistry.register(TARGET, around_update, HookType.AROUND)
     HookRegistry.register(ASKED, around_question, HookType.AROUND)
     HookRegistry.register(RELOADS, around_reload, HookType.AROUND)
+    HookRegistry.register(ENDED, around_end, HookType.AROUND)
     for target in LOADS:
         HookRegistry.register(target, around_load, HookType.AROUND)
 
@@ -93,10 +98,12 @@ def around_question(original: Callable[..., Any], manager: Any, question: Any) -
     scheduler."""
     action = question.action
     if type(action) is not str or not action.startswith(ACTION):
+        if action not in _READS:
+            _forget(_updater_of(manager))
         return original(manager, question)
     from sglang.srt.managers.io_struct import CheckWeightsReqOutput  # type: ignore[import-not-found]
 
-    part = _part(dict(manager.tp_worker.weight_update_runners())["target"].weight_updater)
+    part = _part(_updater_of(manager))
     part.engine.has_draft = manager.draft_worker is not None
     status, answer = part.beside(action.removeprefix(ACTION))
     return CheckWeightsReqOutput(success=status < 300, message=json.dumps({"status": status, **answer}))
@@ -104,10 +111,26 @@ def around_question(original: Callable[..., Any], manager: Any, question: Any) -
 
 def around_load(original: Callable[..., Any], updater: Any, *arguments: Any, **named: Any) -> Any:
     """Around the server's own ways to some new weights."""
+    _forget(updater)
+    return original(updater, *arguments, **named)
+
+
+def around_end(original: Callable[..., Any], updater: Any, *, run_post_load: bool) -> Any:
+    """Around `WeightUpdater.end_weight_update`. With `run_post_load` nothing was loaded in this session:
+    weights were written from without, or an order was refused in it."""
+    if run_post_load:
+        _forget(updater)
+    return original(updater, run_post_load=run_post_load)
+
+
+def _forget(updater: Any) -> None:
     part = _parts.get(updater.get_model())
     if part is not None:
         part.forget()
-    return original(updater, *arguments, **named)
+
+
+def _updater_of(manager: Any) -> Any:
+    return dict(manager.tp_worker.weight_update_runners())["target"].weight_updater
 
 
 def around_reload(original: Callable[..., Any], updater: Any, *arguments: Any, **named: Any) -> Any:
@@ -242,6 +265,8 @@ class SglangEngine:
         self._updater = updater
         self.has_draft = False
         """a model of its own, which every update is meant for too"""
+        self._form: str | None = None
+        """why the form of the weights does not let them be patched; empty: it does"""
 
     @property
     def model(self) -> Any:
@@ -257,6 +282,10 @@ class SglangEngine:
             return f"the model is quantised: {quantised}"
         if self.has_draft:
             return "a draft model has weights of its own"
+        if self._form is None:  # settled when the server starts
+            self._form = _packed(self.model) or _vetoed(self._updater) or ""
+        if self._form:
+            return self._form
         return None if self.directory.is_dir() else f"{self.directory} is no directory"
 
     def misplaced(self, patches: Path) -> str | None:
@@ -282,3 +311,32 @@ class SglangEngine:
 
     def reload(self) -> None:
         raise BadPatch("reload by the server's own /update_weights_from_disk")
+
+
+def _packed(model: Any) -> str | None:
+    """Every session of an update ends with what SGLang does after it has loaded weights, which packs these
+    layers once more, patched or not."""
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(module, "use_intel_amx_backend", False):
+            return f"{name} is packed for AMX"
+        if getattr(method, "w13_swiglu_interleaved", False):
+            return f"the experts of {name} are interleaved"
+        if getattr(method, "use_flashinfer_trtllm_moe", False):
+            return f"the experts of {name} are packed for TensorRT-LLM's kernels"
+        if getattr(sys.modules.get(type(method).__module__), "_use_aiter", False):
+            return f"{name} is packed for AITER"
+    return None
+
+
+def _vetoed(updater: Any) -> str | None:
+    """Why SGLang itself would take no new weights while it runs: it says so to whom it is asked by, and the
+    hook takes its place."""
+    ask = getattr(sys.modules.get(type(updater).__module__), "_unsupported_derived_weight_cache_error", None)
+    reason = None if ask is None else ask(updater.get_model())
+    if reason is None and hasattr(updater, "_assert_weight_cache_inactive"):
+        try:
+            updater._assert_weight_cache_inactive("a live patch")
+        except RuntimeError as error:
+            reason = str(error)
+    return None if reason is None else f"SGLang takes no weights while it runs: {reason}"[:300]

@@ -24,7 +24,10 @@ from weightcast_engine.words import misplaced
 METHOD = "weightcast"
 """of a worker, as `collective_rpc` calls it"""
 _RELOAD = "reload_weights"
-_LOADS = ("start_weight_update", "start_draft_weight_update", "update_weights", "finish_weight_update")
+_LOADS = (
+    *("start_weight_update", "start_draft_weight_update", "update_weights", "finish_weight_update"),
+    "reset_weights",
+)
 _PLAIN_FORMATS = ("auto", "hf", "safetensors", "runai_streamer", "fastsafetensors", "instanttensor")
 _PLAIN_METHODS = frozenset(
     {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod", "NoneType"}
@@ -108,6 +111,7 @@ class VllmEngine:
             "LoRA adapters are on": config.lora_config is not None,
             "data parallel replicas are reached one by one": parallel.data_parallel_size > 1,
             "experts move between ranks (EPLB)": bool(getattr(parallel, "enable_eplb", False)),
+            "weights are offloaded": _offloads(config),
             f"weights are loaded as {kind}": str(kind) not in _PLAIN_FORMATS,
             f"{self.directory} is no directory": not self.directory.is_dir(),
         }
@@ -139,6 +143,17 @@ class VllmEngine:
         # vLLM remembers weights_path, so that a call without it may read another directory
         self._worker.reload_weights(weights_path=str(self.directory))
         _pack_experts_again(self.model)
+
+
+def _offloads(config: Any) -> bool:
+    """A layer's weights are then kept elsewhere, and fetched from there when it computes."""
+    offload, before = getattr(config, "offload_config", None), getattr(config, "cache_config", None)
+    uva, prefetch = getattr(offload, "uva", before), getattr(offload, "prefetch", None)
+    return (
+        getattr(uva, "cpu_offload_gb", 0) > 0
+        or getattr(prefetch, "offload_group_size", 0) > 0
+        or getattr(offload, "offload_backend", "auto") != "auto"
+    )
 
 
 def _pack_experts_again(model: Any) -> None:

@@ -1,0 +1,332 @@
+"""What loaders do besides copying: whatever they make of weights refuses these by name, wherever it goes; and
+a look at a loader changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from patch_writer import lanes, root, some_changed, write_patch
+from plugin_models import ToyHost
+from torch import Tensor, nn
+from weightcast_engine.front import Front
+from weightcast_engine.refusals import BadPatch, OtherBase
+
+W = torch.arange(48, dtype=torch.float32).reshape(6, 8) + 1
+
+
+def weight(like: Tensor = W) -> nn.Parameter:
+    return nn.Parameter(torch.zeros_like(like), requires_grad=False)
+
+
+class Loaded(nn.Module):
+    """Weights `first` and `second` in modules of their own, each copied as it comes; then `then`."""
+
+    def __init__(self, then: Callable[[Any], object], **weights: Tensor) -> None:
+        super().__init__()
+        for name, like in (weights or {"first": W, "second": W}).items():
+            module = nn.Module()
+            module.w = weight(like)
+            self.add_module(name, module)
+        self.plain = SimpleNamespace(t=torch.zeros(6, 8))
+        self.table: dict[str, Any] = {"t": torch.zeros(6, 8)}
+        self.tuple: tuple[Any, ...] = ()
+        self.number = 1.0
+        self._then = then
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            self.get_submodule(name).w.data.copy_(tensor)  # type: ignore[operator, union-attr]
+        self._then(self)
+
+
+def refused(room: Path, model: nn.Module, **tensors: Tensor) -> dict[str, str]:
+    told = ToyHost([model], tensors, room).run("state")
+    assert told["in_doubt"] is False
+    found: dict[str, str] = told["refused"]
+    return found
+
+
+MADE: dict[str, Callable[[Any], object]] = {
+    "in a plain object, in place": lambda m: m.plain.t.copy_(m.first.w),
+    "in a plain object, scaled": lambda m: m.plain.t.copy_(m.first.w * 2),
+    "in a plain object, anew": lambda m: setattr(m.plain, "t", m.first.w.double()),
+    "in a dict": lambda m: m.table.__setitem__("t", m.first.w + 1),
+    "in a nested tuple": lambda m: setattr(m, "tuple", (("t", m.first.w + 1),)),
+    "as bytes": lambda m: m.table.__setitem__("t", (m.first.w * 9).to(torch.int8)),
+    "as one number's tensor": lambda m: m.table.__setitem__("t", m.first.w.abs().max()),
+    "as a number": lambda m: setattr(m, "number", m.first.w.abs().max().item()),
+    "as numbers": lambda m: m.table.__setitem__("t", m.first.w.tolist()),
+    "as an array": lambda m: m.table.__setitem__("t", m.first.w.numpy().copy()),
+    "at the weight": lambda m: setattr(m.first.w, "cache", m.first.w.bfloat16()),
+    "in a function": lambda m: setattr(m, "act", lambda x, t=m.first.w * 2: t @ x),
+    "by out=": lambda m: torch.mul(m.first.w, 2, out=m.second.w),
+    "by out= of a list": lambda m: torch.cat([m.first.w[:3], m.first.w[3:]], out=m.second.w),
+    "by an operator's form": lambda m: torch.ops.aten.copy_.default(m.second.w, m.first.w),
+    "by an operator": lambda m: torch.ops.aten.copy_(m.second.w, m.first.w),
+    "by an operator's out": lambda m: torch.ops.aten.mul.out(m.first.w, m.first.w, out=m.second.w),
+    "as raw memory": lambda m: m.second.w.untyped_storage().copy_(m.first.w.untyped_storage()),
+}
+
+
+@pytest.mark.parametrize("case", MADE)
+def test_what_a_loader_makes_of_a_weight_refuses_it_wherever_it_goes(tmp_path: Path, case: str) -> None:
+    model = Loaded(MADE[case])
+    host = ToyHost([model], {"first": W, "second": W}, tmp_path)
+    before = host.live()
+    assert "first" in host.run("state")["refused"]
+    assert host.live() == before
+
+
+def test_what_a_loader_makes_and_drops_refuses_nothing(tmp_path: Path) -> None:
+    def then(model: Any) -> None:
+        made = model.first.w * 2
+        ring = [made]
+        ring.append(ring)  # type: ignore[arg-type]
+        assert (made != 0).any()
+
+    assert refused(tmp_path, Loaded(then), first=W, second=W) == {}
+
+
+def test_what_is_made_is_found_beside_a_frozen_heap(tmp_path: Path) -> None:
+    """As vLLM leaves it."""
+    model = Loaded(lambda m: m.plain.t.copy_(m.first.w * 2))
+    gc.freeze()
+    try:
+        assert list(refused(tmp_path, model, first=W, second=W)) == ["first"]
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+
+
+def test_a_weight_that_is_mixed_with_what_is_loaded_is_refused(tmp_path: Path) -> None:
+    class Mixes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.c = weight(), weight()
+
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+            for name, tensor in weights:
+                if name == "a":
+                    self.a.data.copy_(tensor)
+                else:
+                    self.c.data.copy_(self.a * tensor)
+
+    assert set(refused(tmp_path, Mixes(), a=W, b=W)) == {"a", "b"}
+
+
+@pytest.mark.parametrize("order", ["a b s", "a s b", "s a b"])
+def test_a_loader_that_fails_for_one_tensor_is_seen_with_all_others_at_once(
+    tmp_path: Path, order: str
+) -> None:
+    """A single number is looked into by the loaders of vLLM and SGLang."""
+
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c, self.s = weight(), weight(), weight(), nn.Parameter(torch.zeros(1), False)
+
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+            came = set[str]()
+            for name, tensor in weights:
+                came.add(name)
+                if name == "s":
+                    self.s.data.fill_(tensor.item())
+                else:
+                    getattr(self, name).data.copy_(tensor)
+            if {"a", "b"} <= came:
+                self.c.data.copy_(self.a * self.b)
+
+    tensors = {name: torch.ones(1) if name == "s" else W for name in order.split()}
+    found = refused(tmp_path, Looks(), **tensors)
+    assert set(found) == {"a", "b", "s"} and "is not taken by the model's loader" in found["s"]
+
+
+def test_what_else_lies_in_the_place_of_a_tensor_that_is_refused_is_refused_too(tmp_path: Path) -> None:
+    """A head that is tied in the model, and kept in another dtype in the checkpoint."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = weight(W.bfloat16())
+
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+            for _, tensor in weights:
+                self.embed.data.copy_(tensor)
+
+    assert set(refused(tmp_path / "a", Tied(), embed=W.bfloat16(), head=W)) == {"embed", "head"}
+
+    class Columns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = weight()
+
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+            for name, tensor in weights:
+                (self.w if name == "w" else self.w.data[:, 2]).data.copy_(tensor)
+
+    assert set(refused(tmp_path / "b", Columns(), w=W, column=W[:, 2].contiguous())) == {"w", "column"}
+
+
+class Pool(Loaded):
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        def load(pair: tuple[str, Tensor]) -> None:
+            target = self.get_submodule(pair[0]).w.data  # type: ignore[union-attr]
+            target.zero_()  # type: ignore[operator]
+            target.copy_(pair[1])  # type: ignore[operator]
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(load, weights))
+
+
+def test_a_loader_with_threads_is_refused_and_none_is_started(tmp_path: Path) -> None:
+    model = Pool(lambda m: None)
+    host = ToyHost([model], {"first": W, "second": W}, tmp_path)
+    before = host.live()
+    found = host.run("state")["refused"]
+    assert set(found) == {"first", "second"} and "loads in threads" in found["first"]
+    assert host.live() == before
+    thread = threading.Thread(target=lambda: None)
+    thread.start()
+    thread.join()
+
+
+REPLACES: dict[str, Callable[[nn.Module, str, Tensor], object]] = {
+    "a parameter": lambda m, n, t: setattr(m.get_submodule(n), "w", nn.Parameter(t, False)),
+    "all of a module": lambda m, n, t: m.get_submodule(n).load_state_dict({"w": t}, assign=True),
+}
+
+
+@pytest.mark.parametrize("case", REPLACES)
+def test_weights_that_a_loader_replaces_are_put_back(tmp_path: Path, case: str) -> None:
+    class Replaces(Loaded):
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+            for name, tensor in weights:
+                REPLACES[case](self, name, tensor)
+
+    model = Replaces(lambda m: None)
+    host = ToyHost([model], {"first": W, "second": W}, tmp_path)
+    before = host.live()
+    assert set(host.run("state")["refused"]) == {"first", "second"}
+    assert host.live() == before and not any(one.is_meta for one in model.parameters())
+
+
+def test_a_loader_that_changes_weights_unseen_is_asked_once_and_then_never(tmp_path: Path) -> None:
+    """The engine is in doubt until a reload, and no weight of it is patched any more."""
+
+    def then(model: Any) -> None:
+        nn.functional.relu(model.first.w, inplace=True)
+
+    host = ToyHost([Loaded(then)], {"first": W, "second": W}, tmp_path)
+    host.run("hold", 0, root(0), "0")
+    told = host.run("state")
+    assert told["in_doubt"] and not told["patchable"] and "changed its weights" in told["reason"]
+    host.run("pause", "wait")
+    host.run("reload", "0")
+    host.run("resume")
+    told = host.run("state")
+    assert not told["in_doubt"] and not told["patchable"] and "changed its weights" in told["reason"]
+
+
+def test_what_a_first_step_keeps_refuses_the_weight_from_then_on(tmp_path: Path) -> None:
+    model = Loaded(lambda m: None)
+    host = ToyHost([model], {"first": W, "second": W}, tmp_path)
+    host.run("hold", 0, root(0), "0")
+    assert host.run("state")["refused"] == {}
+    model.first.wide = model.first.w.double()
+    target = some_changed({"first": W, "second": W}, 3, 0.3)
+    with pytest.raises(BadPatch, match="first computes with a tensor wide"):
+        host.run("check", write_patch(host.patches, {"first": W, "second": W}, target, 1))
+    alone = {"first": W, "second": target["second"]}
+    host.update(write_patch(host.patches, {"first": W, "second": W}, alone, 1))
+    assert host.run("digest", ["second"], 0, 1)["lanes"] == {"second": lanes(alone["second"])}
+
+
+KEPT: dict[str, Callable[[Any, Tensor], object]] = {
+    "an object": lambda m, t: setattr(m.plain, "t", t),
+    "an object of an object": lambda m, t: setattr(m.plain, "t", SimpleNamespace(inner=[t])),
+    "a dict": lambda m, t: m.table.__setitem__("t", t),
+    "a private dict": lambda m, t: setattr(m, "_cache", {"t": t}),
+    "a function": lambda m, t: setattr(m, "act", lambda x: t @ x),
+    "the weight": lambda m, t: setattr(m.first.w, "cache", t),
+    "a buffer of another module": lambda m, t: m.second.register_buffer("t", t),
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_copy_that_the_engine_made_is_known_by_what_it_holds(
+    tmp_path: Path, case: str, dtype: torch.dtype
+) -> None:
+    """As attention keeps its sinks in float32, in an object that is no module."""
+    model = Loaded(lambda m: None)
+    host = ToyHost([model], {"first": W, "second": -W}, tmp_path)
+    KEPT[case](model, model.first.w.detach().to(dtype).clone())
+    found = host.run("state")["refused"]
+    assert "first" in found and ("second" not in found or "buffer" in case)
+
+
+def test_other_tensors_that_an_engine_keeps_refuse_nothing(tmp_path: Path) -> None:
+    model = Loaded(lambda m: None)
+    host = ToyHost([model], {"first": W, "second": -W}, tmp_path)
+    model.plain.t = torch.ones(6, 8)
+    model.table["views"] = [model.first.w.detach().t(), model.second.w]
+    model.table["self"], model.table["model"] = model.table, model
+    assert host.run("state")["refused"] == {}
+
+
+def test_a_buffer_beside_its_modules_weights_that_nothing_loads_refuses_these(tmp_path: Path) -> None:
+    model = Loaded(lambda m: None)
+    host = ToyHost([model], {"first": W, "second": W}, tmp_path)
+    model.first.register_buffer("scales", torch.rand(6))
+    assert list(host.run("state")["refused"]) == ["first"]
+
+
+class Late:
+    """Two servers before one engine: what the second one asks comes in after so many steps of the first's."""
+
+    def __init__(self, controls: Any, steps: int, order: Callable[[], Any]) -> None:
+        self._controls, self._left, self._order = controls, steps, order
+        self.answer: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._controls, name)
+
+    async def ranks(self, order: Any) -> Any:
+        self._left -= 1
+        if self._left == 0:
+            self.answer = await self._order()
+        return await self._controls.ranks(order)
+
+
+def test_two_servers_before_one_engine_never_take_each_others_sums(tmp_path: Path) -> None:
+    base = {"first": W, "second": W}
+    host = ToyHost([Loaded(lambda m: None)], base, tmp_path)
+    host.run("hold", 0, root(0), "0")
+    file = write_patch(host.patches, base, some_changed(base, 1, 0.3), 1)
+    others = Front(host.controls)
+    came_between = 0
+    for step in range(1, 12):
+        late = Late(host.controls, step, lambda: others.digest(None, 0, 9))
+        try:
+            assert asyncio.run(Front(late).check(file))["tensors"] == 2
+        except OtherBase as error:
+            assert "another order came between" in error.message
+            came_between += 1
+        if late.answer is not None:
+            assert late.answer["lanes"] == {name: lanes(tensor) for name, tensor in base.items()}
+    assert came_between > 0
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
