@@ -73,6 +73,7 @@ MADE: dict[str, Callable[[Any], object]] = {
     "by an operator's form": lambda m: torch.ops.aten.copy_.default(m.second.w, m.first.w),
     "by an operator": lambda m: torch.ops.aten.copy_(m.second.w, m.first.w),
     "by an operator's out": lambda m: torch.ops.aten.mul.out(m.first.w, m.first.w, out=m.second.w),
+    "in its place": lambda m: nn.functional.relu(m.first.w, inplace=True),
     "as raw memory": lambda m: m.second.w.untyped_storage().copy_(m.first.w.untyped_storage()),
 }
 
@@ -92,6 +93,8 @@ def test_what_a_loader_makes_and_drops_refuses_nothing(tmp_path: Path) -> None:
         ring = [made]
         ring.append(ring)  # type: ignore[arg-type]
         assert (made != 0).any()
+        del made, ring
+        model.plain.scratch = [torch.full((6, 8), 7.0) for _ in range(64)]
 
     assert refused(tmp_path, Loaded(then), first=W, second=W) == {}
 
@@ -223,7 +226,8 @@ def test_a_loader_that_changes_weights_unseen_is_asked_once_and_then_never(tmp_p
     """The engine is in doubt until a reload, and no weight of it is patched any more."""
 
     def then(model: Any) -> None:
-        nn.functional.relu(model.first.w, inplace=True)
+        with torch._C.DisableTorchFunction():  # as compiled code
+            model.first.w.relu_()
 
     host = ToyHost([Loaded(then)], {"first": W, "second": W}, tmp_path)
     host.run("hold", 0, root(0), "0")

@@ -270,8 +270,7 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
         if names and name in _SAME and _keeps_dtype(args, kwargs):
             return args[0]
         result = func(*args, **kwargs)
-        if tensors:
-            self._origins.made(name, tensors, _tensors(result))
+        self._origins.made(name, tensors, _tensors(result))
         return self._looked(result, names) if names else result
 
     def _copied(self, live: Tensor, source: Tensor) -> Tensor:
@@ -375,7 +374,7 @@ def _written_by(
         forms = [getattr(func, form) for form in func.overloads()]
     if forms:
         return tensors if any(form._schema.is_mutable for form in forms) else ()
-    return tensors[:1] if _writes(name) else ()
+    return tensors[:1] if _writes(name) or kwargs.get("inplace") is True else ()
 
 
 def _writes(name: str) -> bool:
