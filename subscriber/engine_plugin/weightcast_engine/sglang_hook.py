@@ -46,8 +46,8 @@ ASKED = f"{_MANAGER}.check_weights"
 RELOADS = f"{_UPDATER}.update_weights_from_disk"
 LOADS = (f"{_UPDATER}.load_weights_from_distributed", f"{_UPDATER}.update_weights_from_ipc")
 ENDED = f"{_UPDATER}.end_weight_update"
-_READS = frozenset({"snapshot", "compare", "checksum"})
-"""questions of the server's own that change no weight"""
+_RESETS = "reset_tensors"
+"""the question of the server's own that changes weights"""
 _PAUSED = frozenset({"look", "holds", "check", "apply", "digest"})
 _SERVING = _PAUSED - {"apply"}
 """pause, reload and resume are the server's own"""
@@ -98,7 +98,7 @@ def around_question(original: Callable[..., Any], manager: Any, question: Any) -
     scheduler."""
     action = question.action
     if type(action) is not str or not action.startswith(ACTION):
-        if action not in _READS:
+        if action == _RESETS:
             _forget(_updater_of(manager))
         return original(manager, question)
     from sglang.srt.managers.io_struct import CheckWeightsReqOutput  # type: ignore[import-not-found]
