@@ -2,9 +2,10 @@
 
 import os
 import tempfile
-from pathlib import Path
 
 from hypothesis import HealthCheck, settings
+
+from weightcast.shared.files.mounts import file_system
 
 # how fast inputs are drawn says more about the machine's other work than about a strategy
 settings.register_profile("shared-machine", suppress_health_check=[HealthCheck.too_slow], deadline=None)
@@ -15,14 +16,7 @@ for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
 
 
-def in_memory(directory: Path) -> bool:
-    """Whether it lies in a file system of type tmpfs."""
-    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-    inside = [fields for fields in mounts if directory.is_relative_to(fields[1])]
-    return max(inside, key=lambda fields: len(fields[1]))[2] == "tmpfs"
-
-
 # there files have no blocks to write over, and Debian 13 has /tmp so
-if "TMPDIR" not in os.environ and in_memory(Path(tempfile.gettempdir()).resolve()):
+if "TMPDIR" not in os.environ and file_system(os.stat(tempfile.gettempdir()).st_dev) == "tmpfs":
     os.environ["TMPDIR"] = "/var/tmp"
     tempfile.tempdir = None

@@ -174,7 +174,7 @@ class SGLangLive:
         return outcome
 
     def _apply(self, patch: PatchFile, label: str) -> ReloadOutcome:
-        told = self._ask("apply", {"file": patch.name, "label": label}, label)
+        told = self._send(_order("apply", {"file": patch.name, "label": label}), label)
         if told.untouched:
             return Intact(told.text)
         return (
@@ -251,12 +251,12 @@ class SGLangLive:
     def _end(self) -> None:
         self._wire.post_once("/end_weight_update", {}, self._timeouts.control).require_ok(INSTALL)
 
-    def _ask(self, door: str, body: Mapping[str, object], label: str | None = None) -> _Told:
+    def _send(self, order: str, label: str) -> _Told:
         request = {
-            "serialized_named_tensors": [named_dummy(_order(door, body))] * self._ranks,
+            "serialized_named_tensors": [named_dummy(order)] * self._ranks,
             "load_format": LOADER,
             "weight_version": label,
-            "flush_cache": door == "apply",
+            "flush_cache": True,
             "abort_all_requests": False,
         }
         # without a pause the update itself waits for the requests in flight

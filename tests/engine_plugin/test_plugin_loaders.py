@@ -30,11 +30,11 @@ def weight(like: Tensor = W) -> nn.Parameter:
 class Loaded(nn.Module):
     """Weights `first` and `second` in modules of their own, each copied as it comes; then `then`."""
 
-    def __init__(self, then: Callable[[Any], object], **weights: Tensor) -> None:
+    def __init__(self, then: Callable[[Any], object]) -> None:
         super().__init__()
-        for name, like in (weights or {"first": W, "second": W}).items():
+        for name in ("first", "second"):
             module = nn.Module()
-            module.w = weight(like)
+            module.w = weight()
             self.add_module(name, module)
         self.plain = SimpleNamespace(t=torch.zeros(6, 8))
         self.table: dict[str, Any] = {"t": torch.zeros(6, 8)}

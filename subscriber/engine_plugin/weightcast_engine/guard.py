@@ -44,9 +44,9 @@ def _put_back(tensors: dict[str, Any], were: dict[str, Any]) -> None:
 
 def _marks(model: nn.Module) -> list[tuple[object, ...]]:
     """Differ when something was written into a parameter or buffer, as far as torch counts that."""
-    found = [(*place,) for place in places_of(model)]
     tensors = [tensor for _, tensor in live_tensors(model)]
-    return found + [(tensor.device, 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
+    counted = [(tensor.device, 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
+    return [*places_of(model), *counted]
 
 
 class Unseen(RuntimeError):
