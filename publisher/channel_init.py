@@ -19,6 +19,7 @@ from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import Refused, WrongRun
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import Checkpoint
+from weightcast.shared.files.entries import exists
 from weightcast.shared.local.follow import open_base
 from weightcast.shared.local.seed import describe
 
@@ -57,7 +58,7 @@ def init_channel(
     checkpoint = open_base(base)
     layout = Layout(channel)
     channel.mkdir(parents=True, exist_ok=True)
-    if layout.channel_json.exists():
+    if exists(layout.channel_json):
         made = Channel.open(channel, vouching.trust)
         _check_rules(made, frozen, aliases or {})
         return _same(made, checkpoint, threads, advance)
@@ -88,7 +89,7 @@ def _new_run_id() -> str:
 
 def _refuse_foreign(layout: Layout) -> None:
     names = [entry.name for entry in layout.channel.iterdir()]
-    if layout.latest.exists() or any(version_of(name) is not None for name in names):
+    if exists(layout.latest) or any(version_of(name) is not None for name in names):
         raise Refused(
             f"{layout.channel} holds versions and no channel.json: another system publishes there",
             remedy="use a directory of its own",
@@ -126,7 +127,7 @@ def ties_of(base: Path, checkpoint: Checkpoint) -> dict[str, str]:
     know of a head, one that is given must be the embedding too."""
     config, names = base / _CONFIG, checkpoint.table.numbers
     embedding = next((name for name in _EMBEDDINGS if name in names), None)
-    if not config.exists() or embedding is None:
+    if not exists(config) or embedding is None:
         return {}
     try:
         # not the strict reader: configurations of some models hold an Infinity

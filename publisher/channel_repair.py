@@ -25,6 +25,7 @@ from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import Refused, WeightcastError
 from weightcast.shared.files import durable
+from weightcast.shared.files.entries import is_directory
 from weightcast.shared.files.strict_json import parse_object
 from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.progress import Advance
@@ -162,7 +163,7 @@ def _points_somewhere(channel: Channel) -> bool:
         pointer = read_pointer(channel.directory)
     except WeightcastError:
         return False
-    return pointer is not None and channel.layout.version_dir(pointer.version).is_dir()
+    return pointer is not None and is_directory(channel.layout.version_dir(pointer.version))
 
 
 def _move_away(channel: Channel, held: Claim, repairs: Repairs, advance: Advance | None) -> None:

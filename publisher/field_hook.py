@@ -14,6 +14,7 @@ from weightcast.shared.channel.layout import version_of
 from weightcast.shared.channel.pointer import write_pointer
 from weightcast.shared.errors import DamagedFile, Refused
 from weightcast.shared.files.durable import read_file
+from weightcast.shared.files.entries import is_file
 
 _SINGLE = "model.safetensors"
 """full weights may have no index"""
@@ -40,7 +41,7 @@ def _check(path: Path, version: int) -> None:
     try:
         data = read_file(path / INDEX_NAME, INDEX_LIMIT)
     except FileNotFoundError:
-        if (path / _SINGLE).is_file():
+        if is_file(path / _SINGLE):
             return
         raise Refused(f"{path} has no {INDEX_NAME}", remedy="call this when the version is written") from None
     if describe(data) == "foreign delta":

@@ -10,6 +10,7 @@ from weightcast.publisher.care.orders import root_of
 from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import Forked, Refused, WrongRun
+from weightcast.shared.files.entries import exists
 
 FORMAT = 1
 
@@ -68,7 +69,7 @@ def resumed(directory: Path, state: Mapping[str, object]) -> Resumed:
 
 def _is_there(channel: Channel, version: int) -> bool:
     """False for what was pruned."""
-    return version == 0 or channel.layout.index(version).exists()
+    return version == 0 or exists(channel.layout.index(version))
 
 
 def _read(state: Mapping[str, object]) -> tuple[str, int, str]:

@@ -19,6 +19,7 @@ from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.reports import read_reports
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import Refused
+from weightcast.shared.files.entries import exists
 from weightcast.shared.service.app import group
 from weightcast.shared.service.common_options import ChannelOption, JsonOption
 from weightcast.shared.service.output import Output
@@ -128,7 +129,7 @@ def tag(
 
 def _require_published(channel: ChannelOption, version: int) -> None:
     opened, pointer = _opened(channel)
-    there = version == 0 or (version <= pointer.version and opened.layout.index(version).exists())
+    there = version == 0 or (version <= pointer.version and exists(opened.layout.index(version)))
     if not there:
         raise Refused(
             f"version {version} is not in the channel", remedy="`weightcast channel log` lists versions"

@@ -23,6 +23,7 @@ from weightcast.shared.channel.signing import SIGNATURE_LIMIT, signature_path
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.durable import read_file
+from weightcast.shared.files.entries import matching
 from weightcast.shared.files.strict_json import parse_object
 from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.spare import keep_journal
@@ -110,8 +111,7 @@ class History:
                 self.drop(version)
 
     def _versions(self) -> list[int]:
-        names = self._directory.glob("*.json") if self._directory.is_dir() else ()
-        return [int(path.stem) for path in names if path.stem.isdecimal()]
+        return [int(path.stem) for path in matching(self._directory, "*.json") if path.stem.isdecimal()]
 
     def back_from(self, position: Position) -> Mapping[int, Kept]:
         """The steps that led to `position`, by the version that each led to, without a gap."""

@@ -15,6 +15,7 @@ import numpy as np
 from weightcast.publisher.care.history import History, Kept
 from weightcast.shared.channel.base import Base
 from weightcast.shared.errors import DamagedFile, RetryLater
+from weightcast.shared.files.entries import exists
 from weightcast.shared.local.journal import JournalReader
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths, WordsIn
 from weightcast.shared.local.records import PackedRecord, Record
@@ -141,7 +142,7 @@ class Past:
             try:
                 self._undos[number] = _Undo(kept, self.table)
             except DamagedFile as error:
-                if kept.path.exists():
+                if exists(kept.path):
                     raise
                 raise _dropped(number) from error
         return self._undos[number]

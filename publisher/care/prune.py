@@ -27,6 +27,7 @@ from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
+from weightcast.shared.files.entries import is_directory, is_link
 from weightcast.shared.files.strict_json import parse_object
 from weightcast.shared.local.host import Host
 
@@ -110,8 +111,8 @@ def empty_trash(layout: Layout, grace_seconds: float = GRACE_SECONDS, uptime: Up
     jump."""
     uptime = Uptime.here() if uptime is None else uptime
     deleted = 0
-    for entry in layout.trash.iterdir() if layout.trash.is_dir() else ():
-        pruned = _PRUNED.fullmatch(entry.name) is not None and not entry.is_symlink()
+    for entry in layout.trash.iterdir() if is_directory(layout.trash) else ():
+        pruned = _PRUNED.fullmatch(entry.name) is not None and not is_link(entry)
         if pruned and _seconds_in(entry, uptime) >= grace_seconds:
             # the index goes first: what is half deleted is no version
             (entry / INDEX_NAME).unlink(missing_ok=True)

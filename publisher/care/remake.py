@@ -31,6 +31,7 @@ from weightcast.shared.codec.changes import compare
 from weightcast.shared.digest.touched import span_sums
 from weightcast.shared.errors import DamagedFile, WeightcastError
 from weightcast.shared.files import durable
+from weightcast.shared.files.entries import is_directory
 from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.state import Position
 from weightcast.shared.words import Chunk, Part, Words, grid
@@ -52,7 +53,7 @@ class Remake:
     def versions(self) -> Iterator[str]:
         """Makes what can be made again, version by version; says what was."""
         for version, position in sorted(self.past.positions().items()):
-            if version in self.there or (version > 0 and self.layout.version_dir(version).is_dir()):
+            if version in self.there or (version > 0 and is_directory(self.layout.version_dir(version))):
                 yield from self._version(position)
 
     def _version(self, position: Position) -> Iterator[str]:

@@ -32,6 +32,7 @@ from weightcast.shared.digest.touched import span_sums
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
+from weightcast.shared.files.entries import exists
 from weightcast.shared.local.state import Position, unpack_lanes
 from weightcast.shared.words import Chunk, TensorTable, Words, grid
 
@@ -56,7 +57,7 @@ def due_skips(
 def existing_skips(layout: Layout, versions: Iterable[int], most_span: int) -> set[tuple[int, int]]:
     spans = [1 << k for k in range(1, most_span.bit_length())]
     wanted = ((v, v - span) for v in versions for span in spans if v % span == 0)
-    return {(v, base) for v, base in wanted if (layout.from_dir(v, base) / INDEX_NAME).exists()}
+    return {(v, base) for v, base in wanted if exists(layout.from_dir(v, base) / INDEX_NAME)}
 
 
 def write_skip(
@@ -71,7 +72,7 @@ def write_skip(
     """Makes the delta from `base` to the version that `main` is the index of; it appears through its index
     alone. Raises DamagedFile when kept journals do not add up to it; nothing is left then."""
     directory = layout.from_dir(main.version, base.version)
-    if directory.exists():
+    if exists(directory):
         discard(layout, directory)
     directory.mkdir()
     failpoint("skip.begun", directory)

@@ -35,6 +35,7 @@ from weightcast.shared.channel.store import Channel
 from weightcast.shared.codec.choose import StepEncoding
 from weightcast.shared.errors import DamagedFile, RetryLater
 from weightcast.shared.failpoints import failpoint
+from weightcast.shared.files.entries import exists, is_directory, is_link
 from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.spare import make_ready
 from weightcast.shared.local.state import Step
@@ -131,7 +132,7 @@ class Upkeep:
 
         # kept, it is not there to be written over by the next one
         kept = self._paths.journal(step.journal).stat().st_size
-        self._unspared = 0 if self._paths.spare.exists() else kept
+        self._unspared = 0 if exists(self._paths.spare) else kept
 
     def _make_spare(self) -> None:
         nbytes, self._unspared = self._unspared, 0
@@ -181,11 +182,11 @@ class Upkeep:
         if self._swept:
             return
         for version in channel.directory.iterdir():
-            if version_of(version.name) is None or version.is_symlink() or not version.is_dir():
+            if version_of(version.name) is None or is_link(version) or not is_directory(version):
                 continue
             for entry in version.iterdir():
                 beside = entry.name == ANCHOR or base_of(entry.name) is not None
-                if beside and not (entry / INDEX_NAME).exists():
+                if beside and not exists(entry / INDEX_NAME):
                     discard(channel.layout, entry)
         self._swept = True
 

@@ -42,6 +42,7 @@ from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import NeedsReseed, NotInTime, Refused, RetryLater
+from weightcast.shared.files.entries import exists
 from weightcast.shared.local.follow import open_base
 from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.scrub import Scrub
@@ -419,8 +420,8 @@ def ready_channel(settings: PublisherSettings, meter: Meter) -> int:
     """Makes the channel from the base, or checks that it was. Returns the bytes of a version. Weights
     are compared as long as nothing is seeded from them: later the base is no longer read. Raises Refused."""
     threads = working_threads(settings.threads, settings.memory_budget, default=THREADS)
-    known = LocalPaths(settings.local).state.exists()
-    made = Layout(settings.channel).channel_json.exists()
+    known = exists(LocalPaths(settings.local).state)
+    made = exists(Layout(settings.channel).channel_json)
     if known and not made:
         raise RetryLater(
             f"{settings.local} is of a run whose channel is not at {settings.channel}",

@@ -13,6 +13,7 @@ from weightcast.publisher.service.inbox import FileMark, Marks, Sighting, is_can
 from weightcast.shared.errors import Refused, RetryLater, WeightcastError
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.checkpoint import Checkpoint, open_checkpoint
+from weightcast.shared.files.entries import exists, is_link
 from weightcast.shared.service.daemon import failure_of
 
 _CONSUMED = ".weightcast-consumed-"
@@ -49,7 +50,11 @@ def look(
 def _directories(watch: Path) -> Iterator[Path]:
     try:
         with os.scandir(watch) as scan:
-            names = sorted(entry.name for entry in scan if is_candidate(entry.name) and entry.is_dir())
+            names = sorted(
+                entry.name
+                for entry in scan
+                if is_candidate(entry.name) and entry.is_dir(follow_symlinks=True)
+            )
     except (FileNotFoundError, NotADirectoryError) as error:
         raise RetryLater(f"{watch} is not a directory", remedy="mount it, or correct --watch") from error
     return (watch / name for name in names)
@@ -113,7 +118,7 @@ def was_moved_in(directory: Path) -> bool:
 
 def _completed_ns(directory: Path, names: set[str], finished: bool) -> int:
     """ctime, since copies keep the mtime of their originals."""
-    times = [(directory / name).lstat().st_ctime_ns for name in names if (directory / name).exists()]
+    times = [(directory / name).lstat().st_ctime_ns for name in names if exists(directory / name)]
     return max([*times, directory.stat().st_ctime_ns] if finished else times, default=0)
 
 
@@ -132,7 +137,7 @@ def consume(watch: Path, name: str, weights: Marks) -> None:
 
 
 def _reason_to_keep(directory: Path, weights: Marks) -> str:
-    if directory.is_symlink():
+    if is_link(directory):
         return "it is a link"
     if not weights <= marks(directory):
         return "it was changed after it was published"

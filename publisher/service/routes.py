@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 
 from weightcast.publisher.service.queue import QUEUE_LIMIT, Job, KeyReused, Queue, QueueFull
 from weightcast.shared.errors import Refused, RetryLater
+from weightcast.shared.files.entries import is_directory
 from weightcast.shared.files.paths import is_plain
 from weightcast.shared.service.facts import Failure
 from weightcast.shared.service.http import StrictRoute
@@ -92,7 +93,7 @@ def check_checkpoint(text: str, roots: Sequence[Path]) -> Path:
         raise _not_allowed(text, roots) from error
     if roots and not any(real != root and real.is_relative_to(root) for root in allowed):
         raise _not_allowed(text, roots)
-    if not real.is_dir():
+    if not is_directory(real):
         raise Refused(f"{text} is not a directory", remedy="give a checkpoint directory")
     return real
 

@@ -24,6 +24,7 @@ from weightcast.publisher.service.inbox import (
 from weightcast.shared.errors import DamagedFile, Refused
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
+from weightcast.shared.files.entries import exists, is_directory
 from weightcast.shared.service.facts import Failure
 from weightcast.shared.service.logs import get_log
 
@@ -75,13 +76,13 @@ class Watched:
     def start(self, version: int) -> None:
         """Once the local checkpoint is owned: keeps what construction saw, finishes what a kill left."""
         self.resume(version)
-        if self._consume and self.directory.is_dir():
+        if self._consume and is_directory(self.directory):
             looks.bury_leftovers(self.directory)
 
     def ignore_existing(self) -> None:
         """Before anything else, if this directory was never watched from here: what is complete now was there
         before. What comes while the publisher starts is new."""
-        if self._memory.exists() or self._inbox.rules.existing or not self.directory.is_dir():
+        if exists(self._memory) or self._inbox.rules.existing or not is_directory(self.directory):
             return
         self._inbox.ignore_existing(self._look().unknown)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from weightcast.shared.errors import DamagedFile, Refused, WeightcastError
 from weightcast.shared.files import durable
+from weightcast.shared.files.entries import is_link
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
 from weightcast.shared.local.locks import FileLock
 
@@ -50,7 +51,7 @@ class Export:
     def check(self) -> None:
         """Raises Refused when the directory, or a slot, is a link."""
         for path in (self.directory, *(self.slot(slot) for slot in SLOTS)):
-            if path.is_symlink():
+            if is_link(path):
                 raise Refused(f"{path} is a symbolic link", remedy="give a directory of its own")
 
     @property

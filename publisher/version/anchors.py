@@ -27,6 +27,7 @@ from weightcast.shared.digest.root import root
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
+from weightcast.shared.files.entries import exists
 from weightcast.shared.files.safetensors import Entry, pack_header
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, WordsIn
 from weightcast.shared.local.state import Position, lanes_list
@@ -169,9 +170,9 @@ def write_anchor(layout: Layout, full: Full, claim: Claim, key: PrivateKey | Non
     """The anchor beside a version. False when it exists already. Its digests must equal the version's before
     its index is written; it appears through its index alone."""
     directory = layout.anchor_dir(full.position.version)
-    if (directory / INDEX_NAME).exists():
+    if exists(directory / INDEX_NAME):
         return False
-    if directory.exists():
+    if exists(directory):
         discard(layout, directory)
     directory.mkdir()
     failpoint("anchor.begun", directory)

@@ -25,6 +25,7 @@ from weightcast.shared.channel.signing import signature_path, stated_by, write_s
 from weightcast.shared.errors import DamagedFile, Forked, RetryLater
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
+from weightcast.shared.files.entries import exists, is_directory, is_file, is_link
 
 PostWrite = Callable[[int, Path, str], None]
 """Called with version, its directory and the phase `version` (files are there) or `pointer`."""
@@ -38,8 +39,8 @@ def move_shards(layout: Layout, version: int, parts: Path, sources: Mapping[str,
     """Makes the version's directory with exactly the listed shards in it. A leftover without an index is
     moved away first; a directory with an index is never touched."""
     directory = layout.version_dir(version)
-    if directory.exists():
-        if (directory / INDEX_NAME).exists():
+    if exists(directory):
+        if exists(directory / INDEX_NAME):
             raise Forked(
                 f"{directory} is already committed",
                 remedy="another publisher owns this channel; stop one of them",
@@ -122,7 +123,7 @@ def verify_files(directory: Path, index: Index, but: Collection[str] = ()) -> No
         if record.name in but:
             continue
         path = directory / record.name
-        if path.is_symlink() or not path.is_file() or file_record(path) != record:
+        if is_link(path) or not is_file(path) or file_record(path) != record:
             raise DamagedFile(
                 f"{path} is missing or damaged",
                 remedy="the version is not served; run `weightcast channel verify`",
@@ -133,10 +134,10 @@ def drop_parts(layout: Layout) -> None:
     """Parts of attempts that came to nothing, and what a kill left half deleted: only the channel's owner may
     call this."""
     for entry in layout.channel.iterdir():
-        if entry.name.endswith(".parts") and entry.is_dir() and not entry.is_symlink():
+        if entry.name.endswith(".parts") and is_directory(entry) and not is_link(entry):
             discard(layout, entry)
-    for entry in layout.trash.iterdir() if layout.trash.is_dir() else ():
-        if entry.is_dir() and not entry.is_symlink() and not entry.name.endswith(PRUNED):
+    for entry in layout.trash.iterdir() if is_directory(layout.trash) else ():
+        if is_directory(entry) and not is_link(entry) and not entry.name.endswith(PRUNED):
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(entry)
 

@@ -52,6 +52,7 @@ from weightcast.shared.errors import (
     WrongRun,
 )
 from weightcast.shared.failpoints import failpoint
+from weightcast.shared.files.entries import exists
 from weightcast.shared.local.follow import Follower, open_base
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.stage import Fetched, Staged, stage
@@ -440,7 +441,7 @@ def _next_is_free(channel: Channel, local: LocalCheckpoint) -> bool:
     """False when the local checkpoint is not at the pointer, or the next number is taken by a version that no
     pointer may ever lead to."""
     at = channel.pointed()
-    return local.state.position.version == at and not channel.layout.index(at + 1).exists()
+    return local.state.position.version == at and not exists(channel.layout.index(at + 1))
 
 
 def _committed(channel: Channel, *, above: int) -> set[int]:
@@ -448,7 +449,7 @@ def _committed(channel: Channel, *, above: int) -> set[int]:
     found = set()
     for entry in channel.directory.iterdir():
         version = version_of(entry.name)
-        if version is not None and version > above and (entry / INDEX_NAME).exists():
+        if version is not None and version > above and exists(entry / INDEX_NAME):
             found.add(version)
     return found
 

@@ -7,7 +7,6 @@ commits exactly the drafts it has verified. The other ranks learn the outcome fr
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from weightcast.shared.channel.index import INDEX_LIMIT, Index, parse_index, wri
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.errors import DamagedFile, NeedsReseed, NotInTime, Refused, WeightcastError
 from weightcast.shared.files import durable
+from weightcast.shared.files.entries import exists, matching
 from weightcast.shared.files.strict_json import Members, parse_object
 from weightcast.shared.words import TensorTable
 
@@ -268,7 +268,7 @@ def _raise_closed(directory: Path) -> None:
 
 def attempts_seen(layout: Layout) -> set[Path]:
     """Attempts that are there already: what became of them is no news to a rank that begins now."""
-    return set(_entries(layout.channel, "weight_v*.parts/*"))
+    return set(_directories(layout))
 
 
 def find_attempt(
@@ -290,7 +290,7 @@ def find_attempt(
             (one for one in _attempts(layout, rank.number) if one[1].version > above and one[1].step == step),
             key=lambda one: (one[1].epoch, one[1].created),
         )
-        found[:] = [one for one in fitting if not (one[0] / _CLOSED).exists()]
+        found[:] = [one for one in fitting if not exists(one[0] / _CLOSED)]
         for directory, _ in fitting if not found else ():
             if directory not in seen:
                 seen.add(directory)
@@ -316,19 +316,18 @@ def find_attempt(
 def _attempts(layout: Layout, rank: int) -> list[tuple[Path, Attempt]]:
     """Without those in which the rank took part."""
     attempts = []
-    for directory in _entries(layout.channel, "weight_v*.parts/*"):
+    for directory in _directories(layout):
         facts = _members(directory / _OPEN)
         done = (_draft(directory, rank), _failure(directory, rank))
-        if facts is not None and not any(path.exists() for path in done):
+        if facts is not None and not any(exists(path) for path in done):
             attempts.append((directory, _attempt(facts)))
     return attempts
 
 
-def _entries(directory: Path, pattern: str) -> list[Path]:
+def _directories(layout: Layout) -> list[Path]:
     """Rank 0 clears attempts away while others look."""
-    with contextlib.suppress(FileNotFoundError):
-        return sorted(directory.glob(pattern))
-    return []
+    parts = matching(layout.channel, "weight_v*.parts")
+    return [directory for attempts in parts for directory in matching(attempts, "*")]
 
 
 def _attempt(facts: Members) -> Attempt:

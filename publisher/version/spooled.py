@@ -20,6 +20,7 @@ from weightcast.shared.channel.file_record import file_record
 from weightcast.shared.channel.index import Index
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.files import durable
+from weightcast.shared.files.entries import is_link
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.progress import Advance
 
@@ -77,7 +78,7 @@ def spool(
 
 def _emptied(outbox: Path) -> Path:
     """Whatever a killed publication left there."""
-    if outbox.is_symlink():
+    if is_link(outbox):
         outbox.unlink()
     outbox.mkdir(exist_ok=True)
     for entry in os.scandir(outbox):

@@ -10,6 +10,7 @@ from weightcast.shared.channel.keys import PrivateKey, load_private_key, trusted
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.signing import Trust, signature_path
 from weightcast.shared.errors import Refused
+from weightcast.shared.files.entries import exists
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Vouching:
                 remedy="give --sign-key, or leave out --trusted-key",
             )
         signature = signature_path(layout.base_json)
-        if signature.exists():
+        if exists(signature):
             raise Refused(
                 f"{layout.channel} is signed ({signature.name}), and no key is given to sign with",
                 remedy="give --sign-key; to sign no longer, remove that file and the hosts' --trusted-key",

@@ -21,6 +21,7 @@ from weightcast.shared.channel.shown import look
 from weightcast.shared.channel.store import Channel, FullVersion
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.files.durable import open_regular
+from weightcast.shared.files.entries import exists, is_directory, is_file, is_link, matching
 from weightcast.shared.progress import Advance
 from weightcast.shared.words import TensorTable
 
@@ -61,9 +62,9 @@ def entries(channel: Channel, pointer: Pointer | None) -> Iterator[Entry]:
 
 
 def _versions(prefix: Path) -> Iterator[tuple[int, Path]]:
-    for path in prefix.iterdir() if prefix.is_dir() else ():
+    for path in prefix.iterdir() if is_directory(prefix) else ():
         version = version_of(path.name)
-        if version is not None and path.is_dir() and not path.is_symlink():
+        if version is not None and is_directory(path) and not is_link(path):
             yield version, path
 
 
@@ -74,7 +75,7 @@ def read_entry(channel: Channel, pointer: Pointer, version: int, directory: Path
     except (WeightcastError, OSError) as error:
         return Entry(version, directory, None, _text(error))
     if index is None:
-        cut = (directory / INDEX_NAME).exists()
+        cut = exists(directory / INDEX_NAME)
         return Entry(version, directory, None, f"its index is {'cut short' if cut else 'missing'}")
     return Entry(version, directory, index, "")
 
@@ -145,7 +146,7 @@ def _files(entry: Entry, advance: Advance | None) -> Iterator[str]:
         yield from check_files(entry.directory, entry.index.files, advance)
     elif isinstance(entry.index, ForeignIndex):
         for name in sorted(set(entry.index.weight_map.values())):
-            if not (entry.directory / name).is_file():
+            if not is_file(entry.directory / name):
                 yield f"{name} is missing"
 
 
@@ -160,7 +161,7 @@ def _anchor(channel: Channel, entry: Entry, advance: Advance | None) -> Iterator
         return
     directory = channel.layout.anchor_dir(entry.version)
     if anchor is None:
-        if (directory / INDEX_NAME).exists():
+        if exists(directory / INDEX_NAME):
             yield "the index of its anchor is cut short"
         return
     if anchor.root != entry.index.root:
@@ -174,7 +175,7 @@ def _anchor(channel: Channel, entry: Entry, advance: Advance | None) -> Iterator
 def unlisted(directory: Path, index: Index) -> list[Path]:
     """Weights in the directory that its index does not name."""
     named = {record.name for record in index.files}
-    return sorted(path for path in directory.glob("*.safetensors") if path.name not in named)
+    return [path for path in matching(directory, "*.safetensors") if path.name not in named]
 
 
 def _skips(

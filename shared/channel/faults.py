@@ -17,6 +17,7 @@ from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.files import durable
+from weightcast.shared.files.entries import exists, is_directory, is_file, is_link
 from weightcast.shared.progress import Advance
 
 _FILES = ("channel.json", "base.json", "latest")
@@ -37,7 +38,7 @@ def faults(directory: Path, advance: Advance | None = None, trust: Trust | None 
     try:
         channel = Channel.open(directory, trust)
     except WeightcastError as error:
-        if not directory.is_dir():
+        if not is_directory(directory):
             raise
         return [Problem(None, error.message, "channel", meaning=_CHANNEL)]
     return of_channel(channel, advance)
@@ -87,7 +88,7 @@ def _lost(version: int, anchors: Sequence[int]) -> str:
 
 
 def _lost_pointer(channel: Channel) -> Iterator[Problem]:
-    if (channel.directory / "latest").exists() or not any(_versions(channel.directory)):
+    if exists(channel.directory / "latest") or not any(_versions(channel.directory)):
         return
     yield Problem(None, "latest is missing, and there are versions", "pointer")
 
@@ -95,7 +96,7 @@ def _lost_pointer(channel: Channel) -> Iterator[Problem]:
 def _versions(directory: Path) -> Iterator[int]:
     for entry in directory.iterdir():
         version = version_of(entry.name)
-        if version is not None and (entry / INDEX_NAME).is_file():
+        if version is not None and is_file(entry / INDEX_NAME):
             yield version
 
 
@@ -133,7 +134,7 @@ def _reports(directory: Path) -> Iterator[Problem]:
 
 
 def _json(directory: Path) -> list[Path]:
-    if not directory.is_dir() or directory.is_symlink():
+    if not is_directory(directory) or is_link(directory):
         return []
     return sorted(path for path in directory.iterdir() if path.suffix == ".json")
 

@@ -11,6 +11,7 @@ from weightcast.shared.channel.layout import Layout, digits
 from weightcast.shared.channel.records import FORMAT, check_format
 from weightcast.shared.errors import DamagedFile, Refused
 from weightcast.shared.files import durable
+from weightcast.shared.files.entries import is_directory
 from weightcast.shared.files.paths import file_name
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
 
@@ -75,7 +76,7 @@ def _tag_name(name: str) -> str:
 
 
 def _names(directory: Path) -> list[str]:
-    return [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    return [path.name for path in directory.iterdir()] if is_directory(directory) else []
 
 
 def _removed(path: Path) -> bool:

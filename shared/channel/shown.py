@@ -12,6 +12,7 @@ from pathlib import Path
 
 from weightcast.shared.channel.index import INDEX_NAME
 from weightcast.shared.channel.layout import ANCHOR, base_of
+from weightcast.shared.files.entries import is_link
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def _directories(directory: Path) -> list[str]:
 
 def _bytes_of(directory: Path) -> int | None:
     """Of the plain files. None without an index among them, for a link, or where nothing is (any longer)."""
-    if directory.is_symlink():
+    if is_link(directory):
         return None
     try:
         with os.scandir(directory) as scan:

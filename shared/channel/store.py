@@ -36,6 +36,7 @@ from weightcast.shared.channel.signing import (
 )
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater, UnknownFormat, Untrusted
 from weightcast.shared.files.durable import read_file
+from weightcast.shared.files.entries import is_directory, is_file
 from weightcast.shared.files.safetensors import read_header
 from weightcast.shared.files.strict_json import Members
 from weightcast.shared.words import TensorTable
@@ -68,7 +69,7 @@ class Channel:
         """Raises RetryLater when the directory is not there (yet), Refused when it is no channel, Untrusted
         when `trust` is given and its base is not signed."""
         layout = Layout(directory)
-        if not directory.is_dir():
+        if not is_directory(directory):
             raise RetryLater(
                 f"{directory} is not a directory",
                 remedy="mount it, or make the channel with `weightcast channel init`",
@@ -256,7 +257,7 @@ def _read(path: Path, limit: int = _CHANNEL_FILE_LIMIT) -> bytes | None:
 def _single_file(directory: Path, version: int) -> FullVersion | None:
     """A full version of one file needs no index."""
     file = directory / "model.safetensors"
-    if not file.is_file():
+    if not is_file(file):
         return None
     found = file.stat()
     return FullVersion(

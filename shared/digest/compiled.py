@@ -30,6 +30,8 @@ import numpy as np
 from llvmlite import binding
 from numpy.typing import NDArray
 
+from weightcast.shared.files.entries import exists
+
 _MAGIC = b"wckernl1"
 _HEAD = struct.Struct("<8s16sI")
 """magic, BLAKE2b-128 of what follows the head, bytes of the facts"""
@@ -82,7 +84,7 @@ class Store:
     @property
     def complete(self) -> bool:
         """Whether everything that warming up needs was kept."""
-        return self.directory is not None and (self.directory / "complete").exists()
+        return self.directory is not None and exists(self.directory / "complete")
 
     def completed(self) -> None:
         if self.directory is not None and not self.complete:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightcast.shared.errors import RetryLater
+from weightcast.shared.files.entries import is_directory
 
 _BLOCK = 512
 """bytes in which stat counts what a file takes, whatever the file system's own blocks are"""
@@ -38,7 +39,7 @@ def taken_bytes(found: os.stat_result) -> int:
 def nearest_directory(path: Path) -> Path:
     """`path`, or the directory above it in which it would be made. Raises OSError."""
     path = path.absolute()
-    while not path.is_dir():
+    while not is_directory(path):
         path = path.parent
     return path
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from weightcast.shared.channel.records import write_lane_rows
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater
+from weightcast.shared.files.entries import is_directory, is_link
 from weightcast.shared.local.journal import JournalReader
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.local.records import PackedRecord, Record
@@ -119,9 +120,9 @@ def write_engine_patch(local: LocalCheckpoint, steps: Sequence[Step], base_versi
 def drop_engine_patches(paths: LocalPaths) -> None:
     """Removes all patches. Engines that still read one keep it open."""
     directory = directory_of(paths)
-    if directory.is_symlink():
+    if is_link(directory):
         raise _linked(directory)
-    for path in directory.iterdir() if directory.is_dir() else ():
+    for path in directory.iterdir() if is_directory(directory) else ():
         path.unlink(missing_ok=True)
 
 
@@ -257,7 +258,7 @@ def _padded(nbytes: int) -> int:
 
 def _write(path: Path, content: Iterator[bytes | memoryview]) -> None:
     """Not synced: a patch that is lost with its host is of no use to anybody."""
-    if path.parent.is_symlink():
+    if is_link(path.parent):
         raise _linked(path.parent)
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_suffix(".tmp")

@@ -20,6 +20,7 @@ from weightcast.shared.channel.index import FileRecord, ForeignIndex, Index
 from weightcast.shared.errors import DamagedFile, RetryLater
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.durable import open_regular, write_all
+from weightcast.shared.files.entries import exists, is_directory
 from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.spare import begin, make_room
 from weightcast.shared.local.spool import Arrivals, Spool
@@ -111,7 +112,7 @@ class _Copy:
                 )
                 cause = error
             # a directory whose index was read is no longer late but gone: another way is planned
-            if time.monotonic() + pause > self.deadline or not source.parent.is_dir():
+            if time.monotonic() + pause > self.deadline or not is_directory(source.parent):
                 raise failure from cause
             # short, stale and torn reads of network file systems heal by themselves
             self.arrivals.restart(target.name)
@@ -148,6 +149,6 @@ class _Copy:
 
 def _opened(target: Path, spare: Path) -> BufferedWriter:
     """At its start, whatever is in it."""
-    if target.exists():
+    if exists(target):
         return os.fdopen(os.open(target, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "wb")
     return begin(target, spare)

@@ -11,6 +11,7 @@ from weightcast.shared.channel.chain import check_files
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import open_checkpoint
+from weightcast.shared.files.entries import is_directory
 from weightcast.shared.local.hashing import HashReport, full_hash
 from weightcast.shared.local.journal import JournalReader
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
@@ -115,7 +116,7 @@ def _journals(paths: LocalPaths, state: LocalState, base: Base) -> Iterator[Faul
         if problem is not None and _is_named(paths, step):
             yield Fault(_name(path), problem, _NO_WAY_BACK)
     kept = {step.journal for step in state.steps}
-    for path in sorted(paths.journals.iterdir()) if paths.journals.is_dir() else ():
+    for path in sorted(paths.journals.iterdir()) if is_directory(paths.journals) else ():
         if path.stem not in kept:
             yield Fault(_name(path), "is named by no state", "nothing; the next start drops it")
 

@@ -32,6 +32,7 @@ from weightcast.shared.files.checkpoint import (
     run_of,
     surplus_weights,
 )
+from weightcast.shared.files.entries import is_directory, is_link
 from weightcast.shared.files.mounts import file_system
 from weightcast.shared.files.paging import populate, ready_to_write
 from weightcast.shared.files.space import taken_bytes
@@ -128,14 +129,14 @@ class _Mapped:
 
 def ensure_room(paths: LocalPaths) -> None:
     """Makes the directories. Refused when the directory holds somebody else's files."""
-    if paths.directory.is_dir() and not paths.room.is_dir() and any(paths.directory.iterdir()):
+    if is_directory(paths.directory) and not is_directory(paths.room) and any(paths.directory.iterdir()):
         raise Refused(
             f"{paths.directory} is not empty and is not a weightcast local checkpoint",
             remedy="choose an empty or new directory for --local",
         )
     paths.directory.mkdir(parents=True, exist_ok=True)
     for directory in (paths.room, paths.journals, paths.spool):
-        if directory.is_symlink():
+        if is_link(directory):
             raise Refused(f"{directory} is a symbolic link", remedy="remove it; links are refused here")
         directory.mkdir(exist_ok=True)
 
@@ -143,7 +144,7 @@ def ensure_room(paths: LocalPaths) -> None:
 def empty_spool(paths: LocalPaths) -> None:
     """Fetched shards are of no use once they are staged, or when their fetcher was killed."""
     for path in sorted(paths.spool.rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
+        path.rmdir() if is_directory(path) else path.unlink()
         failpoint("spool.removed", path)
 
 
@@ -333,7 +334,7 @@ class LocalCheckpoint:
     @contextlib.contextmanager
     def _field_lock(self, seconds: float) -> Iterator[None]:
         room = self.directory / ".weight_sync"
-        if not room.is_dir():
+        if not is_directory(room):
             yield
             return
         with FileLock(room / "lock").holding(seconds=seconds):

@@ -24,6 +24,7 @@ from weightcast.shared.errors import DamagedFile, NeedsReseed, Refused, RetryLat
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import Checkpoint, Place
+from weightcast.shared.files.entries import exists, is_file, is_link
 from weightcast.shared.files.leased import LeasedFile
 from weightcast.shared.files.space import taken_bytes
 from weightcast.shared.local.hashing import differing, hash_tensors
@@ -228,12 +229,12 @@ def _check_room(paths: LocalPaths, checkpoint: Checkpoint) -> None:
     for path in checkpoint.weight_files:
         target = paths.directory / path.name
         wanted += path.stat().st_size
-        if target.is_symlink() or (target.exists() and target.stat().st_nlink > 1):
+        if is_link(target) or (exists(target) and target.stat().st_nlink > 1):
             raise Refused(
                 f"{target} is a link: writing it would change another directory's file",
                 remedy="remove it, or choose an empty directory for --local",
             )
-        if target.exists():
+        if exists(target):
             wanted -= min(taken_bytes(target.stat()), path.stat().st_size)
     make_room(paths, wanted, "seeding")
 
@@ -254,7 +255,7 @@ def _copy_files(paths: LocalPaths, source: Source, advance: Advance | None) -> N
     small = [path for path in (*checkpoint.other_files, *index) if digests is None or path.name in digests]
     wanted = {path.name for path in (*checkpoint.weight_files, *small)}
     for stray in paths.directory.iterdir():
-        if stray.name not in wanted and stray.suffix in (".safetensors", ".json") and stray.is_file():
+        if stray.name not in wanted and stray.suffix in (".safetensors", ".json") and is_file(stray):
             # of an earlier run with other shards: engines would read it
             stray.unlink()
             failpoint("seed.stray", stray)

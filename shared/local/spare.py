@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from io import BufferedWriter
 from pathlib import Path
 
+from weightcast.shared.files.entries import exists, is_directory, matching
 from weightcast.shared.files.mounts import file_system
 from weightcast.shared.files.space import require_free, space_of, taken_bytes
 from weightcast.shared.local.local_checkpoint import LocalPaths
@@ -35,7 +36,7 @@ def keep_journal(paths: LocalPaths, journal: Path) -> None:
 
 def keep_shards(paths: LocalPaths, directory: Path) -> None:
     """Makes spares of the files in `directory`. Those of other shards are dropped."""
-    files = sorted(directory.iterdir()) if directory.is_dir() else []
+    files = sorted(directory.iterdir()) if is_directory(directory) else []
     spares = [paths.spare_shard(number) for number in range(len(files))]
     in_memory = bool(files) and _in_memory(files[0])
     for file, spare in zip(files, spares, strict=True):
@@ -76,7 +77,7 @@ def make_ready(paths: LocalPaths, nbytes: int, between: Callable[[], None]) -> N
     """Makes a spare for a journal of `nbytes`, where there is none. `between` is called between pieces of the
     work, and may raise to give it up. Raises OSError."""
     size = min(nbytes, _MOST_READY)
-    if not size or paths.spare.exists() or file_system(os.stat(paths.room).st_dev) == "tmpfs":
+    if not size or exists(paths.spare) or file_system(os.stat(paths.room).st_dev) == "tmpfs":
         return
     if space_of(paths.room).free_bytes < 2 * nbytes:
         return
@@ -92,7 +93,7 @@ def make_ready(paths: LocalPaths, nbytes: int, between: Callable[[], None]) -> N
 
 
 def _shards(paths: LocalPaths) -> Iterator[Path]:
-    return (path for path in paths.room.glob("spare.*") if path.suffix[1:].isdecimal())
+    return (path for path in matching(paths.room, "spare.*") if path.suffix[1:].isdecimal())
 
 
 def _all(paths: LocalPaths) -> Iterator[Path]:

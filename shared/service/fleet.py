@@ -18,6 +18,7 @@ from weightcast.shared.channel.pointer import read_pointer
 from weightcast.shared.channel.reports import CAUSES, UPDATES_LIMIT, Heard, Report, ReportReader, Sighting
 from weightcast.shared.errors import RetryLater
 from weightcast.shared.files.durable import read_file
+from weightcast.shared.files.entries import is_directory
 from weightcast.shared.service.snapshot import Frozen
 
 REPORTS_PATH = "/v1/reports"
@@ -196,7 +197,7 @@ class FleetReader:
 
 
 def _run_of(channel: Path) -> Run:
-    if not channel.is_dir():
+    if not is_directory(channel):
         raise RetryLater(f"{channel} is not a directory", remedy="mount it, or correct --channel")
     pointer, file = read_pointer(channel), _channel_file(channel)
     if pointer is None:

@@ -17,6 +17,7 @@ from weightcast.shared.channel.layout import version_name
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel, FullVersion
 from weightcast.shared.errors import DamagedFile, Refused, Untrusted
+from weightcast.shared.files.entries import exists, is_directory
 from weightcast.shared.files.paths import printable
 from weightcast.shared.service.app import group
 from weightcast.shared.service.common_options import ChannelOption, JsonOption, TrustedKeyOption
@@ -238,7 +239,7 @@ def check(channel: ChannelOption, trusted_key: TrustedKeyOption = None, as_json:
     """Check every file of every version, the chain of versions and, with trusted keys, who signed it."""
     output = Output(json=as_json)
     named = (channel / name for name in ("channel.json", "base.json", "latest"))
-    if channel.is_dir() and not any(path.exists() for path in named):
+    if is_directory(channel) and not any(exists(path) for path in named):
         raise Refused(
             f"{channel} is no channel: it has neither channel.json nor latest", remedy="check --channel"
         )

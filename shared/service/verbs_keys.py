@@ -10,6 +10,7 @@ import typer
 from weightcast.shared.channel.keys import PrivateKey, write_private_key
 from weightcast.shared.errors import Refused
 from weightcast.shared.files import durable
+from weightcast.shared.files.entries import exists, is_directory, is_link
 from weightcast.shared.service.common_options import JsonOption
 from weightcast.shared.service.output import Output
 
@@ -25,7 +26,7 @@ def keygen(
     as_json: JsonOption = False,
 ) -> None:
     """Make a key that signs versions: the private one for the publisher, FILE.pub for the hosts."""
-    path = out / _NAME if out.is_dir() else out
+    path = out / _NAME if is_directory(out) else out
     key = make_key(path)
     facts = {
         "key_id": key.public.id,
@@ -56,5 +57,5 @@ def _public_path(path: Path) -> Path:
 
 
 def _refuse_present(path: Path) -> None:
-    if path.exists() or path.is_symlink():
+    if exists(path) or is_link(path):
         raise Refused(f"{path} is there already", remedy="keys are never overwritten")

@@ -14,6 +14,7 @@ from rich.console import Console
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import DamagedFile, Refused
+from weightcast.shared.files.entries import is_directory
 from weightcast.shared.files.paths import printable
 from weightcast.shared.local.follow import Follower, FollowOptions
 from weightcast.shared.local.inspect import Inspection, inspect
@@ -116,7 +117,7 @@ def inspect_local(local: Path, threads: int, advance: Advance | None = None) -> 
     """While the checkpoint stands still. Raises Refused when there is none, RetryLater while it is being
     patched."""
     paths = LocalPaths(local)
-    if not paths.room.is_dir():
+    if not is_directory(paths.room):
         raise Refused(f"{local} is no local checkpoint", remedy="give the --local of a daemon")
     with FileLock(paths.patch).holding(shared=True, seconds=LOCK_SECONDS):
         return inspect(local, threads=threads, advance=advance)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightcast.shared.errors import NeedsReseed, Refused, RetryLater
+from weightcast.shared.files.entries import is_directory
 from weightcast.shared.local.loadable import require_loadable
 from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.locks import FileLock, owner_text
@@ -78,7 +79,7 @@ def hold_still(local: Path, lock: FileLock, seconds: float) -> LocalState:
 
 
 def _hold(local: Path, lock: FileLock) -> LocalState:
-    if not lock.path.parent.is_dir():
+    if not is_directory(lock.path.parent):
         raise RetryLater(
             f"{local} is not seeded yet", remedy="run `weightcast sync`, or start the subscriber"
         )

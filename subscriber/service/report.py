@@ -16,6 +16,7 @@ from typing import Protocol
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.reports import UPDATES_LIMIT, Report, Update, pack_report, write_report
 from weightcast.shared.errors import WeightcastError
+from weightcast.shared.files.entries import exists
 from weightcast.shared.service.client import Daemon, parsed
 from weightcast.shared.service.fleet import REPORTS_PATH
 from weightcast.shared.service.logs import get_log
@@ -61,7 +62,7 @@ class InChannel:
         layout = Layout(self._channel)
         began = self._now()
         try:
-            if not layout.channel_json.exists() and not layout.latest.exists():
+            if not exists(layout.channel_json) and not exists(layout.latest):
                 return None
             written = write_report(self._channel, report)
         except OSError as error:

@@ -14,6 +14,7 @@ from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import WeightcastError
+from weightcast.shared.files.entries import exists, is_directory, is_link
 from weightcast.shared.files.mounts import Mount, mount_of
 from weightcast.shared.files.space import Space, nearest_directory, space_of
 from weightcast.shared.local.local_checkpoint import LocalPaths
@@ -92,7 +93,7 @@ def answered(look: Callable[[], T], seconds: float) -> T | None:
 def look_at_channel(channel: Path) -> PlaceFacts:
     """Hosts need not write there: where only `hosts/` lets them, that is tried. Raises OSError when not even
     what is there can be looked at."""
-    places = [channel, Layout(channel).hosts_dir] if channel.is_dir() else []
+    places = [channel, Layout(channel).hosts_dir] if is_directory(channel) else []
     return _facts(channel, places)
 
 
@@ -100,7 +101,7 @@ def look_at_local(local: Path) -> PlaceFacts:
     """A directory that is not there yet is tried above it, one in use in weightcast's own part, where no
     engine looks. Raises OSError."""
     room = LocalPaths(local).room
-    return _facts(local, [room if room.is_dir() else nearest_directory(local)])
+    return _facts(local, [room if is_directory(room) else nearest_directory(local)])
 
 
 def _facts(asked: Path, places: Sequence[Path]) -> PlaceFacts:
@@ -109,13 +110,13 @@ def _facts(asked: Path, places: Sequence[Path]) -> PlaceFacts:
     return PlaceFacts(
         asked=asked,
         there=os.path.lexists(asked),
-        is_link=asked.is_symlink(),
-        is_directory=asked.is_dir(),
+        is_link=is_link(asked),
+        is_directory=is_directory(asked),
         tried=place,
         refused=refused,
         mount=mount_of(nearest),
         space=space_of(nearest),
-        open_to_all=asked.exists() and _open_to_all(asked),
+        open_to_all=exists(asked) and _open_to_all(asked),
         left=tried.left,
         trials=tried.outcomes,
     )
@@ -165,7 +166,7 @@ def _run_facts(channel: Channel) -> RunFacts:
 
 def look_into_local(local: Path) -> LocalFacts:
     """Raises OSError."""
-    names = set(os.listdir(local)) if local.is_dir() else set()
+    names = set(os.listdir(local)) if is_directory(local) else set()
     paths = LocalPaths(local)
     room = paths.room.name
     weights = [name for name in names if name.endswith(".safetensors")]

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.files.durable import create, replace
+from weightcast.shared.files.entries import exists
 from weightcast.shared.files.space import taken_bytes
 
 # readers of hosts/ pass over temporary names
@@ -242,7 +243,7 @@ def _allocate(room: Path) -> float:
 def _visible(room: Path) -> float:
     """Seconds until a new file is there under the name that was looked for before."""
     path, data = room / "late", secrets.token_bytes(4096)
-    if path.exists():
+    if exists(path):
         raise Odd("a file is there that nobody made")
     path.write_bytes(data)
     began = time.monotonic()
