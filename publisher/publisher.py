@@ -30,11 +30,11 @@ from weightcast.publisher.weights.tensors import CheckpointWeights, GivenWeights
 from weightcast.shared.channel.base import Base
 from weightcast.shared.channel.channel_file import ChannelFile
 from weightcast.shared.channel.claims import Claim, claim, this_process
-from weightcast.shared.channel.index import STEP_ENCODINGS, Encoding
+from weightcast.shared.channel.index import STEP_ENCODINGS, Encoding, Index
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.marks import Rollback
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import NeedsReseed, Refused
+from weightcast.shared.errors import DamagedFile, NeedsReseed, Refused, Untrusted
 from weightcast.shared.local.follow import Follower, FollowOptions
 from weightcast.shared.local.scrub import Scrub
 from weightcast.shared.local.seed import check_other_files
@@ -202,6 +202,11 @@ class Publisher:
     def epoch(self) -> int:
         return 0 if self._claim is None else self._claim.epoch
 
+    def check_owner(self) -> None:
+        """Raises Refused, naming the newer owner, when another publisher has the channel now."""
+        if self._claim is not None:
+            self._claim.check()
+
     @property
     def run_id(self) -> str:
         return self.run[0].run_id
@@ -345,9 +350,23 @@ class Publisher:
         step: int | None = None,
         advance: Advance | None = None,
         watching: Watching | None = None,
+        request: str = "",
     ) -> PublishReport:
-        """Publishes what `read` opens; it may be called twice, after what it gave was closed."""
-        return self._publish_now(Work(read, step, advance, watching))
+        """Publishes what `read` opens; it may be called twice, after what it gave was closed. `request`: 16
+        hex digits, by which `made_for` finds the version."""
+        return self._publish_now(Work(read, step, advance, watching, request=request))
+
+    def made_for(self, request: str, above: int) -> Index | None:
+        """The version that was published for `request`, if it is one after `above`. That there are newer ones
+        says nothing: another publisher, an operator or a rollback may have made them."""
+        channel = Channel.open(self._follower.channel_dir, self._trust)
+        pointer, table = channel.pointer(), self.run[1].table
+        for version in range(0 if pointer is None else pointer.version, above, -1):
+            with contextlib.suppress(DamagedFile, Untrusted):
+                index = channel.index(pointer, version, table) if pointer is not None else None
+                if isinstance(index, Index) and index.request == request:
+                    return index
+        return None
 
     def open_checkpoint(self, directory: Path) -> NewWeights:
         """A checkpoint directory as new weights of this run, for `publish_weights`."""

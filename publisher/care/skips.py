@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from weightcast.publisher.care.past import Past
-from weightcast.publisher.version.commit import create_index, discard, verify_files
+from weightcast.publisher.version.commit import commit, discard, new_beside, verify_files
 from weightcast.publisher.version.elements import changed_elements
 from weightcast.shared.channel.chunk_step import ChunkStep
 from weightcast.shared.channel.claims import Claim
@@ -72,21 +72,20 @@ def write_skip(
     """Makes the delta from `base` to the version that `main` is the index of; it appears through its index
     alone. Raises DamagedFile when kept journals do not add up to it; nothing is left then."""
     directory = layout.from_dir(main.version, base.version)
-    if exists(directory):
-        discard(layout, directory)
-    directory.mkdir()
-    failpoint("skip.begun", directory)
+    made = new_beside(directory, claim.epoch)
+    failpoint("skip.begun", made)
     try:
-        data = _written(directory, past, main, base, encoding)
+        data = _written(made, past, main, base, encoding)
         index = parse_index(data, past.table)
-        _prove(directory, past, index, base)
-        durable.sync_directory(directory)
-        failpoint("skip.written", directory)
-        create_index(directory, index, data, claim, key)
+        _prove(made, past, index, base)
+        durable.sync_directory(made)
+        failpoint("skip.written", made)
+        commit(layout, made, directory, index, data, claim, key)
+    except FileExistsError:
+        discard(layout, made)
     except BaseException:
-        discard(layout, directory)
+        discard(layout, made)
         raise
-    durable.sync_directory(directory.parent)
     failpoint("skip.committed", directory)
 
 

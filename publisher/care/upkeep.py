@@ -185,8 +185,10 @@ class Upkeep:
             if version_of(version.name) is None or is_link(version) or not is_directory(version):
                 continue
             for entry in version.iterdir():
-                beside = entry.name == ANCHOR or base_of(entry.name) is not None
-                if beside and not exists(entry / INDEX_NAME):
+                name, _, epoch = entry.name.partition(".")
+                beside = name == ANCHOR or base_of(name) is not None
+                ours = epoch.startswith(f"{self._claim.epoch}-")
+                if beside and not ours and (epoch or not exists(entry / INDEX_NAME)):
                     discard(channel.layout, entry)
         self._swept = True
 

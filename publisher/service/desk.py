@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from weightcast.publisher.care.orders import Held
 from weightcast.publisher.care.upkeep import Background
 from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.fleet.ledger import ROWS_LIMIT
@@ -88,7 +89,7 @@ class Desk:
         self._received: Received | None = None
         self._recovered = False
         self._disk = DiskFigures(registry, {"channel": settings.channel, "local": settings.local})
-        self._look_due = Due(_LOOK_SECONDS)
+        self._look_due, self._owner_due = Due(_LOOK_SECONDS), Due(_LOOK_SECONDS)
         self._scrub = Scrub(int(settings.verify_rate), stop=lambda: stop.requested)
         self._held: str | None = None
         self._background: Background | None = None
@@ -137,12 +138,12 @@ class Desk:
 
     def _take_up(self, publisher: Publisher, queue: Queue) -> None:
         if self._watched is not None:
-            self._watched.start(publisher.version)
+            self._watched.start(publisher.made_for)
         if self._settings.hand_over is not None:
             memory = LocalPaths(self._settings.local).room / _HANDED
             self._received = Received(self._settings.hand_over, memory)
-            self._received.resume(publisher.version)
-        queue.resume(publisher.version, lambda source: self._read_back(publisher, source))
+            self._received.resume(publisher.made_for)
+        self._resume_jobs(publisher, queue)
         self.queue, self._recovered = queue, True
         self._show()
 
@@ -163,6 +164,8 @@ class Desk:
 
     def _step(self) -> None:
         publisher, queue = self._opened()
+        if self._owner_due.take():
+            self._check_owner(publisher)
         if not self._recovered:
             self._recover(publisher, queue)
         order = publisher.obey_orders()
@@ -197,15 +200,22 @@ class Desk:
 
     def _recover(self, publisher: Publisher, queue: Queue) -> None:
         publisher.recover()
-        queue.resume(publisher.version, lambda source: self._read_back(publisher, source))
+        self._resume_jobs(publisher, queue)
         poison = queue.get(self._poison)
         if poison is not None and poison.state == "queued":
             queue.change(poison, state="failed")
         if self._watched is not None:
-            self._watched.resume(publisher.version)
+            self._watched.resume(publisher.made_for)
         if self._received is not None:
-            self._received.resume(publisher.version)
+            self._received.resume(publisher.made_for)
         self._recovered = True
+
+    def _resume_jobs(self, publisher: Publisher, queue: Queue) -> None:
+        def ended(job: Job) -> Publication | None:
+            index = None if job.before is None else publisher.made_for(job.id, job.before)
+            return None if index is None else self._read_back(publisher, index, job.checkpoint)
+
+        queue.resume(ended)
 
     def _run_job(self, publisher: Publisher, queue: Queue, job: Job) -> None:
         job = queue.change(job, state="running", before=publisher.version)
@@ -227,7 +237,7 @@ class Desk:
         except Refused as error:
             return failure_of(error)
         seen = None if self._watched is None else self._watched.see(directory)
-        ended = self._publish(publisher, directory, job.step, job.checkpoint)
+        ended = self._publish(publisher, directory, job.step, job.checkpoint, job.id)
         if self._watched is not None and seen is not None and isinstance(ended, Publication):
             self._watched.adopt(seen, ended.version)
         return ended
@@ -244,47 +254,55 @@ class Desk:
     def _publish_chosen(
         self, publisher: Publisher, watched: Watched, choice: Choice, chosen: Sighting
     ) -> None:
-        watched.begin(choice, publisher.version)
+        request = watched.begin(choice, publisher.version)
         directory = watched.directory / chosen.name
-        ended = self._publish(publisher, directory, step_of(chosen.name), chosen.name)
+        ended = self._publish(publisher, directory, step_of(chosen.name), chosen.name, request)
         if isinstance(ended, Publication):
             watched.succeed(chosen, ended.version)
         else:
             watched.fail(chosen, ended)
 
     def _publish_handed(self, publisher: Publisher, received: Received, handed: Handed) -> None:
-        received.begin(handed, publisher.version)
+        request = received.begin(handed, publisher.version)
         source = f"{received.export.slot(handed.slot)} #{handed.sequence}"
-        self._publish_read(publisher, lambda: received.open(handed), handed.step, source)
+        self._publish_read(publisher, lambda: received.open(handed), handed.step, source, request)
         received.end()
         self._wakeup.set()
 
     def _publish(
-        self, publisher: Publisher, directory: Path, step: int | None, source: str
+        self, publisher: Publisher, directory: Path, step: int | None, source: str, request: str
     ) -> Publication | Failure:
-        return self._publish_read(publisher, lambda: publisher.open_checkpoint(directory), step, source)
+        return self._publish_read(
+            publisher, lambda: publisher.open_checkpoint(directory), step, source, request
+        )
 
     def _publish_read(
-        self, publisher: Publisher, read: Callable[[], NewWeights], step: int | None, source: str
+        self,
+        publisher: Publisher,
+        read: Callable[[], NewWeights],
+        step: int | None,
+        source: str,
+        request: str,
     ) -> Publication | Failure:
         """What became of it. Raises what may pass: the same publication is then tried again."""
         before = publisher.version
         self._meter.begin(source, self._full_bytes)
         try:
-            # what an earlier call left to be finished is not this publication
-            publisher.recover(self._meter.advance)
-            before = publisher.version
             report = publisher.publish_weights(
-                read, step=step, advance=self._meter.advance, watching=self._meter.phase
+                read, step=step, advance=self._meter.advance, watching=self._meter.phase, request=request
             )
+        except Held as error:
+            raise RetryLater(error.message, remedy=error.remedy) from error
         except (Refused, NeedsReseed, FileNotFoundError) as error:
-            return self._judge(publisher, error, before, source)
+            return self._judge(publisher, error, before, source, request)
         except RetryLater:
-            if publisher.version > before:
-                # the local checkpoint catches up in the next step, not only at the next publication
-                self._recovered = False
-                return self._done(self._read_back(publisher, source))
-            raise
+            self._check_owner(publisher)
+            made = publisher.made_for(request, before)
+            if made is None:
+                raise
+            # the local checkpoint catches up in the next step, not only at the next publication
+            self._recovered = False
+            return self._done(self._read_back(publisher, made, source))
         except OSError as error:
             raise RetryLater(
                 f"{source}: {error}", remedy="look at disk and mounts of the publisher"
@@ -296,13 +314,14 @@ class Desk:
         return self._done(publication(report, source))
 
     def _judge(
-        self, publisher: Publisher, error: Exception, before: int, source: str
+        self, publisher: Publisher, error: Exception, before: int, source: str, request: str
     ) -> Publication | Failure:
         """An error after the commit point leaves a version to be finished, not a failure."""
-        self._check_owner(publisher, error)
+        self._check_owner(publisher)
         publisher.recover()
-        if publisher.version > before:
-            return self._done(self._read_back(publisher, source))
+        made = publisher.made_for(request, before)
+        if made is not None:
+            return self._done(self._read_back(publisher, made, source))
         failure = failure_of(error)
         self._figures.failed(error)
         self._note(failure)
@@ -312,27 +331,20 @@ class Desk:
         self._status.set(status.model_copy(update={"totals": totals}))
         return failure
 
-    def _read_back(self, publisher: Publisher, source: str) -> Publication:
-        """The channel's version, where the call that published it did not live to report."""
-        channel = Channel.open(self._settings.channel)
-        _, base = channel.require_ours()
-        pointer = channel.pointer()
-        index = None if pointer is None else channel.index(pointer, pointer.version, base.table)
-        if not isinstance(index, Index):
-            raise RetryLater(
-                f"the index of version {publisher.version} is not there", remedy="is it visible?"
-            )
+    def _read_back(self, publisher: Publisher, index: Index, source: str) -> Publication:
+        """Of a version whose publication did not live to report."""
         work = Work(read=_nothing_to_read, step=index.step)
-        return publication(
-            report_of(index, base.table, work, channel.layout.version_dir(index.version)), source
-        )
+        directory = Layout(self._settings.channel).version_dir(index.version)
+        return publication(report_of(index, publisher.run[1].table, work, directory), source)
 
-    def _check_owner(self, publisher: Publisher, error: Exception) -> None:
-        if current_epoch(self._settings.channel) > publisher.epoch:
-            remedy = "another publisher has the channel now: do not start this one again"
-            self.superseded = error if isinstance(error, Refused) else Refused(str(error), remedy=remedy)
+    def _check_owner(self, publisher: Publisher) -> None:
+        """Raises Refused where another publisher has the channel now, and ends the daemon."""
+        try:
+            publisher.check_owner()
+        except Refused as error:
+            self.superseded = error
             self._stop.request()
-            raise self.superseded
+            raise
 
     def _done(self, done: Publication) -> Publication:
         self._ended.appendleft(done)

@@ -7,7 +7,7 @@ change of each. A known one is never published again; other files under an old n
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -74,6 +74,8 @@ class Entry:
     behind: str = ""
     """passed over for this one, whose publication has not ended"""
     failure: Failure | None = None
+    request: str = ""
+    """while publishing: what the version's index says if it came to be"""
 
     def holds(self, files: Marks) -> bool:
         """Whether these are the weights that this entry is about."""
@@ -183,12 +185,12 @@ class Inbox:
             "" if 0 < quiet >= self.rules.settle_seconds else "may still be written: waits for a second look"
         )
 
-    def begin(self, choice: Choice, version: int) -> None:
+    def begin(self, choice: Choice, version: int, request: str) -> None:
         """`version`: the channel's before the publication."""
         if choice.chosen is None:
             return
         name = choice.chosen.name
-        self.entries[name] = Entry(Outcome.PUBLISHING, choice.chosen.weights, version)
+        self.entries[name] = Entry(Outcome.PUBLISHING, choice.chosen.weights, version, request=request)
         for passed in choice.passed:
             self.entries[passed.name] = Entry(Outcome.PASSED_OVER, passed.weights, behind=name)
 
@@ -211,17 +213,18 @@ class Inbox:
         self.give_up(sighting.name)
         self.entries[sighting.name] = Entry(Outcome.REFUSED, sighting.files, failure=failure)
 
-    def resume(self, version: int) -> list[str]:
-        """After a kill: what was being published has become a version if the channel has moved on since.
-        Returns the names of what has."""
+    def resume(self, made_for: Callable[[str, int], int | None]) -> list[str]:
+        """After a kill. `made_for`: which version came of a request, if it is one after another version.
+        Returns the names of what has become one."""
         published = []
         for name, entry in list(self.entries.items()):
             if entry.outcome is Outcome.PUBLISHING and entry.version is not None:
-                if version > entry.version:
+                version = made_for(entry.request, entry.version)
+                if version is None:
+                    self.give_up(name)
+                else:
                     self.succeed(name, version)
                     published.append(name)
-                else:
-                    self.give_up(name)
         return published
 
     def forget_vanished(self, present: frozenset[str]) -> None:
@@ -265,6 +268,7 @@ def pack_entries(entries: Mapping[str, Entry]) -> bytes:
                     "files": [[m.name, m.inode, m.size, m.mtime_ns] for m in sorted(entry.files)],
                     "version": entry.version,
                     "behind": entry.behind,
+                    **({"request": entry.request} if entry.request else {}),
                     "failure": None if entry.failure is None else entry.failure.by_name(),
                 }
                 for name, entry in entries.items()
@@ -298,6 +302,7 @@ def _entry(members: Members, what: str) -> Entry:
         members.optional_integer("version"),
         members.text("behind"),
         parse_failure(members, "failure", what),
+        members.hex("request", 16) if "request" in members else "",
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
+from weightcast.publisher.service.request import new_request
 from weightcast.publisher.version.report import Publication
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.files import durable
@@ -68,7 +68,7 @@ class Queue:
                 return known
             if len(self._open()) >= QUEUE_LIMIT:
                 raise QueueFull
-            job = Job(id=secrets.token_hex(8), checkpoint=checkpoint, step=step, key=key)
+            job = Job(id=new_request(), checkpoint=checkpoint, step=step, key=key)
             self._put(job)
             return job
 
@@ -91,16 +91,16 @@ class Queue:
             self._put(changed)
             return changed
 
-    def resume(self, version: int, describe: Callable[[str], Publication]) -> None:
-        """After a kill: a job that ran has become `version` if the channel moved on since. `describe` gives
-        that version as published from a checkpoint."""
+    def resume(self, ended: Callable[[Job], Publication | None]) -> None:
+        """After a kill. `ended`: what a job that ran has become, if it has become a version."""
         for job in self.open():
             if job.state != "running":
                 continue
-            if job.before is not None and version > job.before:
-                self.change(job, state="done", report=describe(job.checkpoint), error=None)
-            else:
+            report = ended(job)
+            if report is None:
                 self.change(job, state="queued")
+            else:
+                self.change(job, state="done", report=report, error=None)
 
     def _of_key(self, checkpoint: str, step: int | None, key: str | None) -> Job | None:
         known = next((job for job in self._jobs.values() if key is not None and job.key == key), None)

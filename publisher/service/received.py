@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from weightcast.publisher.service.request import MadeFor, new_request
 from weightcast.publisher.trainer.export import Export, Handed
 from weightcast.publisher.weights.tensors import CheckpointWeights
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater
@@ -23,6 +24,8 @@ class Memory:
     writer: str = ""
     sequence: int = 0
     before: int | None = None
+    request: str = ""
+    """while it is being published: what the version's index says if it came to be"""
 
 
 class Received:
@@ -34,12 +37,12 @@ class Received:
         self._path = memory
         self._memory = _read(memory)
 
-    def resume(self, version: int) -> None:
-        """After an error or a kill: what was being published has become a version if the channel moved on
-        since; otherwise it is new again."""
+    def resume(self, made_for: MadeFor) -> None:
+        """After an error or a kill: what was being published has become a version, or is new again."""
         memory = self._memory
         if memory.before is not None:
-            self._store(replace(memory, before=None) if version > memory.before else Memory())
+            made = made_for(memory.request, memory.before) if memory.request else None
+            self._store(Memory() if made is None else replace(memory, before=None))
 
     def next(self) -> Handed | None:
         """What is to be published: the newest complete slot, unless it was taken before."""
@@ -48,8 +51,11 @@ class Received:
         taken = self._memory.writer, self._memory.sequence
         return None if newest is None or newest.key == taken else newest
 
-    def begin(self, handed: Handed, version: int) -> None:
-        self._store(Memory(handed.writer, handed.sequence, version))
+    def begin(self, handed: Handed, version: int) -> str:
+        """`version`: the channel's before the publication. Returns the request to publish it by."""
+        request = new_request()
+        self._store(Memory(handed.writer, handed.sequence, version, request))
+        return request
 
     def end(self) -> None:
         """It is published, or refused for good."""
@@ -59,7 +65,8 @@ class Received:
         return HandedWeights(self.export, handed)
 
     def _store(self, memory: Memory) -> None:
-        facts = {"writer": memory.writer, "sequence": memory.sequence, "before": memory.before}
+        facts: dict[str, object] = {"writer": memory.writer, "sequence": memory.sequence}
+        facts |= {"before": memory.before, "request": memory.request}
         durable.replace(self._path, write_object({"format": FORMAT, **facts}))
         self._memory = memory
 
@@ -106,4 +113,9 @@ def _read(path: Path) -> Memory:
     members = Members(parse_object(data, str(path)), str(path))
     if members.integer("format") != FORMAT:
         raise DamagedFile(f"{path} is of another format", remedy="remove it")
-    return Memory(members.text("writer", 64), members.integer("sequence"), members.optional_integer("before"))
+    return Memory(
+        members.text("writer", 64),
+        members.integer("sequence"),
+        members.optional_integer("before"),
+        members.text("request", 16) if "request" in members else "",
+    )

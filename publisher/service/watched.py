@@ -21,6 +21,7 @@ from weightcast.publisher.service.inbox import (
     pack_entries,
     parse_entries,
 )
+from weightcast.publisher.service.request import MadeFor, new_request
 from weightcast.shared.errors import DamagedFile, Refused
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
@@ -73,9 +74,9 @@ class Watched:
         self._inbox = Inbox(rules, _read(memory))
         self._stored = b""
 
-    def start(self, version: int) -> None:
+    def start(self, made_for: MadeFor) -> None:
         """Once the local checkpoint is owned: keeps what construction saw, finishes what a kill left."""
-        self.resume(version)
+        self.resume(made_for)
         if self._consume and is_directory(self.directory):
             looks.bury_leftovers(self.directory)
 
@@ -105,8 +106,13 @@ class Watched:
             self._arrived[name] = files
         return self._arrived[name] == files
 
-    def resume(self, version: int) -> None:
-        """After an error or a kill: `version` is the channel's now."""
+    def resume(self, made_for: MadeFor) -> None:
+        """After an error or a kill."""
+
+        def version(request: str, above: int) -> int | None:
+            index = made_for(request, above) if request else None
+            return None if index is None else index.version
+
         for name in self._inbox.resume(version):
             self._consume_published(name)
         self._store()
@@ -124,11 +130,13 @@ class Watched:
                 self.refuse(broken, broken.problem)
         return choice
 
-    def begin(self, choice: Choice, version: int) -> None:
-        """`version`: the channel's before the publication."""
-        self._inbox.begin(choice, version)
+    def begin(self, choice: Choice, version: int) -> str:
+        """`version`: the channel's before the publication. Returns the request to publish it by."""
+        request = new_request()
+        self._inbox.begin(choice, version, request)
         self._store()
         failpoint("inbox.chosen", self.directory)
+        return request
 
     def succeed(self, sighting: Sighting, version: int) -> None:
         failpoint("inbox.published", self.directory)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from weightcast.publisher.version.commit import create_index, discard
+from weightcast.publisher.version.commit import commit, discard, new_beside
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.file_record import file_record
 from weightcast.shared.channel.index import INDEX_NAME, FileRecord, Index, Totals, write_index
@@ -172,21 +172,24 @@ def write_anchor(layout: Layout, full: Full, claim: Claim, key: PrivateKey | Non
     directory = layout.anchor_dir(full.position.version)
     if exists(directory / INDEX_NAME):
         return False
-    if exists(directory):
-        discard(layout, directory)
-    directory.mkdir()
-    failpoint("anchor.begun", directory)
+    made = new_beside(directory, claim.epoch)
+    failpoint("anchor.begun", made)
     try:
-        _write_beside(directory, full, claim, key)
+        index, data = _written(made, full, claim)
+        commit(layout, made, directory, index, data, claim, key, main=full.position.digest)
+    except FileExistsError:
+        discard(layout, made)
+        return False
     except BaseException:
         # not to fill a disk that is full already
-        discard(layout, directory)
+        discard(layout, made)
         raise
-    durable.sync_directory(directory.parent)
+    failpoint("anchor.committed", directory)
     return True
 
 
-def _write_beside(directory: Path, full: Full, claim: Claim, key: PrivateKey | None) -> None:
+def _written(directory: Path, full: Full, claim: Claim) -> tuple[Index, bytes]:
+    """Its files are there; what remains to be written is its index."""
     position = full.position
     written = write_weights(directory, full.table, full.words_in, full.other_files)
     if written[2] != lanes_list(position.lanes):
@@ -199,5 +202,4 @@ def _write_beside(directory: Path, full: Full, claim: Claim, key: PrivateKey | N
     index = replace(index, main=position.digest)
     durable.sync_directory(directory)
     failpoint("anchor.written", directory)
-    create_index(directory, index, write_index(index, full.table), claim, key, main=position.digest)
-    failpoint("anchor.committed", directory)
+    return index, write_index(index, full.table)

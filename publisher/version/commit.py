@@ -1,12 +1,16 @@
-"""From staged shards to a version that the fleet follows. The index's link is the commit point.
+"""From staged shards to a version that the fleet follows.
 
-Killed before it: parts without an index, moved away by the owner's next attempt. Killed after it, before the
-pointer: `recover` verifies the version and finishes.
+The commit point is the rename of a directory that is complete, index and all, to a name that nobody has. What
+an owner writes lies under names of its own until then: who lost the channel can neither clear it away nor
+write into it. Killed before: parts, cleared away by the next attempt. Killed after, before the pointer:
+`recover` verifies the version and finishes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import secrets
 import shutil
 import time
@@ -17,7 +21,7 @@ from blake3 import blake3
 
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.file_record import file_record
-from weightcast.shared.channel.index import INDEX_NAME, Index
+from weightcast.shared.channel.index import INDEX_LIMIT, INDEX_NAME, Index
 from weightcast.shared.channel.keys import PrivateKey
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.pointer import write_pointer
@@ -33,19 +37,12 @@ PostWrite = Callable[[int, Path, str], None]
 PRUNED = ".pruned"
 """what versions in the trash end in that readers may still have open"""
 _HOOK_TRIES = 5
+_WHOLE = "whole"
 
 
-def move_shards(layout: Layout, version: int, parts: Path, sources: Mapping[str, str]) -> Path:
-    """Makes the version's directory with exactly the listed shards in it. A leftover without an index is
-    moved away first; a directory with an index is never touched."""
-    directory = layout.version_dir(version)
-    if exists(directory):
-        if exists(directory / INDEX_NAME):
-            raise Forked(
-                f"{directory} is already committed",
-                remedy="another publisher owns this channel; stop one of them",
-            )
-        discard(layout, directory)
+def move_shards(parts: Path, sources: Mapping[str, str]) -> Path:
+    """The version's directory as it will be, among the parts of its attempt: exactly the listed shards."""
+    directory = parts / _WHOLE
     directory.mkdir()
     failpoint("version.begun", directory)
     for name, source in sources.items():
@@ -66,32 +63,64 @@ def discard(layout: Layout, path: Path) -> None:
         failpoint("trash.deleted", path)
 
 
-def commit_index(
-    layout: Layout, index: Index, data: bytes, claim: Claim, directory: Path, key: PrivateKey | None = None
-) -> None:
-    """The commit point: an exclusive create that fails when the index exists. `data`: the index, written."""
+def commit_version(
+    layout: Layout, made: Path, index: Index, data: bytes, claim: Claim, key: PrivateKey | None = None
+) -> Path:
+    """Gives what `made` holds the version's name. `data`: the index, written."""
+    directory = layout.version_dir(index.version)
     try:
-        create_index(directory, index, data, claim, key)
+        commit(layout, made, directory, index, data, claim, key)
     except FileExistsError as error:
         raise Forked(
             f"{directory} was committed by somebody else", remedy="stop the other publisher of this channel"
         ) from error
-    durable.sync_directory(layout.channel)
+    return directory
 
 
-def create_index(
-    directory: Path, index: Index, data: bytes, claim: Claim, key: PrivateKey | None, main: str = ""
+def commit(
+    layout: Layout,
+    made: Path,
+    directory: Path,
+    index: Index,
+    data: bytes,
+    claim: Claim,
+    key: PrivateKey | None,
+    main: str = "",
 ) -> None:
-    """The signature, then the index: none is ever seen without. `data`: the index, written; `main`: digest of
-    the version's main index for one that lies beside it and does not say. Raises FileExistsError."""
-    path = directory / INDEX_NAME
+    """Signature and index into `made`, which then becomes `directory`. `data`: the index, written; `main`:
+    digest of the version's main index for one that lies beside it and does not say. Raises FileExistsError,
+    and Refused of `claim`; what is there by then is untouched."""
+    path = made / INDEX_NAME
     if key is not None:
         statement = stated_by(index, blake3(data).hexdigest(), main or index.main)
-        claim.check()
         durable.create(signature_path(path), write_signature(statement, key))
-    claim.check()
-    failpoint("index.allowed", directory)
     durable.create(path, data)
+    claim.check()
+    failpoint("index.allowed", made)
+    _take_name(layout, made, directory, data)
+    durable.sync_directory(directory.parent)
+
+
+def _take_name(layout: Layout, made: Path, directory: Path, data: bytes) -> None:
+    """A directory takes no name of another that holds something."""
+    try:
+        made.rename(directory)
+    except OSError as error:
+        if _holds(directory, data):
+            return  # an NFS server whose reply was lost reports our own success as a conflict
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        if exists(directory / INDEX_NAME):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(directory)) from error
+        # without an index nobody's: put there by hand, or begun by a release that wrote in place
+        discard(layout, directory)
+        made.rename(directory)
+
+
+def _holds(directory: Path, data: bytes) -> bool:
+    with contextlib.suppress(OSError, DamagedFile):
+        return durable.read_file(directory / INDEX_NAME, INDEX_LIMIT) == data
+    return False
 
 
 def advance_pointer(layout: Layout, version: int, claim: Claim, post_write: PostWrite | None) -> None:
@@ -140,6 +169,13 @@ def drop_parts(layout: Layout) -> None:
         if is_directory(entry) and not is_link(entry) and not entry.name.endswith(PRUNED):
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(entry)
+
+
+def new_beside(directory: Path, epoch: int) -> Path:
+    """Where what will be `directory`, beside a version, is made: under a name that nobody else has."""
+    made = directory.with_name(f"{directory.name}.{epoch}-{secrets.token_hex(4)}")
+    made.mkdir()
+    return made
 
 
 def new_parts_dir(layout: Layout, version: int, epoch: int) -> Path:

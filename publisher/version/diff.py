@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -189,7 +189,11 @@ class _Book:
 
 
 def _check_frozen(table: TensorTable, matched: Matched, book: _Book) -> None:
-    moved = [tensor for tensor in sorted(matched.frozen) if book.step.words[tensor]]
+    refuse_moved(table, [tensor for tensor in sorted(matched.frozen) if book.step.words[tensor]])
+
+
+def refuse_moved(table: TensorTable, moved: Sequence[int]) -> None:
+    """`moved`: frozen tensors that changed."""
     if moved:
         names = ", ".join(table[tensor].name for tensor in moved[:5])
         raise Refused(f"frozen tensors changed: {names}", remedy="unfreeze them in a new channel")

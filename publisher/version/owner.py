@@ -12,7 +12,7 @@ from weightcast.publisher.version import rendezvous
 from weightcast.publisher.version.anchors import anchor_index, write_anchor_beside, write_weights
 from weightcast.publisher.version.commit import (
     advance_pointer,
-    commit_index,
+    commit_version,
     discard,
     drop_parts,
     move_shards,
@@ -20,6 +20,7 @@ from weightcast.publisher.version.commit import (
     verify_files,
 )
 from weightcast.publisher.version.compared import Ahead, compare_first, may_compare_first
+from weightcast.publisher.version.diff import refuse_moved
 from weightcast.publisher.version.draft import Assembled, Frame, assemble
 from weightcast.publisher.version.rendezvous import Attempt, Rank
 from weightcast.publisher.version.report import PublishReport
@@ -253,15 +254,15 @@ class Owner:
     ) -> PublishReport:
         self._claim.check()
         failpoint("publish.assembled", parts)
-        directory = move_shards(channel.layout, assembled.index.version, parts, assembled.sources)
+        made = move_shards(parts, assembled.sources)
         with work.phase("stage"):
-            data = write_index(assembled.index, local.table)
+            data = write_index(replace(assembled.index, request=work.request), local.table)
             index = parse_index(data, local.table)
-            staged = self._prove(local, index, assembled.sources, directory)
+            staged = self._prove(local, index, assembled.sources, made)
             check_root(work, index)
-        failpoint("publish.proven", directory)
+        failpoint("publish.proven", made)
         with work.phase("commit"):
-            commit_index(channel.layout, index, data, self._claim, directory, self._options.key)
+            directory = commit_version(channel.layout, made, index, data, self._claim, self._options.key)
             advance_pointer(channel.layout, index.version, self._claim, self._options.post_write)
         report = report_of(index, local.table, work, directory)
         work.tell_out(report)
@@ -402,14 +403,17 @@ class Owner:
                 weights.finish()
             work.let_go()
             index = anchor_index(base.run_id, version, self._claim.epoch, work.step, base.table, written)
+            moved = (index.tensors.lanes != base.lanes).any(axis=1)
+            refuse_moved(base.table, [tensor for tensor in sorted(matched.frozen) if moved[tensor]])
+            index = replace(index, request=work.request)
         except BaseException:
             discard(channel.layout, parts)
             raise
         self._claim.check()
-        directory = move_shards(channel.layout, version, parts, {f.name: f.name for f in index.files})
+        made = move_shards(parts, {file.name: file.name for file in index.files})
         with work.phase("commit"):
             data = write_index(index, base.table)
-            commit_index(channel.layout, index, data, self._claim, directory, self._options.key)
+            directory = commit_version(channel.layout, made, index, data, self._claim, self._options.key)
             advance_pointer(channel.layout, version, self._claim, self._options.post_write)
         drop_parts(channel.layout)
         with work.phase("patch"):

@@ -87,6 +87,8 @@ class Work:
     """they may have changed since: never to be read again"""
     out: Callable[[PublishReport], None] | None = None
     """called when the pointer names the version; what is left to do concerns the publisher's own files"""
+    request: str = ""
+    """written into the version's index: by it whoever asked for the version knows it again"""
     is_told: bool = False
     """somebody was told that it is out: never to be published again"""
 

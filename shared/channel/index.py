@@ -113,6 +113,8 @@ class Index:
     """field encodings only: xxh3-128 hex of each changed tensor's new bytes, as in the shard's metadata"""
     main: str = ""
     """of a delta from an older version or an anchor beside a version: digest of that version's own index"""
+    request: str = ""
+    """16 hex digits of whoever asked for the version, who knows it again by them; empty: nobody does"""
     digest: str = ""
 
     @property
@@ -196,6 +198,7 @@ def _facts(index: Index, table: TensorTable, tensors: Mapping[str, object]) -> d
         "created": index.created,
         **({"encoding": index.encoding} if index.encoding == "small" else {}),
         **({"main": index.main} if index.main else {}),
+        **({"request": index.request} if index.request else {}),
         "totals": [totals.changed, totals.elements, totals.nbytes, totals.delta_bytes],
         "files": write_file_records(index.files),
         "parts": write_parts(index.parts, table),
@@ -276,6 +279,7 @@ def _parsed(data: bytes, table: TensorTable, what: str, top: Members) -> Index:
         totals=_totals(facts),
         checksums=_checksums(rows, what),
         main=facts.hex("main", 64) if "main" in facts else "",
+        request=facts.hex("request", 16) if "request" in facts else "",
         digest=blake3(data).hexdigest(),
     )
     if not top.object("metadata").items() >= _metadata(index).items():

@@ -68,12 +68,15 @@ def kind_of(where: Path) -> str:
     """What a file or directory is, so that rows of the table do not name versions and hosts."""
     name, parent = where.name, where.parent.name
     if name == "model.safetensors.index.json":
-        return "index" if parent.startswith("weight_v") else f"{kind_of(where.parent)} index"
+        kind = kind_of(where.parent)
+        return "index" if kind == "version" else f"{kind} index"
     if parent in ("publishers", "hosts"):
         return "claim" if parent == "publishers" else "report"
     if name.startswith("from_v"):
         return "skip"
-    if name.startswith("weight_v"):
+    if name.startswith("anchor."):
+        return "anchor"
+    if name.startswith("weight_v") or name == "whole":
         return "version"
     if parent.endswith(".parts"):
         return "attempt"

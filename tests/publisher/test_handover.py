@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,12 +173,17 @@ def test_a_record_that_is_none(place: Place, export: Path, junk: bytes) -> None:
 def test_published_and_not_noted(place: Place, export: Path) -> None:
     with HandOver(export) as hand_over:
         handed = hand_over.put(arrays(place.model))
-    for version, again in ((4, True), (5, False)):
-        received = Received(export, place.root / f"memory-{version}")
-        received.begin(handed, 4)
-        received = Received(export, place.root / f"memory-{version}")
-        received.resume(version)
-        assert (received.next() == handed) is again
+    for published in (False, True):
+        received = Received(export, place.root / f"memory-{published}")
+        request = received.begin(handed, 0)
+        with place.publisher() as publisher:
+            # a version of somebody else's says nothing
+            publisher.publish_checkpoint(place.new(place.model))
+            if published:
+                publisher.publish_weights(partial(received.open, handed), request=request)
+            received = Received(export, place.root / f"memory-{published}")
+            received.resume(publisher.made_for)
+        assert (received.next() == handed) is not published
 
 
 def test_light_to_import() -> None:

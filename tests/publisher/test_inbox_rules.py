@@ -19,6 +19,7 @@ from weightcast.publisher.service.inbox import (
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.service.facts import Failure
 
+REQUEST = "0123456789abcdef"
 DAMAGED = Failure(error="DamagedFile", message="cut short")
 
 
@@ -35,7 +36,7 @@ def test_newest_of_several_is_chosen_and_older_ones_are_passed_over() -> None:
     looks = [seen("step_3", 3, content=3), seen("step_1", 1, content=1), seen("step_2", 2, content=2)]
     choice = inbox.choose(looks, 0.0)
     assert choice.chosen is looks[0] and {each.name for each in choice.passed} == {"step_1", "step_2"}
-    inbox.begin(choice, 7)
+    inbox.begin(choice, 7, REQUEST)
     inbox.succeed("step_3", 8)
     assert all(inbox.is_known(each.name, each.files) for each in looks)
 
@@ -47,7 +48,7 @@ def test_every_checkpoint_in_order_of_completion_whatever_the_names() -> None:
     while looks:
         choice = inbox.choose(looks, 0.0)
         assert choice.chosen is not None and choice.passed == ()
-        inbox.begin(choice, len(published))
+        inbox.begin(choice, len(published), REQUEST)
         inbox.succeed(choice.chosen.name, len(published) + 1)
         published.append(choice.chosen.name)
         looks = [each for each in looks if not inbox.is_known(each.name, each.files)]
@@ -104,7 +105,7 @@ def test_newest_passes_over_an_older_one_that_only_has_to_settle() -> None:
 def test_a_refused_newest_gives_way_to_the_next_newest() -> None:
     inbox = Inbox(InboxRules())
     looks = [seen("step_1", 1, content=1), seen("step_2", 2, content=2)]
-    inbox.begin(inbox.choose(looks, 0.0), 0)
+    inbox.begin(inbox.choose(looks, 0.0), 0, REQUEST)
     inbox.refuse(looks[1], DAMAGED)
     left = [each for each in looks if not inbox.is_known(each.name, each.files)]
     choice = inbox.choose(left, 0.0)
@@ -121,7 +122,7 @@ def test_refused_until_anything_in_it_changes() -> None:
 
 def test_files_beside_the_weights_make_no_new_checkpoint() -> None:
     inbox = Inbox(InboxRules())
-    inbox.begin(inbox.choose([seen("step_1")], 0.0), 0)
+    inbox.begin(inbox.choose([seen("step_1")], 0.0), 0, REQUEST)
     inbox.succeed("step_1", 1)
     assert inbox.is_known("step_1", seen("step_1").files | {FileMark("optimizer.pt", 5, 5, 5)})
     assert inbox.is_known("renamed", seen("step_1").files)
@@ -136,13 +137,20 @@ def test_finished_and_damaged_is_refused_but_not_what_holds_no_weights() -> None
     assert choice.refused == () and {each.name for each in choice.waiting} == {"logs", "step_2"}
 
 
-@pytest.mark.parametrize(("version", "known"), [(4, False), (5, True)])
-def test_a_kill_while_publishing_is_judged_by_the_channel(version: int, known: bool) -> None:
+@pytest.mark.parametrize(("version", "known"), [(None, False), (5, True)])
+def test_a_kill_while_publishing_is_judged_by_the_channel(version: int | None, known: bool) -> None:
     inbox = Inbox(InboxRules())
     looks = [seen("step_1", 1, content=1), seen("step_2", 2, content=2)]
-    inbox.begin(inbox.choose(looks, 0.0), 4)
+    inbox.begin(inbox.choose(looks, 0.0), 4, REQUEST)
     woken = Inbox(InboxRules(), parse_entries(pack_entries(inbox.entries), "memory"))
-    woken.resume(version)
+    asked: list[tuple[str, int]] = []
+
+    def made_for(request: str, above: int) -> int | None:
+        asked.append((request, above))
+        return version
+
+    assert woken.resume(made_for) == (["step_2"] if known else [])
+    assert asked == [(REQUEST, 4)]
     assert [woken.is_known(each.name, each.files) for each in looks] == [known, known]
 
 
@@ -226,7 +234,7 @@ def test_what_was_consumed_is_forgotten_in_time(consume: bool) -> None:
     inbox = Inbox(InboxRules(every=True, existing=False, consume=consume))
     inbox.ignore_existing([seen("before", content=5000)])
     for number in range(200):
-        inbox.begin(inbox.choose([seen(f"step_{number}", content=number)], 0.0), number)
+        inbox.begin(inbox.choose([seen(f"step_{number}", content=number)], 0.0), number, REQUEST)
         inbox.succeed(f"step_{number}", number + 1)
     inbox.refuse(seen("bad", whole=False), DAMAGED)
     inbox.forget_vanished(frozenset())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,13 @@ from disk_errors import watched
 from prometheus_client import generate_latest
 from waiting import wait_until
 
+from weightcast.publisher import Publisher
+from weightcast.publisher.care.orders import order_rollback
 from weightcast.publisher.service.desk import Desk
 from weightcast.publisher.service.settings import PublisherSettings
 from weightcast.publisher.service.watched import Arrivals
+from weightcast.shared import failpoints
+from weightcast.shared.channel import marks
 from weightcast.shared.channel.claims import claim, this_process
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater, WrongRun
 from weightcast.shared.service.daemon import Stop, Wakeup
@@ -265,9 +270,10 @@ def test_a_kill_between_version_and_memory_publishes_nothing_twice(places: Place
     writes: list[bytes] = []
     begin = office.desk._watched.begin  # type: ignore[union-attr]
 
-    def spy(*arguments: Any) -> None:
-        begin(*arguments)
+    def spy(*arguments: Any) -> str:
+        request = begin(*arguments)
         writes.append(memory.read_bytes())
+        return request
 
     office.desk._watched.begin = spy  # type: ignore[union-attr, method-assign]
     office.settle()
@@ -418,14 +424,100 @@ def test_a_job_cut_off_by_a_kill(
     office = opened(allow=[tmp_path])
     queue = office.desk.queue
     assert queue is not None
-    if moved:
-        rename_in(places.watch / "step_1", weights(1))
-        office.settle()
     job = queue.change(queue.ask(str(tmp_path / "c"), None, None), state="running", before=0)
+    publisher = office.desk._publisher
+    assert publisher is not None
+    directory = write(tmp_path / "c", weights(1))
+    request = job.id if moved else "0123456789abcdef"
+    # newer versions are not the job's, nor is one that somebody else asked for
+    publisher.publish_weights(lambda: publisher.open_checkpoint(directory), request=request)
+    publisher.publish_checkpoint(write(tmp_path / "d", weights(2)))
     office.desk.close()
     later = opened()
     found = later.desk.queue.get(job.id)  # type: ignore[union-attr]
     assert found is not None and found.state == state
+    assert (None if found.report is None else found.report.version) == (1 if moved else None)
+
+
+def test_what_somebody_else_published_is_not_this_checkpoint(places: Places, opened: Opening) -> None:
+    """Killed while it compared; an operator publishes by hand; it starts again."""
+    office = opened(consume=True)
+    left = rename_in(places.watch / "step_1", weights(1))
+
+    def kill(name: str, where: Path | None) -> None:
+        if name == "publish.recovered":
+            raise KeyboardInterrupt
+
+    with watched(kill), pytest.raises(KeyboardInterrupt):
+        office.settle()
+    office.desk.close()
+    with Publisher.open(places.channel, local=places.local, base=places.base) as by_hand:
+        by_hand.publish_checkpoint(write(places.root / "by-hand", weights(7)))
+    later = opened(consume=True)
+    assert left.is_dir() and later.published() == []
+    later.settle()
+    assert later.published() == [(2, 1)] and not left.exists()
+    assert local_bytes(places.local, weights(1)) == plain(weights(1))
+
+
+def test_a_publisher_that_lost_the_channel_says_so_and_keeps_what_it_did_not_publish(
+    places: Places, opened: Opening
+) -> None:
+    """Taken over while it compared; the new owner publishes, and clears its parts away."""
+    office = opened(consume=True)
+    left = rename_in(places.watch / "step_1", weights(1))
+    with ExitStack() as stack:
+
+        def take_over(name: str, where: Path | None) -> None:
+            if name == "shard.written" and not office.places.latest():
+                failpoints.watch(None)
+                local = places.root / "new-owner"
+                new = Publisher.open(places.channel, local=local, base=places.base, take_over=True)
+                stack.enter_context(new)
+                new.publish_checkpoint(write(places.root / "other", weights(7)))
+
+        with watched(take_over), pytest.raises((Refused, RetryLater)):
+            office.settle()
+    assert places.latest() == "000001" and office.published() == []
+    assert office.desk.superseded is not None and office.stop.requested
+    assert left.is_dir()
+    memory = (places.local / ".weightcast" / "inbox.json").read_text()
+    assert '"published"' not in memory
+
+
+def test_an_idle_publisher_that_lost_the_channel_ends(places: Places, opened: Opening) -> None:
+    office = opened()
+    office.step()
+    with Publisher.open(places.channel, local=places.root / "new", base=places.base, take_over=True):
+        pass
+    office.desk._owner_due.at_once()
+    with pytest.raises(Refused, match="now belongs to"):
+        office.step()
+    assert office.desk.superseded is not None and office.stop.requested
+
+
+def test_an_order_that_comes_while_a_checkpoint_begins_costs_no_checkpoint(
+    places: Places, opened: Opening
+) -> None:
+    """What the rollback publishes is not the checkpoint; it is published when the order is withdrawn."""
+    office = opened(consume=True)
+    rename_in(places.watch / "step_1", weights(1))
+    office.settle()
+    left = rename_in(places.watch / "step_2", weights(2))
+
+    def order(name: str, where: Path | None) -> None:
+        if name == "inbox.chosen":
+            failpoints.watch(None)
+            order_rollback(places.channel, 0)
+
+    with watched(order), pytest.raises(RetryLater, match="held"):
+        office.settle()
+    office.step()
+    assert places.latest() == "000002" and left.is_dir()
+    assert [step for _, step in office.published()] == [1]
+    marks.resume(places.channel)
+    office.settle()
+    assert office.published()[-1] == (3, 2) and not left.exists()
 
 
 def test_a_job_that_crashes_is_not_tried_again(places: Places, opened: Opening, tmp_path: Path) -> None:
