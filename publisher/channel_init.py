@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from weightcast.publisher.version.vouching import Vouching
-from weightcast.shared.channel.base import Base, write_base
+from weightcast.shared.channel.base import BASE_LIMIT, Base, parse_base, write_base
 from weightcast.shared.channel.channel_file import ChannelFile, write_channel_file
 from weightcast.shared.channel.keys import PrivateKey
 from weightcast.shared.channel.layout import Layout, version_of
@@ -66,12 +66,36 @@ def init_channel(
     described = describe(checkpoint, run_id or _new_run_id(), threads=threads, advance=advance)
     ties = {**ties_of(base, checkpoint), **(aliases or {})}
     _check_aliases(ties, described)
+    described = _put_base(layout, described, run_id)
     file = ChannelFile(described.run_id, time.time(), tuple(frozen), ties, 0)
-    durable.replace(layout.base_json, write_base(described))
-    _sign_base(layout, described, vouching.key)
-    durable.create(layout.channel_json, write_channel_file(file))
+    if not exists(layout.channel_json):
+        _sign_base(layout, described, vouching.key)
+    try:
+        durable.create(layout.channel_json, write_channel_file(file))
+    except FileExistsError:
+        # by somebody else meanwhile
+        made = Channel.open(channel, vouching.trust)
+        _check_rules(made, frozen, aliases or {})
+        return made.require_ours()[0]
     durable.sync_directory(channel)
     return file
+
+
+def _put_base(layout: Layout, described: Base, run_id: str | None) -> Base:
+    """`described`, or what lies there from an attempt that came to nothing or is under way: that of the same
+    base is taken over, its run included. Nothing that somebody may have read already is replaced."""
+    try:
+        durable.create(layout.base_json, write_base(described))
+        return described
+    except FileExistsError:
+        found = parse_base(durable.read_file(layout.base_json, BASE_LIMIT))
+    same = (found.root, found.files) == (described.root, described.files)
+    if not same or run_id not in (None, found.run_id):
+        raise WrongRun(
+            f"{layout.base_json} is of another base or run, and {layout.channel} is not a channel yet",
+            remedy="is another init under way? If not, remove the file",
+        )
+    return found
 
 
 def _sign_base(layout: Layout, base: Base, key: PrivateKey | None) -> None:

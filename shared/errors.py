@@ -55,6 +55,10 @@ class Forked(Refused):
     pass
 
 
+class Linked(Refused):
+    """A local file that another directory has too."""
+
+
 class Untrusted(Refused):
     pass
 

@@ -45,6 +45,7 @@ from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import (
     DamagedFile,
+    Linked,
     NeedsReseed,
     Refused,
     RetryLater,
@@ -78,6 +79,14 @@ class Owner:
             self._catch_up(channel, advance)
         except (WrongRun, Untrusted):
             raise
+        except OSError:
+            # which of two states lies on disk is not known
+            self._follower.release()
+            raise
+        except Linked as error:
+            # what an operator can mend is no reason to publish full weights
+            self._follower.release()
+            raise RetryLater(error.message, remedy=error.remedy) from error
         except Refused as error:
             # the next publication begins a new chain with an anchor
             self._follower.release()
@@ -115,7 +124,7 @@ class Owner:
         except NeedsReseed:
             # the local checkpoint is brought anew. Other ranks have seen this attempt end: their next call
             # meets ours
-            if not self._rank.alone or work.changeable or work.is_told:
+            if not self._rank.alone or work.changeable or work.is_committed:
                 raise
         return self._publish_once(work)
 
@@ -263,11 +272,12 @@ class Owner:
         failpoint("publish.proven", made)
         with work.phase("commit"):
             directory = commit_version(channel.layout, made, index, data, self._claim, self._options.key)
+            work.is_committed = True
             advance_pointer(channel.layout, index.version, self._claim, self._options.post_write)
         report = report_of(index, local.table, work, directory)
         work.tell_out(report)
         with work.phase("patch"):
-            self._patch(local, staged, work)
+            local = self._patched(local, staged, work)
         drop_parts(channel.layout)
         problem = self._anchor_if_due(channel, local, work)
         return replace(report, seconds=dict(work.seconds), anchor_problem=problem)
@@ -361,6 +371,21 @@ class Owner:
             verify_files(directory, index, [new for new, old in sources.items() if old == own])
         return stage(local, [Fetched(index, directory)], threads=self._options.threads)
 
+    def _patched(self, local: LocalCheckpoint, staged: Staged, work: Work) -> LocalCheckpoint:
+        """The local checkpoint at the version: the same, or one brought anew where that was drifted. Who was
+        told that the version is out is told of the drift too."""
+        try:
+            self._patch(local, staged, work)
+            return local
+        except NeedsReseed as error:
+            if work.out is not None:
+                raise
+            self._follower.distrust(error.message)
+            self.recover(work.advance)
+            if self._follower.local is None:
+                raise
+            return self._follower.local
+
     def _patch(self, local: LocalCheckpoint, staged: Staged, work: Work) -> None:
         began = time.monotonic()
         with local.patching():
@@ -406,6 +431,7 @@ class Owner:
             moved = (index.tensors.lanes != base.lanes).any(axis=1)
             refuse_moved(base.table, [tensor for tensor in sorted(matched.frozen) if moved[tensor]])
             index = replace(index, request=work.request)
+            check_root(work, index)
         except BaseException:
             discard(channel.layout, parts)
             raise

@@ -89,12 +89,11 @@ class Work:
     """called when the pointer names the version; what is left to do concerns the publisher's own files"""
     request: str = ""
     """written into the version's index: by it whoever asked for the version knows it again"""
-    is_told: bool = False
-    """somebody was told that it is out: never to be published again"""
+    is_committed: bool = False
+    """its version exists: never to be published again"""
 
     def tell_out(self, report: PublishReport) -> None:
         if self.out is not None:
-            self.is_told = True
             self.out(report)
 
     def let_go(self) -> None:

@@ -20,7 +20,7 @@ from blake3 import blake3
 
 from weightcast.shared.channel.base import BASE_LIMIT, Base, parse_base
 from weightcast.shared.codec.scratch import scratch
-from weightcast.shared.errors import NeedsReseed, Refused, RetryLater
+from weightcast.shared.errors import Linked, NeedsReseed, Refused, RetryLater
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import (
@@ -388,7 +388,7 @@ def _map(path: Path) -> _Mapped:
     try:
         found = os.fstat(fd)
         if found.st_nlink > 1:
-            raise Refused(
+            raise Linked(
                 f"{path} has {found.st_nlink} links: patching it would change another directory's file",
                 remedy="give the local checkpoint files of its own",
             )

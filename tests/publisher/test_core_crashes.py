@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -24,6 +25,7 @@ from core_cases import (
     some_changed,
     start,
 )
+from disk_errors import watched
 from publisher_cases import ENCODINGS, Place, as_numpy, make_place, numpy_model
 
 from weightcast.publisher import Publisher
@@ -593,3 +595,65 @@ def test_indexes_damaged_in_the_channel(place: Place, rng: np.random.Generator, 
     index.unlink(missing_ok=True)
     index.write_bytes(good)
     place.arrives(models[2], 2)
+
+
+def test_a_local_file_replaced_behind_the_pointer_costs_no_second_version(
+    place: Place, rng: np.random.Generator
+) -> None:
+    told: list[tuple[int, str]] = []
+
+    def replace_it(name: str, where: Path | None) -> None:
+        if name == "pointer.moved" and pointer(place) == 1:
+            copy = shutil.copy(next(place.pub.glob("*.safetensors")), place.pub / ".copy")
+            Path(copy).rename(next(place.pub.glob("*.safetensors")))
+
+    model = all_changed(place.model, rng)
+    options = {"post_write": lambda version, directory, phase: told.append((version, phase))}
+    with place.publisher(**options) as publisher:
+        with watched(replace_it):
+            report = publisher.publish_checkpoint(place.new(model))
+        assert (report.version, pointer(place)) == (1, 1)
+        assert report.changed_elements > 0
+        assert publisher.local_version == 1
+        assert told == [(1, "version"), (1, "pointer")]
+        assert publisher.publish_checkpoint(place.new(place.model)).kind == "delta"
+    place.arrives(place.model, 2)
+
+
+def test_a_disk_error_while_catching_up_costs_no_copy_of_the_model(
+    place: Place, rng: np.random.Generator
+) -> None:
+    models = committed(place, rng)
+    left, seen = [2], []
+
+    def fail(name: str, where: Path | None) -> None:
+        seen.append(name)
+        if name == "patch.record" and left[0]:
+            left[0] -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(where))
+
+    model = all_changed(models[-1], rng)
+    with place.publisher() as publisher:
+        with watched(fail):
+            with pytest.raises(RetryLater):
+                publisher.publish_checkpoint(place.new(model))
+            with pytest.raises(OSError, match="Input/output"):
+                publisher.recover()
+            publisher.recover()
+        assert publisher.local_version == pointer(place) == len(models)
+        assert not [name for name in seen if name.startswith("seed.")]
+    assert read_checkpoint(place.pub) == bytes_of(model)
+
+
+def test_hard_links_on_the_publisher_s_files_publish_nothing_until_they_are_gone(
+    place: Place, rng: np.random.Generator
+) -> None:
+    """A backup by links: a version would change it."""
+    model = committed(place, rng)[-1]
+    backup = place.root / "backup"
+    os.link(next(place.pub.glob("*.safetensors")), backup)
+    with pytest.raises(RetryLater, match="2 links"), place.publisher():
+        pass
+    backup.unlink()
+    continues(place, rng, 3)
+    assert read_checkpoint(place.host) != bytes_of(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -219,6 +220,13 @@ def test_frozen_tensors_may_be_left_out_and_must_not_move(tmp_path: Path, rng: n
         assert publisher.publish(given).version == 2
         with pytest.raises(Refused, match="frozen tensors changed: scalar"):
             publisher.publish({**given, "scalar": given["scalar"] + 1})
+        # nor where no delta can be made
+        moved = {**model, "scalar": model["scalar"].changed(rng, 1)}
+        (place.channel / "weight_v000003").mkdir()
+        ((place.channel / "weight_v000003") / "model.safetensors.index.json").write_bytes(b"somebody else's")
+        with pytest.raises(Refused, match="frozen tensors changed: scalar"):
+            publisher.publish_checkpoint(place.new(moved))
+        shutil.rmtree(place.channel / "weight_v000003")
         del few["long"]
         with pytest.raises(Refused, match="long is missing"):
             publisher.publish(few)

@@ -13,6 +13,8 @@ from core_cases import Model, all_changed, snapshot, some_changed, tensor, write
 from publisher_cases import ENCODINGS, Place, make_place
 
 from weightcast.publisher import Publisher, init_channel
+from weightcast.shared.channel.chain import verify
+from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater, WeightcastError, WrongRun
 
 
@@ -292,3 +294,37 @@ def test_an_error_while_writing_leaves_no_file_open(
             publisher.publish_checkpoint(new, watching=change)
         assert not list(place.channel.rglob("*.safetensors"))[2:]
         assert publisher.publish_checkpoint(place.new(model)).version == 2
+
+
+# two that make a channel at once
+
+
+def test_two_make_one_channel_at_once(place: Place, tmp_path: Path) -> None:
+    """The second is slow: the channel is made, and used, while it hashes the base."""
+    channel = tmp_path / "new"
+    made: list[str] = []
+
+    def make(nbytes: int) -> None:
+        if not made:
+            made.append("")
+            made[0] = init_channel(channel, place.base).run_id
+            with Publisher.open(channel, local=tmp_path / "local", base=place.base) as publisher:
+                publisher.publish_checkpoint(place.new(place.model))
+
+    assert init_channel(channel, place.base, advance=make).run_id == made[0]
+    assert verify(Channel.open(channel)) == []
+    with Publisher.open(channel, local=tmp_path / "local", base=place.base) as publisher:
+        assert publisher.publish_checkpoint(place.new(place.model)).version == 2
+
+
+def test_a_base_of_an_init_that_came_to_nothing_is_taken_over(place: Place, tmp_path: Path) -> None:
+    channel = tmp_path / "new"
+    run_id = init_channel(channel, place.base).run_id
+    (channel / "channel.json").unlink()
+    assert init_channel(channel, place.base).run_id == run_id
+    (channel / "channel.json").unlink()
+    other = write_checkpoint(tmp_path / "other", {**place.model, "more": place.model["long"]})
+    with pytest.raises(WrongRun, match="is not a channel yet"):
+        init_channel(channel, other)
+    with pytest.raises(WrongRun, match="is not a channel yet"):
+        init_channel(channel, place.base, run_id="another-run")
