@@ -19,7 +19,7 @@ from blake3 import blake3
 from weightcast.publisher.care.history import History
 from weightcast.publisher.care.past import Past
 from weightcast.publisher.version.anchors import write_weights
-from weightcast.publisher.version.commit import discard, new_parts_dir
+from weightcast.publisher.version.commit import drop_attempt, new_parts_dir
 from weightcast.shared.channel.chain import check_files
 from weightcast.shared.channel.chunk_step import ChunkStep
 from weightcast.shared.channel.claims import Claim
@@ -94,7 +94,7 @@ class Remake:
                 _put(self.layout, scratch / name, directory / name)
                 yield f"{directory.name}/{name} is made again, byte for byte"
         finally:
-            discard(self.layout, scratch.parent)
+            drop_attempt(self.layout, scratch)
 
     def _made(self, scratch: Path, index: Index, bad: list[FileRecord]) -> list[str]:
         """Names of the files in `scratch` that are what the index says. Raises DamagedFile for one that is

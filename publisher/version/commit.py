@@ -29,7 +29,7 @@ from weightcast.shared.channel.signing import signature_path, stated_by, write_s
 from weightcast.shared.errors import DamagedFile, Forked, RetryLater
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
-from weightcast.shared.files.entries import exists, is_directory, is_file, is_link
+from weightcast.shared.files.entries import exists, is_directory, is_file, is_link, matching
 
 PostWrite = Callable[[int, Path, str], None]
 """Called with version, its directory and the phase `version` (files are there) or `pointer`."""
@@ -159,12 +159,16 @@ def verify_files(directory: Path, index: Index, but: Collection[str] = ()) -> No
             )
 
 
-def drop_parts(layout: Layout) -> None:
-    """Parts of attempts that came to nothing, and what a kill left half deleted: only the channel's owner may
-    call this."""
+def drop_parts(layout: Layout, epoch: int) -> None:
+    """Parts of attempts that came to nothing, up to those of `epoch`, and what a kill left half deleted: only
+    the channel's owner may call this. Who is no longer that leaves alone what newer owners make."""
     for entry in layout.channel.iterdir():
         if entry.name.endswith(".parts") and is_directory(entry) and not is_link(entry):
-            discard(layout, entry)
+            for attempt in matching(entry, "*"):
+                if is_directory(attempt) and not is_link(attempt) and not _is_newer(attempt.name, epoch):
+                    drop_attempt(layout, attempt)
+            with contextlib.suppress(OSError):
+                entry.rmdir()
     for entry in layout.trash.iterdir() if is_directory(layout.trash) else ():
         if is_directory(entry) and not is_link(entry) and not entry.name.endswith(PRUNED):
             with contextlib.suppress(FileNotFoundError):
@@ -176,6 +180,17 @@ def new_beside(directory: Path, epoch: int) -> Path:
     made = directory.with_name(f"{directory.name}.{epoch}-{secrets.token_hex(4)}")
     made.mkdir()
     return made
+
+
+def drop_attempt(layout: Layout, attempt: Path) -> None:
+    discard(layout, attempt)
+    with contextlib.suppress(OSError):  # while there are others
+        attempt.parent.rmdir()
+
+
+def _is_newer(attempt: str, epoch: int) -> bool:
+    number = attempt.partition("-")[0]
+    return number.isascii() and number.isdigit() and int(number[:15]) > epoch
 
 
 def new_parts_dir(layout: Layout, version: int, epoch: int) -> Path:

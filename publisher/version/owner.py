@@ -74,7 +74,7 @@ class Owner:
         pointer; clears away parts that came to nothing."""
         channel = self._channel()
         self._finish_committed(channel)
-        drop_parts(channel.layout)
+        drop_parts(channel.layout, self._claim.epoch)
         try:
             self._catch_up(channel, advance)
         except (WrongRun, Untrusted):
@@ -278,7 +278,7 @@ class Owner:
         work.tell_out(report)
         with work.phase("patch"):
             local = self._patched(local, staged, work)
-        drop_parts(channel.layout)
+        drop_parts(channel.layout, self._claim.epoch)
         problem = self._anchor_if_due(channel, local, work)
         return replace(report, seconds=dict(work.seconds), anchor_problem=problem)
 
@@ -441,7 +441,7 @@ class Owner:
             data = write_index(index, base.table)
             directory = commit_version(channel.layout, made, index, data, self._claim, self._options.key)
             advance_pointer(channel.layout, version, self._claim, self._options.post_write)
-        drop_parts(channel.layout)
+        drop_parts(channel.layout, self._claim.epoch)
         with work.phase("patch"):
             self.recover(work.advance)
         return report_of(index, base.table, work, directory)

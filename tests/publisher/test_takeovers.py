@@ -92,6 +92,19 @@ def test_a_version_that_the_old_owner_commits_meanwhile_is_whole(
     whole(place)
 
 
+def test_the_new_owner_s_parts_stay(place: Place, rng: np.random.Generator) -> None:
+    """The old one finishes what it left, once more, before it looks at the claims."""
+    model = all_changed(place.model, rng)
+    with (
+        place.publisher() as old,
+        place.publisher(local=place.root / "pub2", take_over=True) as new,
+        watched(once("publish.assembled", old.recover)),
+    ):
+        assert new.publish_checkpoint(place.new(model)).version == 1
+    assert not list(place.channel.glob("*.parts"))
+    place.arrives(model, 1)
+
+
 def test_a_directory_without_an_index_is_nobody_s(place: Place, rng: np.random.Generator) -> None:
     left = place.channel / "weight_v000001"
     left.mkdir()
