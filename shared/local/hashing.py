@@ -74,7 +74,8 @@ def _runs(places: Sequence[Place]) -> Iterator[_Run]:
         tensors_in.setdefault(place.file, []).append(tensor)
     for file, tensors in tensors_in.items():
         rows = np.array([(places[tensor].offset, places[tensor].nbytes) for tensor in tensors], np.int64)
-        order = np.argsort(rows[:, 0], kind="stable")
+        # an empty tensor begins where another does, and ends before that
+        order = np.lexsort((rows[:, 1], rows[:, 0]))
         begins = rows[order, 0]
         yield from _runs_in(file, np.array(tensors)[order], begins, begins + rows[order, 1])
 

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+from core_cases import Model, all_changed, bytes_of, read_checkpoint, tensor, write_checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from local_cases import Run, following, publish
 
+from weightcast.publisher import init_channel
+from weightcast.shared.channel.store import Channel
 from weightcast.shared.digest.hash import hash_bytes
 from weightcast.shared.files.checkpoint import Place
 from weightcast.shared.local.hashing import hash_tensors
@@ -60,6 +67,32 @@ def test_lanes_of_tensors_anywhere_in_files(seed: int, threads: int) -> None:
     assert found.tolist() == [list(lanes) for lanes in expected]
     nbytes = sum(place.nbytes for place in files.places)
     assert nbytes <= sum(told) <= nbytes + 3 * len(files.places), "gaps are the only bytes read for nothing"
+
+
+@st.composite
+def with_empty_tensors(draw: st.DrawFn) -> Model:
+    """In the order in which they lie in a file, which is not that of their names."""
+    rng = np.random.default_rng(draw(st.integers(0, 1 << 20)))
+    sizes = [0, *draw(st.lists(st.sampled_from([0, 0, 1, 3, 64, 200]), min_size=1, max_size=8)), 5]
+    names = draw(st.permutations([f"t{n}" for n in range(len(sizes))]))
+    dtypes = st.sampled_from(["U8", "F16", "F32", "F64"])
+    shape = {0: (0, 4)}
+    model = {n: tensor(rng, draw(dtypes), *shape.get(s, (s,))) for n, s in zip(names, sizes, strict=True)}
+    return {name: model[name] for name in draw(st.permutations(list(model)))}
+
+
+@settings(max_examples=40, deadline=None)
+@given(with_empty_tensors(), st.integers(1, 2))
+def test_empty_tensors_may_lie_anywhere_in_a_file(model: Model, files: int) -> None:
+    """From the base to a host, by a publisher that read both."""
+    with TemporaryDirectory() as root:
+        run = Run(Path(root), [model, all_changed(model, np.random.default_rng(1))])
+        write_checkpoint(run.base, model, files=files)
+        init_channel(run.channel, run.base)
+        publish(run)
+        with following(run, run.root / "host") as follower:
+            follower.catch_up(Channel.open(run.channel))
+        assert read_checkpoint(run.root / "host") == bytes_of(run.latest)
 
 
 def test_no_run_is_longer_than_memory_allows() -> None:
