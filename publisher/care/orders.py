@@ -18,7 +18,7 @@ from weightcast.publisher.version.report import PublishReport
 from weightcast.publisher.version.work import Work
 from weightcast.publisher.weights.boxes import Box
 from weightcast.publisher.weights.match import Matched
-from weightcast.publisher.weights.tensors import CheckpointWeights, NewWeights
+from weightcast.publisher.weights.tensors import CheckpointWeights, NewWeights, equal_whole
 from weightcast.shared.channel import marks
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.marks import Rollback
@@ -150,8 +150,8 @@ class PastWeights:
         return None
 
     def equal(self, name: str, other: str) -> bool:
-        # tied tensors are one in the run's table: the same name, or two that need not be equal
-        return name == other
+        # a base may store both of two tied tensors: then the run's table has both
+        return name == other or equal_whole(self, name, other)
 
     def near(self, local: LocalCheckpoint, matched: Matched) -> None:
         return None

@@ -60,6 +60,17 @@ class NewWeights(Protocol):
     def close(self) -> None: ...
 
 
+def equal_whole(weights: NewWeights, name: str, other: str) -> bool:
+    """`NewWeights.equal` of tensors that are given whole, by a piece of their words at a time."""
+    one, another = (weights.table[weights.table.numbers[each]] for each in (name, other))
+    if (one.dtype, one.shape) != (another.dtype, another.shape):
+        return False
+    return all(
+        np.array_equal(weights.words_in(name, start, stop), weights.words_in(other, start, stop))
+        for start, stop in _pieces(one.words)
+    )
+
+
 class CheckpointWeights:
     """A complete checkpoint directory; file identities are compared before and after reading."""
 
@@ -102,13 +113,7 @@ class CheckpointWeights:
         return words if words.flags.aligned else None
 
     def equal(self, name: str, other: str) -> bool:
-        one, another = (self.table[self.table.numbers[each]] for each in (name, other))
-        if (one.dtype, one.shape) != (another.dtype, another.shape):
-            return False
-        return all(
-            np.array_equal(self.words_in(name, start, stop), self.words_in(other, start, stop))
-            for start, stop in _pieces(one.words)
-        )
+        return equal_whole(self, name, other)
 
     def near(self, local: LocalCheckpoint, matched: Matched) -> None:
         return None

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_cases import Model, bytes_of, read_checkpoint, snapshot, some_changed
+from core_cases import Model, bytes_of, read_checkpoint, snapshot, some_changed, tensor, write_checkpoint
 from publisher_cases import Place, make_place
 
 from weightcast.publisher import Publisher
@@ -262,6 +262,24 @@ def test_a_rollback_is_a_new_version_and_holds_publishing(place: Place, history:
     place.arrives(models[6], 6)
     assert not (place.pub / ".weightcast" / "rollback").exists()
     assert verify(Channel.open(place.channel)) == []
+
+
+@pytest.mark.parametrize("history", [True, False], ids=["kept journals", "a copy"])
+def test_a_run_that_stores_both_of_two_tied_tensors_is_rolled_back(tmp_path: Path, history: bool) -> None:
+    rng, config = np.random.default_rng(4), json.dumps({"tie_word_embeddings": True})
+    models: list[Model] = []
+    for _ in range(4):
+        # of more words than are compared at a time
+        words = tensor(rng, "BF16", 5, 1 << 20)
+        models.append({"lm_head.weight": words, "model.embed_tokens.weight": words})
+    place = make_place(tmp_path, models[0], config=config)
+    upkeep = UpkeepOptions(skip_span=4, history_share=1000.0) if history else None
+    with place.publisher(upkeep=upkeep) as publisher:
+        for model in models[1:]:
+            publisher.publish_checkpoint(write_checkpoint(place.root / "new", model, config=config))
+        order_rollback(place.channel, 1)
+        assert publisher.obey_orders() is not None and publisher.version == 4
+    place.arrives(models[1], 4)
 
 
 def test_an_order_is_carried_out_by_the_next_publisher(place: Place) -> None:
