@@ -36,6 +36,20 @@ def _lease_seconds() -> float:
         return 0.0
 
 
+def is_open_elsewhere(path: Path) -> bool:
+    """Whether anybody has the file open or mapped, this process included: a write lease is given only where
+    nobody has. True also where no lease is to be had."""
+    fd = open_regular(path)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)  # the lease ends with it
+    return False
+
+
 class LeasedFile:
     """A regular file of somebody else's, open for reading. Views come from any thread."""
 

@@ -8,6 +8,7 @@ what was written; killed in between, seeding starts over into the same files.
 from __future__ import annotations
 
 import os
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,7 +26,7 @@ from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import Checkpoint, Place
 from weightcast.shared.files.entries import exists, is_file, is_link
-from weightcast.shared.files.leased import LeasedFile
+from weightcast.shared.files.leased import LeasedFile, is_open_elsewhere
 from weightcast.shared.files.space import taken_bytes
 from weightcast.shared.local.hashing import differing, hash_tensors
 from weightcast.shared.local.host import Host
@@ -76,7 +77,7 @@ def seed(
     when there is no space.
     """
     check_source(source, threads=threads, advance=advance)
-    _check_room(paths, source.checkpoint)
+    _check_room(paths, source)
     state = _seeding_state(source, keep)
     failpoint("seed.checked", paths.directory)
     with _errors_of(paths.directory):
@@ -222,11 +223,11 @@ class ReadCheckpoint:
         return self._files[place.file].view(place.offset, place.nbytes)
 
 
-def _check_room(paths: LocalPaths, checkpoint: Checkpoint) -> None:
+def _check_room(paths: LocalPaths, source: Source) -> None:
     """Raises Refused for a target that is not a file of this directory alone, RetryLater when what is to be
-    written does not fit. Nothing is changed."""
+    written does not fit beside what is not written over. Nothing is changed."""
     wanted = _RESERVE
-    for path in checkpoint.weight_files:
+    for path in source.checkpoint.weight_files:
         target = paths.directory / path.name
         wanted += path.stat().st_size
         if is_link(target) or (exists(target) and target.stat().st_nlink > 1):
@@ -235,8 +236,34 @@ def _check_room(paths: LocalPaths, checkpoint: Checkpoint) -> None:
                 remedy="remove it, or choose an empty directory for --local",
             )
         if exists(target):
-            wanted -= min(taken_bytes(target.stat()), path.stat().st_size)
-    make_room(paths, wanted, "seeding")
+            wanted -= taken_bytes(target.stat())
+    device = paths.directory.stat().st_dev
+    make_room(paths, wanted - sum(_given_back(stray, device) for stray in _strays(paths, source)), "seeding")
+
+
+def _given_back(stray: Path, device: int) -> int:
+    """Bytes that the file system `device` has again when the file is removed: none while another name or an
+    open file, such as an engine's mapping, keeps them."""
+    found = stray.lstat()
+    alone = stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and not is_open_elsewhere(stray)
+    return taken_bytes(found) if alone and found.st_dev == device else 0
+
+
+def _strays(paths: LocalPaths, source: Source) -> list[Path]:
+    """Of an earlier run, or of full weights in other files: engines would read them."""
+    wanted = {path.name for path in (*source.checkpoint.weight_files, *_small_files(source))}
+    return [
+        path
+        for path in paths.directory.iterdir()
+        if path.name not in wanted and path.suffix in (".safetensors", ".json") and is_file(path)
+    ]
+
+
+def _small_files(source: Source) -> list[Path]:
+    """What lies beside the weights: config, tokenizer, index."""
+    checkpoint, digests = source.checkpoint, source.digests
+    index = () if checkpoint.index_file is None else (checkpoint.index_file,)
+    return [path for path in (*checkpoint.other_files, *index) if digests is None or path.name in digests]
 
 
 @contextmanager
@@ -251,23 +278,27 @@ def _errors_of(directory: Path) -> Iterator[None]:
 
 def _copy_files(paths: LocalPaths, source: Source, advance: Advance | None) -> None:
     checkpoint, digests = source.checkpoint, source.digests
-    index = () if checkpoint.index_file is None else (checkpoint.index_file,)
-    small = [path for path in (*checkpoint.other_files, *index) if digests is None or path.name in digests]
-    wanted = {path.name for path in (*checkpoint.weight_files, *small)}
-    for stray in paths.directory.iterdir():
-        if stray.name not in wanted and stray.suffix in (".safetensors", ".json") and is_file(stray):
-            # of an earlier run with other shards: engines would read it
-            stray.unlink()
-            failpoint("seed.stray", stray)
-    for path in small:
+    for stray in _strays(paths, source):
+        stray.unlink()
+        failpoint("seed.stray", stray)
+    for path in _small_files(source):
         data = path.read_bytes()
         _check_digest(path, blake3(data), digests)
         durable.replace(paths.directory / path.name, data)
+    for path in checkpoint.weight_files:
+        # the room that one file gives back may be what another one needs
+        _cut(paths.directory / path.name, path.stat().st_size)
     for path in checkpoint.weight_files:
         hasher = None if digests is None else blake3()
         _copy_into(path, paths.directory / path.name, hasher, advance)
         _check_digest(path, hasher, digests)
     durable.sync_directory(paths.directory)
+
+
+def _cut(target: Path, size: int) -> None:
+    """To at most `size` bytes, where there is such a file."""
+    if exists(target) and target.stat().st_size > size:
+        os.truncate(target, size)
 
 
 def _check_digest(path: Path, read: blake3 | None, digests: Mapping[str, str] | None) -> None:

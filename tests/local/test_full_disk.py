@@ -7,15 +7,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from core_cases import Model, all_changed, tensor, write_checkpoint
 from local_cases import Run, publish
 
-from weightcast.publisher import init_channel
+from weightcast.publisher import Publisher, init_channel
 
 CHILD = Path(__file__).with_name("full_disk_child.py")
+SEEDING_OVER = Path(__file__).with_name("seeding_over_child.py")
 UNSHARE = ["unshare", "--user", "--map-root-user", "--mount"]
 
 
@@ -41,17 +43,23 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def on_a_full_disk(run: Run, mount: Path, what: str, *, free_kib: int) -> tuple[str, bool, int]:
     """What the attempt raised, whether the local checkpoint was left as it was, and the version reached once
     there was room."""
+    outcome, same, version = in_namespaces(CHILD, what, run.channel, run.base, mounted(mount), 24, free_kib)
+    return outcome, same, version
+
+
+def mounted(mount: Path) -> Path:
     mount.mkdir()
     if not namespaces_work(mount):
         pytest.fail("user and mount namespaces are needed here")
-    command = [*UNSHARE, sys.executable, str(CHILD), what, run.channel, run.base, mount, "24", str(free_kib)]
+    return mount
+
+
+def in_namespaces(child: Path, *arguments: object) -> tuple[Any, ...]:
+    command = [*UNSHARE, sys.executable, str(child), *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run(
-        list(map(str, command)), check=False, capture_output=True, text=True, env=environment, timeout=120
-    )
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
-    outcome, same, version = json.loads(done.stdout.splitlines()[-1])
-    return outcome, same, version
+    return tuple(json.loads(done.stdout.splitlines()[-1]))
 
 
 @pytest.mark.parametrize("free_kib", [0, 200, 6000])
@@ -69,3 +77,43 @@ def test_staging(run: Run, tmp_path: Path, free_kib: int) -> None:
 def test_a_spare_gives_way(run: Run, tmp_path: Path) -> None:
     outcome, _, version = on_a_full_disk(run, tmp_path / "mount", "spare", free_kib=300)
     assert outcome == "no error" and version == 1
+
+
+@pytest.fixture(scope="module")
+def anchored(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Version 1 has full weights beside it, in a file of another name than the base's."""
+    rng = np.random.default_rng(6)
+    base: Model = {f"w{n}": tensor(rng, "BF16", (n + 1) << 17) for n in range(8)}
+    run = Run(tmp_path_factory.mktemp("anchored"), [base, all_changed(base, rng, 1000)])
+    write_checkpoint(run.base, base)
+    init_channel(run.channel, run.base)
+    with Publisher.open(run.channel, local=run.root / "pub", base=run.base) as publisher:
+        publisher.publish_checkpoint(write_checkpoint(run.root / "new", run.latest))
+        assert publisher.write_anchor()
+    return run
+
+
+def seeded_over(run: Run, mount: Path, how: str, base: Path | None = None) -> tuple[Any, ...]:
+    """With 2 MiB free beside weights of 9 MiB."""
+    first = run.base if base is None else base
+    return in_namespaces(SEEDING_OVER, how, run.channel, first, run.root / "other", mounted(mount), 24, 2000)
+
+
+def test_weights_take_the_room_of_those_before(anchored: Run, tmp_path: Path) -> None:
+    assert seeded_over(anchored, tmp_path / "mount", "anchor") == ("no error", False, True)
+
+
+def test_files_of_the_same_names_and_other_sizes(anchored: Run, tmp_path: Path) -> None:
+    """The one that shrinks makes room for the one that grows, whichever is written first."""
+    orders = {"first": "01234567", "other": "50162374"}
+    for directory, order in orders.items():
+        model = {f"w{n}": anchored.models[0][f"w{n}"] for n in order}
+        write_checkpoint(anchored.root / directory, model, files=3)
+    found = seeded_over(anchored, tmp_path / "mount", "others", anchored.root / "first")
+    assert found == ("no error", False, True)
+
+
+@pytest.mark.parametrize("how", ["linked", "open", "holes"])
+def test_room_that_is_not_given_back_does_not_count(anchored: Run, tmp_path: Path, how: str) -> None:
+    outcome, same, _ = seeded_over(anchored, tmp_path / "mount", how)
+    assert "free" in outcome and same
