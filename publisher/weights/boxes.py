@@ -89,9 +89,12 @@ class Run:
 
 def runs_of(box: Box, spec: TensorSpec) -> tuple[Run, ...]:
     """The words of a box of the tensor, ascending; one run for a box that is cut in one dimension, and for
-    most others. No run for a box without elements."""
+    most others. No run for a box without elements. Of dtypes whose elements are no whole words, such as those
+    of 4 bits, the box is all of the tensor."""
     if box.elements == 0:
         return ()
+    if box == Box.whole(spec.shape):
+        return (Run(0, spec.words, 1, spec.words, 0),)
     # a word may be less than an element: words of an element are one more dimension
     per_element = spec.words // spec.elements
     shape = (*spec.shape, per_element)

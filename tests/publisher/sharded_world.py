@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,10 +69,13 @@ class World:
         self._publishers, self._submits = publishers, submits
 
     def publish(self, given: Mapping[int, Any], step: int) -> list[PublishReport | Exception]:
-        """What the calls of the ranks that give something came to, in rank order."""
+        """What the calls of the ranks that give something came to, in rank order. A path is that of a
+        checkpoint directory."""
 
         def one(rank: int) -> PublishReport | Exception:
             try:
+                if isinstance(given[rank], Path):
+                    return self._publishers[rank].publish_checkpoint(given[rank], step=step)
                 if self._submits:
                     return self._publishers[rank].submit(given[rank], step=step).result(600)
                 return self._publishers[rank].publish(given[rank], step=step)

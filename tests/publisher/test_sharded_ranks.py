@@ -83,6 +83,28 @@ def some(one: Tensor, rng: np.random.Generator, count: int) -> Tensor:
     return Tensor(one.dtype, one.shape, words.view(np.uint8))
 
 
+def in_bits(rng: np.random.Generator) -> Model:
+    """Tensors whose elements are no whole words, or of 8 bytes, or of a length that their shape does not
+    say."""
+    forms = [("F4", (8, 6), 24), ("F6_E2M3", (8,), 6), ("UNKNOWN", (4,), 13), ("F64", (3, 2), 48)]
+    model = {f"t{n}": Tensor(d, s, rng.integers(0, 256, b, np.uint8)) for n, (d, s, b) in enumerate(forms)}
+    return {**model, "bf16": tensor(rng, "BF16", 100), "empty": tensor(rng, "BF16", 0, 4)}
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["a share each", "all of it each"])
+def test_ranks_publish_checkpoints_of_any_dtype(tmp_path: Path, shared: bool) -> None:
+    rng = np.random.default_rng(8)
+    place = make_place(tmp_path, in_bits(rng))
+    with world_of(place, 2, separate=True) as world:
+        for step in (1, 2):
+            model = in_bits(rng)
+            shares = [{n: one for n, one in model.items() if shared or (n < "t") == low} for low in (0, 1)]
+            given = {rank: place.new(share) for rank, share in enumerate(shares)}
+            assert published(world.publish(given, step)) == step
+            place.arrives(model, step)
+    assert verify(Channel.open(place.channel)) == []
+
+
 @pytest.mark.parametrize("separate", [False, True])
 def test_a_mesh_of_two_dimensions_and_replicas(place: Place, separate: bool) -> None:
     """Eight ranks: two copies of 2 x 2 pieces; small tensors are on all of them."""
