@@ -59,6 +59,15 @@ def is_taken(record: EngineState | None, sight: Sight, version: int) -> bool:
     return other or needs_reload(facts, None, _label(record, version), sight.source)
 
 
+def may_relabel(record: EngineState | None, sight: Sight, version: int, root: str) -> bool:
+    """Whether the engine itself says that it is the process that took `version` and still holds it: of one
+    that tells less, nobody would see that it holds something else. `root`: of the version's bytes."""
+    facts = sight.facts
+    if facts.process is None or facts.label != label_of(version):
+        return False
+    return is_aligned(record, sight, version) and (facts.held is None or facts.held.root == root)
+
+
 def _label(record: EngineState, version: int) -> str | None:
     return label_of(version) if record.confirmed_by in ("label", "digest") else None
 

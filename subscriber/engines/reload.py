@@ -22,7 +22,15 @@ from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.state import EngineState, LocalState, Mark, Phase, Step
 from weightcast.subscriber.engines import align as alignment
 from weightcast.subscriber.engines.align import NotPatched, Pace
-from weightcast.subscriber.engines.aligned import Sight, after, in_doubt, is_aligned, is_taken, label_of
+from weightcast.subscriber.engines.aligned import (
+    Sight,
+    after,
+    in_doubt,
+    is_aligned,
+    is_taken,
+    label_of,
+    may_relabel,
+)
 from weightcast.subscriber.engines.base import Engine, EngineFacts
 from weightcast.subscriber.engines.grouped import Grouped
 from weightcast.subscriber.engines.live import Live, live_of
@@ -216,23 +224,24 @@ class Engines:
                 engine.pause()
 
     def relabel(self, local: LocalCheckpoint, before: int) -> None:
-        """Tells engines that serve version `before` that its bytes have a new number."""
-        version = local.state.position.version
+        """Tells engines that are known to hold version `before` that its bytes have a new number. A label
+        would hide whatever else one holds: all others are reloaded."""
+        self.look()
+        position = local.state.position
         records = dict(local.state.engines)
         for engine in self.engines:
-            record = records.get(engine.spec.name)
+            name = engine.spec.name
+            record, known = records.get(name), self._known[name]
             if record is None or record.mark is not Mark.SERVED or record.version != before:
                 continue
-            try:
-                confirmed = engine.relabel(label_of(version))
-            except EngineFailed:
-                del records[engine.spec.name]
-            else:
-                known = self._known[engine.spec.name]
-                known.facts = replace(known.facts, label=label_of(version), held=None)
-                records[engine.spec.name] = EngineState(
-                    Mark.SERVED, version, confirmed, record.process, record.reason
-                )
+            del records[name]
+            if not may_relabel(record, known.sight(), before, position.root):
+                continue
+            label = label_of(position.version)
+            with contextlib.suppress(EngineFailed):
+                confirmed = engine.relabel(label)
+                known.facts = replace(known.facts, label=label, held=None)
+                records[name] = replace(record, version=position.version, confirmed_by=confirmed)
         local.save(local.state.but(engines=records))
 
     @property

@@ -20,12 +20,13 @@ from weightcast.subscriber.engines.aligned import (
     Sight,
     block,
     is_aligned,
+    may_relabel,
     needs_undo,
     retry_delay,
     rolls_back,
     unaligned,
 )
-from weightcast.subscriber.engines.base import EngineFacts
+from weightcast.subscriber.engines.base import EngineFacts, Held
 from weightcast.subscriber.engines.roster import EngineResult
 from weightcast.subscriber.engines.roster import EngineState as Came
 from weightcast.subscriber.service.report import (
@@ -67,6 +68,25 @@ def result(state: Came, attempts: int = 1) -> EngineResult:
 )
 def test_who_is_aligned(record: EngineState | None, facts: EngineFacts, steady: bool, aligned: bool) -> None:
     assert is_aligned(record, Sight(facts, steady), 7) is aligned
+
+
+@pytest.mark.parametrize(
+    ("record", "facts", "allowed"),
+    [
+        (SERVED, FACTS, True),
+        (SERVED, replace(FACTS, held=Held(7, "r")), True),
+        (SERVED, replace(FACTS, held=Held(7, "another run's")), False),
+        (SERVED, replace(FACTS, process=None), False),
+        (SERVED, replace(FACTS, process="p2"), False),
+        (SERVED, replace(FACTS, label=None), False),
+        (SERVED, replace(FACTS, label="8"), False),
+        (SERVED, replace(FACTS, in_doubt=True), False),
+        (replace(SERVED, version=6), replace(FACTS, label="6"), False),
+        (replace(SERVED, mark=Mark.SUSPECT), FACTS, False),
+    ],
+)
+def test_who_gets_a_new_label(record: EngineState, facts: EngineFacts, allowed: bool) -> None:
+    assert may_relabel(record, Sight(facts, steady=True), 7, "r") is allowed
 
 
 @given(st.lists(states, max_size=4), st.integers(0, 1), st.integers(0, 5))

@@ -134,6 +134,22 @@ def test_a_failing_relabel_ends_in_a_reload(site: Site) -> None:
     assert (engine.label, engine.paths()[-1]) == ("2", "/continue_generation")
 
 
+@pytest.mark.parametrize(("label", "missing"), [("other", set()), ("1", {"/metrics"})])
+def test_an_engine_that_may_hold_something_else_gets_no_new_label(
+    site: Site, label: str, missing: set[str]
+) -> None:
+    """Somebody else loaded it, or it may have been restarted unseen."""
+    run, engine = site.run(), SGLang()
+    engine.missing = missing
+    host = site.host(run, engine)
+    run.publish()
+    host.step()
+    engine.label, engine.held = label, "other weights"
+    run.publish(run.versions[1])
+    assert host.step().ready and engine.of("/update_weight_version") == []
+    assert (engine.held, engine.label, host.status.served_version) == (run.digest(2), "2", 2)
+
+
 def test_without_engines_served_is_what_lies_here(site: Site) -> None:
     run = site.run()
     run.publish()
