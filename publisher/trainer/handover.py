@@ -9,15 +9,16 @@ Needs numpy; torch only for torch tensors, of any version.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import mmap
 import os
 import secrets
 import threading
 import time
-import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from weightcast.publisher.weights.given import CastTensor, RawTensor, in_torch, 
 from weightcast.shared.errors import Refused, RetryLater
 from weightcast.shared.files.safetensors import Entry, pack_header
 from weightcast.shared.local.locks import FileLock, owner_text
+from weightcast.shared.service.deadline import Deadline
 from weightcast.shared.words import TensorSpec
 
 _PAGE = 4096
@@ -164,10 +166,18 @@ class HandOver:
 
 def _wake(url: str, token: str | None) -> None:
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    request = urllib.request.Request(f"{url.rstrip('/')}/v1/wake", method="POST", headers=headers)
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with contextlib.suppress(OSError, ValueError), opener.open(request, timeout=_TELL_SECONDS):
-        pass
+    with (
+        contextlib.suppress(OSError, ValueError, http.client.HTTPException),
+        Deadline(_TELL_SECONDS) as deadline,
+    ):
+        parts = urlsplit(url)
+        secure = parts.scheme == "https"
+        connect = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        with contextlib.closing(connect(parts.netloc, timeout=_TELL_SECONDS)) as connection:
+            connection.connect()
+            deadline.watch(connection.sock)
+            connection.request("POST", f"{parts.path.rstrip('/')}/v1/wake", headers=headers)
+            connection.getresponse()
 
 
 def _check_names(given: Sequence[_Given]) -> None:

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from weightcast.shared.errors import USAGE, NotInTime, Refused, RetryLater
+from weightcast.shared.service.deadline import Deadline
 from weightcast.shared.service.settings import is_token
 
 ANSWER_LIMIT = 16 << 20
@@ -35,8 +36,15 @@ class Daemon:
         """Connects to nothing yet. Raises BadAddress."""
         self.url, self._token_from = base_url(url), token_from
         headers = {"Accept-Encoding": "identity"} | _authorization(token)
+        self._seconds = timeout_seconds
         # trust_env off: neither a proxy nor a .netrc comes between two machines of one cluster.
-        self._client = httpx.Client(timeout=timeout_seconds, trust_env=False, headers=headers)
+        self._client = httpx.Client(
+            timeout=timeout_seconds,
+            trust_env=False,
+            headers=headers,
+            # a deadline is of a connection
+            limits=httpx.Limits(max_keepalive_connections=0),
+        )
 
     def close(self) -> None:
         self._client.close()
@@ -57,12 +65,22 @@ class Daemon:
     def _ask(self, method: str, path: str, body: bytes | None) -> bytes:
         address = self.url + path
         headers = {} if body is None else {"Content-Type": "application/json"}
+        deadline = Deadline(self._seconds)
+        extensions = {"trace": deadline.trace}
         try:
-            with self._client.stream(method, address, content=body, headers=headers) as response:
+            with (
+                deadline,
+                self._client.stream(
+                    method, address, content=body, headers=headers, extensions=extensions
+                ) as response,
+            ):
                 answer = _capped(response, address)
+                if deadline.passed:
+                    raise httpx.ReadTimeout("")
         except httpx.TransportError as error:
+            why = f"not whole within {self._seconds:g} s" if deadline.passed else str(error)
             raise NotInTime(
-                f"no answer from {address}: {error or type(error).__name__}",
+                f"no answer from {address}: {why or type(error).__name__}",
                 remedy="check address and port, and that the daemon runs",
             ) from error
         self._judge(response.status_code, answer, address)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 from urllib.parse import urlsplit
 
-from weightcast.shared.errors import USAGE, Refused
+from weightcast.shared.errors import USAGE, EngineFailed, Refused
 
 Kind = Literal["sglang", "vllm", "webhook"]
 Policy = Literal["recompute", "wait", "abort"]
@@ -167,6 +167,14 @@ class Engine(Protocol):
         """New name for the same weights; `status-only` where the engine has no labels."""
 
     def close(self) -> None: ...
+
+
+class NotSent(EngineFailed):
+    """No connection came about: the engine has not seen the request."""
+
+
+class NoReply(EngineFailed):
+    """The request may have been carried out: timeout, or the connection was lost."""
 
 
 def parse_engine(text: str, local: Path) -> EngineSpec:

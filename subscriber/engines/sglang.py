@@ -10,6 +10,8 @@ from weightcast.subscriber.engines.base import (
     EngineFacts,
     EngineSpec,
     Intact,
+    NoReply,
+    NotSent,
     Policy,
     ReloadOutcome,
     Suspect,
@@ -18,8 +20,6 @@ from weightcast.subscriber.engines.base import (
 from weightcast.subscriber.engines.wire import (
     NEVER_HANDLED,
     NO_ROUTE,
-    NoReply,
-    NotSent,
     Reply,
     Wire,
     failed_reload,

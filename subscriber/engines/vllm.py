@@ -18,6 +18,8 @@ from weightcast.subscriber.engines.base import (
     EngineFacts,
     EngineSpec,
     Intact,
+    NoReply,
+    NotSent,
     Policy,
     ReloadOutcome,
     Suspect,
@@ -26,8 +28,6 @@ from weightcast.subscriber.engines.base import (
 from weightcast.subscriber.engines.wire import (
     NEVER_HANDLED,
     NO_ROUTE,
-    NoReply,
-    NotSent,
     Reply,
     Wire,
     failed_reload,

@@ -18,11 +18,13 @@ from weightcast.subscriber.engines.base import (
     EngineFacts,
     EngineSpec,
     Intact,
+    NoReply,
+    NotSent,
     ReloadOutcome,
     Suspect,
     Timeouts,
 )
-from weightcast.subscriber.engines.wire import NEVER_HANDLED, NoReply, NotSent, Reply, Wire, failed_reload
+from weightcast.subscriber.engines.wire import NEVER_HANDLED, Reply, Wire, failed_reload
 
 REMEDY = 'the receiver must answer 2xx with {"ok": true}; see its log'
 

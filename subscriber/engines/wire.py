@@ -17,7 +17,16 @@ import httpx
 
 from weightcast.shared.errors import DamagedFile, EngineFailed
 from weightcast.shared.files.strict_json import parse_object
-from weightcast.subscriber.engines.base import QUOTED, BadEngineOption, Intact, Suspect, Timeouts
+from weightcast.shared.service.deadline import Deadline
+from weightcast.subscriber.engines.base import (
+    QUOTED,
+    BadEngineOption,
+    Intact,
+    NoReply,
+    NotSent,
+    Suspect,
+    Timeouts,
+)
 
 REPLY_LIMIT = 4 << 20
 """bytes; the largest honest reply is a page of metrics"""
@@ -25,14 +34,6 @@ REPLY_LIMIT = 4 << 20
 NO_ROUTE = frozenset({404, 405})
 NEVER_HANDLED = frozenset({401, 403}) | NO_ROUTE
 """An HTTP server answers these in front of the handler: the request had no effect."""
-
-
-class NotSent(EngineFailed):
-    """No connection came about: the engine has not seen the request."""
-
-
-class NoReply(EngineFailed):
-    """The request may have been carried out: timeout, or the connection was lost."""
 
 
 class _Lost(NoReply):
@@ -109,15 +110,19 @@ class Wire:
         return self._send("POST", path, body, seconds)
 
     def _twice(self, method: str, path: str, body: Mapping[str, object] | None, seconds: float) -> Reply:
+        ends = time.monotonic() + seconds
         try:
             return self._send(method, path, body, seconds)
         except _Lost:
-            return self._send(method, path, body, seconds)
+            left = ends - time.monotonic()
+            if left <= 0:
+                raise
+            return self._send(method, path, body, left)
 
     def _send(self, method: str, path: str, body: Mapping[str, object] | None, seconds: float) -> Reply:
-        url = self._url + path
+        url, deadline = self._url + path, Deadline(seconds)
         try:
-            return self._exchange(method, url, body, seconds)
+            return self._exchange(method, url, body, seconds, deadline)
         except (
             httpx.ConnectError,
             httpx.ConnectTimeout,
@@ -127,22 +132,27 @@ class Wire:
             raise NotSent(
                 f"{url} cannot be reached: {error}", remedy="start the engine or correct its URL"
             ) from error
-        except httpx.TimeoutException as error:
-            raise NoReply(f"{url} did not answer within {seconds:g} s", remedy=_LOOK) from error
         except httpx.HTTPError as error:
+            if deadline.passed or isinstance(error, httpx.TimeoutException):
+                raise NoReply(f"{url} did not answer within {round(seconds, 2):g} s", remedy=_LOOK) from error
             raise _Lost(f"{url} broke the connection: {error}", remedy=_LOOK) from error
 
-    def _exchange(self, method: str, url: str, body: Mapping[str, object] | None, seconds: float) -> Reply:
-        deadline = time.monotonic() + seconds
+    def _exchange(
+        self, method: str, url: str, body: Mapping[str, object] | None, seconds: float, deadline: Deadline
+    ) -> Reply:
         timeout = httpx.Timeout(seconds, connect=min(seconds, self._timeouts.connect))
+        extensions = {"trace": deadline.trace}
         received = bytearray()
-        with self._client.stream(method, url, json=body, timeout=timeout) as response:
+        with (
+            deadline,
+            self._client.stream(method, url, json=body, timeout=timeout, extensions=extensions) as response,
+        ):
             for piece in response.iter_raw():
                 received += piece
                 if len(received) > REPLY_LIMIT:
                     raise NoReply(f"{url} answered with more than {REPLY_LIMIT} bytes", remedy=_LOOK)
-                if time.monotonic() > deadline:
-                    raise httpx.ReadTimeout("the reply did not end")
+            if deadline.passed:
+                raise httpx.ReadTimeout("the reply was cut short")
             return Reply(url, response.status_code, bytes(received))
 
 

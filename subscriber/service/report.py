@@ -79,9 +79,15 @@ class InChannel:
 class ToPublisher:
     """Posted to the publisher, for hosts that cannot write to the channel."""
 
-    def __init__(self, url: str, token: str | None, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str | None,
+        now: Callable[[], float] = time.time,
+        seconds: float = _POST_SECONDS,
+    ) -> None:
         self._now = now
-        self._daemon = Daemon(url, token, _POST_SECONDS, token_from="WEIGHTCAST_REPORT_TOKEN")
+        self._daemon = Daemon(url, token, seconds, token_from="WEIGHTCAST_REPORT_TOKEN")
 
     def deliver(self, report: Report) -> float | None:
         began = self._now()

@@ -11,7 +11,7 @@ import ssl
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -49,7 +49,27 @@ class Call:
     headers: Mapping[str, str]
 
 
-Act = Answer | Drop | Hang | Callable[[Call], Answer]
+@dataclass(frozen=True)
+class Trickle:
+    """Answers with `head` and then with `piece` again and again, faster than any timeout between two bytes;
+    it ends long after every deadline of a test."""
+
+    head: bytes
+    piece: bytes
+
+
+_CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+TRICKLES = {
+    "interim": Trickle(b"", b"HTTP/1.1 102 Processing\r\n\r\n"),
+    "status": Trickle(b"HTTP/1.1 200 ", b"a"),
+    "header": Trickle(b"HTTP/1.1 200 OK\r\nX: ", b"a"),
+    "body": Trickle(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n", b"a"),
+    "body to the end": Trickle(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n{}", b" "),
+    "chunk": Trickle(_CHUNKED + b"2;", b"a"),
+    "trailer": Trickle(_CHUNKED + b"2\r\n{}\r\n0\r\nX: ", b"a"),
+}
+
+Act = Answer | Drop | Trickle | Hang | Callable[[Call], Answer]
 
 
 class Double:
@@ -86,7 +106,14 @@ class Double:
     def of(self, path: str) -> list[Call]:
         return [call for call in self.calls if call.path == path]
 
-    def respond(self, call: Call) -> Answer | Drop:
+    def trickle(self, act: Trickle, send: Callable[[bytes], object]) -> None:
+        send(act.head)
+        for _ in range(400):
+            if self._released.wait(0.02):
+                return
+            send(act.piece)
+
+    def respond(self, call: Call) -> Answer | Drop | Trickle:
         self.calls.append(call)
         script = self._scripts[call.path]
         act: Act = script.popleft() if script else self.behave
@@ -96,7 +123,7 @@ class Double:
             case Drop(after=True):
                 self.behave(call)
                 return act
-            case Drop() | Answer():
+            case Drop() | Answer() | Trickle():
                 return act
             case Hang():
                 self._hanging.set()
@@ -293,6 +320,11 @@ class _Handler(BaseHTTPRequestHandler):
         act = self.server.double.respond(call)
         if isinstance(act, Drop):
             self.close_connection = True
+            return
+        if isinstance(act, Trickle):
+            self.close_connection = True
+            with suppress(OSError):
+                self.server.double.trickle(act, self.wfile.write)
             return
         body = act.body if isinstance(act.body, bytes) else json.dumps(act.body).encode()
         self.send_response(act.status)

@@ -8,12 +8,24 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from doubles import Answer, Double, Drop, Hang, SGLangDouble, VLLMDouble, WebhookDouble, nobody, serve
+from doubles import (
+    TRICKLES,
+    Answer,
+    Double,
+    Drop,
+    Hang,
+    SGLangDouble,
+    Trickle,
+    VLLMDouble,
+    WebhookDouble,
+    nobody,
+    serve,
+)
 
 from weightcast.shared.errors import EngineFailed
-from weightcast.subscriber.engines.base import Done, Engine, Intact, Suspect, Timeouts, parse_engine
+from weightcast.subscriber.engines.base import Done, Engine, Intact, NotSent, Suspect, Timeouts, parse_engine
 from weightcast.subscriber.engines.kinds import open_engine
-from weightcast.subscriber.engines.wire import REPLY_LIMIT, NotSent
+from weightcast.subscriber.engines.wire import REPLY_LIMIT
 
 QUICK = Timeouts(connect=5, probe=5, control=5, drain=1, reload=5)
 IMPATIENT = dataclasses.replace(QUICK, reload=0.2, drain=0.1)
@@ -116,6 +128,15 @@ def test_a_reload_without_an_answer_is_suspect_and_is_not_sent_again(stage: Stag
     outcome = engine.reload(engine.spec.path, 8, "8")
     assert isinstance(outcome, Suspect) and "did not answer within" in outcome.reason
     assert len([call for call in double.of(RELOADS[kind]) if call.method == "POST"]) == 1
+
+
+@pytest.mark.parametrize("act", TRICKLES.values(), ids=TRICKLES)
+def test_an_answer_that_does_not_end_has_a_deadline_as_a_whole(stage: Stage, kind: str, act: Trickle) -> None:
+    engine, double = opened(stage, kind, timeouts=IMPATIENT)
+    engine.probe()
+    double.script(RELOADS[kind], act)
+    outcome = engine.reload(engine.spec.path, 8, "8")
+    assert isinstance(outcome, Suspect) and "did not answer within 0.2 s" in outcome.reason
 
 
 @pytest.mark.parametrize(

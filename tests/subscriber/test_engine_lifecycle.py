@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles import Answer, Call, Drop, Hang
+from doubles import TRICKLES, Answer, Call, Drop, Hang
 from hosts import Host, Mapping_, Run, SGLang, Site
 from waiting import wait_until
 
@@ -190,6 +190,19 @@ def test_an_engine_has_a_deadline_of_its_own(site: Site, run: Run) -> None:
     slow.script("/update_weights_from_disk", Hang(), Hang())
     outcome = host.step()
     assert not outcome.ready and "within 0.2 s" in outcome.waiting[0]
+
+
+def test_an_engine_whose_answer_never_ends_holds_up_nobody(site: Site, run: Run) -> None:
+    floor = Floor()
+    endless, quick = floor.engine("endless"), floor.engine("quick")
+    host = site.host(run, named(site, endless) + ",deadline=2", named(site, quick))
+    host.step()
+    endless.script("/update_weights_from_disk", TRICKLES["interim"])
+    run.publish()
+    outcome = host.step()
+    assert (quick.held, quick.paused, endless.paused) == (run.digest(1), False, True)
+    assert condition(host) == {"endless": "suspect", "quick": "serving"} and not outcome.ready
+    assert host.retry().ready and endless.held == run.digest(1)
 
 
 def fail(host: Host, engine: SGLang, rounds: int) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles import TRICKLES, Double, Trickle, serve
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +17,7 @@ from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.reports import Update, pack_report, parse_report, read_reports
 from weightcast.shared.local.state import Blocked, EngineState, Mark
 from weightcast.shared.service.facts import LoopStatus
+from weightcast.shared.service.fleet import REPORTS_PATH
 from weightcast.subscriber.engines.aligned import (
     MOST_BLOCKED,
     Sight,
@@ -35,6 +38,8 @@ from weightcast.subscriber.service.report import (
     PHASE_SECONDS,
     InChannel,
     Reporter,
+    ToPublisher,
+    Undelivered,
     ahead_by,
     describe,
 )
@@ -208,6 +213,18 @@ def test_a_report_that_cannot_be_written_is_told_and_tried_again_less_and_less_o
     now[0] += 2 * CHANGE_SECONDS
     reporter.report(STATUS)
     assert reporter.error == "" and len(read_reports(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("act", TRICKLES.values(), ids=TRICKLES)
+def test_a_publisher_whose_answer_never_ends_is_given_up(act: Trickle) -> None:
+    publisher = Double()
+    publisher.script(REPORTS_PATH, act)
+    with (
+        serve(publisher) as url,
+        closing(ToPublisher(url, None, seconds=0.2)) as door,
+        pytest.raises(Undelivered, match="not whole within"),
+    ):
+        door.deliver(describe(STATUS))
 
 
 def test_a_host_that_is_not_seeded_is_heard_of_and_nothing_is_made_without_a_channel(tmp_path: Path) -> None:
