@@ -25,7 +25,7 @@ Assurance = Literal["full", "changed-tensors"]
 the tensors that a version changed."""
 
 
-EngineCondition = Literal["serving", "waiting", "suspect", "failed", "silent"]
+EngineCondition = Literal["serving", "waiting", "paused", "suspect", "failed", "silent"]
 
 
 class LastError(Facts):
@@ -85,12 +85,13 @@ class EngineStatus(Facts):
     """it holds the local version's bytes, by a reload of ours in its present process"""
     reachable: bool
     reason: str
-    """why it is not aligned"""
+    """why it is not ready"""
     ready: bool = False
-    """as `aligned`: requests may be sent to it"""
+    """`aligned`, and not paused by somebody else: requests may be sent to it"""
     state: EngineCondition = "waiting"
-    """`serving`: ready; `waiting`: it is yet to be reloaded; `suspect`: paused, as nobody knows what it
-    holds; `failed`: only a restart helps; `silent`: it does not answer"""
+    """`serving`: ready; `waiting`: it is yet to be reloaded; `paused`: aligned, and paused by somebody else;
+    `suspect`: paused, as nobody knows what it holds; `failed`: only a restart helps; `silent`: it does not
+    answer"""
     failures: int = 0
     """rounds of reloads in vain, in a row"""
     seconds: Mapping[str, float] = field(default_factory=dict)

@@ -103,6 +103,8 @@ class LocalState:
     host: Host = UNKNOWN_HOST
     foreign: bool = False
     engines: Mapping[str, EngineState] = field(default_factory=dict)
+    unanswered: frozenset[str] = frozenset()
+    """names of engines that were sent a pause and are not known to have answered it: they may yet pause"""
     blocked: tuple[Blocked, ...] = ()
     last_full_hash: float | None = None
     """unix time at which every byte was last read and agreed with the root"""
@@ -181,6 +183,7 @@ def _to_json(state: LocalState) -> dict[str, Any]:
             }
             for name, engine in state.engines.items()
         },
+        "unanswered": sorted(state.unanswered),
         "blocked": [
             {"version": b.version, "digest": b.digest, "reason": b.reason, "attempts": b.attempts}
             for b in state.blocked
@@ -204,6 +207,7 @@ def _from_json(data: Mapping[str, Any]) -> LocalState:
         host=Host(str(data["boot_id"]), str(data["machine_id"])),
         foreign=bool(data["foreign"]),
         engines={name: _engine(engine) for name, engine in data["engines"].items()},
+        unanswered=frozenset(map(str, data.get("unanswered", ()))),
         blocked=tuple(
             Blocked(int(b["version"]), str(b["digest"]), str(b["reason"]), int(b["attempts"]))
             for b in data["blocked"]

@@ -16,7 +16,15 @@ from typing import Literal
 
 from weightcast.shared.errors import EngineFailed, WeightcastError
 from weightcast.shared.failpoints import failpoint
-from weightcast.subscriber.engines.base import Confirmation, Done, Engine, EngineFacts, Intact, Suspect
+from weightcast.subscriber.engines.base import (
+    Confirmation,
+    Done,
+    Engine,
+    EngineFacts,
+    Intact,
+    NotSent,
+    Suspect,
+)
 from weightcast.subscriber.engines.roster import EngineResult, EngineState, PhaseSeconds, reload_order
 
 Mark = Literal["pausing", "served", "refused", "suspect"]
@@ -62,6 +70,7 @@ def align(
     marks: Callable[[Mark], None],
     before_reload: Callable[[], None] | None = None,
     suspect: bool = False,
+    keeps_pause: bool = False,
     pace: Pace | None = None,
 ) -> EngineResult:
     """Brings an engine to the weights under `path` and says what came of it.
@@ -70,19 +79,22 @@ def align(
     `before_reload` patches the files while the engine is paused, once. What it raises goes through: an engine
     that copies its weights is resumed first, one that maps the files only after NotPatched, else it stays
     paused and is marked suspect. `suspect`: the engine's weights were in doubt before, so that only a good
-    reload resumes it. Raises nothing else for what an engine does.
+    reload resumes it. `keeps_pause`: one that is found paused stays so, whatever it then holds: somebody else
+    paused it. Raises nothing else for what an engine does.
     """
     run = _Alignment(engine, path, version, label, marks, suspect, Pace() if pace is None else pace)
     facts = engine.probe()
     run.process = facts.process
     if not facts.reachable:
         return run.unreachable(facts, before_reload)
+    run.keeps_pause = keeps_pause and facts.paused is True
     marks("suspect" if suspect else "pausing")
     run.began = run.pace.clock()
     try:
         with run.timed("pause"):
             engine.pause()
     except EngineFailed as failure:
+        run.unanswered = not isinstance(failure, NotSent)
         return run.step_back(str(failure))
     failpoint("engine.paused")
     if before_reload is not None:
@@ -113,6 +125,9 @@ class _Alignment:
     resumed: float | None = None
     attempts: int = 0
     patched: bool = False
+    keeps_pause: bool = False
+    unanswered: bool = False
+    paused: bool = False
     phases: PhaseSeconds = field(default_factory=PhaseSeconds)
 
     @contextmanager
@@ -137,6 +152,8 @@ class _Alignment:
             attempts=self.attempts,
             patched=self.patched,
             phases=self.phases,
+            unanswered=self.unanswered,
+            paused=self.paused,
             pause_seconds=None if self.resumed is None else self.resumed - self.began,
         )
 
@@ -229,11 +246,13 @@ class _Alignment:
         if not now.reachable or (None not in (now.process, self.process) and now.process != self.process):
             self.doubt()
             return self.result("suspect", f"{self.engine.spec.url} went away during its reload")
-        self.process, self.source = now.process, now.source
+        self.process, self.source, self.paused = now.process, now.source, now.paused is True
         self.marks("served")
         return self.result("served", "", confirmed)
 
     def resume(self) -> EngineFailed | None:
+        if self.keeps_pause:
+            return None
         failure: EngineFailed | None = None
         for _ in self.pace.tries(self.began):
             try:
@@ -264,11 +283,12 @@ def align_all(
     patch: Callable[[], None] | None,
     marks: Callable[[str, Mark], None],
     suspects: Collection[str] = (),
+    keep_pause: Collection[str] = (),
     pace: Pace | None = None,
 ) -> Alignment:
     """Patches the files and brings all engines of a host to them, one after the other.
 
-    `marks(engine name, mark)` must be as durable as with `align`.
+    `marks(engine name, mark)` must be as durable as with `align`; `suspects` and `keep_pause` are names.
     `patch` runs once, while all engines that map the files are paused; without such engines before any pause;
     None: the files are right already. Each engine is told its own `spec.path`. What `patch` raises goes
     through as `align` says; an engine that does not pause is an answer, not an exception: `patched` is false
@@ -284,6 +304,7 @@ def align_all(
             marks=lambda mark: marks(engine.spec.name, mark),
             before_reload=before_reload,
             suspect=engine.spec.name in suspects,
+            keeps_pause=engine.spec.name in keep_pause,
             pace=pace,
         )
 

@@ -94,6 +94,13 @@ def after(record: EngineState | None, result: EngineResult, now: EngineState | N
     return EngineState(now.mark, now.version, now.confirmed_by, now.process, result.reason)
 
 
+def is_another(record: EngineState | None, result: EngineResult) -> bool:
+    """Whether another process took the version than the one before it."""
+    if record is None or result.state != "served":
+        return False
+    return None not in (record.process, result.process) and record.process != result.process
+
+
 def is_confirmed(records: Records, names: Iterable[str], version: int) -> bool:
     """Whether one of the engines `names` took the version."""
     found = (records.get(name) for name in names)

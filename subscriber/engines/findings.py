@@ -61,7 +61,8 @@ def judge_engine(spec: EngineSpec, facts: EngineFacts) -> Iterator[Finding]:
             "paused",
             "warning",
             "it is paused: requests wait",
-            "nothing while a version is loaded; else start its subscriber, which resumes it",
+            "nothing while a version is loaded; its subscriber, if it runs, resumes what it paused itself; "
+            "else resume it by hand (vLLM: POST /resume)",
         )
     if facts.process is None:
         remedy = _RESTARTS[spec.kind]

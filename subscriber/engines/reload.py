@@ -27,6 +27,7 @@ from weightcast.subscriber.engines.aligned import (
     after,
     in_doubt,
     is_aligned,
+    is_another,
     is_taken,
     label_of,
     may_relabel,
@@ -39,6 +40,10 @@ from weightcast.subscriber.engines.roster import EngineResult, Order, goes_on, r
 
 _RETRY_FIRST, _RETRY_MOST, _RETRY_FAILED = 1.0, 60.0, 600.0
 LOOK_JITTER = 0.2
+PAUSED = (
+    "it is paused, and not by this subscriber: requests wait until whoever paused it resumes it "
+    "(vLLM: POST /resume)"
+)
 TAKEN_AT_ONCE = 3
 """times in a row that an engine is brought back at once from what somebody else loaded into it"""
 _PEACE = 2 * _RETRY_FAILED
@@ -119,7 +124,8 @@ class Engines:
         return self._known[name].facts
 
     def reason(self, name: str) -> str:
-        return self._known[name].reason
+        known = self._known[name]
+        return known.reason or (PAUSED if known.facts.paused else "")
 
     def last(self, name: str) -> EngineResult | None:
         """What the last alignment of this process came to."""
@@ -135,8 +141,8 @@ class Engines:
         return silent or known.failures >= self._failed_after
 
     def look_if_due(self, state: LocalState | None) -> None:
-        """Looks, unless all were aligned a moment ago."""
-        settled = state is not None and len(self.aligned(state)) == len(self.engines)
+        """Looks, unless all served the local version a moment ago."""
+        settled = state is not None and len(self.serving(state)) == len(self.engines)
         if not settled or self._clock() >= self._next_look:
             self.look()
 
@@ -171,6 +177,10 @@ class Engines:
             for name, known in self._known.items()
             if is_aligned(state.engines.get(name), known.sight(), state.position.version)
         )
+
+    def serving(self, state: LocalState) -> frozenset[str]:
+        """Those of the aligned that generate, as far as they tell."""
+        return frozenset(name for name in self.aligned(state) if not self._known[name].facts.paused)
 
     def due(self, state: LocalState) -> tuple[Engine, ...]:
         """Engines to reload now: reachable, not aligned, and not tried in vain a moment ago."""
@@ -215,6 +225,19 @@ class Engines:
             record = state.engines.get(engine.spec.name)
             if record is not None and record.mark is Mark.PAUSING:
                 alignment.recover(engine, True, label=label)
+
+    def resume_late(self, local: LocalCheckpoint) -> None:
+        """Lets engines go on that hold the local version and are paused: by a pause of ours that was not
+        answered and came about later, perhaps. Another one is nobody's business here."""
+        paused = self.aligned(local.state) - self.serving(local.state)
+        for engine in self.engines:
+            name = engine.spec.name
+            if name not in paused & local.state.unanswered:
+                continue
+            with contextlib.suppress(EngineFailed):
+                engine.resume()
+                local.save(local.state.but(unanswered=local.state.unanswered - {name}))
+                self._see(engine, engine.probe())
 
     def pause_mapping(self, note: Callable[[str], None]) -> None:
         """Pauses all engines that map the files. `note(name)` is durable before its engine is paused."""
@@ -342,6 +365,7 @@ class Engines:
             patch=_telling(patch, ledger.local),
             marks=ledger.note,
             suspects=ledger.suspects,
+            keep_pause=ledger.serving,
             pace=self._pace,
         )
         for result in done.results:
@@ -367,6 +391,7 @@ class Engines:
             label_of(version),
             marks=lambda mark: ledger.note(name, mark),
             suspect=name in ledger.suspects,
+            keeps_pause=name in ledger.serving,
             pace=self._pace_of(engine),
         )
         self._learn(result)
@@ -401,7 +426,9 @@ class Engines:
         known.steady = result.state == "served"
         if known.steady:
             label = None if result.confirmed_by == "status-only" else result.label
-            known.facts = EngineFacts(True, label=label, process=result.process, source=result.source)
+            known.facts = EngineFacts(
+                True, label=label, process=result.process, source=result.source, paused=result.paused
+            )
             known.source = result.source
             known.failures, known.next_try = 0, 0.0
         else:
@@ -443,6 +470,9 @@ class _Ledger:
     def __init__(self, local: LocalCheckpoint, report: Callable[[], None]) -> None:
         self.local = local
         self.suspects = in_doubt(local.state.engines)
+        self._unanswered = local.state.unanswered
+        self.serving = frozenset(local.state.engines) - self.suspects - self._unanswered
+        """a pause that these are found in is somebody else's"""
         self._before: Mapping[str, EngineState] = dict(local.state.engines)
         self._report = report
         self._lock = threading.Lock()
@@ -453,23 +483,27 @@ class _Ledger:
             return
         with self._lock:
             known = self.local.state.engines.get(name)
-            self._save(name, _noted(known, Mark(mark)))
+            self._save(name, _noted(known, Mark(mark)), unanswered=True)
             self._report()
         failpoint("engine.noted")
 
     def record(self, result: EngineResult) -> None:
         with self._lock:
             name = result.name
-            self._save(name, after(self._before.get(name), result, self.local.state.engines.get(name)))
+            before, now = self._before.get(name), self.local.state.engines.get(name)
+            late = name in self._unanswered and not is_another(before, result)
+            self._save(name, after(before, result, now), unanswered=result.unanswered or late)
             failpoint("engine.recorded")
             self._report()
 
-    def _save(self, name: str, record: EngineState | None) -> None:
-        records = {known: each for known, each in self.local.state.engines.items() if known != name}
+    def _save(self, name: str, record: EngineState | None, *, unanswered: bool) -> None:
+        state = self.local.state
+        names = state.unanswered | {name} if unanswered else state.unanswered - {name}
+        records = {known: each for known, each in state.engines.items() if known != name}
         if record is not None:
             records[name] = record
-        if records != dict(self.local.state.engines):
-            self.local.save(self.local.state.but(engines=records))
+        if (records, names) != (dict(state.engines), state.unanswered):
+            self.local.save(state.but(engines=records, unanswered=names))
 
 
 def _noted(known: EngineState | None, mark: Mark) -> EngineState:

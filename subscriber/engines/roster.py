@@ -51,6 +51,10 @@ class EngineResult:
     patched: bool = False
     """`before_reload` ran to its end"""
     phases: PhaseSeconds = PhaseSeconds()
+    unanswered: bool = False
+    """a pause was sent that the engine may yet carry out"""
+    paused: bool = False
+    """it said so at the end"""
     pause_seconds: float | None = None
     """from the first pause call until resume returned; None: not resumed, or never paused"""
 

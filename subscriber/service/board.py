@@ -144,6 +144,7 @@ def engines_status(
     engines: Engines, state: LocalState | None, verified: Mapping[str, EngineVerifyFacts]
 ) -> tuple[EngineStatus, ...]:
     aligned = frozenset[str]() if state is None else engines.aligned(state)
+    serving = frozenset[str]() if state is None else engines.serving(state)
     records = {} if state is None else state.engines
     return tuple(
         _engine_status(
@@ -151,6 +152,7 @@ def engines_status(
             engines,
             records.get(engine.spec.name),
             engine.spec.name in aligned,
+            engine.spec.name in serving,
             verified.get(engine.spec.name),
         )
         for engine in engines.engines
@@ -162,6 +164,7 @@ def _engine_status(
     engines: Engines,
     record: EngineState | None,
     aligned: bool,
+    serving: bool,
     verified: EngineVerifyFacts | None,
 ) -> EngineStatus:
     spec = engine.spec
@@ -176,9 +179,9 @@ def _engine_status(
         process=facts.process if record is None else record.process,
         aligned=aligned,
         reachable=facts.reachable,
-        reason="" if aligned else engines.reason(spec.name),
-        ready=aligned,
-        state="serving" if aligned else _condition(engines, spec.name, record),
+        reason="" if serving else engines.reason(spec.name),
+        ready=serving,
+        state="serving" if serving else "paused" if aligned else _condition(engines, spec.name, record),
         failures=engines.failures(spec.name),
         seconds={} if last is None else {part: round(each, 6) for part, each in asdict(last.phases).items()},
         pause_seconds=None if last is None else last.pause_seconds,

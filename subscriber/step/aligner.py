@@ -45,6 +45,7 @@ class Aligner:
         local = self._follower.local
         if local is None or local.state.phase is not Phase.CLEAN:
             return
+        self._engines.resume_late(local)
         astray = self._astray(local)
         due = self._engines.due(local.state)
         if due or astray:

@@ -159,8 +159,8 @@ class Host:
         if state is None or not self.usable:
             error = self.view.error
             return ("the local checkpoint is not seeded" if error is None else error.message,)
-        aligned = self.engines.aligned(state)
-        names = [engine.spec.name for engine in self.engines.engines if engine.spec.name not in aligned]
+        serving = self.engines.serving(state)
+        names = [engine.spec.name for engine in self.engines.engines if engine.spec.name not in serving]
         return tuple(self._reason_of(name) for name in names)
 
     def _reason_of(self, name: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from doubles import Answer, Double, SGLangDouble, WebhookDouble, serve
+from doubles import Answer, Double, SGLangDouble, VLLMDouble, WebhookDouble, serve
 
 from weightcast.publisher.care.upkeep import UpkeepOptions
 from weightcast.publisher.channel_init import init_channel
@@ -133,6 +133,10 @@ class _Loads(Double):
 
 class SGLang(_Loads, SGLangDouble):
     pass
+
+
+class VLLM(_Loads, VLLMDouble):
+    """Tells whether it is paused."""
 
 
 class Mapping_(_Loads, WebhookDouble):
@@ -335,5 +339,6 @@ class Site:
         return Host(replace(known, **options), urls, self.stack, timeouts, conduct or {})
 
     def option(self, double: Double) -> str:
-        kind = "webhook" if isinstance(double, WebhookDouble) else "sglang"
+        kinds = {WebhookDouble: "webhook", VLLMDouble: "vllm", SGLangDouble: "sglang"}
+        kind = next(kind for cls, kind in kinds.items() if isinstance(double, cls))
         return f"{kind}={self.serve(double)}"

@@ -94,6 +94,7 @@ def test_an_engine_that_waits_and_one_whose_restarts_are_not_seen(ask: Ask) -> N
     with serve(waiting) as url:
         code, found = ask(f"vllm={url}")
     assert code == 0 and found["paused"]["level"] == "warning"
+    assert "resume it by hand" in found["paused"]["remedy"]
     with serve(silent) as url:
         code, found = ask(f"sglang={url}")
     assert code == 0 and "--enable-metrics" in found["restarts"]["remedy"]

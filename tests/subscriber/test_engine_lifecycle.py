@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from doubles import TRICKLES, Answer, Call, Drop, Hang
-from hosts import Host, Mapping_, Run, SGLang, Site
+from hosts import VLLM, Host, Mapping_, Run, SGLang, Site
 from waiting import wait_until
 
 from weightcast.shared.local.state import Mark
@@ -318,6 +318,65 @@ def test_an_engine_reloaded_from_elsewhere_is_noticed_by_the_directory_it_names(
     engine.calls.clear()
     host.step()
     assert engine.paths() == []
+
+
+def test_an_engine_that_somebody_else_paused_takes_versions_and_stays_paused(site: Site, run: Run) -> None:
+    engine = VLLM()
+    host = site.host(run, engine)
+    host.step()
+    engine.paused = True
+    outcome = host.step()
+    [shown] = host.status.engines
+    assert "not by this subscriber" in outcome.waiting[0] and shown.reason in outcome.waiting[0]
+    assert (shown.state, shown.ready, shown.aligned) == ("paused", False, True)
+    run.publish()
+    outcome = host.step()
+    assert not outcome.ready and engine.paused and engine.held == run.digest(1)
+    host.restart()
+    assert not host.step().ready and engine.paused and host.status.engines[0].state == "paused"
+    engine.paused = False
+    assert host.step().ready and host.status.engines[0].state == "serving"
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_pause_of_ours_that_comes_late_is_made_up_for(site: Site, run: Run, restarted: bool) -> None:
+    engine = VLLM()
+    host = site.host(run, engine)
+    host.step()
+    engine.script("/pause", Drop(), Drop())
+    run.publish()
+    assert not host.step().ready and engine.held == run.digest(0)
+    assert host.retry().ready and engine.held == run.digest(1)
+    if restarted:
+        host.restart()
+    engine.paused = True
+    assert host.step().ready and not engine.paused, "it was sent once, and may come once"
+    engine.paused = True
+    assert not host.step().ready and engine.paused, "this is somebody else's"
+
+
+def test_a_late_pause_of_another_process_is_none(site: Site, run: Run) -> None:
+    engine = VLLM()
+    host = site.host(run, engine)
+    host.step()
+    engine.script("/pause", Drop(), Drop())
+    run.publish()
+    host.step()
+    engine.restart()
+    assert host.retry().ready and engine.held == run.digest(1)
+    engine.paused = True
+    assert not host.step().ready and engine.paused
+
+
+def test_a_late_pause_before_the_next_reload_ends_with_it(site: Site, run: Run) -> None:
+    engine = VLLM()
+    host = site.host(run, engine)
+    host.step()
+    engine.script("/pause", Drop(), Drop())
+    run.publish()
+    host.step()
+    engine.paused = True
+    assert host.retry().ready and engine.held == run.digest(1) and not engine.paused
 
 
 def test_engines_that_serve_are_looked_at_now_and_then(site: Site, run: Run) -> None:

@@ -205,10 +205,13 @@ def test_weights_that_somebody_changed_are_no_base(stepped: Stepped) -> None:
     assert stepped.serves() and "not those of the patch's base" in stepped.live.reason
 
 
-def test_an_engine_that_somebody_paused_is_patched_and_goes_on(stepped: Stepped) -> None:
+def test_an_engine_that_somebody_paused_is_patched_and_goes_on_when_they_say(stepped: Stepped) -> None:
     stepped.engine.controls.is_paused = True
     stepped.follow()
-    assert stepped.serves() and stepped.live.patches == 1
+    assert stepped.live.patches == 1 and stepped.engine.controls.is_paused
+    assert stepped.host.status.engines[0].state == "paused" and not stepped.host.status.ready
+    stepped.engine.controls.is_paused = False
+    assert stepped.host.step().ready and stepped.serves()
 
 
 def test_a_patch_that_ends_on_a_full_disk_is_none(stepped: Stepped, monkeypatch: pytest.MonkeyPatch) -> None:
