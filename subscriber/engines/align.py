@@ -110,6 +110,11 @@ def align(
     return run.serve(outcome)
 
 
+def silence(engine: Engine, facts: EngineFacts) -> str:
+    """Why it counts as not reachable."""
+    return facts.hindrance or f"{engine.spec.url} does not answer"
+
+
 @dataclass
 class _Alignment:
     engine: Engine
@@ -165,7 +170,7 @@ class _Alignment:
         # One that is merely slow to answer holds what it held; one that starts may read files under a patch.
         if facts.absent or not self.engine.copies_weights:
             self.doubt()
-        return self.result("failed", hindrance or f"{self.engine.spec.url} does not answer")
+        return self.result("failed", hindrance or silence(self.engine, facts))
 
     def patch_beside(self, before_reload: Callable[[], None]) -> str | None:
         """Patches; returns what kept the other engines from being patched with."""

@@ -103,6 +103,12 @@ class EngineFacts:
     hindrance: str = ""
     """why it counts as not reachable although something answers"""
 
+    @property
+    def tell_something(self) -> bool:
+        """A proxy that answers for an engine that is gone tells nothing of this."""
+        told = (self.label, self.process, self.paused, self.software, self.source)
+        return any(one is not None for one in told)
+
 
 @dataclass(frozen=True)
 class Done:

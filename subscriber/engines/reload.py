@@ -166,7 +166,7 @@ class Engines:
         elif known.silent_since is None:
             known.silent_since = self._clock()
         if not facts.reachable:
-            known.reason = facts.hindrance or f"{engine.spec.url} does not answer"
+            known.reason = alignment.silence(engine, facts)
         elif known.failures == 0:
             known.reason = _contested(known.taken) if known.taken >= TAKEN_AT_ONCE else ""
 

@@ -23,6 +23,7 @@ from weightcast.subscriber.engines.wire import (
     Reply,
     Wire,
     failed_reload,
+    not_an_engine,
     start_time,
 )
 
@@ -55,13 +56,17 @@ class SGLang:
     def probe(self) -> EngineFacts:
         """Pausing is not visible from outside."""
         try:
-            process = _process(self._wire.get("/metrics", self._timeouts.probe))
+            metrics = self._wire.get("/metrics", self._timeouts.probe)
+            process = _process(metrics)
             label = self._read_label(self._timeouts.probe)
         except (NotSent, NoReply) as failure:
             return EngineFacts(reachable=False, absent=isinstance(failure, NotSent))
-        except EngineFailed:
+        except EngineFailed as failure:
+            if process is None:
+                return EngineFacts(reachable=False, hindrance=failure.message)
             return EngineFacts(reachable=True, process=process)
-        return EngineFacts(reachable=True, label=label, process=process, source=self._source)
+        facts = EngineFacts(reachable=True, label=label, process=process, source=self._source)
+        return facts if facts.tell_something else not_an_engine(metrics)
 
     def release(self) -> str | None:
         """The version of the software; None where it does not say. Raises EngineFailed."""

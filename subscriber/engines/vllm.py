@@ -31,6 +31,7 @@ from weightcast.subscriber.engines.wire import (
     Reply,
     Wire,
     failed_reload,
+    not_an_engine,
     start_time,
 )
 
@@ -68,14 +69,16 @@ class VLLM:
 
     def probe(self) -> EngineFacts:
         try:
-            paused = self._probe("/is_paused").fields().get("is_paused")
-            return EngineFacts(
+            control = self._probe("/is_paused")
+            paused = control.told().get("is_paused")
+            facts = EngineFacts(
                 reachable=True,
-                label=self._probe("/weight_info").text_field("weight_version"),
+                label=self._probe("/weight_info").told_text("weight_version"),
                 process=start_time(self._probe("/metrics")),
                 paused=paused if isinstance(paused, bool) else None,
-                software=self._probe("/version").text_field("version"),
+                software=self._probe("/version").told_text("version"),
             )
+            return facts if facts.tell_something else not_an_engine(control)
         except EngineFailed as failure:
             return EngineFacts(reachable=False, absent=isinstance(failure, NotSent))
 

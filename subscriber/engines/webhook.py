@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import httpx
+
 from weightcast.shared.errors import EngineFailed
 from weightcast.subscriber.engines.base import (
     Confirmation,
@@ -24,7 +26,7 @@ from weightcast.subscriber.engines.base import (
     Suspect,
     Timeouts,
 )
-from weightcast.subscriber.engines.wire import NEVER_HANDLED, Reply, Wire, failed_reload
+from weightcast.subscriber.engines.wire import NEVER_HANDLED, Reply, Wire, failed_reload, not_an_engine
 
 REMEDY = 'the receiver must answer 2xx with {"ok": true}; see its log'
 
@@ -37,6 +39,8 @@ class Webhook:
         self._run_id = run_id
         self._ordered: dict[str, object] = {"version": None, "label": None}
         self._echoed: list[object] = []
+        self._tells = False
+        """it has answered GET: a proxy in its place may not"""
 
     @property
     def copies_weights(self) -> bool:
@@ -51,7 +55,9 @@ class Webhook:
         except EngineFailed as failure:
             return EngineFacts(reachable=False, absent=isinstance(failure, NotSent))
         if not _accepted(reply):
-            return EngineFacts(reachable=True)
+            silent = _takes_no_get(reply) and not self._tells
+            return EngineFacts(reachable=True) if silent else not_an_engine(reply)
+        self._tells = True
         paused = reply.fields().get("paused")
         return EngineFacts(
             reachable=True,
@@ -117,6 +123,10 @@ class Webhook:
 
 def _accepted(reply: Reply) -> bool:
     return 200 <= reply.status < 300
+
+
+def _takes_no_get(reply: Reply) -> bool:
+    return httpx.codes.is_client_error(reply.status) or reply.status == httpx.codes.NOT_IMPLEMENTED
 
 
 def _denied(reply: Reply) -> bool:

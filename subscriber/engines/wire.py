@@ -21,6 +21,7 @@ from weightcast.shared.service.deadline import Deadline
 from weightcast.subscriber.engines.base import (
     QUOTED,
     BadEngineOption,
+    EngineFacts,
     Intact,
     NoReply,
     NotSent,
@@ -56,6 +57,13 @@ class Reply:
     def text_field(self, key: str) -> str | None:
         value = self.fields().get(key)
         return value if isinstance(value, str) and len(value) <= QUOTED else None
+
+    def told(self) -> Mapping[str, object]:
+        """As `fields`, of an answer that says by its status that it is one."""
+        return self.fields() if self.status == httpx.codes.OK else {}
+
+    def told_text(self, key: str) -> str | None:
+        return self.text_field(key) if self.status == httpx.codes.OK else None
 
     def describe(self) -> str:
         quoted = self.body[:QUOTED].decode("utf-8", "replace")
@@ -176,6 +184,11 @@ def _trust(spec: Place) -> ssl.SSLContext:
 
 def failed_reload(failure: NotSent | NoReply) -> Intact | Suspect:
     return Intact(str(failure)) if isinstance(failure, NotSent) else Suspect(str(failure))
+
+
+def not_an_engine(reply: Reply) -> EngineFacts:
+    """`reply`: one of those in which nothing of an engine was told."""
+    return EngineFacts(reachable=False, hindrance=f"no engine is heard behind it: {reply.describe()}")
 
 
 def start_time(metrics: Reply) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,28 @@ def test_a_restart_shows_in_the_process(stage: Stage, kind: str) -> None:
     before = engine.probe().process
     double.restart()
     assert engine.probe().process != before
+
+
+LOOKS = {
+    "sglang": ("/metrics", "/model_info", "/get_model_info", "/get_weight_version"),
+    "vllm": ("/is_paused", "/weight_info", "/metrics", "/version"),
+    "webhook": ("/hook",),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    # a receiver of webhooks need not tell anything with 200
+    [("sglang", 200), ("vllm", 200), *product(KINDS, (301, 302, 404, 500, 502, 503))],
+)
+def test_what_answers_in_the_place_of_an_engine_is_none(stage: Stage, kind: str, status: int) -> None:
+    engine, double = opened(stage, kind)
+    assert engine.probe().reachable
+    for path in LOOKS[kind]:
+        double.script(path, Answer(status, b"<html>"))
+    facts = engine.probe()
+    assert not facts.reachable and str(status) in facts.hindrance
+    assert engine.probe().reachable
 
 
 def test_an_absent_engine_was_sent_nothing(stage: Stage, kind: str) -> None:

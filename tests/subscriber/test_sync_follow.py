@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from doubles import Answer
-from hosts import Mapping_, SGLang, Site, on_disk
+from hosts import VLLM, Mapping_, SGLang, Site, on_disk
 
 from weightcast.shared import failpoints
 from weightcast.shared.errors import DamagedFile, EngineFailed, RetryLater
@@ -148,6 +148,23 @@ def test_an_engine_that_may_hold_something_else_gets_no_new_label(
     run.publish(run.versions[1])
     assert host.step().ready and engine.of("/update_weight_version") == []
     assert (engine.held, engine.label, host.status.served_version) == (run.digest(2), "2", 2)
+
+
+@pytest.mark.parametrize("kind", [SGLang, VLLM])
+def test_a_proxy_before_an_engine_that_is_gone_serves_nothing(site: Site, kind: type[SGLang | VLLM]) -> None:
+    run, engine = site.run(), kind()
+    host = site.host(run, engine)
+    assert host.step().ready
+    engine.behave = lambda call: Answer(502, b"Bad Gateway")
+    outcome = host.step()
+    [shown] = host.status.engines
+    assert not outcome.ready and "502" in outcome.waiting[0]
+    assert (shown.state, shown.reachable, shown.ready) == ("silent", False, False)
+    run.publish()
+    engine.calls.clear()
+    assert not host.step().ready and engine.paths() == []
+    del engine.behave
+    assert host.retry().ready and engine.held == run.digest(1)
 
 
 def test_without_engines_served_is_what_lies_here(site: Site) -> None:
