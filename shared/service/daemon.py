@@ -20,6 +20,7 @@ from fastapi import FastAPI
 
 from weightcast.shared.errors import EngineFailed, NotInTime, Refused, RetryLater, WeightcastError
 from weightcast.shared.files import durable
+from weightcast.shared.service.connections import Connection, backlog, drop_unread, most_connections
 from weightcast.shared.service.facts import Failure, LoopStatus, Snapshot
 from weightcast.shared.service.http import HEADER_LIMIT
 from weightcast.shared.service.logs import get_log
@@ -29,7 +30,6 @@ from weightcast.shared.service.settings import ServiceSettings
 JITTER = 0.2
 MIN_PAUSE_SECONDS = 0.05
 """no storm of events makes the loop spin faster"""
-MAX_CONNECTIONS = 256
 CLOSE_SECONDS = 3
 """for answers on their way when the process ends"""
 
@@ -283,12 +283,14 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, address = found[0][0], found[0][4]
-        return socket.create_server((str(address[0]), int(address[1])), family=family, backlog=128)
+        listener = socket.create_server((str(address[0]), int(address[1])), family=family, backlog=backlog())
     except OSError as error:
         raise Refused(
             f"cannot listen on {host} port {port}: {error.strerror or error}",
             remedy="choose another host or port, or stop what listens there",
         ) from error
+    drop_unread(listener)
+    return listener
 
 
 def _publish_port(path: Path | None, listener: socket.socket) -> None:
@@ -308,13 +310,15 @@ def _config(app: FastAPI) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="asyncio",
-        http="h11",
+        http=Connection,
         ws="none",
         log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=MAX_CONNECTIONS,
+        # uvicorn refuses from this number on
+        limit_concurrency=most_connections() + 1,
+        backlog=backlog(),
         h11_max_incomplete_event_size=HEADER_LIMIT,
         timeout_graceful_shutdown=CLOSE_SECONDS,
     )

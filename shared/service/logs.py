@@ -6,6 +6,8 @@ import logging
 import re
 import sys
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, MutableMapping
 from typing import Any, Literal, TextIO
 
@@ -14,6 +16,9 @@ from weightcast.shared.files.paths import printable
 _SECRET = re.compile(r"token(?!iz)|secret|password|authorization|api_?key", re.IGNORECASE)
 _MASK = "********"
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+REPEAT_SECONDS = 10.0
+"""before a library's record is written again: whoever reaches a port can cause them, as many as they like"""
+_MOST_KINDS = 1000
 
 Event = MutableMapping[str, Any]
 
@@ -113,9 +118,32 @@ def _one_line(logger: Any, method: str, event: Event) -> Event:
 
 
 class _ToStructlog(logging.Handler):
+    """Records of one kind are written once in REPEAT_SECONDS, then with the number that were left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._written: dict[object, float] = {}
+        self._left_out: Counter[object] = Counter()
+
     def emit(self, record: logging.LogRecord) -> None:
+        kind, now = _kind(record), time.monotonic()
+        if now - self._written.get(kind, -REPEAT_SECONDS) < REPEAT_SECONDS:
+            self._left_out[kind] += 1
+            return
+        if len(self._written) >= _MOST_KINDS:
+            self._written.clear()
+            self._left_out.clear()
+        self._written[kind] = now
+        left_out = self._left_out.pop(kind, 0)
+        more = {"left_out": left_out} if left_out else {}
         log = _structlog.logger(record.name)
-        log.log(record.levelno, record.getMessage(), exc_info=record.exc_info)
+        log.log(record.levelno, record.getMessage(), exc_info=record.exc_info, **more)
+
+
+def _kind(record: logging.LogRecord) -> object:
+    # asyncio names sockets and tasks from the second line on
+    error = record.exc_info[0] if record.exc_info else None
+    return record.name, record.levelno, str(record.msg).partition("\n")[0], error
 
 
 def _adopt_standard_logging(level: int) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -36,6 +38,7 @@ from weightcast.shared.service.settings import ServiceSettings
 Serve = Callable[..., Any]
 
 SCRIPT = """
+import resource
 import sys
 from pathlib import Path
 from prometheus_client import CollectorRegistry
@@ -46,6 +49,8 @@ from weightcast.shared.service.settings import ServiceSettings
 from weightcast.shared.service.facts import LoopStatus, Readiness, Snapshot
 
 folder, mode = Path(sys.argv[1]), sys.argv[2]
+if mode == "few files":
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
 setup_logs("json", "info")
 loop, wakeup = Snapshot(LoopStatus()), Wakeup()
 
@@ -140,6 +145,25 @@ def test_a_step_that_does_not_end_is_left_at_the_deadline(
     assert process.wait(20) == 1
     assert "NotInTime" in (tmp_path / "log").read_text()
     assert "end" not in notes(tmp_path)
+
+
+def test_a_crowd_of_idle_connections_keeps_no_file_from_the_steps(
+    start: Callable[[str], subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    process = start("few files")
+    address = urlsplit(url_of(tmp_path))
+    with contextlib.ExitStack() as crowd:
+        for _ in range(200):
+            crowd.enter_context(socket.create_connection((address.hostname, address.port), timeout=60))
+        before = notes(tmp_path).count("step")
+        assert httpx.post(f"{url_of(tmp_path)}/v1/wake", trust_env=False, timeout=60).status_code == 202
+        wait_until(lambda: notes(tmp_path).count("step") > before)
+        assert httpx.get(f"{url_of(tmp_path)}/healthz", trust_env=False, timeout=60).status_code == 200
+        status = httpx.get(f"{url_of(tmp_path)}/v1/status", trust_env=False, timeout=60).json()
+    assert status["failures"] == status["crashes"] == 0
+    assert "Too many open files" not in (tmp_path / "log").read_text()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
 
 
 def test_expected_errors_are_shown_and_the_loop_goes_on(serve: Serve) -> None:

@@ -95,3 +95,18 @@ def test_records_of_libraries_come_along() -> None:
     logging.getLogger("httpx").info("unseen")
     (line,) = stream.getvalue().splitlines()
     assert json.loads(line)["event"] == "bad request"
+
+
+def test_a_record_that_a_library_repeats_is_written_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    setup_logs("json", "info", stream)
+    library = logging.getLogger("asyncio")
+    for number in range(1000):
+        library.error(f"no files left\nsocket: {number}")
+    library.error("something else")
+    library.error("no files left", exc_info=OSError("of another kind"))
+    events = [json.loads(line)["event"].partition("\n")[0] for line in stream.getvalue().splitlines()]
+    assert events == ["no files left", "something else", "no files left"]
+    monkeypatch.setattr("weightcast.shared.service.logs.REPEAT_SECONDS", 0)
+    library.error("no files left\nsocket: 1000")
+    assert json.loads(stream.getvalue().splitlines()[-1])["left_out"] == 999
