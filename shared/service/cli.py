@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from weightcast.shared.errors import USAGE, NotInTime, WeightcastError
 from weightcast.shared.files.paths import printable
 from weightcast.shared.service.output import Output
+from weightcast.shared.service.streams import steady_streams
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Console entry point. Exit codes: docs of `weightcast.shared.errors`, and 130 after Ctrl-C."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     gc.set_threshold(*_COLLECTED)
+    steady_streams()
     code = run(words)
     if code == NotInTime.exit_code or words[:1] in _SHORT:
         # the first: threads that hang in a mount would be waited for

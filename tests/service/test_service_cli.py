@@ -288,3 +288,32 @@ def test_status_is_short_and_has_dates(capsys: pytest.CaptureFixture[str]) -> No
         ("updates[1]", "kind seed, at 1970-01-01 00:00:01+00:00"),
         ("loop.steps", "3"),
     ]
+
+
+STREAMS = {
+    "full": 'exec "$@" 2>/dev/full',
+    "closed": 'exec "$@" 2>&-',
+    "all closed": 'exec "$@" <&- >&- 2>&-',
+}
+
+
+@pytest.mark.parametrize("streams", STREAMS)
+def test_an_error_that_cannot_be_said_keeps_its_exit_code(streams: str) -> None:
+    arguments = ("channel", "log", "--channel", "/nowhere")
+    told = command(*arguments)
+    line = ["sh", "-c", STREAMS[streams], "sh", sys.executable, "-m", "weightcast.shared.service.cli"]
+    silent = subprocess.run([*line, *arguments], stdout=subprocess.PIPE, timeout=60, check=False)
+    assert (silent.returncode, silent.stdout) == (told.returncode, b"") and told.stderr
+    assert told.returncode not in (0, 1)
+
+
+def test_a_file_never_takes_the_number_of_a_closed_stream(tmp_path: Path) -> None:
+    opened = tmp_path / "opened"
+    script = (
+        "import os, sys; from weightcast.shared.service.streams import steady_streams; steady_streams();"
+        f"file = open({str(opened)!r}, 'w'); print(file.fileno(), file=file); file.flush();"
+        "os.write(2, b'of a library'); print('said', file=sys.stderr); print('said')"
+    )
+    line = ["sh", "-c", STREAMS["all closed"], "sh", sys.executable, "-c", script]
+    assert subprocess.run(line, timeout=60, check=False).returncode == 0
+    assert int(opened.read_text()) > 2

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import pytest
@@ -28,7 +28,13 @@ TOKEN = "correct-horse"
 
 class Daemon:
     def __init__(
-        self, site: Site, run: Run, *engines: SGLang, token: str | None = None, options: tuple[str, ...] = ()
+        self,
+        site: Site,
+        run: Run,
+        *engines: SGLang,
+        token: str | None = None,
+        options: tuple[str, ...] = (),
+        stderr: IO[bytes] | None = None,
     ) -> None:
         self.local = site.root / "host"
         self.port_file = site.root / "port"
@@ -44,7 +50,7 @@ class Daemon:
         for engine in engines:
             arguments += ["--engine", site.option(engine)]
         environment = dict(os.environ) | ({} if token is None else {"WEIGHTCAST_TOKEN": token})
-        self.process = subprocess.Popen([*COMMAND, *arguments], env=environment, stderr=self.log)
+        self.process = subprocess.Popen([*COMMAND, *arguments], env=environment, stderr=stderr or self.log)
         site.stack.callback(self.end)
 
     def end(self) -> None:
@@ -135,6 +141,20 @@ def test_a_daemon_follows_tells_and_ends(site: Site, run: Run, weightcast: Calla
     assert not daemon.port_file.exists()
     [report] = read_reports(run.channel)
     assert report.counter > before
+
+
+@pytest.mark.parametrize("log", ["a full disk", "a pipe whose reader goes"])
+def test_a_log_that_cannot_be_written_ends_neither_daemon_nor_step(site: Site, run: Run, log: str) -> None:
+    reader, writer = os.pipe()
+    engine = SGLang()
+    with os.fdopen(writer, "wb") as pipe, Path("/dev/full").open("wb") as full:
+        daemon = Daemon(site, run, engine, stderr=full if log == "a full disk" else pipe)
+    wait_until(lambda: daemon.serves(0))
+    os.close(reader)
+    run.publish()
+    wait_until(lambda: daemon.serves(1))
+    assert daemon.status()["loop"]["crashes"] == 0 and daemon.status()["ready"]
+    assert daemon.term() == 0
 
 
 def test_a_daemon_that_is_told_to_end_resumes_the_engine_it_paused(site: Site, run: Run) -> None:
