@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
 from weightcast.shared.errors import USAGE, NotInTime, Refused, RetryLater
+from weightcast.shared.service.addresses import http_parts
 from weightcast.shared.service.deadline import Deadline
 from weightcast.shared.service.settings import is_token
 
@@ -103,13 +103,8 @@ class Daemon:
 def base_url(url: str) -> str:
     """Without a slash at its end. Raises BadAddress."""
     text = (url if "://" in url else f"http://{url}").rstrip("/")
-    try:
-        parsed = httpx.URL(text)
-        host = urlsplit(text).hostname
-    except (httpx.InvalidURL, ValueError) as error:
-        raise BadAddress(f"{url} is no address: {error}") from error
-    if parsed.scheme not in ("http", "https") or not host:
-        raise BadAddress(f"{url} is no http address")
+    if http_parts(text) is None:
+        raise BadAddress(f"{url} is no http address", remedy="give HOST:PORT, or http[s]://HOST:PORT")
     return text
 
 

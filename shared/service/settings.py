@@ -22,6 +22,7 @@ from pydantic_settings import (
 
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.errors import USAGE, Refused, WeightcastError
+from weightcast.shared.service.addresses import is_host
 from weightcast.shared.service.threads import MEMORY_BUDGET
 
 ENV_PREFIX = "WEIGHTCAST_"
@@ -46,7 +47,14 @@ def _header_text(token: SecretStr) -> SecretStr:
     return token
 
 
+def _listenable(host: str) -> str:
+    if not is_host(host):
+        raise ValueError("no address and no host name")
+    return host
+
+
 Token = Annotated[SecretStr, AfterValidator(_header_text)]
+HostName = Annotated[str, AfterValidator(_listenable)]
 
 
 VERIFY_RATE = 32 << 20
@@ -59,7 +67,7 @@ class ServiceSettings(BaseSettings):
         env_prefix=ENV_PREFIX, env_ignore_empty=True, enable_decoding=False, extra="forbid", frozen=True
     )
 
-    host: str = Field("127.0.0.1", min_length=1, description="Address that the HTTP side listens on.")
+    host: HostName = Field("127.0.0.1", description="Address that the HTTP side listens on.")
     port: int = Field(0, ge=0, le=65535, description="Its port; 0 takes a free one.")
     port_file: Path | None = Field(None, description="File that the real port is written to.")
     token: Token | None = Field(None, description="Bearer token of the HTTP side; required off loopback.")

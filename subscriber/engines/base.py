@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 from urllib.parse import urlsplit
 
 from weightcast.shared.errors import USAGE, EngineFailed, Refused
+from weightcast.shared.service.addresses import http_parts
 
 Kind = Literal["sglang", "vllm", "webhook"]
 Policy = Literal["recompute", "wait", "abort"]
@@ -37,6 +38,7 @@ QUOTED = 300
 """characters of a reply that an error message repeats"""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@\[\]-]{0,99}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_USER = re.compile(r"[^/?#]*//[^/?#]*@")
 
 
 class BadEngineOption(Refused):
@@ -270,15 +272,11 @@ def _seconds(text: str, value: str) -> float:
 
 
 def _checked_url(text: str, url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        fits = False
-    if not fits or re.search(r"[\s\x00-\x1f\x7f#]", url):
-        raise BadEngineOption(f"--engine {text!r}: {url!r} is no http or https URL")
-    if "@" in parts.netloc:
+    if _USER.match(url):
         raise BadEngineOption("--engine: a URL with a password would be logged; use api_key_env=")
+    parts = http_parts(url)
+    if parts is None or "#" in url:
+        raise BadEngineOption(f"--engine {text!r}: {url!r} is no http or https URL")
     if parts.query and not text.startswith("webhook="):
         raise BadEngineOption(f"--engine {text!r}: the URL of an inference server has no query")
     return url if text.startswith("webhook=") else url.rstrip("/")

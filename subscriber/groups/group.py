@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
-from urllib.parse import urlsplit
 
 from weightcast.shared.local.state import Position
+from weightcast.shared.service.addresses import http_parts
 
 NAME_LIMIT = 300
 REASON_LIMIT = 1000
@@ -25,13 +25,10 @@ HoldState = Literal["free", "working", "prepared", "held", "refused", "failed"]
 
 def is_member_url(url: str) -> bool:
     """Whether it is `http(s)://host[:port]` and nothing more."""
-    try:
-        parts = urlsplit(url)
-        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
+    parts = http_parts(url)
+    if parts is None:
         return False
-    rest = (parts.path.strip("/"), parts.query, parts.fragment, parts.username, parts.password)
-    return known and url.isascii() and url.isprintable() and " " not in url and not any(rest)
+    return not any((parts.path.strip("/"), parts.query, parts.fragment, parts.username, parts.password))
 
 
 @dataclass(frozen=True)

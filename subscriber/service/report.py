@@ -204,11 +204,14 @@ class Reporting:
             self._thread.join(_STOP_SECONDS)
 
     def _run(self) -> None:
-        while not self._ending.wait(_LOOK_SECONDS):
+        pause = _LOOK_SECONDS
+        while not self._ending.wait(pause):
             try:
                 self._reporter.report(self._status())
+                pause = _LOOK_SECONDS
             except Exception:
                 log.exception("reporting crashed")
+                pause = min(2 * pause, LONGEST_PAUSE)
         self._reporter.last(self._status())
         self._reporter.close()
 

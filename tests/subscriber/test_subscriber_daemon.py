@@ -143,6 +143,33 @@ def test_a_daemon_follows_tells_and_ends(site: Site, run: Run, weightcast: Calla
     assert report.counter > before
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("--engine", "vllm=http://a..b:8000"),
+        ("--group-member", "http://a..b:8341"),
+        ("--report-to", "http://a..b:8340"),
+        ("--host", "a..b"),
+    ],
+)
+def test_a_host_that_cannot_be_asked_for_is_a_wrong_setting(
+    site: Site, run: Run, setting: str, value: str
+) -> None:
+    places = ("--channel", str(run.channel), "--base", str(run.base_dir), "--local", str(site.root / "host"))
+    done = subprocess.run(
+        [*COMMAND, "subscriber", "run", *places, "--port", "0", setting, value],
+        env=dict(os.environ) | {"WEIGHTCAST_TOKEN": TOKEN},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "wrong settings" in done.stderr and setting[2:].replace("-", "_") in done.stderr
+    assert done.stderr.count("remedy:") == 1 and "Traceback" not in done.stderr
+    assert not (site.root / "host").exists()
+
+
 @pytest.mark.parametrize("log", ["a full disk", "a pipe whose reader goes"])
 def test_a_log_that_cannot_be_written_ends_neither_daemon_nor_step(site: Site, run: Run, log: str) -> None:
     reader, writer = os.pipe()
