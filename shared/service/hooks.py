@@ -13,12 +13,12 @@ from typing import IO
 
 from weightcast.shared.errors import NotInTime, Refused, RetryLater
 from weightcast.shared.failpoints import failpoint
+from weightcast.shared.service.secrets import without_secrets
 
 RETRY = 75
 """EX_TEMPFAIL of sysexits.h"""
 _TAIL_BYTES = 2048
 _DRAIN_SECONDS = 1.0
-_NOT_FOR_HOOKS = ("WEIGHTCAST_TOKEN",)
 
 
 def run_hook(
@@ -76,8 +76,7 @@ def _split(command: str) -> list[str]:
 
 
 def _environment(version: int, directory: Path, phase: str, deadline_seconds: float) -> dict[str, str]:
-    inherited = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_HOOKS}
-    return inherited | {
+    return without_secrets(os.environ) | {
         "WEIGHTCAST_VERSION": str(version),
         "WEIGHTCAST_DIR": str(directory),
         "WEIGHTCAST_PHASE": phase,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
 import threading
 import time
@@ -12,8 +11,8 @@ from collections.abc import Callable, MutableMapping
 from typing import Any, Literal, TextIO
 
 from weightcast.shared.files.paths import printable
+from weightcast.shared.service.secrets import is_secret_name
 
-_SECRET = re.compile(r"token(?!iz)|secret|password|authorization|api_?key", re.IGNORECASE)
 _MASK = "********"
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 REPEAT_SECONDS = 10.0
@@ -105,7 +104,7 @@ def _renderers(form: Literal["console", "json"], colors: bool) -> list[Any]:
 
 def _mask(logger: Any, method: str, event: Event) -> Event:
     for name in event:
-        if _SECRET.search(name) and event[name] is not None:
+        if is_secret_name(name) and event[name] is not None:
             event[name] = _MASK
     return event
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from weightcast.shared.local.loadable import require_loadable
 from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.locks import FileLock, owner_text
 from weightcast.shared.local.state import LocalState
+from weightcast.shared.service.secrets import without_secrets
 
 PROBE_SECONDS = 1.0
 _TRY_SECONDS = 0.5
@@ -35,7 +36,6 @@ _FORWARDED = (
     signal.SIGWINCH,
 )
 _TAKEN = (*_FORWARDED, signal.SIGCHLD)
-_NOT_FOR_ENGINES = ("WEIGHTCAST_TOKEN",)
 KILLED = 128
 """plus the signal's number: the exit code of an engine that a signal ended, as shells say it"""
 
@@ -95,16 +95,12 @@ def _spawn(command: Sequence[str]) -> int:
     """The process id of the engine; it shares standard streams and process group."""
     try:
         return os.posix_spawnp(
-            command[0], list(command), _environment(os.environ), setsigmask=(), setsigdef=_TAKEN
+            command[0], list(command), without_secrets(os.environ), setsigmask=(), setsigdef=_TAKEN
         )
     except OSError as error:
         raise Refused(
             f"{command[0]} cannot be started: {error.strerror or error}", remedy="check its path and mode"
         ) from error
-
-
-def _environment(environ: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environ.items() if name not in _NOT_FOR_ENGINES}
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import os
 import sys
 import time
@@ -9,8 +10,11 @@ from pathlib import Path
 import pytest
 from waiting import wait_until
 
+from weightcast.publisher.service.settings import PublisherSettings
 from weightcast.shared.errors import NotInTime, Refused, RetryLater
 from weightcast.shared.service.hooks import run_hook
+from weightcast.shared.service.settings import describe_settings
+from weightcast.subscriber.service.settings import SubscriberSettings
 
 
 @pytest.fixture
@@ -40,9 +44,27 @@ def test_a_hook_sees_its_facts_and_no_shell(hook: Callable[[str], str], tmp_path
     assert out.read_text() == repr(["8", "/channel", "pre_read", "30", "two words", "$HOME"])
 
 
-def test_the_token_stays_here(hook: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEIGHTCAST_TOKEN", "x")
-    run(hook("sys.exit('WEIGHTCAST_TOKEN' in os.environ)"))
+SETTINGS = [
+    (setting.env, not setting.flag)
+    for side in (PublisherSettings, SubscriberSettings)
+    for setting in describe_settings(side)
+]
+
+
+@pytest.mark.parametrize("in_case", [str.upper, str.lower], ids=["upper", "lower"])
+def test_no_secret_of_any_setting_reaches_a_hook(
+    hook: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_case: Callable[[str], str]
+) -> None:
+    for name, is_secret in SETTINGS:
+        monkeypatch.setenv(in_case(name), "hidden" if is_secret else "told")
+    out = tmp_path / "out"
+    run(hook(f"open({str(out)!r}, 'w').write(repr(dict(os.environ)))"))
+    seen = ast.literal_eval(out.read_text())
+    assert "hidden" not in seen.values()
+    assert {name for name, value in seen.items() if value == "told"} == {
+        in_case(name) for name, is_secret in SETTINGS if not is_secret
+    }
+    assert ("WEIGHTCAST_GROUP_TOKEN", True) in SETTINGS
 
 
 def test_75_means_later(hook: Callable[[str], str]) -> None:

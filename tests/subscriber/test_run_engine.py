@@ -19,7 +19,9 @@ from waiting import wait_until
 from weightcast.shared.errors import NeedsReseed, RetryLater
 from weightcast.shared.local.locks import FileLock
 from weightcast.shared.service.cli import run as run_command
+from weightcast.shared.service.settings import describe_settings
 from weightcast.subscriber.engines.launch import hold_still
+from weightcast.subscriber.service.settings import SubscriberSettings
 
 ENGINE = """
 import os, signal, sys
@@ -32,11 +34,18 @@ def note(number, frame):
         sys.exit(7)
 for one in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
     signal.signal(one, note)
-(room / "started.part").write_text(f"{os.getpid()} {blocked} {'WEIGHTCAST_TOKEN' in os.environ}")
+(room / "started.part").write_text(f"{os.getpid()} {blocked} {'secret' in os.environ.values()}")
 (room / "started.part").rename(room / "started")
 while True:
     signal.pause()
 """
+
+SECRETS = [
+    name
+    for setting in describe_settings(SubscriberSettings)
+    if not setting.flag
+    for name in (setting.env, setting.env.lower())
+]
 
 
 class Started:
@@ -56,7 +65,7 @@ class Started:
     def _run(self, arguments: list[str]) -> None:
         code = 99
         try:
-            os.environ["WEIGHTCAST_TOKEN"] = "secret"
+            os.environ.update(dict.fromkeys(SECRETS, "secret"))
             sys.stderr = (self.room / "stderr").open("w", buffering=1)
             code = run_command(arguments)
             sys.stderr.flush()
