@@ -38,15 +38,15 @@ _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
 class StrictRoute(APIRoute):
-    """For routers whose routes take JSON: a body with one meaning, or 422. The framework would take the last
-    of two equal keys."""
+    """For routers whose routes take JSON: a body with one meaning, or 422, whatever its header calls it. The
+    framework would take the last of two equal keys, and has its own idea of which types are JSON."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def strictly(request: Request) -> Response:
             body = await request.body()
-            if body and "json" in request.headers.get("content-type", ""):
+            if body:
                 parse_object(body, "the body")
             return await handle(request)
 
@@ -166,7 +166,7 @@ def _add_error_answers(app: FastAPI) -> None:
     def invalid(request: Request, error: RequestValidationError) -> Response:
         # Places and messages only: the values may be anything, a secret too.
         problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
-        is_json = request.headers.get("content-type", "").startswith("application/json")
+        is_json = request.headers.get("content-type", "").lower().startswith("application/json")
         remedy = "see /docs" if is_json or request.method != "POST" else "send Content-Type: application/json"
         return _failure(422, "InvalidRequest", "; ".join(problems), remedy, None)
 

@@ -37,7 +37,15 @@ NAMES = st.sampled_from(
 )
 HEADER_VALUES = st.sampled_from(
     [
-        *(b"application/json", b"application/json; charset=utf-16", b"gzip", b"-1", b"9" * 30, b"1e3"),
+        *(
+            b"application/json",
+            b"APPLICATION/JSON",
+            b"application/json; charset=utf-16",
+            b"gzip",
+            b"-1",
+            b"9" * 30,
+            b"1e3",
+        ),
         *(b"127.0.0.1", b"[::1", b"evil.example", b"Bearer ", b"Bearer \xff", b"null", b"http://[", b""),
         *("\u00b2".encode("latin-1"), b"x" * (17 << 10), b"application/x-www-form-urlencoded"),
     ]

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
 from fastapi import APIRouter, FastAPI, Request
 from pydantic import BaseModel
 from waiting import wait_until
 
 from weightcast.shared.errors import EngineFailed, Refused, RetryLater, WeightcastError
 from weightcast.shared.service.facts import Readiness
-from weightcast.shared.service.http import BODY_LIMIT, HEADER_LIMIT
+from weightcast.shared.service.http import BODY_LIMIT, HEADER_LIMIT, StrictRoute
 
 TOKEN = "not-a-real-secret"
 Serve = Callable[..., Any]
@@ -31,6 +32,14 @@ def routes(app: FastAPI) -> None:
     @router.post("/v1/order")
     def order(order: Order) -> Order:
         return order
+
+    strict = APIRouter(route_class=StrictRoute)
+
+    @strict.post("/v1/strict")
+    def strictly(order: Order) -> Order:
+        return order
+
+    app.include_router(strict)
 
     @router.get("/v1/fail/{kind}")
     def fail(kind: str) -> None:
@@ -182,6 +191,29 @@ def test_bodies_have_a_limit_with_and_without_a_length(serve: Serve) -> None:
         answer = client.post("/v1/order", content=chunked)
         assert answer.status_code == 413
         assert str(BODY_LIMIT) in answer.json()["message"]
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    [
+        "application/json",
+        "APPLICATION/JSON",
+        "Application/Json; charset=utf-8",
+        "application/vnd.order+JSON",
+        "application/json ; x=json",
+    ],
+)
+def test_a_key_that_stands_twice_is_refused_whatever_the_body_is_called(
+    serve: Serve, content_type: str
+) -> None:
+    with serve(prepare=routes).client() as client:
+        client.headers["Content-Type"] = content_type
+        assert client.post("/v1/strict", content=b'{"version": 3}').json() == {"version": 3}
+        refused = client.post("/v1/strict", content=b'{"version": 3, "version": 4}')
+        assert refused.status_code == 422 and "twice" in refused.json()["message"]
+        client.headers["Content-Type"] = "text/plain"
+        unnamed = client.post("/v1/strict", content=b'{"version": 3}')
+        assert unnamed.status_code == 422 and "Content-Type" in unnamed.json()["remedy"]
 
 
 def test_a_false_length_is_refused_before_the_body_comes(serve: Serve) -> None:
