@@ -16,11 +16,13 @@ from typing import Literal
 
 from weightcast.shared.errors import EngineFailed, WeightcastError
 from weightcast.shared.failpoints import failpoint
+from weightcast.subscriber.engines.aligned import label_of, states
 from weightcast.subscriber.engines.base import (
     Confirmation,
     Done,
     Engine,
     EngineFacts,
+    Held,
     Intact,
     NotSent,
     Suspect,
@@ -351,11 +353,11 @@ class _Unpaused(Exception):
 
 
 def recover(
-    engine: Engine, was_pausing: bool, *, suspect: bool = False, label: str | None = None
+    engine: Engine, was_pausing: bool, *, suspect: bool = False, weights: Held | None = None
 ) -> Recovery:
     """At start, for an engine that a killed run may have left paused: what is still to be done.
 
-    `label`: that of the local checkpoint's version if its files are known to be right, else None. The engine
+    `weights`: the local checkpoint's if its files are known to be right, else None. The engine
     is resumed only if it names these weights; whatever else it says, only a reload (align with
     `suspect=True`) makes it known again, and `reload` is the answer.
     """
@@ -363,7 +365,10 @@ def recover(
         return "reload"
     if not was_pausing:
         return "nothing"
-    if label is None or engine.probe().label != label:
+    if weights is None:
+        return "reload"
+    facts = engine.probe()
+    if facts.label != label_of(weights.version) or not states(facts, weights):
         return "reload"
     try:
         engine.resume()

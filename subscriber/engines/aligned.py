@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from weightcast.shared.local.state import Blocked, EngineState, Mark
-from weightcast.subscriber.engines.base import EngineFacts
+from weightcast.shared.local.state import Blocked, EngineState, Mark, Position
+from weightcast.subscriber.engines.base import EngineFacts, Held
 from weightcast.subscriber.engines.roster import EngineResult, Order, needs_reload
 
 ROLL_BACK_AFTER = 3
@@ -24,6 +24,11 @@ def label_of(version: int) -> str:
     return str(version)
 
 
+def weights_of(position: Position) -> Held:
+    """What an engine states that holds a local checkpoint's version."""
+    return Held(position.version, position.root)
+
+
 @dataclass(frozen=True)
 class Sight:
     """`facts`: what an engine says now. `steady`: this process reloaded it and has reached it at every look
@@ -35,41 +40,50 @@ class Sight:
     source: str | None = None
 
 
-def is_aligned(record: EngineState | None, sight: Sight, version: int) -> bool:
-    """Whether the engine holds the local checkpoint's bytes because of a reload of ours, in this process."""
-    if record is None or record.mark is not Mark.SERVED or record.version != version:
+def is_aligned(record: EngineState | None, sight: Sight, weights: Held) -> bool:
+    """Whether the engine holds `weights`, the local checkpoint's, because of a reload of ours, in this
+    process."""
+    if record is None or record.mark is not Mark.SERVED or record.version != weights.version:
         return False
     facts = sight.facts
-    if facts.in_doubt or (facts.held is not None and facts.held.version != version):
+    if facts.in_doubt or not states(facts, weights):
         return False
-    if not facts.reachable or needs_reload(facts, record.process, _label(record, version), sight.source):
+    if not facts.reachable or needs_reload(facts, record.process, _label(record), sight.source):
         return False
     return sight.steady or None not in (facts.process, record.process)
 
 
-def is_taken(record: EngineState | None, sight: Sight, version: int) -> bool:
-    """Whether the process that served the version since a reload of ours was loaded with something else: by
+def states(facts: EngineFacts, weights: Held) -> bool:
+    """Whether what the engine states to hold, if it does, is `weights`: another run has versions of the same
+    numbers, and other roots."""
+    return facts.held is None or facts.held == weights
+
+
+def is_taken(record: EngineState | None, sight: Sight, weights: Held) -> bool:
+    """Whether the process that served `weights` since a reload of ours was loaded with something else: by
     another subscriber or tool, as an engine does not do that itself."""
-    if record is None or record.mark is not Mark.SERVED or record.version != version:
+    if record is None or record.mark is not Mark.SERVED or record.version != weights.version:
         return False
     facts = sight.facts
     if not facts.reachable or facts.process is None or facts.process != record.process:
         return False
-    other = facts.held is not None and facts.held.version != version
-    return other or needs_reload(facts, None, _label(record, version), sight.source)
+    return not states(facts, weights) or needs_reload(facts, None, _label(record), sight.source)
 
 
-def may_relabel(record: EngineState | None, sight: Sight, version: int, root: str) -> bool:
-    """Whether the engine itself says that it is the process that took `version` and still holds it: of one
-    that tells less, nobody would see that it holds something else. `root`: of the version's bytes."""
+def may_relabel(record: EngineState | None, sight: Sight, weights: Held) -> bool:
+    """Whether the engine itself says that it is the process that took `weights` and still holds them: of one
+    that tells less, nobody would see that it holds something else."""
     facts = sight.facts
-    if facts.process is None or facts.label != label_of(version):
+    if facts.process is None or facts.label != label_of(weights.version):
         return False
-    return is_aligned(record, sight, version) and (facts.held is None or facts.held.root == root)
+    return is_aligned(record, sight, weights)
 
 
-def _label(record: EngineState, version: int) -> str | None:
-    return label_of(version) if record.confirmed_by in ("label", "digest") else None
+def _label(record: EngineState) -> str | None:
+    """That it must show to be what it was."""
+    if record.version is None or record.confirmed_by not in ("label", "digest"):
+        return None
+    return label_of(record.version)
 
 
 def unaligned(records: Records) -> dict[str, EngineState]:

@@ -14,7 +14,7 @@ from weightcast.shared.local.access import Readers, let_read_patches
 from weightcast.shared.local.engine_patch import drop_engine_patches, write_engine_patch
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.state import EngineState, Mark, Position, Step
-from weightcast.subscriber.engines.aligned import Sight, is_aligned
+from weightcast.subscriber.engines.aligned import Sight, is_aligned, weights_of
 from weightcast.subscriber.engines.base import Held
 from weightcast.subscriber.engines.live import ALIGNED, Aim, Live, NotTaken, PatchFile, Why
 
@@ -29,7 +29,7 @@ class Offer:
 
     def aim(self, target: Position) -> Aim:
         """Towards the local checkpoint's version; a patch that leads elsewhere is none."""
-        held = Held(target.version, target.root)
+        held = weights_of(target)
         if self.patch is not None and Held(self.patch.version, self.patch.root) != held:
             return Aim(held)
         return Aim(held, self.patch, self.why, self.reason)
@@ -55,10 +55,12 @@ def start_of(one: Candidate, steps: Sequence[Step]) -> int | Offer:
     if facts.unpatchable:
         return Offer(None, "unpatchable", facts.unpatchable)
     served = None if record is None or record.mark is not Mark.SERVED else record.version
-    if served is None or facts.held is None or not is_aligned(record, one.sight, served):
+    held = facts.held
+    # what it holds is found among the steps by its root
+    if served is None or held is None or not is_aligned(record, one.sight, Held(served, held.root)):
         return Offer(None, "unknown", "it was started, or its weights were changed, since the last version")
     for number, step in enumerate(steps):
-        if facts.held.root == step.base.root:
+        if held.root == step.base.root:
             return number
     return Offer(
         None, "journal", f"no journals lead from what it holds to version {steps[-1].target.version}"

@@ -31,8 +31,9 @@ from weightcast.subscriber.engines.aligned import (
     is_taken,
     label_of,
     may_relabel,
+    weights_of,
 )
-from weightcast.subscriber.engines.base import Engine, EngineFacts
+from weightcast.subscriber.engines.base import Engine, EngineFacts, Held
 from weightcast.subscriber.engines.grouped import Grouped
 from weightcast.subscriber.engines.live import Live, live_of
 from weightcast.subscriber.engines.offers import Candidate, Offer, make_offers
@@ -175,7 +176,7 @@ class Engines:
         return frozenset(
             name
             for name, known in self._known.items()
-            if is_aligned(state.engines.get(name), known.sight(), state.position.version)
+            if is_aligned(state.engines.get(name), known.sight(), weights_of(state.position))
         )
 
     def serving(self, state: LocalState) -> frozenset[str]:
@@ -220,11 +221,11 @@ class Engines:
     def resume_noted(self, state: LocalState) -> None:
         """Lets engines go on that a killed run left paused with the weights they name. Their note stays: they
         are reloaded as soon as the local checkpoint is open."""
-        label = label_of(state.position.version) if state.phase is Phase.CLEAN else None
+        weights = weights_of(state.position) if state.phase is Phase.CLEAN else None
         for engine in self.engines:
             record = state.engines.get(engine.spec.name)
             if record is not None and record.mark is Mark.PAUSING:
-                alignment.recover(engine, True, label=label)
+                alignment.recover(engine, True, weights=weights)
 
     def resume_late(self, local: LocalCheckpoint) -> None:
         """Lets engines go on that hold the local version and are paused: by a pause of ours that was not
@@ -258,7 +259,7 @@ class Engines:
             if record is None or record.mark is not Mark.SERVED or record.version != before:
                 continue
             del records[name]
-            if not may_relabel(record, known.sight(), before, position.root):
+            if not may_relabel(record, known.sight(), Held(before, position.root)):
                 continue
             label = label_of(position.version)
             with contextlib.suppress(EngineFailed):
@@ -381,9 +382,12 @@ class Engines:
 
     def _align(self, engine: Engine, version: int, ledger: _Ledger) -> EngineResult:
         name, live = engine.spec.name, live_of(engine)
-        taken = is_taken(ledger.local.state.engines.get(name), self._known[name].sight(), version)
+        position = ledger.local.state.position
+        taken = is_taken(
+            ledger.local.state.engines.get(name), self._known[name].sight(), weights_of(position)
+        )
         if live is not None:
-            live.aim(self._offers.get(name, Offer()).aim(ledger.local.state.position))
+            live.aim(self._offers.get(name, Offer()).aim(position))
         result = alignment.align(
             engine,
             engine.spec.path,

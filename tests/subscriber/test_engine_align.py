@@ -21,7 +21,7 @@ from doubles import (
 )
 
 from weightcast.subscriber.engines.align import Mark, NotPatched, Pace, align, align_all, recover
-from weightcast.subscriber.engines.base import Engine, Timeouts, parse_engine
+from weightcast.subscriber.engines.base import Engine, Held, Timeouts, parse_engine
 from weightcast.subscriber.engines.kinds import open_engine
 from weightcast.subscriber.engines.roster import EngineResult
 
@@ -34,6 +34,7 @@ PAUSE = {"sglang": "/pause_generation", "vllm": "/pause", "webhook": "/"}
 RELOAD = {"sglang": "/update_weights_from_disk", "vllm": "/collective_rpc", "webhook": "/"}
 RESUME = {"sglang": "/continue_generation", "vllm": "/resume", "webhook": "/"}
 LOOKING = ("/update_weight_version",)
+EIGHT = Held(8, "r")
 PATIENCE = 60.0
 IMPATIENCE = 2.0
 """seconds, for engines that do not answer"""
@@ -322,7 +323,7 @@ def test_good_weights_that_do_not_resume_stay_noted_as_pausing(host: Host, kind:
     engine = host.engine(kind, double)
     assert host.align(engine).state == "failed"
     assert host.noted() == ["pausing"]
-    assert recover(engine, True, label="8") == "resumed"
+    assert recover(engine, True, weights=EIGHT) == "resumed"
     assert not double.paused
 
 
@@ -469,32 +470,32 @@ def test_a_host_without_engines_only_patches(host: Host) -> None:
 
 def test_an_engine_that_was_not_pausing_is_not_touched(host: Host, kind: str) -> None:
     double = DOUBLES[kind]()
-    assert recover(host.engine(kind, double), False, label="8") == "nothing"
+    assert recover(host.engine(kind, double), False, weights=EIGHT) == "nothing"
     assert double.calls == []
 
 
 def test_a_kill_between_read_back_and_resume_only_needs_the_resume(host: Host, kind: str) -> None:
     double = DOUBLES[kind]()
     double.label, double.paused = "8", True
-    assert recover(host.engine(kind, double), True, label="8") == "resumed"
+    assert recover(host.engine(kind, double), True, weights=EIGHT) == "resumed"
     assert not double.paused
 
 
 @pytest.mark.parametrize(
-    ("shown", "suspect", "label"), [("7", False, "8"), ("8", True, "8"), ("8", False, None)]
+    ("shown", "suspect", "weights"), [("7", False, EIGHT), ("8", True, EIGHT), ("8", False, None)]
 )
 def test_an_engine_in_doubt_is_not_resumed_before_a_reload(
-    host: Host, kind: str, shown: str, suspect: bool, label: str | None
+    host: Host, kind: str, shown: str, suspect: bool, weights: Held | None
 ) -> None:
     double = DOUBLES[kind]()
     double.label, double.paused = shown, True
-    assert recover(host.engine(kind, double), True, suspect=suspect, label=label) == "reload"
+    assert recover(host.engine(kind, double), True, suspect=suspect, weights=weights) == "reload"
     assert double.paused
 
 
 def test_what_does_not_answer_at_start_needs_a_reload(host: Host, kind: str) -> None:
-    assert recover(host.engine(kind, None), True, label="8") == "reload"
+    assert recover(host.engine(kind, None), True, weights=EIGHT) == "reload"
     double = DOUBLES[kind]()
     double.label = "8"
     double.script(RESUME[kind], Answer(500))
-    assert recover(host.engine(kind, double), True, label="8") == "reload"
+    assert recover(host.engine(kind, double), True, weights=EIGHT) == "reload"

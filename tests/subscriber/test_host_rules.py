@@ -69,10 +69,13 @@ def result(state: Came, attempts: int = 1) -> EngineResult:
         (SERVED, replace(FACTS, process=None), True, True),
         (replace(SERVED, process=None), FACTS, False, False),
         (replace(SERVED, confirmed_by="status-only"), replace(FACTS, label="x"), False, True),
+        (SERVED, replace(FACTS, held=Held(7, "r")), False, True),
+        (SERVED, replace(FACTS, held=Held(7, "another run's")), True, False),
+        (SERVED, replace(FACTS, held=Held(6, "r")), True, False),
     ],
 )
 def test_who_is_aligned(record: EngineState | None, facts: EngineFacts, steady: bool, aligned: bool) -> None:
-    assert is_aligned(record, Sight(facts, steady), 7) is aligned
+    assert is_aligned(record, Sight(facts, steady), Held(7, "r")) is aligned
 
 
 @pytest.mark.parametrize(
@@ -91,7 +94,7 @@ def test_who_is_aligned(record: EngineState | None, facts: EngineFacts, steady: 
     ],
 )
 def test_who_gets_a_new_label(record: EngineState, facts: EngineFacts, allowed: bool) -> None:
-    assert may_relabel(record, Sight(facts, steady=True), 7, "r") is allowed
+    assert may_relabel(record, Sight(facts, steady=True), Held(7, "r")) is allowed
 
 
 @given(st.lists(states, max_size=4), st.integers(0, 1), st.integers(0, 5))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ from typing import Any
 import groups
 import pytest
 from doubles import Answer, Call, Drop, Hang, nobody
-from hosts import QUICK, Host, SGLang, Site, on_disk
+from hosts import QUICK, Host, SGLang, Site, Weights, on_disk
 from plugin_double import DOOR, PluginDouble
 from waiting import wait_until
 
 from weightcast.shared.local.state import Mark
+from weightcast.subscriber.engines.align import recover
+from weightcast.subscriber.engines.base import Held, parse_engines
+from weightcast.subscriber.engines.kinds import open_engine
 from weightcast.subscriber.status import LiveStatus
 
 PATCHED = ["holds", "check", "pause", "apply", "resume"]
@@ -231,6 +235,26 @@ def test_an_engine_that_somebody_else_reloaded_is_reloaded(world: World) -> None
     world.engine.version, world.engine.root = None, None
     world.follow()
     assert world.serves(1) and world.live.because == {"align": 1, "unknown": 1}
+
+
+def test_another_run_s_version_of_the_same_number_is_not_this_one(world: World) -> None:
+    world.follow()
+    other = Weights.make(5).tensors
+    world.engine.weights = {name: data for name, (_, _, data) in other.items()}
+    world.engine.root = "f" * 64
+    assert world.host.step().ready and world.serves(1)
+    assert world.engine.reloaded == 2
+
+
+def test_an_engine_left_paused_with_another_run_s_version_is_not_resumed(world: World) -> None:
+    world.follow()
+    here = Held(1, world.host.state.position.root)
+    [spec] = parse_engines([world.option], world.host.local)
+    with closing(open_engine(spec)) as engine:
+        engine.pause()
+        assert recover(engine, True, weights=replace(here, root="f" * 64)) == "reload"
+        assert world.engine.paused
+        assert recover(engine, True, weights=here) == "resumed"
 
 
 def test_an_engine_that_says_that_it_is_in_doubt_is_reloaded(world: World) -> None:
