@@ -1,7 +1,8 @@
 """HTTP to an engine: deadlines, capped replies, and what a failure proves about the request.
 
 Every call has a connection of its own: an idle one that the engine has just dropped would look like a reload
-that was cut off.
+that was cut off. Replies are read by httpx's transport alone: its client would look into what an engine says
+of redirects and cookies, and fail on what it cannot parse.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ssl
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -94,18 +96,16 @@ class Wire:
     def __init__(self, spec: Place, timeouts: Timeouts, api_key: str | None = None) -> None:
         self._url = spec.url
         self._timeouts = timeouts
-        self._client = httpx.Client(
-            headers={"Accept-Encoding": "identity"}
-            | ({} if api_key is None else {"Authorization": f"Bearer {api_key}"}),
-            limits=httpx.Limits(max_keepalive_connections=0),
-            follow_redirects=False,
-            # A proxy from the environment must not stand between a host and its own engine.
-            trust_env=False,
-            verify=_trust(spec),
+        self._headers = {"Accept": "*/*", "Accept-Encoding": "identity"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        # No proxy: one from the environment must not stand between a host and its own engine.
+        self._transport = httpx.HTTPTransport(
+            verify=_trust(spec), trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
         )
 
     def close(self) -> None:
-        self._client.close()
+        self._transport.close()
 
     def get(self, path: str, seconds: float) -> Reply:
         return self._twice("GET", path, None, seconds)
@@ -129,32 +129,24 @@ class Wire:
 
     def _send(self, method: str, path: str, body: Mapping[str, object] | None, seconds: float) -> Reply:
         url, deadline = self._url + path, Deadline(seconds)
+        timeout = httpx.Timeout(seconds, connect=min(seconds, self._timeouts.connect))
+        extensions = {"timeout": timeout.as_dict(), "trace": deadline.trace}
         try:
-            return self._exchange(method, url, body, seconds, deadline)
-        except (
-            httpx.ConnectError,
-            httpx.ConnectTimeout,
-            httpx.UnsupportedProtocol,
-            httpx.InvalidURL,
-        ) as error:
-            raise NotSent(
-                f"{url} cannot be reached: {error}", remedy="start the engine or correct its URL"
-            ) from error
+            request = httpx.Request(method, url, headers=self._headers, json=body, extensions=extensions)
+        except httpx.InvalidURL as error:
+            raise _not_sent(url, error) from error
+        try:
+            return self._exchange(request, url, deadline)
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise _not_sent(url, error) from error
         except httpx.HTTPError as error:
             if deadline.passed or isinstance(error, httpx.TimeoutException):
                 raise NoReply(f"{url} did not answer within {round(seconds, 2):g} s", remedy=_LOOK) from error
             raise _Lost(f"{url} broke the connection: {error}", remedy=_LOOK) from error
 
-    def _exchange(
-        self, method: str, url: str, body: Mapping[str, object] | None, seconds: float, deadline: Deadline
-    ) -> Reply:
-        timeout = httpx.Timeout(seconds, connect=min(seconds, self._timeouts.connect))
-        extensions = {"trace": deadline.trace}
+    def _exchange(self, request: httpx.Request, url: str, deadline: Deadline) -> Reply:
         received = bytearray()
-        with (
-            deadline,
-            self._client.stream(method, url, json=body, timeout=timeout, extensions=extensions) as response,
-        ):
+        with deadline, closing(self._transport.handle_request(request)) as response:
             for piece in response.iter_raw():
                 received += piece
                 if len(received) > REPLY_LIMIT:
@@ -162,6 +154,10 @@ class Wire:
             if deadline.passed:
                 raise httpx.ReadTimeout("the reply was cut short")
             return Reply(url, response.status_code, bytes(received))
+
+
+def _not_sent(url: str, error: Exception) -> NotSent:
+    return NotSent(f"{url} cannot be reached: {error}", remedy="start the engine or correct its URL")
 
 
 _LOOK = "see the engine's log; restart it if it hangs"

@@ -214,6 +214,16 @@ def test_redirects_are_not_followed(stage: Stage, kind: str) -> None:
     assert elsewhere.calls == []
 
 
+@pytest.mark.parametrize("place", ["http:x", "data:,x", "//[::1", "http://a:b/"])
+def test_a_redirect_that_leads_nowhere_is_an_answer(stage: Stage, kind: str, place: str) -> None:
+    """The request was carried out, for all that is known."""
+    engine, double = opened(stage, kind)
+    engine.probe()
+    double.script(RELOADS[kind], Answer(307, {}, {"Location": place}))
+    outcome = engine.reload(engine.spec.path, 8, "8")
+    assert isinstance(outcome, Suspect) and "answered 307" in outcome.reason
+
+
 def test_a_dropped_pause_is_sent_once_more(stage: Stage, kind: str) -> None:
     engine, double = opened(stage, kind)
     for path in ("/pause_generation", "/pause", "/hook"):
