@@ -1,15 +1,18 @@
 """Starts an engine while the local checkpoint stands still, and stands in for it towards a supervisor.
 
 The shared patch lock is held until the engine has read its weights, so that no version is patched in under
-it. Signals go on to the engine, its exit code comes back. They are blocked and taken one by one: nothing that
-arrives between two lines is lost. Orphans are reaped, since this may be process 1 of a container.
+it; a thread of its own asks for that, so that neither the deadline nor a signal waits for an answer. Signals
+go on to the engine, its exit code comes back. An error here ends the engine: nobody else would know of it.
+Orphans are reaped, since this may be process 1 of a container.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +28,8 @@ from weightcast.shared.service.secrets import without_secrets
 
 PROBE_SECONDS = 1.0
 _TRY_SECONDS = 0.5
+_NOTED_SECONDS = 1.0
+"""until a signal is seen at the latest that another thread got"""
 _FORWARDED = (
     signal.SIGTERM,
     signal.SIGINT,
@@ -60,8 +65,15 @@ def run_engine(launch: Launch) -> int:
     state = hold_still(launch.local, lock, launch.wait_seconds)
     try:
         launch.tell(f"version {state.position.version} stands still while the engine loads")
-        with _signals_taken():
-            return _attend(_spawn(launch.command), lock, launch)
+        with _signals_taken() as noted:
+            engine = _Child(_spawn(launch.command), noted)
+            try:
+                _hold_while_loading(engine, lock, launch)
+                return engine.wait()
+            except BaseException:
+                lock.release()
+                engine.end()
+                raise
     finally:
         lock.release()
 
@@ -104,52 +116,86 @@ def _spawn(command: Sequence[str]) -> int:
 
 
 @contextmanager
-def _signals_taken() -> Iterator[None]:
+def _signals_taken() -> Iterator[deque[int]]:
+    """Signals are blocked and taken one by one: nothing that arrives between two lines is lost. Threads that
+    numpy has started do not block them: what one of these gets is noted, where it would end this process, and
+    process 1 would never hear of it."""
+    noted: deque[int] = deque()
+    handlers = {one: signal.signal(one, lambda number, frame: noted.append(number)) for one in _TAKEN}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _TAKEN)
     try:
-        yield
+        yield noted
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for one, handler in handlers.items():
+            signal.signal(one, handler)
 
 
-def _attend(child: int, lock: FileLock, launch: Launch) -> int:
+class _Child:
+    """The engine's process. `noted`: signals that other threads got."""
+
+    def __init__(self, pid: int, noted: deque[int]) -> None:
+        self.pid = pid
+        self.code: int | None = None
+        """the exit code once it has ended"""
+        self._noted = noted
+
+    def attend(self, seconds: float) -> None:
+        """Takes a signal, if one comes in time, and looks whether the engine has ended."""
+        info = signal.sigtimedwait(_TAKEN, min(seconds, _NOTED_SECONDS))
+        # A terminal's signals (positive codes: by the kernel) have reached the whole process group already.
+        if info is not None and info.si_code <= 0:
+            self._noted.append(info.si_signo)
+        while self._noted:
+            number = self._noted.popleft()
+            if number != signal.SIGCHLD:
+                os.kill(self.pid, number)
+        self._reap()
+
+    def wait(self) -> int:
+        while self.code is None:
+            self.attend(_NOTED_SECONDS)
+        return self.code
+
+    def end(self) -> None:
+        if self.code is None:
+            os.kill(self.pid, signal.SIGTERM)
+            self.wait()
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self.pid:
+                ended = os.waitstatus_to_exitcode(status)
+                self.code = KILLED - ended if ended < 0 else ended
+
+
+def _hold_while_loading(engine: _Child, lock: FileLock, launch: Launch) -> None:
+    """Until the engine has loaded, its time for that is up, or it has ended."""
     deadline = time.monotonic() + launch.load_seconds
-    while True:
-        info = signal.sigtimedwait(_TAKEN, PROBE_SECONDS) if lock.held else signal.sigwaitinfo(_TAKEN)
-        if info is not None and info.si_signo != signal.SIGCHLD:
-            _forward(child, info)
-        code = _reap(child)
-        if code is not None:
-            return code
-        if lock.held:
-            _release_when_loaded(lock, launch, deadline)
-
-
-def _forward(child: int, info: signal.struct_siginfo) -> None:
-    # A terminal's signals (positive codes: by the kernel) have reached the whole process group already.
-    if info.si_code <= 0:
-        os.kill(child, info.si_signo)
-
-
-def _reap(child: int) -> int | None:
-    """The child's exit code once it has ended."""
-    code: int | None = None
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return code
-        if pid == 0:
-            return code
-        if pid == child:
-            ended = os.waitstatus_to_exitcode(status)
-            code = KILLED - ended if ended < 0 else ended
-
-
-def _release_when_loaded(lock: FileLock, launch: Launch, deadline: float) -> None:
-    if launch.loaded():
-        lock.release()
+    loaded, ended = threading.Event(), threading.Event()
+    threading.Thread(target=_ask, args=(launch.loaded, loaded, ended), name="asking", daemon=True).start()
+    try:
+        while engine.code is None and not loaded.is_set() and time.monotonic() < deadline:
+            engine.attend(PROBE_SECONDS)
+    finally:
+        ended.set()
+    if engine.code is not None:
+        return
+    lock.release()
+    if loaded.is_set():
         launch.tell("the engine has loaded: versions may come")
-    elif time.monotonic() > deadline:
-        lock.release()
+    else:
         launch.tell(f"the engine has not loaded within {launch.load_seconds:g} s: versions come all the same")
+
+
+def _ask(has_loaded: Callable[[], bool], loaded: threading.Event, ended: threading.Event) -> None:
+    while not ended.wait(PROBE_SECONDS):
+        if has_loaded():
+            loaded.set()
+            return

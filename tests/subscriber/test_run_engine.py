@@ -7,12 +7,14 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from doubles import Hang
 from hosts import Run, SGLang, Site, on_disk
 from waiting import wait_until
 
@@ -20,7 +22,7 @@ from weightcast.shared.errors import NeedsReseed, RetryLater
 from weightcast.shared.local.locks import FileLock
 from weightcast.shared.service.cli import run as run_command
 from weightcast.shared.service.settings import describe_settings
-from weightcast.subscriber.engines.launch import hold_still
+from weightcast.subscriber.engines.launch import Launch, hold_still, run_engine
 from weightcast.subscriber.service.settings import SubscriberSettings
 
 ENGINE = """
@@ -50,24 +52,38 @@ SECRETS = [
 
 class Started:
     """run-engine in a fork: the command's start would take longer than all that it does. What it starts notes
-    in a directory what it got."""
+    in a directory what it got. As after an import of numpy, another thread blocks no signal.
 
-    def __init__(self, site: Site, local: Path, *options: str, code: str = ENGINE) -> None:
+    `launch`: what the command would have made of its options."""
+
+    def __init__(
+        self,
+        site: Site,
+        local: Path,
+        *options: str,
+        code: str = ENGINE,
+        launch: Callable[[Launch], Launch] | None = None,
+    ) -> None:
         self.room = site.root / "engine"
         self.room.mkdir(exist_ok=True)
         self.code: int | None = None
         engine = [sys.executable, "-I", "-S", "-c", code, str(self.room)]
+        plain = Launch(local, engine, lambda: False, 60)
         self.pid = os.fork()
         if self.pid == 0:
-            self._run(["run-engine", "--local", str(local), *options, "--", *engine])
+            threading.Thread(target=threading.Event().wait, daemon=True).start()
+            if launch is None:
+                self._run(lambda: run_command(["run-engine", "--local", str(local), *options, "--", *engine]))
+            else:
+                self._run(lambda: run_engine(launch(plain)))
         site.stack.callback(self.end)
 
-    def _run(self, arguments: list[str]) -> None:
+    def _run(self, command: Callable[[], int]) -> None:
         code = 99
         try:
             os.environ.update(dict.fromkeys(SECRETS, "secret"))
             sys.stderr = (self.room / "stderr").open("w", buffering=1)
-            code = run_command(arguments)
+            code = command()
             sys.stderr.flush()
         finally:
             os._exit(code)
@@ -172,6 +188,66 @@ def test_the_lock_ends_with_the_deadline_and_the_engine_goes_on(site: Site, run:
     assert starting.runs()
     starting.send(signal.SIGTERM)
     assert starting.wait() == 7 and "versions come all the same" in starting.read("stderr")
+
+
+def test_a_signal_reaches_the_engine_while_it_is_asked(site: Site, run: Run) -> None:
+    host, engine = site.host(run), SGLang()
+    host.step()
+    engine.script("/metrics", Hang())
+    starting = Started(site, host.local, "--engine", f"sglang={site.serve(engine)}")
+    wait_until(lambda: starting.has("started"))
+    engine.wait_until_hanging()
+    starting.send(signal.SIGTERM)
+    assert starting.wait() == 7 and starting.has("got-SIGTERM")
+
+
+def test_a_signal_that_another_thread_gets_reaches_the_engine(site: Site, run: Run) -> None:
+    """The thread that waits for signals does something else, so that they go to one that does not block
+    them."""
+    host = site.host(run)
+    host.step()
+
+    def tell(text: str) -> None:
+        if "has loaded" in text:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def launch(plain: Launch) -> Launch:
+        return replace(plain, loaded=(site.root / "engine" / "started").exists, tell=tell)
+
+    starting = Started(site, host.local, launch=launch)
+    assert starting.wait() == 7 and starting.has("got-SIGTERM") and starting.has("got-SIGUSR1")
+
+
+def test_an_error_ends_the_engine_too(site: Site, run: Run) -> None:
+    host = site.host(run)
+    host.step()
+
+    def tell(text: str) -> None:
+        if "has loaded" in text:
+            raise BrokenPipeError("nobody reads the log")
+
+    def launch(plain: Launch) -> Launch:
+        return replace(plain, loaded=(site.root / "engine" / "started").exists, tell=tell)
+
+    starting = Started(site, host.local, launch=launch)
+    assert starting.wait() == 99 and starting.has("got-SIGTERM")
+    assert not Path(f"/proc/{starting.engine}").exists() and not locked(host.local)
+
+
+@pytest.mark.parametrize("asks", ["never answers", "cannot be asked"])
+def test_the_deadline_waits_for_no_answer(site: Site, run: Run, asks: str) -> None:
+    host = site.host(run)
+    host.step()
+
+    def loaded() -> bool:
+        return threading.Event().wait() if asks == "never answers" else 1 / 0 > 0
+
+    starting = Started(site, host.local, launch=lambda plain: replace(plain, loaded=loaded, load_seconds=1))
+    wait_until(lambda: starting.has("started") and not locked(host.local))
+    assert starting.runs()
+    starting.send(signal.SIGTERM)
+    assert starting.wait() == 7
 
 
 @pytest.mark.parametrize(
