@@ -22,6 +22,11 @@ def is_plain(text: str) -> bool:
     return all(ord(c) >= 0x20 and not 0x7F <= ord(c) < 0xA0 and not 0xD800 <= ord(c) < 0xE000 for c in text)
 
 
+def is_utf8(path: str) -> bool:
+    """Whether a path of the operating system, whose bytes may be any, is text that can be sent."""
+    return not any(0xD800 <= ord(c) < 0xE000 for c in path)
+
+
 def printable(text: str) -> str:
     """`text` with control characters written as escapes: a file name may hold terminal sequences."""
     if text.isprintable():

@@ -22,6 +22,7 @@ from pydantic_settings import (
 
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.errors import USAGE, Refused, WeightcastError
+from weightcast.shared.files.paths import is_utf8
 from weightcast.shared.service.addresses import is_host
 from weightcast.shared.service.threads import MEMORY_BUDGET
 
@@ -124,6 +125,15 @@ class ServiceSettings(BaseSettings):
         """A list in the environment is separated by white space."""
         field = cls.model_fields[info.field_name]
         return value.split() if isinstance(value, str) and is_list(field) else value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _name_paths_in_utf8(cls, value: object) -> object:
+        """Every path is shown in JSON, and some are told to engines."""
+        for path in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(path, Path) and not is_utf8(str(path.absolute())):
+                raise ValueError("the path is not UTF-8: status and engines could not be told of it")
+        return value
 
     def missing(self) -> list[str]:
         """What is wrong with files that these settings name: looks at the disk."""

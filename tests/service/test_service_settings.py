@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import Field
 
+from weightcast.publisher.service.settings import PublisherSettings
 from weightcast.shared.service.settings import (
     CONFIG_LIMIT,
     BadSettings,
@@ -13,6 +14,7 @@ from weightcast.shared.service.settings import (
     describe_settings,
     load_settings,
 )
+from weightcast.subscriber.service.settings import SubscriberSettings
 
 
 class ExampleSettings(ServiceSettings):
@@ -97,6 +99,28 @@ def test_an_open_door_needs_a_token(host: str) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
 def test_loopback_needs_none(host: str) -> None:
     check_bind(ServiceSettings(host=host))
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"),
+    [
+        *((SubscriberSettings, name) for name in ("channel", "local", "base", "port_file")),
+        *((PublisherSettings, name) for name in ("channel", "local", "base", "watch", "hand_over", "allow")),
+    ],
+)
+@pytest.mark.parametrize("path", ["/there/h\udcff", "relative"])
+def test_paths_are_utf8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cls: type[ServiceSettings], name: str, path: str
+) -> None:
+    here = tmp_path / "h\udcff"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    places = {"channel": "/c", "local": "/l", "base": "/b"}
+    value = [path] if name == "allow" else path
+    with pytest.raises(BadSettings, match=f"{name}: the path is not UTF-8") as bad:
+        load_settings(cls, {**places, name: value})
+    assert bad.value.exit_code == 2 and bad.value.message.count("UTF-8") == 1
+    bad.value.message.encode()
 
 
 def test_a_token_is_not_shown() -> None:
