@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightcast.shared.errors import USAGE
-from weightcast.subscriber.engines.base import BadEngineOption, EngineSpec, parse_engine, parse_engines
+from weightcast.subscriber.engines.base import (
+    BadEngineOption,
+    EngineSpec,
+    Timeouts,
+    parse_engine,
+    parse_engines,
+)
 from weightcast.subscriber.engines.kinds import open_engine
+from weightcast.subscriber.groups.door import MOST_SECONDS
+from weightcast.subscriber.service.settings import SubscriberSettings
 
 LOCAL = Path("/weights/local")
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_short_form_has_defaults() -> None:
@@ -117,3 +127,15 @@ def test_a_key_that_is_not_there_is_refused_without_showing_it(environ: dict[str
     spec = parse_engine("sglang=http://h,api_key_env=KEY", LOCAL)
     with pytest.raises(BadEngineOption, match="variable KEY"):
         open_engine(spec, environ=environ)
+
+
+def test_the_times_in_the_documents_are_those_that_are_kept() -> None:
+    table = (ROOT / "docs" / "engines.md").read_text().partition("## Times")[2].partition("\n\n")[0]
+    told = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", table, re.MULTILINE))
+    kept, deadline = Timeouts(), SubscriberSettings.model_fields["engine_deadline"].default
+    assert kept.connect == kept.probe and told["connect, look"] == f"{kept.probe:g}"
+    assert told["pause, resume, label"].startswith(f"{kept.control:g};")
+    assert told["pause, resume, label"].endswith(f" {kept.drain:g}")
+    assert told["a group member's answer"].startswith(f"{MOST_SECONDS:g},")
+    assert told["reload"].startswith(f"`--engine-deadline`, {deadline:g};")
+    assert told["reload"].endswith(f" {kept.drain:g} more") and kept.reload == deadline
