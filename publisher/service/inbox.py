@@ -21,6 +21,8 @@ MEMORY_LIMIT = 256 << 20
 """bytes of the inbox's memory on disk"""
 _VANISHED_KEPT = 4096
 _CONSUMED_KEPT = 64
+_MIXED_TIMES = 60
+"""the stillness after which a directory counts that was saved over in part, in times of the usual one"""
 _LOWEST = -(1 << 63)
 """times may lie before 1970; inodes of some file systems use 64 bits"""
 _STEP = re.compile(r"(\d{1,15})$", re.ASCII)
@@ -180,10 +182,19 @@ class Inbox:
         if self.rules.marker is not None:
             return f"{self.rules.marker} is not there"
         quiet = now - self._since[sighting.name][1]
+        if self._is_mixed(sighting):
+            wanted = self.rules.settle_seconds * _MIXED_TIMES
+            reason = f"some of its files are those from before: waits until nothing changed for {wanted:g} s"
+        else:
+            wanted = self.rules.settle_seconds
+            reason = "may still be written: waits for a second look"
         # Two looks are needed even if the clock says otherwise: one look shows no stillness.
-        return (
-            "" if 0 < quiet >= self.rules.settle_seconds else "may still be written: waits for a second look"
-        )
+        return "" if 0 < quiet >= wanted else reason
+
+    def _is_mixed(self, sighting: Sighting) -> bool:
+        """Whether a checkpoint seems to be saved over file by file: whole by its headers all the while."""
+        own = self.entries.get(sighting.name)
+        return own is not None and not sighting.weights.isdisjoint(own.files)
 
     def begin(self, choice: Choice, version: int, request: str) -> None:
         """`version`: the channel's before the publication."""

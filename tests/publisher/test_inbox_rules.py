@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -241,3 +243,25 @@ def test_what_was_consumed_is_forgotten_in_time(consume: bool) -> None:
     kept = [name for name in inbox.entries if name.startswith("step_")]
     assert {"before", "bad"} < set(inbox.entries) and kept[-1] == "step_199"
     assert len(kept) == (64 if consume else 200)
+
+
+def test_a_checkpoint_saved_over_file_by_file_waits_for_the_last_one() -> None:
+    """Whole by its headers all the while. A writer that leaves files as they are is waited for longer."""
+    inbox = Inbox(InboxRules(settle_seconds=1.0))
+    first, second = (FileMark(f"model-{n}.safetensors", n, 10, 1) for n in (1, 2))
+
+    def look(*files: FileMark) -> Sighting:
+        return Sighting("latest", frozenset(files), frozenset(files), 0, False)
+
+    inbox.adopt(look(first, second), 1)
+    half = look(replace(first, inode=11), second)
+    assert not inbox.is_known("latest", half.files)
+    for now in (0.0, 2.0, 59.0):
+        choice = inbox.choose([half], now)
+        assert choice.chosen is None and "from before" in choice.waiting[0].reason
+    assert inbox.choose([half], 60.0).chosen == half
+    both = look(replace(first, inode=11), replace(second, inode=12))
+    assert inbox.choose([both], 61.0).chosen is None
+    assert inbox.choose([both], 62.0).chosen == both
+    finished = replace(half, finished=True)
+    assert Inbox(InboxRules(), dict(inbox.entries)).choose([finished], 0.0).chosen == finished
