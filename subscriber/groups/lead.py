@@ -27,6 +27,10 @@ ASK_FIRST, ASK_LONGEST = 0.02, 1.0
 _LOOK_EVERY = 0.1
 PATIENCE = 10.0
 """seconds for a member that does not answer"""
+TERM_ROOM = 1 << 42
+"""above the first term, which is a time in milliseconds: a hundred years that the clock may have been set
+back since an earlier process of this leader. Far below what an order can carry; the next process's bound is
+higher."""
 Grants = Mapping[str, str]
 """by the member's URL"""
 
@@ -120,6 +124,7 @@ class Lead:
         self._name, self._clock = name, clock
         self._pace = Pace() if pace is None else pace
         self._term = first_term
+        self._most_term = first_term + TERM_ROOM
         self._served = False
         self._changed = threading.Condition()
         self._lines = tuple(Line(member) for member in self.members)
@@ -315,6 +320,8 @@ class Lead:
             line.asked = asks
             if isinstance(answer, EngineFailed):
                 line.failure = answer.message
+            elif answer.leader == self._name and answer.term > self._most_term:
+                line.failure = f"it answers with term {answer.term}, which this leader never came to"
             else:
                 line.hold, line.failure, line.answered = answer, "", self._clock()
 

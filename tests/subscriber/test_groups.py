@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import pytest
+from doubles import Answer, Call, Double
 from groups import Host
 from hosts import Clock, Site
 from hypothesis import given, settings
@@ -17,9 +18,10 @@ from waiting import wait_until
 from weightcast.shared.errors import EngineFailed, Refused, RetryLater
 from weightcast.shared.local.state import LocalState, Position
 from weightcast.shared.service.settings import BadSettings, load_settings
+from weightcast.subscriber.groups.door import MemberDoor
 from weightcast.subscriber.groups.group import HOLD_PATH, RELEASE_PATH, HoldState, Order
-from weightcast.subscriber.groups.lead import Lead, Pace
-from weightcast.subscriber.groups.messages import Hold
+from weightcast.subscriber.groups.lead import Lead, Member, Pace
+from weightcast.subscriber.groups.messages import Hold, HoldRequest
 from weightcast.subscriber.service.settings import SubscriberSettings
 from weightcast.subscriber.step.held import Post
 
@@ -188,7 +190,7 @@ class Twin:
             raise EngineFailed(f"{self.url} is away")
 
 
-def lead(*members: Twin) -> Lead:
+def lead(*members: Member) -> Lead:
     return Lead(members, name="boss", pace=QUICK, wait=lambda seconds: None)
 
 
@@ -276,6 +278,40 @@ def test_a_leader_that_restarts_outdoes_its_own_terms() -> None:
     with holding(twin) as one:
         assert one.standing()
     assert twin.orders[-1].term > 900
+
+
+class Answers(Double):
+    """A member behind its real door."""
+
+    term: int | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twin = Twin()
+
+    def behave(self, call: Call) -> Answer:
+        if call.path == RELEASE_PATH:
+            hold = self.twin.release(**call.body)
+        else:
+            hold = self.twin.order(HoldRequest.model_validate(call.body).order(), 5.0)
+        return Answer(200, hold.model_dump() | ({} if self.term is None else {"term": self.term}))
+
+
+@pytest.mark.parametrize("term", [1 << 62, 1 << 61])
+def test_a_term_that_no_leader_comes_to_is_named_and_not_outdone(site: Site, term: int) -> None:
+    odd = Answers()
+    odd.term = term
+    url = site.serve(odd)
+    one = lead(Twin("http://b"), MemberDoor(url, None, 5.0))
+    with pytest.raises(RetryLater, match=f"{url}: it answers with term {term}"), one.gathering(7, STATE):
+        one.await_prepared()
+    odd.term = None
+    with one.gathering(7, STATE):
+        one.await_prepared()
+        one.hold(AT)
+        assert set(one.standing()) == {"http://b", url}
+    assert max(order.term for order in odd.twin.orders) < 100
+    one.close()
 
 
 def test_another_version_is_another_term() -> None:
