@@ -77,7 +77,8 @@ class Daemon:
                 answer = _capped(response, address)
                 if deadline.passed:
                     raise httpx.ReadTimeout("")
-        except httpx.TransportError as error:
+        # the latter of a redirect to nowhere
+        except (httpx.TransportError, httpx.InvalidURL) as error:
             why = f"not whole within {self._seconds:g} s" if deadline.passed else str(error)
             raise NotInTime(
                 f"no answer from {address}: {why or type(error).__name__}",

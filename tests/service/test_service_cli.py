@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, version
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import typer
 from fastapi import FastAPI
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from pydantic import Field
 from rich.console import Console
 
@@ -228,6 +229,35 @@ def test_an_endless_answer_is_cut(serve: Serve, capsys: pytest.CaptureFixture[st
 
     assert run("status", serve(prepare=endless).url + "/other") == 3
     assert "larger than" in capsys.readouterr().err
+
+
+def test_an_answer_that_comes_bit_by_bit_has_one_deadline(
+    serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = threading.Event()
+
+    def slow(app: FastAPI) -> None:
+        @app.get("/other/v1/status")
+        def stream() -> StreamingResponse:
+            return StreamingResponse(b" " for _ in range(400) if not gone.wait(0.02))
+
+    url = serve(prepare=slow).url + "/other"
+    assert run("status", url, "--timeout", "0.5") == 4
+    assert "not whole within 0.5 s" in capsys.readouterr().err
+    gone.set()
+
+
+@pytest.mark.parametrize("place", ["http:x", "data:,x", "http://a:b/"])
+def test_a_redirect_to_nowhere_is_no_answer(
+    serve: Serve, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    def redirect(app: FastAPI) -> None:
+        @app.get("/other/v1/status")
+        def answer() -> Response:
+            return Response(status_code=307, headers={"Location": place})
+
+    assert run("status", serve(prepare=redirect).url + "/other") == 4
+    assert "no answer from" in capsys.readouterr().err
 
 
 def test_status_of_something_else(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
