@@ -6,12 +6,15 @@ of the calls is `align`'s. Adapters are used by one thread at a time.
 
 from __future__ import annotations
 
+import ipaddress
+import posixpath
 import re
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from weightcast.shared.errors import USAGE, EngineFailed, Refused
 from weightcast.shared.service.addresses import http_parts
@@ -37,6 +40,10 @@ MOST_SECONDS = 86400.0
 QUOTED = 300
 """characters of a reply that an error message repeats"""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@\[\]-]{0,99}")
+Address = tuple[str, int, str, str]
+"""host, port, path, query"""
+_LOOPBACK = frozenset({"127.0.0.1", "::1", "0.0.0.0", "::"})
+_LOOPBACK_NAMES = frozenset({"localhost", "localhost.localdomain", "ip6-localhost"})
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _USER = re.compile(r"[^/?#]*//[^/?#]*@")
 
@@ -93,6 +100,8 @@ class EngineFacts:
     label: str | None = None
     process: str | None = None
     """differs after a restart"""
+    unique: bool = False
+    """no other process ever tells the same `process`"""
     paused: bool | None = None
     software: str | None = None
     source: str | None = None
@@ -231,13 +240,43 @@ def _with_trust(spec: EngineSpec, text: str, options: Mapping[str, str]) -> Engi
 
 
 def parse_engines(texts: Sequence[str], local: Path) -> tuple[EngineSpec, ...]:
-    """All `--engine` options of a host. Raises BadEngineOption, also for two engines of one name."""
+    """All `--engine` options of a host. Raises BadEngineOption, also for two of one name or address."""
     specs = tuple(parse_engine(text, local) for text in texts)
+    seen: dict[Address, str] = {}
+    for spec in specs:
+        address = address_of(spec.url)
+        if address in seen:
+            raise BadEngineOption(f"two --engine options are one engine: {seen[address]} and {spec.url}")
+        seen[address] = spec.url
     names = [spec.name for spec in specs]
     for name in names:
         if names.count(name) > 1:
             raise BadEngineOption(f"two --engine options are named {name}: give them name=")
     return specs
+
+
+def address_of(url: str) -> Address:
+    """Equal for URLs that lead to one place, as far as they tell. One port of the loopback is one place,
+    whatever the scheme and the family of addresses. Raises ValueError for what is no URL."""
+    parts = urlsplit(url)
+    port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+    path = posixpath.normpath(f"/{unquote(parts.path).lstrip('/')}")
+    return _host(parts.hostname or ""), port, path, parts.query
+
+
+def _host(name: str) -> str:
+    name = name.rstrip(".")
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        try:
+            # 127.1 and 0x7f000001 are addresses to a resolver
+            address = ipaddress.ip_address(socket.inet_aton(name))
+        except (OSError, ValueError):
+            return "localhost" if name in _LOOPBACK_NAMES else name
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return "localhost" if str(address) in _LOOPBACK else str(address)
 
 
 def _options(text: str, pairs: Sequence[str]) -> dict[str, str]:

@@ -156,6 +156,11 @@ class Engines:
 
     def _see(self, engine: Engine, facts: EngineFacts) -> None:
         known = self._known[engine.spec.name]
+        twin = self._twin(engine, facts)
+        if twin is not None:
+            # one of them would resume it while the other loads it; nobody of its own is there
+            hindrance = f"it is the engine {twin}, given twice: remove one of them"
+            facts = EngineFacts(reachable=False, absent=True, hindrance=hindrance)
         known.facts = facts
         known.steady = known.steady and facts.reachable
         if known.failures and known.is_another(facts):
@@ -170,6 +175,13 @@ class Engines:
             known.reason = alignment.silence(engine, facts)
         elif known.failures == 0:
             known.reason = _contested(known.taken) if known.taken >= TAKEN_AT_ONCE else ""
+
+    def _twin(self, engine: Engine, facts: EngineFacts) -> str | None:
+        """The name of the first option that leads to the same process."""
+        for one in self.engines[: self.engines.index(engine)]:
+            if facts.unique and self._known[one.spec.name].facts.process == facts.process:
+                return one.spec.name
+        return None
 
     def aligned(self, state: LocalState) -> frozenset[str]:
         """Names of the engines that hold the local checkpoint's bytes, as of the last look."""

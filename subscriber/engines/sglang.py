@@ -57,15 +57,17 @@ class SGLang:
         """Pausing is not visible from outside."""
         try:
             metrics = self._wire.get("/metrics", self._timeouts.probe)
-            process = _process(metrics)
+            told = start_time(metrics)
+            process = told or _start_taken(metrics)
+            unique = told is None and process is not None
             label = self._read_label(self._timeouts.probe)
         except (NotSent, NoReply) as failure:
             return EngineFacts(reachable=False, absent=isinstance(failure, NotSent))
         except EngineFailed as failure:
             if process is None:
                 return EngineFacts(reachable=False, hindrance=failure.message)
-            return EngineFacts(reachable=True, process=process)
-        facts = EngineFacts(reachable=True, label=label, process=process, source=self._source)
+            return EngineFacts(reachable=True, process=process, unique=unique)
+        facts = EngineFacts(reachable=True, label=label, process=process, unique=unique, source=self._source)
         return facts if facts.tell_something else not_an_engine(metrics)
 
     def release(self) -> str | None:
@@ -175,12 +177,11 @@ class SGLang:
         self._wire.post(path, body, self._timeouts.control).require_ok(remedy)
 
 
-def _process(metrics: Reply) -> str | None:
+def _start_taken(metrics: Reply) -> str | None:
     """SGLang gathers the metrics of several processes, and then no page tells when one of them started. How
     long its start took, in billionths of a second, tells one start from another as well."""
-    told = start_time(metrics)
-    if told is not None or metrics.status != 200:
-        return told
+    if metrics.status != 200:
+        return None
     for line in metrics.body.splitlines():
         if line.startswith(STARTUP) and WHOLE in line:
             return line.rpartition(b" ")[2][:QUOTED].decode("ascii", "replace")

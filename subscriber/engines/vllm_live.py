@@ -66,11 +66,13 @@ class VLLMLive:
             return EngineFacts(reachable=False, hindrance=hindrance)
         fields = reply.fields()
         doubtful, plugin = fields.get("in_doubt") is not False, reply.text_field("plugin")
+        process = reply.text_field("process")
         return EngineFacts(
             reachable=True,
             # a label of weights that are in doubt must not resume anybody
             label=None if doubtful else reply.text_field("label"),
-            process=reply.text_field("process"),
+            process=process,
+            unique=process is not None,
             paused=_truth(fields, "paused"),
             software=None if plugin is None else f"with weightcast-engine {plugin}",
             held=None if doubtful else held_of(reply.fields()),

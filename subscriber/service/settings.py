@@ -11,7 +11,13 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from weightcast.shared.local.access import Readers
 from weightcast.shared.service.settings import SUBSCRIBER_PORT, ServiceSettings, Token, is_loopback
-from weightcast.subscriber.engines.base import SYNTAX, BadEngineOption, parse_engine, parse_engines
+from weightcast.subscriber.engines.base import (
+    SYNTAX,
+    BadEngineOption,
+    address_of,
+    parse_engine,
+    parse_engines,
+)
 from weightcast.subscriber.engines.roster import Order
 from weightcast.subscriber.groups.group import LEASE_LIMIT, is_member_url
 from weightcast.subscriber.step.target import BadTarget, parse_target
@@ -139,13 +145,13 @@ class SubscriberSettings(ServiceSettings):
     def _check_group(self) -> Self:
         if self.group_follower and (self.engine or self.group_member):
             raise ValueError("group_follower: engines and members are given to the group's leader")
-        if len(set(self.group_member)) < len(self.group_member):
-            raise ValueError("group_member: a URL is given twice")
         for url in self.group_member:
             if not is_member_url(url):
                 raise ValueError("group_member: give http://HOST:PORT or https://HOST:PORT, nothing more")
             if self.members_token is None and not is_loopback(urlsplit(url).hostname or ""):
                 raise ValueError("group_member: other machines ask for a token; set WEIGHTCAST_GROUP_TOKEN")
+        if len(set(map(address_of, self.group_member))) < len(self.group_member):
+            raise ValueError("group_member: a URL is given twice")
         return self
 
     @model_validator(mode="after")

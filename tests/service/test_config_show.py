@@ -94,7 +94,7 @@ def test_settings_that_are_wrong_are_all_listed(capsys: pytest.CaptureFixture[st
 
 
 def test_two_engines_of_one_name_are_a_problem_of_the_settings() -> None:
-    given = {"channel": "/c", "local": "/l", "engine": ["sglang=http://a:1", "sglang=http://a:1"]}
+    given = {"channel": "/c", "local": "/l", "engine": ["sglang=http://a:1", "sglang=http://a:1/x"]}
     with pytest.raises(BadSettings, match="give them name="):
         load_settings(SubscriberSettings, given)
 

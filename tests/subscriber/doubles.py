@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -72,6 +73,9 @@ TRICKLES = {
 Act = Answer | Drop | Trickle | Hang | Callable[[Call], Answer]
 
 
+_STARTS = count()
+
+
 class Double:
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -83,7 +87,7 @@ class Double:
         self.broken = False
         """weights half loaded: a resume now would serve nonsense or kill the process"""
         self.resumed_broken = False
-        self.started = "1700000000.25"
+        self.started = f"{1700000000.25 + 1000 * next(_STARTS)}"
         self.missing: set[str] = set()
         """routes that this release does not have"""
         self._scripts: dict[str, deque[Act]] = defaultdict(deque)

@@ -297,6 +297,17 @@ def test_an_engine_that_two_want_is_not_fought_over(site: Site, run: Run) -> Non
     assert host.step().ready and engine.held == run.digest(1)
 
 
+def test_an_engine_behind_two_addresses_is_asked_by_one(site: Site, run: Run) -> None:
+    engine = SGLang()
+    host = site.host(run, f"{site.option(engine)},name=a", f"{site.option(engine)},name=b")
+    for version in (0, 1):
+        outcome = host.step()
+        assert not outcome.ready and "it is the engine a, given twice" in outcome.waiting[0]
+        assert condition(host) == {"a": "serving", "b": "silent"} and engine.held == run.digest(version)
+        assert len(engine.of("/update_weights_from_disk")) == version + 1
+        run.publish()
+
+
 def test_an_engine_that_was_left_alone_for_long_is_brought_back_at_once(site: Site, run: Run) -> None:
     engine = SGLang()
     host = site.host(run, engine)

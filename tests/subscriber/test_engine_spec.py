@@ -122,6 +122,40 @@ def test_two_engines_need_two_names() -> None:
     assert len(parse_engines(["vllm=http://h:1", "vllm=http://h:1/x,name=second"], LOCAL)) == 2
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("sglang=http://h:1", "sglang=http://h:1,name=b"),
+        ("sglang=http://h:1", "vllm=http://h:1"),
+        ("sglang=http://h:1", "sglang=http://H.:1/"),
+        ("sglang=http://h", "sglang=http://h:80"),
+        ("sglang=https://h", "sglang=http://h:443"),
+        ("sglang=http://127.0.0.1:1", "sglang=http://localhost:1"),
+        ("sglang=http://127.0.0.1:1", "sglang=http://[::1]:1"),
+        ("sglang=http://127.0.0.1:1", "sglang=http://127.1:1"),
+        ("sglang=http://127.0.0.1:1", "sglang=http://0.0.0.0:1"),
+        ("sglang=http://10.0.0.1:1", "sglang=http://[::ffff:10.0.0.1]:1"),
+        ("webhook=http://h:1/a", "webhook=http://h:1//%61/./,name=b"),
+    ],
+)
+def test_one_engine_is_given_once(one: str, other: str) -> None:
+    with pytest.raises(BadEngineOption, match="two --engine options are one engine"):
+        parse_engines([one, other], LOCAL)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("sglang=http://127.0.0.1:1", "sglang=http://127.0.0.2:1"),
+        ("sglang=http://h:1", "sglang=http://h:2"),
+        ("webhook=http://h/a", "webhook=http://h/a?x=1,name=b"),
+        ("webhook=http://h/a", "webhook=http://h/b,name=b"),
+    ],
+)
+def test_engines_at_other_addresses_are_others(one: str, other: str) -> None:
+    assert len(parse_engines([one, other], LOCAL)) == 2
+
+
 @pytest.mark.parametrize("environ", [{}, {"KEY": ""}, {"KEY": "a\nb"}, {"KEY": "ü"}])
 def test_a_key_that_is_not_there_is_refused_without_showing_it(environ: dict[str, str]) -> None:
     spec = parse_engine("sglang=http://h,api_key_env=KEY", LOCAL)
