@@ -404,11 +404,13 @@ class Publisher:
     def _publish(self, work: Work) -> PublishReport:
         if self._owner is None:
             return self._member.publish(work)
-        with contextlib.nullcontext() if self._upkeep is None else self._upkeep.way.publishing():
-            report = self._owner.publish(work)
-        if self._background is not None:
-            self._background.wake()
-        return report
+        try:
+            with contextlib.nullcontext() if self._upkeep is None else self._upkeep.way.publishing():
+                return self._owner.publish(work)
+        finally:
+            # also when it failed: it may have lacked the room that upkeep makes
+            if self._background is not None:
+                self._background.wake()
 
     def obey_orders(self) -> Rollback | None:
         """Carries out a rollback that was ordered. Returns the order that holds publishing, if one does."""

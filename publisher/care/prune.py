@@ -93,7 +93,8 @@ class Uptime:
 
 
 def _seconds_in(grave: Path, uptime: Uptime) -> float:
-    """How long a version has been in the trash; counted anew on another machine, and after a boot."""
+    """How long a version has been in the trash; counted anew on another machine, and after a boot, from when
+    the note of it can be written."""
     note = grave / _NOTE
     try:
         facts = parse_object(durable.read_file(note, _NOTE_LIMIT), str(note))
@@ -102,7 +103,9 @@ def _seconds_in(grave: Path, uptime: Uptime) -> float:
         boot, since = None, 0.0
     if boot == uptime.boot and isinstance(since, int | float) and 0 <= since <= uptime.seconds:
         return uptime.seconds - since
-    note.write_text(json.dumps({"boot": uptime.boot, "seconds": uptime.seconds}))
+    # a full disk is no reason to leave the rest as it is
+    with contextlib.suppress(OSError):
+        note.write_text(json.dumps({"boot": uptime.boot, "seconds": uptime.seconds}))
     return 0.0
 
 

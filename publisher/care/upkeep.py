@@ -42,6 +42,8 @@ from weightcast.shared.local.state import Step
 
 _ESTIMATE_EVERY = 16
 """versions"""
+_SHORTEST_REST = 1.0
+"""seconds"""
 
 
 @dataclass(frozen=True)
@@ -156,11 +158,30 @@ class Upkeep:
             return ""
         self._claim.check()
         channel = Channel.open(self._channel, self._vouching.trust)
+        try:
+            # first: on a full disk nothing can be made before
+            empty_trash(channel.layout, self._options.grace_seconds)
+        finally:
+            made = self._make_or_prune(channel)
+        return made
+
+    @property
+    def rest_seconds(self) -> float | None:
+        """How long there is nothing to do while nothing is published: what was pruned comes due by itself."""
+        return max(_SHORTEST_REST, self._options.grace_seconds) if self._options.retention.bounded else None
+
+    def _make_or_prune(self, channel: Channel) -> str:
         pointer = channel.pointer()
         if pointer is None:
             return ""
         self._sweep(channel)
-        return self._make(channel, pointer) or self._prune(channel, pointer)
+        try:
+            made = self._make(channel, pointer)
+        except OSError:
+            # what does not fit may, once this is gone
+            self._prune(channel, pointer)
+            raise
+        return made or self._prune(channel, pointer)
 
     def _make(self, channel: Channel, pointer: Pointer) -> str:
         with Past(self._local, self._check) as past:
@@ -171,7 +192,6 @@ class Upkeep:
     def _prune(self, channel: Channel, pointer: Pointer) -> str:
         if not self._options.retention.bounded:
             return ""
-        empty_trash(channel.layout, self._options.grace_seconds)
         hosts = self._living.versions(read_reports(channel.directory))
         verdict = decide(situation(channel, pointer, hosts, time.time()), self._options.retention)
         prune(channel, verdict, self._claim)
@@ -286,7 +306,7 @@ class Background:
     def _run(self) -> None:
         _give_way()
         while not self._ending.is_set():
-            self._wanted.wait()
+            self._wanted.wait(self._upkeep.rest_seconds)
             self._working = True
             self._wanted.clear()
             self._work()

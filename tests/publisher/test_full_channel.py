@@ -11,12 +11,17 @@ import numpy as np
 import pytest
 from core_cases import Model, all_changed, bytes_of, read_checkpoint
 from publisher_cases import Place, make_place, numpy_model
+from waiting import wait_until
 
+from weightcast.publisher.care.retention import Retention
+from weightcast.publisher.care.upkeep import UpkeepOptions
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import RetryLater
 
 POINTER_BYTES = 6
+NOTE_BYTES = 4096
+"""room for what pruning notes, and for no anchor"""
 
 
 @pytest.fixture
@@ -118,3 +123,67 @@ def test_what_a_kill_left_half_deleted_is_deleted(place: Place) -> None:
     (grave / "model.safetensors").write_bytes(b"half")
     with place.publisher():
         assert list((place.channel / ".trash").iterdir()) == []
+
+
+def anchored_and_two_more(place: Place) -> Model:
+    model = place.model
+    with place.publisher() as publisher:
+        for version in range(1, 6):
+            model = changed(model, version)
+            publisher.publish_checkpoint(place.new(model))
+            if version == 3:
+                publisher.write_anchor()
+    return model
+
+
+def newest_only(grace_seconds: float) -> UpkeepOptions:
+    return UpkeepOptions(anchor_every=1, retention=Retention(1), grace_seconds=grace_seconds)
+
+
+def trash(place: Place) -> list[str]:
+    return sorted(path.name for path in (place.channel / ".trash").iterdir())
+
+
+def test_pruning_makes_room_where_an_anchor_does_not_fit(place: Place, disk: Disk) -> None:
+    model = anchored_and_two_more(place)
+    with place.publisher(upkeep=newest_only(3600.0)) as publisher:
+        disk.shrink(NOTE_BYTES)
+        for _ in range(2):
+            with pytest.raises(OSError, match="too large"):
+                publisher.make_due()
+            assert [name.split("-")[0] for name in trash(place)] == ["weight_v000001", "weight_v000002"]
+    with place.publisher(upkeep=newest_only(-1.0)) as publisher:
+        with pytest.raises(OSError, match="too large"):
+            publisher.make_due()
+        assert trash(place) == [], "due, and emptied before anything is made"
+        disk.grow()
+        assert publisher.make_due()[0] == "anchor of version 5"
+    place.arrives(model, 5)
+    assert verify(Channel.open(place.channel)) == []
+
+
+def grave(place: Place) -> Path:
+    made = place.channel / ".trash" / "weight_v000001-0-00000000.pruned"
+    made.mkdir(parents=True)
+    return made
+
+
+def test_a_publication_that_failed_has_the_trash_emptied(place: Place, disk: Disk) -> None:
+    with place.publisher(upkeep=newest_only(-1.0)) as publisher:
+        worker = publisher.work_in_background()
+        assert worker is not None
+        wait_until(lambda: not worker.busy)
+        due = grave(place)
+        new = place.new(changed(place.model, 1))
+        with pytest.raises(RetryLater):
+            publisher.publish_checkpoint(new, watching=lambda now: disk.shrink(4) if now == "diff" else None)
+        wait_until(lambda: not due.exists())
+
+
+def test_the_trash_is_emptied_while_nothing_is_published(place: Place) -> None:
+    with place.publisher(upkeep=newest_only(0.5)) as publisher:
+        worker = publisher.work_in_background()
+        assert worker is not None
+        wait_until(lambda: not worker.busy)
+        due = grave(place)
+        wait_until(lambda: not due.exists())
