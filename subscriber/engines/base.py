@@ -96,7 +96,7 @@ class EngineFacts:
 
     reachable: bool
     absent: bool = False
-    """the connection was refused: no process listens there"""
+    """The connection was refused: no process listens there. One that is silent otherwise may be serving."""
     label: str | None = None
     process: str | None = None
     """differs after a restart"""
@@ -188,6 +188,10 @@ class Engine(Protocol):
 
 class NotSent(EngineFailed):
     """No connection came about: the engine has not seen the request."""
+
+
+class NobodyListens(NotSent):
+    """The connection was refused, by each address of the engine: there is no process."""
 
 
 class NoReply(EngineFailed):

@@ -10,6 +10,7 @@ from weightcast.subscriber.engines.base import (
     EngineFacts,
     EngineSpec,
     Intact,
+    NobodyListens,
     NoReply,
     NotSent,
     Policy,
@@ -62,7 +63,7 @@ class SGLang:
             unique = told is None and process is not None
             label = self._read_label(self._timeouts.probe)
         except (NotSent, NoReply) as failure:
-            return EngineFacts(reachable=False, absent=isinstance(failure, NotSent))
+            return EngineFacts(reachable=False, absent=isinstance(failure, NobodyListens))
         except EngineFailed as failure:
             if process is None:
                 return EngineFacts(reachable=False, hindrance=failure.message)

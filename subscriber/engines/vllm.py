@@ -18,6 +18,7 @@ from weightcast.subscriber.engines.base import (
     EngineFacts,
     EngineSpec,
     Intact,
+    NobodyListens,
     NoReply,
     NotSent,
     Policy,
@@ -80,7 +81,7 @@ class VLLM:
             )
             return facts if facts.tell_something else not_an_engine(control)
         except EngineFailed as failure:
-            return EngineFacts(reachable=False, absent=isinstance(failure, NotSent))
+            return EngineFacts(reachable=False, absent=isinstance(failure, NobodyListens))
 
     def _probe(self, path: str) -> Reply:
         return self._wire.get(path, self._timeouts.probe)

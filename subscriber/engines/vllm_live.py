@@ -19,6 +19,7 @@ from weightcast.subscriber.engines.base import (
     EngineSpec,
     Held,
     Intact,
+    NobodyListens,
     NoReply,
     NotSent,
     ReloadOutcome,
@@ -60,7 +61,7 @@ class VLLMLive:
         try:
             reply = self._wire.get(DOOR, self._timeouts.probe)
         except EngineFailed as failure:
-            return EngineFacts(reachable=False, absent=isinstance(failure, NotSent))
+            return EngineFacts(reachable=False, absent=isinstance(failure, NobodyListens))
         hindrance = _hindrance(reply)
         if hindrance:
             return EngineFacts(reachable=False, hindrance=hindrance)

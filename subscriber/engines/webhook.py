@@ -20,6 +20,7 @@ from weightcast.subscriber.engines.base import (
     EngineFacts,
     EngineSpec,
     Intact,
+    NobodyListens,
     NoReply,
     NotSent,
     ReloadOutcome,
@@ -53,7 +54,7 @@ class Webhook:
         try:
             reply = self._wire.get("", self._timeouts.probe)
         except EngineFailed as failure:
-            return EngineFacts(reachable=False, absent=isinstance(failure, NotSent))
+            return EngineFacts(reachable=False, absent=isinstance(failure, NobodyListens))
         if not _accepted(reply):
             silent = _takes_no_get(reply) and not self._tells
             return EngineFacts(reachable=True) if silent else not_an_engine(reply)

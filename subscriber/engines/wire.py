@@ -25,11 +25,13 @@ from weightcast.subscriber.engines.base import (
     BadEngineOption,
     EngineFacts,
     Intact,
+    NobodyListens,
     NoReply,
     NotSent,
     Suspect,
     Timeouts,
 )
+from weightcast.subscriber.engines.listening import nobody_listens
 
 REPLY_LIMIT = 4 << 20
 """bytes; the largest honest reply is a page of metrics"""
@@ -91,7 +93,7 @@ class Place(Protocol):
 
 
 class Wire:
-    """Calls to one engine. Raises NotSent, NoReply; a reply of any status is returned."""
+    """Calls to one engine. Raises NotSent (NobodyListens), NoReply; a reply of any status is returned."""
 
     def __init__(self, spec: Place, timeouts: Timeouts, api_key: str | None = None) -> None:
         self._url = spec.url
@@ -134,11 +136,13 @@ class Wire:
         try:
             request = httpx.Request(method, url, headers=self._headers, json=body, extensions=extensions)
         except httpx.InvalidURL as error:
-            raise _not_sent(url, error) from error
+            raise NotSent(_unreached(url, error), remedy=_START) from error
         try:
             return self._exchange(request, url, deadline)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise _not_sent(url, error) from error
+            absent = nobody_listens(url, error, self._timeouts.connect)
+            kind = NobodyListens if absent else NotSent
+            raise kind(_unreached(url, error), remedy=_START) from error
         except httpx.HTTPError as error:
             if deadline.passed or isinstance(error, httpx.TimeoutException):
                 raise NoReply(f"{url} did not answer within {round(seconds, 2):g} s", remedy=_LOOK) from error
@@ -156,10 +160,11 @@ class Wire:
             return Reply(url, response.status_code, bytes(received))
 
 
-def _not_sent(url: str, error: Exception) -> NotSent:
-    return NotSent(f"{url} cannot be reached: {error}", remedy="start the engine or correct its URL")
+def _unreached(url: str, error: Exception) -> str:
+    return f"{url} cannot be reached: {error}"
 
 
+_START = "start the engine or correct its URL"
 _LOOK = "see the engine's log; restart it if it hangs"
 
 

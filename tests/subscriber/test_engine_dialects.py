@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import ExitStack
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
 
@@ -142,6 +143,64 @@ def test_a_silent_engine_is_not_absent(stage: Stage, kind: str) -> None:
         double.script(path, Hang())
     facts = engine.probe()
     assert (facts.reachable, facts.absent) == (False, False)
+
+
+@contextmanager
+def full_queue(address: str = "127.0.0.1") -> Iterator[str]:
+    """A URL whose process accepts no connection more, as one that hangs."""
+    with socket.socket() as listening, ExitStack() as waiting:
+        listening.bind((address, 0))
+        listening.listen(0)
+        for _ in range(3):
+            client = waiting.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(listening.getsockname())
+        yield f"http://{address}:{listening.getsockname()[1]}"
+
+
+@contextmanager
+def no_tls() -> Iterator[str]:
+    """A URL whose process fails every handshake, as one with a certificate that has expired."""
+    with serve(WebhookDouble()) as url:
+        yield url.replace("http:", "https:")
+
+
+@contextmanager
+def no_way() -> Iterator[str]:
+    """A URL to which the machine knows no way."""
+    yield "http://255.255.255.255:9"
+
+
+UNREACHED = {"a full queue": full_queue, "no TLS": no_tls, "no way": no_way}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [*((kind, "") for kind in KINDS), ("sglang", ",via=live"), ("vllm", ",via=live")]
+)
+@pytest.mark.parametrize("unreached", UNREACHED.values(), ids=UNREACHED)
+def test_only_a_refused_connection_says_that_nobody_is_there(
+    stage: Stage, kind: str, unreached: Callable[[], AbstractContextManager[str]], options: str
+) -> None:
+    with unreached() as url:
+        engine = stage.at(kind, url, options, dataclasses.replace(QUICK, connect=0.1))
+        facts = engine.probe()
+        assert (facts.reachable, facts.absent) == (False, False)
+        with pytest.raises(NotSent, match="cannot be reached"):
+            engine.pause()
+
+
+@pytest.mark.parametrize("beside", ["127.0.0.2", "127.0.0.3"])
+def test_nobody_is_there_only_where_each_address_refuses(
+    stage: Stage, kind: str, beside: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The resolver tells two addresses; at 127.0.0.2 a process listens and hangs."""
+    with full_queue("127.0.0.2") as url:
+        port = int(url.rpartition(":")[2])
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in (beside, "127.0.0.1")]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        engine = stage.at(kind, f"http://engine:{port}", timeouts=dataclasses.replace(QUICK, connect=0.1))
+        facts = engine.probe()
+    assert (facts.reachable, facts.absent) == (False, beside == "127.0.0.3")
 
 
 def test_a_reload_without_an_answer_is_suspect_and_is_not_sent_again(stage: Stage, kind: str) -> None:

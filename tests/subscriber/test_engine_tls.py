@@ -15,7 +15,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from doubles import SGLangDouble, serve
+from hosts import Mapping_, Site, on_disk
 
+from weightcast.shared.errors import EngineFailed
 from weightcast.subscriber.engines.base import BadEngineOption, Engine, parse_engine
 from weightcast.subscriber.engines.kinds import open_engine
 
@@ -85,6 +87,41 @@ def test_nor_is_a_certificate_of_another_machine(stack: ExitStack, tmp_path: Pat
 
 def test_anybody_is_believed_only_when_asked_for(stack: ExitStack, tmp_path: Path) -> None:
     assert engine_at(stack, tmp_path, lambda chain: ",verify=false").probe().label == "default"
+
+
+def test_files_are_not_changed_under_an_engine_whose_certificate_is_no_longer_good(
+    site: Site, tmp_path: Path
+) -> None:
+    """It maps the files and serves; it cannot be told of anything."""
+    good, other = tmp_path / "good", tmp_path / "other"
+    for directory in (good, other):
+        directory.mkdir()
+        certificate(directory, "127.0.0.1")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(good / "certificate.pem", good / "key.pem")
+    run, engine = site.run(), Mapping_(site.root / "host")
+    run.publish()
+    url = site.stack.enter_context(serve(engine, tls=context))
+    host = site.host(run, f"webhook={url},ca={good / 'certificate.pem'}")
+    assert host.step().ready
+    engine.seen.clear()
+
+    context.load_cert_chain(other / "certificate.pem", other / "key.pem")
+    run.publish()
+    with pytest.raises(EngineFailed, match="not patched in"):
+        host.step()
+    assert on_disk(host.local) == run.digest(1) and engine.seen == []
+    path = min(host.local.glob("model-*.safetensors"))
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    damaged = on_disk(host.local)
+    with pytest.raises(EngineFailed, match="cannot be reached"):
+        host.sync.rehash()
+    assert on_disk(host.local) == damaged and engine.seen == []
+
+    context.load_cert_chain(good / "certificate.pem", good / "key.pem")
+    assert host.retry().ready and host.at(run, 2)
+    assert engine.seen[0] == ("pause", damaged) and engine.seen[-1] == ("resume", run.digest(2))
 
 
 @pytest.mark.parametrize(
