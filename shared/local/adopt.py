@@ -1,5 +1,5 @@
-"""A local checkpoint whose state cannot be read: reading every byte tells which version of its channel lies
-here. Nothing is taken on trust.
+"""A local checkpoint whose state cannot be read, or contradicts itself: reading every byte tells which
+version of its channel lies here. Nothing is taken on trust.
 
 What only the state knew is gone: engines count as unknown, and are reloaded; versions that they refused are
 tried again; the way back by journals is lost.
@@ -30,6 +30,7 @@ from weightcast.shared.local.state import (
     LocalState,
     Phase,
     Position,
+    check_roots,
     pack_lanes,
     read_state,
     unpack_lanes,
@@ -41,10 +42,18 @@ _KEPT_BYTES = 1 << 20
 """of the unreadable state, for whoever wants to know what happened"""
 
 
+def sound_state(paths: LocalPaths) -> LocalState | None:
+    """As `read_state`, and DamagedFile where it contradicts itself, as far as the base beside it tells."""
+    state, base = read_state(paths.state), _base_here(paths)
+    if state is not None and base is not None:
+        check_roots(paths.state, state, base.table)
+    return state
+
+
 def is_lost(paths: LocalPaths) -> bool:
-    """Whether there is a state that cannot be read. Raises UnknownFormat for another release's."""
+    """Whether there is a state that is not sound. Raises UnknownFormat for another release's."""
     try:
-        read_state(paths.state)
+        sound_state(paths)
     except UnknownFormat:
         raise
     except DamagedFile:
@@ -75,12 +84,18 @@ def adopt(
     return state.position
 
 
+def _base_here(paths: LocalPaths) -> Base | None:
+    try:
+        return parse_base(durable.read_file(paths.base, BASE_LIMIT))
+    except (DamagedFile, FileNotFoundError):
+        return None
+
+
 def _base(paths: LocalPaths, channel: Channel) -> Base:
     """The run's, which the local checkpoint must not contradict."""
     _, base = channel.require_ours()
-    try:
-        here = parse_base(durable.read_file(paths.base, BASE_LIMIT))
-    except (DamagedFile, FileNotFoundError):
+    here = _base_here(paths)
+    if here is None:
         durable.replace(paths.base, write_base(base))
         return base
     if here.run_id != base.run_id or here.root != base.root:

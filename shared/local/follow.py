@@ -22,7 +22,7 @@ from weightcast.shared.errors import Forked, NeedsReseed, Refused, RetryLater, W
 from weightcast.shared.files.checkpoint import Checkpoint, open_checkpoint
 from weightcast.shared.local import patch as patching
 from weightcast.shared.local import spare
-from weightcast.shared.local.adopt import adopt, is_lost
+from weightcast.shared.local.adopt import adopt, is_lost, sound_state
 from weightcast.shared.local.detours import Detours, Stretch
 from weightcast.shared.local.hashing import Differs
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths, own
@@ -264,7 +264,7 @@ class Follower:
     @property
     def epoch(self) -> int:
         """The highest epoch that was ever followed here."""
-        state = read_state(self.paths.state)
+        state = sound_state(self.paths)
         return 0 if state is None else state.epoch
 
     @property

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from weightcast.shared.channel.base import BASE_LIMIT, Base, parse_base
 from weightcast.shared.channel.chain import check_files
-from weightcast.shared.errors import WeightcastError
+from weightcast.shared.errors import DamagedFile, WeightcastError
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import open_checkpoint
 from weightcast.shared.files.entries import is_directory
@@ -16,7 +16,7 @@ from weightcast.shared.local.hashing import HashReport, full_hash
 from weightcast.shared.local.journal import JournalReader
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.local.seed import table_problems
-from weightcast.shared.local.state import LANES_BYTES, LocalState, Phase, Step, read_state
+from weightcast.shared.local.state import LANES_BYTES, LocalState, Phase, Step, check_roots, read_state
 from weightcast.shared.progress import Advance
 
 _SEEDED = "the host cannot patch it; its next start seeds it again"
@@ -86,6 +86,11 @@ def _base(paths: LocalPaths, state: LocalState | None) -> tuple[Base | None, lis
         return base, [Fault(_name(paths.base), f"is of run {base.run_id}, state.json is not", _SEEDED)]
     if state is not None and len(state.position.lanes) != LANES_BYTES * len(base.table):
         return base, [Fault(_name(paths.state), "has lanes of other tensors than base.json", _SEEDED)]
+    try:
+        if state is not None:
+            check_roots(paths.state, state, base.table)
+    except DamagedFile as error:
+        return base, [Fault(_name(paths.state), error.message, _STUCK)]
     return base, []
 
 
@@ -154,8 +159,6 @@ def _weights(directory: Path, threads: int, advance: Advance | None) -> tuple[Ha
             Fault(places[opened.table.numbers[name]].file.name, f"{name} differs", _WRONG_WEIGHTS)
             for name in report.differing
         ]
-    if not report.intact and not report.differing:
-        faults = [Fault(".weightcast/state.json", "its lanes are not those of its root", _SEEDED)]
     return report, faults
 
 

@@ -39,7 +39,7 @@ from weightcast.shared.files.space import taken_bytes
 from weightcast.shared.files.unshare import unshare_blocks
 from weightcast.shared.local.host import Host
 from weightcast.shared.local.locks import FileLock, Wait, holder, owner_text
-from weightcast.shared.local.state import LANES_BYTES, LocalState, read_state, write_state
+from weightcast.shared.local.state import LANES_BYTES, LocalState, check_roots, read_state, write_state
 from weightcast.shared.words import BLOCK_WORDS, ByteArray, Chunk, TensorTable, Words
 
 WordsIn = Callable[[int, int, int], Words]
@@ -180,7 +180,8 @@ class LocalCheckpoint:
 
     @classmethod
     def open(cls, directory: Path) -> LocalCheckpoint | None:
-        """None when nothing was ever seeded here. NeedsReseed when the files no longer fit the state."""
+        """None when nothing was ever seeded here. NeedsReseed when the files no longer fit the state,
+        DamagedFile when the state contradicts itself."""
         paths = LocalPaths(directory)
         state = read_state(paths.state)
         if state is None:
@@ -197,6 +198,7 @@ class LocalCheckpoint:
             raise NeedsReseed(
                 f"{directory}: its tensors are no longer those of the run's base", remedy=_SEEDED_AGAIN
             )
+        check_roots(paths.state, state, base.table)
         return cls(paths, base, state, checkpoint)
 
     @property

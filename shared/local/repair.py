@@ -21,7 +21,6 @@ from weightcast.shared.channel.base import BASE_LIMIT, Base, parse_base, write_b
 from weightcast.shared.channel.chain import check_files
 from weightcast.shared.channel.delta_reader import open_delta
 from weightcast.shared.channel.index import STEP_ENCODINGS, FileRecord, ForeignIndex, Index
-from weightcast.shared.digest.root import root
 from weightcast.shared.errors import DamagedFile, RetryLater, WeightcastError
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
@@ -233,8 +232,6 @@ def repair(
     _note(local, damage)
     failpoint("repair.noted", local.directory)
     tensors = [local.table.numbers[name] for name in damage.tensors]
-    if root(local.table, lanes_list(damage.position.lanes)) != damage.position.root:
-        raise Differs(f"{local.paths.state}: its lanes are not those of its root", damage.position, ())
     try:
         scratch = _Scratch(local.paths.spool / "repair", local.table)
     except OSError as error:

@@ -15,16 +15,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.root import root
 from weightcast.shared.errors import DamagedFile, UnknownFormat
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import FileIdentity
 from weightcast.shared.files.strict_json import parse_object
 from weightcast.shared.local.host import UNKNOWN_HOST, Host
+from weightcast.shared.words import TensorTable
 
 STATE_FORMAT = 1
 _LIMIT = 256 << 20
 LANES_BYTES = 16
 """of one tensor"""
+_FIND_OUT = (
+    "`weightcast sync --rehash`, or `local verify --repair`, reads all weights and finds out which version "
+    "lies here"
+)
 
 
 class Phase(StrEnum):
@@ -152,11 +158,20 @@ def read_state(path: Path) -> LocalState | None:
     except FileNotFoundError:
         return None
     except (DamagedFile, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise DamagedFile(
-            f"{path}: not a state of a local checkpoint ({error})",
-            remedy="`weightcast sync --rehash`, or `local verify --repair`, reads all weights and finds out "
-            "which version lies here",
-        ) from error
+        raise DamagedFile(f"{path}: not a state of a local checkpoint ({error})", remedy=_FIND_OUT) from error
+
+
+def check_roots(path: Path, state: LocalState, table: TensorTable) -> None:
+    """Raises DamagedFile where lanes in `state`, read from `path`, are not those of the root beside them:
+    held against such lanes right weights are wrong, and nothing can be repaired towards them."""
+    positions = {state.position, *(one for step in state.steps for one in (step.base, step.target))}
+    for position in positions:
+        fits = len(position.lanes) == LANES_BYTES * len(table)
+        if not fits or root(table, unpack_lanes(position.lanes)) != position.root:
+            raise DamagedFile(
+                f"{path}: its lanes of version {position.version} are not those of the version's root",
+                remedy=_FIND_OUT,
+            )
 
 
 def _to_json(state: LocalState) -> dict[str, Any]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 from core_cases import bytes_of, flip, read_checkpoint
-from local_cases import Run, catch_up, following, make_run, phase_of, state_of, step_to
+from local_cases import Run, catch_up, edit_state, following, make_run, phase_of, state_of, step_to
 
+from weightcast.publisher import Publisher
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import DamagedFile, UnknownFormat, WrongRun
 from weightcast.shared.local.follow import Follower
@@ -132,6 +134,40 @@ def test_another_release_s_state_is_not_touched(run: Run) -> None:
     garble(run, json.dumps({**state_of(host(run)), "format": 99}).encode())
     with following(run, host(run)) as follower, pytest.raises(UnknownFormat):
         adopt(follower)
+
+
+def flip_a_lane(local: Path) -> None:
+    position = state_of(local)["position"]
+    lanes = bytearray(base64.b64decode(position["lanes"]))
+    lanes[3] ^= 4
+    edit_state(local, position={**position, "lanes": base64.b64encode(lanes).decode()})
+
+
+def test_lanes_that_are_not_the_root_s_are_a_lost_state(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    before = state_of(host(run))
+    flip_a_lane(host(run))
+    assert weightcast(["local", "verify", "--local", str(host(run)), "--json"]) == 3
+    (fault,) = json.loads(capsys.readouterr().out)["faults"]
+    assert fault["file"] == ".weightcast/state.json" and "sync --rehash" in fault["meaning"]
+    with following(run, host(run)) as follower:
+        with pytest.raises(DamagedFile, match="lanes of version 2 are not those of the version's root"):
+            catch_up(follower)
+        assert (phase_of(host(run)), state_of(host(run))["generation"]) == ("clean", before["generation"])
+        assert adopt(follower) and not adopt(follower)
+        assert state_of(host(run))["position"] == before["position"]
+        catch_up(follower)
+    assert read_checkpoint(host(run)) == bytes_of(run.latest)
+
+
+def test_a_publisher_stops_at_lanes_that_are_not_the_root_s(run: Run) -> None:
+    local = host(run)
+    flip_a_lane(local)
+    with pytest.raises(DamagedFile, match="local verify --repair"):
+        Publisher.open(run.channel, local=local, base=run.base)
+    where = ["--channel", str(run.channel), "--local", str(local), "--base", str(run.base)]
+    assert weightcast(["local", "verify", "--repair", *where]) == 0
+    with Publisher.open(run.channel, local=local, base=run.base) as publisher:
+        assert publisher.local_version == 3
 
 
 @pytest.mark.parametrize("verb", [["sync", "--rehash"], ["local", "verify", "--repair"]])

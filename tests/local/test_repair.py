@@ -117,7 +117,7 @@ def test_a_way_that_is_damaged_is_left_for_another(anchored: Run, tmp_path: Path
     holds(anchored, local)
 
 
-@pytest.mark.parametrize("damage", ["delta", "lanes", "base", "config"])
+@pytest.mark.parametrize("damage", ["delta", "base", "config"])
 def test_what_cannot_be_repaired_is_seeded_again(anchored: Run, tmp_path: Path, damage: str) -> None:
     local = followed(anchored, tmp_path / "local")
     run = Run(tmp_path, anchored.models)
@@ -128,9 +128,6 @@ def test_what_cannot_be_repaired_is_seeded_again(anchored: Run, tmp_path: Path, 
     if damage == "delta":
         shard = next((run.channel / "weight_v000003").glob("*.safetensors"))
         shard.write_bytes(bytes(shard.stat().st_size))
-    elif damage == "lanes":
-        lanes = state_of(local)["position"]["lanes"]
-        edit_state(local, position={**state_of(local)["position"], "lanes": "AAAA" + lanes[4:]})
     elif damage == "base":
         shutil.rmtree(run.base)
         shutil.rmtree(run.channel / "weight_v000002/anchor")
