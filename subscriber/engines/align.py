@@ -30,8 +30,8 @@ from weightcast.subscriber.engines.base import (
 from weightcast.subscriber.engines.roster import EngineResult, EngineState, PhaseSeconds, reload_order
 
 Mark = Literal["pausing", "served", "refused", "suspect"]
-"""What must be durable before the next call: `pausing` before the first, `suspect` when a reload went wrong,
-`served` or `refused` after the engine resumed."""
+"""What must be durable before the next call: `pausing` before the first, `suspect` when a reload went wrong
+and before one whose label the engine shows already, `served` or `refused` after the engine resumed."""
 Recovery = Literal["nothing", "resumed", "reload"]
 
 
@@ -90,7 +90,8 @@ def align(
     if not facts.reachable:
         return run.unreachable(facts, before_reload)
     run.keeps_pause = keeps_pause and facts.paused is True
-    marks("suspect" if suspect else "pausing")
+    # A label that it shows already would say after a kill that half a reload is a whole one.
+    marks("suspect" if suspect or facts.label == label else "pausing")
     run.began = run.pace.clock()
     try:
         with run.timed("pause"):
@@ -247,7 +248,7 @@ class _Alignment:
     def serve(self, confirmed: Confirmation) -> EngineResult:
         failure = self.resume()
         if failure is not None:
-            # The weights are right: the note `pausing` stays, and says that a resume is due.
+            # The weights are right: where the note is `pausing` it stays, and says that a resume is due.
             return self.result("failed", str(failure))
         now = self.engine.probe()
         if not now.reachable or (None not in (now.process, self.process) and now.process != self.process):

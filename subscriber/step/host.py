@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import get_args
 
@@ -178,13 +178,19 @@ class Host:
         served = {name for name in mapping & set(engines) if engines[name].mark is Mark.SERVED}
         if served:
             local.save(local.state.but(engines={n: one for n, one in engines.items() if n not in served}))
-        self.engines.pause_mapping(self.note_pausing)
+        self.engines.pause_mapping(self.note_doubt)
 
-    def note_pausing(self, name: str) -> None:
+    def note_doubt(self, name: str) -> None:
+        """Before files are written on under an engine. It may name the version that they come to already:
+        after a kill that would say that it was reloaded since."""
         state, local = self.state, self.follower.local
-        if state is None or name in state.engines:
+        if state is None:
             return
-        state = state.but(engines={**state.engines, name: EngineState(Mark.PAUSING)})
+        known = state.engines.get(name)
+        if known is not None and known.mark is Mark.SUSPECT:
+            return
+        record = EngineState(Mark.SUSPECT) if known is None else replace(known, mark=Mark.SUSPECT)
+        state = state.but(engines={**state.engines, name: record})
         if local is not None:
             local.save(state)
         else:

@@ -85,4 +85,4 @@ class Opener:
         state = self._follower.state
         if state is not None:
             self._follower.state = state.but(engines=unaligned(state.engines))
-            self._engines.pause_mapping(self._host.note_pausing)
+            self._engines.pause_mapping(self._host.note_doubt)

@@ -15,6 +15,7 @@ from doubles import Answer, Drop
 from hosts import Clock, Host, Mapping_, Run, SGLang, Site, on_disk
 
 from weightcast.shared.errors import EngineFailed, NeedsReseed, RetryLater
+from weightcast.shared.failpoints import watch
 from weightcast.shared.local.scrub import Scrub
 from weightcast.shared.local.state import Mark
 
@@ -87,6 +88,54 @@ def test_killed_while_seeding(site: Site, number: int) -> None:
     host.sync.close()
     assert killed(lambda: _one_step(host), "os.rename", number, ".json")
     recovered(run, host, engine, 1)
+
+
+def test_killed_in_a_reload_of_the_version_that_the_label_names_already(site: Site) -> None:
+    """The engine tells no process, so that each start reloads it; this reload fails half way."""
+    run, engine = site.run(), SGLang()
+    engine.missing.add("/metrics")
+    host = site.host(run, engine)
+    assert host.step().ready and engine.label == "0"
+    host.sync.close()
+    engine.script(UPDATE, engine.half_loaded)
+    assert killed(lambda: _step_until(host, "engine.reloaded"), "none", 1)
+    assert engine.broken and engine.paused
+    engine.calls.clear()
+    recovered(run, host, engine, 0)
+    assert engine.paths()[:2] == ["/pause_generation", UPDATE], "no resume before the reload"
+
+
+def test_killed_after_files_were_repaired_under_an_engine_that_maps_them(site: Site) -> None:
+    """Its label names the version all along."""
+    run, engine = site.run(), Mapping_(site.root / "host")
+    host = site.host(run, engine)
+    assert host.step().ready and engine.label == "0"
+    _flip(host.local)
+    host.sync.close()
+    assert killed(lambda: _step_until(host, "repair.written", "lock.wanted", rehash=True), "none", 1)
+    assert host.at(run, 0) and engine.paused
+    engine.seen.clear()
+    host.start()
+    assert host.step().ready and host.at(run, 0) and not engine.paused
+    assert [phase for phase, _ in engine.seen] == ["pause", "reload", "resume"], "no resume before the reload"
+
+
+def _step_until(host: Host, *failpoints: str, rehash: bool = False) -> None:
+    """Dies at the last of the failpoints, once it has passed the others in this order."""
+    left = list(failpoints)
+
+    def die(passed: str, _: Path | None) -> None:
+        if passed == left[0] and len(left) > 1:
+            del left[0]
+        elif passed == left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    watch(die)
+    host.start()
+    if rehash:
+        host.sync.rehash()
+    else:
+        host.step()
 
 
 def test_a_paused_engine_goes_on_although_the_channel_is_gone(site: Site) -> None:
