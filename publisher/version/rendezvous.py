@@ -21,7 +21,7 @@ from weightcast.publisher.version.draft import Frame
 from weightcast.publisher.version.exchange import Sent
 from weightcast.shared.channel.index import INDEX_LIMIT, Index, parse_index, write_index
 from weightcast.shared.channel.layout import Layout
-from weightcast.shared.errors import DamagedFile, NeedsReseed, NotInTime, Refused, WeightcastError
+from weightcast.shared.errors import DamagedFile, NeedsReseed, NotInTime, Refused, RetryLater, WeightcastError
 from weightcast.shared.files import durable
 from weightcast.shared.files.entries import exists, matching
 from weightcast.shared.files.strict_json import Members, parse_object
@@ -151,7 +151,7 @@ def await_plan(directory: Path, attempt: Attempt, table: TensorTable, deadline: 
     path = directory / exchange.PLAN
 
     def there() -> bool:
-        _raise_closed(directory)
+        _raise_over(directory)
         data = _read(path, exchange.LIMIT)
         if data is not None:
             plans.append(exchange.parse_plan(data, table, str(path)))
@@ -206,11 +206,12 @@ def collect(
     deadline: float,
 ) -> list[Found]:
     """What each of `ranks` leaves. NotInTime names the ranks that are missing, Refused the one that failed or
-    why rank 0 gave up; NeedsReseed where that was a drifted local checkpoint."""
+    why rank 0 gave up; NeedsReseed where that was a drifted local checkpoint, RetryLater where the attempt
+    was cleared away."""
     found: dict[int, Found] = {}
 
     def complete() -> bool:
-        _raise_closed(directory)
+        _raise_over(directory)
         for rank in ranks:
             _raise_failure(directory, rank)
             one = None if rank in found else read(rank)
@@ -264,6 +265,16 @@ def _raise_closed(directory: Path) -> None:
         if closed.boolean("drifted"):
             raise NeedsReseed(text, remedy="nothing was published; publish again on all ranks")
         raise Refused(text, remedy="nothing was published")
+
+
+def _raise_over(directory: Path) -> None:
+    """While there can be no version of it yet: one that was committed is cleared away too."""
+    _raise_closed(directory)
+    if not exists(directory / _OPEN):
+        raise RetryLater(
+            "the attempt at a version was cleared away: rank 0 began again, or another publisher took over",
+            remedy="publish again on this rank; nothing was published",
+        )
 
 
 def attempts_seen(layout: Layout) -> set[Path]:
