@@ -10,7 +10,8 @@ import typer
 
 from weightcast.shared.errors import USAGE, EngineFailed, Refused
 from weightcast.shared.service.logs import get_log, setup_logs
-from weightcast.subscriber.engines.base import EngineSpec, Timeouts, parse_engine
+from weightcast.subscriber.engines.base import BadEngineOption, EngineSpec, Timeouts, parse_engine
+from weightcast.subscriber.engines.guarded import Guarded
 from weightcast.subscriber.engines.kinds import open_engine
 from weightcast.subscriber.engines.launch import PROBE_SECONDS, Launch, run_engine
 from weightcast.subscriber.engines.wire import Wire
@@ -57,7 +58,7 @@ def run(
 
 def _loaded(engine: str | None, ready_url: str | None, local: Path) -> Callable[[], bool]:
     if engine is not None and ready_url is None:
-        adapter = open_engine(parse_engine(engine, local), timeouts=PROBING)
+        adapter = Guarded(open_engine(parse_engine(engine, local), timeouts=PROBING))
         return lambda: adapter.probe().reachable
     if ready_url is not None and engine is None:
         wire = Wire(_spec(ready_url, local), PROBING)
@@ -68,7 +69,10 @@ def _loaded(engine: str | None, ready_url: str | None, local: Path) -> Callable[
 
 
 def _spec(url: str, local: Path) -> EngineSpec:
-    return parse_engine(f"webhook={url}", local)
+    try:
+        return parse_engine(f"webhook={url}", local)
+    except BadEngineOption as error:
+        raise NoProbe(f"--ready-url: {url!r} cannot be asked", remedy="give http[s]://HOST/...") from error
 
 
 def _answers(wire: Wire) -> bool:

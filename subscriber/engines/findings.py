@@ -10,6 +10,7 @@ from pathlib import Path
 from weightcast.shared.errors import EngineFailed
 from weightcast.shared.service.doctor.findings import Finding
 from weightcast.subscriber.engines.base import Engine, EngineFacts, EngineSpec, Timeouts, parse_engines
+from weightcast.subscriber.engines.guarded import Guarded, guarded
 from weightcast.subscriber.engines.kinds import open_engine
 from weightcast.subscriber.engines.sglang import SGLang
 from weightcast.subscriber.engines.vllm import DEV_MODE
@@ -31,10 +32,10 @@ def judge_engines(texts: Sequence[str], local: Path, seconds: float) -> Iterator
 
 
 def _facts(engine: Engine) -> EngineFacts:
-    facts = engine.probe()
+    facts = Guarded(engine).probe()
     if not isinstance(engine, SGLang) or not facts.reachable:
         return facts
-    with suppress(EngineFailed):
+    with suppress(EngineFailed), guarded(engine.spec):
         return replace(facts, software=engine.release())
     return facts
 

@@ -26,6 +26,7 @@ from weightcast.subscriber.engines.base import (
     Suspect,
 )
 from weightcast.subscriber.engines.grouped import Grouped
+from weightcast.subscriber.engines.guarded import Guarded
 
 Way = Literal["", "live", "reload"]
 Why = Literal[
@@ -248,5 +249,6 @@ class Live:
 
 def live_of(engine: Engine) -> Live | None:
     """The engine behind what wraps it, if it takes patches."""
-    inner = engine.engine if isinstance(engine, Grouped) else engine
-    return inner if isinstance(inner, Live) else None
+    while isinstance(engine, Guarded | Grouped):
+        engine = engine.engine
+    return engine if isinstance(engine, Live) else None

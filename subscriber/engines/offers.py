@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from weightcast.shared.errors import WeightcastError
+from weightcast.shared.errors import EngineFailed, WeightcastError
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.local.access import Readers, let_read_patches
 from weightcast.shared.local.engine_patch import drop_engine_patches, write_engine_patch
@@ -16,7 +16,8 @@ from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.state import EngineState, Mark, Position, Step
 from weightcast.subscriber.engines.aligned import Sight, is_aligned, weights_of
 from weightcast.subscriber.engines.base import Held
-from weightcast.subscriber.engines.live import ALIGNED, Aim, Live, NotTaken, PatchFile, Why
+from weightcast.subscriber.engines.guarded import guarded
+from weightcast.subscriber.engines.live import ALIGNED, Aim, Live, PatchFile, Why
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,8 @@ def write_patch(
 
 def _checked(one: Candidate, patch: PatchFile) -> Offer:
     try:
-        one.live.engine.check(patch)
-    except NotTaken as refusal:
+        with guarded(one.live.spec):
+            one.live.engine.check(patch)
+    except EngineFailed as refusal:
         return Offer(None, "refused", refusal.message)
     return Offer(patch)

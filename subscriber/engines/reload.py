@@ -35,6 +35,7 @@ from weightcast.subscriber.engines.aligned import (
 )
 from weightcast.subscriber.engines.base import Engine, EngineFacts, Held
 from weightcast.subscriber.engines.grouped import Grouped
+from weightcast.subscriber.engines.guarded import Guarded
 from weightcast.subscriber.engines.live import Live, live_of
 from weightcast.subscriber.engines.offers import Candidate, Offer, make_offers
 from weightcast.subscriber.engines.roster import EngineResult, Order, goes_on, reload_order
@@ -99,7 +100,7 @@ class Engines:
     ) -> None:
         """`look_seconds`: between looks at engines that are all aligned. `jitter`: uniform in [0, 1).
         `group_patches`: every host of the engines' group stages patches for them."""
-        self.engines = tuple(engines)
+        self.engines = tuple(map(Guarded, engines))
         self.order = order
         self._pace = Pace() if pace is None else pace
         self._clock = clock
@@ -298,9 +299,9 @@ class Engines:
             steps = (*local.state.undo, staged)
             self._offers = make_offers(local, steps, candidates, self._each, readers)
 
-    def _candidate(self, engine: Engine, live: Live, local: LocalCheckpoint) -> Candidate:
+    def _candidate(self, engine: Guarded, live: Live, local: LocalCheckpoint) -> Candidate:
         name = engine.spec.name
-        grouped = isinstance(engine, Grouped) and not self._group_patches
+        grouped = isinstance(engine.engine, Grouped) and not self._group_patches
         return Candidate(name, live, local.state.engines.get(name), self._known[name].sight(), grouped)
 
     def reload(

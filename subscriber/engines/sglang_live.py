@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 
 import httpx
 
-from weightcast.shared.errors import EngineFailed
+from weightcast.shared.errors import DamagedFile, EngineFailed
+from weightcast.shared.files.strict_json import parse_object
 from weightcast.subscriber.engines.base import (
     QUOTED,
     Confirmation,
@@ -208,7 +209,7 @@ class SGLangLive:
             if left <= 0:
                 raise EngineFailed(f"{self.spec.url} did not end {door} in {seconds:g} s", remedy=LOG)
             rest = told.body.get("rest") if told.status == _MORE else _BUSY_SECONDS
-            time.sleep(min(float(rest) if isinstance(rest, int | float) else 0.0, _MOST_REST, left))
+            time.sleep(min(_rest(rest), left))
             told = self._question(door, body, left)
         return told
 
@@ -298,15 +299,26 @@ def named_dummy(name: str) -> str:
     return base64.b64encode(b"".join(pickled)).decode()
 
 
+def _rest(told: object) -> float:
+    """Seconds until the next question, within what is sensible whatever number the hook tells."""
+    # in this order NaN comes to 0, and an integer beyond all floats is never made one
+    return min(max(0.0, told), _MOST_REST) if isinstance(told, int | float) else 0.0
+
+
+def _hooks_object(message: str, where: str) -> Mapping[str, object]:
+    """The hook's answer, empty where it is none. SGLang may add words of its own behind it."""
+    try:
+        _, end = json.JSONDecoder().raw_decode(message)
+        return parse_object(message[:end].encode(), where)
+    except (ValueError, RecursionError, DamagedFile):
+        return {}
+
+
 def _told(reply: Reply) -> _Told:
-    """SGLang may add words of its own behind the hook's."""
     fields = reply.fields()
     message = fields.get("message")
-    try:
-        body, _ = json.JSONDecoder().raw_decode(message if isinstance(message, str) else "")
-    except (ValueError, RecursionError):
-        body = None
-    status = body.get("status") if isinstance(body, dict) else None
+    body = _hooks_object(message if isinstance(message, str) else "", reply.url)
+    status = body.get("status")
     if type(status) is not int or httpx.codes.is_success(status) != (fields.get("success") is True):
         return _Told(400 if reply.status in NEVER_HANDLED else 0, {}, reply.describe())
     words = [str(body[key])[:QUOTED] for key in ("error", "remedy") if body.get(key)]

@@ -17,6 +17,7 @@ from weightcast.shared.errors import DamagedFile, EngineFailed, RetryLater
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.state import Phase, Position, lanes_list
 from weightcast.shared.words import TensorTable
+from weightcast.subscriber.engines.guarded import guarded
 from weightcast.subscriber.engines.live import EngineLanes, Live
 
 _PIECE_BYTES = 32 << 20
@@ -143,7 +144,8 @@ class EngineVerify:
                 )
             piece = _piece(local.table, reading.next)
             try:
-                found = live.engine.lanes([local.table[number].name for number in piece])
+                with guarded(live.spec):
+                    found = live.engine.lanes([local.table[number].name for number in piece])
             except EngineFailed:
                 reading.not_before = self._clock() + _AGAIN_SECONDS
                 break
@@ -271,7 +273,8 @@ def _whole(
     lanes: dict[str, str] = {}
     refused: dict[str, str] = {}
     for piece in _pieces(table, numbers):
-        found = live.engine.lanes([table[number].name for number in piece])
+        with guarded(live.spec):
+            found = live.engine.lanes([table[number].name for number in piece])
         if found.changed or found.version != position.version:
             return None
         lanes |= found.lanes

@@ -304,7 +304,12 @@ def test_no_engine_is_let_at_what_is_no_version(site: Site, run: Run, damage: Ca
 
 @pytest.mark.parametrize(
     "options",
-    [(), ("--engine", "sglang=http://a", "--ready-url", "http://a"), ("--engine", "llama=http://a")],
+    [
+        (),
+        ("--engine", "sglang=http://a", "--ready-url", "http://a"),
+        ("--engine", "llama=http://a"),
+        ("--ready-url", "http://a..b/"),
+    ],
 )
 def test_usage(tmp_path: Path, options: tuple[str, ...]) -> None:
     assert run_command(["run-engine", "--local", str(tmp_path), *options, "--", "true"]) == 2

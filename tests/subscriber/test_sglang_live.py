@@ -15,6 +15,7 @@ from hosts import Host, Run, Site
 from hypothesis import given
 from hypothesis import strategies as st
 from plugin_double import lanes_of
+from pydantic import TypeAdapter
 from sglang_plugin import SGLangPlugin
 
 from weightcast.shared.errors import EngineFailed
@@ -22,7 +23,7 @@ from weightcast.subscriber.engines.base import Timeouts, parse_engines
 from weightcast.subscriber.engines.kinds import open_engine
 from weightcast.subscriber.engines.live import NotTaken, Patchable, PatchFile, live_of
 from weightcast.subscriber.engines.sglang_live import named_dummy
-from weightcast.subscriber.status import LiveStatus
+from weightcast.subscriber.status import HostStatus, LiveStatus
 
 ASKED = "/weights_checker"
 TENSORS = "/update_weights_from_tensor"
@@ -271,3 +272,22 @@ def test_an_order_is_a_pickle_that_torch_reads(name: str) -> None:
     torch = pytest.importorskip("torch")
     [(found, tensor)] = pickle.loads(base64.b64decode(named_dummy(name)))  # noqa: S301
     assert found == name and type(tensor) is torch.Tensor and tensor.shape == (1,)
+
+
+@pytest.mark.parametrize("rest", ["-1", "NaN", "-Infinity", "1e999", "1" + "0" * 400, "null", '"soon"'])
+def test_a_rest_that_is_none_is_no_rest(world: World, rest: str) -> None:
+    """Where the hook's answer is no JSON it is no answer: the engine is loaded from disk."""
+    again = SGLangPlugin.said(True, f'{{"status": 202, "rest": {rest}}}')
+    world.engine.script(ASKED, again)
+    world.follow()
+    assert world.serves(1)
+
+
+def test_text_of_the_hook_that_is_none_is_not_passed_on(world: World) -> None:
+    refused = SGLangPlugin.said(False, '{"status": 409, "error": "\\ud800 busy"}')
+    world.engine.script(ASKED, *[refused] * 4)
+    world.run.publish()
+    world.host.step()
+    assert world.host.at(world.run, 1) and TypeAdapter(HostStatus).dump_json(world.host.status)
+    world.host.retry()
+    assert world.serves(1)

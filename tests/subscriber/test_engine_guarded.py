@@ -1,0 +1,95 @@
+"""An adapter that meets what nobody foresaw: its engine alone is without versions, and says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hosts import QUICK, SGLang, Site
+
+from weightcast.shared.local.state import Mark
+from weightcast.subscriber.engines.align import Pace
+from weightcast.subscriber.engines.base import Engine, parse_engines
+from weightcast.subscriber.engines.kinds import open_engine
+from weightcast.subscriber.engines.reload import Engines
+from weightcast.subscriber.step.sync import Sync
+
+
+class Unprepared:
+    """An adapter, as the one that it asks; the method `fails` raises what no adapter should."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.fails = ""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self.fails:
+            return self._fail
+        return getattr(self._engine, name)
+
+    @staticmethod
+    def _fail(*arguments: object) -> object:
+        raise KeyError("weights")
+
+
+class World:
+    """A host with two engines; the adapter of one of them is not prepared."""
+
+    def __init__(self, site: Site) -> None:
+        self.run = site.run()
+        self.odd, self.good = SGLang(), SGLang()
+        options = (f"{site.option(self.odd)},name=odd", f"{site.option(self.good)},name=good")
+        self.host = site.host(self.run, *options)
+        adapters = [open_engine(spec, timeouts=QUICK) for spec in parse_engines(options, self.host.local)]
+        self.adapter = Unprepared(adapters[0])
+        engines = Engines(
+            [self.adapter, adapters[1]],  # type: ignore[list-item]
+            pace=Pace(attempts=2, first=0.0, longest=0.0),
+            clock=self.host.clock,
+        )
+        self.host.sync.close()
+        show: Callable[[Sync], None] = self.host.board.show
+        self.host.sync = Sync(self.host.options, engines, show=show, clock=self.host.clock)
+        site.stack.callback(self.host.sync.close)
+
+    def is_safe(self) -> bool:
+        """The odd engine generates from a whole version, or is paused and noted."""
+        if not self.odd.paused:
+            return self.odd.held in [self.run.digest(number) for number in range(len(self.run.versions))]
+        return self.host.state.engines["odd"].mark in (Mark.PAUSING, Mark.SUSPECT)
+
+
+@pytest.fixture
+def world(site: Site) -> World:
+    return World(site)
+
+
+@pytest.mark.parametrize("call", ["probe", "pause", "reload", "read_back", "resume"])
+def test_an_adapter_that_fails_in_an_unforeseen_way_stops_nobody_else(world: World, call: str) -> None:
+    world.host.step()
+    world.adapter.fails = call
+    version = world.run.publish()
+    world.host.step()
+    assert world.host.at(world.run, version) and world.good.held == world.run.digest(version)
+    assert not world.good.paused and world.is_safe()
+    assert "odd cannot be spoken to: KeyError" in " ".join(world.host.status.not_ready_reasons)
+    world.adapter.fails = ""
+    assert world.host.retry().ready
+    assert world.odd.held == world.run.digest(version) and not world.odd.paused
+
+
+@pytest.mark.parametrize("call", ["probe", "pause"])
+def test_such_an_adapter_keeps_no_host_from_being_seeded(world: World, call: str) -> None:
+    world.adapter.fails = call
+    world.run.publish()
+    world.host.step()
+    assert world.host.at(world.run, 1) and world.good.held == world.run.digest(1)
+
+
+def test_a_relabel_that_fails_so_is_a_reload(world: World) -> None:
+    world.host.step()
+    world.adapter.fails = "relabel"
+    version = world.run.publish(world.run.versions[-1])
+    assert world.host.step().version == version and world.good.label == str(version)
+    assert world.host.step().ready and world.odd.label == str(version)
