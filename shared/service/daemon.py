@@ -22,6 +22,7 @@ from weightcast.shared.errors import EngineFailed, NotInTime, Refused, RetryLate
 from weightcast.shared.files import durable
 from weightcast.shared.service.connections import Connection, backlog, drop_unread, most_connections
 from weightcast.shared.service.facts import Failure, LoopStatus, Snapshot
+from weightcast.shared.service.hooks import end_hooks
 from weightcast.shared.service.http import HEADER_LIMIT
 from weightcast.shared.service.logs import get_log
 from weightcast.shared.service.metrics import error_kind
@@ -30,6 +31,8 @@ from weightcast.shared.service.settings import ServiceSettings
 JITTER = 0.2
 MIN_PAUSE_SECONDS = 0.05
 """no storm of events makes the loop spin faster"""
+HOOK_SECONDS = 5.0
+"""that a hook has at most to end with the daemon by SIGTERM"""
 CLOSE_SECONDS = 3
 """for answers on their way when the process ends"""
 
@@ -274,6 +277,8 @@ def run_daemon(
             server.run(sockets=[listener])
         finally:
             stop.request()
+            # of threads beside the step
+            end_hooks(_hook_seconds(settings.stop_seconds))
             _forget_port(settings.port_file)
     _judge(work, settings.stop_seconds)
 
@@ -328,8 +333,16 @@ def _end(server: _Server, work: _Work, stop: Stop, wakeup: Wakeup, stop_seconds:
     """HTTP goes on answering until the last step has ended or its time is up."""
     stop.wait(None)
     wakeup.set()
-    work.ended.wait(stop_seconds)
+    last = _hook_seconds(stop_seconds)
+    if not work.ended.wait(stop_seconds - 2 * last):
+        end_hooks(last)
+        work.ended.wait(last)
     server.should_exit = True
+
+
+def _hook_seconds(stop_seconds: float) -> float:
+    """Of the time for a stop: what a hook has to end, and its step after it."""
+    return min(HOOK_SECONDS, stop_seconds / 4)
 
 
 def _judge(work: _Work, stop_seconds: float) -> None:

@@ -7,7 +7,9 @@ import shlex
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -19,6 +21,9 @@ RETRY = 75
 """EX_TEMPFAIL of sysexits.h"""
 _TAIL_BYTES = 2048
 _DRAIN_SECONDS = 1.0
+_running: dict[subprocess.Popen[bytes], bool] = {}
+"""hooks of this process that somebody waits for, and whether they were told to end"""
+_changed = threading.Condition()
 
 
 def run_hook(
@@ -35,15 +40,17 @@ def run_hook(
     It sees WEIGHTCAST_VERSION, WEIGHTCAST_DIR, WEIGHTCAST_PHASE and WEIGHTCAST_DEADLINE, the seconds it may
     take, and the variables `more`; standard input is empty. Exit 0 is success. Raises RetryLater for exit 75,
     NotInTime if it had to be killed (with all processes of its group), Refused for the rest, with the end of
-    its output."""
+    its output. RetryLater also where `end_hooks` ended it."""
     arguments = _split(command)
     name = f"{phase} hook {arguments[0]}"
     environment = _environment(version, directory, phase, deadline_seconds) | dict(more or {})
     process = _start(arguments, environment)
     tail = _Tail(process)
     failpoint("hook.begun", directory)
-    code = _wait(process, deadline_seconds)
+    code, was_told_to_end = _wait(process, deadline_seconds)
     failpoint("hook.ended", directory)
+    if was_told_to_end:
+        raise RetryLater(f"{name} was ended: this process ends", remedy="the next start goes on")
     if code is None:
         raise NotInTime(
             f"{name} did not end within {deadline_seconds:g} s{tail.text()}",
@@ -53,16 +60,41 @@ def run_hook(
         _raise_for(code, name, tail.text())
 
 
-def _wait(process: subprocess.Popen[bytes], deadline_seconds: float) -> int | None:
-    """The exit code, or None if the deadline ended the process and its group."""
+def end_hooks(seconds: float) -> None:
+    """Ends the hooks that this process runs, in whichever thread: a daemon's next start would run its own
+    beside them. Each has up to `seconds` to end by SIGTERM; what is left of its group then is killed."""
+    ends = time.monotonic() + seconds
+    with _changed:
+        for process in _running:
+            _running[process] = True
+            _signal_group(process, signal.SIGTERM)
+        _changed.wait_for(lambda: not _running, max(0.0, ends - time.monotonic()))
+        for process in _running:
+            _signal_group(process, signal.SIGKILL)
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def _wait(process: subprocess.Popen[bytes], deadline_seconds: float) -> tuple[int | None, bool]:
+    """The exit code, or None if the deadline ended the process and its group; and whether it was told to
+    end."""
+    code: int | None = None
+    with _changed:
+        _running[process] = False
     try:
-        return process.wait(deadline_seconds)
-    except subprocess.TimeoutExpired:
-        return None
+        with suppress(subprocess.TimeoutExpired):
+            code = process.wait(deadline_seconds)
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        with _changed:
+            was_told_to_end = _running.pop(process)
+            if process.poll() is None or was_told_to_end:
+                _signal_group(process, signal.SIGKILL)
+            _changed.notify_all()
+        process.wait()
+    return code, was_told_to_end
 
 
 def _split(command: str) -> list[str]:

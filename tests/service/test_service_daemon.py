@@ -43,6 +43,7 @@ import sys
 from pathlib import Path
 from prometheus_client import CollectorRegistry
 from weightcast.shared.service.daemon import Wakeup, run_daemon
+from weightcast.shared.service.hooks import run_hook
 from weightcast.shared.service.http import make_app
 from weightcast.shared.service.logs import setup_logs
 from weightcast.shared.service.settings import ServiceSettings
@@ -67,11 +68,19 @@ def step(stop):
         note("finished")
     if mode == "stuck":
         stop_pause.wait(60)
+    if mode in HOOKS:
+        command = f"sh -c '{HOOKS[mode]}'"
+        run_hook(command, version=1, directory=folder, phase="pre_read", deadline_seconds=300)
 
+HOOKS = {
+    "hook": f"sleep 300 & echo $$ $! > {folder}/pids; exec sleep 300",
+    "deaf hook": f'trap "" TERM; sleep 300 & echo $$ $! > {folder}/pids; exec sleep 300',
+}
 import threading
+STOP = {"stuck": 0.3, "hook": 4, "deaf hook": 4}
 stop_pause = threading.Event()
 settings = ServiceSettings(
-    port=0, port_file=folder / "port", poll_seconds=3600, stop_seconds=0.3 if mode == "stuck" else 30
+    port=0, port_file=folder / "port", poll_seconds=3600, stop_seconds=STOP.get(mode, 30)
 )
 app = make_app("test", loop.get, lambda: Readiness(ready=True), CollectorRegistry(), None, wakeup.set)
 run_daemon(app, step, wakeup, settings, lambda: note("start"), lambda: note("stop"), loop)
@@ -145,6 +154,26 @@ def test_a_step_that_does_not_end_is_left_at_the_deadline(
     assert process.wait(20) == 1
     assert "NotInTime" in (tmp_path / "log").read_text()
     assert "end" not in notes(tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["hook", "deaf hook"])
+def test_a_hook_ends_with_the_daemon(
+    start: Callable[[str], subprocess.Popen[bytes]], tmp_path: Path, mode: str
+) -> None:
+    process = start(mode)
+    pids = tmp_path / "pids"
+    wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0 and notes(tmp_path)[-1] == "end"
+    wait_until(lambda: not any(is_running(int(pid)) for pid in pids.read_text().split()))
+    assert "was ended: this process ends" in (tmp_path / "log").read_text()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_a_crowd_of_idle_connections_keeps_no_file_from_the_steps(
