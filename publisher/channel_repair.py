@@ -1,16 +1,17 @@
 """Repair of a channel: what can be brought right is, what is lost is said. Only under a claim.
 
-Nothing is deleted: what no host can use is moved to `.trash`. Committed versions are never written again.
+Nothing is deleted at once: what no host can use is moved to `.trash`. What merely cannot be read now stays
+where it is. Committed versions are never written again.
 """
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from weightcast.publisher.care.prune import put_away
 from weightcast.publisher.care.remake import remake
 from weightcast.publisher.publisher import Publisher
 from weightcast.shared.channel.base import BASE_LIMIT, Base, parse_base
@@ -169,6 +170,8 @@ def _points_somewhere(channel: Channel) -> bool:
 def _move_away(channel: Channel, held: Claim, repairs: Repairs, advance: Advance | None) -> None:
     moved: set[str] = set()
     for problem in of_channel(channel, advance):
+        if problem.unread:
+            continue
         if problem.part == "claim":
             wanted = Path(problem.directory).stem.isdigit() and int(Path(problem.directory).stem) < held.epoch
         else:
@@ -180,13 +183,8 @@ def _move_away(channel: Channel, held: Claim, repairs: Repairs, advance: Advance
 
 
 def _to_trash(layout: Layout, path: Path, repairs: Repairs) -> None:
-    layout.trash.mkdir(exist_ok=True)
-    try:
-        path.rename(layout.trash / f"{path.name}-{secrets.token_hex(4)}")
-    except FileNotFoundError:
-        return
-    durable.sync_directory(path.parent)
-    repairs.done.append(f"{path.relative_to(layout.channel)} is moved to .trash")
+    if put_away(layout, path):
+        repairs.done.append(f"{path.relative_to(layout.channel)} is moved to .trash")
 
 
 def _write_anchor(

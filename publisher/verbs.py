@@ -17,7 +17,6 @@ from weightcast.publisher.verbs_care import register_care
 from weightcast.publisher.verbs_publish import show_facts
 from weightcast.shared.channel.keys import load_private_key
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import DamagedFile
 from weightcast.shared.files.paths import printable
 from weightcast.shared.service.app import group
 from weightcast.shared.service.common_options import (
@@ -31,7 +30,7 @@ from weightcast.shared.service.logs import setup_logs
 from weightcast.shared.service.options import settings_command, show_settings_command
 from weightcast.shared.service.output import Output, time_text
 from weightcast.shared.service.threads import working_threads
-from weightcast.shared.service.verbs_channel import show_problems
+from weightcast.shared.service.verbs_channel import exit_code_of, show_problems
 
 
 def register(app: typer.Typer) -> None:
@@ -87,7 +86,7 @@ def repair(
     }
     output.result(facts, lambda console: _show_repairs(console, done))
     if done.left:
-        raise typer.Exit(DamagedFile.exit_code)
+        raise typer.Exit(exit_code_of(done.left))
 
 
 def _show_repairs(console: Console, done: Repairs) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weightcast.publisher.care.retention import Held, Situation, Verdict
-from weightcast.publisher.version.commit import PRUNED
+from weightcast.publisher.version.commit import PRUNED, PUT_AWAY
 from weightcast.shared.channel import marks
 from weightcast.shared.channel.channel_file import write_channel_file
 from weightcast.shared.channel.claims import Claim
@@ -79,6 +79,24 @@ def _bury(layout: Layout, directory: Path, now: float) -> None:
         _seconds_in(grave, Uptime.here())
 
 
+def put_away(layout: Layout, path: Path) -> bool:
+    """Moves what is of no use into the trash, in a directory of its own: for the grace period it can be had
+    back. False when it is not there."""
+    grave = layout.trash / f"{path.name}-{secrets.token_hex(4)}{PUT_AWAY}"
+    layout.trash.mkdir(exist_ok=True)
+    grave.mkdir()
+    try:
+        path.rename(grave / path.name)
+    except OSError as error:
+        grave.rmdir()
+        if isinstance(error, FileNotFoundError):
+            return False
+        raise
+    durable.sync_directory(path.parent)
+    _seconds_in(grave, Uptime.here())
+    return True
+
+
 @dataclass(frozen=True)
 class Uptime:
     """A clock that nobody sets: seconds since a boot, suspended ones included. `boot`: empty where the system
@@ -93,7 +111,7 @@ class Uptime:
 
 
 def _seconds_in(grave: Path, uptime: Uptime) -> float:
-    """How long a version has been in the trash; counted anew on another machine, and after a boot, from when
+    """How long something has been in the trash; counted anew on another machine, and after a boot, from when
     the note of it can be written."""
     note = grave / _NOTE
     try:
@@ -110,13 +128,14 @@ def _seconds_in(grave: Path, uptime: Uptime) -> float:
 
 
 def empty_trash(layout: Layout, grace_seconds: float = GRACE_SECONDS, uptime: Uptime | None = None) -> int:
-    """Deletes what was pruned longer ago than that; how many versions. The time of day is not asked: it may
-    jump."""
+    """Deletes what was pruned or put away longer ago than that; how many of these. The time of day is not
+    asked: it may jump."""
     uptime = Uptime.here() if uptime is None else uptime
     deleted = 0
     for entry in layout.trash.iterdir() if is_directory(layout.trash) else ():
-        pruned = _PRUNED.fullmatch(entry.name) is not None and not is_link(entry)
-        if pruned and _seconds_in(entry, uptime) >= grace_seconds:
+        rests = _PRUNED.fullmatch(entry.name) is not None or entry.name.endswith(PUT_AWAY)
+        rests = rests and is_directory(entry) and not is_link(entry)
+        if rests and _seconds_in(entry, uptime) >= grace_seconds:
             # the index goes first: what is half deleted is no version
             (entry / INDEX_NAME).unlink(missing_ok=True)
             failpoint("prune.emptying", entry)

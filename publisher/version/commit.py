@@ -36,6 +36,8 @@ PostWrite = Callable[[int, Path, str], None]
 
 PRUNED = ".pruned"
 """what versions in the trash end in that readers may still have open"""
+PUT_AWAY = ".put-away"
+"""what in the trash ends in that somebody may want back"""
 _HOOK_TRIES = 5
 _WHOLE = "whole"
 
@@ -170,7 +172,7 @@ def drop_parts(layout: Layout, epoch: int) -> None:
             with contextlib.suppress(OSError):
                 entry.rmdir()
     for entry in layout.trash.iterdir() if is_directory(layout.trash) else ():
-        if is_directory(entry) and not is_link(entry) and not entry.name.endswith(PRUNED):
+        if is_directory(entry) and not is_link(entry) and not entry.name.endswith((PRUNED, PUT_AWAY)):
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(entry)
 

@@ -6,8 +6,9 @@ Reads only. Everything found wrong is listed; nothing stops at the first problem
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from errno import EISDIR, ELOOP, ENAMETOOLONG, ENOENT, ENOTDIR
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +20,7 @@ from weightcast.shared.channel.layout import version_of
 from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.shown import look
 from weightcast.shared.channel.store import Channel, FullVersion
-from weightcast.shared.errors import WeightcastError
+from weightcast.shared.errors import RetryLater, WeightcastError
 from weightcast.shared.files.durable import open_regular
 from weightcast.shared.files.entries import exists, is_directory, is_file, is_link, matching
 from weightcast.shared.progress import Advance
@@ -28,28 +29,48 @@ from weightcast.shared.words import TensorTable
 AnyIndex = Index | ForeignIndex | FullVersion
 Part = Literal["pointer", "version", "link", "anchor", "skip", "claim", "report", "stray", "channel"]
 _BLOCK = 4 << 20
+_OTHER_THAN_A_FILE = frozenset({ENOENT, ENOTDIR, EISDIR, ELOOP, ENAMETOOLONG})
+"""errors that say what is there: reading it again changes nothing"""
+
+
+@dataclass(frozen=True)
+class Flaw:
+    """`unread`: it could not be read now, by this user, over this mount. That says nothing of what lies
+    there."""
+
+    message: str
+    unread: bool = False
+
+
+def flaw(error: WeightcastError | OSError) -> Flaw:
+    if isinstance(error, WeightcastError):
+        return Flaw(error.message, isinstance(error, RetryLater))
+    return Flaw(str(error), error.errno not in _OTHER_THAN_A_FILE)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One version directory. `index` is None where it cannot be read: `problem` says why."""
+    """One version directory. `index` is None where it cannot be read: `problem` says why, `unread` that it is
+    not known to be wrong."""
 
     version: int
     directory: Path
     index: AnyIndex | None
     problem: str = ""
+    unread: bool = False
 
 
 @dataclass(frozen=True)
 class Problem:
     """`part`: what of the channel it concerns; `directory`: of the anchor or the delta from an older version
-    that it concerns, else empty; `meaning`: for hosts."""
+    that it concerns, else empty; `meaning`: for hosts; `unread`: as of a Flaw."""
 
     version: int | None
     message: str
     part: Part = "version"
     directory: str = ""
     meaning: str = ""
+    unread: bool = False
 
 
 def entries(channel: Channel, pointer: Pointer | None) -> Iterator[Entry]:
@@ -73,7 +94,10 @@ def read_entry(channel: Channel, pointer: Pointer, version: int, directory: Path
     try:
         index = channel.index(pointer, version, table)
     except (WeightcastError, OSError) as error:
-        return Entry(version, directory, None, _text(error))
+        found = flaw(error)
+        # shards that a foreign index names are looked at with it: one that is not there is missing
+        unread = found.unread and not (channel.foreign and isinstance(error, RetryLater))
+        return Entry(version, directory, None, found.message, unread)
     if index is None:
         cut = exists(directory / INDEX_NAME)
         return Entry(version, directory, None, f"its index is {'cut short' if cut else 'missing'}")
@@ -86,21 +110,24 @@ def verify(channel: Channel, advance: Advance | None = None) -> list[Problem]:
     try:
         pointer = channel.pointer()
     except WeightcastError as error:
-        return [Problem(None, _text(error), "pointer")]
+        return [Problem(None, error.message, "pointer")]
     return verify_to(channel, pointer, advance)
 
 
 def verify_to(channel: Channel, pointer: Pointer | None, advance: Advance | None = None) -> list[Problem]:
     """As `verify`, were this the pointer."""
     found = list(entries(channel, pointer))
-    problems = [Problem(entry.version, entry.problem) for entry in found if entry.problem]
+    problems = [
+        Problem(entry.version, entry.problem, unread=entry.unread) for entry in found if entry.problem
+    ]
     problems += _links(channel, pointer, found)
     known = {entry.version: entry.index for entry in found if isinstance(entry.index, Index)}
     for entry in found:
-        problems += [Problem(entry.version, text) for text in _files(entry, advance)]
+        problems += [Problem(entry.version, one.message, unread=one.unread) for one in _files(entry, advance)]
         anchor = str(channel.layout.anchor_dir(entry.version))
         problems += [
-            Problem(entry.version, text, "anchor", anchor) for text in _anchor(channel, entry, advance)
+            Problem(entry.version, one.message, "anchor", anchor, unread=one.unread)
+            for one in _anchor(channel, entry, advance)
         ]
         problems += list(_skips(channel, entry, known, advance))
     return sorted(problems, key=lambda problem: (problem.version or 0, problem.message))
@@ -111,13 +138,15 @@ def _links(channel: Channel, pointer: Pointer | None, found: Sequence[Entry]) ->
     if pointer is not None and pointer.version > 0 and pointer.version not in known:
         yield Problem(pointer.version, "the pointer names it, and it is not there")
     horizon = 0 if channel.file is None else channel.file.horizon
+    unread = {entry.version for entry in found if entry.unread}
     epoch = 0
     for entry in found:
         if isinstance(entry.index, Index):
             for text in _link(channel, entry.index, known, epoch):
                 yield Problem(entry.version, text)
             base_version = entry.index.base_version
-            if base_version >= max(horizon, 1) and not isinstance(known.get(base_version), Index):
+            there = isinstance(known.get(base_version), Index) or base_version in unread
+            if base_version >= max(horizon, 1) and not there:
                 text = f"it starts from version {base_version}, which is not there"
                 yield Problem(entry.version, text, "link")
             epoch = max(epoch, entry.index.epoch)
@@ -141,35 +170,43 @@ def _link(channel: Channel, index: Index, known: Mapping[int, AnyIndex | None], 
             yield f"it starts from another root than that of version {base.version}"
 
 
-def _files(entry: Entry, advance: Advance | None) -> Iterator[str]:
+def _files(entry: Entry, advance: Advance | None) -> Iterator[Flaw]:
     if isinstance(entry.index, Index):
         yield from check_files(entry.directory, entry.index.files, advance)
     elif isinstance(entry.index, ForeignIndex):
         for name in sorted(set(entry.index.weight_map.values())):
             if not is_file(entry.directory / name):
-                yield f"{name} is missing"
+                yield Flaw(f"{name} is missing")
 
 
-def _anchor(channel: Channel, entry: Entry, advance: Advance | None) -> Iterator[str]:
+def _anchor(channel: Channel, entry: Entry, advance: Advance | None) -> Iterator[Flaw]:
     """Full weights beside a delta must be those of the same version."""
     if channel.base is None or not isinstance(entry.index, Index):
         return
     try:
         anchor = channel.anchor(entry.version, channel.base.table)
     except (WeightcastError, OSError) as error:
-        yield _text(error)
+        yield flaw(error)
         return
     directory = channel.layout.anchor_dir(entry.version)
     if anchor is None:
         if exists(directory / INDEX_NAME):
-            yield "the index of its anchor is cut short"
+            yield Flaw("the index of its anchor is cut short")
         return
     if anchor.root != entry.index.root:
-        yield "its anchor has another root"
-    yield from (f"anchor: {text}" for text in check_files(directory, anchor.files, advance))
-    for path in unlisted(directory, anchor):
+        yield Flaw("its anchor has another root")
+    yield from _of("anchor", check_files(directory, anchor.files, advance))
+    try:
         # whoever opens it as a checkpoint refuses it
-        yield f"anchor: {path.name} is not named by its index"
+        beside = unlisted(directory, anchor)
+    except OSError as error:
+        yield flaw(error)
+        return
+    yield from (Flaw(f"anchor: {path.name} is not named by its index") for path in beside)
+
+
+def _of(name: str, found: Iterable[Flaw]) -> Iterator[Flaw]:
+    return (Flaw(f"{name}: {one.message}", one.unread) for one in found)
 
 
 def unlisted(directory: Path, index: Index) -> list[Path]:
@@ -182,14 +219,21 @@ def _skips(
     channel: Channel, entry: Entry, known: Mapping[int, Index], advance: Advance | None
 ) -> Iterator[Problem]:
     """Deltas from older versions lead to the same bytes, and start from versions of this chain."""
-    main, shown = known.get(entry.version), look(entry.directory)
-    if channel.base is None or main is None or shown is None:
+    main = known.get(entry.version)
+    if channel.base is None or main is None:
+        return
+    try:
+        shown = look(entry.directory)
+    except OSError as error:
+        yield Problem(entry.version, flaw(error).message, unread=True)
+        return
+    if shown is None:
         return
     for base_version in sorted(shown.skips):
         directory = channel.layout.from_dir(entry.version, base_version)
         start = channel.base if base_version == 0 else known.get(base_version)
-        for text in _skip(channel, main, directory, base_version, start, advance):
-            yield Problem(entry.version, text, "skip", str(directory))
+        for one in _skip(channel, main, directory, base_version, start, advance):
+            yield Problem(entry.version, one.message, "skip", str(directory), unread=one.unread)
 
 
 def _skip(
@@ -199,36 +243,38 @@ def _skip(
     base_version: int,
     start: Base | Index | None,
     advance: Advance | None,
-) -> Iterator[str]:
+) -> Iterator[Flaw]:
     table = TensorTable(()) if channel.base is None else channel.base.table
     try:
         skip = channel.skip(main.version, base_version, table)
     except (WeightcastError, OSError) as error:
-        yield _text(error)
+        yield flaw(error)
         return
     if skip is None:
         return
     if (skip.main, skip.root) != (main.digest, main.root):
-        yield f"its delta from version {base_version} leads to another version {main.version}"
+        yield Flaw(f"its delta from version {base_version} leads to another version {main.version}")
     if start is not None and (skip.parent, skip.base_root) != (start.digest, start.root):
-        yield f"its delta from version {base_version} starts from another one than the one that is there"
-    yield from (f"{directory.name}: {text}" for text in check_files(directory, skip.files, advance))
+        yield Flaw(
+            f"its delta from version {base_version} starts from another one than the one that is there"
+        )
+    yield from _of(directory.name, check_files(directory, skip.files, advance))
 
 
 def check_files(
     directory: Path, files: Sequence[FileRecord], advance: Advance | None = None
-) -> Iterator[str]:
+) -> Iterator[Flaw]:
     """What is wrong with the files that an index lists."""
     for record in files:
         try:
             size, digest = _digest(directory / record.name, advance)
         except FileNotFoundError:
-            yield f"{record.name} is missing"
+            yield Flaw(f"{record.name} is missing")
         except (WeightcastError, OSError) as error:
-            yield _text(error)
+            yield flaw(error)
         else:
             if (size, digest) != (record.size, record.blake3):
-                yield (
+                yield Flaw(
                     f"{record.name}: {size} bytes with BLAKE3 {digest[:16]}, "
                     f"its index says {record.size} bytes and {record.blake3[:16]}"
                 )
@@ -243,7 +289,3 @@ def _digest(path: Path, advance: Advance | None) -> tuple[int, str]:
             if advance is not None:
                 advance(len(block))
     return size, hasher.hexdigest()
-
-
-def _text(error: Exception) -> str:
-    return error.message if isinstance(error, WeightcastError) else str(error)

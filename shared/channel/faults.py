@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from weightcast.shared.channel.chain import Problem, entries, unlisted, verify, verify_to
+from weightcast.shared.channel.chain import Flaw, Part, Problem, entries, flaw, unlisted, verify, verify_to
 from weightcast.shared.channel.claims import CLAIM_LIMIT, current_epoch, parse_claim
 from weightcast.shared.channel.index import INDEX_NAME, Index
 from weightcast.shared.channel.layout import Layout, version_of
@@ -30,6 +30,10 @@ _SKIP = "hosts that are behind take single steps; `channel repair` drops it"
 _CLAIM = "it still counts as a claim: a new publisher waits for it, or takes over"
 _REPORT = "this host is not shown; nothing is decided from it"
 _STRAY = "nothing: no host reads it; `channel repair` moves it to .trash"
+_UNREAD = (
+    "it cannot be read from here now, which says nothing of it: mend rights, mount or disk and ask again; "
+    "`channel repair` leaves it where it is"
+)
 
 
 def faults(directory: Path, advance: Advance | None = None, trust: Trust | None = None) -> list[Problem]:
@@ -40,7 +44,7 @@ def faults(directory: Path, advance: Advance | None = None, trust: Trust | None 
     except WeightcastError as error:
         if not is_directory(directory):
             raise
-        return [Problem(None, error.message, "channel", meaning=_CHANNEL)]
+        return [Problem(None, error.message, "channel", meaning=_CHANNEL, unread=flaw(error).unread)]
     return of_channel(channel, advance)
 
 
@@ -62,7 +66,10 @@ def sound_anchors(channel: Channel, problems: Sequence[Problem]) -> list[int]:
         return []
     bad = {problem.version for problem in problems if problem.part == "anchor"}
     broken = {problem.version for problem in problems if problem.part == "version"}
-    beside = channel.anchored(pointer)
+    try:
+        beside = channel.anchored(pointer)
+    except OSError:
+        return []
     return [
         entry.version
         for entry in entries(channel, pointer)
@@ -72,6 +79,8 @@ def sound_anchors(channel: Channel, problems: Sequence[Problem]) -> list[int]:
 
 
 def _meaning(problem: Problem, anchors: Sequence[int]) -> str:
+    if problem.unread:
+        return _UNREAD
     if problem.part in ("version", "link") and problem.version is not None:
         return _lost(problem.version, anchors)
     return {"pointer": _POINTER, "anchor": _ANCHOR, "skip": _SKIP}.get(problem.part, "")
@@ -108,29 +117,37 @@ def unannounced(channel: Channel) -> list[int]:
 
 
 def highest_sound(channel: Channel, advance: Advance | None = None) -> int | None:
-    """The highest version that is committed and whole, and contradicts no version that is there."""
+    """The highest version that is committed and whole, and contradicts no version that is there. None where
+    one that cannot be read now may be it: a pointer is never put too low."""
     versions = sorted(_versions(channel.directory), reverse=True)
     if not versions:
         return None
     problems = verify_to(channel, Pointer(versions[0], None, channel.directory), advance)
-    broken = {problem.version for problem in problems if problem.part == "version"}
-    return next((version for version in versions if version not in broken), None)
+    concerned = [problem for problem in problems if problem.part == "version"]
+    broken = {problem.version for problem in concerned if not problem.unread}
+    highest = next((version for version in versions if version not in broken), None)
+    return None if any(problem.version == highest for problem in concerned) else highest
 
 
 def _claims(directory: Path) -> Iterator[Problem]:
     newest = current_epoch(directory)
     for path in _json(Layout(directory).publishers_dir):
-        problem = _unreadable(path, CLAIM_LIMIT, parse_claim)
-        if problem:
+        found = _unreadable(path, CLAIM_LIMIT, parse_claim)
+        if found is not None:
             meaning = _CLAIM if path.stem == str(newest) else _STRAY
-            yield Problem(None, f"publishers/{path.name}: {problem}", "claim", str(path), meaning)
+            yield _small("claim", path, found, meaning)
 
 
 def _reports(directory: Path) -> Iterator[Problem]:
     for path in _json(Layout(directory).hosts_dir):
-        problem = _unreadable(path, REPORT_LIMIT, parse_report)
-        if problem:
-            yield Problem(None, f"hosts/{path.name}: {problem}", "report", str(path), _REPORT)
+        found = _unreadable(path, REPORT_LIMIT, parse_report)
+        if found is not None:
+            yield _small("report", path, found, _REPORT)
+
+
+def _small(part: Part, path: Path, found: Flaw, meaning: str) -> Problem:
+    text = f"{path.parent.name}/{path.name}: {found.message}"
+    return Problem(None, text, part, str(path), _UNREAD if found.unread else meaning, found.unread)
 
 
 def _json(directory: Path) -> list[Path]:
@@ -139,14 +156,14 @@ def _json(directory: Path) -> list[Path]:
     return sorted(path for path in directory.iterdir() if path.suffix == ".json")
 
 
-def _unreadable(path: Path, limit: int, parse: Callable[[bytes, str], object]) -> str:
+def _unreadable(path: Path, limit: int, parse: Callable[[bytes, str], object]) -> Flaw | None:
     try:
         parse(durable.read_file(path, limit), path.name)
     except FileNotFoundError:
-        return ""
+        return None
     except (WeightcastError, OSError) as error:
-        return error.message if isinstance(error, WeightcastError) else str(error)
-    return ""
+        return flaw(error)
+    return None
 
 
 def strays(channel: Channel) -> Iterator[Problem]:

@@ -109,8 +109,8 @@ def _checkpoint(directory: Path, base: Base) -> Iterator[Fault]:
 
 def _others(directory: Path, base: Base) -> Iterator[Fault]:
     for record in base.files:
-        for problem in check_files(directory, [record]):
-            yield Fault(record.name, problem, _OTHER)
+        for flaw in check_files(directory, [record]):
+            yield Fault(record.name, flaw.message, _OTHER)
 
 
 def _journals(paths: LocalPaths, state: LocalState, base: Base) -> Iterator[Fault]:

@@ -16,7 +16,7 @@ from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.channel.layout import version_name
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel, FullVersion
-from weightcast.shared.errors import DamagedFile, Refused, Untrusted
+from weightcast.shared.errors import DamagedFile, Refused, RetryLater, Untrusted
 from weightcast.shared.files.entries import exists, is_directory
 from weightcast.shared.files.paths import printable
 from weightcast.shared.service.app import group
@@ -251,7 +251,13 @@ def check(channel: ChannelOption, trusted_key: TrustedKeyOption = None, as_json:
     if as_json or not problems:
         output.result(facts, lambda console: console.print(f"{channel}: no problem found"))
     if problems:
-        raise typer.Exit(DamagedFile.exit_code)
+        raise typer.Exit(exit_code_of(problems))
+
+
+def exit_code_of(problems: Sequence[Problem]) -> int:
+    """What cannot be read now may be as it should."""
+    kind = RetryLater if all(problem.unread for problem in problems) else DamagedFile
+    return kind.exit_code
 
 
 def show_problems(problems: Sequence[Problem]) -> None:

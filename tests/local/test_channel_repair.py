@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from core_cases import bytes_of, read_checkpoint, snapshot, some_changed, write_
 from local_cases import Run, catch_up, following, make_run
 
 from weightcast.publisher import Publisher
+from weightcast.publisher.care.upkeep import UpkeepOptions
 from weightcast.publisher.channel_repair import repair_channel
 from weightcast.shared.channel.claims import claim, this_process
 from weightcast.shared.channel.faults import faults
@@ -199,6 +200,22 @@ def test_a_committed_version_that_is_not_announced_is_its_publisher_s_matter(run
     done = repair_channel(run.channel)
     assert (run.channel / "latest").read_text() == "000002"
     assert len(done.notes) == 1 and "version 3 is committed and not announced" in done.notes[0]
+
+
+def test_what_is_moved_can_be_had_back_for_a_while(runs: Runs, run: Run) -> None:
+    plant(runs, run, "anchor shard", "flipped")
+    anchor, trash = file_of(run.channel, "anchor shard").parent, run.channel / ".trash"
+    before = snapshot(anchor, ())
+    repair_channel(run.channel)
+    keeping = UpkeepOptions(anchor_every=1)
+    with Publisher.open(run.channel, local=run.root / "pub", upkeep=keeping) as publisher:
+        publisher.make_due()
+        (kept,) = trash.glob("*/anchor")
+        assert snapshot(kept, ()) == before
+    at_once = replace(keeping, grace_seconds=0.0)
+    with Publisher.open(run.channel, local=run.root / "pub", upkeep=at_once) as publisher:
+        publisher.make_due()
+    assert list(trash.iterdir()) == []
 
 
 def test_as_verbs(runs: Runs, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
