@@ -10,6 +10,7 @@ from pathlib import Path
 
 from weightcast.publisher.version import rendezvous
 from weightcast.publisher.version.compared import Ahead, compare_first, may_compare_first
+from weightcast.publisher.version.division import Division
 from weightcast.publisher.version.draft import Frame
 from weightcast.publisher.version.rendezvous import Attempt, Rank
 from weightcast.publisher.version.report import PublishReport
@@ -53,39 +54,62 @@ class Member:
         began = self._compare_first(work, last)
         deadline = time.monotonic() + self._options.deadline_seconds
         channel = Channel.open(self._follower.channel_dir, self._options.trust)
-        with work.phase("ranks"), _rather(began):
-            directory, attempt = rendezvous.find_attempt(
-                channel.layout,
-                work.step,
-                self._rank,
-                channel.pointed(),
-                deadline,
-                self._seen,
-            )
-        failpoint("part.begun", directory)
-        # longer than rank 0 waits: it is rank 0 that knows who is missing, and tells
-        deadline = time.monotonic() + _PATIENCE * self._options.deadline_seconds
-        try:
-            if isinstance(began, BaseException):
-                raise began
-            local, shared = self._local(channel, attempt, work, deadline)
-            self._leave_part(channel, local, attempt, directory, work, deadline, began)
-        except BaseException as error:
-            self._tell_failure(directory, error)
-            raise
-        table = local.table
-        if shared:
+        with contextlib.closing(_Given(began, self._rank, work)) as given:
+            met: _Meeting | None = None
+            while met is None:
+                met = self._meet(channel, given, work, deadline)
+            with self._told(met.directory):
+                self._leave_part(met, given, work)
+        table, attempt = met.local.table, met.attempt
+        if met.shared:
             # rank 0 patches the files that are mapped here
             self._follower.release()
         with work.phase("commit"):
             index = self._await_commit(
-                directory, attempt, lambda: _pointed(channel, attempt.version, table), deadline
+                met.directory, attempt, lambda: _pointed(channel, attempt.version, table), met.deadline
             )
-        if not shared:
+        if not met.shared:
             with work.phase("patch"):
                 self._follower.catch_up(channel)
         self._last = _Last(channel.require_ours()[0], attempt.base_digest, index.digest)
         return report_of(index, table, work, channel.layout.version_dir(index.version))
+
+    def _meet(self, channel: Channel, given: _Given, work: Work, deadline: float) -> _Meeting | None:
+        """Joins an attempt, up to where every rank knows what all hold. None where it was cleared away
+        meanwhile: rank 0 was killed and begins again, so that there will be another."""
+        with work.phase("ranks"), _rather(given.began):
+            directory, attempt = rendezvous.find_attempt(
+                channel.layout, work.step, self._rank, channel.pointed(), deadline, self._seen
+            )
+        failpoint("part.begun", directory)
+        # longer than rank 0 waits: it is rank 0 that knows who is missing, and tells
+        until = time.monotonic() + _PATIENCE * self._options.deadline_seconds
+        try:
+            with self._told(directory):
+                return self._joined(channel, directory, attempt, given, work, until)
+        except (RetryLater, OSError):
+            if rendezvous.is_cleared(directory):
+                return None
+            raise
+
+    def _joined(
+        self, channel: Channel, directory: Path, attempt: Attempt, given: _Given, work: Work, deadline: float
+    ) -> _Meeting:
+        if isinstance(given.began, BaseException):
+            raise given.began
+        local, shared = self._local(channel, attempt, work, deadline)
+        if attempt.encoding != self._options.encoding:
+            raise Refused(
+                f"rank 0 publishes with encoding {attempt.encoding}, this rank with {self._options.encoding}",
+                remedy="all ranks publish the same step with the same encoding",
+            )
+        weights, matched = given.to(channel, local)
+        holds = holds_of(weights, given_names(weights, matched, local.table))
+        rendezvous.leave_holds(directory, self._rank.number, holds, local.table)
+        with work.phase("ranks"):
+            plan = rendezvous.await_plan(directory, attempt, local.table, deadline)
+        division = division_of(attempt, local.table, plan, matched.frozen)
+        return _Meeting(directory, attempt, local, shared, division, deadline)
 
     def _compare_first(self, work: Work, last: _Last | None) -> Ahead | Exception | None:
         """An error is returned: rank 0 is to be told. None where the channel has to be asked first: at the
@@ -127,15 +151,20 @@ class Member:
                 self._follower.distrust(str(error))
             raise
 
-    def _tell_failure(self, directory: Path, error: BaseException) -> None:
-        """Rank 0 need not wait for a part that will not come; where a local checkpoint has drifted, every
-        rank reads its own again."""
-        drifted = isinstance(error, NeedsReseed)
-        with contextlib.suppress(OSError):
-            rendezvous.leave_failure(directory, self._rank.number, error, drifted)
-        if drifted and self._follower.owns:
-            self._follower.distrust(str(error))
-        self._follower.release()
+    @contextlib.contextmanager
+    def _told(self, directory: Path) -> Iterator[None]:
+        """Of an error in the block rank 0 is told: it need not wait for a part that will not come; where a
+        local checkpoint has drifted, every rank reads its own again."""
+        try:
+            yield
+        except BaseException as error:
+            drifted = isinstance(error, NeedsReseed)
+            with contextlib.suppress(OSError):
+                rendezvous.leave_failure(directory, self._rank.number, error, drifted)
+            if drifted and self._follower.owns:
+                self._follower.distrust(str(error))
+            self._follower.release()
+            raise
 
     def _local(
         self, channel: Channel, attempt: Attempt, work: Work, deadline: float
@@ -167,61 +196,75 @@ class Member:
             remedy="look at the process that owns it",
         )
 
-    def _leave_part(
-        self,
-        channel: Channel,
-        local: LocalCheckpoint,
-        attempt: Attempt,
-        directory: Path,
-        work: Work,
-        deadline: float,
-        ahead: Ahead | None,
-    ) -> None:
-        if attempt.encoding != self._options.encoding:
-            raise Refused(
-                f"rank 0 publishes with encoding {attempt.encoding}, this rank with {self._options.encoding}",
-                remedy="all ranks publish the same step with the same encoding",
-            )
+    def _leave_part(self, met: _Meeting, given: _Given, work: Work) -> None:
+        local, attempt, directory, options = met.local, met.attempt, met.directory, self._options
         frame = Frame(
             run_id=local.state.run_id,
             version=attempt.version,
             base=local.state.position,
             epoch=attempt.epoch,
-            encoding=self._options.encoding,
+            encoding=options.encoding,
             step=attempt.step,
             created=attempt.created,
         )
-        weights, matched = self._given(channel, local, work, ahead)
-        try:
-            names = given_names(weights, matched, local.table)
-            rendezvous.leave_holds(directory, self._rank.number, holds_of(weights, names), local.table)
-            with work.phase("ranks"):
-                holds = rendezvous.await_plan(directory, attempt, local.table, deadline)
-            division = division_of(attempt, local.table, holds, matched.frozen)
-            options = self._options
-            writer = PartWriter(
-                local, frame, directory, self._rank, options.threads, non_finite=options.non_finite
-            )
-            left = Turn(writer, attempt, deadline).take(weights, matched, names, division, work)
-            work.let_go()
-        finally:
-            weights.close()
+        writer = PartWriter(
+            local, frame, directory, self._rank, options.threads, non_finite=options.non_finite
+        )
+        weights, matched = given.opened
+        names = given_names(weights, matched, local.table)
+        left = Turn(writer, attempt, met.deadline).take(weights, matched, names, met.division, work)
+        work.let_go()
+        given.close()
         failpoint("part.written", directory)
         rendezvous.leave_part(directory, self._rank.number, left, local.table)
         failpoint("part.left", directory)
 
-    def _given(
-        self, channel: Channel, local: LocalCheckpoint, work: Work, ahead: Ahead | None
-    ) -> tuple[NewWeights, Matched]:
-        if ahead is not None:
-            ahead.weights.moved_to(local)
-            return ahead.weights, ahead.matched
-        weights = work.read()
-        try:
-            return weights, matched_to_run(channel, weights, self._rank, work)
-        except BaseException:
-            weights.close()
-            raise
+
+class _Given:
+    """This rank's new weights: opened at the first attempt that it joins, kept where there is another.
+    `began`: what it compared before, or the error of that."""
+
+    def __init__(self, began: Ahead | Exception | None, rank: Rank, work: Work) -> None:
+        self.began = began
+        self._rank, self._work = rank, work
+        self._opened: tuple[NewWeights, Matched] | None = None
+
+    @property
+    def opened(self) -> tuple[NewWeights, Matched]:
+        if self._opened is None:
+            raise ValueError("no weights were given")
+        return self._opened
+
+    def to(self, channel: Channel, local: LocalCheckpoint) -> tuple[NewWeights, Matched]:
+        """`local` is at the attempt's base. RetryLater where weights were compared with another before."""
+        if isinstance(self.began, Ahead):
+            self.began.weights.moved_to(local)
+            self._opened = self.began.weights, self.began.matched
+        elif self._opened is None:
+            weights = self._work.read()
+            try:
+                self._opened = weights, matched_to_run(channel, weights, self._rank, self._work)
+            except BaseException:
+                weights.close()
+                raise
+        return self.opened
+
+    def close(self) -> None:
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened[0].close()
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """An attempt in which every rank knows what all hold. `shared`: `local` is rank 0's, on this machine."""
+
+    directory: Path
+    attempt: Attempt
+    local: LocalCheckpoint
+    shared: bool
+    division: Division
+    deadline: float
 
 
 @dataclass(frozen=True)

@@ -267,10 +267,15 @@ def _raise_closed(directory: Path) -> None:
         raise Refused(text, remedy="nothing was published")
 
 
+def is_cleared(directory: Path) -> bool:
+    """Whether an attempt that was open is there no more: rank 0 has begun again, or has committed it."""
+    return not exists(directory / _OPEN)
+
+
 def _raise_over(directory: Path) -> None:
     """While there can be no version of it yet: one that was committed is cleared away too."""
     _raise_closed(directory)
-    if not exists(directory / _OPEN):
+    if is_cleared(directory):
         raise RetryLater(
             "the attempt at a version was cleared away: rank 0 began again, or another publisher took over",
             remedy="publish again on this rank; nothing was published",

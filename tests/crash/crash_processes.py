@@ -260,12 +260,16 @@ class Child:
             _, self.status = os.waitpid(self.pid, 0)
 
     def words(self) -> str:
-        """The end of its log."""
-        return self.log.read_text(errors="replace")[-3000:] if self.log.exists() else ""
+        """The end of what it wrote to its log, and how it ended."""
+        text = self._text()[-3000:]
+        return text if self.exit_code in (None, 0) else f"{text}\nexit code {self.exit_code}"
+
+    def _text(self) -> str:
+        return self.log.read_bytes()[self.log_began :].decode(errors="replace") if self.log.exists() else ""
 
     def crashes(self) -> list[str]:
         """What it was not prepared for."""
-        text = self.log.read_bytes()[self.log_began :].decode(errors="replace") if self.log.exists() else ""
+        text = self._text()
         found = CRASH.search(text)
         if found is None and self.exit_code != CRASHED:
             return []
