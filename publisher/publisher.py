@@ -160,6 +160,7 @@ class Publisher:
                 above=follower.epoch,
             )
             keeper = Upkeep(directory, Path(local), claimed, upkeep or UpkeepOptions(), vouching)
+            options = replace(options, give_up=keeper.give_up)
             if upkeep is not None:
                 options = replace(options, keep=keeper.keep)
             publisher = cls(follower, Rank(0, world_size), options, claimed, keeper)

@@ -110,6 +110,14 @@ class History:
                 keep_journal(self._paths, self._journal(version))
                 self.drop(version)
 
+    def drop_oldest(self, most: int | None) -> bool:
+        """The oldest step, if it led to no later version than `most`. False when none is dropped."""
+        oldest = min(self._versions(), default=None)
+        if oldest is None or (most is not None and oldest > most):
+            return False
+        self.drop(oldest)
+        return True
+
     def _versions(self) -> list[int]:
         return [int(path.stem) for path in matching(self._directory, "*.json") if path.stem.isdecimal()]
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from weightcast.publisher.care.give_way import GiveWay
 from weightcast.publisher.care.history import History
 from weightcast.publisher.care.living import Living
+from weightcast.publisher.care.orders import standing
 from weightcast.publisher.care.pace import Pace, fewest_bytes
 from weightcast.publisher.care.past import Past
 from weightcast.publisher.care.prune import GRACE_SECONDS, empty_trash, prune, situation
@@ -33,11 +34,12 @@ from weightcast.shared.channel.reports import read_reports
 from weightcast.shared.channel.shown import look
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.codec.choose import StepEncoding
-from weightcast.shared.errors import DamagedFile, RetryLater
+from weightcast.shared.errors import DamagedFile, RetryLater, WeightcastError
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.entries import exists, is_directory, is_link
 from weightcast.shared.local.local_checkpoint import LocalPaths
-from weightcast.shared.local.spare import make_ready
+from weightcast.shared.local.spare import drop as drop_spares
+from weightcast.shared.local.spare import make_ready, spare_bytes
 from weightcast.shared.local.state import Step
 
 _ESTIMATE_EVERY = 16
@@ -135,6 +137,18 @@ class Upkeep:
         # kept, it is not there to be written over by the next one
         kept = self._paths.journal(step.journal).stat().st_size
         self._unspared = 0 if exists(self._paths.spare) else kept
+
+    def give_up(self) -> bool:
+        """Where the local disk is short: drops spares, then the oldest kept step that no standing rollback
+        goes back over. False when there is none. Called by the publishing thread."""
+        if spare_bytes(self._paths):
+            drop_spares(self._paths)
+            return True
+        try:
+            order = standing(Channel.open(self._channel))
+        except (WeightcastError, OSError):
+            return False
+        return self._history.drop_oldest(None if order is None else order.to)
 
     def _make_spare(self) -> None:
         nbytes, self._unspared = self._unspared, 0

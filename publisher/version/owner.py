@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from weightcast.publisher.version import rendezvous
 from weightcast.publisher.version.anchors import anchor_index, write_anchor_beside, write_weights
@@ -55,11 +56,15 @@ from weightcast.shared.errors import (
 )
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.entries import exists
+from weightcast.shared.files.space import NoRoom, lacks_room, nearest_directory, space_of
+from weightcast.shared.local.fetch import ROOM_BYTES, journal_bytes
 from weightcast.shared.local.follow import Follower, open_base
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.stage import Fetched, Staged, stage
 from weightcast.shared.progress import Advance
 from weightcast.shared.words import TensorTable, Words, whole_part
+
+Made = TypeVar("Made")
 
 
 class Owner:
@@ -93,11 +98,41 @@ class Owner:
             self._follower.trouble = error.message
 
     def _catch_up(self, channel: Channel, advance: Advance | None) -> None:
+        def catch_up() -> None:
+            try:
+                self._follower.catch_up(channel, advance)
+            except BaseException as error:
+                if lacks_room(error):
+                    self._follower.release()
+                raise
+
         try:
-            self._follower.catch_up(channel, advance)
+            self._with_room(catch_up)
         except NeedsReseed as error:
             self._follower.distrust(error.message)
-            self._follower.catch_up(channel, advance)
+            self._with_room(catch_up)
+
+    def _with_room(self, work: Callable[[], Made], nbytes: int = 0) -> Made:
+        """`work` writes `nbytes` and something to the local disk. Where that is short, it is done again for
+        as long as giving up what is kept there makes room."""
+        self._make_room(nbytes)
+        while True:
+            free = self._free_bytes()
+            try:
+                return work()
+            except (OSError, NoRoom) as error:
+                if not lacks_room(error) or not self._options.give_up() or self._free_bytes() <= free:
+                    raise
+
+    def _make_room(self, nbytes: int) -> None:
+        free = self._free_bytes()
+        while free < nbytes and self._options.give_up():
+            before, free = free, self._free_bytes()
+            if free <= before:
+                return  # somebody reads it yet: its room comes later
+
+    def _free_bytes(self) -> int:
+        return space_of(nearest_directory(self._follower.paths.room)).free_bytes
 
     def _channel(self) -> Channel:
         return Channel.open(self._follower.channel_dir, self._options.trust)
@@ -170,6 +205,9 @@ class Owner:
         local, file = self._follower.local, self._file
         if work.compared is None or not self._rank.alone or local is None or file is None:
             return None
+        return self._with_room(lambda: self._spooled(local, file, work))
+
+    def _spooled(self, local: LocalCheckpoint, file: ChannelFile, work: Work) -> Spooled:
         with work.phase("read"):
             weights = work.read()
         try:
@@ -369,7 +407,9 @@ class Owner:
             # owner's. Digests of our own files were just read from them
             own = rendezvous.shard_name(self._rank.number)
             verify_files(directory, index, [new for new, old in sources.items() if old == own])
-        return stage(local, [Fetched(index, directory)], threads=self._options.threads)
+        fetched = [Fetched(index, directory)]
+        wanted = ROOM_BYTES + journal_bytes(index)
+        return self._with_room(lambda: stage(local, fetched, threads=self._options.threads), wanted)
 
     def _patched(self, local: LocalCheckpoint, staged: Staged, work: Work) -> LocalCheckpoint:
         """The local checkpoint at the version: the same, or one brought anew where that was drifted. Who was

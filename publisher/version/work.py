@@ -58,6 +58,8 @@ class PublishOptions:
     """whose versions are continued; None: anybody's"""
     non_finite: NonFinite = "allow"
     until: Until = "patched"
+    give_up: Callable[[], bool] = lambda: False
+    """drops the next of what lies on the local disk for no more than speed; False when nothing is left"""
 
 
 @dataclass

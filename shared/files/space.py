@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from errno import EDQUOT, ENOSPC
 from pathlib import Path
 
 from weightcast.shared.errors import RetryLater
@@ -11,6 +12,14 @@ from weightcast.shared.files.entries import is_directory
 
 _BLOCK = 512
 """bytes in which stat counts what a file takes, whatever the file system's own blocks are"""
+
+
+class NoRoom(RetryLater):
+    """A file system takes no more."""
+
+
+def lacks_room(error: BaseException) -> bool:
+    return isinstance(error, NoRoom) or (isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT))
 
 
 @dataclass(frozen=True)
@@ -45,10 +54,10 @@ def nearest_directory(path: Path) -> Path:
 
 
 def require_free(directory: Path, nbytes: int, work: str) -> None:
-    """Before anything is written. Raises RetryLater when `work` needs more than there is, and OSError."""
+    """Before anything is written. Raises NoRoom when `work` needs more than there is, and OSError."""
     free = space_of(directory).free_bytes
     if free < nbytes:
-        raise RetryLater(
+        raise NoRoom(
             f"{directory}: {free >> 20} MiB free, {work} needs {nbytes >> 20} MiB",
             remedy="free space on the local disk; nothing was changed",
         )

@@ -48,8 +48,13 @@ def check_space(paths: LocalPaths, versions: Sequence[Index | ForeignIndex]) -> 
     ours = [version for version in versions if isinstance(version, Index)]
     wanted = ROOM_BYTES
     wanted += sum(file.size for version in ours for file in version.files)
-    wanted += sum(chunk.changed for version in ours for chunk in version.chunks) * JOURNAL_BYTES
+    wanted += sum(map(journal_bytes, ours))
     make_room(paths, wanted, "staging")
+
+
+def journal_bytes(index: Index) -> int:
+    """Of the journal of a version, at most."""
+    return sum(chunk.changed for chunk in index.chunks) * JOURNAL_BYTES
 
 
 def fetch(

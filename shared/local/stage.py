@@ -23,6 +23,7 @@ from weightcast.shared.digest.lanes import LanesArray
 from weightcast.shared.digest.root import root
 from weightcast.shared.digest.step_sums import StepSums
 from weightcast.shared.errors import DamagedFile, Forked, RetryLater
+from weightcast.shared.files.space import NoRoom, lacks_room
 from weightcast.shared.local.journal import JournalHeader, JournalWriter
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.records import Packed, pack_changes, pack_whole
@@ -116,7 +117,8 @@ def stage(
         writer.close()
     except OSError as error:
         writer.abandon()
-        raise RetryLater(
+        kind = NoRoom if lacks_room(error) else RetryLater
+        raise kind(
             f"{local.paths.room}: {error.strerror}", remedy="check the local disk and its space"
         ) from error
     except BaseException:
