@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, SupportsIndex, get_args
 
 from weightcast.publisher.care.orders import carry_out, held, is_carried_out, standing
 from weightcast.publisher.care.upkeep import Background, Upkeep, UpkeepOptions
@@ -27,6 +27,7 @@ from weightcast.publisher.version.work import PublishOptions, Until, Watching, W
 from weightcast.publisher.weights.finite import NonFinite
 from weightcast.publisher.weights.on_device import Baselines, OnDevice, When
 from weightcast.publisher.weights.tensors import CheckpointWeights, GivenWeights, NewWeights
+from weightcast.publisher.weights.trainer_step import whole_step
 from weightcast.shared.channel.base import Base
 from weightcast.shared.channel.channel_file import ChannelFile
 from weightcast.shared.channel.claims import Claim, claim, this_process
@@ -262,7 +263,7 @@ class Publisher:
         self,
         named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any],
         *,
-        step: int | None = None,
+        step: SupportsIndex | None = None,
         advance: Advance | None = None,
         watching: Watching | None = None,
     ) -> PublishReport:
@@ -275,13 +276,13 @@ class Publisher:
         """
         # once: a second look at an iterator would see nothing
         read = functools.cache(lambda: GivenWeights(named_tensors, self.baselines))
-        return self._publish_now(Work(read, step, advance, watching))
+        return self._publish_now(Work(read, whole_step(step), advance, watching))
 
     def submit(
         self,
         named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any],
         *,
-        step: int | None = None,
+        step: SupportsIndex | None = None,
         when_busy: WhenBusy = "block",
         hold: Hold = "tensors",
     ) -> Handle:
@@ -302,6 +303,7 @@ class Publisher:
         """
         if hold not in get_args(Hold):
             raise Refused(f"hold is {hold!r}", remedy='give "tensors" or "copy"')
+        step = whole_step(step)
         weights = GivenWeights(named_tensors, self.baselines)
         if hold == "copy":
             # not before the one in flight has let go of its own
@@ -336,7 +338,7 @@ class Publisher:
         self,
         directory: str | Path,
         *,
-        step: int | None = None,
+        step: SupportsIndex | None = None,
         advance: Advance | None = None,
         watching: Watching | None = None,
     ) -> PublishReport:
@@ -348,14 +350,14 @@ class Publisher:
         self,
         read: Callable[[], NewWeights],
         *,
-        step: int | None = None,
+        step: SupportsIndex | None = None,
         advance: Advance | None = None,
         watching: Watching | None = None,
         request: str = "",
     ) -> PublishReport:
         """Publishes what `read` opens; it may be called twice, after what it gave was closed. `request`: 16
         hex digits, by which `made_for` finds the version."""
-        return self._publish_now(Work(read, step, advance, watching, request=request))
+        return self._publish_now(Work(read, whole_step(step), advance, watching, request=request))
 
     def made_for(self, request: str, above: int) -> Index | None:
         """The version that was published for `request`, if it is one after `above`. That there are newer ones

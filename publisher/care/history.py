@@ -53,15 +53,22 @@ class History:
         with contextlib.suppress(WeightcastError, OSError):
             self._directory.mkdir(exist_ok=True)
             self.drop(number)
-            os.link(self._paths.journal(step.journal), self._journal(number))
-            failpoint("history.linked", self._directory)
-            self._step(number).write_text(json.dumps(step_json(step)))
-            index = channel.index(number)
-            with contextlib.suppress(FileNotFoundError):
-                signature = read_file(signature_path(index), SIGNATURE_LIMIT)
-                self._signature(number).write_bytes(signature)
-            self._index(number).write_bytes(read_file(index, INDEX_LIMIT))
-            failpoint("history.kept", self._directory)
+            try:
+                self._keep(number, step, channel)
+            except BaseException:
+                self.drop(number)
+                raise
+
+    def _keep(self, number: int, step: Step, channel: Layout) -> None:
+        os.link(self._paths.journal(step.journal), self._journal(number))
+        failpoint("history.linked", self._directory)
+        self._step(number).write_text(json.dumps(step_json(step)))
+        index = channel.index(number)
+        with contextlib.suppress(FileNotFoundError):
+            signature = read_file(signature_path(index), SIGNATURE_LIMIT)
+            self._signature(number).write_bytes(signature)
+        self._index(number).write_bytes(read_file(index, INDEX_LIMIT))
+        failpoint("history.kept", self._directory)
 
     def index(self, position: Position) -> bytes | None:
         """The exact bytes of a version's index, if they are kept."""
@@ -95,11 +102,14 @@ class History:
         return self._step(version), self._journal(version), self._index(version), self._signature(version)
 
     def clear(self) -> None:
-        for version in self._versions():
+        for version in self._left():
             self.drop(version)
 
     def trim(self, most_steps: int, most_bytes: int) -> None:
-        """Drops the oldest beyond either bound. The journal of one of them is written over by the next."""
+        """Drops the oldest beyond either bound, and what a kill left without its step. The journal of one of
+        them is written over by the next."""
+        for version in set(self._left()) - set(self._versions()):
+            self.drop(version)
         left = most_bytes
         for count, version in enumerate(sorted(self._versions(), reverse=True)):
             with contextlib.suppress(FileNotFoundError):
@@ -112,14 +122,21 @@ class History:
 
     def drop_oldest(self, most: int | None) -> bool:
         """The oldest step, if it led to no later version than `most`. False when none is dropped."""
-        oldest = min(self._versions(), default=None)
+        oldest = min(self._left(), default=None)
         if oldest is None or (most is not None and oldest > most):
             return False
         self.drop(oldest)
         return True
 
     def _versions(self) -> list[int]:
-        return [int(path.stem) for path in matching(self._directory, "*.json") if path.stem.isdecimal()]
+        return self._numbers("*.json")
+
+    def _left(self) -> list[int]:
+        """Those of which anything lies there."""
+        return self._numbers("*")
+
+    def _numbers(self, pattern: str) -> list[int]:
+        return [int(path.stem) for path in matching(self._directory, pattern) if path.stem.isdecimal()]
 
     def back_from(self, position: Position) -> Mapping[int, Kept]:
         """The steps that led to `position`, by the version that each led to, without a gap."""

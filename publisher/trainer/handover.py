@@ -17,13 +17,14 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 from urllib.parse import urlsplit
 
 import numpy as np
 
 from weightcast.publisher.trainer.export import SLOTS, Export, Handed
 from weightcast.publisher.weights.given import CastTensor, RawTensor, in_torch, spec_of
+from weightcast.publisher.weights.trainer_step import whole_step
 from weightcast.shared.errors import Refused, RetryLater
 from weightcast.shared.files.safetensors import Entry, pack_header
 from weightcast.shared.local.locks import FileLock, owner_text
@@ -75,7 +76,7 @@ class HandOver:
         self,
         named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any],
         *,
-        step: int | None = None,
+        step: SupportsIndex | None = None,
         timeout: float = 60.0,
     ) -> Handed:
         """Copies (HF name, tensor) pairs: torch on any device, numpy, `RawTensor`, `cast_like`'s. When it
@@ -84,6 +85,7 @@ class HandOver:
         Raises RetryLater when the memory does not hold it, or no slot gets free in time; Refused for what is
         no tensor of a file. The publisher then goes on with what was complete before.
         """
+        number = whole_step(step)
         pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
         given = [(spec_of(name, tensor), tensor) for name, tensor in pairs]
         _check_names(given)
@@ -91,7 +93,7 @@ class HandOver:
         given.sort(key=lambda one: one[0].nbytes // max(1, one[0].elements), reverse=True)
         slot, lock = self._free_slot(timeout)
         try:
-            handed = self._write(slot, given, step)
+            handed = self._write(slot, given, number)
         except OSError as error:
             raise RetryLater(
                 f"{self._export.directory}: {error.strerror or error}",

@@ -6,13 +6,14 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from core_cases import Model, all_changed, snapshot, some_changed, tensor, write_checkpoint
 from publisher_cases import ENCODINGS, Place, make_place
 
-from weightcast.publisher import Publisher, init_channel
+from weightcast.publisher import Publisher, RawTensor, init_channel
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater, WeightcastError, WrongRun
@@ -98,6 +99,24 @@ def other_shape(path: Path) -> None:
 def twice(path: Path) -> None:
     data = path.read_bytes()
     path.write_bytes(data.replace(b'"f32.matrix"', b'"i32.matrix"'))
+
+
+@pytest.mark.parametrize("step", [np.int64(9), np.uint8(9), np.array(9)], ids=repr)
+def test_a_step_may_be_numpy_s(place: Place, step: Any) -> None:
+    model = {name: RawTensor(one.dtype, one.shape, one.data) for name, one in place.model.items()}
+    with place.publisher() as publisher:
+        first, second = publisher.publish(model, step=step), publisher.submit(model, step=step).result()
+    assert (first.step, second.step) == (9, 9) and type(first.step) is int
+
+
+@pytest.mark.parametrize("step", [True, np.True_, -1, 9.0, "9", 1 << 63, np.array([9, 9])], ids=repr)
+def test_what_is_no_step_is_refused_before_anything_is_read(place: Place, step: Any) -> None:
+    before = snapshot(place.channel)
+    with place.publisher() as publisher:
+        for publish in (publisher.publish, publisher.submit):
+            with pytest.raises(Refused, match="is no number of a step"):
+                publish((pytest.fail("read") for _ in range(1)), step=step)  # type: ignore[operator]
+    assert snapshot(place.channel) == before
 
 
 def test_what_is_no_tensor_is_named(place: Place) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from core_cases import Model, ended, some_changed
-from publisher_cases import make_place
+from publisher_cases import Place, make_place
 
 from weightcast.publisher.care.retention import Retention
 from weightcast.publisher.care.upkeep import UpkeepOptions
@@ -29,6 +29,30 @@ PLACES = (
 )
 
 
+def kill_at(name: str, place: Place, *new: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, str(CHILD), name, *map(str, (place.channel, place.pub, place.base, *new))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    code, said = ended(child)
+    assert code == -signal.SIGKILL, said
+
+
+@pytest.mark.parametrize("name", ["history.linked", "history.kept"])
+def test_a_journal_whose_keeping_was_killed_does_not_stay(tmp_path: Path, name: str) -> None:
+    place = make_place(tmp_path)
+    model, rng = place.model, np.random.default_rng(8)
+    kill_at(name, place, place.new(some_changed(model, rng)))
+    with place.publisher(upkeep=UpkeepOptions(skip_span=1, history_share=1000.0)) as publisher:
+        for _ in range(3):
+            model = some_changed(model, rng)
+            publisher.publish_checkpoint(place.new(model))
+    kept = {path.name.split(".")[0] for path in (place.pub / ".weightcast/history").iterdir()}
+    assert kept == {"000003", "000004"}
+
+
 @pytest.mark.parametrize("name", PLACES)
 def test_killed_at(tmp_path: Path, name: str) -> None:
     place = make_place(tmp_path)
@@ -40,14 +64,7 @@ def test_killed_at(tmp_path: Path, name: str) -> None:
             publisher.publish_checkpoint(place.new(models[-1]))
             if len(models) == 4 and name.startswith("prune"):
                 publisher.make_due()
-    child = subprocess.Popen(
-        [sys.executable, str(CHILD), name, *map(str, (place.channel, place.pub, place.base))],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    code, said = ended(child)
-    assert code == -signal.SIGKILL, said
+    kill_at(name, place)
     assert verify(Channel.open(place.channel)) == []
     place.arrives(models[6], 6)
     with place.publisher(upkeep=OPTIONS) as publisher:

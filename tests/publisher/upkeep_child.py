@@ -1,4 +1,5 @@
-"""Makes what is due and dies at a failpoint: upkeep_child.py FAILPOINT CHANNEL LOCAL BASE."""
+"""Publishes NEW, if given, makes what is due and dies at a failpoint:
+upkeep_child.py FAILPOINT CHANNEL LOCAL BASE [NEW]."""
 
 import os
 import signal
@@ -10,7 +11,7 @@ from weightcast.publisher.care.retention import Retention
 from weightcast.publisher.care.upkeep import UpkeepOptions
 from weightcast.shared.failpoints import watch
 
-name, channel, local, base = sys.argv[1:5]
+name, channel, local, base, *new = sys.argv[1:]
 
 
 def die(passed: str, where: Path | None) -> None:
@@ -22,4 +23,6 @@ retention = Retention(2, host_versions=0)
 options = UpkeepOptions(skip_span=4, history_share=1000.0, retention=retention, grace_seconds=-1.0)
 with Publisher.open(channel, local=local, base=base, upkeep=options) as publisher:
     watch(die)
+    for directory in new:
+        publisher.publish_checkpoint(directory)
     print(publisher.make_due(), publisher.make_due(), flush=True)
