@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weightcast.shared.channel.layout import Layout
@@ -15,6 +16,12 @@ from weightcast.shared.errors import Refused, WrongRun
 PER_HOST_SECONDS = 0.5
 """between two reports of a host"""
 ALL_PER_SECOND, BURST = 1000, 2000
+TRIES = 5
+"""of a host's report, while those of others are written"""
+_FAILURES_IN_A_ROW = 16
+"""after which the channel takes none now"""
+_TOLD_SECONDS = 120.0
+"""after a failure, unless the host's next report is written"""
 
 
 class TooMany(Exception):
@@ -23,6 +30,15 @@ class TooMany(Exception):
     def __init__(self, seconds: float) -> None:
         super().__init__(f"try again in {seconds:g} s")
         self.seconds = seconds
+
+
+@dataclass(frozen=True)
+class _Failing:
+    """Of one host. `tries`: those that say something of its report; `at`: of the last one, by our clock."""
+
+    reason: str
+    tries: int
+    at: float
 
 
 class Posted:
@@ -34,6 +50,9 @@ class Posted:
         self._waiting: dict[str, Report] = {}
         self._taken: dict[str, float] = {}
         self._tokens, self._filled = float(BURST), clock()
+        self._failing: dict[str, _Failing] = {}
+        self.problem = ""
+        """why reports are not written; empty when all are"""
 
     def take(self, data: bytes, run_id: str | None) -> None:
         """Raises DamagedFile and UnknownFormat for what is no report, WrongRun for a host of another run,
@@ -70,15 +89,44 @@ class Posted:
         self._taken[key] = now
 
     def write(self) -> None:
-        """Raises OSError; what is not written is kept, unless the host said something newer."""
+        """For one thread. What cannot be written keeps nothing else from it, and is kept for the next time,
+        unless the host said something newer; what fails again and again beside others is given up."""
         with self._lock:
             waiting, self._waiting = self._waiting, {}
-        while waiting:
+        failed: dict[str, Report] = {}
+        written = in_a_row = 0
+        while waiting and in_a_row < _FAILURES_IN_A_ROW:
             key, report = next(iter(waiting.items()))
+            del waiting[key]
             try:
                 write_report(self._channel, report)
-            except OSError:
-                with self._lock:
-                    self._waiting = {**waiting, **self._waiting}
-                raise
-            del waiting[key]
+            except OSError as error:
+                failed[key] = report
+                self._note(key, f"{report.host}: {error}")
+                in_a_row += 1
+            else:
+                self._failing.pop(key, None)
+                written, in_a_row = written + 1, 0
+        with self._lock:
+            # those that were not tried come first
+            self._waiting = {**waiting, **self._still(failed, written > 0), **self._waiting}
+        self.problem = self._told()
+
+    def _note(self, key: str, reason: str) -> None:
+        before = self._failing.get(key)
+        self._failing[key] = _Failing(reason, 0 if before is None else before.tries, self._clock())
+
+    def _still(self, failed: dict[str, Report], others_are_written: bool) -> dict[str, Report]:
+        """Those that are tried again. On a channel that takes none, no report is at fault."""
+        if not others_are_written:
+            return failed
+        for key in failed:
+            self._failing[key] = replace(self._failing[key], tries=self._failing[key].tries + 1)
+        return {key: report for key, report in failed.items() if self._failing[key].tries < TRIES}
+
+    def _told(self) -> str:
+        since = self._clock() - _TOLD_SECONDS
+        self._failing = {key: one for key, one in self._failing.items() if one.at >= since}
+        reasons = [one.reason for one in self._failing.values()]
+        more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
+        return reasons[0] + more if reasons else ""

@@ -114,9 +114,11 @@ class FleetView:
 
     def look_at_hosts(self) -> None:
         """One look. Raises WeightcastError and OSError when the channel cannot be read."""
-        # a channel that is full can still be looked at; what was posted is kept
-        with contextlib.suppress(OSError):
-            self.posted.write()
+        # a channel that is full can still be looked at
+        told = self.posted.problem
+        self.posted.write()
+        if self.posted.problem and not told:
+            log.warning("posted reports not written", reason=self.posted.problem)
         before, fleet = self._fleet.get(), self._reader.read()
         self._fleet.set(_page(fleet, before.serial + (_said(fleet) != _said(before.fleet))))
 

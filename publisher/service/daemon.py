@@ -37,7 +37,8 @@ def run_publisher(settings: PublisherSettings) -> None:
 
     def status() -> PublisherStatus:
         hosts = tuple(map(host_status, view.hosts().hosts))
-        return desk.status().model_copy(update={"loop": loop.get(), "kernels": STATUS.get(), "hosts": hosts})
+        beside = {"loop": loop.get(), "kernels": STATUS.get(), "hosts": hosts}
+        return desk.status().model_copy(update={**beside, "report_error": view.posted.problem})
 
     app = make_app(
         "weightcast publisher",

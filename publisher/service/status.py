@@ -102,6 +102,8 @@ class PublisherStatus(Frozen):
     """newest first"""
     totals: Totals = Totals()
     hosts: tuple[HostStatus, ...] = ()
+    report_error: str = ""
+    """why what hosts posted does not get into the channel; empty when it does"""
     inbox: InboxStatus | None = None
     verify: VerifyStatus | None = None
     last_error: DatedFailure | None = None

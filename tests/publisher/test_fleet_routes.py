@@ -191,6 +191,20 @@ def test_reports_are_posted_where_the_channel_is_read_only(
     assert host_of(daemon, "lost") == {}
 
 
+def test_a_posted_report_that_cannot_be_written_stops_no_other(
+    places: Places, daemon: Daemon, run_id: str
+) -> None:
+    Layout(places.channel).report("bad", "/data/policy").mkdir(parents=True)
+    for host in ("bad", "good", "better"):
+        assert (
+            daemon.client.post("/v1/reports", content=pack_report(report(host, run_id, 0))).status_code == 202
+        )
+    wait_until(lambda: host_of(daemon, "good") and host_of(daemon, "better"))
+    assert daemon.status()["report_error"].startswith("bad: ")
+    assert host_of(daemon, "bad") == {}
+    assert daemon.log.read_text().count("posted reports not written") == 1
+
+
 def test_a_host_s_token_lets_it_report_and_nothing_else(
     places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,8 @@ from publisher_cases import Place, make_place
 from weightcast.publisher.care.retention import Held, Hop, Retention, Situation, Way
 from weightcast.publisher.fleet.ledger import Ledger, Page
 from weightcast.publisher.fleet.outlook import catch_up, prune_plan, steps, version_rows
-from weightcast.publisher.fleet.posted import BURST, PER_HOST_SECONDS, Posted, TooMany
+from weightcast.publisher.fleet.posted import BURST, PER_HOST_SECONDS, TRIES, Posted, TooMany
+from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.pointer import write_pointer
 from weightcast.shared.channel.reports import Report, pack_report, read_reports
 from weightcast.shared.channel.shown import Shown
@@ -200,8 +201,51 @@ def test_what_cannot_be_written_is_kept(tmp_path: Path) -> None:
     posted = Posted(tmp_path, lambda: 0.0)
     posted.take(report("a"), None)
     (tmp_path / "hosts").write_text("in the way")
-    with pytest.raises(OSError, match="hosts"):
+    for _ in range(TRIES + 1):
         posted.write()
+        assert "hosts" in posted.problem
     (tmp_path / "hosts").unlink()
     posted.write()
-    assert [one.host for one in read_reports(tmp_path)] == ["a"]
+    assert [one.host for one in read_reports(tmp_path)] == ["a"] and posted.problem == ""
+
+
+def test_what_cannot_be_written_is_given_up_beside_others(tmp_path: Path) -> None:
+    now = [0.0]
+    posted = Posted(tmp_path, lambda: now[0])
+    layout = Layout(tmp_path)
+    bad = [f"bad{number}" for number in range(40)]
+    for host in bad:
+        posted.take(report(host), None)
+        layout.report(host, "/l").mkdir(parents=True)
+    posted.take(report("last"), None)
+    for _ in range(8 * TRIES):
+        now[0] += PER_HOST_SECONDS
+        posted.take(report("good", int(2 * now[0])), None)
+        posted.write()
+    assert {one.host for one in read_reports(tmp_path)} == {"good", "last"}
+    assert posted.problem.startswith("bad") and posted.problem.endswith("and 39 more")
+    for host in bad:
+        layout.report(host, "/l").rmdir()
+    posted.write()
+    assert len(read_reports(tmp_path)) == 2, "given up"
+    now[0] += PER_HOST_SECONDS
+    for host in bad:
+        posted.take(report(host, 2), None)
+    posted.write()
+    assert len(read_reports(tmp_path)) == 42 and posted.problem == ""
+
+
+def test_a_host_that_is_gone_is_told_of_no_longer(tmp_path: Path) -> None:
+    now = [0.0]
+    posted = Posted(tmp_path, lambda: now[0])
+    Layout(tmp_path).report("bad", "/l").mkdir(parents=True)
+    for counter in range(TRIES):
+        now[0] += PER_HOST_SECONDS
+        posted.take(report("good", counter), None)
+        if counter == 0:
+            posted.take(report("bad"), None)
+        posted.write()
+    assert posted.problem.startswith("bad")
+    now[0] += 3600.0
+    posted.write()
+    assert posted.problem == ""
