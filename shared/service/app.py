@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, version
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
+
+from weightcast.shared.errors import USAGE, Refused
+from weightcast.shared.service.output import Output
 
 BROKEN_INSTALLATION = (ImportError, AttributeError, OSError)
 """missing modules, missing names, shared libraries that do not load"""
@@ -53,8 +57,25 @@ def register_sides(app: typer.Typer, sides: Sequence[EntryPoint]) -> list[Missin
     return missing
 
 
-def call(app: typer.Typer, arguments: Sequence[str]) -> None:
-    typer.main.get_command(app)(arguments, prog_name="weightcast")
+class BadUsage(Refused):
+    exit_code = USAGE
+
+
+_UsageError: Any = typer.BadParameter.__mro__[1]
+"""click's, which is typer's own in some releases and a package in others"""
+
+
+def call(app: typer.Typer, arguments: Sequence[str], output: Output) -> NoReturn:
+    """Ends with SystemExit, or with what the verb raises."""
+    command = typer.main.get_command(app)
+    if not output.json:
+        command(arguments, prog_name="weightcast")
+    try:
+        code = command.main(arguments, prog_name="weightcast", standalone_mode=False)
+    except _UsageError as error:
+        output.error(BadUsage(error.format_message(), remedy="see --help"))
+        code = USAGE
+    sys.exit(code)
 
 
 def _print_version(wanted: bool) -> None:

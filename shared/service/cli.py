@@ -61,11 +61,11 @@ def run(arguments: list[str], sides: Sequence[EntryPoint] | None = None) -> int:
     verb = _plain_verb(arguments) if sides is None else None
     given = None if verb is None else verb.read(arguments[1:], os.environ)
     missing: list[MissingSide] = []
+    output = Output(json=_wants_json(arguments))
     if verb is not None and given is not None:
         command: Callable[[], None] = partial(verb.body, **given)
     else:
-        command = _by_typer(arguments, verb, sides, missing)
-    output = Output(json=_wants_json(arguments))
+        command = _by_typer(arguments, verb, sides, missing, output)
     try:
         command()
     except WeightcastError as error:
@@ -97,6 +97,7 @@ def _by_typer(
     verb: Verb | None,
     sides: Sequence[EntryPoint] | None,
     missing: list[MissingSide],
+    output: Output,
 ) -> Callable[[], None]:
     """`verb`: all that is asked for. Adds sides that cannot be imported to `missing`."""
     from importlib.metadata import entry_points
@@ -108,7 +109,7 @@ def _by_typer(
         verb.register(app)
     else:
         missing += register_sides(app, entry_points(group=VERBS) if sides is None else sides)
-    return partial(call, app, arguments)
+    return partial(call, app, arguments, output)
 
 
 def _end(end: SystemExit, arguments: Sequence[str], missing: Sequence[MissingSide]) -> int:

@@ -1,5 +1,6 @@
 """The standard streams of the command. What is said on stderr is for people: where it cannot be said, the
-work goes on all the same."""
+work goes on all the same. A result on stdout that nobody reads changes nothing of the work either; one that
+cannot be written, to a full disk say, is an error."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-_STDERR = 2
+_STDOUT, _STDERR = 1, 2
 
 
 class _MayFail(io.FileIO):
@@ -26,12 +27,40 @@ class _MayFail(io.FileIO):
         return memoryview(data).nbytes if written is None else written
 
 
+class _MayBeLeft(io.FileIO):
+    """A pipe whose reader has gone takes everything from then on."""
+
+    is_left = False
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            self.is_left = True
+            return memoryview(data).nbytes
+
+
+def is_unread() -> bool:
+    """Whether whoever read stdout is gone, as far as that was noticed: who writes for ever asks."""
+    binary = getattr(sys.stdout, "buffer", None)
+    raw = getattr(binary, "raw", None)
+    return isinstance(raw, _MayBeLeft) and raw.is_left
+
+
 def steady_streams() -> None:
-    """Errors of stderr are nobody's errors from here on. A standard stream that is closed becomes the null
-    device: its number would be given to the next file that is opened, and be written to."""
+    """Errors of stderr are nobody's errors from here on, nor is a missing reader of stdout. A standard stream
+    that is closed becomes the null device: its number would be given to the next file that is opened, and be
+    written to."""
     _fill_closed()
     if sys.stdout is None:
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    else:
+        sys.stdout = io.TextIOWrapper(
+            io.BufferedWriter(_MayBeLeft(_STDOUT, "w", closefd=False)),
+            encoding=sys.stdout.encoding,
+            errors=sys.stdout.errors,
+            line_buffering=sys.stdout.isatty(),
+        )
     if sys.stderr is None:
         sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     else:

@@ -24,6 +24,7 @@ from weightcast.shared.service.client import Daemon
 from weightcast.shared.service.common_options import JsonOption
 from weightcast.shared.service.fleet import Fleet, FleetReader, Host
 from weightcast.shared.service.output import Output, to_json
+from weightcast.shared.service.streams import is_unread
 
 FLEET_PATH = "/v1/fleet"
 MOST = 50
@@ -138,8 +139,9 @@ def _repeat(
     show: Callable[[Fleet], None],
     tell: Callable[[WeightcastError], None] = lambda error: print(error, file=sys.stderr, flush=True),
 ) -> None:
-    """Until Ctrl-C. A publisher that restarts, or a mount that is away, does not end it."""
-    while True:
+    """Until Ctrl-C, or until nobody reads it. A publisher that restarts, or a mount that is away, does not
+    end it."""
+    while not is_unread():
         try:
             show(look())
         except WeightcastError as error:

@@ -92,6 +92,8 @@ def verify(
 ) -> None:
     """Read every byte of a local checkpoint, and of engines, and compare it with the version that it is."""
     output, count = Output(json=as_json), working_threads(threads)
+    if name and not engine:
+        raise BadSettings("--name needs --engine", remedy="the files of a local checkpoint are read whole")
     if repair and channel is None:
         raise BadSettings("--repair needs --channel", remedy="give the channel that the checkpoint follows")
     with output.progress(f"reading {local}", None) as advance:

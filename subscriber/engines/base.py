@@ -320,9 +320,13 @@ def _checked_url(text: str, url: str) -> str:
     parts = http_parts(url)
     if parts is None or "#" in url:
         raise BadEngineOption(f"--engine {text!r}: {url!r} is no http or https URL")
-    if parts.query and not text.startswith("webhook="):
+    # schemes are read in any case (RFC 3986, 3.1), and compared in this one from here on
+    url = parts.scheme + url[len(parts.scheme) :]
+    if text.startswith("webhook="):
+        return url.removesuffix("?")
+    if "?" in url:
         raise BadEngineOption(f"--engine {text!r}: the URL of an inference server has no query")
-    return url if text.startswith("webhook=") else url.rstrip("/")
+    return url.rstrip("/")
 
 
 def _default_name(kind: Kind, url: str) -> str:

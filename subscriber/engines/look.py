@@ -37,7 +37,7 @@ def look(option: str, local: Path, names: Sequence[str], advance: Advance | None
 
 def _spec(option: str, local: Path) -> EngineSpec:
     """A bare URL is a vLLM's. Who asks for its memory means that it can be read."""
-    text = f"vllm={option}" if option.startswith(("http://", "https://")) else option
+    text = f"vllm={option}" if option.lower().startswith(("http://", "https://")) else option
     return parse_engine(text if ",via=" in text else f"{text},via=live", local)
 
 

@@ -70,6 +70,34 @@ def test_commands_of_every_version_import_no_framework(tmp_path: Path) -> None:
     assert heavy <= {"numba", "email", "importlib.metadata"} and status["local_version"] == 1
 
 
+def test_a_result_that_nobody_reads_changes_no_exit_code(tmp_path: Path) -> None:
+    base, channel = checkpoint(tmp_path / "base", 1), tmp_path / "channel"
+    init_channel(channel, base)
+    new = checkpoint(tmp_path / "new", 2)
+    for arguments in (
+        ("publish", new, "--local", tmp_path / "publisher", "--channel", channel, "--base", base),
+        ("sync", "--local", tmp_path / "host", "--channel", channel, "--base", base),
+        ("sync", "--local", tmp_path / "host", "--channel", channel, "--base", base, "--json"),
+        ("channel", "log", "--channel", channel),
+        ("fleet", "--watch", "--channel", channel),
+        ("fleet", "--watch", "--json", "--channel", channel),
+    ):
+        assert unread(*arguments) == (0, ""), arguments
+    assert unread("channel", "log", "--channel", tmp_path / "nowhere")[0] == 75
+
+
+def unread(*arguments: object) -> tuple[int, str]:
+    """Exit code and stderr of a command whose stdout is a pipe without a reader."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    line = [sys.executable, "-m", "weightcast.shared.service.cli", *map(str, arguments)]
+    try:
+        done = subprocess.run(line, stdout=writer, stderr=subprocess.PIPE, timeout=300, check=False)
+    finally:
+        os.close(writer)
+    return done.returncode, done.stderr.decode()
+
+
 def test_the_short_way_to_the_options_of_a_sync_comes_to_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

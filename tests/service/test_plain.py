@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightcast.shared.service.app import call, new_app
+from weightcast.shared.service.output import Output
 from weightcast.shared.service.plain import CHANNEL, JSON, THREADS, TRUSTED_KEY, Option, Verb
 
 OPTIONS = (
@@ -44,7 +45,7 @@ def typed(arguments: list[str], environment: dict[str, str]) -> dict[str, Any] |
         for name, value in environment.items():
             patch.setenv(name, value)
         with pytest.raises(SystemExit):
-            call(app, ["verb", *arguments])
+            call(app, ["verb", *arguments], Output())
     return seen[0] if seen else None
 
 

@@ -320,6 +320,25 @@ def test_status_is_short_and_has_dates(capsys: pytest.CaptureFixture[str]) -> No
     ]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("status",), "url"),
+        (("nope",), "nope"),
+        (("wait", "--version", "soon", "--channel", "/c"), "--version"),
+        (("fleet",), "--channel or --url"),
+        (("local", "verify"), "--local"),
+        (("local", "verify", "--local", "/", "--name", "w"), "--engine"),
+    ],
+)
+def test_usage_errors_are_json_where_that_is_asked_for(arguments: tuple[str, ...], says: str) -> None:
+    plain, told = command(*arguments), command(*arguments, "--json")
+    error = json.loads(told.stdout)
+    assert (plain.returncode, told.returncode, error["exit_code"]) == (2, 2, 2)
+    assert says in error["message"] and error.keys() == {"error", "message", "remedy", "exit_code"}
+    assert says in plain.stderr and not plain.stdout
+
+
 STREAMS = {
     "full": 'exec "$@" 2>/dev/full',
     "closed": 'exec "$@" 2>&-',

@@ -52,6 +52,24 @@ def test_webhooks_map_files_unless_told_otherwise() -> None:
     assert parse_engine("webhook=http://h/x,copies=true", LOCAL).copies_weights
 
 
+@pytest.mark.parametrize(
+    ("text", "url"),
+    [
+        ("vllm=HTTPS://h:8000/", "https://h:8000"),
+        ("sglang=Http://H", "http://H"),
+        ("webhook=HTTP://h/x?y=1", "http://h/x?y=1"),
+        ("webhook=http://h/x?", "http://h/x"),
+    ],
+)
+def test_a_url_is_written_in_one_way(text: str, url: str) -> None:
+    assert parse_engine(text, LOCAL).url == url
+
+
+def test_certificates_are_checked_for_a_scheme_in_any_case(tmp_path: Path) -> None:
+    with pytest.raises(BadEngineOption, match="cannot be read"):
+        open_engine(parse_engine(f"vllm=HTTPS://h,ca={tmp_path / 'none'}", LOCAL))
+
+
 def test_a_relative_local_checkpoint_is_told_as_an_absolute_path() -> None:
     assert parse_engine("vllm=http://h", Path("local")).path == str(Path.cwd() / "local")
 
@@ -77,6 +95,9 @@ def test_a_relative_local_checkpoint_is_told_as_an_absolute_path() -> None:
         "sglang=http://[v1.x]:8000",
         "sglang=http://h/\udcff",
         "sglang=http://h?x=1",
+        "sglang=http://h?",
+        "sglang=http://h#",
+        "webhook=http://h#x",
         "sglang=http://h,via=both",
         "sglang=http://h,policy=keep",
         "sglang=http://h,copies=yes",
