@@ -19,6 +19,7 @@ from weightcast.shared.errors import USAGE, NotInTime, WeightcastError
 from weightcast.shared.files.paths import printable
 from weightcast.shared.service.output import Output
 from weightcast.shared.service.streams import steady_streams
+from weightcast.shared.service.variables import unknown_variables
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -40,11 +41,19 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     words = list(sys.argv[1:] if arguments is None else arguments)
     gc.set_threshold(*_COLLECTED)
     steady_streams()
+    _tell_unknown_variables()
     code = run(words)
     if code == NotInTime.exit_code or words[:1] in _SHORT:
         # the first: threads that hang in a mount would be waited for
         _end_at_once(code)
     sys.exit(code)
+
+
+def _tell_unknown_variables() -> None:
+    """No error: the environment is not ours alone. Values are not said, as some are secrets."""
+    for name, nearest in unknown_variables(os.environ).items():
+        meant = f"; did you mean {nearest}?" if nearest else ""
+        print(f"warning: nothing reads the variable {printable(name)}{meant}", file=sys.stderr, flush=True)
 
 
 def _end_at_once(code: int) -> NoReturn:

@@ -1,0 +1,59 @@
+"""Variables of the environment that weightcast reads: one of another name is mostly misspelt, and what it was
+to set is not set.
+
+All names at one place, of both sides: one settings file may serve both. Tests hold them to the settings and
+to the options of all verbs, which take too long to import for the commands of every version.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+PREFIX = "WEIGHTCAST_"
+_SETTINGS = (
+    "ALIAS", "ALLOW", "ANCHOR_EVERY", "ANCHOR_SECONDS", "ANCHOR_SHARE", "BASE", "CHANNEL", "CONSUME",
+    "ENCODING", "ENGINE", "ENGINE_ATTEMPTS", "ENGINE_CHECK_SECONDS", "ENGINE_DEADLINE", "EVERY", "EXISTING",
+    "FROZEN", "GROUP_DEADLINE", "GROUP_FOLLOWER", "GROUP_LEASE", "GROUP_MEMBER", "GROUP_PATCH",
+    "GROUP_TOKEN", "HAND_OVER", "HISTORY_SHARE", "HOOK_SECONDS", "HOST", "HOST_VERSIONS", "KEEP_HOURS",
+    "KEEP_VERSIONS", "LOCAL", "LOG_FORMAT", "LOG_LEVEL", "LOST_SECONDS", "MARKER", "MEMORY_BUDGET",
+    "NON_FINITE", "ON_ENGINE_FAILED", "POLL_SECONDS", "PORT", "PORT_FILE", "POST_WRITE", "PRE_READ",
+    "PUBLISH_SECONDS", "READABLE_BY", "RELOAD", "REPORT", "REPORT_SECONDS", "REPORT_TO", "REPORT_TOKEN",
+    "SETTLE_SECONDS", "SIGN_KEY", "SKIP_SPAN", "STALE_SECONDS", "STOP_SECONDS", "TAKE_OVER", "TARGET",
+    "THREADS", "TOKEN", "TRUSTED_KEY", "VERIFY_ENGINE_EVERY", "VERIFY_RATE", "VISIBLE_DEADLINE", "WATCH",
+)  # fmt: skip
+_OTHERS = (
+    "CACHE",  # of compiled kernels
+    "PATCH_DIR", "PATCH_LIMIT",  # of weightcast-engine, in an engine's process
+    "VERSION", "DIR", "PHASE", "DEADLINE", "ENGINE_NAME", "ENGINE_URL", "ENGINE_REASON",  # told to hooks
+    "ENGINES_FULL", "ENGINE_VENV", "SGLANG_VENV", "SGLANG_SERVER_VENV", "CHROMIUM", "PICTURES",  # of tests
+)  # fmt: skip
+SETTINGS = frozenset(PREFIX + name for name in _SETTINGS)
+KNOWN = SETTINGS | {PREFIX + name for name in _OTHERS}
+_OF_TESTS = PREFIX + "TEST_"
+# what Kubernetes sets for a service whose name begins with "weightcast"
+_OF_SERVICES = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)|_PORT(_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?)?")
+
+
+def unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Names with our prefix that nothing reads, and the nearest one that is read (empty: none is near)."""
+    # settings are read in any case
+    names = {name: name.upper() for name in environment if name.upper().startswith(PREFIX)}
+    strange = {name: upper for name, upper in names.items() if upper not in KNOWN and not _is_foreign(upper)}
+    return {name: _nearest(upper) for name, upper in sorted(strange.items())}
+
+
+def _is_foreign(name: str) -> bool:
+    rest = name.removeprefix(PREFIX[:-1])
+    return name.startswith(_OF_TESTS) or any(
+        found.end() == len(rest) for found in _OF_SERVICES.finditer(rest)
+    )
+
+
+def _nearest(name: str) -> str:
+    # most commands find nothing, and start without it
+    from difflib import get_close_matches
+
+    settings = {setting.removeprefix(PREFIX): setting for setting in sorted(SETTINGS)}
+    found = get_close_matches(name.removeprefix(PREFIX), settings, 1, 0.7)
+    return settings[found[0]] if found else ""

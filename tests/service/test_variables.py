@@ -1,0 +1,88 @@
+"""Variables of the environment that weightcast does not read."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from typing import Any
+
+import pytest
+import typer
+
+from weightcast.publisher.service.settings import PublisherSettings
+from weightcast.shared.digest.kernel_cache import CACHE_VARIABLE
+from weightcast.shared.service.app import new_app, register_sides
+from weightcast.shared.service.cli import VERBS
+from weightcast.shared.service.settings import describe_settings
+from weightcast.shared.service.variables import SETTINGS, unknown_variables
+from weightcast.subscriber.service.settings import SubscriberSettings
+
+
+def test_all_settings_are_known() -> None:
+    sides = (PublisherSettings, SubscriberSettings)
+    assert {setting.env for side in sides for setting in describe_settings(side)} == SETTINGS
+
+
+def test_what_the_verbs_read_is_known() -> None:
+    app = new_app()
+    assert register_sides(app, list(entry_points(group=VERBS))) == []
+    read = {*variables(typer.main.get_command(app)), CACHE_VARIABLE}
+    assert len(read) > 5 and unknown_variables(dict.fromkeys(read, "")) == {}
+
+
+def variables(command: Any) -> Iterator[str]:
+    for parameter in command.params:
+        named = parameter.envvar or ()
+        yield from [named] if isinstance(named, str) else named
+    for each in getattr(command, "commands", {}).values():
+        yield from variables(each)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("WEIGHTCAST_TRUSTED_KEYS", "WEIGHTCAST_TRUSTED_KEY"),
+        ("weightcast_trusted_keys", "WEIGHTCAST_TRUSTED_KEY"),
+        ("WEIGHTCAST_ENGINES", "WEIGHTCAST_ENGINE"),
+        ("WEIGHTCAST_CHANEL", "WEIGHTCAST_CHANNEL"),
+        ("WEIGHTCAST_XYZZY", ""),
+        ("WEIGHTCAST_", ""),
+    ],
+)
+def test_the_nearest_name_is_told(name: str, nearest: str) -> None:
+    assert unknown_variables({name: "x", "HOME": "/"}) == {name: nearest}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "HOME",
+        "MY_WEIGHTCAST_TOKENS",
+        "weightcast_token",
+        "WEIGHTCAST_CACHE",
+        "WEIGHTCAST_PATCH_DIR",
+        "WEIGHTCAST_PHASE",
+        "WEIGHTCAST_ENGINES_FULL",
+        "WEIGHTCAST_TEST_FAULTS",
+        "WEIGHTCAST_SERVICE_HOST",
+        "WEIGHTCAST_PUBLISHER_SERVICE_PORT_HTTP",
+        "WEIGHTCAST_PUBLISHER_PORT",
+        "WEIGHTCAST_PORT_8340_TCP_ADDR",
+    ],
+)
+def test_others_are_left_alone(name: str) -> None:
+    assert unknown_variables({name: "x"}) == {}
+
+
+@pytest.mark.parametrize("verb", [("--version",), ("channel", "log", "--channel", "/nowhere", "--json")])
+def test_a_command_warns_once_on_stderr_and_does_its_work(verb: tuple[str, ...]) -> None:
+    line = [sys.executable, "-m", "weightcast.shared.service.cli", *verb]
+    bare = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+    given = os.environ | {"WEIGHTCAST_TOKENS": "s3cret"}
+    told = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False, env=given)
+    assert (told.returncode, told.stdout) == (bare.returncode, bare.stdout)
+    warning = "warning: nothing reads the variable WEIGHTCAST_TOKENS; did you mean WEIGHTCAST_TOKEN?\n"
+    assert told.stderr == warning + bare.stderr
