@@ -115,7 +115,7 @@ def align(
 
 def silence(engine: Engine, facts: EngineFacts) -> str:
     """Why it counts as not reachable."""
-    return facts.hindrance or f"{engine.spec.url} does not answer"
+    return facts.hindrance or f"{engine.spec.shown_url} does not answer"
 
 
 @dataclass
@@ -253,7 +253,7 @@ class _Alignment:
         now = self.engine.probe()
         if not now.reachable or (None not in (now.process, self.process) and now.process != self.process):
             self.doubt()
-            return self.result("suspect", f"{self.engine.spec.url} went away during its reload")
+            return self.result("suspect", f"{self.engine.spec.shown_url} went away during its reload")
         self.process, self.source, self.paused = now.process, now.source, now.paused is True
         self.marks("served")
         return self.result("served", "", confirmed)

@@ -45,7 +45,14 @@ Address = tuple[str, int, str, str]
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "0.0.0.0", "::"})
 _LOOPBACK_NAMES = frozenset({"localhost", "localhost.localdomain", "ip6-localhost"})
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_QUERY = re.compile(r"\?[^\s,'\"]+")
 _USER = re.compile(r"[^/?#]*//[^/?#]*@")
+
+
+def without_query(url: str) -> str:
+    """The URL as people may see it: receivers take tokens in its query."""
+    place, _, query = url.partition("?")
+    return f"{place}?..." if query else place
 
 
 class BadEngineOption(Refused):
@@ -54,7 +61,7 @@ class BadEngineOption(Refused):
     exit_code = USAGE
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, remedy=SYNTAX)
+        super().__init__(_QUERY.sub("?...", message), remedy=SYNTAX)
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,11 @@ class EngineSpec:
     via: Via = "reload"
     local: Path | None = field(default=None, compare=False)
     """the local checkpoint as the subscriber sees it"""
+
+    @property
+    def shown_url(self) -> str:
+        """For status, log and errors."""
+        return without_query(self.url)
 
 
 @dataclass(frozen=True)
@@ -250,8 +262,10 @@ def parse_engines(texts: Sequence[str], local: Path) -> tuple[EngineSpec, ...]:
     for spec in specs:
         address = address_of(spec.url)
         if address in seen:
-            raise BadEngineOption(f"two --engine options are one engine: {seen[address]} and {spec.url}")
-        seen[address] = spec.url
+            raise BadEngineOption(
+                f"two --engine options are one engine: {seen[address]} and {spec.shown_url}"
+            )
+        seen[address] = spec.shown_url
     names = [spec.name for spec in specs]
     for name in names:
         if names.count(name) > 1:

@@ -46,7 +46,7 @@ def judge_engine(spec: EngineSpec, facts: EngineFacts) -> Iterator[Finding]:
         yield _silent(spec, facts)
         return
     release = f"{spec.kind} {facts.software}" if facts.software else f"{spec.kind}, which tells no version"
-    yield Finding(spec.name, "answers", "ok", f"{spec.url}: {release}")
+    yield Finding(spec.name, "answers", "ok", f"{spec.shown_url}: {release}")
     if spec.kind == "vllm" and facts.paused is None:
         yield Finding(
             spec.name,
@@ -82,7 +82,11 @@ def _live(spec: EngineSpec, facts: EngineFacts) -> Finding:
 
 
 def _silent(spec: EngineSpec, facts: EngineFacts) -> Finding:
-    says = f"nothing listens at {spec.url}" if facts.absent else f"{spec.url} does not answer as it should"
+    says = (
+        f"nothing listens at {spec.shown_url}"
+        if facts.absent
+        else f"{spec.shown_url} does not answer as it should"
+    )
     says = facts.hindrance or says
     remedy = "start the engine, or correct its URL; the subscriber waits for it"
     return Finding(spec.name, "answers", "failure", says, remedy, EngineFailed.exit_code)

@@ -141,7 +141,7 @@ class SGLang:
             return "status-only"
         if shown != label:
             raise EngineFailed(
-                f"{self.spec.url} says that it has the weights {shown!r} after a reload of {label!r}",
+                f"{self.spec.shown_url} says that it has the weights {shown!r} after a reload of {label!r}",
                 remedy="see the engine's log; restart it if this stays",
             )
         return "label"

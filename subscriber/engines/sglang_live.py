@@ -185,7 +185,7 @@ class SGLangLive:
     def confirm(self, held: Held | None, label: str) -> Confirmation:
         confirmed = self._plain.read_back(label)
         if held is not None and held != self._held:
-            raise EngineFailed(f"{self.spec.url} was not told to hold {held}", remedy="it is reloaded")
+            raise EngineFailed(f"{self.spec.shown_url} was not told to hold {held}", remedy="it is reloaded")
         return confirmed
 
     def lanes(self, names: Sequence[str]) -> EngineLanes:
@@ -201,13 +201,13 @@ class SGLangLive:
         if self._unfit is None:
             self._unfit = self._look_at_server() or self._hook_missing(seconds)
         if self._unfit:
-            raise EngineFailed(f"{self.spec.url}: {self._unfit}", remedy=INSTALL)
+            raise EngineFailed(f"{self.spec.shown_url}: {self._unfit}", remedy=INSTALL)
         deadline = time.monotonic() + seconds
         told = self._question(door, body, seconds)
         while told.status in (_MORE, _BUSY):
             left = deadline - time.monotonic()
             if left <= 0:
-                raise EngineFailed(f"{self.spec.url} did not end {door} in {seconds:g} s", remedy=LOG)
+                raise EngineFailed(f"{self.spec.shown_url} did not end {door} in {seconds:g} s", remedy=LOG)
             rest = told.body.get("rest") if told.status == _MORE else _BUSY_SECONDS
             time.sleep(min(_rest(rest), left))
             told = self._question(door, body, left)

@@ -258,7 +258,7 @@ def verify_engine(
         if found is not None:
             return found
     raise RetryLater(
-        f"{live.spec.url} does not hold the version of the local checkpoint, or both move on",
+        f"{live.spec.shown_url} does not hold the version of the local checkpoint, or both move on",
         remedy="wait until the host is ready, then try again",
     )
 

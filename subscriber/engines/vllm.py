@@ -159,7 +159,7 @@ class VLLM:
         shown = reply.require_ok("see the engine's log").text_field("weight_version")
         if shown != label:
             raise EngineFailed(
-                f"{self.spec.url} says that it has the weights {shown!r} after a reload of {label!r}",
+                f"{self.spec.shown_url} says that it has the weights {shown!r} after a reload of {label!r}",
                 remedy="see the engine's log; restart it if this stays",
             )
         return "label"

@@ -134,7 +134,7 @@ class VLLMLive:
         doubtful = reply.fields().get("in_doubt") is not False
         if doubtful or shown != label or (held is not None and found != held):
             raise EngineFailed(
-                f"{self.spec.url} says that it holds {shown!r}, {found}"
+                f"{self.spec.shown_url} says that it holds {shown!r}, {found}"
                 f"{', in doubt' if doubtful else ''}, after it was brought to {label!r}",
                 remedy="see the engine's log; restart it if this stays",
             )
@@ -144,7 +144,7 @@ class VLLMLive:
         """Labels are versions here (`aligned.label_of`)."""
         found = held_of(self._wire.get(DOOR, self._timeouts.control).require_ok(LOG).fields())
         if found is None:
-            raise EngineFailed(f"{self.spec.url} does not know what it holds", remedy="it is reloaded")
+            raise EngineFailed(f"{self.spec.shown_url} does not know what it holds", remedy="it is reloaded")
         held = Held(int(label), found.root)
         self.hold(held, label)
         return self.confirm(held, label)

@@ -98,7 +98,7 @@ class Webhook:
         for shown in self._echoed:
             if str(shown) not in known:
                 raise EngineFailed(
-                    f"{self.spec.url} answered that it has {shown!r} after a reload of {label!r}",
+                    f"{self.spec.shown_url} answered that it has {shown!r} after a reload of {label!r}",
                     remedy=REMEDY,
                 )
         return "label"

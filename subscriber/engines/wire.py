@@ -30,6 +30,7 @@ from weightcast.subscriber.engines.base import (
     NotSent,
     Suspect,
     Timeouts,
+    without_query,
 )
 from weightcast.subscriber.engines.listening import nobody_listens
 
@@ -47,6 +48,8 @@ class _Lost(NoReply):
 
 @dataclass(frozen=True)
 class Reply:
+    """`url`: as it may be shown."""
+
     url: str
     status: int
     body: bytes
@@ -96,7 +99,7 @@ class Wire:
     """Calls to one engine. Raises NotSent (NobodyListens), NoReply; a reply of any status is returned."""
 
     def __init__(self, spec: Place, timeouts: Timeouts, api_key: str | None = None) -> None:
-        self._url = spec.url
+        self._url, self._shown_url = spec.url, without_query(spec.url)
         self._timeouts = timeouts
         self._headers = {"Accept": "*/*", "Accept-Encoding": "identity"}
         if api_key is not None:
@@ -130,34 +133,36 @@ class Wire:
             return self._send(method, path, body, left)
 
     def _send(self, method: str, path: str, body: Mapping[str, object] | None, seconds: float) -> Reply:
-        url, deadline = self._url + path, Deadline(seconds)
+        url, shown, deadline = self._url + path, self._shown_url + path, Deadline(seconds)
         timeout = httpx.Timeout(seconds, connect=min(seconds, self._timeouts.connect))
         extensions = {"timeout": timeout.as_dict(), "trace": deadline.trace}
         try:
             request = httpx.Request(method, url, headers=self._headers, json=body, extensions=extensions)
         except httpx.InvalidURL as error:
-            raise NotSent(_unreached(url, error), remedy=_START) from error
+            raise NotSent(_unreached(shown, error), remedy=_START) from error
         try:
-            return self._exchange(request, url, deadline)
+            return self._exchange(request, shown, deadline)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             absent = nobody_listens(url, error, self._timeouts.connect)
             kind = NobodyListens if absent else NotSent
-            raise kind(_unreached(url, error), remedy=_START) from error
+            raise kind(_unreached(shown, error), remedy=_START) from error
         except httpx.HTTPError as error:
             if deadline.passed or isinstance(error, httpx.TimeoutException):
-                raise NoReply(f"{url} did not answer within {round(seconds, 2):g} s", remedy=_LOOK) from error
-            raise _Lost(f"{url} broke the connection: {error}", remedy=_LOOK) from error
+                raise NoReply(
+                    f"{shown} did not answer within {round(seconds, 2):g} s", remedy=_LOOK
+                ) from error
+            raise _Lost(f"{shown} broke the connection: {error}", remedy=_LOOK) from error
 
-    def _exchange(self, request: httpx.Request, url: str, deadline: Deadline) -> Reply:
+    def _exchange(self, request: httpx.Request, shown: str, deadline: Deadline) -> Reply:
         received = bytearray()
         with deadline, closing(self._transport.handle_request(request)) as response:
             for piece in response.iter_raw():
                 received += piece
                 if len(received) > REPLY_LIMIT:
-                    raise NoReply(f"{url} answered with more than {REPLY_LIMIT} bytes", remedy=_LOOK)
+                    raise NoReply(f"{shown} answered with more than {REPLY_LIMIT} bytes", remedy=_LOOK)
             if deadline.passed:
                 raise httpx.ReadTimeout("the reply was cut short")
-            return Reply(url, response.status_code, bytes(received))
+            return Reply(shown, response.status_code, bytes(received))
 
 
 def _unreached(url: str, error: Exception) -> str:

@@ -172,7 +172,7 @@ def _engine_status(
     return EngineStatus(
         name=spec.name,
         kind=spec.kind,
-        url=spec.url,
+        url=spec.shown_url,
         mark=_mark(record),
         version=None if record is None else record.version,
         confirmed_by="" if record is None else record.confirmed_by,
