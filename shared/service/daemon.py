@@ -33,6 +33,8 @@ MIN_PAUSE_SECONDS = 0.05
 """no storm of events makes the loop spin faster"""
 HOOK_SECONDS = 5.0
 """that a hook has at most to end with the daemon by SIGTERM"""
+_ASK_SECONDS = 0.1
+"""between two questions whether a step still has more time"""
 CLOSE_SECONDS = 3
 """for answers on their way when the process ends"""
 
@@ -249,13 +251,15 @@ def run_daemon(
     on_stop: Callable[[], None] = lambda: None,
     loop: Snapshot[LoopStatus] | None = None,
     stop: Stop | None = None,
+    stop_time: Callable[[], float] = lambda: 0.0,
 ) -> None:
     """Serves `app` (from `make_app`) and runs the loop until SIGTERM, SIGINT or `stop`; returns when the
     running step has ended. `on_start` runs before the first step and `on_stop` after the last, both in the
-    work thread. `loop` receives what the loop did.
+    work thread. `loop` receives what the loop did. `stop_time`: the seconds that the running step has as long
+    as this says so, where they are more than `stop_seconds`.
 
     Raises what `on_start` or `on_stop` raises; Refused if the address cannot be bound; NotInTime if the step
-    outlives `stop_seconds`; WeightcastError if the work thread had died."""
+    outlives its time; WeightcastError if the work thread had died."""
     stop = Stop() if stop is None else stop
     status = Snapshot(LoopStatus()) if loop is None else loop
     work = _Work(Loop(step, wakeup, stop, settings.poll_seconds, status), stop, on_start, on_stop)
@@ -268,7 +272,7 @@ def run_daemon(
             _publish_port(settings.port_file, listener)
             work.start()
             ender = threading.Thread(
-                target=_end, args=(server, work, stop, wakeup, settings.stop_seconds), daemon=True
+                target=_end, args=(server, work, stop, wakeup, settings.stop_seconds, stop_time), daemon=True
             )
             ender.start()
 
@@ -329,14 +333,24 @@ def _config(app: FastAPI) -> uvicorn.Config:
     )
 
 
-def _end(server: _Server, work: _Work, stop: Stop, wakeup: Wakeup, stop_seconds: float) -> None:
+def _end(
+    server: _Server,
+    work: _Work,
+    stop: Stop,
+    wakeup: Wakeup,
+    stop_seconds: float,
+    stop_time: Callable[[], float],
+) -> None:
     """HTTP goes on answering until the last step has ended or its time is up."""
     stop.wait(None)
     wakeup.set()
+    began = time.monotonic()
     last = _hook_seconds(stop_seconds)
     if not work.ended.wait(stop_seconds - 2 * last):
         end_hooks(last)
         work.ended.wait(last)
+    while not work.ended.is_set() and time.monotonic() - began < stop_time():
+        work.ended.wait(_ASK_SECONDS)
     server.should_exit = True
 
 
@@ -352,7 +366,7 @@ def _judge(work: _Work, stop_seconds: float) -> None:
         raise WeightcastError(work.death, remedy="see the log for the traceback")
     if not work.ended.is_set():
         raise NotInTime(
-            f"the running step did not end within {stop_seconds:g} s",
+            f"the running step did not end within {stop_seconds:g} s, or what it was granted beyond",
             remedy="the next start finishes or undoes what it left; raise stop_seconds if this repeats",
         )
     log.info("stopped")

@@ -137,6 +137,11 @@ class Subscriber:
     def ready(self) -> Readiness:
         return readiness(self.board.status.get())
 
+    def stop_time(self) -> float:
+        """A reload that may yet end well is waited for: its engine would stay paused until the next start."""
+        pausing = any(engine.mark == "pausing" for engine in self.board.status.get().engines)
+        return self.settings.engine_deadline if pausing else 0.0
+
     def app(self) -> FastAPI:
         token = None if self.settings.token is None else self.settings.token.get_secret_value()
         app = make_app(
@@ -166,6 +171,7 @@ class Subscriber:
                 self.on_stop,
                 loop=self.loop,
                 stop=self.stop,
+                stop_time=self.stop_time,
             )
         if self.failed.error is not None:
             raise self.failed.error

@@ -199,6 +199,37 @@ def test_a_daemon_that_is_told_to_end_resumes_the_engine_it_paused(site: Site, r
     assert (engine.paused, engine.held, engine.label) == (False, run.digest(1), "1")
 
 
+def hanging(site: Site, run: Run, path: str, *options: str) -> tuple[SGLang, Daemon]:
+    """In the middle of a reload that does not go on."""
+    engine = SGLang()
+    site.stack.callback(engine.release)
+    daemon = Daemon(site, run, engine, options=options)
+    wait_until(lambda: daemon.serves(0))
+    engine.script(path, Hang())
+    run.publish()
+    engine.wait_until_hanging()
+    return engine, daemon
+
+
+def test_a_reload_longer_than_the_stop_time_is_waited_for(site: Site, run: Run) -> None:
+    engine, daemon = hanging(site, run, "/update_weights_from_disk", "--stop-seconds", "0.5")
+    daemon.process.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        daemon.process.wait(3)
+    engine.release()
+    assert daemon.process.wait(30) == 0
+    assert (engine.paused, engine.held, engine.label) == (False, run.digest(1), "1")
+
+
+def test_an_engine_that_hangs_is_waited_for_no_longer_than_its_deadline(site: Site, run: Run) -> None:
+    """A pause has thirty seconds."""
+    times = ("--stop-seconds", "0.5", "--engine-deadline", "2")
+    _, daemon = hanging(site, run, "/pause_generation", *times)
+    daemon.process.send_signal(signal.SIGTERM)
+    assert daemon.process.wait(20) == 4
+    assert "did not end within 0.5 s" in (site.root / "log").read_text()
+
+
 def test_a_killed_daemon_goes_on_where_it_was(site: Site, run: Run) -> None:
     engine = SGLang()
     daemon = Daemon(site, run, engine)
