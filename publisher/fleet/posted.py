@@ -16,6 +16,8 @@ from weightcast.shared.errors import Refused, WrongRun
 PER_HOST_SECONDS = 0.5
 """between two reports of a host"""
 ALL_PER_SECOND, BURST = 1000, 2000
+WAITING_BYTES = 32 << 20
+"""of reports that are taken and not yet written"""
 TRIES = 5
 """of a host's report, while those of others are written"""
 _FAILURES_IN_A_ROW = 16
@@ -33,6 +35,14 @@ class TooMany(Exception):
 
 
 @dataclass(frozen=True)
+class _Waiting:
+    """`nbytes`: as it was posted."""
+
+    report: Report
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class _Failing:
     """Of one host. `tries`: those that say something of its report; `at`: of the last one, by our clock."""
 
@@ -47,7 +57,8 @@ class Posted:
     def __init__(self, channel: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._channel, self._clock = channel, clock
         self._lock = threading.Lock()
-        self._waiting: dict[str, Report] = {}
+        self._waiting: dict[str, _Waiting] = {}
+        self._waiting_bytes = 0
         self._taken: dict[str, float] = {}
         self._tokens, self._filled = float(BURST), clock()
         self._failing: dict[str, _Failing] = {}
@@ -56,7 +67,7 @@ class Posted:
 
     def take(self, data: bytes, run_id: str | None) -> None:
         """Raises DamagedFile and UnknownFormat for what is no report, WrongRun for a host of another run,
-        TooMany when they come too quickly, Refused when there are too many hosts."""
+        TooMany when they come more quickly than they are written, Refused when there are too many hosts."""
         with self._lock:
             self._spend()
         report = parse_report(data, "the posted report")
@@ -67,8 +78,11 @@ class Posted:
             )
         key = Layout(self._channel).report(report.host, report.local).name
         with self._lock:
+            if self._waiting_bytes + len(data) > WAITING_BYTES:
+                raise TooMany(1.0)
             self._admit(key)
-            self._waiting[key] = report
+            self._waiting_bytes += len(data)
+            self._waiting[key] = _Waiting(report, len(data))
 
     def _spend(self) -> None:
         """Before anything is parsed."""
@@ -93,16 +107,16 @@ class Posted:
         unless the host said something newer; what fails again and again beside others is given up."""
         with self._lock:
             waiting, self._waiting = self._waiting, {}
-        failed: dict[str, Report] = {}
+        failed: dict[str, _Waiting] = {}
         written = in_a_row = 0
         while waiting and in_a_row < _FAILURES_IN_A_ROW:
-            key, report = next(iter(waiting.items()))
+            key, one = next(iter(waiting.items()))
             del waiting[key]
             try:
-                write_report(self._channel, report)
+                write_report(self._channel, one.report)
             except OSError as error:
-                failed[key] = report
-                self._note(key, f"{report.host}: {error}")
+                failed[key] = one
+                self._note(key, f"{one.report.host}: {error}")
                 in_a_row += 1
             else:
                 self._failing.pop(key, None)
@@ -110,19 +124,20 @@ class Posted:
         with self._lock:
             # those that were not tried come first
             self._waiting = {**waiting, **self._still(failed, written > 0), **self._waiting}
+            self._waiting_bytes = sum(one.nbytes for one in self._waiting.values())
         self.problem = self._told()
 
     def _note(self, key: str, reason: str) -> None:
         before = self._failing.get(key)
         self._failing[key] = _Failing(reason, 0 if before is None else before.tries, self._clock())
 
-    def _still(self, failed: dict[str, Report], others_are_written: bool) -> dict[str, Report]:
+    def _still(self, failed: dict[str, _Waiting], others_are_written: bool) -> dict[str, _Waiting]:
         """Those that are tried again. On a channel that takes none, no report is at fault."""
         if not others_are_written:
             return failed
         for key in failed:
             self._failing[key] = replace(self._failing[key], tries=self._failing[key].tries + 1)
-        return {key: report for key, report in failed.items() if self._failing[key].tries < TRIES}
+        return {key: one for key, one in failed.items() if self._failing[key].tries < TRIES}
 
     def _told(self) -> str:
         since = self._clock() - _TOLD_SECONDS

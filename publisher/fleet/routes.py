@@ -26,6 +26,8 @@ MOST_STREAMS = 64
 REFRESH_SECONDS = 10.0
 """after which the fleet is told again, though only the time changed"""
 _LOOK_SECONDS = 0.2
+_PIECE_BYTES = 64 << 10
+"""of an answer: whoever does not read it keeps no more than that in a buffer of its own"""
 _EVENT_SECONDS = 1.0
 """between two events of a kind"""
 
@@ -45,7 +47,7 @@ def fleet_routes(
 
     @router.get("/v1/fleet", responses={200: {"model": Fleet}})
     async def fleet() -> Response:
-        """Hosts as they report themselves: hints. In fleets above 100 hosts without their updates."""
+        """Hosts as they report themselves: hints. Above 100 hosts without updates, and long texts are cut."""
         return _json(view.fleet().body)
 
     @router.get("/v1/hosts/{key}", responses={404: {"model": Failure}})
@@ -93,7 +95,14 @@ def fleet_routes(
 
 
 def _json(body: bytes) -> Response:
-    return Response(body, media_type="application/json", headers={"Cache-Control": "no-store"})
+    headers = {"Cache-Control": "no-store", "Content-Length": str(len(body))}
+    return StreamingResponse(_pieces(body), media_type="application/json", headers=headers)
+
+
+async def _pieces(body: bytes) -> AsyncIterator[bytes]:
+    """All who are told the same share `body`: the next piece is taken when the one before is on its way."""
+    for start in range(0, len(body), _PIECE_BYTES):
+        yield body[start : start + _PIECE_BYTES]
 
 
 class _Streams:
@@ -124,12 +133,17 @@ class _Streams:
             page, versions = self._view.fleet(), self._view.versions().versions.versions
             if now - said >= (_EVENT_SECONDS if page.serial != serial else REFRESH_SECONDS):
                 serial, said = page.serial, now
-                yield _event("fleet", page.body)
+                async for piece in _event("fleet", page.body):
+                    yield piece
             if versions and versions[0].version != newest:
                 newest = versions[0].version
-                yield _event("versions", b'{"newest":%d}' % newest)
+                async for piece in _event("versions", b'{"newest":%d}' % newest):
+                    yield piece
             await asyncio.sleep(_LOOK_SECONDS)
 
 
-def _event(name: str, data: bytes) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (name.encode(), data)
+async def _event(name: str, data: bytes) -> AsyncIterator[bytes]:
+    yield b"event: %s\ndata: " % name.encode()
+    async for piece in _pieces(data):
+        yield piece
+    yield b"\n\n"

@@ -24,7 +24,7 @@ from weightcast.publisher.fleet.outlook import (
 from weightcast.publisher.fleet.posted import Posted
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.service.facts import Snapshot
-from weightcast.shared.service.fleet import MOST_WITH_UPDATES, Bounds, Fleet, FleetReader
+from weightcast.shared.service.fleet import Bounds, Fleet, FleetReader
 from weightcast.shared.service.logs import get_log
 from weightcast.shared.service.snapshot import Frozen
 
@@ -174,8 +174,7 @@ def _situation(page: Page, hosts: list[int]) -> Situation:
 
 
 def _page(fleet: Fleet, serial: int) -> FleetPage:
-    shown = fleet if len(fleet.hosts) <= MOST_WITH_UPDATES else fleet.without_updates()
-    return FleetPage(fleet, shown.model_dump_json().encode(), serial)
+    return FleetPage(fleet, fleet.page(), serial)
 
 
 def _said(fleet: Fleet) -> object:

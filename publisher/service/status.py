@@ -8,7 +8,7 @@ from weightcast.publisher.service.inbox import Waiting
 from weightcast.publisher.service.queue import Job
 from weightcast.publisher.version.report import Publication, total_seconds
 from weightcast.shared.service.facts import Failure, LoopStatus, Readiness
-from weightcast.shared.service.fleet import Host
+from weightcast.shared.service.fleet import TEXT_SHOWN, Host
 from weightcast.shared.service.kernels import KernelStatus
 from weightcast.shared.service.snapshot import Frozen
 from weightcast.shared.service.verify import VerifyStatus
@@ -136,11 +136,11 @@ def waiting_status(waiting: Iterable[Waiting]) -> tuple[WaitingStatus, ...]:
 def host_status(host: Host) -> HostStatus:
     return HostStatus(
         host=host.host,
-        local=host.local,
+        local=host.local[:TEXT_SHOWN],
         state=host.state,
         local_version=host.local_version,
         served_version=host.served_version,
         lag=host.lag,
-        last_error=host.last_error,
+        last_error=host.last_error[:TEXT_SHOWN],
         age_seconds=host.heard_seconds_ago,
     )

@@ -6,9 +6,10 @@ ever, and the paths in them are text.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
 from pathlib import Path
@@ -27,7 +28,11 @@ REPORTS_LIMIT = 4096
 UPDATES_LIMIT = 20
 CAUSES = ("step", "skip", "anchor", "repair")
 """what bytes of the channel are read for"""
+WHOLE_BYTES = 32 << 20
+"""of a fleet's reports: beyond them the longest are remembered in brief"""
 _ENGINES_LIMIT = 64
+_ENGINE_TEXT = 64
+_BRIEF_ENGINES, _BRIEF_TEXT = 16, 256
 _ERROR_LIMIT = 4096
 _PHASES_LIMIT = 32
 _SUFFIX = ".json"
@@ -202,15 +207,25 @@ class _Seen:
     inode: int
     mtime_ns: int
     size: int
+    brief: bool
 
 
 class ReportReader:
     """Reads again only the files that were replaced since: of 1,000 hosts a few dozen write in a second.
-    For one thread."""
+    Of the longest reports of a large fleet it remembers no updates and little else: whoever may report could
+    fill the memory otherwise. For one thread."""
 
-    def __init__(self, channel: Path, limit: int = REPORTS_LIMIT, updates: int = UPDATES_LIMIT) -> None:
-        """`updates`: so many of each report are read."""
+    def __init__(
+        self,
+        channel: Path,
+        limit: int = REPORTS_LIMIT,
+        updates: int = UPDATES_LIMIT,
+        engine_members: Collection[str] | None = None,
+    ) -> None:
+        """`updates`: so many of each report are read. `engine_members`: these of its engines are, short texts
+        and integers; None: all."""
         self._hosts, self._limit, self._updates = Layout(channel).hosts_dir, limit, updates
+        self._engine_members = engine_members
         self._known: dict[str, tuple[_Seen, Report | None]] = {}
 
     def read(self) -> list[Sighting]:
@@ -223,7 +238,7 @@ class ReportReader:
                 self._known[name] = known
                 continue
             try:
-                self._known[name] = seen, _read(self._hosts / name, self._updates)
+                self._known[name] = seen, self._report(self._hosts / name, seen)
             except (OSError, WeightcastError):
                 # it changes just now, or is gone
                 continue
@@ -233,6 +248,12 @@ class ReportReader:
             if report is not None
         ]
 
+    def _report(self, path: Path, seen: _Seen) -> Report | None:
+        report = _read(path, 0 if seen.brief else self._updates)
+        if report is not None and self._engine_members is not None:
+            report = replace(report, engines=tuple(_some(e, self._engine_members) for e in report.engines))
+        return report if report is None or not seen.brief else _brief(report)
+
     def _listed(self) -> Sequence[tuple[str, _Seen]]:
         try:
             with os.scandir(self._hosts) as scan:
@@ -240,14 +261,26 @@ class ReportReader:
         except FileNotFoundError:
             return ()
         entries.sort(key=lambda each: each.name)
-        listed = []
+        found: list[tuple[str, os.stat_result]] = []
         for entry in entries[: self._limit]:
-            try:
-                found = entry.stat(follow_symlinks=False)
-            except OSError:
-                continue
-            listed.append((entry.name, _Seen(found.st_ino, found.st_mtime_ns, found.st_size)))
-        return listed
+            with contextlib.suppress(OSError):
+                found.append((entry.name, entry.stat(follow_symlinks=False)))
+        longest = _longest_whole([stat.st_size for _, stat in found])
+        return [
+            (name, _Seen(stat.st_ino, stat.st_mtime_ns, stat.st_size, stat.st_size > longest))
+            for name, stat in found
+        ]
+
+
+def _longest_whole(sizes: Sequence[int]) -> int:
+    """The length up to which all reports together have no more than WHOLE_BYTES."""
+    left, longest = WHOLE_BYTES, REPORT_LIMIT
+    for size in sorted(sizes):
+        left -= size
+        if left < 0:
+            # of equal lengths all are brief, or a look's order would decide
+            return size - 1
+    return longest
 
 
 def _is_report(name: str) -> bool:
@@ -260,6 +293,22 @@ def _read(path: Path, updates: int) -> Report | None:
         return parse_report(durable.read_file(path, REPORT_LIMIT), path.name, updates)
     except (DamagedFile, UnknownFormat):
         return None
+
+
+def _some(engine: Mapping[str, object], members: Collection[str]) -> Mapping[str, object]:
+    there = {name: engine[name] for name in members if name in engine}
+    texts = {name: value[:_ENGINE_TEXT] for name, value in there.items() if isinstance(value, str)}
+    return texts | {name: value for name, value in there.items() if type(value) is int}
+
+
+def _brief(report: Report) -> Report:
+    return replace(
+        report,
+        engines=report.engines[:_BRIEF_ENGINES],
+        local=report.local[:_BRIEF_TEXT],
+        last_error=report.last_error[:_BRIEF_TEXT],
+        remedy=report.remedy[:_BRIEF_TEXT],
+    )
 
 
 class Heard:

@@ -27,6 +27,11 @@ STALE_SECONDS = 60.0
 LOST_SECONDS = 120.0
 MOST_WITH_UPDATES = 100
 """hosts: in larger fleets the updates are shown host by host"""
+PAGE_BYTES = 8 << 20
+"""of a fleet as JSON: where it would have more, hosts with more than their share of it are shown bare"""
+ENGINES_SHOWN, TEXT_SHOWN = 16, 512
+"""of a host in a larger fleet; characters"""
+_BARE_TEXT = 64
 _CHANNEL_FILE_LIMIT = 16 << 20
 _LATEST = "latest"
 
@@ -91,6 +96,18 @@ class Host(Frozen):
     updates: tuple[UpdateLine, ...]
     """newest first"""
 
+    def in_brief(self) -> Host:
+        return self._cut(TEXT_SHOWN, ENGINES_SHOWN)
+
+    def bare(self) -> Host:
+        """Where it stands, and little of what it says."""
+        return self._cut(_BARE_TEXT, 0)
+
+    def _cut(self, text: int, engines: int) -> Host:
+        told = ("host", "local", "run_id", "target", "last_error", "remedy", "software")
+        cut: dict[str, object] = {name: getattr(self, name)[:text] for name in told}
+        return self.model_copy(update={**cut, "engines": self.engines[:engines], "updates": ()})
+
 
 class Counts(Frozen):
     """Every host counts once."""
@@ -129,10 +146,18 @@ class Fleet(Frozen):
     """of hosts that are not lost"""
     bounds: Bounds = Bounds()
 
-    def without_updates(self) -> Fleet:
-        return self.model_copy(
-            update={"hosts": tuple(host.model_copy(update={"updates": ()}) for host in self.hosts)}
-        )
+    def page(self) -> bytes:
+        """As JSON: all of it in small fleets, bounded in any."""
+        few = len(self.hosts) <= MOST_WITH_UPDATES
+        body = self._with(self.hosts if few else (host.in_brief() for host in self.hosts))
+        if len(body) <= PAGE_BYTES:
+            return body
+        share = PAGE_BYTES // len(self.hosts)
+        briefs = (host.in_brief() for host in self.hosts)
+        return self._with(host if len(host.model_dump_json()) <= share else host.bare() for host in briefs)
+
+    def _with(self, hosts: Iterable[Host]) -> bytes:
+        return self.model_copy(update={"hosts": tuple(hosts)}).model_dump_json().encode()
 
 
 @dataclass(frozen=True)
@@ -157,7 +182,9 @@ class FleetReader:
         """`updates`: so many of each host's are read; they are most of a report."""
         self._channel, self._now = channel, now
         self._bounds = Bounds() if bounds is None else bounds
-        self._reports, self._heard = ReportReader(channel, updates=updates), Heard(clock)
+        members = EngineLine.model_fields.keys()
+        self._reports = ReportReader(channel, updates=updates, engine_members=members)
+        self._heard = Heard(clock)
         self._shown: dict[str, tuple[Report, Host]] = {}
 
     def read(self) -> Fleet:

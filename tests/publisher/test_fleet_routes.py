@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.marks import keep, set_tag
 from weightcast.shared.channel.reports import REPORT_LIMIT, Report, Update, pack_report, write_report
 
+HOSTS = 1100
+"""whose page is larger than what a socket of the kernel takes"""
 UPDATE = Update(1, "patch", 1.0, {"fetch": 0.5, "stage": 0.25, "reload": 2.0, "total": 2.75}, 3000, "done")
 
 
@@ -160,6 +163,53 @@ def test_events_tell_hosts_and_versions(places: Places, daemon: Daemon, run_id: 
         seen = [following() for _ in range(2)]
         assert ("versions", {"newest": 1}) in seen
         assert [data["latest"] for name, data in seen if name == "fleet"] == [1]
+
+
+@pytest.fixture
+def many_hosts(places: Places, daemon: Daemon, run_id: str) -> int:
+    engines = ({"name": "n" * 60, "kind": "k" * 60, "state": "s" * 60, "confirmed_by": "c" * 60},) * 60
+    for number in range(HOSTS):
+        write_report(
+            places.channel, report(f"host{number}", run_id, 0, engines=engines, last_error="e" * 4000)
+        )
+    wait_until(lambda: len(daemon.get("/v1/fleet").json()["hosts"]) == HOSTS)
+    return HOSTS
+
+
+def test_a_large_fleet_comes_whole(daemon: Daemon, many_hosts: int) -> None:
+    asked = daemon.get("/v1/fleet")
+    assert len(asked.content) == int(asked.headers["content-length"]) > 1 << 20
+    with events(daemon) as following:
+        name, fleet = following()
+        assert (name, len(fleet["hosts"])) == ("fleet", many_hosts)
+    host = asked.json()["hosts"][0]
+    assert (len(host["engines"]), len(host["last_error"])) == (16, 512)
+    one = daemon.get(f"/v1/hosts/{host['key']}").json()
+    assert (len(one["engines"]), len(one["last_error"]), len(one["updates"])) == (60, 4000, 1)
+
+
+def test_pages_that_nobody_reads_share_their_bytes(daemon: Daemon, many_hosts: int) -> None:
+    before = anonymous_bytes(daemon)
+    with ExitStack() as stack:
+        for _ in range(60):
+            watcher = stack.enter_context(unread(daemon))
+            assert wait_until(lambda: watcher.recv(2000, socket.MSG_PEEK)[9:12]) == b"200"  # noqa: B023
+        assert anonymous_bytes(daemon) - before < 40 << 20
+
+
+def unread(daemon: Daemon) -> socket.socket:
+    port = daemon.client.base_url.port
+    assert port is not None
+    watcher = socket.socket()
+    watcher.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    watcher.connect(("127.0.0.1", port))
+    watcher.sendall(b"GET /v1/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+    return watcher
+
+
+def anonymous_bytes(daemon: Daemon) -> int:
+    lines = Path(f"/proc/{daemon.process.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
 
 
 def test_an_open_page_does_not_keep_the_publisher_from_ending(daemon: Daemon) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from publisher_cases import Place, make_place
 from weightcast.publisher.care.retention import Held, Hop, Retention, Situation, Way
 from weightcast.publisher.fleet.ledger import Ledger, Page
 from weightcast.publisher.fleet.outlook import catch_up, prune_plan, steps, version_rows
-from weightcast.publisher.fleet.posted import BURST, PER_HOST_SECONDS, TRIES, Posted, TooMany
+from weightcast.publisher.fleet.posted import BURST, PER_HOST_SECONDS, TRIES, WAITING_BYTES, Posted, TooMany
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.pointer import write_pointer
 from weightcast.shared.channel.reports import Report, pack_report, read_reports
@@ -195,6 +196,20 @@ def test_posted_reports_are_bounded_and_written_once(tmp_path: Path) -> None:
         posted.take(report("c"), "another")
     now[0] += 3600
     assert sum(take(report(f"h{number}")) for number in range(BURST + 5)) == BURST
+
+
+def test_what_waits_to_be_written_is_bounded(tmp_path: Path) -> None:
+    posted = Posted(tmp_path, lambda: 0.0)
+    take = taking(posted)
+    engine = {"name": "x" * 1000}
+    known = Report("h", "/l", "run", "idle", 1, None, "latest", 0, "", (engine,) * 60, 1, "weightcast")
+    size = len(pack_report(known))
+    tried = WAITING_BYTES // size + 20
+    assert sum(take(pack_report(replace(known, host=f"h{number:04d}"))) for number in range(tried)) in range(
+        tried - 21, tried - 10
+    )
+    posted.write()
+    assert take(report("again"))
 
 
 def test_what_cannot_be_written_is_kept(tmp_path: Path) -> None:

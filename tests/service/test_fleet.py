@@ -17,10 +17,27 @@ from rich.console import Console
 
 from weightcast.shared.channel.channel_file import ChannelFile, write_channel_file
 from weightcast.shared.channel.layout import Layout
-from weightcast.shared.channel.reports import Heard, Report, Sighting, Update, write_report
+from weightcast.shared.channel.reports import (
+    WHOLE_BYTES,
+    Heard,
+    Report,
+    Sighting,
+    Update,
+    pack_report,
+    write_report,
+)
 from weightcast.shared.errors import RetryLater
 from weightcast.shared.service.cli import run as run_command
-from weightcast.shared.service.fleet import Bounds, Fleet, FleetReader, Host, Run, lag_of, standing_of
+from weightcast.shared.service.fleet import (
+    PAGE_BYTES,
+    Bounds,
+    Fleet,
+    FleetReader,
+    Host,
+    Run,
+    lag_of,
+    standing_of,
+)
 from weightcast.shared.service.verbs_fleet import MOST, table
 
 REPORT = Report("a", "/l", "run", "ready", 3, 3, "latest", 0, "", (), 1, "weightcast 0", phase="idle")
@@ -158,6 +175,46 @@ def test_hosts_in_a_channel_without_channel_json(tmp_path: Path) -> None:
     write_report(tmp_path, replace(REPORT, run_id="foreign-1", served_version=2))
     fleet = FleetReader(tmp_path).read()
     assert (fleet.run_id, fleet.latest, fleet.counts.ready) == (None, 2, 1)
+
+
+def long_report(host: str) -> Report:
+    """As long as a report may be, all of it members that are shown."""
+    texts = dict.fromkeys(("name", "kind", "state", "confirmed_by"), "x" * 220)
+    return replace(REPORT, host=host, engines=(texts,) * 60, last_error="e" * 4000)
+
+
+def test_a_fleet_of_long_reports_is_bounded(channel: Path) -> None:
+    """Hosts that say as much as a host does are shown as ever."""
+    updates = tuple(Update(n, "patch", 1.0, {"fetch": 0.5, "total": 1.0}, 9, "done") for n in range(20))
+    engine = {"name": "a", "kind": "vllm", "state": "serving", "version": 3, "confirmed_by": "label"}
+    mine = replace(REPORT, host="mine", engines=(engine,), updates=updates)
+    write_report(channel, mine)
+    longest = len(pack_report(long_report("a0000")))
+    assert longest > 55_000
+    for number in range(WHOLE_BYTES // longest + 60):
+        write_report(channel, long_report(f"a{number:04d}"))
+    fleet = FleetReader(channel).read()
+    *others, last = fleet.hosts
+    assert last.host == "mine" and len(last.updates) == 20 and last.engines[0].confirmed_by == "label"
+    assert {host.last_error for host in others} == {"e" * 256}, "of equal lengths none is preferred"
+    assert max(len(host.model_dump_json()) for host in others) < 10_000
+    page = json.loads(fleet.page())["hosts"]
+    assert len(page) == len(fleet.hosts)
+    assert page[-1] == {**json.loads(last.model_dump_json()), "updates": []}
+
+
+def test_the_page_of_a_fleet_has_an_end(channel: Path) -> None:
+    host = FleetReader(channel).read
+    write_report(channel, long_report("long"))
+    write_report(channel, replace(REPORT, host="short"))
+    fleet = host()
+    long, short = fleet.hosts
+    many = fleet.model_copy(update={"hosts": (*[long] * 3000, *[short] * 1000)})
+    body = many.page()
+    assert len(body) < 1.1 * PAGE_BYTES
+    page = json.loads(body)["hosts"]
+    assert [len(page), page[0]["engines"], page[0]["standing"]] == [4000, [], long.standing]
+    assert page[-1] == {**json.loads(short.model_dump_json()), "updates": []}
 
 
 def test_the_table_has_the_worst_first_and_no_control_characters(channel: Path, weightcast: Command) -> None:
