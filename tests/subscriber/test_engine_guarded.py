@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hosts import QUICK, SGLang, Site
+from hosts import QUICK, Host, SGLang, Site
+from sglang_plugin import SGLangPlugin
 
 from weightcast.shared.local.state import Mark
 from weightcast.subscriber.engines.align import Pace
-from weightcast.subscriber.engines.base import Engine, parse_engines
+from weightcast.subscriber.engines.base import parse_engines
 from weightcast.subscriber.engines.kinds import open_engine
+from weightcast.subscriber.engines.live import Live, live_of
 from weightcast.subscriber.engines.reload import Engines
 from weightcast.subscriber.step.sync import Sync
 
@@ -19,7 +21,7 @@ from weightcast.subscriber.step.sync import Sync
 class Unprepared:
     """An adapter, as the one that it asks; the method `fails` raises what no adapter should."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Any) -> None:
         self._engine = engine
         self.fails = ""
 
@@ -33,6 +35,17 @@ class Unprepared:
         raise KeyError("weights")
 
 
+def speak_through(site: Site, host: Host, *adapters: Any) -> None:
+    """The host's engines are asked by these adapters from here on."""
+    pace = Pace(attempts=2, first=0.0, longest=0.0)
+    host.sync.close()
+    show: Callable[[Sync], None] = host.board.show
+    host.sync = Sync(
+        host.options, Engines(adapters, pace=pace, clock=host.clock), show=show, clock=host.clock
+    )
+    site.stack.callback(host.sync.close)
+
+
 class World:
     """A host with two engines; the adapter of one of them is not prepared."""
 
@@ -43,15 +56,7 @@ class World:
         self.host = site.host(self.run, *options)
         adapters = [open_engine(spec, timeouts=QUICK) for spec in parse_engines(options, self.host.local)]
         self.adapter = Unprepared(adapters[0])
-        engines = Engines(
-            [self.adapter, adapters[1]],  # type: ignore[list-item]
-            pace=Pace(attempts=2, first=0.0, longest=0.0),
-            clock=self.host.clock,
-        )
-        self.host.sync.close()
-        show: Callable[[Sync], None] = self.host.board.show
-        self.host.sync = Sync(self.host.options, engines, show=show, clock=self.host.clock)
-        site.stack.callback(self.host.sync.close)
+        speak_through(site, self.host, self.adapter, adapters[1])
 
     def is_safe(self) -> bool:
         """The odd engine generates from a whole version, or is paused and noted."""
@@ -93,3 +98,25 @@ def test_a_relabel_that_fails_so_is_a_reload(world: World) -> None:
     version = world.run.publish(world.run.versions[-1])
     assert world.host.step().version == version and world.good.label == str(version)
     assert world.host.step().ready and world.odd.label == str(version)
+
+
+@pytest.mark.parametrize("call", ["check", "apply", "hold"])
+def test_an_engine_that_takes_patches_is_loaded_from_disk_instead(site: Site, call: str) -> None:
+    run, engine = site.run(), SGLangPlugin(site.root / "host")
+    option = f"sglang={site.serve(engine)},via=live,name=live"
+    host = site.host(run, option)
+    [spec] = parse_engines([option], host.local)
+    live = live_of(open_engine(spec, timeouts=QUICK))
+    assert live is not None
+    adapter = Unprepared(live.engine)
+    speak_through(site, host, Live(adapter))  # type: ignore[arg-type]
+    host.step()
+    adapter.fails = call
+    version = run.publish()
+    host.step()
+    host.retry()
+    assert host.at(run, version) and not (engine.paused and host.status.ready)
+    adapter.fails = ""
+    assert host.retry().ready and engine.held == run.digest(version) and not engine.paused
+    run.publish()
+    assert host.step().ready and engine.held == run.digest(version + 1)
