@@ -1,4 +1,5 @@
-"""Secrets are known by their names: of fields in the log, of variables in the environment."""
+"""Secrets are known by their names: of fields in the log, of variables in the environment. In addresses they
+stand in the query."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Mapping
 
 _SECRET = re.compile(r"token(?!iz)|secret|password|authorization|api_?key", re.IGNORECASE)
 _OURS = "WEIGHTCAST_"
+_QUERY = re.compile(r"\?[^\s,'\"]+")
 
 
 def is_secret_name(name: str) -> bool:
@@ -21,3 +23,8 @@ def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if not (name.upper().startswith(_OURS) and is_secret_name(name))
     }
+
+
+def hide_queries(text: str) -> str:
+    """Of all addresses in it: receivers take tokens there."""
+    return _QUERY.sub("?...", text)

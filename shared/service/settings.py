@@ -24,6 +24,7 @@ from weightcast.shared.channel.signing import Trust
 from weightcast.shared.errors import USAGE, Refused, WeightcastError
 from weightcast.shared.files.paths import is_utf8
 from weightcast.shared.service.addresses import is_host
+from weightcast.shared.service.secrets import hide_queries
 from weightcast.shared.service.threads import MEMORY_BUDGET
 
 ENV_PREFIX = "WEIGHTCAST_"
@@ -204,8 +205,8 @@ def _open_door(host: str, has_token: bool) -> str:
 
 @dataclass(frozen=True)
 class EffectiveSetting:
-    """One setting as it counts. `value` as JSON has it, a secret masked; `source`: flag, environment, file or
-    default; `place`: the flag, the variable or the file."""
+    """One setting as it counts. `value` as JSON has it, a secret masked, addresses without their query;
+    `source`: flag, environment, file or default; `place`: the flag, the variable or the file."""
 
     name: str
     value: object
@@ -221,7 +222,13 @@ def effective_settings(loaded: Loaded[S]) -> list[EffectiveSetting]:
 
 def _effective(name: str, value: object, origin: str) -> EffectiveSetting:
     source, _, file = origin.partition(" ")
-    return EffectiveSetting(name, value, source, file or _place(name, origin))
+    return EffectiveSetting(name, _shown(value), source, file or _place(name, origin))
+
+
+def _shown(value: object) -> object:
+    if isinstance(value, list):
+        return [_shown(one) for one in value]
+    return hide_queries(value) if isinstance(value, str) and "://" in value else value
 
 
 def _place(name: str, origin: str) -> str:

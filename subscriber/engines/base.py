@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 
 from weightcast.shared.errors import USAGE, EngineFailed, Refused
 from weightcast.shared.service.addresses import http_parts
+from weightcast.shared.service.secrets import hide_queries
 
 Kind = Literal["sglang", "vllm", "webhook"]
 Policy = Literal["recompute", "wait", "abort"]
@@ -45,7 +46,6 @@ Address = tuple[str, int, str, str]
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "0.0.0.0", "::"})
 _LOOPBACK_NAMES = frozenset({"localhost", "localhost.localdomain", "ip6-localhost"})
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_QUERY = re.compile(r"\?[^\s,'\"]+")
 _USER = re.compile(r"[^/?#]*//[^/?#]*@")
 
 
@@ -61,7 +61,7 @@ class BadEngineOption(Refused):
     exit_code = USAGE
 
     def __init__(self, message: str) -> None:
-        super().__init__(_QUERY.sub("?...", message), remedy=SYNTAX)
+        super().__init__(hide_queries(message), remedy=SYNTAX)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import pytest
@@ -9,6 +10,7 @@ from doubles import Answer, Drop, Hang, WebhookDouble
 from hosts import Host, Mapping_, Site
 from pydantic import TypeAdapter
 
+from weightcast.shared.service import cli
 from weightcast.subscriber.engines.base import BadEngineOption, Timeouts, parse_engines
 from weightcast.subscriber.engines.findings import judge_engines
 from weightcast.subscriber.status import HostStatus
@@ -71,3 +73,13 @@ def test_two_of_one_address_are_named_without_it(site: Site) -> None:
         parse_engines([f"webhook=http://h/x?token={SECRET},policy=none"], site.root)
     assert SECRET not in str(refused.value) and "policy" in str(refused.value)
     assert len(parse_engines(["webhook=http://h/x?1", "webhook=http://h/x?2,name=b"], site.root)) == 2
+
+
+def test_the_settings_are_shown_without_it(capsys: pytest.CaptureFixture[str]) -> None:
+    hook = f"curl http://h/x?key={SECRET} -d ?"
+    options = ["--engine", f"webhook=http://h:1/hook?token={SECRET},copies=false", "--pre-read", hook]
+    options += ["--channel", "/c", "--local", "/l", "--json"]
+    assert cli.run(["config", "show", "subscriber", *options]) == 0
+    told = {one["name"]: one["value"] for one in json.loads(capsys.readouterr().out)["settings"]}
+    assert told["engine"] == ["webhook=http://h:1/hook?...,copies=false"]
+    assert told["pre_read"] == "curl http://h/x?... -d ?"
