@@ -141,6 +141,7 @@ def test_a_read_only_channel(fleet: Fleet) -> None:
     run, namespace = fleet.run, fleet.place.namespace
     run.close()
     publisher = fleet.publisher(run.root / "publisher")
+    until(lambda: publisher.status["ready"], "ready")
     host = fleet.host(fleet.place.root / "host")
     host.arrives(1)
     namespace.read_only(fleet.channel)
