@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,8 +17,8 @@ from plugin_models import Ranks
 from torch import Tensor, nn
 from weightcast_engine import vllm_worker
 from weightcast_engine.front import Front
-from weightcast_engine.rank import Rank
-from weightcast_engine.refusals import BadPatch
+from weightcast_engine.rank import Answer, Order, Rank
+from weightcast_engine.refusals import BadPatch, InDoubt, OtherBase
 from weightcast_engine.vllm_doors import VllmControls
 from weightcast_engine.vllm_worker import VllmEngine
 
@@ -73,6 +73,13 @@ def fp8_checkpoint() -> dict[str, Tensor]:
     }
 
 
+def loaded(tensors: dict[str, Tensor], turned: bool = False) -> Fp8Model:
+    model = Fp8Model(turned)
+    for name, weight in model.named_parameters():
+        (weight.data.t() if weight.shape != tensors[name].shape else weight.data).copy_(tensors[name])
+    return model
+
+
 @pytest.fixture(autouse=True)
 def vllm_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModuleType("vllm.config")
@@ -100,7 +107,9 @@ class Vllm:
         vllm_config.model_config = SimpleNamespace(**known)
         runner = SimpleNamespace(get_model=lambda: model)
         worker = SimpleNamespace(vllm_config=vllm_config, model_runner=runner)
-        self.controls = Ranks([Rank(VllmEngine(worker), self.patches, 1 << 24)])
+        self.engine = VllmEngine(worker)
+        self.rank = Rank(self.engine, self.patches, 1 << 24)
+        self.controls = Ranks([self.rank])
         self.front = Front(self.controls)
 
     def run(self, name: str, *arguments: Any) -> Any:
@@ -120,10 +129,7 @@ def test_8_bit_floats_and_their_scales_are_refused_by_name_and_the_rest_is_patch
     tmp_path: Path, turned: bool
 ) -> None:
     tensors = fp8_checkpoint()
-    model = Fp8Model(turned)
-    for name, weight in model.named_parameters():
-        (weight.data.t() if weight.shape != tensors[name].shape else weight.data).copy_(tensors[name])
-    vllm = Vllm(tmp_path, model, tensors)
+    vllm = Vllm(tmp_path, loaded(tensors, turned), tensors)
     vllm.run("hold", 0, root(0), "0")
     refused = vllm.run("state")["refused"]
     assert set(refused) == {"proj.weight", "proj.weight_scale_inv"}
@@ -258,3 +264,99 @@ def test_what_vllm_loads_itself_is_known_by_nobody(tmp_path: Path, monkeypatch: 
     worker.fails = False
     worker.reload_weights()
     assert vllm_worker.obey(worker, hold)["status"] == 200 and looked(worker) == (3, "3", "")
+
+
+class Replicas:
+    """vLLM's client of several replicas of an engine: a call comes to all, the first one's answer back."""
+
+    def __init__(self, ranks: Sequence[Rank]) -> None:
+        self.replicas = {bytes([number, 0]): rank for number, rank in enumerate(ranks)}
+        self.engine_core = SimpleNamespace(core_engines=list(self.replicas), _call_utility_async=self._call)
+
+    async def collective_rpc(self, method: str, args: tuple[Order]) -> list[Answer]:
+        return [rank.obey(*args) for rank in self.replicas.values()][:1]
+
+    async def _call(
+        self, utility: str, method: str, timeout: None, args: tuple[Order], named: None, *, engine: bytes
+    ) -> list[Answer]:
+        assert (utility, method, timeout, named) == ("collective_rpc", vllm_worker.METHOD, None, None)
+        return [self.replicas[engine].obey(*args)]
+
+    async def is_paused(self) -> bool:
+        return True
+
+    async def update_weight_version(self, label: str) -> None:
+        pass
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[Vllm, Vllm, Front]:
+    """Replicas of one model, and the front of both."""
+    tensors = fp8_checkpoint()
+    first, second = (Vllm(tmp_path, loaded(tensors), tensors) for _ in range(2))
+    front = Front(VllmControls(Replicas([first.rank, second.rank])))
+    asyncio.run(front.hold(0, root(0), "0"))
+    return first, second, front
+
+
+def test_all_replicas_are_patched(two: tuple[Vllm, Vllm, Front]) -> None:
+    first, second, front = two
+    assert asyncio.run(front.state())["ranks"] == 2
+    file, target = first.patch("embed.weight")
+    asyncio.run(front.check(file))
+    assert asyncio.run(front.apply(file, "1"))["version"] == 1
+    assert first.live()["embed.weight"] == bytes_of(target["embed.weight"]).tobytes()
+    assert second.live() == first.live()
+
+
+def test_the_weights_of_every_replica_are_compared(two: tuple[Vllm, Vllm, Front]) -> None:
+    _, second, front = two
+    with torch.no_grad():
+        second.model.get_parameter("norm.weight").view(torch.int16)[5] ^= 1
+    with pytest.raises(OtherBase, match=r"norm\.weight"):
+        asyncio.run(front.digest(["norm.weight"], 0, 1))
+
+
+def test_where_one_replica_takes_no_patch_none_does(
+    two: tuple[Vllm, Vllm, Front], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, front = two
+    before = first.live()
+    file, _ = first.patch("embed.weight")
+    asyncio.run(front.check(file))
+    monkeypatch.setattr(second.engine, "synchronise", fails_once())
+    with pytest.raises(InDoubt, match="once"):
+        asyncio.run(front.apply(file, "1"))
+    assert (first.live(), second.live()) == (before, before)
+
+
+def test_a_reload_that_one_replica_does_not_end_is_none(
+    two: tuple[Vllm, Vllm, Front], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, front = two
+    monkeypatch.setattr(first.engine, "reload", lambda: None)
+    monkeypatch.setattr(second.engine, "reload", fails_once())
+    with pytest.raises(InDoubt, match="a reload failed: RuntimeError: once"):
+        asyncio.run(front.reload("1"))
+    assert asyncio.run(front.state())["in_doubt"]
+    asyncio.run(front.reload("1"))
+    assert not asyncio.run(front.state())["in_doubt"]
+
+
+def fails_once() -> Callable[[], None]:
+    left = [1]
+
+    def fail() -> None:
+        if left:
+            left.pop()
+            raise RuntimeError("once")
+
+    return fail
+
+
+def test_replicas_that_cannot_be_heard_one_by_one_are_not_asked(tmp_path: Path) -> None:
+    vllm = Vllm(tmp_path, Fp8Model(), fp8_checkpoint())
+    client = Replicas([vllm.rank, vllm.rank])
+    del client.engine_core._call_utility_async
+    with pytest.raises(RuntimeError, match="the first of its data parallel replicas"):
+        asyncio.run(VllmControls(client).ranks({"do": "look"}))

@@ -238,12 +238,27 @@ def test_two_workers_are_patched_as_one(
 ) -> None:
     monkeypatch.setenv("LIVE_KEY", KEY)
     with served(tmp_path, models, judge, "--tensor-parallel-size", "2") as world:
-        for _ in range(4):
-            version = world.run.publish()
-            world.host.wait_served(version)
-            world.require(version)
-        assert world.live["patches"] == 4, world.live
-        option = f"vllm={world.server.url},api_key_env=LIVE_KEY"
-        local = world.host.local
-        found = json.loads(one_shot("local", "verify", "--json", "--local", local, "--engine", option))
-        assert found["engines"][0]["differing"] == []
+        patched_as_one(world)
+
+
+@full
+def test_data_parallel_replicas_are_patched_as_one(
+    models: Path, judge: FreshLoad, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loaded from disk once, then patched; requests at one time are shared out among the replicas."""
+    monkeypatch.setenv("LIVE_KEY", KEY)
+    with served(tmp_path, models, judge, "--data-parallel-size", "2") as world:
+        patched_as_one(world)
+
+
+def patched_as_one(world: LiveWorld) -> None:
+    assert world.server.fetch("/v1/weightcast")["ranks"] == 2
+    for _ in range(4):
+        version = world.run.publish()
+        world.host.wait_served(version)
+        world.require(version)
+        for future in [world.server.send(prompt, 24) for prompt in (SHORT, LONG, LONG, SHORT)]:
+            answer = future.result(STEP_SECONDS)
+            assert answer.status == 200 and world.judged(answer, version)
+    assert world.live["patches"] == 4, world.live
+    require_verified(world)

@@ -65,8 +65,18 @@ class VllmControls:
         self._client = client
 
     async def ranks(self, order: Order) -> Sequence[Answer]:
-        answers: Sequence[Answer] = await self._client.collective_rpc(METHOD, args=(dict(order),))
-        return answers
+        """Of all data parallel replicas, one after the other."""
+        core: Any = getattr(self._client, "engine_core", None)
+        replicas: Sequence[bytes] = getattr(core, "core_engines", ())
+        if len(replicas) < 2:
+            answers: Sequence[Answer] = await self._client.collective_rpc(METHOD, args=(dict(order),))
+            return answers
+        if not hasattr(core, "_call_utility_async"):
+            raise RuntimeError("this vLLM tells only what the first of its data parallel replicas answers")
+        # vLLM's own collective_rpc has all of them obey, and drops what all but the first answer
+        asked = ("collective_rpc", METHOD, None, (dict(order),), None)
+        told = await asyncio.gather(*(core._call_utility_async(*asked, engine=one) for one in replicas))
+        return [answer for answers in told for answer in answers]
 
     async def rest(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

@@ -109,7 +109,8 @@ class VllmEngine:
                 getattr(model, "enable_sleep_mode", False)
             ),
             "LoRA adapters are on": config.lora_config is not None,
-            "data parallel replicas are reached one by one": parallel.data_parallel_size > 1,
+            # replicas of a dense model are told that they are alone
+            "experts are spread over data parallel replicas": parallel.data_parallel_size > 1,
             "experts move between ranks (EPLB)": bool(getattr(parallel, "enable_eplb", False)),
             "weights are offloaded": _offloads(config),
             f"weights are loaded as {kind}": str(kind) not in _PLAIN_FORMATS,
