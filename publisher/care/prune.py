@@ -27,7 +27,7 @@ from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
-from weightcast.shared.files.entries import is_directory, is_link
+from weightcast.shared.files.entries import is_directory, is_own_directory
 from weightcast.shared.files.strict_json import parse_object
 from weightcast.shared.local.host import Host
 
@@ -134,8 +134,7 @@ def empty_trash(layout: Layout, grace_seconds: float = GRACE_SECONDS, uptime: Up
     deleted = 0
     for entry in layout.trash.iterdir() if is_directory(layout.trash) else ():
         rests = _PRUNED.fullmatch(entry.name) is not None or entry.name.endswith(PUT_AWAY)
-        rests = rests and is_directory(entry) and not is_link(entry)
-        if rests and _seconds_in(entry, uptime) >= grace_seconds:
+        if rests and is_own_directory(entry) and _seconds_in(entry, uptime) >= grace_seconds:
             # the index goes first: what is half deleted is no version
             (entry / INDEX_NAME).unlink(missing_ok=True)
             failpoint("prune.emptying", entry)

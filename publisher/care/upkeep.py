@@ -36,7 +36,7 @@ from weightcast.shared.channel.store import Channel
 from weightcast.shared.codec.choose import StepEncoding
 from weightcast.shared.errors import DamagedFile, RetryLater, WeightcastError
 from weightcast.shared.failpoints import failpoint
-from weightcast.shared.files.entries import exists, is_directory, is_link
+from weightcast.shared.files.entries import exists, is_own_directory
 from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.spare import drop as drop_spares
 from weightcast.shared.local.spare import make_ready, spare_bytes
@@ -216,7 +216,7 @@ class Upkeep:
         if self._swept:
             return
         for version in channel.directory.iterdir():
-            if version_of(version.name) is None or is_link(version) or not is_directory(version):
+            if version_of(version.name) is None or not is_own_directory(version):
                 continue
             for entry in version.iterdir():
                 name, _, epoch = entry.name.partition(".")

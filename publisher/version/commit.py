@@ -29,7 +29,7 @@ from weightcast.shared.channel.signing import signature_path, stated_by, write_s
 from weightcast.shared.errors import DamagedFile, Forked, RetryLater
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
-from weightcast.shared.files.entries import exists, is_directory, is_file, is_link, matching
+from weightcast.shared.files.entries import exists, is_directory, is_file, is_link, is_own_directory, matching
 
 PostWrite = Callable[[int, Path, str], None]
 """Called with version, its directory and the phase `version` (files are there) or `pointer`."""
@@ -165,14 +165,14 @@ def drop_parts(layout: Layout, epoch: int) -> None:
     """Parts of attempts that came to nothing, up to those of `epoch`, and what a kill left half deleted: only
     the channel's owner may call this. Who is no longer that leaves alone what newer owners make."""
     for entry in layout.channel.iterdir():
-        if entry.name.endswith(".parts") and is_directory(entry) and not is_link(entry):
+        if entry.name.endswith(".parts") and is_own_directory(entry):
             for attempt in matching(entry, "*"):
-                if is_directory(attempt) and not is_link(attempt) and not _is_newer(attempt.name, epoch):
+                if is_own_directory(attempt) and not _is_newer(attempt.name, epoch):
                     drop_attempt(layout, attempt)
             with contextlib.suppress(OSError):
                 entry.rmdir()
     for entry in layout.trash.iterdir() if is_directory(layout.trash) else ():
-        if is_directory(entry) and not is_link(entry) and not entry.name.endswith((PRUNED, PUT_AWAY)):
+        if is_own_directory(entry) and not entry.name.endswith((PRUNED, PUT_AWAY)):
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(entry)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,12 +104,12 @@ class Member:
                 remedy="all ranks publish the same step with the same encoding",
             )
         weights, matched = given.to(channel, local)
-        holds = holds_of(weights, given_names(weights, matched, local.table))
-        rendezvous.leave_holds(directory, self._rank.number, holds, local.table)
+        names = given_names(weights, matched, local.table)
+        rendezvous.leave_holds(directory, self._rank.number, holds_of(weights, names), local.table)
         with work.phase("ranks"):
             plan = rendezvous.await_plan(directory, attempt, local.table, deadline)
         division = division_of(attempt, local.table, plan, matched.frozen)
-        return _Meeting(directory, attempt, local, shared, division, deadline)
+        return _Meeting(directory, attempt, local, shared, names, division, deadline)
 
     def _compare_first(self, work: Work, last: _Last | None) -> Ahead | Exception | None:
         """An error is returned: rank 0 is to be told. None where the channel has to be asked first: at the
@@ -211,8 +211,7 @@ class Member:
             local, frame, directory, self._rank, options.threads, non_finite=options.non_finite
         )
         weights, matched = given.opened
-        names = given_names(weights, matched, local.table)
-        left = Turn(writer, attempt, met.deadline).take(weights, matched, names, met.division, work)
+        left = Turn(writer, attempt, met.deadline).take(weights, matched, met.names, met.division, work)
         work.let_go()
         given.close()
         failpoint("part.written", directory)
@@ -257,12 +256,14 @@ class _Given:
 
 @dataclass(frozen=True)
 class _Meeting:
-    """An attempt in which every rank knows what all hold. `shared`: `local` is rank 0's, on this machine."""
+    """An attempt in which every rank knows what all hold. `shared`: `local` is rank 0's, on this machine;
+    `names`: of `given_names`."""
 
     directory: Path
     attempt: Attempt
     local: LocalCheckpoint
     shared: bool
+    names: Mapping[int, str]
     division: Division
     deadline: float
 

@@ -115,21 +115,19 @@ class Owner:
     def _with_room(self, work: Callable[[], Made], nbytes: int = 0) -> Made:
         """`work` writes `nbytes` and something to the local disk. Where that is short, it is done again for
         as long as giving up what is kept there makes room."""
-        self._make_room(nbytes)
+        while self._free_bytes() < nbytes and self._made_room():
+            pass
         while True:
-            free = self._free_bytes()
             try:
                 return work()
             except (OSError, NoRoom) as error:
-                if not lacks_room(error) or not self._options.give_up() or self._free_bytes() <= free:
+                if not lacks_room(error) or not self._made_room():
                     raise
 
-    def _make_room(self, nbytes: int) -> None:
+    def _made_room(self) -> bool:
+        """By giving up one thing. Where somebody still reads it, its room comes later."""
         free = self._free_bytes()
-        while free < nbytes and self._options.give_up():
-            before, free = free, self._free_bytes()
-            if free <= before:
-                return  # somebody reads it yet: its room comes later
+        return self._options.give_up() and self._free_bytes() > free
 
     def _free_bytes(self) -> int:
         return space_of(nearest_directory(self._follower.paths.room)).free_bytes

@@ -22,7 +22,7 @@ from weightcast.shared.channel.shown import look
 from weightcast.shared.channel.store import Channel, FullVersion
 from weightcast.shared.errors import RetryLater, WeightcastError
 from weightcast.shared.files.durable import open_regular
-from weightcast.shared.files.entries import exists, is_directory, is_file, is_link, matching
+from weightcast.shared.files.entries import exists, is_directory, is_file, is_own_directory, matching
 from weightcast.shared.progress import Advance
 from weightcast.shared.words import TensorTable
 
@@ -85,7 +85,7 @@ def entries(channel: Channel, pointer: Pointer | None) -> Iterator[Entry]:
 def _versions(prefix: Path) -> Iterator[tuple[int, Path]]:
     for path in prefix.iterdir() if is_directory(prefix) else ():
         version = version_of(path.name)
-        if version is not None and is_directory(path) and not is_link(path):
+        if version is not None and is_own_directory(path):
             yield version, path
 
 

@@ -17,7 +17,7 @@ from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.files import durable
-from weightcast.shared.files.entries import exists, is_directory, is_file, is_link
+from weightcast.shared.files.entries import exists, is_directory, is_file, is_own_directory
 from weightcast.shared.progress import Advance
 
 _FILES = ("channel.json", "base.json", "latest")
@@ -151,7 +151,7 @@ def _small(part: Part, path: Path, found: Flaw, meaning: str) -> Problem:
 
 
 def _json(directory: Path) -> list[Path]:
-    if not is_directory(directory) or is_link(directory):
+    if not is_own_directory(directory):
         return []
     return sorted(path for path in directory.iterdir() if path.suffix == ".json")
 

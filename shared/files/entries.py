@@ -26,6 +26,12 @@ def is_directory(path: Path) -> bool:
     return mode is not None and stat.S_ISDIR(mode)
 
 
+def is_own_directory(path: Path) -> bool:
+    """A directory, and no link to one."""
+    mode = _mode(path, follow_symlinks=False)
+    return mode is not None and stat.S_ISDIR(mode)
+
+
 def is_file(path: Path) -> bool:
     """A regular file, or a link to one."""
     mode = _mode(path)

@@ -32,6 +32,11 @@ def http_parts(url: str) -> SplitResult | None:
     return parts if parts.scheme in ("http", "https") and is_fit and is_plain and port != 0 else None
 
 
+def port_of(parts: SplitResult) -> int:
+    """Of an http or https URL, also where it names none."""
+    return parts.port or (443 if parts.scheme == "https" else 80)
+
+
 def _is_address(text: str) -> bool:
     try:
         return bool(ipaddress.ip_address(text))

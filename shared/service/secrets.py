@@ -6,8 +6,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from weightcast.shared.service.variables import PREFIX
+
 _SECRET = re.compile(r"token(?!iz)|secret|password|authorization|api_?key", re.IGNORECASE)
-_OURS = "WEIGHTCAST_"
 _QUERY = re.compile(r"\?[^\s,'\"]+")
 
 
@@ -21,7 +22,7 @@ def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if not (name.upper().startswith(_OURS) and is_secret_name(name))
+        if not (name.upper().startswith(PREFIX) and is_secret_name(name))
     }
 
 

@@ -26,8 +26,8 @@ from weightcast.shared.files.paths import is_utf8
 from weightcast.shared.service.addresses import is_host
 from weightcast.shared.service.secrets import hide_queries
 from weightcast.shared.service.threads import MEMORY_BUDGET
+from weightcast.shared.service.variables import PREFIX
 
-ENV_PREFIX = "WEIGHTCAST_"
 PUBLISHER_PORT = 8340
 SUBSCRIBER_PORT = 8341
 CONFIG_LIMIT = 1 << 20
@@ -66,7 +66,7 @@ class ServiceSettings(BaseSettings):
     """What both daemons have. Building an instance directly reads no environment: see `load_settings`."""
 
     model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, env_ignore_empty=True, enable_decoding=False, extra="forbid", frozen=True
+        env_prefix=PREFIX, env_ignore_empty=True, enable_decoding=False, extra="forbid", frozen=True
     )
 
     host: HostName = Field("127.0.0.1", description="Address that the HTTP side listens on.")
@@ -194,7 +194,7 @@ def check_bind(settings: ServiceSettings) -> None:
     """Raises BadSettings for a door that others can reach and that has no token."""
     problem = _open_door(settings.host, settings.token is not None)
     if problem:
-        raise BadSettings(problem, remedy=f"set {ENV_PREFIX}TOKEN, or listen on 127.0.0.1")
+        raise BadSettings(problem, remedy=f"set {PREFIX}TOKEN, or listen on 127.0.0.1")
 
 
 def _open_door(host: str, has_token: bool) -> str:
@@ -232,7 +232,7 @@ def _shown(value: object) -> object:
 
 
 def _place(name: str, origin: str) -> str:
-    places = {"flag": flag_of(name), "environment": ENV_PREFIX + name.upper(), "default": ""}
+    places = {"flag": flag_of(name), "environment": PREFIX + name.upper(), "default": ""}
     return places.get(origin, origin)
 
 
@@ -272,7 +272,7 @@ def describe_settings(cls: type[ServiceSettings]) -> list[SettingDoc]:
         SettingDoc(
             name=name,
             flag="" if is_secret(field) else flag_of(name),
-            env=ENV_PREFIX + name.upper(),
+            env=PREFIX + name.upper(),
             type=type_name(field),
             default=_default(field),
             required=field.is_required(),
@@ -390,7 +390,7 @@ def _problem(cls: type[ServiceSettings], error: ErrorDetails, origins: Mapping[s
         return error["msg"].removeprefix("Value error, ")
     name = str(error["loc"][0])
     if error["type"] == "missing":
-        return f"{name}: required; set {flag_of(name)} or {ENV_PREFIX}{name.upper()}"
+        return f"{name}: required; set {flag_of(name)} or {PREFIX}{name.upper()}"
     if name not in cls.model_fields:
         return f"{name}: no such setting ({origins.get(name, 'unknown')})"
     place = _place(name, origins.get(name, "default")) or "default"

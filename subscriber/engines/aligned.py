@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weightcast.shared.local.state import Blocked, EngineState, Mark, Position
 from weightcast.subscriber.engines.base import EngineFacts, Held
@@ -84,6 +84,11 @@ def _label(record: EngineState) -> str | None:
     if record.version is None or record.confirmed_by not in ("label", "digest"):
         return None
     return label_of(record.version)
+
+
+def noted(known: EngineState | None, mark: Mark) -> EngineState:
+    """The record with another mark; what the engine last confirmed stays."""
+    return EngineState(mark) if known is None else replace(known, mark=mark)
 
 
 def unaligned(records: Records) -> dict[str, EngineState]:

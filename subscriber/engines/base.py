@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 from urllib.parse import unquote, urlsplit
 
 from weightcast.shared.errors import USAGE, EngineFailed, Refused
-from weightcast.shared.service.addresses import http_parts
+from weightcast.shared.service.addresses import http_parts, port_of
 from weightcast.shared.service.secrets import hide_queries
 
 Kind = Literal["sglang", "vllm", "webhook"]
@@ -277,9 +277,8 @@ def address_of(url: str) -> Address:
     """Equal for URLs that lead to one place, as far as they tell. One port of the loopback is one place,
     whatever the scheme and the family of addresses. Raises ValueError for what is no URL."""
     parts = urlsplit(url)
-    port = parts.port or {"http": 80, "https": 443}[parts.scheme]
     path = posixpath.normpath(f"/{unquote(parts.path).lstrip('/')}")
-    return _host(parts.hostname or ""), port, path, parts.query
+    return _host(parts.hostname or ""), port_of(parts), path, parts.query
 
 
 def _host(name: str) -> str:

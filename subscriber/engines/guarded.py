@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from weightcast.shared.errors import EngineFailed
+from weightcast.subscriber.engines.around import Around
 from weightcast.subscriber.engines.base import (
     QUOTED,
     Confirmation,
-    Engine,
     EngineFacts,
     EngineSpec,
     ReloadOutcome,
@@ -41,49 +41,35 @@ def guarded(spec: EngineSpec) -> Iterator[None]:
         ) from error
 
 
-class Guarded:
+class Guarded(Around):
     """As the engine, and as good as the word of `Engine` whatever the adapter does."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    @property
-    def spec(self) -> EngineSpec:
-        return self.engine.spec
-
-    @property
-    def copies_weights(self) -> bool:
-        return self.engine.copies_weights
 
     def probe(self) -> EngineFacts:
         try:
             with guarded(self.spec):
-                return self.engine.probe()
+                return super().probe()
         except EngineFailed as failure:
             return EngineFacts(reachable=False, hindrance=failure.message)
 
     def pause(self) -> None:
         with guarded(self.spec):
-            self.engine.pause()
+            super().pause()
 
     def reload(self, path: str, version: int, label: str) -> ReloadOutcome:
         try:
             with guarded(self.spec):
-                return self.engine.reload(path, version, label)
+                return super().reload(path, version, label)
         except EngineFailed as failure:
             return Suspect(failure.message)
 
     def read_back(self, label: str) -> Confirmation:
         with guarded(self.spec):
-            return self.engine.read_back(label)
+            return super().read_back(label)
 
     def resume(self) -> None:
         with guarded(self.spec):
-            self.engine.resume()
+            super().resume()
 
     def relabel(self, label: str) -> Confirmation:
         with guarded(self.spec):
-            return self.engine.relabel(label)
-
-    def close(self) -> None:
-        self.engine.close()
+            return super().relabel(label)

@@ -12,15 +12,16 @@ import time
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
+from weightcast.shared.service.addresses import port_of
+
 
 def nobody_listens(url: str, error: BaseException, seconds: float) -> bool:
     """`error`: of a connection to `url`; it tells of one of its addresses only. `seconds`: to ask all."""
     if not _is_refusal(error):
         return False
     parts, ends = urlsplit(url), time.monotonic() + seconds
-    port = parts.port or (443 if parts.scheme == "https" else 80)
     try:
-        found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(parts.hostname, port_of(parts), type=socket.SOCK_STREAM)
     except OSError:
         return False
     return len(found) == 1 or all(

@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 
 from weightcast.shared.errors import EngineFailed
 from weightcast.shared.failpoints import failpoint
+from weightcast.subscriber.engines.around import Around
 from weightcast.subscriber.engines.base import (
     QUOTED,
     Confirmation,
@@ -25,8 +26,6 @@ from weightcast.subscriber.engines.base import (
     ReloadOutcome,
     Suspect,
 )
-from weightcast.subscriber.engines.grouped import Grouped
-from weightcast.subscriber.engines.guarded import Guarded
 
 Way = Literal["", "live", "reload"]
 Why = Literal[
@@ -249,6 +248,6 @@ class Live:
 
 def live_of(engine: Engine) -> Live | None:
     """The engine behind what wraps it, if it takes patches."""
-    while isinstance(engine, Guarded | Grouped):
+    while isinstance(engine, Around):
         engine = engine.engine
     return engine if isinstance(engine, Live) else None

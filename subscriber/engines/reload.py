@@ -31,6 +31,7 @@ from weightcast.subscriber.engines.aligned import (
     is_taken,
     label_of,
     may_relabel,
+    noted,
     weights_of,
 )
 from weightcast.subscriber.engines.base import Engine, EngineFacts, Held
@@ -220,7 +221,7 @@ class Engines:
     def doubt(self, local: LocalCheckpoint, name: str, reason: str) -> None:
         """Its memory does not hold what it confirmed: only a reload makes it known again."""
         known = local.state.engines.get(name)
-        record = replace(_noted(known, Mark.SUSPECT), reason=reason)
+        record = replace(noted(known, Mark.SUSPECT), reason=reason)
         local.save(local.state.but(engines={**local.state.engines, name: record}))
         self._known[name].reason = reason
 
@@ -500,7 +501,7 @@ class _Ledger:
             return
         with self._lock:
             known = self.local.state.engines.get(name)
-            self._save(name, _noted(known, Mark(mark)), unanswered=True)
+            self._save(name, noted(known, Mark(mark)), unanswered=True)
             self._report()
         failpoint("engine.noted")
 
@@ -521,9 +522,3 @@ class _Ledger:
             records[name] = record
         if (records, names) != (dict(state.engines), state.unanswered):
             self.local.save(state.but(engines=records, unanswered=names))
-
-
-def _noted(known: EngineState | None, mark: Mark) -> EngineState:
-    if known is None:
-        return EngineState(mark)
-    return EngineState(mark, known.version, known.confirmed_by, known.process, known.reason)

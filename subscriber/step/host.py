@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
@@ -14,7 +14,8 @@ from weightcast.shared.local.follow import Follower, FollowOptions
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.prepare import PreRead
 from weightcast.shared.local.scrub import ScrubStatus
-from weightcast.shared.local.state import EngineState, LocalState, Mark, Phase, Position, write_state
+from weightcast.shared.local.state import LocalState, Mark, Phase, Position, write_state
+from weightcast.subscriber.engines.aligned import noted
 from weightcast.subscriber.engines.reload import Engines
 from weightcast.subscriber.engines.verify import EngineVerifyFacts
 from weightcast.subscriber.groups.lead import Lead
@@ -189,8 +190,7 @@ class Host:
         known = state.engines.get(name)
         if known is not None and known.mark is Mark.SUSPECT:
             return
-        record = EngineState(Mark.SUSPECT) if known is None else replace(known, mark=Mark.SUSPECT)
-        state = state.but(engines={**state.engines, name: record})
+        state = state.but(engines={**state.engines, name: noted(known, Mark.SUSPECT)})
         if local is not None:
             local.save(state)
         else:
