@@ -79,8 +79,9 @@ class OnCall:
     def alarmed(self, alert: str, **labels: str) -> None:
         until(lambda: self.prometheus.firing(alert, **labels), f"{alert} fires", FOUND_SECONDS)
 
-    def calm(self, alert: str) -> None:
-        until(lambda: not self.prometheus.firing(alert), f"{alert} no longer fires", FOUND_SECONDS)
+    def calm(self, alert: str, **labels: str) -> None:
+        firing = self.prometheus.firing
+        until(lambda: not firing(alert, **labels), f"{alert} no longer fires", FOUND_SECONDS)
 
 
 @pytest.fixture
@@ -233,5 +234,6 @@ def what_was_mended_recovers(world: World, on_call: OnCall, filler: Path) -> Non
             lambda name=name: on_call.in_api(name)["standing"] == "ready", f"{name} is ready", FOUND_SECONDS
         )
         on_call.shows_standing(name, "Ready")
-    for alert in ("WeightcastHostDown", "WeightcastHostLost", "WeightcastDiskNearlyFull"):
-        on_call.calm(alert)
+    on_call.calm("WeightcastHostDown")
+    on_call.calm("WeightcastHostLost")
+    on_call.calm("WeightcastDiskNearlyFull", instance=world.hosts["full"].address, place="local")
