@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from weightcast.shared.service.variables import PREFIX
 
 _SECRET = re.compile(r"token(?!iz)|secret|password|authorization|api_?key", re.IGNORECASE)
-_QUERY = re.compile(r"\?[^\s,'\"]+")
+_OPTION_BEHIND = rf",(?!\w*(?:{_SECRET.pattern}))[a-z_]+="
+_QUERY = re.compile(rf"\?(?:[^\s,'\"]|(?!{_OPTION_BEHIND}),)+", re.IGNORECASE)
 
 
 def is_secret_name(name: str) -> bool:
@@ -27,5 +28,6 @@ def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def hide_queries(text: str) -> str:
-    """Of all addresses in it: receivers take tokens there."""
+    """Of all addresses in it: receivers take tokens there. A query ends before what looks like an engine's
+    next option."""
     return _QUERY.sub("?...", text)

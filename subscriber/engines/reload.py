@@ -34,7 +34,7 @@ from weightcast.subscriber.engines.aligned import (
     noted,
     weights_of,
 )
-from weightcast.subscriber.engines.base import Engine, EngineFacts, Held
+from weightcast.subscriber.engines.base import Engine, EngineFacts, EngineSpec, Held
 from weightcast.subscriber.engines.grouped import Grouped
 from weightcast.subscriber.engines.guarded import Guarded
 from weightcast.subscriber.engines.live import Live, live_of
@@ -86,6 +86,10 @@ class _Known:
         return facts.absent or (None not in (facts.process, self.process) and facts.process != self.process)
 
 
+def _pace_of(spec: EngineSpec, usual: Pace) -> Pace:
+    return usual if spec.deadline is None else replace(usual, total=spec.deadline)
+
+
 class Engines:
     def __init__(
         self,
@@ -110,6 +114,7 @@ class Engines:
         self._jitter = jitter
         self._next_look = 0.0
         self._group_patches = group_patches
+        self._paces = {engine.spec.name: _pace_of(engine.spec, self._pace) for engine in self.engines}
         self._known = {engine.spec.name: _Known() for engine in self.engines}
         self._offers: dict[str, Offer] = {}
         """to engines that take patches, for the version that comes next"""
@@ -129,6 +134,10 @@ class Engines:
     def reason(self, name: str) -> str:
         known = self._known[name]
         return known.reason or (PAUSED if known.facts.paused else "")
+
+    def deadline(self, name: str) -> float:
+        """Seconds that a reload of the engine may take."""
+        return self._paces[name].total
 
     def last(self, name: str) -> EngineResult | None:
         """What the last alignment of this process came to."""
@@ -410,7 +419,7 @@ class Engines:
             marks=lambda mark: ledger.note(name, mark),
             suspect=name in ledger.suspects,
             keeps_pause=name in ledger.serving,
-            pace=self._pace_of(engine),
+            pace=self._paces[name],
         )
         self._learn(result)
         if taken and result.state == "served":
@@ -426,10 +435,6 @@ class Engines:
         if known.taken >= TAKEN_AT_ONCE:
             wait = min(_RETRY_MOST * 2.0 ** min(known.taken - TAKEN_AT_ONCE, 30), _RETRY_FAILED)
             known.next_try = now + wait * (0.5 + 0.5 * self._jitter())
-
-    def _pace_of(self, engine: Engine) -> Pace:
-        seconds = engine.spec.deadline
-        return self._pace if seconds is None else replace(self._pace, total=seconds)
 
     def _each(self, engines: Sequence[E], work: Callable[[E], T]) -> list[T]:
         """In threads, so that an interrupt of the caller waits for engines that are paused."""

@@ -139,8 +139,10 @@ class Subscriber:
 
     def stop_time(self) -> float:
         """A reload that may yet end well is waited for: its engine would stay paused until the next start."""
-        pausing = any(engine.mark == "pausing" for engine in self.board.status.get().engines)
-        return self.settings.engine_deadline if pausing else 0.0
+        engines, engine_status = self.sync.engines, self.board.status.get().engines
+        return max(
+            (engines.deadline(one.name) for one in engine_status if one.mark == "pausing"), default=0.0
+        )
 
     def app(self) -> FastAPI:
         token = None if self.settings.token is None else self.settings.token.get_secret_value()

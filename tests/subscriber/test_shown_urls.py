@@ -76,7 +76,7 @@ def test_two_of_one_address_are_named_without_it(site: Site) -> None:
 
 
 def test_the_settings_are_shown_without_it(capsys: pytest.CaptureFixture[str]) -> None:
-    hook = f"curl http://h/x?key={SECRET} -d ?"
+    hook = f"curl http://h/x?key=a,{SECRET},auth_token={SECRET} -d ?"
     options = ["--engine", f"webhook=http://h:1/hook?token={SECRET},copies=false", "--pre-read", hook]
     options += ["--channel", "/c", "--local", "/l", "--json"]
     assert cli.run(["config", "show", "subscriber", *options]) == 0

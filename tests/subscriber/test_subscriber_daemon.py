@@ -35,7 +35,9 @@ class Daemon:
         token: str | None = None,
         options: tuple[str, ...] = (),
         stderr: IO[bytes] | None = None,
+        of_engines: str = "",
     ) -> None:
+        """`of_engines`: more of the option of each."""
         self.local = site.root / "host"
         self.port_file = site.root / "port"
         self.port_file.unlink(missing_ok=True)
@@ -48,7 +50,7 @@ class Daemon:
             *options,
         ]
         for engine in engines:
-            arguments += ["--engine", site.option(engine)]
+            arguments += ["--engine", site.option(engine) + of_engines]
         environment = dict(os.environ) | ({} if token is None else {"WEIGHTCAST_TOKEN": token})
         self.process = subprocess.Popen([*COMMAND, *arguments], env=environment, stderr=stderr or self.log)
         site.stack.callback(self.end)
@@ -199,11 +201,11 @@ def test_a_daemon_that_is_told_to_end_resumes_the_engine_it_paused(site: Site, r
     assert (engine.paused, engine.held, engine.label) == (False, run.digest(1), "1")
 
 
-def hanging(site: Site, run: Run, path: str, *options: str) -> tuple[SGLang, Daemon]:
+def hanging(site: Site, run: Run, path: str, *options: str, of_engines: str = "") -> tuple[SGLang, Daemon]:
     """In the middle of a reload that does not go on."""
     engine = SGLang()
     site.stack.callback(engine.release)
-    daemon = Daemon(site, run, engine, options=options)
+    daemon = Daemon(site, run, engine, options=options, of_engines=of_engines)
     wait_until(lambda: daemon.serves(0))
     engine.script(path, Hang())
     run.publish()
@@ -211,8 +213,12 @@ def hanging(site: Site, run: Run, path: str, *options: str) -> tuple[SGLang, Dae
     return engine, daemon
 
 
-def test_a_reload_longer_than_the_stop_time_is_waited_for(site: Site, run: Run) -> None:
-    engine, daemon = hanging(site, run, "/update_weights_from_disk", "--stop-seconds", "0.5")
+@pytest.mark.parametrize(("of_all", "of_this"), [("300", ""), ("0.5", ",deadline=300")])
+def test_a_reload_longer_than_the_stop_time_is_waited_for(
+    site: Site, run: Run, of_all: str, of_this: str
+) -> None:
+    times = ("--stop-seconds", "0.5", "--engine-deadline", of_all)
+    engine, daemon = hanging(site, run, "/update_weights_from_disk", *times, of_engines=of_this)
     daemon.process.send_signal(signal.SIGTERM)
     with pytest.raises(subprocess.TimeoutExpired):
         daemon.process.wait(3)
@@ -221,10 +227,13 @@ def test_a_reload_longer_than_the_stop_time_is_waited_for(site: Site, run: Run) 
     assert (engine.paused, engine.held, engine.label) == (False, run.digest(1), "1")
 
 
-def test_an_engine_that_hangs_is_waited_for_no_longer_than_its_deadline(site: Site, run: Run) -> None:
+@pytest.mark.parametrize(("of_all", "of_this"), [("2", ""), ("300", ",deadline=2")])
+def test_an_engine_that_hangs_is_waited_for_no_longer_than_its_deadline(
+    site: Site, run: Run, of_all: str, of_this: str
+) -> None:
     """A pause has thirty seconds."""
-    times = ("--stop-seconds", "0.5", "--engine-deadline", "2")
-    _, daemon = hanging(site, run, "/pause_generation", *times)
+    times = ("--stop-seconds", "0.5", "--engine-deadline", of_all)
+    _, daemon = hanging(site, run, "/pause_generation", *times, of_engines=of_this)
     daemon.process.send_signal(signal.SIGTERM)
     assert daemon.process.wait(20) == 4
     assert "did not end within 0.5 s" in (site.root / "log").read_text()
