@@ -19,6 +19,7 @@ from weightcast.shared.digest.native import (
     frozen,
     kernel,
     on_stack,
+    on_zen,
     prefetch,
     prefetch64,
     set_bits,
@@ -90,7 +91,7 @@ _WORTH_LENDING = 1024
 not worth the room that they would hold"""
 _SPARSE = 8
 """words per change from which their cache lines are asked for"""
-_AHEAD_WORDS = 3072
+_AHEAD_WORDS = 3072 if on_zen() else 1024
 """words between asking for their cache lines and comparing them"""
 _NO_POSITION = (1 << 32) - 1
 _DENSE = 3

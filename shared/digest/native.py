@@ -61,6 +61,11 @@ def _cpu() -> str:
     return f"{versions} {binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
 
 
+def on_zen() -> bool:
+    """Whether the machine is one of AMD's, whose memory wants to be asked earlier than others'."""
+    return cast(str, binding.get_host_cpu_name()).startswith("znver")
+
+
 if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
     raise ImportError("NUMBA_DISABLE_JIT is set")
 CACHE: Path | None = cache_directory(os.environ, _cpu())
