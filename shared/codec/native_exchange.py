@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.shared.codec.plain import ESCAPED_GAP
+from weightcast.shared.codec.plain import ESCAPED_GAP, OUT_OF_ORDER, Begin, at_once
 from weightcast.shared.digest.native import (
     I64,
     U64,
@@ -111,12 +111,21 @@ def _exchange(
 
 
 def exchange_packed(
-    words: Words, first: int, gaps: ByteArray, escapes: Array32, before: Words, after: Words, *, again: bool
+    words: Words,
+    first: int,
+    gaps: ByteArray,
+    escapes: Array32,
+    before: Words,
+    after: Words,
+    *,
+    again: bool,
+    begin: Begin = at_once,
 ) -> int | None:
     steps, longer, like = unwritable(gaps), frozen(escapes), np.empty(0, np.uint32)
     distance = _distance(steps, longer, like)
     if distance < 0 or first + distance >= len(words):
-        raise ValueError("changes out of order, or past the end")
+        raise ValueError(OUT_OF_ORDER)
+    begin(words[first : first + distance + 1], len(gaps))
     old, new = frozen(before), frozen(after)
     failed = _exchange(
         words.view(np.uint8),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -19,19 +19,49 @@ def ordered(
 ) -> Iterator[Result]:
     """`work(item)` for each item, in order. `threads` <= 1 runs in the caller. The first error stops the
     rest. Memory: at most `each * threads + 1` results exist at once. `each`: items of a thread that are begun
-    or wait for it, so that it has one while the result of a slow one, or who takes results, is waited for."""
+    or wait for it, so that it has one while the result of a slow one, or who takes results, is waited for.
+
+    The caller is one of the threads, and works instead of waiting: to be woken for each result takes from the
+    processors, above all virtual ones, and from those who hold the GIL."""
     if threads <= 1:
         yield from map(work, items)
         return
-    with ThreadPoolExecutor(threads, thread_name_prefix="chunk") as pool:
-        running: deque[Future[Result]] = deque()
+    with ThreadPoolExecutor(threads - 1, thread_name_prefix="chunk") as pool:
+        running: deque[_Job[Item, Result]] = deque()
         try:
             for item in items:
-                running.append(pool.submit(work, item))
+                running.append(_Job(work, item, pool))
                 if len(running) > each * threads:
-                    yield running.popleft().result()
+                    yield _taken(running)
             while running:
-                yield running.popleft().result()
+                yield _taken(running)
         finally:
-            for future in running:
-                future.cancel()
+            for job in running:
+                job.future.cancel()
+
+
+class _Job(Generic[Item, Result]):
+    def __init__(self, work: Callable[[Item], Result], item: Item, pool: ThreadPoolExecutor) -> None:
+        self._work, self._item = work, item
+        self.future: Future[Result] = pool.submit(work, item)
+
+    def done_here(self) -> bool:
+        """Whether no other thread had begun it."""
+        if not self.future.cancel():
+            return False
+        self.future = Future()
+        try:
+            self.future.set_result(self._work(self._item))
+        except Exception as error:
+            self.future.set_exception(error)
+        return True
+
+
+def _taken(running: deque[_Job[Item, Result]]) -> Result:
+    """The first one's result."""
+    first = running.popleft()
+    if not first.future.done() and not first.done_here():
+        for job in running:
+            if not job.future.done() and job.done_here() and first.future.done():
+                break
+    return first.future.result()

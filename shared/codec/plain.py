@@ -6,6 +6,8 @@ most `most` bytes long, else a writer returns -1 or None. Readers answer damage 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -58,6 +60,15 @@ def scatter(words: Words, index: Array32, new: Words) -> None:
     words[index] = new
 
 
+Begin = Callable[[Words, int], None]
+"""Called with a stretch of words and how many of them will be written."""
+OUT_OF_ORDER = "changes out of order, or past the end"
+
+
+def at_once(words: Words, changes: int) -> None:
+    """For words in memory: nothing is to be made ready."""
+
+
 def pack_gaps(index: Array32, starts: Counts, gaps: ByteArray) -> tuple[Array32, Counts]:
     """Of records that begin at `starts` (the last is where all end): into `gaps` the distance of each change
     from the one before in its record, at most ESCAPED_GAP; returned are those from there on, and how many of
@@ -70,15 +81,25 @@ def pack_gaps(index: Array32, starts: Counts, gaps: ByteArray) -> tuple[Array32,
 
 
 def exchange_packed(
-    words: Words, first: int, gaps: ByteArray, escapes: Array32, before: Words, after: Words, *, again: bool
+    words: Words,
+    first: int,
+    gaps: ByteArray,
+    escapes: Array32,
+    before: Words,
+    after: Words,
+    *,
+    again: bool,
+    begin: Begin = at_once,
 ) -> int | None:
     """Writes `after` where `words` holds `before` (or, `again`, already `after`) and reads it back, from word
-    `first` on at distances as `pack_gaps` makes them, one change at least. Returns the first word at which
-    that fails; some of those before it are written then. Raises ValueError, with nothing written, for places
-    that do not ascend, or lie past the end."""
+    `first` on at distances as `pack_gaps` makes them, one change at least. `begin` is called first, once the
+    places are known to be good. Returns the first word at which that fails; some of those before it are
+    written then. Raises ValueError, with nothing written, for places that do not ascend, or lie past the
+    end."""
     index = unpack_gaps(first, gaps, escapes)
     if index is None or index[-1] >= len(words):
-        raise ValueError("changes out of order, or past the end")
+        raise ValueError(OUT_OF_ORDER)
+    begin(words[first : index[-1] + 1], len(gaps))
     wrong = exchange_at(words, index, before, after, again=again)
     return None if wrong is None else int(index[wrong])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import resource
 from typing import Any
 
 from numpy.typing import NDArray
@@ -13,6 +14,8 @@ _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of madvise(2), Linux 5.14; refused by older kernels, which does no harm"""
 _LEAST = 1 << 18
 """bytes; below, faults cost no more than the call"""
+_FEW = 8
+"""pages that are tried first"""
 
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -43,9 +46,17 @@ def populate(mapped: NDArray[Any]) -> None:
 def ready_to_write(mapped: NDArray[Any]) -> None:
     """As `populate`, for a view whose pages will nearly all be written. Pages of a file that were written
     back or only read are protected, and each would cost a fault of its own; those that are not mapped at all
-    come back many at once. Bytes stay as they are: for shared mappings only."""
+    come back many at once. The first few tell whether this is so. Bytes stay as they are: for shared mappings
+    only."""
     if mapped.nbytes >= _LEAST:
         address = mapped.ctypes.data
         begin = address & ~(mmap.PAGESIZE - 1)
-        _madvise(begin, address + mapped.nbytes - begin, _DONTNEED)
+        before = _faults()
+        if _madvise(begin, _FEW * mmap.PAGESIZE, _POPULATE_WRITE) or _faults() > before:
+            _madvise(begin, address + mapped.nbytes - begin, _DONTNEED)
         populate(mapped)
+
+
+def _faults() -> int:
+    """Of this thread, until now."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt

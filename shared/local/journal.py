@@ -19,6 +19,7 @@ from types import TracebackType
 import numpy as np
 import xxhash
 
+from weightcast.shared.codec.plain import Begin, at_once
 from weightcast.shared.codec.scratch import scratch
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.failpoints import failpoint
@@ -28,7 +29,6 @@ from weightcast.shared.local import spare as spares
 from weightcast.shared.local.records import (
     HEAD,
     BadRecordError,
-    Begin,
     Packed,
     PackedRecord,
     Record,
@@ -63,10 +63,6 @@ class JournalHeader:
 class Way(Enum):
     FORWARD = "forward"
     BACK = "back"
-
-
-def _at_once(words: Words, changes: int) -> None:
-    """For words in memory: nothing is to be made ready."""
 
 
 class JournalWriter:
@@ -226,7 +222,7 @@ class JournalReader:
         return record
 
     def exchange(
-        self, record: PackedRecord, words: Words, way: Way, *, again: bool, begin: Begin = _at_once
+        self, record: PackedRecord, words: Words, way: Way, *, again: bool, begin: Begin = at_once
     ) -> int | None:
         """Writes new words over old ones of the record's tensor, or the way back, and reads them back.
         `begin` is called with the stretch of `words` that the record covers, and how many of it will change.
@@ -247,7 +243,7 @@ class JournalReader:
         way: Way,
         *,
         again: bool,
-        begin: Begin = _at_once,
+        begin: Begin = at_once,
     ) -> tuple[PackedRecord, int] | None:
         """As `exchange`, of lists that lie near each other, in the order of the journal; `places` as in
         `records.exchange_many`. Returns the record and the word that is none of those expected; none is

@@ -4,7 +4,7 @@ docs/FORMAT.md, Journal."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from weightcast.shared.codec.changes import Changes
 from weightcast.shared.codec.kernels import kernels
-from weightcast.shared.codec.plain import ESCAPED_GAP, exchange_at, unpack_gaps, unpack_many_gaps
+from weightcast.shared.codec.plain import Begin, exchange_at, unpack_gaps, unpack_many_gaps
 from weightcast.shared.words import ByteArray, Chunk, TensorTable, WordKind, Words
 
 HEAD = struct.Struct("<IIQIIQ")
@@ -79,10 +79,6 @@ class BadRecordError(ValueError):
     """A record is none of this table's, or its payload is damaged."""
 
 
-Begin = Callable[[Words, int], None]
-"""Called with a stretch of words and how many of them will be written."""
-
-
 # -- packing
 
 
@@ -95,9 +91,10 @@ def pack_record(record: Record) -> Packed:
 def pack_changes(chunk: Chunk, changes: Changes) -> Packed:
     """A record for each span with changes. Safe in any thread; `changes` must stay as they are until they are
     written."""
-    index = changes.index
-    offsets = np.array([span.offset for span in chunk.spans], np.uint32)
-    borders = [*np.searchsorted(index, offsets).tolist(), len(index)]
+    index, borders = changes.index, [0, len(changes.index)]
+    if len(chunk.spans) > 1:
+        offsets = np.array([span.offset for span in chunk.spans], np.uint32)
+        borders = [*np.searchsorted(index, offsets).tolist(), len(index)]
     spans = [span for span, (start, end) in zip(chunk.spans, pairwise(borders), strict=True) if end > start]
     bounds = sorted({0, *borders})
     heads = [
@@ -199,12 +196,6 @@ def _gaps(record: PackedRecord, payload: ByteArray) -> tuple[NDArray[np.uint8], 
     return payload[: record.changes], np.frombuffer(payload, "<u4", record.escapes, record.changes)
 
 
-def _reach(gaps: NDArray[np.uint8], escapes: NDArray[np.uint32]) -> int:
-    """Words from the first change to the last, both counted."""
-    near = int(gaps.sum(dtype=np.int64)) - ESCAPED_GAP * len(escapes)
-    return 1 + near + int(escapes.sum(dtype=np.int64))
-
-
 def unpacked(record: PackedRecord, payload: ByteArray, kind: WordKind) -> Record:
     """In memory of its own. Raises BadRecordError."""
     old, new = _words(record, payload, kind)
@@ -239,10 +230,9 @@ def exchange(
         place = _exchange_whole(stretch, before, after, again=again)
         return None if place is None else record.first + place
     gaps, escapes = _gaps(record, payload)
-    begin(words[record.first : record.first + _reach(gaps, escapes)], record.changes)
     try:
         failed: int | None = kernels().exchange_packed(
-            words, record.first, gaps, escapes, before, after, again=again
+            words, record.first, gaps, escapes, before, after, again=again, begin=begin
         )
     except ValueError as error:
         raise BadRecordError(f"record with {error}") from error

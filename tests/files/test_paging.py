@@ -50,3 +50,19 @@ def test_a_file_made_ready_keeps_its_bytes_and_what_was_stored_before(tmp_path: 
         assert np.array_equal(words, data)
         del words
     assert path.read_bytes() == data.tobytes()
+
+
+def test_pages_are_mapped_anew_unless_the_first_may_be_written(tmp_path: Path) -> None:
+    """That would take as long as writing what changes in them. What is stored in a private mapping is lost
+    with its pages."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(SIZE))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), SIZE, access=mmap.ACCESS_COPY) as mapped:
+        words = np.frombuffer(mapped, np.uint8)
+        words[-1] = 7
+        ready_to_write(words)
+        assert words[-1] == 0
+        words[-1] = 7
+        ready_to_write(words)
+        assert words[-1] == 7
+        del words
