@@ -197,6 +197,7 @@ MACHINE = MachineFacts(
     memory_bytes=64 * GB,
     limit_bytes=64 * GB,
     available_bytes=32 * GB,
+    dirty_bytes=25 * GB,
     shm_bytes=32 * GB,
     open_files=1024,
     open_files_most=4096,
@@ -250,6 +251,7 @@ def test_good_facts_are_good() -> None:
 def test_this_machine_is_judged() -> None:
     facts = look_at_machine()
     assert 0 < facts.available_bytes <= facts.limit_bytes <= facts.memory_bytes
+    assert 0 < facts.dirty_bytes < facts.memory_bytes
     assert exit_code(judge_machine(facts, None, None)) == 0
 
 
@@ -325,6 +327,15 @@ def test_space_of_a_local_checkpoint() -> None:
     assert levels(judge_local(free(0), spare, RUN, MACHINE)) == {}
     no_files = replace(PLACE, space=Space(GB, GB, 3))
     assert levels(judge_local(no_files, seeded, None, MACHINE)) == {"files": "failure"}
+
+
+def test_weights_beyond_the_dirty_pages_that_may_wait() -> None:
+    """Of a disk: memory has none to wait for. Unknown weights are not judged."""
+    little = replace(MACHINE, dirty_bytes=20 * GB - 1)
+    assert levels(judge_local(PLACE, NEW, RUN, little)) == {"dirty pages": "note"}
+    assert levels(judge_local(PLACE, NEW, RUN, replace(MACHINE, dirty_bytes=20 * GB))) == {}
+    assert levels(judge_local(PLACE, NEW, None, little)) == {}
+    assert "dirty pages" not in levels(judge_local(mounted("tmpfs"), NEW, RUN, little))
 
 
 def test_a_tmpfs_counts_as_memory() -> None:

@@ -60,6 +60,8 @@ def judge_local(
     yield from _space(facts, inside, run)
     if kind_of(facts) in IN_MEMORY:
         yield from _memory(facts, inside, run, machine)
+    elif run is not None and run.full_bytes is not None:
+        yield _dirty(run.full_bytes, machine)
 
 
 def _kind(facts: PlaceFacts) -> Iterator[Finding]:
@@ -127,6 +129,21 @@ def _space(facts: PlaceFacts, inside: LocalFacts, run: RunFacts | None) -> Itera
         "failure",
         f"{says}: {what}{size_text(wanted - full)} for a step are needed",
         remedy,
+    )
+
+
+def _dirty(weights: int, machine: MachineFacts) -> Finding:
+    """A patch of half a percent changes a word in nearly every page."""
+    may_wait = size_text(machine.dirty_bytes)
+    if weights <= machine.dirty_bytes:
+        return Finding(LOCAL, "dirty pages", "ok", f"{may_wait} may wait for the disk")
+    return Finding(
+        LOCAL,
+        "dirty pages",
+        "note",
+        f"a patch changes most pages of {size_text(weights)}; when {may_wait} wait for the disk, it goes on "
+        "at the disk's speed",
+        "--local in /dev/shm, more memory, or larger vm.dirty_background_bytes and vm.dirty_bytes",
     )
 
 

@@ -15,6 +15,7 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 _SHM = Path("/dev/shm")
+_VM = Path("/proc/sys/vm")
 _NONE = 1 << 62
 
 
@@ -27,6 +28,8 @@ class MachineFacts:
     """of the machine or of the control group that allows less"""
     available_bytes: int
     """that may still be taken, page cache included"""
+    dirty_bytes: int
+    """of pages that may wait for their disk before the kernel slows down who writes more"""
     shm_bytes: int
     """size of /dev/shm; 0: there is none"""
     open_files: int
@@ -47,7 +50,8 @@ class MachineFacts:
 
 def look_at_machine() -> MachineFacts:
     """Compiles a first kernel where none is kept."""
-    memory, available = _memory()
+    rows = _meminfo()
+    memory, available = (rows.get(name, _NONE) for name in ("MemTotal", "MemAvailable"))
     limit, used = _control_group()
     host, kernels = Host.here(), kernel_status()
     open_files, open_files_most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -56,6 +60,7 @@ def look_at_machine() -> MachineFacts:
         memory_bytes=memory,
         limit_bytes=min(memory, limit),
         available_bytes=min(available, max(0, limit - used)),
+        dirty_bytes=_unthrottled(rows, limit),
         shm_bytes=_size_of(_SHM),
         open_files=open_files,
         open_files_most=open_files_most,
@@ -68,15 +73,26 @@ def look_at_machine() -> MachineFacts:
     )
 
 
-def _memory() -> tuple[int, int]:
-    """MemTotal and MemAvailable of proc(5), in bytes."""
+def _meminfo() -> dict[str, int]:
+    """Of proc(5), in bytes."""
     rows = dict(line.split(":", 1) for line in _text(_MEMINFO).splitlines() if ":" in line)
+    numbers = {name: row.split()[:1] for name, row in rows.items()}
+    return {name: int(one[0]) << 10 for name, one in numbers.items() if one and one[0].isdigit()}
 
-    def nbytes(name: str) -> int:
-        number = rows.get(name, "").split()[:1]
-        return int(number[0]) << 10 if number and number[0].isdigit() else _NONE
 
-    return nbytes("MemTotal"), nbytes("MemAvailable")
+def _unthrottled(meminfo: dict[str, int], limit: int) -> int:
+    """The kernel's mm/page-writeback.c: half way between the amounts at which it begins to write back and at
+    which it stops writers, shares of the memory that files may have."""
+    files = sum(meminfo.get(name, 0) for name in ("MemFree", "Active(file)", "Inactive(file)"))
+    most = _amount("dirty", min(files, limit))
+    least = _amount("dirty_background", min(files, limit))
+    return (most + (least if least < most else most // 2)) // 2 if most else _NONE
+
+
+def _amount(name: str, memory: int) -> int:
+    """Of a pair of vm.NAME_bytes and vm.NAME_ratio, of which the other one is 0."""
+    nbytes, percent = (_number(_text(_VM / f"{name}_{unit}")) or 0 for unit in ("bytes", "ratio"))
+    return nbytes or memory * percent // 100
 
 
 def _control_group() -> tuple[int, int]:
