@@ -251,7 +251,7 @@ def test_good_facts_are_good() -> None:
 def test_this_machine_is_judged() -> None:
     facts = look_at_machine()
     assert 0 < facts.available_bytes <= facts.limit_bytes <= facts.memory_bytes
-    assert 0 < facts.dirty_bytes < facts.memory_bytes
+    assert facts.dirty_bytes > 0
     assert exit_code(judge_machine(facts, None, None)) == 0
 
 
