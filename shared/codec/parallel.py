@@ -46,7 +46,7 @@ class _Job(Generic[Item, Result]):
         self.future: Future[Result] = pool.submit(work, item)
 
     def done_here(self) -> bool:
-        """Whether no other thread had begun it."""
+        """Whether it had not been begun."""
         if not self.future.cancel():
             return False
         self.future = Future()
@@ -60,8 +60,9 @@ class _Job(Generic[Item, Result]):
 def _taken(running: deque[_Job[Item, Result]]) -> Result:
     """The first one's result."""
     first = running.popleft()
-    if not first.future.done() and not first.done_here():
+    if not first.done_here():
         for job in running:
-            if not job.future.done() and job.done_here() and first.future.done():
+            if first.future.done():
                 break
+            job.done_here()
     return first.future.result()

@@ -51,9 +51,9 @@ def ready_to_write(mapped: NDArray[Any]) -> None:
     if mapped.nbytes >= _LEAST:
         address = mapped.ctypes.data
         begin = address & ~(mmap.PAGESIZE - 1)
-        before = _faults()
-        if _madvise(begin, _FEW * mmap.PAGESIZE, _POPULATE_WRITE) or _faults() > before:
-            _madvise(begin, address + mapped.nbytes - begin, _DONTNEED)
+        nbytes, before = address + mapped.nbytes - begin, _faults()
+        if _madvise(begin, min(nbytes, _FEW * mmap.PAGESIZE), _POPULATE_WRITE) or _faults() > before:
+            _madvise(begin, nbytes, _DONTNEED)
         populate(mapped)
 
 

@@ -84,8 +84,7 @@ def _unthrottled(meminfo: dict[str, int], limit: int) -> int:
     """The kernel's mm/page-writeback.c: half way between the amounts at which it begins to write back and at
     which it stops writers, shares of the memory that files may have."""
     files = sum(meminfo.get(name, 0) for name in ("MemFree", "Active(file)", "Inactive(file)"))
-    most = _amount("dirty", min(files, limit))
-    least = _amount("dirty_background", min(files, limit))
+    most, least = (_amount(name, min(files, limit)) for name in ("dirty", "dirty_background"))
     return (most + (least if least < most else most // 2)) // 2 if most else _NONE
 
 
