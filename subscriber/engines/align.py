@@ -22,6 +22,7 @@ from weightcast.subscriber.engines.base import (
     Done,
     Engine,
     EngineFacts,
+    EngineSpec,
     Held,
     Intact,
     NotSent,
@@ -61,6 +62,11 @@ class Pace:
             if number == self.attempts or self.clock() + delay - began > self.total:
                 return
             self.sleep(delay)
+
+
+def pace_of(spec: EngineSpec, usual: Pace) -> Pace:
+    """An engine's own, where it is given a deadline of its own."""
+    return usual if spec.deadline is None else replace(usual, total=spec.deadline)
 
 
 def align(
@@ -313,7 +319,7 @@ def align_all(
             before_reload=before_reload,
             suspect=engine.spec.name in suspects,
             keeps_pause=engine.spec.name in keep_pause,
-            pace=pace,
+            pace=pace_of(engine.spec, Pace() if pace is None else pace),
         )
 
     ordered = reload_order(engines, suspects)

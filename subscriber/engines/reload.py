@@ -34,7 +34,7 @@ from weightcast.subscriber.engines.aligned import (
     noted,
     weights_of,
 )
-from weightcast.subscriber.engines.base import Engine, EngineFacts, EngineSpec, Held
+from weightcast.subscriber.engines.base import Engine, EngineFacts, Held
 from weightcast.subscriber.engines.grouped import Grouped
 from weightcast.subscriber.engines.guarded import Guarded
 from weightcast.subscriber.engines.live import Live, live_of
@@ -86,10 +86,6 @@ class _Known:
         return facts.absent or (None not in (facts.process, self.process) and facts.process != self.process)
 
 
-def _pace_of(spec: EngineSpec, usual: Pace) -> Pace:
-    return usual if spec.deadline is None else replace(usual, total=spec.deadline)
-
-
 class Engines:
     def __init__(
         self,
@@ -102,9 +98,11 @@ class Engines:
         look_seconds: float = 0.0,
         jitter: Callable[[], float] = random.random,
         group_patches: bool = False,
+        stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         """`look_seconds`: between looks at engines that are all aligned. `jitter`: uniform in [0, 1).
-        `group_patches`: every host of the engines' group stages patches for them."""
+        `group_patches`: every host of the engines' group stages patches for them. `stopping`: whether the
+        process is to end: a roll then ends with the engine it is at."""
         self.engines = tuple(map(Guarded, engines))
         self.order = order
         self._pace = Pace() if pace is None else pace
@@ -114,7 +112,9 @@ class Engines:
         self._jitter = jitter
         self._next_look = 0.0
         self._group_patches = group_patches
-        self._paces = {engine.spec.name: _pace_of(engine.spec, self._pace) for engine in self.engines}
+        self._stopping = stopping
+        specs = [engine.spec for engine in self.engines]
+        self._paces = {spec.name: alignment.pace_of(spec, self._pace) for spec in specs}
         self._known = {engine.spec.name: _Known() for engine in self.engines}
         self._offers: dict[str, Offer] = {}
         """to engines that take patches, for the version that comes next"""
@@ -149,7 +149,7 @@ class Engines:
     def failed(self, name: str) -> bool:
         """Whether only somebody else can help: it took no reload for too long, or keeps silent."""
         known = self._known[name]
-        silent = known.silent_since is not None and self._clock() - known.silent_since > self._pace.total
+        silent = known.silent_since is not None and self._clock() - known.silent_since > self.deadline(name)
         return silent or known.failures >= self._failed_after
 
     def look_if_due(self, state: LocalState | None) -> None:
@@ -367,11 +367,12 @@ class Engines:
         doubtful: Collection[str],
         before: Sequence[EngineResult],
     ) -> list[EngineResult]:
-        """One after the other; those that are left when one is not confirmed have their turn in a later
-        round, before it."""
+        """One after the other; those that are left when one is not confirmed, or the process is to end, have
+        their turn in a later round, before it."""
         results: list[EngineResult] = []
         for engine in engines:
-            if not all(goes_on(one, one.name in doubtful) for one in (*before, *results)):
+            goes_wrong = not all(goes_on(one, one.name in doubtful) for one in (*before, *results))
+            if goes_wrong or (results and self._stopping()):
                 break
             results.append(self._align(engine, version, ledger))
         return results

@@ -53,9 +53,8 @@ class Subscriber:
             int(settings.verify_rate), settings.verify_engine_every, stop=lambda: self.stop.requested
         )
         lead = open_lead(settings)
-        self.sync = Sync(
-            self.options, open_engines(settings, lead), lead, show=self._show, stop=self.stop.wait
-        )
+        engines = open_engines(settings, lead, stopping=lambda: self.stop.requested)
+        self.sync = Sync(self.options, engines, lead, show=self._show, stop=self.stop.wait)
         reporter = open_reporter(settings)
         self.reporting = None if reporter is None else Reporting(reporter, self._reported)
         self.post = Post(self.wakeup.set) if settings.group_follower else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from weightcast.shared.channel.signing import Trust
@@ -78,8 +78,11 @@ def _members(settings: SubscriberSettings) -> list[Member]:
     return [MemberDoor(url, token, lease) for url in settings.group_member]
 
 
-def open_engines(settings: SubscriberSettings, lead: Lead | None = None) -> Engines:
-    """Connects to nothing yet. `lead`: of the group whose hosts the engines read. Raises BadEngineOption."""
+def open_engines(
+    settings: SubscriberSettings, lead: Lead | None = None, stopping: Callable[[], bool] = lambda: False
+) -> Engines:
+    """Connects to nothing yet. `lead`: of the group whose hosts the engines read. `stopping`: as of Engines.
+    Raises BadEngineOption."""
     specs = parse_engines(settings.engine, settings.local)
     limits = Timeouts(reload=settings.engine_deadline)
     pace = Pace(attempts=ATTEMPTS, total=settings.engine_deadline)
@@ -94,6 +97,7 @@ def open_engines(settings: SubscriberSettings, lead: Lead | None = None) -> Engi
         failed_after=settings.engine_attempts,
         look_seconds=settings.engine_check_seconds,
         group_patches=settings.group_patch,
+        stopping=stopping,
     )
 
 

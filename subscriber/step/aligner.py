@@ -41,11 +41,14 @@ class Aligner:
         return results
 
     def align(self) -> None:
-        """Brings engines that do not hold the local version to it, and hosts of the group that strayed."""
+        """Brings engines that do not hold the local version to it, and hosts of the group that strayed. Not
+        any more when the process is to end."""
         local = self._follower.local
         if local is None or local.state.phase is not Phase.CLEAN:
             return
         self._engines.resume_late(local)
+        if self._host.calls.stop(0.0):
+            return
         astray = self._astray(local)
         due = self._engines.due(local.state)
         if due or astray:

@@ -453,6 +453,16 @@ def test_files_that_map_are_not_patched_beside_a_silent_engine(host: Host) -> No
     assert host.weights.read_text() == "v7"
 
 
+def test_each_of_all_engines_has_its_own_deadline(host: Host) -> None:
+    doubles = WebhookDouble(), WebhookDouble()
+    for double in doubles:
+        fail_reloads(double, "webhook", lambda _: Answer(500), 99)
+    options = "", ",deadline=1"
+    engines = [host.engine("webhook", *each) for each in zip(doubles, options, strict=True)]
+    alignment = align_all(engines, 8, "8", patch=host.patch, marks=host.mark, pace=host.pace())
+    assert sorted(result.attempts for result in alignment.results) == [2, 3]
+
+
 def test_suspects_come_last(host: Host) -> None:
     engines = [host.engine("vllm", VLLMDouble()), host.engine("sglang", SGLangDouble())]
     alignment = align_all(engines, 8, "8", patch=None, marks=host.mark, suspects={"vllm"}, pace=host.pace())

@@ -6,13 +6,14 @@ import os
 import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from doubles import TRICKLES, Answer, Call, Drop, Hang
-from hosts import VLLM, Host, Mapping_, Run, SGLang, Site
+from hosts import QUICK, VLLM, Host, Mapping_, Run, SGLang, Site
 from waiting import wait_until
 
 from weightcast.shared.local.state import Mark
@@ -190,6 +191,21 @@ def test_an_engine_has_a_deadline_of_its_own(site: Site, run: Run) -> None:
     slow.script("/update_weights_from_disk", Hang(), Hang())
     outcome = host.step()
     assert not outcome.ready and "within 0.2 s" in outcome.waiting[0]
+
+
+def test_how_long_an_engine_may_be_silent_is_its_own_too(site: Site, run: Run) -> None:
+    floor = Floor()
+    patient, hasty = floor.engine("patient"), floor.engine("hasty")
+    options = named(site, patient), named(site, hasty) + ",deadline=20"
+    host = site.host(run, *options, timeouts=replace(QUICK, probe=0.5))
+    assert host.step().ready
+    for engine in (patient, hasty):
+        engine.script("/metrics", *[Hang()] * 99)
+    for _ in range(2):
+        host.retry()
+    assert condition(host) == {"patient": "silent", "hasty": "failed"}
+    for engine in (patient, hasty):
+        engine.release()
 
 
 def test_an_engine_whose_answer_never_ends_holds_up_nobody(site: Site, run: Run) -> None:

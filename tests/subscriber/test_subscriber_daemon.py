@@ -227,6 +227,27 @@ def test_a_reload_longer_than_the_stop_time_is_waited_for(
     assert (engine.paused, engine.held, engine.label) == (False, run.digest(1), "1")
 
 
+def test_a_roll_ends_with_the_engine_it_is_at_when_the_daemon_is_to_end(site: Site, run: Run) -> None:
+    engines = SGLang(), SGLang()
+    for engine in engines:
+        site.stack.callback(engine.release)
+    daemon = Daemon(site, run, *engines, options=("--reload", "rolling"))
+    wait_until(lambda: daemon.serves(0))
+    pauses = len(engines[1].of("/pause_generation"))
+    engines[0].script("/update_weights_from_disk", Hang())
+    run.publish()
+    engines[0].wait_until_hanging()
+    daemon.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: "stopping" in daemon.get("/readyz").text)
+    engines[0].release()
+    assert daemon.process.wait(30) == 0
+    assert (engines[0].paused, engines[0].held) == (False, run.digest(1))
+    assert (len(engines[1].of("/pause_generation")), engines[1].held) == (pauses, run.digest(0))
+    again = Daemon(site, run, *engines, options=("--reload", "rolling"))
+    wait_until(lambda: again.port_file.exists() and again.serves(1))
+    assert engines[1].held == run.digest(1) and again.term() == 0
+
+
 @pytest.mark.parametrize(("of_all", "of_this"), [("2", ""), ("300", ",deadline=2")])
 def test_an_engine_that_hangs_is_waited_for_no_longer_than_its_deadline(
     site: Site, run: Run, of_all: str, of_this: str
