@@ -6,13 +6,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from weightcast.shared.channel.store import NoChannel
 from weightcast.shared.errors import EngineFailed
 from weightcast.shared.files.paths import printable
 from weightcast.shared.service.logs import setup_logs
@@ -21,7 +22,7 @@ from weightcast.shared.service.plain import CHANNEL, JSON, THREADS, TRUSTED_KEY,
 from weightcast.shared.service.threads import working_threads
 from weightcast.subscriber.service.board import Board
 from weightcast.subscriber.status import HostStatus
-from weightcast.subscriber.step.host import SyncOptions
+from weightcast.subscriber.step.host import Outcome, SyncOptions
 from weightcast.subscriber.step.sync import Sync
 from weightcast.subscriber.step.target import parse_target
 
@@ -48,6 +49,9 @@ _OPTIONS = (
     Option("target", str, "latest, a version or a tag.", default="latest"),
     THREADS,
     Option("visible_deadline", float, "Seconds to wait for what the pointer names; 120.", least=0.1),
+    Option(
+        "wait_channel", float, "Seconds to wait for a channel that is not there yet.", default=0.0, least=0
+    ),
     Option("wait_engine", float, "Seconds to wait for engines that do not serve yet.", default=0.0, least=0),
     TRUSTED_KEY,
     Option("rehash", bool, "Read every byte first and repair what differs.", default=False),
@@ -63,6 +67,7 @@ def sync(
     target: str,
     threads: int | None,
     visible_deadline: float | None,
+    wait_channel: float,
     wait_engine: float,
     trusted_key: list[str] | None,
     rehash: bool,
@@ -86,7 +91,7 @@ def sync(
         parts = Parts(plain_options(channel, local, base, target, threads, visible_deadline))
     output = Output(json=as_json)
     with _term_as_interrupt():
-        status = _sync(parts, output, rehash, wait_engine)
+        status = _sync(parts, output, rehash, wait_channel, wait_engine)
     output.result(status, lambda console: _show(console, status))
     _judge(status)
 
@@ -139,14 +144,16 @@ def _by_settings(flags: Mapping[str, object]) -> Parts:
     return Parts(options, open_engines(settings, lead), lead)
 
 
-def _sync(parts: Parts, output: Output, rehash: bool, engine_seconds: float) -> HostStatus:
+def _sync(
+    parts: Parts, output: Output, rehash: bool, channel_seconds: float, engine_seconds: float
+) -> HostStatus:
     options = parts.options
     board = Board(options)
     with output.progress(f"{options.local}", None) as advance:
         patience = _Patience(options.visible_seconds)
         one = Sync(options, parts.engines, parts.lead, show=board.show, stop=patience.wait, advance=advance)
         try:
-            outcome = one.rehash() if rehash else one.sync_once()
+            outcome = _first(one.rehash if rehash else one.sync_once, channel_seconds)
             deadline = time.monotonic() + engine_seconds
             while not outcome.ready and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS)
@@ -154,6 +161,21 @@ def _sync(parts: Parts, output: Output, rehash: bool, engine_seconds: float) -> 
             return board.status.get()
         finally:
             one.close()
+
+
+def _first(step: Callable[[], Outcome], seconds: float) -> Outcome:
+    """Of the step, taken as soon as there is a channel."""
+    deadline, told = time.monotonic() + seconds, False
+    while True:
+        try:
+            return step()
+        except NoChannel as error:
+            if time.monotonic() >= deadline:
+                raise
+            if not told:
+                print(f"{printable(error.message)}; waiting up to {seconds:g} s", file=sys.stderr)
+            told = True
+            time.sleep(_LOOK_SECONDS)
 
 
 class _Patience:

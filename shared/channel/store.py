@@ -54,6 +54,10 @@ class FullVersion:
     directory: Path
 
 
+class NoChannel(RetryLater):
+    """Nobody has made a channel there yet, or it is not mounted."""
+
+
 @dataclass(frozen=True)
 class Channel:
     """`file` and `base` are None for a foreign channel (the field's plain format: no channel.json). With
@@ -66,11 +70,11 @@ class Channel:
 
     @classmethod
     def open(cls, directory: Path, trust: Trust | None = None) -> Channel:
-        """Raises RetryLater when the directory is not there (yet), Refused when it is no channel, Untrusted
+        """Raises NoChannel when the directory is not there (yet), Refused when it is no channel, Untrusted
         when `trust` is given and its base is not signed."""
         layout = Layout(directory)
         if not is_directory(directory):
-            raise RetryLater(
+            raise NoChannel(
                 f"{directory} is not a directory",
                 remedy="mount it, or make the channel with `weightcast channel init`",
             )

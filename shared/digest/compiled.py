@@ -13,6 +13,7 @@ a door made for the kinds of the arguments: int32 d(f, words), which loads what 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -30,6 +31,7 @@ import numpy as np
 from llvmlite import binding
 from numpy.typing import NDArray
 
+from weightcast.shared.digest.kernel_cache import COMPLETE
 from weightcast.shared.files.entries import exists
 
 _MAGIC = b"wckernl1"
@@ -78,17 +80,18 @@ class Store:
         try:
             temporary.write_bytes(_packed(code))
             temporary.rename(path)
-        except OSError:  # a full disk: the next process compiles it again
-            temporary.unlink(missing_ok=True)
+        except OSError:  # a full disk, a read-only one: the next process compiles it again
+            with contextlib.suppress(OSError):
+                temporary.unlink()
 
     @property
     def complete(self) -> bool:
         """Whether everything that warming up needs was kept."""
-        return self.directory is not None and exists(self.directory / "complete")
+        return self.directory is not None and exists(self.directory / COMPLETE)
 
     def completed(self) -> None:
         if self.directory is not None and not self.complete:
-            (self.directory / "complete").touch()
+            (self.directory / COMPLETE).touch()
 
 
 def _packed(code: Code) -> bytes:

@@ -13,7 +13,11 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from weightcast.shared.files.entries import exists
+
 CACHE_VARIABLE = "WEIGHTCAST_CACHE"
+COMPLETE = "complete"
+"""lies there when everything that warming up needs was kept"""
 _SOURCES = (
     "digest/*native*.py",
     "digest/compiled.py",
@@ -27,7 +31,8 @@ _SOURCES = (
 def cache_directory(environment: Mapping[str, str], cpu: str) -> Path | None:
     """The first place that can be used, made if need be: $WEIGHTCAST_CACHE, $XDG_CACHE_HOME/weightcast,
     ~/.cache/weightcast, a directory of this user in the temporary directory. None: there is no such place.
-    `cpu`: name and features."""
+    What lacks nothing need not be writable, as in an image that is mounted read-only. `cpu`: name and
+    features."""
     for place in _places(environment):
         try:
             found = _private(place / f"kernels-{key(cpu)}")
@@ -67,4 +72,6 @@ def _private(directory: Path) -> Path | None:
         foreign = found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         if foreign or not stat.S_ISDIR(found.st_mode):
             return None
-    return directory if os.access(directory, os.W_OK | os.X_OK) else None
+    if os.access(directory, os.W_OK | os.X_OK):
+        return directory
+    return directory if exists(directory / COMPLETE) else None

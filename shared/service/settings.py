@@ -384,6 +384,12 @@ def _all_problems(
     )
 
 
+_OF_KUBERNETES = (
+    "set by Kubernetes for a service called weightcast; give the pod `enableServiceLinks: false`, or the "
+    "service another name"
+)
+
+
 def _problem(cls: type[ServiceSettings], error: ErrorDetails, origins: Mapping[str, str]) -> str:
     if not error["loc"]:
         # of several settings together, which the message names
@@ -394,4 +400,6 @@ def _problem(cls: type[ServiceSettings], error: ErrorDetails, origins: Mapping[s
     if name not in cls.model_fields:
         return f"{name}: no such setting ({origins.get(name, 'unknown')})"
     place = _place(name, origins.get(name, "default")) or "default"
+    if name == "port" and str(error["input"]).startswith("tcp://"):
+        return f"{name}: {_OF_KUBERNETES} ({place})"
     return f"{name}: {error['msg'].removeprefix('Value error, ')} ({place})"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.channel.pointer import Pointer
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.store import Channel, NoChannel
 from weightcast.shared.errors import Refused, RetryLater, WrongRun
 from weightcast.shared.local.plan import Patch, Refuse, Relabel, Seed, Stay
 from weightcast.shared.local.route import Route
@@ -47,7 +47,7 @@ class Mover:
             self._pointer_seen = True
             return pointer
         if channel.foreign:
-            raise RetryLater(
+            raise NoChannel(
                 f"{channel.directory} has neither channel.json nor a pointer",
                 remedy="has the publisher started? is the channel mounted?",
             )

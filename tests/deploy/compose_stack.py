@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -98,11 +98,13 @@ class Service:
     healthcheck: tuple[str, ...]
     health_seconds: float
     """interval times retries"""
-    after: Mapping[str, str]
+    after: dict[str, str]
     """condition by service"""
     mounts: Mapping[str, str]
     """volume by place; a place alone, an anonymous volume, has the name ''"""
     facts: Mapping[str, Any]
+    network: str = ""
+    """whose loopback it shares; its own where none is named"""
 
 
 def read_services(variables: Mapping[str, str], path: Path = COMPOSE) -> dict[str, Service]:
@@ -167,7 +169,8 @@ class Stack:
         self._free_port = free_port
         self._started: dict[str, float] = {}
         self._healthy: set[str] = set()
-        self._ports: dict[tuple[str, str], int] = {}
+        self.ports: dict[tuple[str, str], int] = {}
+        """here, by network and by port there"""
         for service in services.values():
             for volume in service.mounts.values():
                 (root / "volumes" / volume).mkdir(parents=True, exist_ok=True)
@@ -188,11 +191,11 @@ class Stack:
             return False
         return self.is_healthy(name) if condition == "service_healthy" else self.is_done(name)
 
-    def port(self, service: str, inside: str | int) -> int:
-        key = (service, str(inside))
-        if key not in self._ports:
-            self._ports[key] = self._free_port()
-        return self._ports[key]
+    def port(self, network: str, inside: str | int) -> int:
+        key = (network, str(inside))
+        if key not in self.ports:
+            self.ports[key] = self._free_port()
+        return self.ports[key]
 
     def volume(self, name: str) -> Path:
         return self.root / "volumes" / name
@@ -204,12 +207,16 @@ class Stack:
         assert self.processes[name].poll() is None, self.log(name)
         service = self.services[name]
         late = time.monotonic() - self._started[name] > service.health_seconds
-        probe = [self._local(name, word) for word in service.healthcheck]
-        if subprocess.run(probe, env=self._environment(name), check=False).returncode == 0:
+        if self.passes(name, service.healthcheck):
             self._healthy.add(name)
             return True
         assert not late, f"{name} is not healthy within {service.health_seconds:g} s\n{self.log(name)}"
         return False
+
+    def passes(self, name: str, check: Sequence[str]) -> bool:
+        """Whether a command, run in the service, ends well now."""
+        words = [self._local(name, word) for word in check]
+        return subprocess.run(words, env=self._environment(name), check=False).returncode == 0
 
     def is_done(self, name: str) -> bool:
         """Fails unless it ended well."""
@@ -285,10 +292,13 @@ class Stack:
         word = _HOST_AND_PORT.sub(lambda match: self._address(name, *match.groups()), word)
         flag, _, value = word.partition("=")
         if flag == "--port":
-            return f"--port={self.port(name, value)}"
+            return f"--port={self.port(self._network(name), value)}"
         return word.replace("0.0.0.0", "127.0.0.1")
 
     def _address(self, name: str, host: str, port: str) -> str:
-        service = name if host == "127.0.0.1" else host
-        assert service in self.services, f"{name} speaks to {host}, which is no service"
-        return f"http://127.0.0.1:{self.port(service, port)}"
+        network = self._network(name) if host == "127.0.0.1" else host
+        assert network in map(self._network, self.services), f"{name} speaks to {host}, which is nobody"
+        return f"http://127.0.0.1:{self.port(network, port)}"
+
+    def _network(self, name: str) -> str:
+        return self.services[name].network or name

@@ -16,6 +16,7 @@ import pytest
 from compose_stack import DOCKERFILE, REPOSITORY, Stage, read_dockerfile, read_services
 
 IMAGES = ("subscriber", "publisher", "demo")
+TOKEN = "a-token-of-this-test"
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,8 @@ def test_every_service_has_an_image(stages: dict[str, Stage]) -> None:
 
 class _Answers(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.send_response(200 if self.path == "/healthz" else 503)
+        opened = self.path == "/guarded" and self.headers["Authorization"] == f"Bearer {TOKEN}"
+        self.send_response(200 if opened or self.path == "/healthz" else 503)
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
@@ -121,6 +123,14 @@ def healthcheck(url: str) -> int:
 def test_healthcheck_tells_200_from_all_else(door: str) -> None:
     assert healthcheck(f"{door}/healthz") == 0
     assert healthcheck(f"{door}/readyz") == 1
+
+
+def test_healthcheck_shows_the_token_of_the_daemon_beside_it(
+    door: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert healthcheck(f"{door}/guarded") == 1
+    monkeypatch.setenv("WEIGHTCAST_TOKEN", TOKEN)
+    assert healthcheck(f"{door}/guarded") == 0
 
 
 def test_healthcheck_of_nobody(unused_port: int) -> None:

@@ -55,6 +55,22 @@ def test_a_link_in_its_place_is_passed_over(tmp_path: Path) -> None:
     assert found is not None and found.is_relative_to(tmp_path / "tmp")
 
 
+def test_a_place_that_cannot_be_written_to_is_taken_when_it_lacks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an image that is mounted read-only: rights do not show it, and root has them all."""
+    kept = cache_directory({"WEIGHTCAST_CACHE": str(tmp_path / "own")}, CPU)
+    assert kept is not None
+    both = {"WEIGHTCAST_CACHE": str(tmp_path / "own"), "HOME": str(tmp_path)}
+    access, own = os.access, tmp_path / "own"
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: access(path, mode) and not Path(path).is_relative_to(own)
+    )
+    assert cache_directory(both, CPU) == tmp_path / ".cache" / "weightcast" / kept.name
+    (kept / "complete").touch()
+    assert cache_directory(both, CPU) == kept
+
+
 def test_no_place_at_all(tmp_path: Path) -> None:
     (tmp_path / "tmp").rmdir()
     (tmp_path / "tmp").write_text("")

@@ -142,3 +142,10 @@ def test_every_setting_is_described() -> None:
     assert (docs["engine"].type, docs["engine"].default) == ("list", "")
     assert docs["signed"].default == "false"
     assert docs["token"].flag == ""
+
+
+def test_a_port_that_kubernetes_sets_is_told_as_such(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """For a service called weightcast, in every pod of its namespace."""
+    monkeypatch.setenv("WEIGHTCAST_PORT", "tcp://10.0.0.7:8340")
+    with pytest.raises(BadSettings, match=r"port: set by Kubernetes .* `enableServiceLinks: false`"):
+        load_settings(SubscriberSettings, {"channel": tmp_path, "local": tmp_path / "local"})

@@ -336,6 +336,22 @@ def test_sync_as_a_verb(site: Site, run: Run, weightcast: Callable[..., Done]) -
     assert on_disk(local) == run.digest(1)
 
 
+def test_sync_waits_for_a_channel_that_is_not_there_yet(site: Site, run: Run) -> None:
+    """As a host of a cluster does that begins before the publisher."""
+    places = ("--channel", str(run.channel), "--base", str(run.base_dir), "--local", str(site.root / "host"))
+    later = run.channel.rename(site.root / "later")
+    command = [*COMMAND, "sync", *places, "--json"]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 75
+    with subprocess.Popen(
+        [*command, "--wait-channel", "60"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as waiting:
+        assert waiting.stdout is not None and waiting.stderr is not None
+        assert b"is not a directory; waiting up to 60 s" in waiting.stderr.readline()
+        later.rename(run.channel)
+        assert json.loads(waiting.stdout.read())["local_version"] == 0
+    assert waiting.returncode == 0
+
+
 def _rot(local: Path) -> None:
     """A byte goes bad without a trace in the file's times, as on a failing disk."""
     path = min(local.glob("model-*.safetensors"))
