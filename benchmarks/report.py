@@ -1,12 +1,12 @@
-"""Results as pages: docs/benchmarks.md with plots, the README's figures. A function of results.json alone.
+"""Results as pages: docs/benchmarks.md with plots, the README's figures. A function of results alone.
 
-`python -m benchmarks.report` writes them anew from benchmarks/results.json; the README keeps the figures of
-the last full run.
+`python -m benchmarks.report` writes them anew from benchmarks/results.json, and a page like it for each other
+machine from benchmarks/results-MACHINE.json; the README keeps the figures of the last full run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from .plots import Chart, Series, svg
@@ -14,33 +14,41 @@ from .reach import Goal, goals
 from .results import ChunkRow, FileRow, Results, Spread, load
 
 PAGE = "benchmarks.md"
-_PLOTS = "benchmarks"
 FIGURES = ("<!-- figures: python -m benchmarks.report -->", "<!-- end of figures -->")
 _ENCODINGS = ("fast", "small", "field")
 _TYPICAL = 0.014
 
 
-def render(results: Results) -> dict[str, str]:
-    """Path below the documents' directory to text."""
-    charts = {f"{_PLOTS}/{name}.svg": svg(chart) for name, chart in _charts(results).items()}
-    return {PAGE: _page(results), **charts}
+def render(results: Results, page: str = PAGE) -> dict[str, str]:
+    """Path below the documents' directory to text. Plots lie in a directory with the page's name."""
+    plots = page.removesuffix(".md")
+    charts = {f"{plots}/{name}.svg": svg(chart) for name, chart in _charts(results).items()}
+    return {page: _page(results, plots), **charts}
 
 
-def write(results: Results, directory: Path) -> None:
-    for name, text in render(results).items():
+def write(results: Results, directory: Path, page: str = PAGE) -> None:
+    for name, text in render(results, page).items():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
 
-def with_figures(readme: str, results: Results) -> str:
-    """The README with its block of figures replaced. Raises ValueError when it has none."""
+def of_other_machines(root: Path) -> dict[str, Results]:
+    """Page to results, of those beside benchmarks/results.json."""
+    found = sorted((root / "benchmarks").glob("results-*.json"))
+    return {path.name.replace("results", "benchmarks").replace(".json", ".md"): load(path) for path in found}
+
+
+def with_figures(readme: str, results: Results, others: Mapping[str, Results] | None = None) -> str:
+    """The README with its block of figures replaced. `others`: of other machines, by page. Raises ValueError
+    when it has none."""
     begin, end = FIGURES
     before, found, rest = readme.partition(begin)
     _, closed, after = rest.partition(end)
     if not found or not closed:
         raise ValueError(f"there is no block {begin} ... {end}")
-    return f"{before}{begin}\n{figures(results)}{end}{after}"
+    told = "".join(_elsewhere(page, other) for page, other in (others or {}).items())
+    return f"{before}{begin}\n{figures(results)}{told}{end}{after}"
 
 
 def figures(results: Results) -> str:
@@ -69,6 +77,24 @@ def figures(results: Results) -> str:
     return "\n".join([*_wrapped(about), "", *lines]) + "\n"
 
 
+def _elsewhere(page: str, results: Results) -> str:
+    """The same rows of another machine in a sentence."""
+    rows = {row.encoding: row for row in _largest(_usual(results))}
+    mine, field = rows["fast"], rows["field"]
+    pairs = (
+        ("publishes at", mine.publish.seconds, field.publish.seconds),
+        ("has the pointer out at", mine.publish.pointer, field.publish.pointer),
+        ("syncs at", mine.sync.seconds, field.sync.seconds),
+    )
+    at = results.machine
+    speeds = [f"{verb} {theirs.median / own.median:.1f} x" for verb, own, theirs in pairs if own and theirs]
+    about = (
+        f"On {at.cores} cores ({at.cpu}), {at.memory_bytes / (1 << 30):.0f} GiB, `fast` "
+        f"{', '.join(speeds)} the field's speed ([all of it](docs/{page}))."
+    )
+    return "\n" + "\n".join(_wrapped(about)) + "\n"
+
+
 def _times(mine: Spread, theirs: Spread | None) -> str:
     return "" if theirs is None else f", {theirs.median / mine.median:.1f} x"
 
@@ -85,23 +111,24 @@ def _wrapped(text: str, width: int = 118) -> list[str]:
 # -- the page
 
 
-def _page(results: Results) -> str:
+def _page(results: Results, plots: str) -> str:
     parts = [
         "# Benchmarks",
-        "\n".join(_wrapped(_introduction(results))),
+        "\n".join(_wrapped(_introduction(results, plots))),
         "## What is meant to be reached",
         _reach_table(goals(results)),
-        *_chunk_parts(results),
-        *_file_parts(results),
+        *_chunk_parts(results, plots),
+        *_file_parts(results, plots),
         *_first_use_parts(results),
         _METHOD,
     ]
     return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
 
 
-def _introduction(results: Results) -> str:
+def _introduction(results: Results, plots: str) -> str:
+    source = f"benchmarks/{plots.replace('benchmarks', 'results')}.json"
     return (
-        f"Made by `make bench` from `benchmarks/results.json`; do not edit. {_quickly(results)} Measured on "
+        f"Made by `make bench` from `{source}`; do not edit. {_quickly(results)} Measured on "
         f"{_machine(results)}, in {results.seconds / 60:.0f} minutes. `field` is the field's path, xor with "
         "the last bytes and one zstd-1 frame per tensor, built with the same care (threads, mapped files, "
         "contexts and buffers kept, everything durable): `benchmarks/field_path.py`. Spreads are the least "
@@ -167,15 +194,15 @@ def _reach_table(found: Iterable[Goal]) -> str:
 # -- chunks
 
 
-def _chunk_parts(results: Results) -> Iterator[str]:
+def _chunk_parts(results: Results, plots: str) -> Iterator[str]:
     if not results.chunks:
         return
     most = max(row.threads for row in results.chunks)
     yield "## Chunks in memory"
     yield f"With {most} threads, GB/s of model: median (least to most)."
     yield _table(_CHUNK_HEADS, (_chunk_cells(row) for row in results.chunks if row.threads == most))
-    yield f"![bits per changed word]({_PLOTS}/bits.svg)"
-    yield f"![speed of chunks]({_PLOTS}/chunks.svg)"
+    yield f"![bits per changed word]({plots}/bits.svg)"
+    yield f"![speed of chunks]({plots}/chunks.svg)"
     yield from _thread_parts(results)
     if results.floors:
         yield "Floors, GB/s: a pass over the memory of one side."
@@ -226,13 +253,13 @@ def _thread_parts(results: Results) -> Iterator[str]:
 # -- files
 
 
-def _file_parts(results: Results) -> Iterator[str]:
+def _file_parts(results: Results, plots: str) -> Iterator[str]:
     if not results.files:
         return
     yield "## Files, end to end"
     yield "Publications and syncs by running daemons, GB/s of model: median (least to most)."
     yield _table(_FILE_HEADS, map(_file_cells, _of_doors(results, "daemons")))
-    yield f"![seconds by size]({_PLOTS}/sizes.svg)"
+    yield f"![seconds by size]({plots}/sizes.svg)"
     yield "One-shot commands, from start to end of the process:"
     yield _table(_FILE_HEADS, map(_file_cells, _of_doors(results, "commands")))
     if results.reads:
@@ -441,9 +468,12 @@ def main() -> None:
     root = Path(__file__).parents[1]
     results = load(root / "benchmarks" / "results.json")
     write(results, root / "docs")
+    others = of_other_machines(root)
+    for page, other in others.items():
+        write(other, root / "docs", page)
     readme = root / "README.md"
     if not results.quick:
-        readme.write_text(with_figures(readme.read_text(), results))
+        readme.write_text(with_figures(readme.read_text(), results, others))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.plots import Chart, Series, svg
 from benchmarks.reach import goals
-from benchmarks.report import FIGURES, PAGE, figures, render, with_figures
+from benchmarks.report import FIGURES, PAGE, figures, of_other_machines, render, with_figures
 from benchmarks.results import (
     ChunkRow,
     FileRow,
@@ -205,11 +205,24 @@ def test_plots_are_xml_with_every_drawable_point_inside() -> None:
     assert ElementTree.fromstring(svg(Chart("empty", "x", "y", ()))) is not None
 
 
+def test_another_machine_has_a_page_and_a_sentence() -> None:
+    begin, end = FIGURES
+    pages = render(results(), "benchmarks-other.md")
+    assert set(pages) == {"benchmarks-other.md"} | {
+        f"benchmarks-other/{plot}.svg" for plot in ("bits", "chunks", "sizes")
+    }
+    assert "from `benchmarks/results-other.json`" in pages["benchmarks-other.md"]
+    made = with_figures(f"{begin}\n{end}\n", results(), {"benchmarks-other.md": results()})
+    assert "publishes at 3.5 x," in made and "syncs at 3.0 x the field's speed" in made.replace("\n", " ")
+    assert made.count("docs/benchmarks-other.md") == 1
+
+
 def test_the_pages_in_the_tree_are_those_of_its_results() -> None:
-    there = load(ROOT / "benchmarks" / "results.json")
-    for name, text in render(there).items():
-        assert (ROOT / "docs" / name).read_text() == text, "run python -m benchmarks.report"
+    there, others = load(ROOT / "benchmarks" / "results.json"), of_other_machines(ROOT)
+    for page, each in {PAGE: there, **others}.items():
+        for name, text in render(each, page).items():
+            assert (ROOT / "docs" / name).read_text() == text, "run python -m benchmarks.report"
     readme = (ROOT / "README.md").read_text()
     assert all(mark in readme for mark in FIGURES)
     if not there.quick:
-        assert with_figures(readme, there) == readme, "run python -m benchmarks.report"
+        assert with_figures(readme, there, others) == readme, "run python -m benchmarks.report"
