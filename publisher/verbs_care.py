@@ -10,8 +10,8 @@ from rich.console import Console
 
 from weightcast.publisher.care.living import Living
 from weightcast.publisher.care.orders import order_rollback
+from weightcast.publisher.care.prune import GRACE_SECONDS, empty_trash, has_trash, situation
 from weightcast.publisher.care.prune import prune as carry_out
-from weightcast.publisher.care.prune import situation
 from weightcast.publisher.care.retention import Retention, Verdict, decide
 from weightcast.shared.channel import marks
 from weightcast.shared.channel.claims import claim, this_process
@@ -44,26 +44,32 @@ def prune(
     host_versions: Annotated[
         int, typer.Option("--host-versions", min=0, help="Versions kept beyond these for hosts, at most.")
     ] = 64,
+    grace_seconds: Annotated[
+        float, typer.Option("--grace-seconds", min=0.0, help="Time that they lie in the trash before that.")
+    ] = GRACE_SECONDS,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go, and why.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Take versions away that nobody needs. A running publisher does this itself, if it is told to."""
+    """Take versions away that nobody needs, and delete those taken away before. A running publisher does this
+    itself, if it is told to."""
     retention = Retention(keep_versions, keep_hours, host_versions)
     if not retention.bounded:
         raise typer.BadParameter("give --keep-versions, --keep-hours or both")
     opened, pointer = _opened(channel)
     hosts = Living().versions(read_reports(channel))
     verdict = decide(situation(opened, pointer, hosts, time.time()), retention)
-    if not dry_run and verdict.removals:
-        _prune(opened, verdict)
+    deleted = 0
+    if not dry_run and (verdict.removals or has_trash(opened.layout)):
+        deleted = _prune(opened, verdict, grace_seconds)
     facts = {
         "channel": str(channel),
         "dry_run": dry_run,
         "horizon": verdict.horizon,
         "why_not": verdict.why_not,
         "removals": [vars(removal) for removal in verdict.removals],
+        "deleted": deleted,
     }
-    Output(json=as_json).result(facts, lambda console: _show(console, verdict, dry_run))
+    Output(json=as_json).result(facts, lambda console: _show(console, verdict, dry_run, deleted))
 
 
 def _opened(channel: ChannelOption) -> tuple[Channel, Pointer]:
@@ -72,7 +78,8 @@ def _opened(channel: ChannelOption) -> tuple[Channel, Pointer]:
     return opened, opened.pointer() or Pointer(0, None, opened.directory)
 
 
-def _prune(channel: Channel, verdict: Verdict) -> None:
+def _prune(channel: Channel, verdict: Verdict, grace_seconds: float) -> int:
+    """Returns how many were deleted."""
     try:
         claimed = claim(channel.directory, this_process(), take_over=False)
     except Refused as error:
@@ -81,11 +88,12 @@ def _prune(channel: Channel, verdict: Verdict) -> None:
         ) from error
     try:
         carry_out(channel, verdict, claimed)
+        return empty_trash(channel.layout, grace_seconds)
     finally:
         claimed.release()
 
 
-def _show(console: Console, verdict: Verdict, dry_run: bool) -> None:
+def _show(console: Console, verdict: Verdict, dry_run: bool, deleted: int) -> None:
     for removal in verdict.removals:
         console.print(f"version {removal.version}, {removal.nbytes:,} bytes: {removal.why}")
     nbytes = sum(removal.nbytes for removal in verdict.removals)
@@ -93,6 +101,8 @@ def _show(console: Console, verdict: Verdict, dry_run: bool) -> None:
         console.print(f"nothing goes: {verdict.why_not}")
     else:
         console.print(f"{nbytes:,} bytes {'would go' if dry_run else 'are out of the channel'}")
+    if deleted:
+        console.print(f"{deleted} taken away before {'is' if deleted == 1 else 'are'} deleted")
 
 
 def keep(version: VersionArgument, channel: ChannelOption, as_json: JsonOption = False) -> None:

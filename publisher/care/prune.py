@@ -127,14 +127,23 @@ def _seconds_in(grave: Path, uptime: Uptime) -> float:
     return 0.0
 
 
+def has_trash(layout: Layout) -> bool:
+    """Whether something rests there that comes to be deleted."""
+    return is_directory(layout.trash) and any(map(_rests, layout.trash.iterdir()))
+
+
+def _rests(entry: Path) -> bool:
+    named = _PRUNED.fullmatch(entry.name) is not None or entry.name.endswith(PUT_AWAY)
+    return named and is_own_directory(entry)
+
+
 def empty_trash(layout: Layout, grace_seconds: float = GRACE_SECONDS, uptime: Uptime | None = None) -> int:
     """Deletes what was pruned or put away longer ago than that; how many of these. The time of day is not
     asked: it may jump."""
     uptime = Uptime.here() if uptime is None else uptime
     deleted = 0
     for entry in layout.trash.iterdir() if is_directory(layout.trash) else ():
-        rests = _PRUNED.fullmatch(entry.name) is not None or entry.name.endswith(PUT_AWAY)
-        if rests and is_own_directory(entry) and _seconds_in(entry, uptime) >= grace_seconds:
+        if _rests(entry) and _seconds_in(entry, uptime) >= grace_seconds:
             # the index goes first: what is half deleted is no version
             (entry / INDEX_NAME).unlink(missing_ok=True)
             failpoint("prune.emptying", entry)

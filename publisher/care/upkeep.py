@@ -168,15 +168,12 @@ class Upkeep:
         """What was made, in words; empty when nothing is due. Raises Refused when the channel has another
         owner, RetryLater and OSError for what may pass."""
         self._make_spare()
-        if self._options.idle:
-            return ""
         self._claim.check()
-        channel = Channel.open(self._channel, self._vouching.trust)
         try:
             # first: on a full disk nothing can be made before
-            empty_trash(channel.layout, self._options.grace_seconds)
+            empty_trash(Layout(self._channel), self._options.grace_seconds)
         finally:
-            made = self._make_or_prune(channel)
+            made = "" if self._options.idle else self._make_or_prune()
         return made
 
     @property
@@ -184,7 +181,8 @@ class Upkeep:
         """How long there is nothing to do while nothing is published: what was pruned comes due by itself."""
         return max(_SHORTEST_REST, self._options.grace_seconds) if self._options.retention.bounded else None
 
-    def _make_or_prune(self, channel: Channel) -> str:
+    def _make_or_prune(self) -> str:
+        channel = Channel.open(self._channel, self._vouching.trust)
         pointer = channel.pointer()
         if pointer is None:
             return ""

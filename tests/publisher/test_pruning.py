@@ -206,6 +206,34 @@ def test_the_verb_says_what_and_why(pruned: Place, verb: Verb) -> None:
     assert verb("channel", "prune", "--channel", pruned.channel)[0] == 2
 
 
+def trash(place: Place) -> list[str]:
+    return sorted(path.name for path in (place.channel / ".trash").iterdir())
+
+
+def test_the_verb_deletes_what_it_took_away_before(pruned: Place, verb: Verb) -> None:
+    words = ("channel", "prune", "--channel", pruned.channel, "--keep-versions", 2)
+    assert verb(*words)[1]["deleted"] == 0 and len(trash(pruned)) == 2
+    before = snapshot(pruned.channel)
+    assert verb(*words, "--dry-run", "--grace-seconds", 0)[1]["deleted"] == 0
+    assert snapshot(pruned.channel) == before
+    code, said = verb(*words, "--grace-seconds", 0)
+    assert (code, said["removals"], said["deleted"], trash(pruned)) == (0, [], 2, [])
+    assert left(pruned) == [3, 4, 5, 6]
+
+
+def test_a_publisher_that_makes_nothing_beside_its_versions_empties_the_trash_too(
+    pruned: Place, verb: Verb
+) -> None:
+    """As `weightcast publish` without skip deltas does."""
+    verb("channel", "prune", "--channel", pruned.channel, "--keep-versions", 2)
+    with pruned.publisher(upkeep=UpkeepOptions(grace_seconds=3600.0)) as publisher:
+        publisher.make_due()
+        assert len(trash(pruned)) == 2
+    with pruned.publisher(upkeep=UpkeepOptions(grace_seconds=0.0)) as publisher:
+        assert publisher.make_due() == []
+    assert trash(pruned) == []
+
+
 def test_a_living_publisher_is_not_pruned_under(pruned: Place, verb: Verb) -> None:
     with pruned.publisher():
         code, said = verb("channel", "prune", "--channel", pruned.channel, "--keep-versions", 1)
