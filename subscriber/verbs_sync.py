@@ -153,7 +153,7 @@ def _sync(
         patience = _Patience(options.visible_seconds)
         one = Sync(options, parts.engines, parts.lead, show=board.show, stop=patience.wait, advance=advance)
         try:
-            outcome = _first(one.rehash if rehash else one.sync_once, channel_seconds)
+            outcome = _first(one, rehash, channel_seconds)
             deadline = time.monotonic() + engine_seconds
             while not outcome.ready and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS)
@@ -163,9 +163,11 @@ def _sync(
             one.close()
 
 
-def _first(step: Callable[[], Outcome], seconds: float) -> Outcome:
-    """Of the step, taken as soon as there is a channel."""
+def _first(one: Sync, rehash: bool, seconds: float) -> Outcome:
+    """Of the step that is taken as soon as there is a channel."""
     deadline, told = time.monotonic() + seconds, False
+    # asked for once: the bytes here are read while a channel is waited for, too
+    step = one.rehash if rehash else one.sync_once
     while True:
         try:
             return step()
@@ -174,7 +176,7 @@ def _first(step: Callable[[], Outcome], seconds: float) -> Outcome:
                 raise
             if not told:
                 print(f"{printable(error.message)}; waiting up to {seconds:g} s", file=sys.stderr)
-            told = True
+            told, step = True, one.sync_once
             time.sleep(_LOOK_SECONDS)
 
 
