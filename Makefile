@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install test test-trainers test-browser page test-monitoring test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak clean
+.PHONY: install test test-trainers test-browser page test-monitoring test-slurm test-engines test-engines-full fuzz lint demo demo-vllm bench crash soak clean
 
 install: $(STAMP)
 
@@ -89,6 +89,10 @@ test-browser: $(VENV)/.browser
 # A real Prometheus (apt-get install prometheus) and the browser against real daemons: rules, alerts, dashboard.
 test-monitoring: $(VENV)/.browser
 	$(BIN)/python -m pytest -q -m monitoring tests/monitoring
+
+# The job of deploy/slurm on a real Slurm (apt-get install slurm-wlm munge shellcheck), as root.
+test-slurm: install
+	$(BIN)/python -m pytest -q -m slurm tests/slurm
 
 # Kills at every failpoint, at least three times each; `make crash CRASH_ARGS="--seed 7 --kills 60"`.
 crash: install
