@@ -1,5 +1,5 @@
-"""A real Slurm of three nodes on this machine: munged, slurmctld, and a slurmd for each node in a namespace of
-its own, where the host has another name. All lies in one directory, by whose name processes are found."""
+"""A real Slurm of three nodes on this machine: munged, slurmctld, and a slurmd for each node, in namespaces
+where the host has another name. All lies in one directory, by whose name processes are found."""
 
 from __future__ import annotations
 

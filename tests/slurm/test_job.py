@@ -204,8 +204,13 @@ def test_a_job_without_a_trainer_joins_and_a_plain_scancel_ends_it(run: Run) -> 
     assert re.search(r"\bstopped\b", job.log("n2-subscriber")), job.logs
 
 
-def test_a_publisher_with_wrong_settings_ends_the_job(run: Run) -> None:
-    job = run.submit("touch $RUN/trained", "--nodes=1", "--export=ALL,WEIGHTCAST_ENCODING=none")
+@pytest.mark.parametrize(
+    ("trainer", "wrong"),
+    [("touch $RUN/trained", "WEIGHTCAST_ENCODING=none"), ("", "ENGINE_KIND=none")],
+    ids=["publisher", "subscriber"],
+)
+def test_wrong_settings_end_the_job(run: Run, trainer: str, wrong: str) -> None:
+    job = run.submit(trainer, "--nodes=1", f"--export=ALL,{wrong}")
     assert run.cluster.ended(job.number) == ("FAILED", 2), job.logs
     assert not (run.place / "trained").exists()
     assert nothing_left(run.cluster)
