@@ -10,7 +10,7 @@ from rich.console import Console
 
 from weightcast.publisher.care.living import Living
 from weightcast.publisher.care.orders import order_rollback
-from weightcast.publisher.care.prune import GRACE_SECONDS, empty_trash, has_trash, situation
+from weightcast.publisher.care.prune import GRACE_SECONDS, empty_trash, is_due, situation
 from weightcast.publisher.care.prune import prune as carry_out
 from weightcast.publisher.care.retention import Retention, Verdict, decide
 from weightcast.shared.channel import marks
@@ -45,13 +45,13 @@ def prune(
         int, typer.Option("--host-versions", min=0, help="Versions kept beyond these for hosts, at most.")
     ] = 64,
     grace_seconds: Annotated[
-        float, typer.Option("--grace-seconds", min=0.0, help="Time that they lie in the trash before that.")
+        float, typer.Option("--grace-seconds", min=0.0, help="Time that they lie in the trash; then deleted.")
     ] = GRACE_SECONDS,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go, and why.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Take versions away that nobody needs, and delete those taken away before. A running publisher does this
-    itself, if it is told to."""
+    """Take versions away that nobody needs, and delete what was taken away before. A running publisher does
+    this itself, if it is told to."""
     retention = Retention(keep_versions, keep_hours, host_versions)
     if not retention.bounded:
         raise typer.BadParameter("give --keep-versions, --keep-hours or both")
@@ -59,7 +59,7 @@ def prune(
     hosts = Living().versions(read_reports(channel))
     verdict = decide(situation(opened, pointer, hosts, time.time()), retention)
     deleted = 0
-    if not dry_run and (verdict.removals or has_trash(opened.layout)):
+    if not dry_run and (verdict.removals or is_due(opened.layout, grace_seconds)):
         deleted = _prune(opened, verdict, grace_seconds)
     facts = {
         "channel": str(channel),
@@ -83,6 +83,8 @@ def _prune(channel: Channel, verdict: Verdict, grace_seconds: float) -> int:
     try:
         claimed = claim(channel.directory, this_process(), take_over=False)
     except Refused as error:
+        if not verdict.removals:
+            return 0  # its owner empties the trash
         raise Refused(
             error.message, remedy="the running publisher prunes when it is started with --keep-versions"
         ) from error

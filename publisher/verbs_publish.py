@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -11,6 +12,8 @@ from weightcast.publisher.version.report import Publication, publication, total_
 from weightcast.publisher.weights.finite import NonFinite
 from weightcast.shared.channel.index import Encoding
 from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import WeightcastError
+from weightcast.shared.files.paths import printable
 from weightcast.shared.service.output import Output
 from weightcast.shared.service.plain import CHANNEL, JSON, SIGN_KEY, THREADS, TRUSTED_KEY, Option, Verb
 from weightcast.shared.service.threads import working_threads
@@ -83,11 +86,19 @@ def publish(
         output.progress(f"publishing {checkpoint.name}", described.table.nbytes) as advance,
     ):
         report = publisher.publish_checkpoint(checkpoint, step=step, advance=advance)
-        publisher.make_due()
         if anchor:
             publisher.write_anchor()
+        _make_due(publisher)
     done = publication(report, str(checkpoint))
     output.result(done, lambda console: _show(console, done, total_seconds(done.seconds)))
+
+
+def _make_due(publisher: Publisher) -> None:
+    """The version is out: that something beside it fails must not look as if it were not."""
+    try:
+        publisher.make_due()
+    except (WeightcastError, OSError) as error:
+        print(f"warning: beside the version: {printable(str(error))}", file=sys.stderr)
 
 
 VERB = Verb("publish", publish, _OPTIONS)

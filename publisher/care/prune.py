@@ -11,7 +11,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from weightcast.shared.channel.index import INDEX_NAME, Index
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import WeightcastError
+from weightcast.shared.errors import RetryLater, WeightcastError
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
 from weightcast.shared.files.entries import is_directory, is_own_directory
@@ -110,40 +110,60 @@ class Uptime:
         return cls(Host.here().boot_id, time.clock_gettime(time.CLOCK_BOOTTIME))
 
 
-def _seconds_in(grave: Path, uptime: Uptime) -> float:
-    """How long something has been in the trash; counted anew on another machine, and after a boot, from when
-    the note of it can be written."""
+def _noted(grave: Path, uptime: Uptime) -> float | None:
+    """How long something has been in the trash; None where that is not known here: after a boot, or on
+    another machine."""
     note = grave / _NOTE
     try:
         facts = parse_object(durable.read_file(note, _NOTE_LIMIT), str(note))
         boot, since = facts["boot"], facts["seconds"]
     except (WeightcastError, FileNotFoundError, KeyError):
-        boot, since = None, 0.0
+        return None
     if boot == uptime.boot and isinstance(since, int | float) and 0 <= since <= uptime.seconds:
         return uptime.seconds - since
-    # a full disk is no reason to leave the rest as it is
-    with contextlib.suppress(OSError):
-        note.write_text(json.dumps({"boot": uptime.boot, "seconds": uptime.seconds}))
-    return 0.0
+    return None
 
 
-def has_trash(layout: Layout) -> bool:
-    """Whether something rests there that comes to be deleted."""
-    return is_directory(layout.trash) and any(map(_rests, layout.trash.iterdir()))
+def _seconds_in(grave: Path, uptime: Uptime) -> float:
+    """As `_noted`; counted anew where it is not known, from when the note of it can be written."""
+    seconds = _noted(grave, uptime)
+    if seconds is None:
+        # a full disk is no reason to leave the rest as it is
+        with contextlib.suppress(OSError):
+            (grave / _NOTE).write_text(json.dumps({"boot": uptime.boot, "seconds": uptime.seconds}))
+    return seconds or 0.0
 
 
-def _rests(entry: Path) -> bool:
-    named = _PRUNED.fullmatch(entry.name) is not None or entry.name.endswith(PUT_AWAY)
-    return named and is_own_directory(entry)
+def _grace(entry: Path, seconds: float) -> float:
+    """What somebody may want back lies there for the usual time at least."""
+    return max(seconds, GRACE_SECONDS) if entry.name.endswith(PUT_AWAY) else seconds
+
+
+def is_due(layout: Layout, grace_seconds: float = GRACE_SECONDS) -> bool:
+    """Whether something there may be deleted. Writes nothing."""
+    uptime = Uptime.here()
+    found = ((entry, _noted(entry, uptime)) for entry in _resting(layout))
+    return any(seconds is not None and seconds >= _grace(entry, grace_seconds) for entry, seconds in found)
+
+
+def _resting(layout: Layout) -> Iterator[Path]:
+    """What was pruned or put away."""
+    for entry in layout.trash.iterdir() if is_directory(layout.trash) else ():
+        named = _PRUNED.fullmatch(entry.name) is not None or entry.name.endswith(PUT_AWAY)
+        if named and is_own_directory(entry):
+            yield entry
 
 
 def empty_trash(layout: Layout, grace_seconds: float = GRACE_SECONDS, uptime: Uptime | None = None) -> int:
-    """Deletes what was pruned or put away longer ago than that; how many of these. The time of day is not
-    asked: it may jump."""
+    """Deletes what was pruned longer ago than that, and what was put away, after GRACE_SECONDS at least; how
+    many of these. The time of day is not asked: it may jump. Raises RetryLater for what cannot be deleted,
+    after the rest."""
     uptime = Uptime.here() if uptime is None else uptime
-    deleted = 0
-    for entry in layout.trash.iterdir() if is_directory(layout.trash) else ():
-        if _rests(entry) and _seconds_in(entry, uptime) >= grace_seconds:
+    deleted, kept = 0, ""
+    for entry in _resting(layout):
+        if _seconds_in(entry, uptime) < _grace(entry, grace_seconds):
+            continue
+        try:
             # the index goes first: what is half deleted is no version
             (entry / INDEX_NAME).unlink(missing_ok=True)
             failpoint("prune.emptying", entry)
@@ -151,4 +171,8 @@ def empty_trash(layout: Layout, grace_seconds: float = GRACE_SECONDS, uptime: Up
                 shutil.rmtree(entry)
                 deleted += 1
             failpoint("prune.deleted", entry)
+        except OSError as error:
+            kept = f"{entry} cannot be deleted: {error.strerror}"
+    if kept:
+        raise RetryLater(kept, remedy="delete it by hand")
     return deleted

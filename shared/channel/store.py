@@ -80,8 +80,10 @@ class Channel:
             )
         file = _read(layout.channel_json)
         if file is None:
-            _refuse_unsigned_format(layout, trust)
-            return cls(directory, None, None)
+            foreign = cls(directory, None, None)
+            if trust is not None:
+                _refuse_unsigned(foreign)
+            return foreign
         parsed = parse_channel_file(file)
         data = _read(layout.base_json)
         if data is None:
@@ -238,12 +240,16 @@ def _stated(trust: Trust | None, path: Path, data: bytes) -> Statement | None:
     return trust.check(signature, str(path), digest_of(data))
 
 
-def _refuse_unsigned_format(layout: Layout, trust: Trust | None) -> None:
-    if trust is not None:
-        raise Untrusted(
-            f"{layout.channel} has no channel.json: nothing in it can be signed",
-            remedy="restore channel.json, or follow a foreign channel without --trusted-key",
+def _refuse_unsigned(foreign: Channel) -> None:
+    if foreign.pointer() is None:
+        raise NoChannel(
+            f"{foreign.directory} has neither channel.json nor a pointer",
+            remedy="has the publisher started? is the channel mounted?",
         )
+    raise Untrusted(
+        f"{foreign.directory} has no channel.json: nothing in it can be signed",
+        remedy="restore channel.json, or follow a foreign channel without --trusted-key",
+    )
 
 
 def _require(holds: bool, problem: str) -> None:

@@ -20,7 +20,7 @@ from weightcast.publisher.service.settings import PublisherSettings
 from weightcast.shared.service.settings import ServiceSettings
 from weightcast.subscriber.service.settings import SubscriberSettings
 
-SECRETS = {"token": "a-token-of-this-test", "report-token": "another-token-of-this-test"}
+SECRETS = {"token": "the-publishers-token", "host-token": "the-hosts-token", "report-token": "a-third-token"}
 ROLES: dict[str, type[ServiceSettings]] = {"publisher": PublisherSettings, "subscriber": SubscriberSettings}
 LONG = 240.0
 """seconds that a loaded machine may take"""
@@ -59,7 +59,7 @@ def test_every_file_and_image_is_named(all_pods: dict[str, dict[str, Any]]) -> N
     assert images == {image["name"] for image in kustomization["images"]}
 
 
-def test_selectors_find_the_pods_and_ports_have_names(objects: list[dict[str, Any]]) -> None:
+def test_selectors_find_the_pods_and_ports_are_listened_on(objects: list[dict[str, Any]]) -> None:
     templates = [found["spec"]["template"] for found in objects if "template" in found.get("spec", {})]
     by_name = {template["metadata"]["labels"]["app.kubernetes.io/name"]: template for template in templates}
     for found in objects:
@@ -72,9 +72,11 @@ def test_selectors_find_the_pods_and_ports_have_names(objects: list[dict[str, An
             continue
         template = by_name[spec["app.kubernetes.io/name"]]
         assert spec.items() <= template["metadata"]["labels"].items()
-        named = {port["name"] for each in containers(template["spec"]) for port in each.get("ports", [])}
-        asked = re.findall(r"'(?:targetPort|port)': '(\w+)'", str(found["spec"]))
-        assert set(asked) <= named, found["metadata"]
+        listening = {
+            port["containerPort"] for each in containers(template["spec"]) for port in each.get("ports", [])
+        }
+        asked = {int(port) for port in re.findall(r"'port': (\d+)", str(found["spec"]))}
+        assert asked <= listening, found["metadata"]
     claims = {found["metadata"]["name"] for found in objects if found["kind"] == "PersistentVolumeClaim"}
     services = {found["metadata"]["name"] for found in objects if found["kind"] == "Service"}
     for found in objects:
@@ -110,6 +112,16 @@ def test_hosts_cannot_write_to_the_channel(all_pods: dict[str, dict[str, Any]]) 
         assert mounts.get("/srv/weightcast/channel", {"readOnly": True})["readOnly"]
         local = mounts["/srv/weightcast/local"]
         assert local.get("readOnly", False) is (container["name"] == "engine")
+
+
+def test_hosts_do_not_hold_the_publishers_token(all_pods: dict[str, dict[str, Any]]) -> None:
+    keys = {
+        name: set(re.findall(r"'secretKeyRef': {'name': 'weightcast', 'key': '([\w-]+)'", str(pod)))
+        for name, pod in all_pods.items()
+    }
+    assert keys == {"publisher": {"token", "report-token"}, "rollout": {"host-token", "report-token"}}
+    told = (DIRECTORY / "kustomization.yaml").read_text()
+    assert set(re.findall(r"--from-literal=([\w-]+)=", told)) == set(SECRETS)
 
 
 def test_daemons_have_time_to_end_their_step(all_pods: dict[str, dict[str, Any]]) -> None:
@@ -171,7 +183,8 @@ def by_name(services: list[Service]) -> dict[str, Service]:
 
 def ask(stack: Stack, network: str, port: int, path: str) -> httpx.Response:
     url = f"http://127.0.0.1:{stack.ports[network, str(port)]}{path}"
-    headers = {"Authorization": f"Bearer {SECRETS['token']}"}
+    token = SECRETS["token" if network == "publisher" else "host-token"]
+    headers = {"Authorization": f"Bearer {token}"}
     return httpx.get(url, headers=headers, trust_env=False, timeout=60)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from publisher_cases import Place, make_place
 from weightcast.publisher import Publisher
 from weightcast.publisher.care.living import LIVING_SECONDS, Living
 from weightcast.publisher.care.orders import order_rollback
-from weightcast.publisher.care.prune import Uptime, empty_trash
+from weightcast.publisher.care.prune import Uptime, empty_trash, put_away
 from weightcast.publisher.care.retention import Retention
 from weightcast.publisher.care.upkeep import UpkeepOptions
 from weightcast.shared.channel import marks
@@ -232,6 +233,52 @@ def test_a_publisher_that_makes_nothing_beside_its_versions_empties_the_trash_to
     with pruned.publisher(upkeep=UpkeepOptions(grace_seconds=0.0)) as publisher:
         assert publisher.make_due() == []
     assert trash(pruned) == []
+
+
+def test_what_was_put_away_can_be_had_back_for_the_usual_time(pruned: Place, verb: Verb) -> None:
+    layout = Channel.open(pruned.channel).layout
+    stray = pruned.channel / "weight_v000099"
+    stray.mkdir()
+    assert put_away(layout, stray)
+    words = ("channel", "prune", "--channel", pruned.channel, "--keep-versions", 2, "--grace-seconds", 0)
+    assert verb(*words)[1]["deleted"] == 2 and len(trash(pruned)) == 1
+    here = Uptime.here()
+    assert empty_trash(layout, 0.0, replace(here, seconds=here.seconds + 3601.0)) == 1
+
+
+def test_what_cannot_be_deleted_is_told_after_the_rest(pruned: Place, verb: Verb) -> None:
+    verb("channel", "prune", "--channel", pruned.channel, "--keep-versions", 2)
+    layout = Channel.open(pruned.channel).layout
+    stuck = layout.trash / trash(pruned)[0]
+    (stuck / INDEX).unlink()
+    (stuck / INDEX).mkdir()  # of another kind than it was: unlink refuses it
+    with pytest.raises(RetryLater, match=rf"{stuck} cannot be deleted"):
+        empty_trash(layout, 0.0)
+    assert trash(pruned) == [stuck.name]
+
+
+def test_trash_that_cannot_be_deleted_costs_no_publication(
+    pruned: Place, verb: Verb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verb("channel", "prune", "--channel", pruned.channel, "--keep-versions", 2)
+    clock = time.clock_gettime
+    monkeypatch.setattr(time, "clock_gettime", lambda which: clock(which) + 9999.0)
+    for grave in (pruned.channel / ".trash").iterdir():
+        grave.joinpath(INDEX).unlink()
+        grave.joinpath(INDEX).mkdir()
+    new = pruned.new(some_changed(pruned.model, np.random.default_rng(77)))
+    places = ("--channel", pruned.channel, "--local", pruned.pub, "--base", pruned.base)
+    code, said = verb("publish", new, *places, "--skip-span", 0, "--anchor")
+    assert (code, said["version"]) == (0, 7)
+    assert (Channel.open(pruned.channel).layout.version_dir(7) / "anchor").is_dir()
+
+
+def test_a_living_publisher_empties_the_trash_itself(pruned: Place, verb: Verb) -> None:
+    words = ("channel", "prune", "--channel", pruned.channel, "--keep-versions")
+    verb(*words, 2)
+    with pruned.publisher():
+        code, said = verb(*words, 5, "--grace-seconds", 0)
+    assert (code, said["removals"], said["deleted"], len(trash(pruned))) == (0, [], 0, 2)
 
 
 def test_a_living_publisher_is_not_pruned_under(pruned: Place, verb: Verb) -> None:

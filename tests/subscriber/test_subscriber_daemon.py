@@ -19,6 +19,7 @@ from doubles import Drop, Hang
 from hosts import Run, SGLang, Site, on_disk
 from waiting import wait_until
 
+from weightcast.shared.channel.keys import PrivateKey
 from weightcast.shared.channel.reports import read_reports
 from weightcast.shared.service.cli import run as run_command
 
@@ -336,20 +337,35 @@ def test_sync_as_a_verb(site: Site, run: Run, weightcast: Callable[..., Done]) -
     assert on_disk(local) == run.digest(1)
 
 
-def test_sync_waits_for_a_channel_that_is_not_there_yet(site: Site, run: Run) -> None:
+@pytest.mark.parametrize(
+    ("mounted", "options", "told"),
+    [
+        (False, (), b"is not a directory"),
+        (True, (), b"neither channel.json nor a pointer"),
+        (True, ("--trusted-key", str(PrivateKey.generate().public)), b"neither channel.json nor a pointer"),
+    ],
+)
+def test_sync_waits_for_a_channel_that_is_not_there_yet(
+    site: Site, run: Run, mounted: bool, options: tuple[str, ...], told: bytes
+) -> None:
     """As a host of a cluster does that begins before the publisher."""
     places = ("--channel", str(run.channel), "--base", str(run.base_dir), "--local", str(site.root / "host"))
     later = run.channel.rename(site.root / "later")
-    command = [*COMMAND, "sync", *places, "--json"]
+    if mounted:
+        run.channel.mkdir()
+    command = [*COMMAND, "sync", *places, *options, "--json"]
     assert subprocess.run(command, capture_output=True, check=False).returncode == 75
     with subprocess.Popen(
         [*command, "--wait-channel", "60"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as waiting:
         assert waiting.stdout is not None and waiting.stderr is not None
-        assert b"is not a directory; waiting up to 60 s" in waiting.stderr.readline()
+        assert told + b"; waiting up to 60 s" in waiting.stderr.readline()
         later.rename(run.channel)
-        assert json.loads(waiting.stdout.read())["local_version"] == 0
-    assert waiting.returncode == 0
+        answer = json.loads(waiting.stdout.read())
+    if options:
+        assert (waiting.returncode, answer["error"]) == (3, "Untrusted"), "it is there, and not signed"
+    else:
+        assert (waiting.returncode, answer["local_version"]) == (0, 0)
 
 
 def _rot(local: Path) -> None:

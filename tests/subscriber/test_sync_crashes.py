@@ -151,7 +151,7 @@ def test_a_paused_engine_goes_on_although_the_channel_is_gone(site: Site) -> Non
         host.step()
     assert not engine.paused and engine.held == run.digest(1)
     assert host.status.ready and host.status.last_error is not None
-    assert host.status.last_error.error == "RetryLater"
+    assert host.status.last_error.error == "NoChannel"
 
 
 def test_an_engine_killed_over_before_its_reload_is_not_resumed_on_what_it_has(site: Site) -> None:
