@@ -134,16 +134,11 @@ def _seconds_in(grave: Path, uptime: Uptime) -> float:
     return seconds or 0.0
 
 
-def _grace(entry: Path, seconds: float) -> float:
-    """What somebody may want back lies there for the usual time at least."""
-    return max(seconds, GRACE_SECONDS) if entry.name.endswith(PUT_AWAY) else seconds
-
-
 def is_due(layout: Layout, grace_seconds: float = GRACE_SECONDS) -> bool:
     """Whether something there may be deleted. Writes nothing."""
     uptime = Uptime.here()
-    found = ((entry, _noted(entry, uptime)) for entry in _resting(layout))
-    return any(seconds is not None and seconds >= _grace(entry, grace_seconds) for entry, seconds in found)
+    known = (_noted(entry, uptime) for entry in _resting(layout))
+    return any(seconds is not None and seconds >= grace_seconds for seconds in known)
 
 
 def _resting(layout: Layout) -> Iterator[Path]:
@@ -155,13 +150,12 @@ def _resting(layout: Layout) -> Iterator[Path]:
 
 
 def empty_trash(layout: Layout, grace_seconds: float = GRACE_SECONDS, uptime: Uptime | None = None) -> int:
-    """Deletes what was pruned longer ago than that, and what was put away, after GRACE_SECONDS at least; how
-    many of these. The time of day is not asked: it may jump. Raises RetryLater for what cannot be deleted,
-    after the rest."""
+    """Deletes what was pruned or put away longer ago than that; how many of these. The time of day is not
+    asked: it may jump. Raises RetryLater for what cannot be deleted, after the rest."""
     uptime = Uptime.here() if uptime is None else uptime
     deleted, kept = 0, ""
     for entry in _resting(layout):
-        if _seconds_in(entry, uptime) < _grace(entry, grace_seconds):
+        if _seconds_in(entry, uptime) < grace_seconds:
             continue
         try:
             # the index goes first: what is half deleted is no version

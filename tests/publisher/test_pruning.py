@@ -18,7 +18,7 @@ from publisher_cases import Place, make_place
 from weightcast.publisher import Publisher
 from weightcast.publisher.care.living import LIVING_SECONDS, Living
 from weightcast.publisher.care.orders import order_rollback
-from weightcast.publisher.care.prune import Uptime, empty_trash, put_away
+from weightcast.publisher.care.prune import Uptime, empty_trash
 from weightcast.publisher.care.retention import Retention
 from weightcast.publisher.care.upkeep import UpkeepOptions
 from weightcast.shared.channel import marks
@@ -233,17 +233,6 @@ def test_a_publisher_that_makes_nothing_beside_its_versions_empties_the_trash_to
     with pruned.publisher(upkeep=UpkeepOptions(grace_seconds=0.0)) as publisher:
         assert publisher.make_due() == []
     assert trash(pruned) == []
-
-
-def test_what_was_put_away_can_be_had_back_for_the_usual_time(pruned: Place, verb: Verb) -> None:
-    layout = Channel.open(pruned.channel).layout
-    stray = pruned.channel / "weight_v000099"
-    stray.mkdir()
-    assert put_away(layout, stray)
-    words = ("channel", "prune", "--channel", pruned.channel, "--keep-versions", 2, "--grace-seconds", 0)
-    assert verb(*words)[1]["deleted"] == 2 and len(trash(pruned)) == 1
-    here = Uptime.here()
-    assert empty_trash(layout, 0.0, replace(here, seconds=here.seconds + 3601.0)) == 1
 
 
 def test_what_cannot_be_deleted_is_told_after_the_rest(pruned: Place, verb: Verb) -> None:
