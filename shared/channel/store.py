@@ -57,6 +57,13 @@ class FullVersion:
 class NoChannel(RetryLater):
     """Nobody has made a channel there yet, or it is not mounted."""
 
+    @classmethod
+    def within(cls, directory: Path) -> NoChannel:
+        return cls(
+            f"{directory} has neither channel.json nor a pointer",
+            remedy="has the publisher started? is the channel mounted?",
+        )
+
 
 @dataclass(frozen=True)
 class Channel:
@@ -242,10 +249,7 @@ def _stated(trust: Trust | None, path: Path, data: bytes) -> Statement | None:
 
 def _refuse_unsigned(foreign: Channel) -> None:
     if foreign.pointer() is None:
-        raise NoChannel(
-            f"{foreign.directory} has neither channel.json nor a pointer",
-            remedy="has the publisher started? is the channel mounted?",
-        )
+        raise NoChannel.within(foreign.directory)
     raise Untrusted(
         f"{foreign.directory} has no channel.json: nothing in it can be signed",
         remedy="restore channel.json, or follow a foreign channel without --trusted-key",

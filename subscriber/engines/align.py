@@ -90,7 +90,8 @@ def align(
     reload resumes it. `keeps_pause`: one that is found paused stays so, whatever it then holds: somebody else
     paused it. Raises nothing else for what an engine does.
     """
-    run = _Alignment(engine, path, version, label, marks, suspect, Pace() if pace is None else pace)
+    own_pace = pace_of(engine.spec, Pace() if pace is None else pace)
+    run = _Alignment(engine, path, version, label, marks, suspect, own_pace)
     facts = engine.probe()
     run.process = facts.process
     if not facts.reachable:
@@ -319,7 +320,7 @@ def align_all(
             before_reload=before_reload,
             suspect=engine.spec.name in suspects,
             keeps_pause=engine.spec.name in keep_pause,
-            pace=pace_of(engine.spec, Pace() if pace is None else pace),
+            pace=pace,
         )
 
     ordered = reload_order(engines, suspects)

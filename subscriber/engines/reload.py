@@ -114,7 +114,7 @@ class Engines:
         self._group_patches = group_patches
         self._stopping = stopping
         specs = [engine.spec for engine in self.engines]
-        self._paces = {spec.name: alignment.pace_of(spec, self._pace) for spec in specs}
+        self._deadlines = {spec.name: alignment.pace_of(spec, self._pace).total for spec in specs}
         self._known = {engine.spec.name: _Known() for engine in self.engines}
         self._offers: dict[str, Offer] = {}
         """to engines that take patches, for the version that comes next"""
@@ -137,7 +137,7 @@ class Engines:
 
     def deadline(self, name: str) -> float:
         """Seconds that a reload of the engine may take."""
-        return self._paces[name].total
+        return self._deadlines[name]
 
     def last(self, name: str) -> EngineResult | None:
         """What the last alignment of this process came to."""
@@ -420,7 +420,7 @@ class Engines:
             marks=lambda mark: ledger.note(name, mark),
             suspect=name in ledger.suspects,
             keeps_pause=name in ledger.serving,
-            pace=self._paces[name],
+            pace=self._pace,
         )
         self._learn(result)
         if taken and result.state == "served":

@@ -47,10 +47,7 @@ class Mover:
             self._pointer_seen = True
             return pointer
         if channel.foreign:
-            raise NoChannel(
-                f"{channel.directory} has neither channel.json nor a pointer",
-                remedy="has the publisher started? is the channel mounted?",
-            )
+            raise NoChannel.within(channel.directory)
         state = self._host.state
         if self._pointer_seen or (state is not None and state.position.version > 0):
             raise RetryLater(
