@@ -7,7 +7,16 @@ from typing import Any
 import numpy as np
 
 from weightcast.shared.codec.native_ordinals import HALF, excess, facts, ordinal, step_between, word_of
-from weightcast.shared.digest.native import U64, frozen, kernel, reaching64, trailing_zeros, unwritable
+from weightcast.shared.codec.native_step_bytes import add_steps64, step_bytes64
+from weightcast.shared.digest.native import (
+    U64,
+    frozen,
+    kernel,
+    reaching64,
+    set_bits,
+    trailing_zeros,
+    unwritable,
+)
 from weightcast.shared.words import ByteArray, WordKind, Words
 
 _LONG = 255
@@ -15,8 +24,10 @@ _LONG = 255
 
 @kernel
 def _step_bytes(old: Any, new: Any, kind: Any, out: Any) -> Any:
-    longer = 0
-    for i in range(old.size):
+    longer, whole = 0, old.size & ~63
+    for first in range(0, whole, 64):
+        longer += set_bits(step_bytes64(old, new, first, kind, out))
+    for i in range(whole, old.size):
         step = step_between(old[i], new[i], kind)
         byte = min((step << 1) ^ (step >> 63), _LONG)
         out[i] = byte
@@ -51,8 +62,12 @@ def escaped(steps: ByteArray, new: Words, count: int) -> Words:
 
 @kernel
 def _add_steps(old: Any, steps: Any, kind: Any, new: Any) -> Any:
-    over, longer = U64(0), 0
-    for i in range(old.size):
+    over, beyond, longer, whole = U64(0), U64(0), 0, old.size & ~63
+    for first in range(0, whole, 64):
+        long64, over64 = add_steps64(old, steps, first, kind, new)
+        longer += set_bits(long64)
+        beyond |= over64
+    for i in range(whole, old.size):
         byte = np.int64(steps[i])
         long = byte == _LONG
         step = 0 if long else (byte >> 1) ^ -(byte & 1)
@@ -60,7 +75,7 @@ def _add_steps(old: Any, steps: Any, kind: Any, new: Any) -> Any:
         over |= excess(moved, abs(step), kind)
         new[i] = word_of(moved, kind)
         longer += long
-    return longer if over < U64(2 * kind[HALF]) else -1
+    return longer if over < U64(2 * kind[HALF]) and beyond == U64(0) else -1
 
 
 @kernel
