@@ -8,9 +8,11 @@ import pytest
 
 from weightcast.benchmarks.bounds import bounds
 from weightcast.benchmarks.steps import simulated
+from weightcast.shared.codec import plain
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.choose import FAST, PLANES, RAW, SMALL, STEPS
-from weightcast.shared.codec.container import encode_chunk
+from weightcast.shared.codec.container import decode_chunk, encode_chunk
+from weightcast.shared.words import ByteArray, Words, kind_of
 
 WORDS = 1 << 20
 
@@ -52,3 +54,33 @@ def test_noise_goes_raw() -> None:
     old, new = rng.integers(0, 1 << 16, (2, WORDS // 4), dtype=np.uint16)
     chunk = cases.chunk_of("BF16", [WORDS // 4])
     assert encode_chunk(chunk, old, new, compare(old, new))[0] == RAW
+
+
+def test_step_bytes_are_little_but_their_huffman_codes() -> None:
+    case = simulated(WORDS, 0.5, seed=7)
+    steps = step_bytes_of(case.old, case.new)
+    share = np.bincount(steps, minlength=256) / len(steps)
+    entropy = -(share[share > 0] * np.log2(share[share > 0])).sum() / 8
+    blob = encode_chunk(cases.chunk_of("BF16", [WORDS]), case.old, case.new, compare(case.old, case.new))
+    assert blob[0] == STEPS
+    assert len(blob) < 1.08 * entropy * WORDS
+
+
+def test_runs_of_words_that_stay_take_next_to_nothing() -> None:
+    case = simulated(WORDS, 0.95, seed=8)
+    chunk = cases.chunk_of("BF16", [2 * WORDS])
+    old, new = np.concatenate([case.old, case.old]), np.concatenate([case.new, case.old])
+    half, both = (
+        encode_chunk(cases.chunk_of("BF16", [len(one)]), one, other, compare(one, other))
+        for one, other in ((case.old, case.new), (old, new))
+    )
+    assert half[0] == both[0] == STEPS
+    assert len(both) < 1.02 * len(half)
+    whole = decode_chunk(both, chunk, old).whole
+    assert whole is not None and np.array_equal(whole, new)
+
+
+def step_bytes_of(old: Words, new: Words) -> ByteArray:
+    steps = np.empty(len(old), np.uint8)
+    plain.step_bytes(old, new, kind_of("BF16"), steps)
+    return steps
