@@ -3,30 +3,46 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.shared.codec.kernels import kernels
 from weightcast.shared.codec.padding import Counted
+from weightcast.shared.codec.plain import places_under
 from weightcast.shared.words import Words
 
 
 @dataclass(frozen=True)
 class Changes:
-    """`index`: uint32[k], strictly increasing positions in the chunk; `old` and `new`: word[k], different
-    from each other at every position. `whole`: all words after, where somebody had them anyway.
-    `all_shown`: every word is in them, those that stay too."""
+    """`places`: uint32[k], strictly increasing positions in the chunk, or, where many words change,
+    uint64[words / 64], in which the bits of those words are set. `old` and `new`: word[k], different from
+    each other at every position. `whole`: all words after, where somebody had them anyway. `all_shown`: every
+    word is in them, those that stay too."""
 
-    index: NDArray[np.uint32]
+    places: NDArray[np.uint32] | NDArray[np.uint64]
     old: Words
     new: Words
     whole: Words | None = None
     all_shown: bool = False
 
     def __len__(self) -> int:
-        return len(self.index)
+        return len(self.old)
+
+    @cached_property
+    def index(self) -> NDArray[np.uint32]:
+        """Positions, listed."""
+        masks = self.masks
+        return (
+            self.places.astype(np.uint32, copy=False)
+            if masks is None
+            else places_under(masks).astype(np.uint32)
+        )
+
+    @property
+    def masks(self) -> NDArray[np.uint64] | None:
+        return self.places.astype(np.uint64, copy=False) if self.places.dtype == np.uint64 else None
 
     def apply(self, words: Words) -> None:
         """`words`: contiguous, of the dtype of those compared, and the old ones where nothing changes."""

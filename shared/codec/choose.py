@@ -1,7 +1,7 @@
 """Which mode a chunk is written in: from counts, without encoding it twice.
 
-`fast` means quick: where a third of the words change, a byte per word is read almost three times as quickly
-as a code per change, and is 40% longer. `small` takes what is expected to be smallest. Unrelated words
+`fast` means quick: where a third of the words change, a byte per word is read twice as quickly as a code per
+change, and is a quarter longer. `small` takes what is expected to be smallest. Unrelated words
 go as planes with both, or raw where a sample of them says that nothing helps.
 Whatever comes out longer than the raw words is written raw instead.
 """
@@ -29,9 +29,8 @@ _WORTH_FRAMES = 4096
 """words from which tables of a frame pay for themselves"""
 _WORTH_CLASSES = 256
 """changes from which headers of classes do"""
-_MANY = 0.45
-"""share of changed words from which step bytes are looked at; where half change, a code per change is read at
-half of the field's speed"""
+_MANY = 1 / 3
+"""share of changed words from which step bytes are looked at"""
 _SPEED = 1.3
 """how many times the bits quicker step bytes may take then"""
 _FEW_LONGER = 1 / 16

@@ -25,7 +25,7 @@ from weightcast.shared.codec import choose, dense, sparse
 from weightcast.shared.codec.changes import Changes
 from weightcast.shared.codec.choose import FetchWords, StepEncoding
 from weightcast.shared.codec.padding import Counted
-from weightcast.shared.codec.scan import all_of, changes_of
+from weightcast.shared.codec.scan import all_of, changes_of, masked_changes
 from weightcast.shared.codec.sparse import Step
 from weightcast.shared.errors import DamagedFile, UnknownFormat
 from weightcast.shared.words import ByteArray, Chunk, Words
@@ -35,6 +35,8 @@ _CHECKSUM = struct.Struct("<Q")
 HEADER = _FACTS.size + _CHECKSUM.size
 _FEW_STAY = 4
 """words, of which at most one does not change, that are all shown: lists cost more"""
+_FEW_CHANGE = 8
+"""words, of which at most one changes, that are listed: bits for all take as much as distances"""
 _REMEDY = "fetch the file again; if it stays so, the publisher's copy is damaged"
 
 
@@ -99,12 +101,18 @@ def _step(mode: int, payload: ByteArray, chunk: Chunk, old: Words, counted: Coun
                 remedy="update weightcast on this host",
             )
     after = counted.spread(new, chunk.words)
-    few_stay = _FEW_STAY * (counted.words - changed) <= counted.words
-    changes, sums = all_of(chunk, old, after, counted) if few_stay else changes_of(chunk, old, after)
+    changes, sums = _shown(chunk, old, after, counted, changed)
     found = int(sums.changed.sum())
     if found != changed:
         raise ValueError(f"{found} words change where {changed} should")
     return replace(changes, whole=after), sums
+
+
+def _shown(chunk: Chunk, old: Words, new: Words, counted: Counted, changed: int) -> Step:
+    """Listed where masks would take more than the list."""
+    if _FEW_STAY * (counted.words - changed) <= counted.words:
+        return all_of(chunk, old, new, counted)
+    return (masked_changes if _FEW_CHANGE * changed > counted.words else changes_of)(chunk, old, new)
 
 
 def _raw(payload: ByteArray, chunk: Chunk, counted: Counted) -> Words:

@@ -7,16 +7,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.shared.codec.plain import ESCAPED_GAP, OUT_OF_ORDER, Begin, at_once
+from weightcast.shared.codec.native_lanes import differing_under64, exchange64, moves_lanes
+from weightcast.shared.codec.plain import ESCAPED_GAP, OUT_OF_ORDER, Begin, at_once, check_masks
 from weightcast.shared.digest.native import (
     I64,
     U64,
     frozen,
     inlined,
     kernel,
+    load64,
     on_stack,
     prefetch,
+    set_bits,
     set_word,
+    trailing_zeros,
     unwritable,
     word_at,
 )
@@ -24,6 +28,7 @@ from weightcast.shared.words import ByteArray, Words
 
 Array32 = NDArray[np.uint32]
 Counts = NDArray[np.int64]
+Masks = NDArray[np.uint64]
 
 _BLOCK = 1 << 9
 """changes written before they are read back; also how far ahead cache lines are asked for"""
@@ -137,5 +142,110 @@ def exchange_packed(
         new if again else old,
         new,
         np.empty(0, words.dtype),
+    )
+    return None if failed < 0 else int(failed)
+
+
+@kernel
+def _masks_of(index: Any, masks: Any) -> None:
+    group, bits = U64(0), U64(0)
+    for i in range(index.size):
+        place = U64(index[i])
+        if place >> U64(6) != group:
+            masks[group], bits = bits, U64(0)
+            group = place >> U64(6)
+        bits |= U64(1) << (place & U64(63))
+    masks[group] = bits
+
+
+def masks_of(index: Array32, words: int) -> Masks:
+    masks = np.zeros(words >> 6, np.uint64)
+    _masks_of(unwritable(index), masks)
+    return masks
+
+
+_GROUPS = 8
+"""of 64 words, written before they are read back"""
+
+
+@inlined
+def _whole(found: Any, changes: Any) -> Any:
+    """Whether 64 of the changes are left, and so 64 words from the next one's group on."""
+    return moves_lanes() and found + 64 <= changes
+
+
+@kernel
+def _exchange_masked(
+    words: Any,
+    first: Any,
+    masks: Any,
+    like: Any,
+    before: Any,
+    other: Any,
+    after: Any,
+    changes: Any,
+) -> Any:
+    """`like`: an array of the words' dtype; all others are bytes."""
+    groups, found = masks.size >> 3, I64(0)
+    for start in range(0, groups, _GROUPS):
+        stop, begun = min(groups, start + _GROUPS), found
+        for group in range(start, stop):
+            mask, place = load64(masks, group << 3), first + (group << 6)
+            if _whole(found, changes):
+                if mask != U64(0):
+                    wrong = exchange64(words, place, mask, before, other, after, found, like)
+                    if wrong != U64(0):
+                        return place + I64(trailing_zeros(wrong))
+                    found += set_bits(mask)
+                continue
+            while mask != U64(0):
+                word = place + I64(trailing_zeros(mask))
+                here, new = word_at(words, word, like), word_at(after, found, like)
+                if here != word_at(before, found, like) and here != word_at(other, found, like):
+                    return word
+                set_word(words, word, new)
+                found += 1
+                mask &= mask - U64(1)
+        again = begun
+        for group in range(start, stop):
+            mask, place = load64(masks, group << 3), first + (group << 6)
+            if _whole(again, changes):
+                wrong = differing_under64(words, place, mask, after, again, like)
+                if wrong != U64(0):
+                    return place + I64(trailing_zeros(wrong))
+                again += set_bits(mask)
+                continue
+            while mask != U64(0):
+                word = place + I64(trailing_zeros(mask))
+                if word_at(words, word, like) != word_at(after, again, like):
+                    return word
+                again += 1
+                mask &= mask - U64(1)
+    return I64(-1)
+
+
+def exchange_masked(
+    words: Words,
+    first: int,
+    length: int,
+    masks: Masks,
+    before: Words,
+    after: Words,
+    *,
+    again: bool,
+    begin: Begin = at_once,
+) -> int | None:
+    check_masks(length, masks, len(after))
+    begin(words[first : first + length], len(after))
+    old, new = frozen(before), frozen(after)
+    failed = _exchange_masked(
+        words.view(np.uint8),
+        first,
+        frozen(masks),
+        np.empty(0, words.dtype),
+        old,
+        new if again else old,
+        new,
+        len(after),
     )
     return None if failed < 0 else int(failed)

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 
-from weightcast.shared.digest.native import address, cgutils, chosen_features, intrinsic, types
+from weightcast.shared.codec.native_lanes import machine_has
+from weightcast.shared.digest.native import address, cgutils, intrinsic, types
 
 _COUNT = 16
 _NUMBER, _WORD = ir.IntType(32), ir.IntType(64)
 _LANES = ir.VectorType(_NUMBER, _COUNT)
 _OLD, _NEW, _AT, _INDEX, _BEFORE, _AFTER, _FOUND = range(7)
-
-
-def _compresses() -> bool:
-    """Whether the machine that kernels are compiled for moves chosen lanes together by itself."""
-    chosen = chosen_features()
-    features = binding.get_host_cpu_features().flatten() if chosen is None else chosen
-    return "+avx512f" in features.split(",")
 
 
 @intrinsic
@@ -28,7 +22,7 @@ def list16(typing: Any, old: Any, new: Any, at: Any, index: Any, before: Any, af
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         listing = _Listing(context, builder, signature.args, args)
-        return listing.compressed() if _compresses() else listing.one_by_one()
+        return listing.compressed() if machine_has("avx512f") else listing.one_by_one()
 
     return types.int64(old, new, types.int64, index, before, after, types.int64), build
 

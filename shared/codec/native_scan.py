@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from weightcast.shared.codec.native_lanes import keep64, moves_lanes
 from weightcast.shared.codec.native_list import copy16, list16
 from weightcast.shared.codec.native_ordinals import exponent, facts, step_between
 from weightcast.shared.codec.native_split import split16
@@ -240,6 +241,48 @@ def _sums_of_all(old: Any, new: Any, spans: Any, shift: Any, like: Any, book: An
 def sums_of_all(old: Words, new: Words, spans: NDArray[np.int64], book: NDArray[np.uint64]) -> None:
     shift = SHIFTS[old.itemsize]
     _sums_of_all(frozen(old), frozen(new), spans, shift, unwritable(old[:0]), book)
+
+
+@kernel
+def _masked(
+    old: Any, new: Any, spans: Any, shift: Any, masks: Any, before: Any, after: Any, book: Any
+) -> Any:
+    """`before`, `after`: room for 64 more than all words. Padding is zeros on both sides."""
+    place, sums, found = on_stack(SUMS, U64(0)), on_stack(SUMS, U64(0)), I64(0)
+    for n in range(spans.shape[0]):
+        at, first_found = spans[n, 0], found
+        opened(place, U64(spans[n, 2]) + U64(at >> shift))
+        empty(sums)
+        for first in range(at, at + spans[n, 1], 64):
+            mix_changed64(old, new, first, before, place, sums)
+            mask = differing64(old, new, first, before)
+            masks[first >> 6] = mask
+            if moves_lanes():
+                keep64(old, new, first, mask, before, after, found)
+                found += set_bits(mask)
+            else:
+                while mask != U64(0):
+                    at_word = first + I64(trailing_zeros(mask))
+                    before[found] = word_at(old, at_word, before)
+                    after[found] = word_at(new, at_word, before)
+                    found += 1
+                    mask &= mask - U64(1)
+        for column, (a, b) in enumerate((closed(sums, 0), closed(sums, 2))):
+            book[n, 2 * column + 2], book[n, 2 * column + 3] = a, b
+        book[n, 6] = found - first_found
+    return found
+
+
+def masked(
+    old: Words, new: Words, spans: NDArray[np.int64], book: NDArray[np.uint64]
+) -> tuple[NDArray[np.uint64], Words, Words]:
+    room, most = scratch(), len(old) + 64
+    masks = room.lend("masks", np.uint64, len(old) >> 6)
+    masks[:] = 0
+    before, after = (room.lend(f"scanned {side}", old.dtype, most) for side in ("before", "after"))
+    shift = SHIFTS[old.itemsize]
+    found = _masked(frozen(old), frozen(new), spans, shift, masks, before, after, book)
+    return masks, before[:found], after[:found]
 
 
 @kernel

@@ -19,6 +19,8 @@ from weightcast.shared.words import ByteArray, WordKind, Words
 
 Array32 = NDArray[np.uint32]
 Counts = NDArray[np.int64]
+Masks = NDArray[np.uint64]
+"""bit j of number n stands for word 64 n + j"""
 
 ESCAPED_GAP = 255
 """what a journal has for this distance and all greater ones"""
@@ -54,6 +56,25 @@ def scanned(
 def sums_of_all(old: Words, new: Words, spans: Counts, book: NDArray[np.uint64]) -> None:
     """As `scanned`, with no list and no lanes of all new words."""
     scanned(old, new, spans, book, whole=False)
+
+
+def masked(old: Words, new: Words, spans: Counts, book: NDArray[np.uint64]) -> tuple[Masks, Words, Words]:
+    """As `scanned` without lanes of all new words, with a bit per word instead of positions: for where many
+    differ."""
+    index, before, after = scanned(old, new, spans, book, whole=False)
+    return masks_of(index, len(old)), before, after
+
+
+def masks_of(index: Array32, words: int) -> Masks:
+    """Bits of positions. `words`: a multiple of 64, more than the last position."""
+    bits = np.zeros(words, np.uint8)
+    bits[index] = 1
+    return np.packbits(bits, bitorder="little").view("<u8")
+
+
+def places_under(masks: Masks) -> NDArray[np.int64]:
+    """The words whose bits are set."""
+    return np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little"))
 
 
 def scatter(words: Words, index: Array32, new: Words) -> None:
@@ -102,6 +123,35 @@ def exchange_packed(
     begin(words[first : index[-1] + 1], len(gaps))
     wrong = exchange_at(words, index, before, after, again=again)
     return None if wrong is None else int(index[wrong])
+
+
+def exchange_masked(
+    words: Words,
+    first: int,
+    length: int,
+    masks: Masks,
+    before: Words,
+    after: Words,
+    *,
+    again: bool,
+    begin: Begin = at_once,
+) -> int | None:
+    """As `exchange_packed`, of those of `length` words from `first` on, all of them there, whose bits are
+    set. Raises ValueError, with nothing written, for bits of no words, or another number of them than `after`
+    has words."""
+    check_masks(length, masks, len(after))
+    begin(words[first : first + length], len(after))
+    index = places_under(masks) + first
+    wrong = exchange_at(words, index, before, after, again=again)
+    return None if wrong is None else int(index[wrong])
+
+
+def check_masks(words: int, masks: Masks, changes: int) -> None:
+    """ValueError for masks of other than so many words, of which so many change."""
+    inside = words & 63
+    beyond = inside and int(masks[-1]) >> inside
+    if beyond or len(masks) != (words + 63) >> 6 or int(np.bitwise_count(masks).sum()) != changes:
+        raise ValueError(OUT_OF_ORDER)
 
 
 def exchange_at(

@@ -38,6 +38,13 @@ def changes_of(chunk: Chunk, old: Words, new: Words) -> tuple[Changes, SpanSums]
     return found, _sums(chunk, book)
 
 
+def masked_changes(chunk: Chunk, old: Words, new: Words) -> tuple[Changes, SpanSums]:
+    """As `changes_of`, under masks."""
+    both, book = _opened(chunk, old, new)
+    found = kernels().masked(*both, chunk.places, book)
+    return Changes(*found), _sums(chunk, book)
+
+
 def all_of(chunk: Chunk, old: Words, new: Words, counted: Counted) -> tuple[Changes, SpanSums]:
     """As `changes_of`, with every word as a change (`changes.all_of`)."""
     both, book = _opened(chunk, old, new)

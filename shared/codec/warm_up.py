@@ -10,7 +10,7 @@ from weightcast.shared.codec.choose import StepEncoding
 from weightcast.shared.codec.container import decode_chunk, encode_chunk
 from weightcast.shared.codec.kernels import kernels
 from weightcast.shared.codec.padding import Counted
-from weightcast.shared.codec.scan import all_of, scan
+from weightcast.shared.codec.scan import all_of, masked_changes, scan
 from weightcast.shared.digest.hash import all_compiled
 from weightcast.shared.digest.touched import span_sums
 from weightcast.shared.words import Chunk, Span, Words
@@ -52,3 +52,6 @@ def _both_ways(chunk: Chunk, old: Words, new: Words, encoding: StepEncoding) -> 
     escapes, _ = kernels().pack_gaps(changes.index, np.array([0, len(changes)]), gaps)
     first = int(changes.index[0])
     kernels().exchange_packed(written, first, gaps, escapes, changes.new, changes.old, again=False)
+    masked_changes(chunk, old, new)
+    masks = kernels().masks_of(changes.index, chunk.words)
+    kernels().exchange_masked(written, 0, chunk.words, masks, changes.old, changes.new, again=False)

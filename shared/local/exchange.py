@@ -35,7 +35,7 @@ def exchange(
 
     def work(batch: Sequence[PackedRecord]) -> None:
         for alike in _alike(local, batch):
-            if len(alike) < _MANY or alike[0].whole:
+            if len(alike) < _MANY or not alike[0].listed:
                 _one_by_one(local, journal, alike, way, again)
             else:
                 _at_once(local, journal, alike, way, again)
@@ -64,7 +64,7 @@ def _alike(local: LocalCheckpoint, batch: Sequence[PackedRecord]) -> Sequence[Se
         return [batch]
     found: dict[tuple[bool, int], list[PackedRecord]] = {}
     for record in batch:
-        found.setdefault((record.whole > 0, id(local.home(record.tensor)[0])), []).append(record)
+        found.setdefault((record.listed, id(local.home(record.tensor)[0])), []).append(record)
     return list(found.values())
 
 

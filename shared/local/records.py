@@ -1,5 +1,5 @@
-"""Records of a journal: what changes in a stretch of one tensor, listed, or all of its words where few stay.
-docs/FORMAT.md, Journal."""
+"""Records of a journal: what changes in a stretch of one tensor, listed, under a mask where much does, or all
+of its words where few stay. docs/FORMAT.md, Journal."""
 
 from __future__ import annotations
 
@@ -15,12 +15,26 @@ from numpy.typing import NDArray
 
 from weightcast.shared.codec.changes import Changes
 from weightcast.shared.codec.kernels import kernels
-from weightcast.shared.codec.plain import Begin, exchange_at, unpack_gaps, unpack_many_gaps
+from weightcast.shared.codec.plain import (
+    Begin,
+    check_masks,
+    exchange_at,
+    places_under,
+    unpack_gaps,
+    unpack_many_gaps,
+)
 from weightcast.shared.words import ByteArray, Chunk, TensorTable, WordKind, Words
 
 HEAD = struct.Struct("<IIQIIQ")
-"""tensor, word width, first word, changes, escapes or `_WHOLE` and a length, xxh3-64 of the payload"""
+"""tensor, word width, first word, changes, escapes or `_WHOLE` or `_MASKED` and a length, xxh3-64 of the
+payload"""
 _WHOLE = 1 << 31
+_MASKED = 3 << 30
+_MANY = 8
+"""words, of which at least one changes, that are worth a bit each"""
+_WORTH_MASKS = 1 << 12
+"""words per span, on the average of a chunk, from which its changes stay under masks: short lists are
+exchanged many at once"""
 _FEW = 16
 """records whose buffers are written as they are; more are joined first"""
 _PIECE = 256 << 10
@@ -48,7 +62,8 @@ class Packed:
 
 class PackedRecord(NamedTuple):
     """A record's head; its payload lies at `offset` of the journal. `whole`: so many words are there, those
-    that stay among them; 0: `changes` are listed."""
+    that stay among them; `masked`: it tells by a bit each which of so many change; both 0: `changes` are
+    listed."""
 
     tensor: int
     width: int
@@ -56,8 +71,13 @@ class PackedRecord(NamedTuple):
     changes: int
     escapes: int
     whole: int
+    masked: int
     checksum: int
     offset: int
+
+    @property
+    def listed(self) -> bool:
+        return not self.whole and not self.masked
 
     @property
     def words(self) -> int:
@@ -67,12 +87,18 @@ class PackedRecord(NamedTuple):
     @property
     def places(self) -> int:
         """Bytes before them, which say where they are."""
+        if self.masked:
+            return _mask_bytes(self.masked)
         return 0 if self.whole else self.changes + 4 * self.escapes
 
     @property
     def size(self) -> int:
         """Bytes of the payload."""
         return self.places + 2 * self.width * self.words
+
+
+def _mask_bytes(words: int) -> int:
+    return -(-words // 64) * 8
 
 
 class BadRecordError(ValueError):
@@ -91,6 +117,11 @@ def pack_record(record: Record) -> Packed:
 def pack_changes(chunk: Chunk, changes: Changes) -> Packed:
     """A record for each span with changes. Safe in any thread; `changes` must stay as they are until they are
     written."""
+    if len(changes) * _MANY >= chunk.words >= _WORTH_MASKS * len(chunk.spans):
+        masks = changes.masks
+        if masks is None:
+            masks = kernels().masks_of(changes.index, chunk.words)
+        return _pack_masked(chunk, masks, changes)
     index, borders = changes.index, [0, len(changes.index)]
     if len(chunk.spans) > 1:
         offsets = np.array([span.offset for span in chunk.spans], np.uint32)
@@ -102,6 +133,23 @@ def pack_changes(chunk: Chunk, changes: Changes) -> Packed:
         for span, start in zip(spans, bounds, strict=False)
     ]
     return _listed(heads, index, bounds, changes.old, changes.new)
+
+
+def _pack_masked(chunk: Chunk, masks: NDArray[np.uint64], changes: Changes) -> Packed:
+    buffers: list[bytes | memoryview] = []
+    found = records = 0
+    for span in chunk.spans:
+        bits = masks[span.offset >> 6 :][: _mask_bytes(span.words) >> 3]
+        count = len(changes) if len(chunk.spans) == 1 else int(np.bitwise_count(bits).sum())
+        if count:
+            here = slice(found, found + count)
+            payload = (_bytes_of(bits), _bytes_of(changes.old[here]), _bytes_of(changes.new[here]))
+            width, length = chunk.kind.width, _MASKED | span.words
+            buffers.append(HEAD.pack(span.tensor, width, span.start, count, length, _checksum(payload)))
+            buffers.extend(payload)
+            found += count
+            records += 1
+    return _packed(buffers, records, found)
 
 
 def pack_whole(chunk: Chunk, old: Words, new: Words, counts: Sequence[int] | None = None) -> Packed:
@@ -176,12 +224,20 @@ def parse_head(head: bytes, table: TensorTable, offset: int) -> PackedRecord:
     own_width, words = table.forms[tensor]
     if width != own_width or changes == 0:
         raise BadRecordError("record of no tensor")
-    escapes, whole = (0, more - _WHOLE) if more >= _WHOLE else (more, 0)
-    if first >= words or whole > words - first:
+    escapes, whole, masked = _of_form(more)
+    stretch = whole or masked
+    if first >= words or stretch > words - first:
         raise BadRecordError("record past the end of its tensor")
-    if changes > (whole if more >= _WHOLE else words) or escapes > changes:
+    if changes > (stretch if more >= _WHOLE else words) or escapes > changes:
         raise BadRecordError("record longer than its tensor")
-    return PackedRecord(tensor, width, first, changes, escapes, whole, checksum, offset)
+    return PackedRecord(tensor, width, first, changes, escapes, whole, masked, checksum, offset)
+
+
+def _of_form(more: int) -> tuple[int, int, int]:
+    """Escapes; words that are all there; words under a mask."""
+    if more >= _MASKED:
+        return 0, 0, more - _MASKED
+    return (0, more - _WHOLE, 0) if more >= _WHOLE else (more, 0, 0)
 
 
 def _words(record: PackedRecord, payload: ByteArray, kind: WordKind) -> tuple[Words, Words]:
@@ -196,6 +252,10 @@ def _gaps(record: PackedRecord, payload: ByteArray) -> tuple[NDArray[np.uint8], 
     return payload[: record.changes], np.frombuffer(payload, "<u4", record.escapes, record.changes)
 
 
+def _masks(record: PackedRecord, payload: ByteArray) -> NDArray[np.uint64]:
+    return np.frombuffer(payload, "<u8", record.places >> 3)
+
+
 def unpacked(record: PackedRecord, payload: ByteArray, kind: WordKind) -> Record:
     """In memory of its own. Raises BadRecordError."""
     old, new = _words(record, payload, kind)
@@ -205,6 +265,14 @@ def unpacked(record: PackedRecord, payload: ByteArray, kind: WordKind) -> Record
             raise BadRecordError(f"record with {len(index)} changes where {record.changes} should be")
         places = index.astype(np.uint64) + np.uint64(record.first)
         return Record(record.tensor, places, old[index], new[index])
+    if record.masked:
+        masks = _masks(record, payload)
+        try:
+            check_masks(record.masked, masks, record.changes)
+        except ValueError as error:
+            raise BadRecordError(f"record with {error}") from error
+        places = places_under(masks).astype(np.uint64) + np.uint64(record.first)
+        return Record(record.tensor, places, old.copy(), new.copy())
     reached = unpack_gaps(record.first, *_gaps(record, payload))
     if reached is None:
         raise BadRecordError("record out of order, or past the end of its tensor")
@@ -229,11 +297,18 @@ def exchange(
         begin(stretch, record.changes)
         place = _exchange_whole(stretch, before, after, again=again)
         return None if place is None else record.first + place
-    gaps, escapes = _gaps(record, payload)
     try:
-        failed: int | None = kernels().exchange_packed(
-            words, record.first, gaps, escapes, before, after, again=again, begin=begin
-        )
+        failed: int | None
+        if record.masked:
+            masks = _masks(record, payload)
+            failed = kernels().exchange_masked(
+                words, record.first, record.masked, masks, before, after, again=again, begin=begin
+            )
+        else:
+            gaps, escapes = _gaps(record, payload)
+            failed = kernels().exchange_packed(
+                words, record.first, gaps, escapes, before, after, again=again, begin=begin
+            )
     except ValueError as error:
         raise BadRecordError(f"record with {error}") from error
     return failed

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
+import subprocess
+import sys
 from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -129,6 +134,134 @@ def test_damaged_places_are_refused_before_a_word_is_written(
     with pytest.raises(ValueError, match="out of order"):
         case.exchange(room)
     assert np.array_equal(case.words, original)
+
+
+class Masked:
+    """Under masks: from nothing to all of 64 neighbours, and less than 64 at the end."""
+
+    def __init__(self, width: str, shift: int = 0, size: int = 7_003) -> None:
+        draw = np.random.default_rng(11)
+        data = bytearray(draw.bytes(4 * (size + 99) + shift))
+        self.words = np.frombuffer(data, width, offset=shift, count=size + 99)
+        self.first, self.length = 21, size
+        density = np.repeat(draw.choice([0.0, 0.1, 0.6, 1.0], size // 64 + 1), 64)[:size]
+        self.index = np.flatnonzero(draw.random(size) < density).astype(np.uint32)
+        self.masks = plain.masks_of(self.index, (size + 63) // 64 * 64)
+        self.places = self.index.astype(np.int64) + self.first
+        self.before = self.words[self.places].copy()
+        self.after = self.before ^ np.array(1, width)
+
+    def exchange(self, room: ModuleType, *, again: bool = False, back: bool = False) -> int | None:
+        pair = (self.after, self.before) if back else (self.before, self.after)
+        failed: int | None = room.exchange_masked(
+            self.words, self.first, self.length, self.masks, *pair, again=again
+        )
+        return failed
+
+
+@pytest.mark.parametrize("room", KERNELS)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("shift", [0, 1, 3])
+@pytest.mark.parametrize("size", [1, 64, 70, 6_976, 7_003])
+def test_masked_there_and_back(room: ModuleType, width: str, shift: int, size: int) -> None:
+    case = Masked(width, shift, size)
+    original, expected = case.words.copy(), case.words.copy()
+    expected[case.places] = case.after
+    assert case.exchange(room) is None
+    assert np.array_equal(case.words, expected)
+    assert case.exchange(room, back=True) is None
+    assert np.array_equal(case.words, original)
+
+
+@pytest.mark.parametrize("room", KERNELS)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("place", [0, 63, 64, 700, -1])
+def test_an_unexpected_word_under_a_mask_is_named(room: ModuleType, width: str, place: int) -> None:
+    case = Masked(width)
+    word = case.places[place]
+    case.words[word] ^= 2
+    odd, behind = case.words[word], case.words[word + 1 :].copy()
+    assert case.exchange(room) == word
+    assert case.exchange(room, again=True) == word
+    assert case.words[word] == odd and np.array_equal(case.words[word + 1 :], behind)
+
+
+@pytest.mark.parametrize("room", KERNELS)
+def test_again_takes_what_is_written_already_under_a_mask(room: ModuleType) -> None:
+    case = Masked("<u2")
+    case.words[case.places[:1_500]] = case.after[:1_500]
+    assert case.exchange(room) == case.places[0]
+    assert case.exchange(room, again=True) is None
+    assert np.array_equal(case.words[case.places], case.after)
+
+
+@pytest.mark.parametrize("room", KERNELS)
+def test_pages_without_changes_are_not_written(room: ModuleType, tmp_path: Path) -> None:
+    case = Masked("<u2")
+    path = tmp_path / "words"
+    path.write_bytes(bytes(64 * mmap.PAGESIZE))
+    with path.open("rb") as file:
+        case.words = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), "<u2")
+    case.first, case.length = 0, len(case.words)
+    case.masks = np.zeros(case.length // 64, np.uint64)
+    case.masks[[0, -2, -1]] = ~np.uint64(0)
+    case.before, case.after = np.zeros(192, "<u2"), np.ones(192, "<u2")
+    assert case.exchange(room) is None
+    assert np.flatnonzero(case.words).tolist() == [*range(64), *range(case.length - 128, case.length)]
+    assert written_bytes(path) == 2 * mmap.PAGESIZE
+
+
+def test_nothing_behind_an_end_is_touched() -> None:
+    child = Path(__file__).with_name("guarded_child.py")
+    done = subprocess.run([sys.executable, child], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+def written_bytes(path: Path) -> int:
+    """Of this process's private mapping of a file."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        if line.endswith(str(path)):
+            (held,) = (int(rest.split()[1]) for rest in islice(lines, 20) if rest.startswith("Anonymous:"))
+            return 1024 * held
+    raise AssertionError("no such mapping")
+
+
+def _more_bits(case: Masked) -> None:
+    case.masks[3] ^= np.uint64(1 << 9)
+
+
+def _bits_behind_the_end(case: Masked) -> None:
+    case.masks[-1] |= np.uint64(1 << 63)
+    case.masks[0] = 0
+    case.before = case.before[: int(np.bitwise_count(case.masks).sum())]
+    case.after = case.after[: len(case.before)]
+
+
+def _a_mask_too_few(case: Masked) -> None:
+    case.masks = case.masks[:-1]
+
+
+@pytest.mark.parametrize("room", KERNELS)
+@pytest.mark.parametrize("damage", [_more_bits, _bits_behind_the_end, _a_mask_too_few])
+def test_damaged_masks_are_refused_before_a_word_is_written(
+    room: ModuleType, damage: Callable[[Masked], None]
+) -> None:
+    case = Masked("<u2")
+    damage(case)
+    original = case.words.copy()
+    with pytest.raises(ValueError, match="out of order"):
+        case.exchange(room)
+    assert np.array_equal(case.words, original)
+
+
+@settings(deadline=None)
+@given(st.sets(st.integers(0, 639), min_size=1))
+def test_masks_say_what_lists_say(places: set[int]) -> None:
+    index = np.array(sorted(places), np.uint32)
+    found = [room.masks_of(index, 640) for room in KERNELS]
+    assert np.array_equal(found[0], found[1])
+    assert plain.places_under(found[0]).tolist() == index.tolist()
 
 
 @settings(deadline=None)

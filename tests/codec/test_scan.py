@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightcast.shared.codec.changes import compare
-from weightcast.shared.codec.scan import scan
+from weightcast.shared.codec.kernels import kernels
+from weightcast.shared.codec.scan import masked_changes, scan
 from weightcast.shared.digest.hash import hash_bytes
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.touched import span_sums
@@ -20,14 +21,18 @@ DENSITIES = (0.0, 0.002, 0.03, 0.4, 1.0)
 
 def assert_found(chunk: Chunk, old: Words, new: Words) -> None:
     found, changes = scan(chunk, old, new), compare(old, new)
-    for ours, expected in (
-        (found.changes.index, changes.index),
-        (found.changes.old, changes.old),
-        (found.changes.new, changes.new),
-    ):
-        assert ours.dtype == expected.dtype
-        assert np.array_equal(ours, expected)
-    assert rows(found.sums) == rows(span_sums(chunk, old, changes))
+    masked, masked_sums = masked_changes(chunk, old, new)
+    for each in (found.changes, masked):
+        for ours, expected in (
+            (each.index, changes.index),
+            (each.old, changes.old),
+            (each.new, changes.new),
+        ):
+            assert ours.dtype == expected.dtype
+            assert np.array_equal(ours, expected)
+    masks = kernels().masks_of(changes.index, chunk.words) if len(changes) else np.zeros(chunk.words >> 6)
+    assert masked.masks is not None and np.array_equal(masked.masks, masks)
+    assert rows(found.sums) == rows(masked_sums) == rows(span_sums(chunk, old, changes))
     width = chunk.kind.width
     for span, lanes in zip(chunk.spans, found.full.tolist(), strict=True):
         piece = new[span.offset : span.offset + span.words]
@@ -102,9 +107,13 @@ def test_what_was_found_stays_when_the_next_chunk_is_scanned() -> None:
     rng = np.random.default_rng(4)
     old = random_words(chunk, rng)
     new = stepped(chunk, old, 0.05, 0.1, rng)
-    found = scan(chunk, old, new)
-    scan(chunk, new, stepped(chunk, new, 0.5, 0.1, rng))
-    assert np.array_equal(found.changes.index, compare(old, new).index)
+    found, masked = scan(chunk, old, new), masked_changes(chunk, old, new)[0]
+    other = stepped(chunk, new, 0.5, 0.1, rng)
+    scan(chunk, new, other)
+    masked_changes(chunk, new, other)
+    expected = compare(old, new)
+    assert np.array_equal(found.changes.index, expected.index)
+    assert np.array_equal(masked.index, expected.index) and np.array_equal(masked.new, expected.new)
 
 
 @pytest.mark.parametrize("given_words", [np.zeros(64, np.uint16), np.zeros(128, np.uint8)])

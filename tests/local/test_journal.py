@@ -4,10 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightcast.shared.codec.changes import Changes
+from weightcast.shared.codec.scan import masked_changes
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.local.journal import JournalHeader, JournalReader, JournalWriter, Way
 from weightcast.shared.local.records import Record, pack_changes, pack_whole
@@ -135,6 +137,71 @@ def test_whole_spans_say_what_lists_say(
     counts = [int((index >= s.offset).sum() - (index >= s.offset + s.words).sum()) for s in SPANS]
     chunk = Chunk(0, "BF16", 0, SPANS, 320)
     assert pack_whole(chunk, old, new, counts) == pack_whole(chunk, old, new)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 1 << 20), st.sampled_from([0.3, 0.5, 0.9]), st.booleans())
+def test_masks_say_what_lists_say(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, density: float, listed: bool
+) -> None:
+    """Of several tensors in one chunk, one of them without changes, one not a multiple of 64 words."""
+    path, random = tmp_path_factory.mktemp("journal") / "x.journal", np.random.default_rng(seed)
+    table = TensorTable.of([TensorSpec(name, "BF16", (5_000,), 10_000) for name in "abc"])
+    (chunk,) = grid(table, table.whole)
+    old = random.integers(0, 1 << 16, chunk.words).astype(np.uint16)
+    changing = random.random(chunk.words) < density
+    for span, still in zip(chunk.spans, (False, True, False), strict=True):
+        changing[span.offset : span.offset + span.words] &= not still
+        changing[span.offset + span.words : span.offset + -(-span.words // 64) * 64] = False
+        old[span.offset + span.words : span.offset + -(-span.words // 64) * 64] = 0
+    new = old + changing.astype(np.uint16)
+    index = np.flatnonzero(changing).astype(np.uint32)
+    changes = masked_changes(chunk, old, new)[0]
+    writer = JournalWriter(path, HEADER)
+    writer.write(pack_changes(chunk, Changes(index, old[index], new[index]) if listed else changes))
+    writer.close()
+    words = {span.tensor: old[span.offset : span.offset + span.words].copy() for span in chunk.spans}
+    with JournalReader(path, table) as journal:
+        packed = list(journal.packed())
+        assert [(one.tensor, one.masked) for one in packed if one.masked] == [(0, 5_000), (2, 5_000)]
+        for span in (chunk.spans[0], chunk.spans[2]):
+            (record,) = (one for one in journal.records() if one.tensor == span.tensor)
+            mine = index[(index >= span.offset) & (index < span.offset + span.words)]
+            assert np.array_equal(record.index, mine - span.offset)
+            assert np.array_equal(record.old, old[mine]) and np.array_equal(record.new, new[mine])
+        for way, target in ((Way.FORWARD, new), (Way.BACK, old)):
+            for one in packed:
+                assert journal.exchange(one, words[one.tensor], way, again=False) is None
+            for span in chunk.spans:
+                assert np.array_equal(words[span.tensor], target[span.offset :][: span.words])
+
+
+def test_a_mask_of_another_number_of_words_is_damage(tmp_path: Path) -> None:
+    path, count = tmp_path / "x.journal", 5_000
+    table = TensorTable.of([TensorSpec("a", "BF16", (count,), 2 * count)])
+    (chunk,) = grid(table, table.whole)
+    old, new = np.zeros(chunk.words, np.uint16), np.zeros(chunk.words, np.uint16)
+    new[:count:2] = 7
+    writer = JournalWriter(path, HEADER)
+    writer.write(pack_changes(chunk, masked_changes(chunk, old, new)[0]))
+    writer.close()
+    data = bytearray(path.read_bytes())
+    with JournalReader(path, table) as journal:
+        (record,) = journal.packed()
+    data[record.offset] ^= 2  # a bit more
+    checksum = xxhash.xxh3_64_intdigest(data[record.offset : record.offset + record.size])
+    data[record.offset - 8 : record.offset] = checksum.to_bytes(8, "little")
+    path.write_bytes(data)
+    words = old[:count].copy()
+    with JournalReader(path, table) as journal:
+        (record,) = journal.packed()
+        for door in (
+            lambda: journal.exchange(record, words, Way.FORWARD, again=False),
+            lambda: list(journal.records()),
+        ):
+            with pytest.raises(DamagedFile, match="out of order"):
+                door()
+    assert not words.any()
 
 
 def test_whole_spans_there_and_back(tmp_path: Path) -> None:

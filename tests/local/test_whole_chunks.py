@@ -1,12 +1,14 @@
-"""Versions that change most words of a chunk: the journal has all. There, back, folded, to engines."""
+"""Versions that change most words of a chunk, of which the journal has all, or half, where it has masks.
+There, back, folded, to engines."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from core_cases import Model, bytes_of, read_checkpoint, some_changed, tensor, write_checkpoint
+from core_cases import Model, Tensor, bytes_of, read_checkpoint, some_changed, tensor, write_checkpoint
 from local_cases import Run, following, patch_keeping_undo, staged, step_to
 from test_engine_patch import patched, read
 
@@ -29,6 +31,7 @@ UPKEEP = UpkeepOptions(skip_span=8, history_share=1000.0)
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     rng = np.random.default_rng(3)
     base: Model = {"w.large": tensor(rng, "F16", 90_000), "w.odd": tensor(rng, "F16", 4001)}
+    base["half"] = tensor(rng, "F32", 100, 91)
     base |= {"w.still": tensor(rng, "F16", 77), "other": tensor(rng, "BF16", 50, 40)}
     run = Run(tmp_path_factory.mktemp("whole"), [base])
     write_checkpoint(run.base, base)
@@ -38,6 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         if version < 3:
             model |= {name: tensor(rng, "F16", *model[name].shape) for name in FRESH}
             model["w.still"] = base["w.still"]
+        model["half"] = half_changed(run.latest["half"], rng)
         run.models.append(model)
     options = {"local": run.root / "pub", "base": run.base}
     with Publisher.open(run.channel, **options, upkeep=UPKEEP) as publisher:
@@ -45,6 +49,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
             publisher.publish_checkpoint(write_checkpoint(run.root / f"new-{version}", model), step=version)
         assert publisher.make_due()
     return run
+
+
+def half_changed(before: Tensor, rng: np.random.Generator) -> Tensor:
+    """By small steps."""
+    words = before.data.view(np.uint32).copy()
+    words[rng.random(len(words)) < 0.5] ^= 1
+    return replace(before, data=words.view(np.uint8))
 
 
 def records(follower: Follower, step: Step) -> dict[str, PackedRecord]:
@@ -66,6 +77,7 @@ def test_there_and_back(run: Run, tmp_path: Path) -> None:
         kept = records(follower, staged(follower, 1).step)
         assert [kept[name].whole for name in FRESH] == [90_000, 4001]
         assert "w.still" not in kept and not any(one.whole for one in kept.values() if one.tensor == 0)
+        assert kept["half"].masked == 9_100 and 4_000 < kept["half"].changes < 5_000
         assert 0.9 * 90_000 < kept["w.large"].changes < 90_000
         patch_keeping_undo(follower, 1)
         holds(follower, run, 1)
@@ -83,7 +95,8 @@ def test_folded(run: Run, tmp_path: Path) -> None:
         with following(run, tmp_path / f"host-{first}") as follower:
             step_to(follower, first)
             step = staged(follower, last).step
-            assert records(follower, step)["w.large"].whole
+            kept = records(follower, step)
+            assert kept["w.large"].whole and kept["half"].masked
             patch_keeping_undo(follower, last)
             holds(follower, run, last)
             with follower.local.patching():  # type: ignore[union-attr]
