@@ -214,12 +214,14 @@ def _changed(weights: Weights, density: float) -> Mapping[int, int]:
 
 def journal_bytes(weights: Weights, density: float) -> int:
     """A gap, the old and the new word of each change, four bytes more for a wide gap, a head for each tensor
-    or chunk; old and new word of all where few stay (docs/FORMAT.md, Journal)."""
+    or chunk; a bit for each word instead of gaps where that is less; old and new word of all where few stay
+    (docs/FORMAT.md, Journal)."""
     heads = _RECORD_BYTES * (weights.tensors + weights.chunks + 1)
     if density >= _WHOLE_FROM:
         return 2 * weights.nbytes + heads
-    wide = 4 * (1 - density) ** _NEAR
-    each = sum(count * (1 + 2 * width + wide) for width, count in _changed(weights, density).items())
+    gap = 1 + 4 * (1 - density) ** _NEAR
+    places = min(gap * density, 1 / 8)
+    each = sum(words * (2 * width * density + places) for width, words in weights.words.items())
     return int(each) + heads
 
 
