@@ -33,12 +33,8 @@ class Changes:
     @cached_property
     def index(self) -> NDArray[np.uint32]:
         """Positions, listed."""
-        masks = self.masks
-        return (
-            self.places.astype(np.uint32, copy=False)
-            if masks is None
-            else places_under(masks).astype(np.uint32)
-        )
+        places = self.places if self.masks is None else places_under(self.masks)
+        return places.astype(np.uint32, copy=False)
 
     @property
     def masks(self) -> NDArray[np.uint64] | None:

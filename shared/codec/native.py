@@ -6,7 +6,13 @@ from weightcast.shared.codec.native_classes import exponents_of_all, put_classes
 from weightcast.shared.codec.native_codes import take_gaps, take_values
 from weightcast.shared.codec.native_contexts import plan_contexts
 from weightcast.shared.codec.native_dense import add_steps, escaped, join_planes, split_planes, step_bytes
-from weightcast.shared.codec.native_exchange import exchange_masked, exchange_packed, masks_of, pack_gaps
+from weightcast.shared.codec.native_exchange import (
+    exchange_all,
+    exchange_masked,
+    exchange_packed,
+    masks_of,
+    pack_gaps,
+)
 from weightcast.shared.codec.native_rice import put_gaps, put_magnitudes, put_values
 from weightcast.shared.codec.native_scan import compared, masked, scanned, scatter, split, sums_of_all
 from weightcast.shared.codec.native_steps import take_steps
@@ -15,6 +21,7 @@ __all__ = [
     "add_steps",
     "compared",
     "escaped",
+    "exchange_all",
     "exchange_masked",
     "exchange_packed",
     "exponents_of_all",

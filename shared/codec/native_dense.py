@@ -8,6 +8,7 @@ import numpy as np
 
 from weightcast.shared.codec.native_ordinals import HALF, excess, facts, ordinal, step_between, word_of
 from weightcast.shared.codec.native_step_bytes import add_steps64, step_bytes64
+from weightcast.shared.codec.scratch import scratch
 from weightcast.shared.digest.native import (
     U64,
     frozen,
@@ -94,7 +95,7 @@ def _put_escaped(steps: Any, like: Any, kept: Any, new: Any) -> None:
 
 
 def add_steps(old: Words, steps: ByteArray, kept: Words, kind: WordKind) -> Words | None:
-    new = np.empty(len(old), old.dtype)
+    new = scratch().lend("dense words", old.dtype, len(old))
     if _add_steps(unwritable(old), unwritable(steps), facts(kind), new) != len(kept):
         return None
     if len(kept):
@@ -136,6 +137,6 @@ def _join_planes(planes: Any, words: Any) -> None:
 
 
 def join_planes(planes: ByteArray, kind: WordKind) -> Words:
-    words = np.empty(planes.shape[1], kind.numpy)
+    words = scratch().lend("dense words", kind.numpy, planes.shape[1])
     _join_planes(unwritable(planes), words)
     return words

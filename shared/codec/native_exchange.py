@@ -12,6 +12,7 @@ from weightcast.shared.codec.plain import ESCAPED_GAP, OUT_OF_ORDER, Begin, at_o
 from weightcast.shared.digest.native import (
     I64,
     U64,
+    differing64,
     frozen,
     inlined,
     kernel,
@@ -248,4 +249,43 @@ def exchange_masked(
         new,
         len(after),
     )
+    return None if failed < 0 else int(failed)
+
+
+_WORDS = 1 << 12
+"""written before they are read back"""
+
+
+@kernel
+def _first_other(words: Any, wanted: Any, start: Any, stop: Any, like: Any) -> Any:
+    """-1 for none."""
+    whole = start + ((stop - start) & ~63)
+    for first in range(start, whole, 64):
+        mask = differing64(words, wanted, first, like)
+        if mask != U64(0):
+            return first + I64(trailing_zeros(mask))
+    for i in range(whole, stop):
+        if word_at(words, i, like) != word_at(wanted, i, like):
+            return i
+    return I64(-1)
+
+
+@kernel
+def _exchange_all(words: Any, before: Any, after: Any, count: Any, like: Any) -> Any:
+    for start in range(0, count, _WORDS):
+        stop = min(count, start + _WORDS)
+        wrong = _first_other(words, before, start, stop, like)
+        if wrong >= 0:
+            return wrong
+        for i in range(start, stop):
+            set_word(words, i, word_at(after, i, like))
+        wrong = _first_other(words, after, start, stop, like)
+        if wrong >= 0:
+            return wrong
+    return I64(-1)
+
+
+def exchange_all(words: Words, before: Words, after: Words) -> int | None:
+    like = np.empty(0, words.dtype)
+    failed = _exchange_all(words.view(np.uint8), frozen(before), frozen(after), len(words), like)
     return None if failed < 0 else int(failed)

@@ -146,6 +146,16 @@ def exchange_masked(
     return None if wrong is None else int(index[wrong])
 
 
+def exchange_all(words: Words, before: Words, after: Words) -> int | None:
+    """As `exchange_packed`, of all words."""
+    for these in (before, after):
+        wrong = words != these
+        if wrong.any():
+            return int(np.argmax(wrong))
+        words[:] = after
+    return None
+
+
 def check_masks(words: int, masks: Masks, changes: int) -> None:
     """ValueError for masks of other than so many words, of which so many change."""
     inside = words & 63

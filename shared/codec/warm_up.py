@@ -52,6 +52,7 @@ def _both_ways(chunk: Chunk, old: Words, new: Words, encoding: StepEncoding) -> 
     escapes, _ = kernels().pack_gaps(changes.index, np.array([0, len(changes)]), gaps)
     first = int(changes.index[0])
     kernels().exchange_packed(written, first, gaps, escapes, changes.new, changes.old, again=False)
+    kernels().exchange_all(written, written.copy(), new)
     masked_changes(chunk, old, new)
     masks = kernels().masks_of(changes.index, chunk.words)
     kernels().exchange_masked(written, 0, chunk.words, masks, changes.old, changes.new, again=False)

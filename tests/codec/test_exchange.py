@@ -227,6 +227,31 @@ def written_bytes(path: Path) -> int:
     raise AssertionError("no such mapping")
 
 
+@pytest.mark.parametrize("room", KERNELS)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("shift", [0, 1, 3])
+@pytest.mark.parametrize("size", [1, 64, 4_096, 9_001])
+def test_all_words_there_and_back(room: ModuleType, width: str, shift: int, size: int) -> None:
+    case = Masked(width, shift, size)
+    words, behind = case.words[:size], case.words[size:].copy()
+    before, after = words.copy(), words ^ np.array(1, width)
+    assert room.exchange_all(words, before, after) is None and np.array_equal(words, after)
+    assert room.exchange_all(words, after, before) is None and np.array_equal(words, before)
+    assert np.array_equal(case.words[size:], behind)
+
+
+@pytest.mark.parametrize("room", KERNELS)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("place", [0, 63, 4_095, 4_096, 9_000])
+def test_an_unexpected_one_of_all_words_is_named(room: ModuleType, width: str, place: int) -> None:
+    words = np.frombuffer(bytearray(np.random.default_rng(3).bytes(4 * 9_001)), width, 9_001)
+    before, after = words.copy(), words ^ np.array(1, width)
+    words[place] ^= 2
+    odd, behind = words[place], words[place:].copy()
+    assert room.exchange_all(words, before, after) == place
+    assert words[place] == odd and np.array_equal(words[place:], behind)
+
+
 def _more_bits(case: Masked) -> None:
     case.masks[3] ^= np.uint64(1 << 9)
 

@@ -174,6 +174,15 @@ def test_masks_say_what_lists_say(
                 assert journal.exchange(one, words[one.tensor], way, again=False) is None
             for span in chunk.spans:
                 assert np.array_equal(words[span.tensor], target[span.offset :][: span.words])
+        for way, target in ((Way.FORWARD, new), (Way.BACK, old)):  # killed halfway
+            for one in packed:
+                span = chunk.spans[one.tensor]
+                half = words[one.tensor].copy()
+                half[: span.words // 2] = target[span.offset :][: span.words // 2]
+                assert journal.exchange(one, half.copy(), way, again=False) is not None
+                assert journal.exchange(one, half, way, again=True) is None
+                assert np.array_equal(half, target[span.offset :][: span.words])
+            words = {span.tensor: target[span.offset :][: span.words].copy() for span in chunk.spans}
 
 
 def test_a_mask_of_another_number_of_words_is_damage(tmp_path: Path) -> None:
