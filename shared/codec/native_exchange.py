@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.shared.codec.native_lanes import differing_under64, exchange64, moves_lanes
-from weightcast.shared.codec.plain import ESCAPED_GAP, OUT_OF_ORDER, Begin, at_once, check_masks
+from weightcast.shared.codec.plain import ESCAPED_GAP, OUT_OF_ORDER, Begin, Masks, at_once, check_masks
 from weightcast.shared.digest.native import (
     I64,
     U64,
@@ -29,7 +29,6 @@ from weightcast.shared.words import ByteArray, Words
 
 Array32 = NDArray[np.uint32]
 Counts = NDArray[np.int64]
-Masks = NDArray[np.uint64]
 
 _BLOCK = 1 << 9
 """changes written before they are read back; also how far ahead cache lines are asked for"""
