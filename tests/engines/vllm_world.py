@@ -596,6 +596,12 @@ class World:
             None,
         )
 
+    def misfits(self, answer: Answer, old: int) -> list[list[str]]:
+        """By the old weights, and by the next version's."""
+        sequences = [(answer.prompt, answer.tokens)]
+        judged = [self.judge.judge(self.run.versions[version], sequences)[0] for version in (old, old + 1)]
+        return [answer.errors(each) for each in judged]
+
 
 def was_caught(world: World, policy: str, answer: Answer, old: int) -> bool:
     """Whether a request for IN_FLIGHT_TOKENS was in flight at the update, and ended as the policy says."""
@@ -605,7 +611,7 @@ def was_caught(world: World, policy: str, answer: Answer, old: int) -> bool:
         return True
     assert (answer.finish, len(answer.tokens)) == ("length", IN_FLIGHT_TOKENS)
     at = world.switch(answer, old)
-    assert at is not None, "neither weights said this, nor one after the other"
+    assert at is not None, f"neither weights said this, nor one after the other: {world.misfits(answer, old)}"
     if policy == "recompute":
         return 0 < at < len(answer.tokens)
     assert at == len(answer.tokens), f"{policy}: begun on old weights, ended on new ones"
