@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator
+from itertools import count, islice
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,10 @@ VERSIONS = 20
 def few_files() -> Iterator[None]:
     """Fewer files may be open than there are versions."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = os.dup(0)
-    os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + VERSIONS // 2, before[1]))
+    taken = {int(name) for name in os.listdir("/proc/self/fd")}
+    free = (number for number in count() if number not in taken)
+    last = next(islice(free, VERSIONS // 2, None))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (last, before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
