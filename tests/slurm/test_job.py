@@ -185,8 +185,8 @@ def test_the_loop_runs_ends_with_the_trainers_code_and_goes_on_in_the_next_job(r
 
     run.cluster.tell("scancel", "--batch", "--signal=TERM", second.number)
     assert run.cluster.ended(second.number) == ("FAILED", 128 + signal.SIGTERM), second.logs
+    # not its engine's last word: the same signal may have ended it while it was paused
     assert nothing_left(run.cluster)
-    assert [event["event"] for event in second.engine_events("n2")][-1] != "paused"
     for name in ("n1-publisher", "n2-subscriber"):
         assert re.search(r"\bstopped\b.*\n\Z", second.log(name)), second.logs
 
