@@ -44,8 +44,12 @@ IN_FLIGHT_TOKENS = 240
 LOGS: list[Path] = []
 """of all processes that a test may have to do with, the newest last; shown when one fails"""
 TOLERANCE = 2e-4
-"""nats: float32 sums in another order (fused layers, chunked prefill) differ by a tenth of it, a stale layer
-or KV block by thousands of times as much"""
+"""nats: float32 sums in another order (fused layers, chunked prefill) differ by a tenth of it as a rule,
+a stale layer or KV block by thousands of times as much for nearly all"""
+OUTLIERS, FAR = 60, 5e-3
+"""One token, and another for every 60, may be off by up to FAR nats: float32 against float64 on the same
+weights gives 3e-6 in the middle and up to 1e-3 for single tokens of 240. With one stale tensor of 37 several
+of 12 are off by more than TOLERANCE; but for the last layer's key bias, after one of two prompts."""
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = STEP_SECONDS) -> None:
@@ -186,13 +190,15 @@ class Answer:
         return self.errors(judged, start, stop) == []
 
     def errors(self, judged: Judged, start: int = 0, stop: int | None = None) -> list[str]:
-        found = []
-        for at in range(len(self.tokens))[start:stop]:
+        found, far = list[str](), False
+        said = range(len(self.tokens))[start:stop]
+        for at in said:
             off = abs(self.logprobs[at] - judged.logprobs[at])
             short = judged.best[at] - judged.logprobs[at]
-            if off > TOLERANCE or short > TOLERANCE:
+            if max(off, short) > TOLERANCE:
+                far = far or max(off, short) > FAR
                 found.append(f"token {at}: {self.tokens[at]}, greedy {judged.greedy[at]}, off by {off:.2g}")
-        return found
+        return found if far or len(found) > 1 + len(said) // OUTLIERS else []
 
 
 class Server:
@@ -521,8 +527,12 @@ class World:
     judge: FreshLoad
 
     def judged(self, answer: Answer, version: int) -> bool:
+        return self.misfits(answer, version) == []
+
+    def misfits(self, answer: Answer, version: int) -> list[str]:
+        """What a fresh load of the version does not say."""
         [judged] = self.judge.judge(self.run.versions[version], [(answer.prompt, answer.tokens)])
-        return answer.fits(judged)
+        return answer.errors(judged)
 
     def option(self, added: str = "") -> str:
         """`--engine` for this server."""
@@ -596,22 +606,17 @@ class World:
             None,
         )
 
-    def misfits(self, answer: Answer, old: int) -> list[list[str]]:
-        """By the old weights, and by the next version's."""
-        sequences = [(answer.prompt, answer.tokens)]
-        judged = [self.judge.judge(self.run.versions[version], sequences)[0] for version in (old, old + 1)]
-        return [answer.errors(each) for each in judged]
-
 
 def was_caught(world: World, policy: str, answer: Answer, old: int) -> bool:
     """Whether a request for IN_FLIGHT_TOKENS was in flight at the update, and ended as the policy says."""
     assert answer.status == 200, answer.text
     if policy == "abort" and answer.finish == "abort":
-        assert world.judged(answer, old)
+        assert world.misfits(answer, old) == []
         return True
     assert (answer.finish, len(answer.tokens)) == ("length", IN_FLIGHT_TOKENS)
     at = world.switch(answer, old)
-    assert at is not None, f"neither weights said this, nor one after the other: {world.misfits(answer, old)}"
+    both = [world.misfits(answer, version) for version in (old, old + 1)] if at is None else []
+    assert at is not None, f"neither weights said this, nor one after the other: {both}"
     if policy == "recompute":
         return 0 < at < len(answer.tokens)
     assert at == len(answer.tokens), f"{policy}: begun on old weights, ended on new ones"
