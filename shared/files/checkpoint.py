@@ -100,7 +100,10 @@ def file_identity(path: Path) -> FileIdentity:
 def open_checkpoint(directory: Path, *, follow_links: bool) -> Checkpoint:
     """Reads the index and all headers, no weights. Raises FileNotFoundError when there is no such directory,
     Refused when it is no checkpoint, DamagedFile with the file's name when something in it is wrong."""
-    names = _regular_files(directory, follow_links)
+    try:
+        names = _regular_files(directory, follow_links)
+    except NotADirectoryError as error:
+        raise Refused(f"{directory} is no directory", remedy="give a checkpoint directory") from error
     weight_map = _weight_map(directory, names, follow_links)
     shards = sorted(set(weight_map.values())) if weight_map is not None else [_single(directory, names)]
     _check_present(directory, names, shards)

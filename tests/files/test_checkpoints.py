@@ -154,6 +154,8 @@ def test_directories_that_are_no_checkpoint(tmp_path: Path) -> None:
         open_checkpoint(tmp_path, follow_links=False)
     with pytest.raises(FileNotFoundError):
         open_checkpoint(tmp_path / "absent", follow_links=False)
+    with pytest.raises(Refused, match="is no directory"):
+        open_checkpoint(tmp_path / SHARDS[1], follow_links=False)
 
 
 def test_a_delta_is_not_taken_for_a_checkpoint(tmp_path: Path) -> None:
