@@ -58,6 +58,6 @@ def require_free(directory: Path, nbytes: int, work: str) -> None:
     free = space_of(directory).free_bytes
     if free < nbytes:
         raise NoRoom(
-            f"{directory}: {free >> 20} MiB free, {work} needs {nbytes >> 20} MiB",
+            f"{directory}: {free / (1 << 20):.1f} MiB free, {work} needs {nbytes / (1 << 20):.1f} MiB",
             remedy="free space on the local disk; nothing was changed",
         )
