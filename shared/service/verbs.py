@@ -18,7 +18,7 @@ from weightcast.shared.service.output import Output, time_text
 
 STATUS_PATH = "/v1/status"
 _ROOMS = ("channel", "local", "keys", "fleet")
-_TIMES = ("at", "since", "created", "last_full_hash")
+_TIMES = ("at", "since", "created", "last_full_hash", "full_pass", "last_fault_at", "step_began")
 
 TokenOption = Annotated[
     str | None, typer.Option("--token", envvar="WEIGHTCAST_TOKEN", help="Bearer token of the daemon.")
