@@ -194,8 +194,12 @@ def _cells(host: Host) -> Sequence[RenderableType]:
 
 
 def _error(host: Host) -> str:
-    text = host.last_error + (f" ({host.remedy})" if host.remedy else "")
-    return printable(text[:_MOST_ERROR] + ("..." if len(text) > _MOST_ERROR else ""))
+    """What to do is shown whatever the length of what went wrong."""
+    return printable(_cut(host.last_error) + (f" ({_cut(host.remedy)})" if host.remedy else ""))
+
+
+def _cut(text: str) -> str:
+    return text[:_MOST_ERROR] + ("..." if len(text) > _MOST_ERROR else "")
 
 
 def _number(value: int | None) -> str:

@@ -234,6 +234,13 @@ def test_the_table_has_the_worst_first_and_no_control_characters(channel: Path, 
     assert [host["host"] for host in json.loads(out)["hosts"]] == ["a", "b\u2028d"]
 
 
+def test_a_long_error_does_not_push_out_its_remedy(channel: Path, weightcast: Command) -> None:
+    long = replace(REPORT, host="bad", state="waiting", last_error="E: " + "e" * 400, remedy="free it")
+    write_report(channel, long)
+    _, out, _ = weightcast("fleet", "--channel", channel)
+    assert "e... (free it)" in " ".join(out.split())
+
+
 def test_the_worst_fifty_are_enough_unless_all_are_wanted(channel: Path, weightcast: Command) -> None:
     for number in range(MOST + 1):
         write_report(channel, replace(REPORT, host=f"host-{number:02}", served_version=5))
