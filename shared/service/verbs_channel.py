@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -62,6 +63,7 @@ def log(
     as_json: JsonOption = False,
 ) -> None:
     """List the versions of a channel and, with trusted keys, who signed them."""
+    _check_named(channel)
     trust = Trust.load(trusted_key or ())
     opened = Channel.open(channel, trust)
     pointer = opened.pointer()
@@ -238,11 +240,7 @@ def _line(value: object) -> str:
 def check(channel: ChannelOption, trusted_key: TrustedKeyOption = None, as_json: JsonOption = False) -> None:
     """Check every file of every version, the chain of versions and, with trusted keys, who signed it."""
     output = Output(json=as_json)
-    named = (channel / name for name in ("channel.json", "base.json", "latest"))
-    if is_directory(channel) and not any(exists(path) for path in named):
-        raise Refused(
-            f"{channel} is no channel: it has neither channel.json nor latest", remedy="check --channel"
-        )
+    _check_named(channel)
     with output.progress(f"reading {channel}", None) as advance:
         problems = faults(channel, advance, Trust.load(trusted_key or ()))
     if problems and not as_json:
@@ -252,6 +250,15 @@ def check(channel: ChannelOption, trusted_key: TrustedKeyOption = None, as_json:
         output.result(facts, lambda console: console.print(f"{channel}: no problem found"))
     if problems:
         raise typer.Exit(exit_code_of(problems))
+
+
+def _check_named(channel: Path) -> None:
+    """A channel of another tool has no more than the pointer, and not even that before its first version."""
+    named = (channel / name for name in ("channel.json", "base.json", "latest"))
+    if is_directory(channel) and not any(exists(path) for path in named):
+        raise Refused(
+            f"{channel} is no channel: it has neither channel.json nor latest", remedy="check --channel"
+        )
 
 
 def exit_code_of(problems: Sequence[Problem]) -> int:
