@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from weightcast.shared.errors import USAGE, NotInTime, WeightcastError
 from weightcast.shared.files.paths import printable
+from weightcast.shared.files.space import NoRoom, lacks_room
 from weightcast.shared.service.output import Output
 from weightcast.shared.service.streams import steady_streams
 from weightcast.shared.service.variables import unknown_variables
@@ -81,13 +82,20 @@ def run(arguments: list[str], sides: Sequence[EntryPoint] | None = None) -> int:
         output.error(error)
         return error.exit_code
     except OSError as error:
-        output.error(WeightcastError(str(error)))
-        return WeightcastError.exit_code
+        told = _of_disk(error)
+        output.error(told)
+        return told.exit_code
     except KeyboardInterrupt:
         return 130
     except SystemExit as end:
         return _end(end, arguments, missing)
     return 0
+
+
+def _of_disk(error: OSError) -> WeightcastError:
+    if lacks_room(error):
+        return NoRoom(str(error), remedy="free space where it writes, then run it again")
+    return WeightcastError(str(error))
 
 
 def _plain_verb(arguments: Sequence[str]) -> Verb | None:

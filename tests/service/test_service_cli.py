@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from errno import ENOSPC
 from importlib.metadata import EntryPoint, version
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ ERRORS: dict[str, type[BaseException]] = {
     "other": WeightcastError,
     "interrupt": KeyboardInterrupt,
     "disk": PermissionError,
+    "full": OSError,
     "odd": ZeroDivisionError,
 }
 
@@ -77,7 +79,7 @@ def register_here(app: typer.Typer) -> None:
         error = ERRORS[kind]
         if issubclass(error, WeightcastError):
             raise error("latest\x1b[2J is torn", remedy="wait a little")
-        raise error("by design")
+        raise error("by design") if kind != "full" else error(ENOSPC, "No space left on device")
 
     @settings_command(group(app, "subscriber", "A host."), "run", DaemonSettings, "Runs.")
     def run(settings: DaemonSettings) -> None:
@@ -125,6 +127,8 @@ def test_interrupts_disks_and_bugs(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("channel", "fail", "interrupt") == 130
     assert run("channel", "fail", "disk") == 1
     assert "error: by design" in capsys.readouterr().err
+    assert run("channel", "fail", "full") == 75
+    assert "No space left on device\nremedy: free space" in capsys.readouterr().err
     with pytest.raises(ZeroDivisionError):
         run("channel", "fail", "odd")
 
@@ -309,14 +313,20 @@ def test_a_bar_on_a_terminal() -> None:
 
 def test_status_is_short_and_has_dates(capsys: pytest.CaptureFixture[str]) -> None:
     updates = [{"kind": "patch", "seconds": {"total": 0.123456789}, "at": 0.0}, {"kind": "seed", "at": 1.5}]
-    _show(Console(width=200), {"last_full_hash": 60.0, "lag": None, "updates": updates, "loop": {"steps": 3}})
+    loop = {"steps": 3, "step_began": 60.0}
+    verify = {"full_pass": 60.0, "last_fault_at": None}
+    facts = {"last_full_hash": 60.0, "lag": None, "updates": updates, "verify": verify, "loop": loop}
+    _show(Console(width=200), facts)
     shown = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
     assert [(name, text.rstrip()) for name, text in shown] == [
         ("last_full_hash", "1970-01-01 00:01:00+00:00"),
         ("lag", "-"),
         ("updates[0]", "kind patch, seconds.total 0.1235, at 1970-01-01 00:00:00+00:00"),
         ("updates[1]", "kind seed, at 1970-01-01 00:00:01+00:00"),
+        ("verify.full_pass", "1970-01-01 00:01:00+00:00"),
+        ("verify.last_fault_at", "-"),
         ("loop.steps", "3"),
+        ("loop.step_began", "1970-01-01 00:01:00+00:00"),
     ]
 
 
