@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from weightcast.shared.service.arrivals import Arrivals
 
 _BEAT_SECONDS = 10.0
+_OTHER_FILES = "only weights are published: leave this file out, or save the base's own beside the weights"
 
 
 class Publisher:
@@ -379,7 +380,7 @@ class Publisher:
         # a trainer may leave out config and tokenizer; what it writes must be the run's
         known = [record for record in base.files if record.name in given]
         try:
-            check_other_files(directory, weights.checkpoint.other_files, known)
+            check_other_files(directory, weights.checkpoint.other_files, known, remedy=_OTHER_FILES)
         except BaseException:
             weights.close()
             raise

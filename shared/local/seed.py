@@ -172,7 +172,12 @@ def table_problems(found: TensorTable, expected: TensorTable) -> list[str]:
     return problems
 
 
-def check_other_files(where: Path, files: Sequence[Path], expected: Sequence[FileRecord]) -> None:
+def check_other_files(
+    where: Path,
+    files: Sequence[Path],
+    expected: Sequence[FileRecord],
+    remedy: str = "config and tokenizer must be those of the channel's base",
+) -> None:
     found: Mapping[str, Path] = {path.name: path for path in files}
     for record in expected:
         path = found.get(record.name)
@@ -180,7 +185,7 @@ def check_other_files(where: Path, files: Sequence[Path], expected: Sequence[Fil
             state = "missing" if path is None else "different"
             raise WrongRun(
                 f"{where / record.name} is {state} from the run's",
-                remedy="config and tokenizer must be those of the channel's base",
+                remedy=remedy,
             )
 
 

@@ -164,7 +164,7 @@ def test_an_index_that_places_a_tensor_wrongly(place: Place, tmp_path: Path) -> 
 def test_another_config_or_tokenizer(place: Place, name: str) -> None:
     new = place.new(place.model)
     (new / name).write_text('{"other": true}')
-    refuses(place, new, WrongRun, name)
+    refuses(place, new, WrongRun, name, "leave this file out")
 
 
 def test_a_checkpoint_without_config_is_taken(place: Place, rng: np.random.Generator) -> None:
