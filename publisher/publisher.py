@@ -71,6 +71,7 @@ class Publisher:
         """what rank 0 publishes without the other ranks"""
         self._member = Member(follower, rank, options)
         self._heart = None if claimed is None else _Heart(claimed)
+        self._closed = False
         # the field's encodings need all new words on the host, whatever changed
         near = options.encoding in STEP_ENCODINGS
         whole_old = options.encoding == "small"
@@ -191,6 +192,12 @@ class Publisher:
             with contextlib.suppress(OSError):
                 self._claim.release()
         self._follower.close()
+        self._closed = True
+
+    def _check_open(self) -> None:
+        """The claim is given back by then: another publisher may own the channel."""
+        if self._closed:
+            raise Refused("this publisher is closed", remedy="open another, or publish inside its `with`")
 
     @property
     def channel(self) -> Path:
@@ -302,6 +309,7 @@ class Publisher:
         Tensors given by an iterator are taken from it here, by this thread. Raises what the submission
         before raised if its `result()` was not asked for; this one is not taken then.
         """
+        self._check_open()
         if hold not in get_args(Hold):
             raise Refused(f"hold is {hold!r}", remedy='give "tensors" or "copy"')
         step = whole_step(step)
@@ -387,6 +395,7 @@ class Publisher:
         return weights
 
     def _publish_now(self, work: Work) -> PublishReport:
+        self._check_open()
         self._submissions.drain()
         self._submissions.raise_unseen()
         self._raise_held()

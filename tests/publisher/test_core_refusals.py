@@ -347,3 +347,15 @@ def test_a_base_of_an_init_that_came_to_nothing_is_taken_over(place: Place, tmp_
         init_channel(channel, other)
     with pytest.raises(WrongRun, match="is not a channel yet"):
         init_channel(channel, place.base, run_id="another-run")
+
+
+def test_a_closed_publisher_publishes_nothing(place: Place, rng: np.random.Generator) -> None:
+    model = all_changed(place.model, rng)
+    with place.publisher() as publisher:
+        pass
+    before = snapshot(place.channel)
+    with pytest.raises(Refused, match="this publisher is closed"):
+        publisher.publish_checkpoint(place.new(model))
+    with pytest.raises(Refused, match="this publisher is closed"):
+        publisher.submit({})
+    assert snapshot(place.channel) == before
