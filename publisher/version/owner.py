@@ -258,7 +258,11 @@ class Owner:
         try:
             with work.phase("read"):
                 weights = work.read()
-                matched = matched_to_run(channel, weights, self._rank, work)
+                try:
+                    matched = matched_to_run(channel, weights, self._rank, work)
+                except BaseException:
+                    weights.close()
+                    raise
         except BaseException as error:
             with contextlib.suppress(OSError):
                 self._call_off(channel, work.step, error)

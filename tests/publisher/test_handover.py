@@ -298,3 +298,20 @@ def _as_numpy_bytes(places: Places) -> dict[str, Any]:
 
     given = changed(base_tensors(), 3)
     return {name: RawTensor(dtype, shape, data) for name, (dtype, shape, data) in given.items()}
+
+
+def test_what_is_refused_leaves_its_slot_free(place: Place, export: Path, rng: np.random.Generator) -> None:
+    received, model = Received(export, place.root / "memory"), all_changed(place.model, rng)
+    wrong = arrays(model)
+    del wrong[min(wrong)]
+    kept = []
+    with HandOver(export) as hand_over:
+        for _ in range(2):
+            hand_over.put(wrong)
+            with pytest.raises(Refused, match="is missing") as refused:
+                publish_newest(place, received)
+            kept.append(refused.value)  # an error that is remembered, as a daemon does, holds its frames
+            received.end()
+        hand_over.put(arrays(model), timeout=0.1)
+        assert publish_newest(place, received) == 1
+    place.arrives(model, 1)
