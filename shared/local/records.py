@@ -26,8 +26,9 @@ from weightcast.shared.codec.plain import (
 from weightcast.shared.words import ByteArray, Chunk, TensorTable, WordKind, Words
 
 HEAD = struct.Struct("<IIQIIQ")
-"""tensor, word width, first word, changes, escapes or `_WHOLE` or `_MASKED` and a length, xxh3-64 of the
-payload"""
+"""tensor, word width, first word, changes, escapes or `_WHOLE` or `_MASKED` and a length, checksum"""
+_FACTS = struct.Struct("<IIQII")
+"""a head without its checksum: xxh3-64 of the payload, xor that of these bytes"""
 _WHOLE = 1 << 31
 _MASKED = 3 << 30
 _MANY = 8
@@ -63,7 +64,7 @@ class Packed:
 class PackedRecord(NamedTuple):
     """A record's head; its payload lies at `offset` of the journal. `whole`: so many words are there, those
     that stay among them; `masked`: it tells by a bit each which of so many change; both 0: `changes` are
-    listed."""
+    listed. `checksum`: xxh3-64 of the payload, if the head is what was written."""
 
     tensor: int
     width: int
@@ -145,7 +146,7 @@ def _pack_masked(chunk: Chunk, masks: NDArray[np.uint64], changes: Changes) -> P
             here = slice(found, found + count)
             payload = (_bytes_of(bits), _bytes_of(changes.old[here]), _bytes_of(changes.new[here]))
             width, length = chunk.kind.width, _MASKED | span.words
-            buffers.append(HEAD.pack(span.tensor, width, span.start, count, length, _checksum(payload)))
+            buffers.append(_head(span.tensor, width, span.start, count, length, payload))
             buffers.extend(payload)
             found += count
             records += 1
@@ -164,7 +165,7 @@ def pack_whole(chunk: Chunk, old: Words, new: Words, counts: Sequence[int] | Non
         if count:
             payload = (_bytes_of(old[here]), _bytes_of(new[here]))
             width, length = chunk.kind.width, _WHOLE | span.words
-            buffers.append(HEAD.pack(span.tensor, width, span.start, count, length, _checksum(payload)))
+            buffers.append(_head(span.tensor, width, span.start, count, length, payload))
             buffers.extend(payload)
             changes += count
             records += 1
@@ -190,7 +191,7 @@ def _listed(
             new_bytes[width * start : width * end],
         )
         pieces = payload if few else (b"".join(payload),)
-        buffers.append(HEAD.pack(tensor, width, first, end - start, count, _checksum(pieces)))
+        buffers.append(_head(tensor, width, first, end - start, count, pieces))
         buffers.extend(pieces)
         escaped += count
     return _packed(buffers, len(heads), len(index))
@@ -202,6 +203,14 @@ def _packed(buffers: Sequence[bytes | memoryview], records: int, changes: int) -
 
 def _bytes_of(array: NDArray[Any]) -> memoryview:
     return np.ascontiguousarray(array).view(np.uint8).data
+
+
+def _head(
+    tensor: int, width: int, first: int, changes: int, more: int, payload: Sequence[bytes | memoryview]
+) -> bytes:
+    facts = _FACTS.pack(tensor, width, first, changes, more)
+    checksum = _checksum(payload) ^ xxhash.xxh3_64_intdigest(facts)
+    return facts + checksum.to_bytes(8, "little")
 
 
 def _checksum(pieces: Sequence[bytes | memoryview]) -> int:
@@ -230,6 +239,7 @@ def parse_head(head: bytes, table: TensorTable, offset: int) -> PackedRecord:
         raise BadRecordError("record past the end of its tensor")
     if changes > (stretch if more >= _WHOLE else words) or escapes > changes:
         raise BadRecordError("record longer than its tensor")
+    checksum ^= xxhash.xxh3_64_intdigest(head[: _FACTS.size])
     return PackedRecord(tensor, width, first, changes, escapes, whole, masked, checksum, offset)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightcast.shared.codec.changes import Changes
+from weightcast.shared.codec.changes import Changes, compare
 from weightcast.shared.codec.scan import masked_changes
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.local.journal import JournalHeader, JournalReader, JournalWriter, Way
@@ -51,6 +52,13 @@ def same(one: Record, other: Record) -> bool:
         np.array_equal(a, b)
         for a, b in zip((one.index, one.old, one.new), (other.index, other.old, other.new), strict=True)
     )
+
+
+def resign(data: bytearray, offset: int, size: int) -> None:
+    """Gives the record whose payload lies at `offset` its checksum."""
+    pieces = data[offset : offset + size], data[offset - 32 : offset - 8]
+    one, other = (xxhash.xxh3_64_intdigest(bytes(piece)) for piece in pieces)
+    data[offset - 8 : offset] = (one ^ other).to_bytes(8, "little")
 
 
 RECORDS = st.lists(
@@ -198,8 +206,7 @@ def test_a_mask_of_another_number_of_words_is_damage(tmp_path: Path) -> None:
     with JournalReader(path, table) as journal:
         (record,) = journal.packed()
     data[record.offset] ^= 2  # a bit more
-    checksum = xxhash.xxh3_64_intdigest(data[record.offset : record.offset + record.size])
-    data[record.offset - 8 : record.offset] = checksum.to_bytes(8, "little")
+    resign(data, record.offset, record.size)
     path.write_bytes(data)
     words = old[:count].copy()
     with JournalReader(path, table) as journal:
@@ -265,9 +272,12 @@ def test_long_spans_are_compared_to_their_end(tmp_path: Path) -> None:
 
 def test_damage_to_whole_spans_is_refused(tmp_path: Path) -> None:
     old, new = np.arange(320, dtype=np.uint16), np.arange(1, 321, dtype=np.uint16)
-    data = whole(tmp_path / "x.journal", old, new).read_bytes()
+    path = whole(tmp_path / "x.journal", old, new)
+    data = path.read_bytes()
     begin = 12 + int.from_bytes(data[8:12], "little")
     damaged = tmp_path / "damaged.journal"
+    with JournalReader(path, WHOLE_TABLE) as journal:
+        size = next(journal.packed()).size
 
     def refused(bad: bytes | bytearray, why: str) -> None:
         damaged.write_bytes(bad)
@@ -280,7 +290,9 @@ def test_damage_to_whole_spans_is_refused(tmp_path: Path) -> None:
         (16, 0, "no tensor"),
         (8, 229, "past the end"),
     ):
-        refused(data[: begin + at] + value.to_bytes(4, "little") + data[begin + at + 4 :], why)
+        bad = bytearray(data[: begin + at] + value.to_bytes(4, "little") + data[begin + at + 4 :])
+        resign(bad, begin + 32, size)
+        refused(bad, why)
     for length, why in (
         (0, "longer than its tensor"),
         (173, "past the end"),
@@ -378,11 +390,43 @@ def test_every_flipped_byte_of_a_record_is_refused(tmp_path: Path) -> None:
                 found = read(damaged)
             except DamagedFile:
                 continue
-            # what no checksum guards: the first word's place, in a tensor of the same width
-            assert (
-                not all(map(same, found, [record(0, [1, 700, 701]), record(2, [5])]))
-                or place >= len(whole) - 40
-            )
+            assert place >= len(whole) - 40, "only members of the footer that say nothing may be others"
+            assert all(map(same, found, [record(0, [1, 700, 701]), record(2, [5])]))
+
+
+def test_every_flipped_bit_of_a_head_is_refused_where_any_words_fit(tmp_path: Path) -> None:
+    """Tensors of equal words: the record of one fits at each place of all others."""
+    count, room = 5_000, 5_056
+    table = TensorTable.of([TensorSpec(f"t{n}", "BF16", (2 * count,), 4 * count) for n in range(8)])
+    chunk = Chunk(0, "BF16", 0, (Span(2, 0, count, 0),), room)
+    old = np.zeros(room, np.uint16)
+    many, few = old.copy(), old.copy()
+    many[1:count:3] = few[5:10] = 9
+    writer = JournalWriter(tmp_path / "x.journal", HEADER)
+    for packed in (
+        pack_changes(chunk, compare(old, few)),
+        pack_changes(chunk, masked_changes(chunk, old, many)[0]),
+        pack_whole(chunk, old, many),
+    ):
+        writer.write(packed)
+    writer.close()
+    data = (tmp_path / "x.journal").read_bytes()
+    with JournalReader(tmp_path / "x.journal", table) as journal:
+        starts = [one.offset - 32 for one in journal.packed()]
+        assert [(one.masked, one.whole) for one in journal.packed()] == [(0, 0), (count, 0), (0, count)]
+    for number, start in enumerate(starts):
+        for bit in range(8 * 32):
+            bad = bytearray(data)
+            bad[start + bit // 8] ^= 1 << bit % 8
+            (tmp_path / "bad.journal").write_bytes(bad)
+            words = np.zeros(2 * count, np.uint16)
+            with (
+                JournalReader(tmp_path / "bad.journal", table) as journal,
+                pytest.raises(DamagedFile, match=r"bad\.journal: "),
+            ):
+                one = list(islice(journal.packed(), number + 1))[number]
+                journal.exchange(one, words, Way.FORWARD, again=False)
+            assert not words.any()
 
 
 @pytest.mark.parametrize(
