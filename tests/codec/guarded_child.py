@@ -1,4 +1,4 @@
-"""Exchanges words under masks in arrays behind which no memory may be touched: who does is killed."""
+"""Kernels for much that changes, on arrays behind which no memory may be touched: who does is killed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import mmap
 import numpy as np
 
 from weightcast.shared.codec.kernels import kernels
+from weightcast.shared.words import WordKind, kind_of
 
 _KEPT = []
 
@@ -38,7 +39,33 @@ def main() -> None:
                 given = at_the_end(masks)
                 assert kernels().exchange_masked(words, 0, length, given, old, new, again=False) is None
                 assert int((words == 4).sum()) == count
+    for dtype in ("U8", "F8_E4M3", "I16", "BF16", "F32"):
+        for length in (1, 63, 64, 65, 200, 4097):
+            all_words(kind_of(dtype), length)
     print("done")
+
+
+def all_words(kind: WordKind, length: int) -> None:
+    """Every second one changes, some by more than a step byte says where words are longer."""
+    plain = np.arange(length).astype(kind.numpy)
+    changed = plain ^ (plain & 1)
+    changed[3::14] ^= 1 << (8 * kind.width - 2)
+    old, new, words = map(at_the_end, (plain, changed, plain))
+    assert kernels().exchange_all(words, old, new) is None and np.array_equal(words, new)
+    steps = at_the_end(np.zeros(length, np.uint8))
+    longer = kernels().step_bytes(old, new, kind, steps)
+    kept = at_the_end(kernels().escaped(steps, new, longer))
+    assert np.array_equal(kernels().add_steps(old, steps, kept, kind), new)
+    index = at_the_end(np.flatnonzero(old != new).astype(np.uint32))
+    if len(index):
+        room = -(-length // 64) * 64
+        masks = kernels().masks_of(index, room)
+        both = (at_the_end(np.pad(each, (0, room - length))) for each in (old, new))
+        found, before, after = kernels().masked(
+            *both, np.array([[0, length, 1]]), np.zeros((1, 7), np.uint64)
+        )
+        assert np.array_equal(found, masks)
+        assert np.array_equal(before, old[index]) and np.array_equal(after, new[index])
 
 
 def all_of(length: int) -> np.ndarray:
