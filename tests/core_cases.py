@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import subprocess
@@ -46,6 +47,12 @@ class Tensor:
             data[row, 0] ^= 1 if self.dtype == "BOOL" else rng.integers(1, 256)
         return Tensor(self.dtype, self.shape, data.reshape(-1))
 
+    def flipped(self, rng: np.random.Generator, share: float) -> Tensor:
+        """With the lowest bit of such a share of its elements flipped."""
+        data = self.data.copy().reshape(-1, ITEM_SIZES[self.dtype])
+        data[:, 0] ^= (rng.random(len(data)) < share).astype(np.uint8)
+        return Tensor(self.dtype, self.shape, data.reshape(-1))
+
 
 Model = dict[str, Tensor]
 
@@ -85,6 +92,12 @@ def some_changed(model: Model, rng: np.random.Generator, elements: int = 3) -> M
 
 def all_changed(model: Model, rng: np.random.Generator, elements: int = 3) -> Model:
     return {name: one.changed(rng, elements) for name, one in model.items()}
+
+
+def much_changed(model: Model, rng: np.random.Generator, shares: Sequence[float] = (0.5, 0.95)) -> Model:
+    """Such shares of their elements by turns, by their lowest bits."""
+    turns = zip(model.items(), itertools.cycle(shares), strict=False)
+    return {name: one.flipped(rng, share) for (name, one), share in turns}
 
 
 def write_file(path: Path, model: Mapping[str, Tensor], *, aligned: bool = False) -> None:

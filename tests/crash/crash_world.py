@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from core_cases import Model, all_changed, bytes_of, every_dtype, some_changed, write_checkpoint
+from core_cases import Model, all_changed, bytes_of, every_dtype, much_changed, some_changed, write_checkpoint
 from crash_engines import run_engines
 from crash_model import (
     ChannelSeen,
@@ -153,7 +153,8 @@ class World:
 
     def train(self) -> int:
         """The trainer's next checkpoint, as bytes only."""
-        change = all_changed if self._random.integers(0, 4) == 0 else some_changed
+        changes = (all_changed, _half_or_most_changed, some_changed, some_changed)
+        change = changes[int(self._random.integers(0, 4))]
         model = change(self.models[-1], self._random)
         self.models.append(model)
         self.truth.steps.append(bytes_of(model))
@@ -394,6 +395,11 @@ class World:
         if not self.disturbed or child.exit_code in (None, 0, CRASHED):
             raise NotReached(f"{what}: the {side} ended ({child.status}): {child.words()[-1500:]}")
         getattr(self, f"start_{side}")()
+
+
+def _half_or_most_changed(model: Model, rng: np.random.Generator) -> Model:
+    """So that journals have masks, or all words."""
+    return much_changed(model, rng, rng.permutation((0.5, 0.95)).tolist())
 
 
 def _boot_was_days_ago() -> None:

@@ -31,6 +31,7 @@ CHILD = Path(__file__).with_name("patching_child.py")
 TENSORS = 1500
 """every one is a record of the journal, so that patching takes long enough to be caught at it"""
 WHOLE_WORDS = 200_000
+HALF_WORDS = 100_003
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +39,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     rng = np.random.default_rng(11)
     base: Model = {f"layer.{n}": tensor(rng, "BF16", 3, 29) for n in range(TENSORS)}
     base |= {f"large.{n}": tensor(rng, "F32", 1 << 18) for n in range(3)}
-    # most of its words change, so that the journal has all of them
-    whole = tensor(rng, "F16", WHOLE_WORDS)
+    # most of its words change, so that the journal has all of them; of the other half do, under masks
+    whole, half = tensor(rng, "F16", WHOLE_WORDS), tensor(rng, "I16", HALF_WORDS)
     changed = all_changed(base, rng) | {"whole": tensor(rng, "F16", WHOLE_WORDS)}
-    run = Run(tmp_path_factory.mktemp("killed"), [{**base, "whole": whole}, changed])
+    changed["half"] = half.flipped(rng, 0.5)
+    run = Run(tmp_path_factory.mktemp("killed"), [{**base, "whole": whole, "half": half}, changed])
     base = run.models[0]
     write_checkpoint(run.base, base, files=2)
     init_channel(run.channel, run.base)
@@ -140,7 +142,7 @@ def test_undoing_is_replayed_backwards(run: Run, local: Path) -> None:
     assert list((local / ".weightcast/journal").iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["layer.17", "large.2", "whole"])
+@pytest.mark.parametrize("name", ["layer.17", "large.2", "whole", "half"])
 def test_a_word_changed_while_nobody_looked_is_found_at_the_replay(run: Run, local: Path, name: str) -> None:
     killed_in(run, local, "patch", "patching")
     new, old = bytes_of(run.models[1])[name], bytes_of(run.models[0])[name]
