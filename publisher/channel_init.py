@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from weightcast.publisher.version.vouching import Vouching
+from weightcast.publisher.weights.config import CONFIG, read_config
 from weightcast.shared.channel.base import BASE_LIMIT, Base, parse_base, write_base
 from weightcast.shared.channel.channel_file import ChannelFile, write_channel_file
 from weightcast.shared.channel.keys import PrivateKey
@@ -23,8 +23,6 @@ from weightcast.shared.files.entries import exists
 from weightcast.shared.local.follow import open_base
 from weightcast.shared.local.seed import describe
 
-_CONFIG = "config.json"
-_CONFIG_LIMIT = 64 << 20
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = (
     "model.embed_tokens.weight",
@@ -149,20 +147,16 @@ def _check_rules(made: Channel, frozen: Sequence[str], aliases: Mapping[str, str
 def ties_of(base: Path, checkpoint: Checkpoint) -> dict[str, str]:
     """What `tie_word_embeddings` says: the head is the embedding. Where neither config.json nor the weights
     know of a head, one that is given must be the embedding too."""
-    config, names = base / _CONFIG, checkpoint.table.numbers
+    config, names = base / CONFIG, checkpoint.table.numbers
     embedding = next((name for name in _EMBEDDINGS if name in names), None)
     if not exists(config) or embedding is None:
         return {}
-    try:
-        # not the strict reader: configurations of some models hold an Infinity
-        said = _says_tied(json.loads(durable.read_file(config, _CONFIG_LIMIT, follow_links=True)))
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise Refused(f"{config} is not a JSON object", remedy="give an HF checkpoint directory") from error
+    said = _says_tied(read_config(config))
     tied = said if said is not None else _HEAD not in names
     return {_HEAD: embedding} if tied else {}
 
 
-def _says_tied(config: Any) -> bool | None:
+def _says_tied(config: Mapping[str, Any]) -> bool | None:
     """Of the model, or of its text part where it has several; None: nothing."""
     for part in (config, config.get("text_config")):
         said = part.get("tie_word_embeddings") if isinstance(part, dict) else None

@@ -24,6 +24,7 @@ from weightcast.publisher.version.rendezvous import Rank
 from weightcast.publisher.version.report import PublishReport
 from weightcast.publisher.version.vouching import Vouching
 from weightcast.publisher.version.work import PublishOptions, Until, Watching, Work
+from weightcast.publisher.weights.config import CONFIG, check_config
 from weightcast.publisher.weights.finite import NonFinite
 from weightcast.publisher.weights.on_device import Baselines, OnDevice, When
 from weightcast.publisher.weights.tensors import CheckpointWeights, GivenWeights, NewWeights
@@ -38,14 +39,12 @@ from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import DamagedFile, NeedsReseed, Refused, Untrusted
 from weightcast.shared.local.follow import Follower, FollowOptions
 from weightcast.shared.local.scrub import Scrub
-from weightcast.shared.local.seed import check_other_files
 from weightcast.shared.progress import Advance
 
 if TYPE_CHECKING:
     from weightcast.shared.service.arrivals import Arrivals
 
 _BEAT_SECONDS = 10.0
-_OTHER_FILES = "only weights are published: leave this file out, or save the base's own beside the weights"
 
 
 class Publisher:
@@ -382,13 +381,10 @@ class Publisher:
 
     def open_checkpoint(self, directory: Path) -> NewWeights:
         """A checkpoint directory as new weights of this run, for `publish_weights`."""
-        base = self.run[1]
-        weights = CheckpointWeights(directory)
-        given = {path.name for path in weights.checkpoint.other_files}
-        # a trainer may leave out config and tokenizer; what it writes must be the run's
-        known = [record for record in base.files if record.name in given]
+        weights, local = CheckpointWeights(directory), self._follower.local
+        own = self._follower.base_dir if local is None else local.checkpoint.directory
         try:
-            check_other_files(directory, weights.checkpoint.other_files, known, remedy=_OTHER_FILES)
+            check_config(directory / CONFIG, own, self.run[1].files)
         except BaseException:
             weights.close()
             raise

@@ -172,12 +172,7 @@ def table_problems(found: TensorTable, expected: TensorTable) -> list[str]:
     return problems
 
 
-def check_other_files(
-    where: Path,
-    files: Sequence[Path],
-    expected: Sequence[FileRecord],
-    remedy: str = "config and tokenizer must be those of the channel's base",
-) -> None:
+def check_other_files(where: Path, files: Sequence[Path], expected: Sequence[FileRecord]) -> None:
     found: Mapping[str, Path] = {path.name: path for path in files}
     for record in expected:
         path = found.get(record.name)
@@ -185,7 +180,7 @@ def check_other_files(
             state = "missing" if path is None else "different"
             raise WrongRun(
                 f"{where / record.name} is {state} from the run's",
-                remedy=remedy,
+                remedy="config and tokenizer must be those of the channel's base",
             )
 
 

@@ -160,13 +160,6 @@ def test_an_index_that_places_a_tensor_wrongly(place: Place, tmp_path: Path) -> 
     refuses(place, new, DamagedFile, "long")
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
-def test_another_config_or_tokenizer(place: Place, name: str) -> None:
-    new = place.new(place.model)
-    (new / name).write_text('{"other": true}')
-    refuses(place, new, WrongRun, name, "leave this file out")
-
-
 def test_a_checkpoint_without_config_is_taken(place: Place, rng: np.random.Generator) -> None:
     model = all_changed(place.model, rng)
     new = place.new(model)

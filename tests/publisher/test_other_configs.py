@@ -1,0 +1,103 @@
+"""A trainer's config.json: other words for the base's model are taken, another model is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from core_cases import all_changed, snapshot
+from publisher_cases import Place, make_place
+
+from weightcast.shared.errors import Refused, WrongRun
+
+BASE: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.1",
+    "use_cache": True,
+    "rope_theta": 10000.0,
+    "rope_scaling": {"type": "linear", "factor": 2.0},
+    "rms_norm_eps": 1e-6,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+    "time_step_limit": [0.0, float("inf")],
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return make_place(tmp_path, config=json.dumps(BASE))
+
+
+def saved(place: Place, config: str) -> Path:
+    new = place.new(all_changed(place.model, np.random.default_rng(1)))
+    (new / "config.json").write_text(config)
+    return new
+
+
+def changed(**members: Any) -> str:
+    return json.dumps({**BASE, **members})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        json.dumps(BASE, indent=4, sort_keys=True),
+        changed(transformers_version="5.1.0", use_cache=False, _name_or_path="somewhere", dtype="float32"),
+        changed(architectures=["FSDPQwen2ForCausalLM"], attention_dropout=0.1, eos_token_id=[1, 2]),
+        changed(layer_types=["full_attention"], rope_scaling={**BASE["rope_scaling"], "rope_type": "linear"}),
+        json.dumps({"model_type": "qwen2"}),
+        "{}",
+    ],
+    ids=["indented", "another release", "in training", "more members", "fewer members", "none"],
+)
+def test_other_words_for_the_same_model(place: Place, config: str) -> None:
+    new = saved(place, config)
+    (new / "tokenizer.json").write_text("other")
+    (new / "generation_config.json").write_text("{}")
+    with place.publisher() as publisher:
+        assert publisher.publish_checkpoint(new).version == 1
+    place.arrives(all_changed(place.model, np.random.default_rng(1)), 1)
+    assert (place.host / "config.json").read_bytes() == (place.base / "config.json").read_bytes()
+    assert (place.host / "tokenizer.json").read_bytes() == (place.base / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (changed(rope_theta=500000.0), "rope_theta (10000.0, base, and 500000.0)"),
+        (
+            changed(rope_scaling={"type": "yarn", "factor": 2.0}),
+            'rope_scaling.type ("linear", base, and "yarn")',
+        ),
+        (changed(rope_scaling=None), "rope_scaling ("),
+        (changed(tie_word_embeddings=0), "tie_word_embeddings (false, base, and 0)"),
+        (json.dumps(dict.fromkeys(BASE, 0)), "and 1 more"),
+        ("[]", "not a JSON object"),
+        ("{" * 100_000, "not a JSON object"),
+        ("", "not a JSON object"),
+    ],
+)
+def test_another_model(place: Place, config: str, told: str) -> None:
+    new = saved(place, config)
+    with place.publisher() as publisher:
+        before = snapshot(place.channel), snapshot(place.pub)
+        with pytest.raises(Refused) as caught:
+            publisher.publish_checkpoint(new)
+        assert (snapshot(place.channel), snapshot(place.pub)) == before
+        assert str(new / "config.json") in str(caught.value) and told in str(caught.value)
+        assert caught.value.remedy
+        (new / "config.json").unlink()
+        assert publisher.publish_checkpoint(new).version == 1
+
+
+def test_a_base_that_is_not_there_to_compare(place: Place) -> None:
+    with place.publisher() as publisher:
+        publisher.publish_checkpoint(saved(place, json.dumps(BASE)))
+        (place.pub / "config.json").write_text(changed(rope_theta=1.0))
+        with pytest.raises(WrongRun, match=r"config\.json is different from the run's"):
+            publisher.publish_checkpoint(saved(place, changed(rope_theta=1.0)))
