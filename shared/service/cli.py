@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -41,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Console entry point. Exit codes: docs of `weightcast.shared.errors`, and 130 after Ctrl-C."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     gc.set_threshold(*_COLLECTED)
+    if os.getpid() == 1:
+        # the first process of a container gets no signal that it does not handle; some verbs will
+        signal.signal(signal.SIGTERM, _terminated)
     steady_streams()
     _tell_unknown_variables()
     code = run(words)
@@ -48,6 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         # the first: threads that hang in a mount would be waited for
         _end_at_once(code)
     sys.exit(code)
+
+
+def _terminated(number: int, _: object) -> NoReturn:
+    os._exit(128 + number)
 
 
 def _tell_unknown_variables() -> None:

@@ -376,3 +376,12 @@ def test_a_file_never_takes_the_number_of_a_closed_stream(tmp_path: Path) -> Non
     line = ["sh", "-c", STREAMS["all closed"], "sh", sys.executable, "-c", script]
     assert subprocess.run(line, timeout=60, check=False).returncode == 0
     assert int(opened.read_text()) > 2
+
+
+def test_the_first_process_of_a_container_ends_by_sigterm_before_its_verb_handles_it() -> None:
+    program = (
+        "import os; own = os.getpid(); os.getpid = lambda: 1; from weightcast.shared.service import cli;"
+        "cli.run = lambda words: os.kill(own, 15); cli.main([])"
+    )
+    # outside a container, SIGTERM that nobody handles ends by the signal: -15
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 143
