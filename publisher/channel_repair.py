@@ -23,7 +23,7 @@ from weightcast.shared.channel.index import INDEX_LIMIT
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.pointer import read_pointer, write_pointer
 from weightcast.shared.channel.signing import Trust
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.store import Channel, require_named
 from weightcast.shared.errors import Refused, WeightcastError
 from weightcast.shared.files import durable
 from weightcast.shared.files.entries import is_directory
@@ -55,9 +55,10 @@ def repair_channel(
     trusted_keys: Sequence[str | Path] = (),
 ) -> Repairs:
     """`local`: the publisher's own local checkpoint, for what only its bytes can restore. Raises Refused
-    while a publisher lives, and for a channel that another tool writes."""
+    while a publisher lives, for a channel that another tool writes, and for what is none."""
     repairs, trust = Repairs(), Trust.load(trusted_keys)
     if not faults(directory, advance, trust):
+        require_named(directory)
         return repairs
     with _claimed(directory, take_over, patience) as held:
         if local is not None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from weightcast.publisher.channel_init import ties_of
 from weightcast.publisher.publisher import Publisher
-from weightcast.publisher.weights.given import CastTensor, RawTensor, dtype_of
+from weightcast.publisher.weights.given import CastTensor, RawTensor, dtype_of, pairs_of
 from weightcast.publisher.weights.names import resolve
 from weightcast.shared.errors import Refused
 from weightcast.shared.local.follow import open_base
@@ -48,7 +48,7 @@ def cast_like(
     Raises Refused for a tensor that cannot become the run's by rounding (integers, 8 bits).
     """
     table, ties = _run_of(base)
-    pairs = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
+    pairs = list(pairs_of(named_tensors))
     names = resolve([name for name, _ in dict(pairs).items()], {*table.numbers, *ties}).run_names
     cast, tensors, elements = [], 0, 0
     for name, tensor in pairs:

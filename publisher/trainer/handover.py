@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from weightcast.publisher.trainer.export import SLOTS, Export, Handed
-from weightcast.publisher.weights.given import CastTensor, RawTensor, in_torch, spec_of
+from weightcast.publisher.weights.given import CastTensor, RawTensor, in_torch, pairs_of, spec_of
 from weightcast.publisher.weights.trainer_step import whole_step
 from weightcast.shared.errors import Refused, RetryLater
 from weightcast.shared.files.safetensors import Entry, pack_header
@@ -86,8 +86,7 @@ class HandOver:
         no tensor of a file. The publisher then goes on with what was complete before.
         """
         number = whole_step(step)
-        pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
-        given = [(spec_of(name, tensor), tensor) for name, tensor in pairs]
+        given = [(spec_of(name, tensor), tensor) for name, tensor in pairs_of(named_tensors)]
         _check_names(given)
         # widest elements first: each tensor lies at a multiple of its element's size
         given.sort(key=lambda one: one[0].nbytes // max(1, one[0].elements), reverse=True)

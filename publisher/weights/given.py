@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,6 +81,24 @@ class CastTensor:
         return self.convert(self.tensor, self.dtype)
 
 
+def pairs_of(named_tensors: object) -> Iterator[tuple[str, Any]]:
+    """Raises Refused for what is neither a mapping nor an iterable of names with their tensors."""
+    pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+    if not isinstance(pairs, Iterable):
+        raise _no_pairs(named_tensors)
+    for pair in pairs:
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise _no_pairs(pair)
+        yield pair[0], pair[1]
+
+
+def _no_pairs(given: object) -> Refused:
+    return Refused(
+        f"{type(given).__name__} is no name with a tensor",
+        remedy="give model.state_dict(), or pairs of names and tensors",
+    )
+
+
 def dtype_of(name: str, tensor: Any) -> str:
     """Its safetensors name. Raises Refused."""
     if isinstance(tensor, RawTensor | CastTensor):
@@ -90,6 +108,8 @@ def dtype_of(name: str, tensor: Any) -> str:
             f"{name} is no tensor but of type {type(tensor).__name__}",
             remedy="give torch tensors or numpy arrays",
         )
+    if getattr(tensor, "is_meta", False):
+        raise Refused(f"{name} is on the meta device: it has no values", remedy="load it first")
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in _NUMPY_NAMES:
         raise Refused(f"{name}: dtype {tensor.dtype} has no place in a safetensors file", remedy="cast it")

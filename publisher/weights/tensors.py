@@ -16,7 +16,7 @@ import numpy as np
 
 from weightcast.publisher.weights.boxes import Box
 from weightcast.publisher.weights.device_words import words_of
-from weightcast.publisher.weights.given import CastTensor, RawTensor, in_torch, shard_of, spec_of
+from weightcast.publisher.weights.given import CastTensor, RawTensor, in_torch, pairs_of, shard_of, spec_of
 from weightcast.publisher.weights.match import Matched
 from weightcast.publisher.weights.on_device import Baselines, Near
 from weightcast.shared.errors import Refused, RetryLater
@@ -178,9 +178,8 @@ class GivenWeights:
         baselines: Baselines | None = None,
     ) -> None:
         """`baselines`: of the publisher, for tensors on devices."""
-        pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
         given: dict[str, _Given] = {}
-        for name, tensor in pairs:
+        for name, tensor in pairs_of(named_tensors):
             one = _Given.of(name, tensor)
             if name in given and not _equal(given[name], one):
                 raise Refused(

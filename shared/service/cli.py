@@ -12,11 +12,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from errno import EROFS
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
-from weightcast.shared.errors import USAGE, NotInTime, WeightcastError
+from weightcast.shared.errors import USAGE, NotInTime, Refused, WeightcastError
 from weightcast.shared.files.paths import printable
 from weightcast.shared.files.space import NoRoom, lacks_room
 from weightcast.shared.service.output import Output
@@ -103,6 +104,8 @@ def run(arguments: list[str], sides: Sequence[EntryPoint] | None = None) -> int:
 def _of_disk(error: OSError) -> WeightcastError:
     if lacks_room(error):
         return NoRoom(str(error), remedy="free space where it writes, then run it again")
+    if isinstance(error, PermissionError) or error.errno == EROFS:
+        return Refused(str(error), remedy="look at its owner and mode, and at how its file system is mounted")
     return WeightcastError(str(error))
 
 

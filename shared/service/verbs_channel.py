@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,9 +15,8 @@ from weightcast.shared.channel.faults import faults
 from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.channel.layout import version_name
 from weightcast.shared.channel.signing import Trust
-from weightcast.shared.channel.store import Channel, FullVersion
+from weightcast.shared.channel.store import Channel, FullVersion, require_named
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater, Untrusted
-from weightcast.shared.files.entries import exists, is_directory
 from weightcast.shared.files.paths import printable
 from weightcast.shared.service.app import group
 from weightcast.shared.service.common_options import ChannelOption, JsonOption, TrustedKeyOption
@@ -63,7 +61,7 @@ def log(
     as_json: JsonOption = False,
 ) -> None:
     """List the versions of a channel and, with trusted keys, who signed them."""
-    _check_named(channel)
+    require_named(channel)
     trust = Trust.load(trusted_key or ())
     opened = Channel.open(channel, trust)
     pointer = opened.pointer()
@@ -240,7 +238,7 @@ def _line(value: object) -> str:
 def check(channel: ChannelOption, trusted_key: TrustedKeyOption = None, as_json: JsonOption = False) -> None:
     """Check every file of every version, the chain of versions and, with trusted keys, who signed it."""
     output = Output(json=as_json)
-    _check_named(channel)
+    require_named(channel)
     with output.progress(f"reading {channel}", None) as advance:
         problems = faults(channel, advance, Trust.load(trusted_key or ()))
     if problems and not as_json:
@@ -250,15 +248,6 @@ def check(channel: ChannelOption, trusted_key: TrustedKeyOption = None, as_json:
         output.result(facts, lambda console: console.print(f"{channel}: no problem found"))
     if problems:
         raise typer.Exit(exit_code_of(problems))
-
-
-def _check_named(channel: Path) -> None:
-    """A channel of another tool has no more than the pointer, and not even that before its first version."""
-    named = (channel / name for name in ("channel.json", "base.json", "latest"))
-    if is_directory(channel) and not any(exists(path) for path in named):
-        raise Refused(
-            f"{channel} is no channel: it has neither channel.json nor latest", remedy="check --channel"
-        )
 
 
 def exit_code_of(problems: Sequence[Problem]) -> int:

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weightcast.shared.channel.reports import UPDATES_LIMIT
+from weightcast.shared.channel.store import require_named
 from weightcast.shared.errors import Refused, WeightcastError
 from weightcast.shared.files.paths import printable
 from weightcast.shared.service.arrivals import Arrivals
@@ -103,6 +104,7 @@ def _looking(channel: Path | None, url: str | None, token: str | None, updates: 
         with Daemon(url, token) as daemon:
             yield lambda: _parsed(daemon.get(FLEET_PATH), daemon.url)
     elif channel is not None:
+        require_named(channel)
         yield FleetReader(channel, updates=updates).read
     else:
         raise typer.BadParameter("give --channel or --url")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from core_cases import Model, all_changed, snapshot, some_changed, tensor, write_checkpoint
 from publisher_cases import ENCODINGS, Place, make_place
 
@@ -119,14 +120,23 @@ def test_what_is_no_step_is_refused_before_anything_is_read(place: Place, step: 
     assert snapshot(place.channel) == before
 
 
-def test_what_is_no_tensor_is_named(place: Place) -> None:
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"scalar": 3.0}, "scalar is no tensor but of type float"),
+        ({"scalar": torch.empty((), device="meta")}, "scalar is on the meta device"),
+        (torch.nn.Linear(2, 2), "Linear is no name with a tensor"),
+        (None, "NoneType is no name with a tensor"),
+        (["scalar"], "str is no name with a tensor"),
+        ({3: np.float32(1)}, "tuple is no name with a tensor"),
+    ],
+    ids=["a number", "meta", "a module", "none", "names", "numbers"],
+)
+def test_what_is_no_tensor_is_named(place: Place, given: Any, message: str) -> None:
     before = snapshot(place.channel)
-    with (
-        place.publisher() as publisher,
-        pytest.raises(Refused, match="scalar is no tensor but of type float"),
-    ):
-        publisher.publish({"scalar": 3.0})
-    assert snapshot(place.channel) == before
+    with place.publisher() as publisher, pytest.raises(Refused, match=message) as caught:
+        publisher.publish(given)
+    assert caught.value.remedy and snapshot(place.channel) == before
 
 
 @pytest.mark.parametrize(

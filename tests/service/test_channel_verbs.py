@@ -201,7 +201,7 @@ def test_a_foreign_channel_is_listed(tmp_path: Path, weightcast: Callable[..., D
     assert checked.code == 3 and shard.name in checked.out and "is not there" in checked.out
 
 
-@pytest.mark.parametrize("verb", ["log", "verify"])
-def test_a_directory_that_is_no_channel(tmp_path: Path, verb: str, weightcast: Callable[..., Done]) -> None:
-    done = weightcast("channel", verb, "--channel", tmp_path, "--json")
+@pytest.mark.parametrize("words", ["channel log", "channel verify", "channel repair", "fleet"])
+def test_a_directory_that_is_no_channel(tmp_path: Path, words: str, weightcast: Callable[..., Done]) -> None:
+    done = weightcast(*words.split(), "--channel", tmp_path, "--json")
     assert done.code == 3 and "is no channel" in done.json["message"]

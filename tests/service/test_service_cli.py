@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from errno import ENOSPC
+from errno import EIO, ENOSPC, EROFS
 from importlib.metadata import EntryPoint, version
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,9 @@ ERRORS: dict[str, type[BaseException]] = {
     "later": RetryLater,
     "other": WeightcastError,
     "interrupt": KeyboardInterrupt,
-    "disk": PermissionError,
+    "denied": PermissionError,
+    "read-only": OSError,
+    "disk": OSError,
     "full": OSError,
     "odd": ZeroDivisionError,
 }
@@ -79,7 +81,8 @@ def register_here(app: typer.Typer) -> None:
         error = ERRORS[kind]
         if issubclass(error, WeightcastError):
             raise error("latest\x1b[2J is torn", remedy="wait a little")
-        raise error("by design") if kind != "full" else error(ENOSPC, "No space left on device")
+        number = {"full": ENOSPC, "read-only": EROFS, "disk": EIO}.get(kind)
+        raise error("by design") if number is None else error(number, os.strerror(number))
 
     @settings_command(group(app, "subscriber", "A host."), "run", DaemonSettings, "Runs.")
     def run(settings: DaemonSettings) -> None:
@@ -126,7 +129,10 @@ def test_errors_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_interrupts_disks_and_bugs(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("channel", "fail", "interrupt") == 130
     assert run("channel", "fail", "disk") == 1
-    assert "error: by design" in capsys.readouterr().err
+    assert "Input/output error" in capsys.readouterr().err
+    for kind, message in (("denied", "by design"), ("read-only", "Read-only file system")):
+        assert run("channel", "fail", kind) == 3
+        assert f"{message}\nremedy: look at its owner and mode" in capsys.readouterr().err
     assert run("channel", "fail", "full") == 75
     assert "No space left on device\nremedy: free space" in capsys.readouterr().err
     with pytest.raises(ZeroDivisionError):
