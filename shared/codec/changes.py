@@ -13,6 +13,9 @@ from weightcast.shared.codec.padding import Counted
 from weightcast.shared.codec.plain import places_under
 from weightcast.shared.words import Words
 
+_LISTED_BITS = 8
+"""of a list, for each change: its distance from the one before"""
+
 
 @dataclass(frozen=True)
 class Changes:
@@ -46,6 +49,11 @@ class Changes:
             np.copyto(words, self.whole)
         else:
             kernels().scatter(words, self.index, self.new)
+
+
+def worth_masks(changed: int, words: int) -> bool:
+    """Whether a bit for each word takes no more than listing those that change."""
+    return _LISTED_BITS * changed >= words
 
 
 def all_of(old: Words, new: Words, counted: Counted) -> Changes:

@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 
 from weightcast.shared.codec import choose, dense, sparse
-from weightcast.shared.codec.changes import Changes
+from weightcast.shared.codec.changes import Changes, worth_masks
 from weightcast.shared.codec.choose import FetchWords, StepEncoding
 from weightcast.shared.codec.padding import Counted
 from weightcast.shared.codec.scan import all_of, changes_of, masked_changes
@@ -35,8 +35,6 @@ _CHECKSUM = struct.Struct("<Q")
 HEADER = _FACTS.size + _CHECKSUM.size
 _FEW_STAY = 4
 """words, of which at most one does not change, that are all shown: lists cost more"""
-_FEW_CHANGE = 8
-"""words, of which at most one changes, that are listed: bits for all take as much as distances"""
 _REMEDY = "fetch the file again; if it stays so, the publisher's copy is damaged"
 
 
@@ -112,7 +110,7 @@ def _shown(chunk: Chunk, old: Words, new: Words, counted: Counted, changed: int)
     """Listed where masks would take more than the list."""
     if _FEW_STAY * (counted.words - changed) <= counted.words:
         return all_of(chunk, old, new, counted)
-    return (masked_changes if _FEW_CHANGE * changed > counted.words else changes_of)(chunk, old, new)
+    return (masked_changes if worth_masks(changed, counted.words) else changes_of)(chunk, old, new)
 
 
 def _raw(payload: ByteArray, chunk: Chunk, counted: Counted) -> Words:

@@ -4,7 +4,7 @@ of its words where few stay. docs/FORMAT.md, Journal."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from weightcast.shared.codec.changes import Changes
+from weightcast.shared.codec.changes import Changes, worth_masks
 from weightcast.shared.codec.kernels import kernels
 from weightcast.shared.codec.plain import (
     Begin,
@@ -25,14 +25,14 @@ from weightcast.shared.codec.plain import (
 )
 from weightcast.shared.words import ByteArray, Chunk, TensorTable, WordKind, Words
 
+Pieces = Sequence[bytes | memoryview]
+
 HEAD = struct.Struct("<IIQIIQ")
 """tensor, word width, first word, changes, escapes or `_WHOLE` or `_MASKED` and a length, checksum"""
 _FACTS = struct.Struct("<IIQII")
 """a head without its checksum: xxh3-64 of the payload, xor that of these bytes"""
 _WHOLE = 1 << 31
 _MASKED = 3 << 30
-_MANY = 8
-"""words, of which at least one changes, that are worth a bit each"""
 _WORTH_MASKS = 1 << 12
 """words per span, on the average of a chunk, from which its changes stay under masks: short lists are
 exchanged many at once"""
@@ -56,7 +56,7 @@ class Record:
 class Packed:
     """Records as they lie in a journal. `buffers` follow each other; `changes`: of all records."""
 
-    buffers: Sequence[bytes | memoryview]
+    buffers: Pieces
     records: int
     changes: int
 
@@ -118,7 +118,8 @@ def pack_record(record: Record) -> Packed:
 def pack_changes(chunk: Chunk, changes: Changes) -> Packed:
     """A record for each span with changes. Safe in any thread; `changes` must stay as they are until they are
     written."""
-    if len(changes) * _MANY >= chunk.words >= _WORTH_MASKS * len(chunk.spans):
+    long = chunk.words >= _WORTH_MASKS * len(chunk.spans)
+    if long and worth_masks(len(changes), chunk.words):
         masks = changes.masks
         if masks is None:
             masks = kernels().masks_of(changes.index, chunk.words)
@@ -137,35 +138,36 @@ def pack_changes(chunk: Chunk, changes: Changes) -> Packed:
 
 
 def _pack_masked(chunk: Chunk, masks: NDArray[np.uint64], changes: Changes) -> Packed:
-    buffers: list[bytes | memoryview] = []
-    found = records = 0
-    for span in chunk.spans:
-        bits = masks[span.offset >> 6 :][: _mask_bytes(span.words) >> 3]
-        count = len(changes) if len(chunk.spans) == 1 else int(np.bitwise_count(bits).sum())
-        if count:
+    def pieces() -> Iterator[tuple[int, Pieces]]:
+        found = 0
+        for span in chunk.spans:
+            bits = masks[span.offset >> 6 :][: _mask_bytes(span.words) >> 3]
+            count = len(changes) if len(chunk.spans) == 1 else int(np.bitwise_count(bits).sum())
             here = slice(found, found + count)
-            payload = (_bytes_of(bits), _bytes_of(changes.old[here]), _bytes_of(changes.new[here]))
-            width, length = chunk.kind.width, _MASKED | span.words
-            buffers.append(_head(span.tensor, width, span.start, count, length, payload))
-            buffers.extend(payload)
+            yield count, (_bytes_of(bits), _bytes_of(changes.old[here]), _bytes_of(changes.new[here]))
             found += count
-            records += 1
-    return _packed(buffers, records, found)
+
+    return _stretches(chunk, _MASKED, pieces())
 
 
 def pack_whole(chunk: Chunk, old: Words, new: Words, counts: Sequence[int] | None = None) -> Packed:
     """As `pack_changes`, for where few words stay. `old`, `new`: word[chunk.words], not to be changed until
     they are written. `counts`: changes of each span, where they are known."""
-    buffers: list[bytes | memoryview] = []
-    changes = records = 0
     heres = [slice(span.offset, span.offset + span.words) for span in chunk.spans]
     if counts is None:
         counts = [int(np.count_nonzero(old[here] != new[here])) for here in heres]
-    for span, here, count in zip(chunk.spans, heres, counts, strict=True):
+    pieces = [(_bytes_of(old[here]), _bytes_of(new[here])) for here in heres]
+    return _stretches(chunk, _WHOLE, zip(counts, pieces, strict=True))
+
+
+def _stretches(chunk: Chunk, form: int, spans: Iterable[tuple[int, Pieces]]) -> Packed:
+    """A record of all of each span with changes. `spans`: how many, and its payload."""
+    buffers: list[bytes | memoryview] = []
+    changes = records = 0
+    for span, (count, payload) in zip(chunk.spans, spans, strict=True):
         if count:
-            payload = (_bytes_of(old[here]), _bytes_of(new[here]))
-            width, length = chunk.kind.width, _WHOLE | span.words
-            buffers.append(_head(span.tensor, width, span.start, count, length, payload))
+            length = form | span.words
+            buffers.append(_head(span.tensor, chunk.kind.width, span.start, count, length, payload))
             buffers.extend(payload)
             changes += count
             records += 1
@@ -197,7 +199,7 @@ def _listed(
     return _packed(buffers, len(heads), len(index))
 
 
-def _packed(buffers: Sequence[bytes | memoryview], records: int, changes: int) -> Packed:
+def _packed(buffers: Pieces, records: int, changes: int) -> Packed:
     return Packed(buffers if records <= _FEW else [b"".join(buffers)], records, changes)
 
 
@@ -205,15 +207,13 @@ def _bytes_of(array: NDArray[Any]) -> memoryview:
     return np.ascontiguousarray(array).view(np.uint8).data
 
 
-def _head(
-    tensor: int, width: int, first: int, changes: int, more: int, payload: Sequence[bytes | memoryview]
-) -> bytes:
+def _head(tensor: int, width: int, first: int, changes: int, more: int, payload: Pieces) -> bytes:
     facts = _FACTS.pack(tensor, width, first, changes, more)
     checksum = _checksum(payload) ^ xxhash.xxh3_64_intdigest(facts)
     return facts + checksum.to_bytes(8, "little")
 
 
-def _checksum(pieces: Sequence[bytes | memoryview]) -> int:
+def _checksum(pieces: Pieces) -> int:
     if len(pieces) == 1:
         return xxhash.xxh3_64_intdigest(pieces[0])
     state = xxhash.xxh3_64()

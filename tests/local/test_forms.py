@@ -12,8 +12,7 @@ from local_cases import Run, following, patch_keeping_undo, publish, staged, ste
 from test_engine_patch import patched, read
 
 from weightcast.publisher import init_channel
-from weightcast.shared.codec import container
-from weightcast.shared.local import records
+from weightcast.shared.codec import changes, container
 from weightcast.shared.local.engine_patch import write_engine_patch
 from weightcast.shared.local.journal import JournalReader
 from weightcast.shared.local.records import PackedRecord
@@ -39,8 +38,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 def listed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing is told by masks, or with all words."""
     monkeypatch.setattr(container, "_FEW_STAY", 1 << 40)
-    monkeypatch.setattr(container, "_FEW_CHANGE", 0)
-    monkeypatch.setattr(records, "_MANY", 0)
+    monkeypatch.setattr(changes, "_LISTED_BITS", 0)
     yield
 
 
