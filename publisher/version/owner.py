@@ -500,8 +500,8 @@ class Owner:
         if self._follower.base_dir is not None:
             return open_base(self._follower.base_dir).other_files
         raise Refused(
-            "the local checkpoint is lost and no base is known",
-            remedy="give --base for config and tokenizer",
+            f"{self._follower.paths.directory} holds no checkpoint and no base is known",
+            remedy="give --base: weights, config and tokenizer are seeded from there",
         )
 
 

@@ -104,6 +104,15 @@ def open_checkpoint(directory: Path, *, follow_links: bool) -> Checkpoint:
         names = _regular_files(directory, follow_links)
     except NotADirectoryError as error:
         raise Refused(f"{directory} is no directory", remedy="give a checkpoint directory") from error
+    try:
+        return _opened(directory, names, follow_links)
+    except DamagedFile as error:
+        if error.remedy:
+            raise
+        raise DamagedFile(error.message, remedy="save or fetch the checkpoint again, whole") from error
+
+
+def _opened(directory: Path, names: Sequence[str], follow_links: bool) -> Checkpoint:
     weight_map = _weight_map(directory, names, follow_links)
     shards = sorted(set(weight_map.values())) if weight_map is not None else [_single(directory, names)]
     _check_present(directory, names, shards)

@@ -21,7 +21,7 @@ from weightcast.shared.errors import USAGE, NotInTime, Refused, WeightcastError
 from weightcast.shared.files.paths import printable
 from weightcast.shared.files.space import NoRoom, lacks_room
 from weightcast.shared.service.output import Output
-from weightcast.shared.service.streams import steady_streams
+from weightcast.shared.service.streams import steady_streams, unwritten
 from weightcast.shared.service.variables import unknown_variables
 
 if TYPE_CHECKING:
@@ -48,11 +48,20 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         signal.signal(signal.SIGTERM, _terminated)
     steady_streams()
     _tell_unknown_variables()
-    code = run(words)
+    code = _all_said(run(words))
     if code == NotInTime.exit_code or words[:1] in _SHORT:
         # the first: threads that hang in a mount would be waited for
         _end_at_once(code)
     sys.exit(code)
+
+
+def _all_said(code: int) -> int:
+    lost = unwritten()
+    if lost is None:
+        return code
+    told = _of_disk(lost)
+    Output().error(type(told)(f"standard output: {told.message}", remedy=told.remedy))
+    return code or told.exit_code
 
 
 def _terminated(number: int, _: object) -> NoReturn:

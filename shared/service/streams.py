@@ -28,23 +28,40 @@ class _MayFail(io.FileIO):
 
 
 class _MayBeLeft(io.FileIO):
-    """A pipe whose reader has gone takes everything from then on."""
+    """A pipe whose reader has gone takes everything from then on, and so does a full disk, which is told at
+    the end."""
 
     is_left = False
+    trouble: OSError | None = None
 
     def write(self, data: ReadableBuffer, /) -> int:
-        try:
-            return super().write(data)
-        except BrokenPipeError:
-            self.is_left = True
-            return memoryview(data).nbytes
+        if self.trouble is None:
+            try:
+                return super().write(data)
+            except BrokenPipeError:
+                self.is_left = True
+            except OSError as error:
+                self.is_left, self.trouble = True, error
+        return memoryview(data).nbytes
 
 
 def is_unread() -> bool:
-    """Whether whoever read stdout is gone, as far as that was noticed: who writes for ever asks."""
-    binary = getattr(sys.stdout, "buffer", None)
-    raw = getattr(binary, "raw", None)
-    return isinstance(raw, _MayBeLeft) and raw.is_left
+    """Whether nobody gets what is written to stdout, as far as that was noticed: who writes for ever asks."""
+    raw = _raw_stdout()
+    return raw is not None and raw.is_left
+
+
+def unwritten() -> OSError | None:
+    """What kept a part of the result from being written."""
+    raw = _raw_stdout()
+    if raw is not None:
+        sys.stdout.flush()
+    return None if raw is None else raw.trouble
+
+
+def _raw_stdout() -> _MayBeLeft | None:
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    return raw if isinstance(raw, _MayBeLeft) else None
 
 
 def steady_streams() -> None:

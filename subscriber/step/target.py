@@ -65,5 +65,5 @@ def read_tag(channel: Path, name: str) -> int:
     except FileNotFoundError as error:
         raise RetryLater(
             f"{error.filename}: there is no such tag",
-            remedy="write a version in six digits there, or follow latest",
+            remedy=f"make it with `weightcast channel tag {name} VERSION`, or follow latest",
         ) from error

@@ -39,6 +39,7 @@ def refuses(place: Place, new: Path, kind: type[WeightcastError], *texts: str) -
         with pytest.raises(kind) as caught:
             publisher.publish_checkpoint(new)
         assert (snapshot(place.channel), snapshot(place.pub)) == before
+        assert caught.value.remedy
         for text in texts:
             assert text in str(caught.value)
         good = all_changed(place.model, np.random.default_rng(0))

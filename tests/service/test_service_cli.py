@@ -355,6 +355,7 @@ def test_usage_errors_are_json_where_that_is_asked_for(arguments: tuple[str, ...
     assert says in plain.stderr and not plain.stdout
 
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "channels" / "fast"
 STREAMS = {
     "full": 'exec "$@" 2>/dev/full',
     "closed": 'exec "$@" 2>&-',
@@ -370,6 +371,25 @@ def test_an_error_that_cannot_be_said_keeps_its_exit_code(streams: str) -> None:
     silent = subprocess.run([*line, *arguments], stdout=subprocess.PIPE, timeout=60, check=False)
     assert (silent.returncode, silent.stdout) == (told.returncode, b"") and told.stderr
     assert told.returncode not in (0, 1)
+
+
+@pytest.mark.parametrize("verb", ["log", "verify", "log --json"])
+def test_a_result_that_cannot_be_written_is_one_error(verb: str) -> None:
+    line = [sys.executable, "-m", "weightcast.shared.service.cli", "channel", *verb.split()]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [*line, "--channel", GOLDEN],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 75
+    assert done.stderr.splitlines() == [
+        "error: standard output: [Errno 28] No space left on device",
+        "remedy: free space where it writes, then run it again",
+    ]
 
 
 def test_a_file_never_takes_the_number_of_a_closed_stream(tmp_path: Path) -> None:
