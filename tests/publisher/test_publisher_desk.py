@@ -341,7 +341,7 @@ def test_damaged_checkpoints_change_nothing(places: Places, opened: Opening, dam
         case "index":
             (hidden / INDEX).write_bytes(b'{"weight_map": {"a": "../../etc/passwd"}}')
         case "config":
-            (hidden / "config.json").write_bytes(b'{"hidden_size": 9}')
+            (hidden / "config.json").write_bytes(b'{"hidden_size": ')
     hidden.rename(places.watch / "step_1")
     office.arrivals.note("step_1")
     office.settle()
