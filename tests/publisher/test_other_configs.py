@@ -24,6 +24,8 @@ BASE: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "attention_dropout": 0.0,
     "tie_word_embeddings": False,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
     "time_step_limit": [0.0, float("inf")],
 }
 
@@ -50,10 +52,21 @@ def changed(**members: Any) -> str:
         changed(transformers_version="5.1.0", use_cache=False, _name_or_path="somewhere", dtype="float32"),
         changed(architectures=["FSDPQwen2ForCausalLM"], attention_dropout=0.1, eos_token_id=[1, 2]),
         changed(layer_types=["full_attention"], rope_scaling={**BASE["rope_scaling"], "rope_type": "linear"}),
-        json.dumps({"model_type": "qwen2"}),
+        changed(sliding_window=None),
+        json.dumps({"model_type": "qwen2", "rope_parameters": {"rope_theta": 10000.0, "type": "linear"}}),
+        json.dumps({"model_type": "qwen2", "vision": {"rope_theta": 1.0}, "text": {"rope_theta": 10000.0}}),
         "{}",
     ],
-    ids=["indented", "another release", "in training", "more members", "fewer members", "none"],
+    ids=[
+        "indented",
+        "another release",
+        "in training",
+        "more members",
+        "no window",
+        "moved members",
+        "several parts",
+        "none",
+    ],
 )
 def test_other_words_for_the_same_model(place: Place, config: str) -> None:
     new = saved(place, config)
@@ -75,8 +88,12 @@ def test_other_words_for_the_same_model(place: Place, config: str) -> None:
             'rope_scaling.type ("linear", base, and "yarn")',
         ),
         (changed(rope_scaling=None), "rope_scaling ("),
+        (changed(time_step_limit={"low": 0.0}), "time_step_limit ("),
+        (json.dumps({"rope_parameters": {"rope_theta": 5.0}}), "rope_theta (10000.0, base, and 5.0)"),
         (changed(tie_word_embeddings=0), "tie_word_embeddings (false, base, and 0)"),
-        (json.dumps(dict.fromkeys(BASE, 0)), "and 1 more"),
+        (json.dumps(dict.fromkeys(BASE, 0)), "and 2 more"),
+        (changed(use_sliding_window=True), "use_sliding_window (false, base, and true)"),
+        (changed(use_sliding_window=True, sliding_window=None), "sliding_window (4096, base, and null)"),
         ("[]", "not a JSON object"),
         ("{" * 100_000, "not a JSON object"),
         ("", "not a JSON object"),
