@@ -186,12 +186,12 @@ class Publisher:
             self._background.stop()
         if self._heart is not None:
             self._heart.stop()
+        self._closed = True
         if self._claim is not None:
             # the next publisher waits a little longer when this cannot be told
             with contextlib.suppress(OSError):
                 self._claim.release()
         self._follower.close()
-        self._closed = True
 
     def _check_open(self) -> None:
         """The claim is given back by then: another publisher may own the channel."""
@@ -246,12 +246,14 @@ class Publisher:
     def recover(self, advance: Advance | None = None) -> None:
         """Finishes a version that was committed and never pointed to, and catches up with the channel. Rank 0
         does this by itself at `open` and before every publication."""
+        self._check_open()
         self._submissions.drain()
         if self._owner is not None:
             self._owner.recover(advance)
 
     def verify_some(self, scrub: Scrub) -> None:
         """Reads a little of the local checkpoint; what is wrong there is repaired at once."""
+        self._check_open()
         self._submissions.drain()
         local = self._follower.local
         if self._owner is None or local is None:
@@ -423,6 +425,7 @@ class Publisher:
 
     def obey_orders(self) -> Rollback | None:
         """Carries out a rollback that was ordered. Returns the order that holds publishing, if one does."""
+        self._check_open()
         self._submissions.drain()
         return self._obey_orders()
 
@@ -440,6 +443,7 @@ class Publisher:
 
     def make_due(self) -> list[str]:
         """Makes what is due beside the versions, here and now; what was made, in words."""
+        self._check_open()
         made = []
         while self._upkeep is not None and (one := self._upkeep.step()):
             made.append(one)
@@ -447,6 +451,7 @@ class Publisher:
 
     def work_in_background(self) -> Background | None:
         """From now on what is due is made in a thread of its own. None on ranks other than 0."""
+        self._check_open()
         if self._upkeep is not None and self._background is None:
             self._background = Background(self._upkeep)
             self._background.wake()
@@ -454,6 +459,7 @@ class Publisher:
 
     def write_anchor(self) -> bool:
         """Full weights of the current version beside it, for hosts without a base. False when they exist."""
+        self._check_open()
         self._submissions.drain()
         if self._owner is None:
             raise Refused("only rank 0 writes anchors", remedy="call it on rank 0")

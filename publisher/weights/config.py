@@ -1,30 +1,32 @@
 """config.json: what a checkpoint says of its model beside the weights.
 
 Hosts keep the one of the run's base. A trainer's must not say otherwise of what weights compute; but
-libraries write it anew with each of their releases, with more members, fewer, and notes of their own.
+libraries write it anew with each of their releases, with more members, fewer, and notes of their own
+(docs/adr/0016).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weightcast.shared.channel.file_record import file_record
+from blake3 import blake3
+
 from weightcast.shared.channel.records import FileRecord
-from weightcast.shared.errors import Refused, WrongRun
+from weightcast.shared.errors import DamagedFile, Refused, WrongRun
 from weightcast.shared.files import durable
-from weightcast.shared.files.entries import exists
 
 CONFIG = "config.json"
 Place = tuple[str, ...]
 """the names that lead to a member"""
 _LIMIT = 64 << 20
 _REMEDY = "hosts keep the base's: leave the file out, or save the base's own beside the weights"
-_NOTHING = object()
 _NAMED = 5
 """members that a message names"""
+_NOTHING = object()
 _LIBRARY = ("transformers_version", "_name_or_path", "auto_map", "unsloth_fixed", "unsloth_version")
 _WRITTEN = ("architectures", "dtype", "torch_dtype", "use_bfloat16")
 """tensors are checked by their own names, dtypes and shapes; wrapped models are saved under other names"""
@@ -36,18 +38,34 @@ _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_
 _SAMPLING = ("max_length", "min_length", "temperature", "top_k", "top_p", "do_sample", "repetition_penalty")
 _ASIDE = frozenset((*_LIBRARY, *_WRITTEN, *_RUNNING, *_OUTPUTS, *_TRAINING, *_TASKS, *_TOKENS, *_SAMPLING))
 """what says nothing of what weights compute"""
-_SLIDES, _WINDOWS = "use_sliding_window", ("sliding_window", "max_window_layers")
-"""Where it says no, transformers writes null for the window that it read."""
-_ROPE_TYPES, _PLAIN_ROPES = ("type", "rope_type"), ("mrope", "default")
-"""transformers writes one for the other; sections of their own tell multimodal positions"""
 _ASIDE_ENDS = ("dropout", "pdrop", "drop_rate", "layerdrop")
+_DERIVED = ("head_dim", "num_key_value_heads", "layer_types")
+"""null: as it follows from the rest"""
+_SLIDES, _WINDOWS = "use_sliding_window", ("sliding_window", "max_window_layers")
+"""where it says no, a window that was read is written as null"""
+_POSITIONS = "max_position_embeddings"
+_ROPE, _ROPES = "rope_scaling", ("rope_scaling", "rope_parameters")
+_FLOAT, _FLOATS = "__float__", ("Infinity", "-Infinity", "NaN")
+_ROPE_TYPES = {"mrope": "default", "su": "longrope"}
+"""older names; sections of their own tell multimodal positions"""
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """Raises FileNotFoundError, and Refused where it is no JSON object."""
+    return _parsed(_read(path), path)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return durable.read_file(path, _LIMIT, follow_links=True)
+    except DamagedFile as error:
+        raise DamagedFile(error.message, remedy=error.remedy or _REMEDY) from error
+
+
+def _parsed(data: bytes, path: Path) -> dict[str, Any]:
     try:
         # not the strict reader: configurations of some models hold an Infinity
-        said = json.loads(durable.read_file(path, _LIMIT, follow_links=True))
+        said = json.loads(data)
     except (ValueError, RecursionError):
         said = None
     if not isinstance(said, dict):
@@ -59,42 +77,110 @@ def check_config(given: Path, base: Path | None, records: Sequence[FileRecord]) 
     """Raises WrongRun where `given`, a trainer's config.json, says otherwise than the base's of what the
     weights compute, and Refused where it is not JSON. `base`: a directory with the base's own; `records`: of
     its files."""
-    recorded = next((record for record in records if record.name == CONFIG), None)
-    if recorded is None or not exists(given) or file_record(given).blake3 == recorded.blake3:
+    recorded = next((record.blake3 for record in records if record.name == CONFIG), None)
+    theirs = _bytes_of(given)
+    if None in (recorded, theirs) or _digest(theirs) == recorded:
         return
-    own = None if base is None else base / CONFIG
-    if own is None or not exists(own) or file_record(own).blake3 != recorded.blake3:
+    own = None if base is None else _bytes_of(base / CONFIG)
+    if base is None or own is None or _digest(own) != recorded:
         raise WrongRun(f"{given} is different from the run's, which is not here to compare", remedy=_REMEDY)
-    found = sorted(_differing(read_config(own), read_config(given)))
+    try:
+        found = sorted(_differing(_parsed(own, base / CONFIG), _parsed(theirs or b"", given)))
+    except RecursionError as error:
+        raise Refused(f"{given} is nested too deep", remedy=_REMEDY) from error
     if found:
         more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
         names = ", ".join(found[:_NAMED]) + more
         raise WrongRun(f"{given} says otherwise than the run's base: {names}", remedy=_REMEDY)
 
 
+def _bytes_of(path: Path) -> bytes | None:
+    try:
+        return _read(path)
+    except FileNotFoundError:
+        return None
+
+
+def _digest(data: bytes | None) -> str | None:
+    return None if data is None else blake3(data).hexdigest()
+
+
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
     """Members that both have, with different values: one alone is a default that one release writes out. In
     the same place, or where they are the only ones of their name: releases move members into others."""
-    left, right = _members(one), _members(other)
-    windows = one.get(_SLIDES) or other.get(_SLIDES) or _SLIDES not in one
-    for place in {**left, **right}:
-        name = place[-1]
-        if name in _ASIDE or name.endswith(_ASIDE_ENDS) or (name in _WINDOWS and not windows):
-            continue
-        says, said = _at(one, place), _at(other, place)
-        if said is _NOTHING and place in left:
-            said = right.get(_only(name, left, right), _NOTHING)
-        if _NOTHING not in (says, said) and not _alike(name, says, said):
+    left, right = _plain(one), _plain(other)
+    _complete_ropes(left, right)
+    ours, theirs = dict(_members(left)), dict(_members(right))
+    once = _only(ours).keys() & _only(theirs).keys()
+    elsewhere = _only(theirs)
+    for place in {**ours, **theirs}:
+        says, said = _at(left, place), _at(right, place)
+        if said is _NOTHING and place[-1] in once:
+            said = theirs[elsewhere[place[-1]]]
+        if _NOTHING not in (says, said) and not _alike(place[-1], says, said):
             yield f"{'.'.join(place)} ({_shown(says)}, base, and {_shown(said)})"
 
 
-def _members(config: Mapping[str, Any], within: Place = ()) -> dict[Place, Any]:
-    """Of objects what they hold, but for empty ones."""
-    found: dict[Place, Any] = {}
+def _plain(config: Mapping[str, Any], slides: object = None) -> dict[str, Any]:
+    """In one way of saying it, without what is aside. `slides`: as the object around it says."""
+    slides = config.get(_SLIDES, slides)
+    found: dict[str, Any] = {}
     for name, value in config.items():
-        place = (*within, name)
-        found |= _members(value, place) if isinstance(value, dict) and value else {place: value}
-    return found
+        aside = name in _ASIDE or name.endswith(_ASIDE_ENDS) or (slides is False and name in _WINDOWS)
+        if aside or name in _ROPES:
+            continue
+        if not isinstance(value, dict) or value.keys() == {_FLOAT}:
+            found[name] = _value(value)
+        elif inner := _plain(value, slides):
+            found[name] = inner
+    return found | _rope_of(config)
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_value(one) for one in value]
+    if isinstance(value, dict) and value.keys() == {_FLOAT} and value[_FLOAT] in _FLOATS:
+        return float(value[_FLOAT])
+    return value
+
+
+def _rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """How positions are turned: `rope_scaling` of older releases and `rope_parameters` of newer ones."""
+    said = [config[name] or {} for name in _ROPES if name in config]
+    if not said:
+        return {}
+    if not all(isinstance(one, dict) for one in said):
+        return {name: config[name] for name in _ROPES if name in config}
+    merged = {name: value for one in reversed(said) for name, value in one.items()}
+    if merged and all(isinstance(value, dict) for value in merged.values()):  # one for each type of layers
+        return {_ROPE: {name: _turned(value) for name, value in merged.items()}}
+    theta = (
+        {} if "rope_theta" in config or "rope_theta" not in merged else {"rope_theta": merged["rope_theta"]}
+    )
+    return {_ROPE: _turned({name: value for name, value in merged.items() if name != "rope_theta"}), **theta}
+
+
+def _turned(rope: Mapping[str, Any]) -> dict[str, Any]:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    rest = {name: value for name, value in rope.items() if name not in ("type", "rope_type")}
+    return {**rest, "rope_type": _ROPE_TYPES.get(kind, kind) if isinstance(kind, str) else kind}
+
+
+def _complete_ropes(left: dict[str, Any], right: dict[str, Any]) -> None:
+    """Where a whole configuration says nothing of how positions are scaled, they are not."""
+    for one, other in ((left, right), (right, left)):
+        names = {name for place, _ in _members(one) for name in place}
+        if _ROPE in other and _POSITIONS in names and _ROPE not in names:
+            one[_ROPE] = _turned({})
+
+
+def _members(config: Mapping[str, Any], within: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """Of objects what they hold."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from _members(value, (*within, name))
+        else:
+            yield (*within, name), value
 
 
 def _at(config: Mapping[str, Any], place: Place) -> Any:
@@ -104,14 +190,16 @@ def _at(config: Mapping[str, Any], place: Place) -> Any:
     return found
 
 
-def _only(name: str, left: Iterable[Place], right: Iterable[Place]) -> Place:
-    """The place of the one member of that name on the right, if the left has no more than one either."""
-    places = [place for place in right if place[-1] == name]
-    return places[0] if len(places) == 1 == sum(place[-1] == name for place in left) else ()
+def _only(members: Mapping[Place, Any]) -> dict[str, Place]:
+    """Places of those that are the only ones of their name."""
+    counts = Counter(place[-1] for place in members)
+    return {place[-1]: place for place in members if counts[place[-1]] == 1}
 
 
 def _alike(name: str, left: object, right: object) -> bool:
-    if name in _ROPE_TYPES and left in _PLAIN_ROPES and right in _PLAIN_ROPES:
+    if name in _DERIVED and (left is None or right is None):
+        return True
+    if left != left and right != right:  # not a number, both
         return True
     return left == right and isinstance(left, bool) == isinstance(right, bool)
 

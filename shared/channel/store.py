@@ -36,7 +36,7 @@ from weightcast.shared.channel.signing import (
 )
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater, UnknownFormat, Untrusted
 from weightcast.shared.files.durable import read_file
-from weightcast.shared.files.entries import exists, is_directory, is_file
+from weightcast.shared.files.entries import is_directory, is_file
 from weightcast.shared.files.safetensors import read_header
 from weightcast.shared.files.strict_json import Members
 from weightcast.shared.words import TensorTable
@@ -248,10 +248,14 @@ def _stated(trust: Trust | None, path: Path, data: bytes) -> Statement | None:
 
 
 def require_named(directory: Path) -> None:
-    """Raises Refused for a directory that holds nothing of a channel. One of another tool has no more than
-    the pointer; one that is to be made, or whose mount is missing, may not be there at all."""
-    named = (directory / name for name in ("channel.json", "base.json", "latest"))
-    if is_directory(directory) and not any(exists(path) for path in named):
+    """Raises Refused for a directory with other things than a channel's in it, and NoChannel for an empty
+    one: it may be made yet, or mounted. A channel of another tool has no more than the pointer."""
+    if not is_directory(directory):
+        return
+    names = {name for name in os.listdir(directory) if not name.startswith(".") and name != "lost+found"}
+    if not names:
+        raise NoChannel.within(directory)
+    if names.isdisjoint(("channel.json", "base.json", "latest")):
         raise Refused(
             f"{directory} is no channel: it has neither channel.json nor latest", remedy="check --channel"
         )

@@ -56,7 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _all_said(code: int) -> int:
-    lost = unwritten()
+    try:
+        lost = unwritten()
+    except KeyboardInterrupt:
+        return 130
     if lost is None:
         return code
     told = _of_disk(lost)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.files.paths import printable
 from weightcast.shared.progress import Advance
+from weightcast.shared.service.streams import unwritten
 
 # typer, pydantic and rich cost a third of a second that verbs without them need not pay
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ class Output:
     def error(self, error: WeightcastError) -> None:
         if self.json:
             print(json.dumps(error_fields(error)), flush=True)
-            return
+            if unwritten() is None:
+                return
         print(f"error: {printable(error.message)}", file=sys.stderr)
         if error.remedy:
             print(f"remedy: {printable(error.remedy)}", file=sys.stderr, flush=True)

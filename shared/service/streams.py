@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import os
+import select
 import sys
 from typing import TYPE_CHECKING
 
@@ -35,13 +36,18 @@ class _MayBeLeft(io.FileIO):
     trouble: OSError | None = None
 
     def write(self, data: ReadableBuffer, /) -> int:
-        if self.trouble is None:
+        while not self.is_left:
             try:
-                return super().write(data)
+                written = super().write(data)
             except BrokenPipeError:
                 self.is_left = True
             except OSError as error:
                 self.is_left, self.trouble = True, error
+            else:
+                if written is not None:
+                    return written
+                # a pipe that does not block and is full
+                select.select((), (self,), ())
         return memoryview(data).nbytes
 
 

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -104,10 +105,14 @@ def _looking(channel: Path | None, url: str | None, token: str | None, updates: 
         with Daemon(url, token) as daemon:
             yield lambda: _parsed(daemon.get(FLEET_PATH), daemon.url)
     elif channel is not None:
-        require_named(channel)
-        yield FleetReader(channel, updates=updates).read
+        yield partial(_named, channel, FleetReader(channel, updates=updates))
     else:
         raise typer.BadParameter("give --channel or --url")
+
+
+def _named(channel: Path, reader: FleetReader) -> Fleet:
+    require_named(channel)
+    return reader.read()
 
 
 def _parsed(body: bytes, address: str) -> Fleet:

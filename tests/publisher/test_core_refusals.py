@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -360,6 +361,14 @@ def test_a_closed_publisher_publishes_nothing(place: Place, rng: np.random.Gener
     before = snapshot(place.channel)
     with pytest.raises(Refused, match="this publisher is closed"):
         publisher.publish_checkpoint(place.new(model))
-    with pytest.raises(Refused, match="this publisher is closed"):
-        publisher.submit({})
+    for change in (
+        partial(publisher.submit, {}),
+        publisher.recover,
+        publisher.write_anchor,
+        publisher.obey_orders,
+        publisher.make_due,
+        publisher.work_in_background,
+    ):
+        with pytest.raises(Refused, match="this publisher is closed"):
+            change()
     assert snapshot(place.channel) == before

@@ -204,4 +204,7 @@ def test_a_foreign_channel_is_listed(tmp_path: Path, weightcast: Callable[..., D
 @pytest.mark.parametrize("words", ["channel log", "channel verify", "channel repair", "fleet"])
 def test_a_directory_that_is_no_channel(tmp_path: Path, words: str, weightcast: Callable[..., Done]) -> None:
     done = weightcast(*words.split(), "--channel", tmp_path, "--json")
+    assert done.code == 75 and "has neither channel.json nor a pointer" in str(done.json)
+    (tmp_path / "config.json").write_text("{}")
+    done = weightcast(*words.split(), "--channel", tmp_path, "--json")
     assert done.code == 3 and "is no channel" in done.json["message"]

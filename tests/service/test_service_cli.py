@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -390,6 +391,36 @@ def test_a_result_that_cannot_be_written_is_one_error(verb: str) -> None:
         "error: standard output: [Errno 28] No space left on device",
         "remedy: free space where it writes, then run it again",
     ]
+
+
+def test_a_result_waits_for_a_reader_that_is_slow() -> None:
+    """A pipe that does not block and is full."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 4096)
+    line = [sys.executable, "-m", "weightcast.shared.service.cli", "channel", "log", "--json"]
+    child = subprocess.Popen([*line, "--channel", GOLDEN], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as stream:
+        said = stream.read()
+    assert (child.wait(60), child.communicate()[1]) == (0, b"")
+    assert json.loads(said.lstrip(b"x"))["run_id"] == "golden-run"
+
+
+def test_a_lost_error_is_told_beside() -> None:
+    line = [sys.executable, "-m", "weightcast.shared.service.cli", "channel", "log", "--json"]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [*line, "--channel", "/nowhere"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 75 and "error: /nowhere is not a directory" in done.stderr
 
 
 def test_a_file_never_takes_the_number_of_a_closed_stream(tmp_path: Path) -> None:
