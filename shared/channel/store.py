@@ -36,7 +36,7 @@ from weightcast.shared.channel.signing import (
 )
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater, UnknownFormat, Untrusted
 from weightcast.shared.files.durable import read_file
-from weightcast.shared.files.entries import is_directory, is_file
+from weightcast.shared.files.entries import exists, is_directory, is_file
 from weightcast.shared.files.safetensors import read_header
 from weightcast.shared.files.strict_json import Members
 from weightcast.shared.words import TensorTable
@@ -125,7 +125,12 @@ class Channel:
         return self.file, self.base
 
     def pointer(self) -> Pointer | None:
-        return read_pointer(self.directory)
+        """Raises NoChannel for a channel that was made since it was opened: its pointer is none of another
+        tool's."""
+        pointer = read_pointer(self.directory)
+        if pointer is not None and self.foreign and exists(self.layout.channel_json):
+            raise NoChannel(f"{self.directory} is being made", remedy="the next look finds it")
+        return pointer
 
     def pointed(self) -> int:
         """The version that the pointer names; 0 before the first."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from publisher_cases import ENCODINGS, Place, make_place
 
 from weightcast.publisher import Publisher, RawTensor, init_channel
 from weightcast.shared.channel.chain import verify
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.store import Channel, NoChannel
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater, WeightcastError, WrongRun
 
 
@@ -273,6 +274,16 @@ def test_a_publisher_in_the_same_local_directory(place: Place) -> None:
 
 
 # making channels
+
+
+def test_a_channel_that_is_made_after_a_look_at_it_is_nobody_elses(place: Place, tmp_path: Path) -> None:
+    (tmp_path / "made").mkdir()
+    early = Channel.open(tmp_path / "made")
+    assert early.foreign and early.pointer() is None
+    shutil.copytree(place.channel, tmp_path / "made", dirs_exist_ok=True)
+    with pytest.raises(NoChannel):
+        early.pointer()
+    assert Channel.open(tmp_path / "made").pointed() == 1
 
 
 def test_a_channel_is_made_once(place: Place, tmp_path: Path, rng: np.random.Generator) -> None:
