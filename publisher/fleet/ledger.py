@@ -65,7 +65,7 @@ class Ledger:
     def read(self, *, look_around: bool) -> Page:
         """`look_around`: also at versions that were there before, for what was made beside them, and pruned.
         Raises WeightcastError and OSError where the channel cannot be read now."""
-        if self._channel is None:
+        if self._channel is None or self._channel.foreign:
             self._channel = Channel.open(self._directory)
         pointer = self._channel.pointer()
         if pointer is None or self._channel.foreign:

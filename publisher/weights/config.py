@@ -39,8 +39,8 @@ _SAMPLING = ("max_length", "min_length", "temperature", "top_k", "top_p", "do_sa
 _ASIDE = frozenset((*_LIBRARY, *_WRITTEN, *_RUNNING, *_OUTPUTS, *_TRAINING, *_TASKS, *_TOKENS, *_SAMPLING))
 """what says nothing of what weights compute"""
 _ASIDE_ENDS = ("dropout", "pdrop", "drop_rate", "layerdrop")
-_DERIVED = ("head_dim", "num_key_value_heads", "layer_types")
-"""null: as it follows from the rest"""
+_UNSAID = (None, "auto")
+"""as it follows from the rest; but no window is none"""
 _SLIDES, _WINDOWS = "use_sliding_window", ("sliding_window", "max_window_layers")
 """where it says no, a window that was read is written as null"""
 _POSITIONS = "max_position_embeddings"
@@ -161,7 +161,7 @@ def _rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _turned(rope: Mapping[str, Any]) -> dict[str, Any]:
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope.get("rope_type") or rope.get("type") or "default"
     rest = {name: value for name, value in rope.items() if name not in ("type", "rope_type")}
     return {**rest, "rope_type": _ROPE_TYPES.get(kind, kind) if isinstance(kind, str) else kind}
 
@@ -197,7 +197,7 @@ def _only(members: Mapping[Place, Any]) -> dict[str, Place]:
 
 
 def _alike(name: str, left: object, right: object) -> bool:
-    if name in _DERIVED and (left is None or right is None):
+    if name not in _WINDOWS and (left in _UNSAID or right in _UNSAID):
         return True
     if left != left and right != right:  # not a number, both
         return True

@@ -54,6 +54,10 @@ class FullVersion:
     directory: Path
 
 
+_BEFORE = ("hosts", "publishers", "lost+found")
+"""what may lie in a channel's directory before the channel is made"""
+
+
 class NoChannel(RetryLater):
     """Nobody has made a channel there yet, or it is not mounted."""
 
@@ -253,17 +257,17 @@ def _stated(trust: Trust | None, path: Path, data: bytes) -> Statement | None:
 
 
 def require_named(directory: Path) -> None:
-    """Raises Refused for a directory with other things than a channel's in it, and NoChannel for an empty
-    one: it may be made yet, or mounted. A channel of another tool has no more than the pointer."""
-    if not is_directory(directory):
+    """Raises Refused for a directory with other things than a channel's in it, and NoChannel where it may be
+    made yet, or mounted. A channel of another tool has no more than the pointer."""
+    named = (directory / name for name in ("channel.json", "base.json", "latest"))
+    if not is_directory(directory) or any(exists(path) for path in named):
         return
-    names = {name for name in os.listdir(directory) if not name.startswith(".") and name != "lost+found"}
-    if not names:
-        raise NoChannel.within(directory)
-    if names.isdisjoint(("channel.json", "base.json", "latest")):
-        raise Refused(
-            f"{directory} is no channel: it has neither channel.json nor latest", remedy="check --channel"
-        )
+    for name in os.listdir(directory):
+        if not (name.startswith(".") or name in _BEFORE or version_of(name) is not None):
+            raise Refused(
+                f"{directory} is no channel: it has neither channel.json nor latest", remedy="check --channel"
+            )
+    raise NoChannel.within(directory)
 
 
 def _refuse_unsigned(foreign: Channel) -> None:

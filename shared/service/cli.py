@@ -21,7 +21,7 @@ from weightcast.shared.errors import USAGE, NotInTime, Refused, WeightcastError
 from weightcast.shared.files.paths import printable
 from weightcast.shared.files.space import NoRoom, lacks_room
 from weightcast.shared.service.output import Output
-from weightcast.shared.service.streams import steady_streams, unwritten
+from weightcast.shared.service.streams import leave, steady_streams, unwritten
 from weightcast.shared.service.variables import unknown_variables
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def _all_said(code: int) -> int:
     try:
         lost = unwritten()
     except KeyboardInterrupt:
+        leave()
         return 130
     if lost is None:
         return code

@@ -57,6 +57,13 @@ def is_unread() -> bool:
     return raw is not None and raw.is_left
 
 
+def leave() -> None:
+    """What is still to be written to stdout is not waited for."""
+    raw = _raw_stdout()
+    if raw is not None:
+        raw.is_left = True
+
+
 def unwritten() -> OSError | None:
     """What kept a part of the result from being written."""
     raw = _raw_stdout()

@@ -60,7 +60,7 @@ def changed(**members: Any) -> str:
             architectures=["FSDPQwen2ForCausalLM"], attention_dropout=0.1, eos_token_id=[1, 2]
         ),
         "remote code": changed(auto_map={"AutoConfig": "they/it--configuration_x.C"}, id2label={"0": "b"}),
-        "more members": changed(layer_types=["full_attention"], head_dim=None, empty={}),
+        "more members": changed(layer_types=["full_attention"], rms_norm_eps=None, empty={}),
         "other names": changed(rope_scaling={"rope_type": "linear", "factor": 2.0}),
         "no window": changed(sliding_window=None),
         "moved members": json.dumps(

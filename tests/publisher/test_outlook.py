@@ -158,6 +158,15 @@ def test_a_ledger_that_nobody_watches_forgets_what_is_pruned(place: Place) -> No
     assert set(ledger.read(look_around=False).versions or {}) == set(range(61, 71))
 
 
+def test_a_channel_that_is_made_after_the_first_look(place: Place, tmp_path: Path) -> None:
+    (tmp_path / "made").mkdir()
+    ledger = Ledger(tmp_path / "made")
+    assert ledger.read(look_around=True).pointer == 0
+    place.publish(place.model)
+    shutil.copytree(place.channel, tmp_path / "made", dirs_exist_ok=True)
+    assert ledger.read(look_around=True).pointer == 1
+
+
 def test_a_channel_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(RetryLater):
         Ledger(tmp_path / "none").read(look_around=True)

@@ -205,6 +205,9 @@ def test_a_foreign_channel_is_listed(tmp_path: Path, weightcast: Callable[..., D
 def test_a_directory_that_is_no_channel(tmp_path: Path, words: str, weightcast: Callable[..., Done]) -> None:
     done = weightcast(*words.split(), "--channel", tmp_path, "--json")
     assert done.code == 75 and "has neither channel.json nor a pointer" in str(done.json)
+    (tmp_path / "hosts").mkdir()
+    (tmp_path / "weight_v000001").mkdir()
+    assert weightcast(*words.split(), "--channel", tmp_path, "--json").code == 75
     (tmp_path / "config.json").write_text("{}")
     done = weightcast(*words.split(), "--channel", tmp_path, "--json")
     assert done.code == 3 and "is no channel" in done.json["message"]
