@@ -79,13 +79,13 @@ def check_config(given: Path, base: Path | None, records: Sequence[FileRecord]) 
     its files."""
     recorded = next((record.blake3 for record in records if record.name == CONFIG), None)
     theirs = _bytes_of(given)
-    if None in (recorded, theirs) or _digest(theirs) == recorded:
+    if recorded is None or theirs is None or _digest(theirs) == recorded:
         return
     own = None if base is None else _bytes_of(base / CONFIG)
     if base is None or own is None or _digest(own) != recorded:
         raise WrongRun(f"{given} is different from the run's, which is not here to compare", remedy=_REMEDY)
     try:
-        found = sorted(_differing(_parsed(own, base / CONFIG), _parsed(theirs or b"", given)))
+        found = sorted(_differing(_parsed(own, base / CONFIG), _parsed(theirs, given)))
     except RecursionError as error:
         raise Refused(f"{given} is nested too deep", remedy=_REMEDY) from error
     if found:
@@ -101,8 +101,8 @@ def _bytes_of(path: Path) -> bytes | None:
         return None
 
 
-def _digest(data: bytes | None) -> str | None:
-    return None if data is None else blake3(data).hexdigest()
+def _digest(data: bytes) -> str:
+    return blake3(data).hexdigest()
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
@@ -111,11 +111,10 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str
     left, right = _plain(one), _plain(other)
     _complete_ropes(left, right)
     ours, theirs = dict(_members(left)), dict(_members(right))
-    once = _only(ours).keys() & _only(theirs).keys()
-    elsewhere = _only(theirs)
+    once, elsewhere = _only(ours), _only(theirs)
     for place in {**ours, **theirs}:
         says, said = _at(left, place), _at(right, place)
-        if said is _NOTHING and place[-1] in once:
+        if said is _NOTHING and place[-1] in once and place[-1] in elsewhere:
             said = theirs[elsewhere[place[-1]]]
         if _NOTHING not in (says, said) and not _alike(place[-1], says, said):
             yield f"{'.'.join(place)} ({_shown(says)}, base, and {_shown(said)})"
