@@ -22,7 +22,7 @@ from weightcast.shared.digest.native import (
     on_stack,
     on_zen,
     prefetch,
-    prefetch64,
+    prefetch64_early,
     set_bits,
     set_word,
     trailing_zeros,
@@ -105,8 +105,8 @@ _ROOM = 17
 def _masks(old: Any, new: Any, start: Any, stop: Any, like: Any, whole: Any, masks: Any, sums: Any) -> None:
     """A set bit for every word that differs; if `whole`, the new words are added to `sums`."""
     for first in range(start, stop, 64):
-        prefetch64(old, first + _AHEAD_WORDS, like)
-        prefetch64(new, first + _AHEAD_WORDS, like)
+        prefetch64_early(old, first + _AHEAD_WORDS, like)
+        prefetch64_early(new, first + _AHEAD_WORDS, like)
         masks[(first - start) >> 6] = differing64(old, new, first, like)
         if whole:
             mix64(new, first, like, sums)

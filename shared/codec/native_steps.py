@@ -25,6 +25,7 @@ from weightcast.shared.digest.native import (
     kernel,
     load64,
     on_stack,
+    on_zen,
     prefetch,
     unwritable,
 )
@@ -42,8 +43,15 @@ _BLOCK = (1 << _ROW_BITS) - 8
 """changes of a block: up to 7 more lie in the 8-byte word of its last"""
 _SIGNS = 32
 """sign bits read at once"""
-_AHEAD = 200
+_SPREAD = on_zen()
+"""Whether the next block's cache lines are asked for between all that is done to this one, a few at a time,
+so that memory is never idle. Else all are where old words are fetched."""
+_AHEAD = _BLOCK if _SPREAD else 200
 """changes between asking for a cache line and using it"""
+_SLICE = 64
+"""changes that pass through the stages behind reading together"""
+_FEW = _SLICE // 4
+"""cache lines asked for between two of these stages"""
 _ROOM = (1 << _ROW_BITS) + _SIGNS + MARGIN
 
 
@@ -66,14 +74,14 @@ def _context_table(kind: Any, first: Any, most: Any, table: Any) -> Any:
 def _gathered(
     old: Any, index: Any, kind: Any, shift: Any, table: Any, ahead: Any, wide: Any, order: Any, ends: Any
 ) -> None:
-    """Of each change its 8-byte word; its number in the block behind its context's others. Asks for the words
-    of as many changes `ahead`."""
+    """Of each change its 8-byte word; its number in the block behind its context's others."""
     in_word, bits = (U64(1) << shift) - U64(1), U64(6) - shift
     power, mask = U64(kind[EXPONENT_SHIFT]), U64(kind[EXPONENT_MASK])
     for j in range(U64(index.size)):
         position = U64(index[j])
         whole = load64(old, I64((position >> shift) << U64(3)))
-        prefetch(old, I64(U64(ahead[j]) >> shift), wide)
+        if not _SPREAD:
+            prefetch(old, I64(U64(ahead[j]) >> shift), wide)
         wide[j] = whole
         c = U64(table[(whole >> (((position & in_word) << bits) + power)) & mask])
         slot = ends[c]
@@ -82,11 +90,18 @@ def _gathered(
 
 
 @kernel
-def _placed(index: Any, shift: Any, wide: Any, words: Any, places: Any) -> None:
-    """Of each change its word, and which 8-byte word holds that."""
+def _asked(old: Any, ahead: Any, first: Any, last: Any, shift: Any, like: Any) -> None:
+    if _SPREAD:
+        for j in range(U64(first), U64(min(first + _FEW, last))):
+            prefetch(old, I64(U64(ahead[j]) >> shift), like)
+
+
+@kernel
+def _placed(index: Any, first: Any, last: Any, shift: Any, wide: Any, words: Any, places: Any) -> None:
+    """Of changes [first, last) their words, and which 8-byte words hold them."""
     in_word, bits = (U64(1) << shift) - U64(1), U64(6) - shift
     kept = ~U64(0) >> (U64(64) - (U64(64) >> shift))
-    for j in range(U64(index.size)):
+    for j in range(U64(first), U64(last)):
         position = U64(index[j])
         places[j + U64(MARGIN)] = position >> shift
         words[j] = I64((wide[j] >> ((position & in_word) << bits)) & kept)
@@ -144,9 +159,10 @@ def _ended(streams: Any, book: Any) -> Any:
 
 
 @kernel
-def _signed(data: Any, signs: Any, start: Any, count: Any, steps: Any) -> None:
-    """|step| - 1 to steps, of changes from number `start` on and some behind the last."""
-    for j in range(U64(0), U64(count), U64(_SIGNS)):
+def _signed(data: Any, signs: Any, start: Any, first: Any, last: Any, steps: Any) -> None:
+    """|step| - 1 to steps, of changes [first, last) of the block that begins with number `start`, and of some
+    behind them."""
+    for j in range(U64(first), U64(last), U64(_SIGNS)):
         i = start + j
         bits = load64(data, I64(signs + (i >> U64(3)))) >> (i & U64(7))
         for lane in range(U64(_SIGNS)):
@@ -155,9 +171,10 @@ def _signed(data: Any, signs: Any, start: Any, count: Any, steps: Any) -> None:
 
 
 @kernel
-def _stepped(words: Any, steps: Any, kind: Any, before: Any, after: Any) -> Any:
+def _stepped(first: Any, last: Any, words: Any, steps: Any, kind: Any, before: Any, after: Any) -> Any:
+    """Old and new words; `words` are then what flips in them."""
     over = U64(0)
-    for j in range(before.size):
+    for j in range(U64(first), U64(last)):
         word, step = words[j], steps[j]
         moved = ordinal(word, kind) + step
         over |= excess(moved, abs(step), kind)
@@ -167,17 +184,21 @@ def _stepped(words: Any, steps: Any, kind: Any, before: Any, after: Any) -> Any:
 
 
 @kernel
-def _merged(index: Any, shift: Any, words: Any, places: Any, flips: Any, merged: Any) -> None:
-    """What flips in the 8-byte word of each change. `words`: what flips in its own. The last change of an
-    8-byte word gathers that of all."""
-    count, in_word, bits = U64(index.size), (U64(1) << shift) - U64(1), U64(6) - shift
-    for j in range(count):
+def _flipped(index: Any, first: Any, last: Any, shift: Any, words: Any, flips: Any, merged: Any) -> None:
+    """What flips in 8-byte words. `words`: what flips in each change's own."""
+    in_word, bits = (U64(1) << shift) - U64(1), U64(6) - shift
+    for j in range(U64(first), U64(last)):
         lanes = U64(words[j]) << ((U64(index[j]) & in_word) << bits)
         flips[j + U64(MARGIN)] = lanes
         merged[j] = lanes
+
+
+@kernel
+def _merged(count: Any, shift: Any, places: Any, flips: Any, merged: Any) -> None:
+    """The last change of an 8-byte word gathers what all of them flip there."""
     for j in range(U64(9)):
         places[count + U64(MARGIN) + j] = ~U64(0)
-    for behind in range(U64(1), in_word + U64(1)):
+    for behind in range(U64(1), U64(1) << shift):
         shared = U64(0)
         for j in range(U64(0), count, U64(8)):
             inside = (U64(1) << min(count - j, U64(8))) - U64(1)
@@ -244,12 +265,19 @@ def _take_steps(
         for j in range(U64(count + _SIGNS)):
             steps[j] = 0
         _gathered(old, here, kind, shift, table, ahead, wide, order, ends_of)
-        _placed(here, shift, wide, words, places)
         if not _take_rows(data, streams, order, ends_of, book, values, steps):
             return False
-        _signed(data, signs, U64(start), count, steps)
-        over |= _stepped(words, steps, kind, before[start:stop], after[start:stop])
-        _merged(here, shift, words, places, flips, merged)
+        for first_one in range(0, count, _SLICE):
+            last = min(first_one + _SLICE, count)
+            _asked(old, ahead, first_one, last, shift, wide)
+            _placed(here, first_one, last, shift, wide, words, places)
+            _asked(old, ahead, first_one + _FEW, last, shift, wide)
+            _signed(data, signs, U64(start), first_one, last, steps)
+            _asked(old, ahead, first_one + 2 * _FEW, last, shift, wide)
+            over |= _stepped(first_one, last, words, steps, kind, before[start:stop], after[start:stop])
+            _asked(old, ahead, first_one + 3 * _FEW, last, shift, wide)
+            _flipped(here, first_one, last, shift, words, flips, merged)
+        _merged(U64(count), shift, places, flips, merged)
         _summed(numbers_of[span], count, wide, merged, places, touched, sums[span])
         changed[span] += count
         start = stop

@@ -62,8 +62,8 @@ def _cpu() -> str:
 
 
 def on_zen() -> bool:
-    """Whether the machine is one of AMD's, whose memory wants to be asked earlier than others'."""
-    return cast(str, binding.get_host_cpu_name()).startswith("znver")
+    """Whether kernels are compiled for one of AMD's machines, whose memory wants to be asked otherwise."""
+    return (os.environ.get("NUMBA_CPU_NAME") or cast(str, binding.get_host_cpu_name())).startswith("znver")
 
 
 if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
@@ -238,41 +238,50 @@ def _word_address(context: Any, builder: Any, signature: Any, args: Any, like: A
     return address(context, builder, signature.args[0], args[0], offset, bits)
 
 
+_NEAREST, _SECOND = 3, 2
+"""caches that a line is asked into, with all farther ones; llvm.prefetch's numbers"""
+_EARLY = _SECOND if on_zen() else _NEAREST
+"""Zen 4 has few places for lines that wait for the nearest cache, and all else stands behind those that find
+none (docs/adr/0017)"""
+
+
 @intrinsic
 def prefetch(typing: Any, data: Any, position: Any, like: Any) -> Any:
-    """Asks for the cache line of `word_at(data, position, like)`."""
+    """Asks early for the cache line of `word_at(data, position, like)`."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         offset = builder.mul(args[1], ir.Constant(ir.IntType(64), signature.args[2].dtype.bitwidth // 8))
-        _prefetched(builder, address(context, builder, signature.args[0], args[0], offset, 8))
+        _asked(builder, address(context, builder, signature.args[0], args[0], offset, 8), _EARLY)
         return context.get_dummy_value()
 
     return types.none(data, types.int64, like), build
 
 
-@intrinsic
-def prefetch64(typing: Any, data: Any, first: Any, like: Any) -> Any:
-    """Asks for the cache lines of 64 words from `first` on; those may lie behind the array's end."""
+def _asking64(cache: int) -> Any:
+    def asking64(typing: Any, data: Any, first: Any, like: Any) -> Any:
+        def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            width = signature.args[2].dtype.bitwidth // 8
+            offset = builder.mul(args[1], ir.Constant(ir.IntType(64), width))
+            start = address(context, builder, signature.args[0], args[0], offset, 8)
+            for line in range(width):
+                _asked(builder, builder.gep(start, [ir.Constant(ir.IntType(64), 64 * line)]), cache)
+            return context.get_dummy_value()
 
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        width = signature.args[2].dtype.bitwidth // 8
-        offset = builder.mul(args[1], ir.Constant(ir.IntType(64), width))
-        start = address(context, builder, signature.args[0], args[0], offset, 8)
-        for line in range(width):
-            _prefetched(builder, builder.gep(start, [ir.Constant(ir.IntType(64), 64 * line)]))
-        return context.get_dummy_value()
+        return types.none(data, types.int64, like), build
 
-    return types.none(data, types.int64, like), build
-
-
-_READ_INTO_ALL_CACHES = (0, 3, 1)
+    return intrinsic(asking64)
 
 
-def _prefetched(builder: Any, place: Any) -> None:
-    number = ir.IntType(32)
+prefetch64, prefetch64_early = _asking64(_NEAREST), _asking64(_EARLY)
+"""Ask for the cache lines of 64 words from `first` on; those may lie behind the array's end. What computes
+more than it waits wants them in the nearest cache."""
+
+
+def _asked(builder: Any, place: Any, cache: int) -> None:
+    number, read, data = ir.IntType(32), 0, 1
     form = ir.FunctionType(ir.VoidType(), [place.type, number, number, number])
     function = cgutils.get_or_insert_function(builder.module, form, "llvm.prefetch.p0")
-    builder.call(function, [place, *(ir.Constant(number, flag) for flag in _READ_INTO_ALL_CACHES)])
+    builder.call(function, [place, *(ir.Constant(number, flag) for flag in (read, cache, data))])
 
 
 def _lanes64(context: Any, builder: Any, array_type: Any, array: Any, first: Any, bits: int) -> Any:
