@@ -1,5 +1,5 @@
-"""Kernels that move lanes of vectors or ask for memory ahead, compiled for machines that have less of the one,
-or want the other otherwise, than this one may."""
+"""Kernels that move lanes of vectors or ask for memory ahead, compiled for machines that have less of the
+one, or want the other otherwise, than this one may."""
 
 from __future__ import annotations
 
