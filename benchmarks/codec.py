@@ -1,6 +1,7 @@
 """Sizes and speeds of the encodings on chunks in memory, digests included, beside the field's path.
 
-Contenders take turns within each round, so that all meet the same machine; the first round is not counted.
+Contenders take turns within each round, so that all meet the same machine, and another one begins each, so
+that what one leaves to the next counts for all alike. The first round is not counted.
 Publishing a chunk compares, hashes all new bytes, sums the touched words, encodes; the field's way is xor,
 zstd and hash. Applying decodes with the sums over touched words, and writes; the field's way is zstd, xor and
 hash. Both read and write the same words, forth and back in turns. Chunks without changes are not stored.
@@ -8,6 +9,7 @@ hash. Both read and write the same words, forth and back in turns. Chunks withou
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -113,9 +115,11 @@ _CONTENDERS: dict[str, _Contender] = {
 def _times(jobs: Mapping[str, Sequence[Job]], threads: int, rounds: int) -> dict[str, Spread]:
     """Seconds of each for all of its jobs."""
     taken: dict[str, list[float]] = {name: [] for name in jobs}
+    order = deque(jobs.items())
     with ThreadPoolExecutor(threads) as pool:
         for _ in range(rounds + 1):
-            for name, mine in jobs.items():
+            order.rotate(-1)
+            for name, mine in order:
                 began = perf_counter()
                 list(pool.map(lambda job: job(), mine))
                 taken[name].append(perf_counter() - began)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -239,8 +239,21 @@ def test_ranks_that_hold_different_versions_after_an_update_are_in_doubt(tmp_pat
         host.run("apply", file, "1")
 
 
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """torch's, of which there were others before and are again behind it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 3], indirect=True)
 @pytest.mark.parametrize("budget", [0, 3000, 1 << 30])
-def test_an_update_is_the_same_whatever_of_it_is_ready_before_the_pause(tmp_path: Path, budget: int) -> None:
+def test_an_update_is_the_same_whatever_of_it_is_ready_before_the_pause(
+    tmp_path: Path, budget: int, threads: int
+) -> None:
+    assert torch.get_num_threads() == threads
     base = {"w": (torch.arange(300_000) % 1000).to(torch.float16), "rows": torch.arange(64.0).reshape(8, 8)}
     target = {name: tensor.clone() for name, tensor in base.items()}
     target["w"][1::2] += 1
@@ -265,14 +278,17 @@ def test_an_update_is_the_same_whatever_of_it_is_ready_before_the_pause(tmp_path
 def test_hundreds_of_experts_are_looked_up_in_steps_and_written_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base, calls, scatter = Mixture.checkpoint(200), [], torch.Tensor.scatter_
+    base, calls = Mixture.checkpoint(200), list[int]()
     host = ToyHost([Mixture(200)], base, tmp_path)
     host.run("hold", 0, root(0), "0")
     host.run("state")
 
-    def counted(flat: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        calls.append(len(flat))
-        return scatter(flat, *arguments)
+    def counted(write: Any) -> Any:
+        def counting(flat: torch.Tensor, *arguments: Any) -> torch.Tensor:
+            calls.append(len(flat))
+            return write(flat, *arguments)
+
+        return counting
 
     before = host.live()
     for version in (1, 2):
@@ -286,7 +302,8 @@ def test_hundreds_of_experts_are_looked_up_in_steps_and_written_at_once(
         assert engine.asked - asked < 10, "looking around takes milliseconds"
         host.run("pause", "wait")
         with monkeypatch.context() as patched:
-            patched.setattr(torch.Tensor, "scatter_", counted)
+            for way in ("scatter_", "index_copy_"):
+                patched.setattr(torch.Tensor, way, counted(getattr(torch.Tensor, way)))
             if version == 1:
                 engine.failures = 1
                 with pytest.raises(InDoubt, match="the device is gone"):

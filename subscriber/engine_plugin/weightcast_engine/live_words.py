@@ -37,7 +37,7 @@ class Touched:
 
 @dataclass(frozen=True)
 class _Ready:
-    """Places in a storage, the words that belong there, and those that lay there."""
+    """Places in a storage, each once, the words that belong there, and those that lay there."""
 
     flat: Tensor
     places: Tensor
@@ -49,10 +49,19 @@ class _Ready:
         return sum(tensor.nbytes for tensor in (self.places, self.words, self.old))
 
     def write(self) -> None:
-        self.flat.scatter_(0, self.places, self.words)
+        _put(self.flat, self.places, self.words)
 
     def take_back(self) -> None:
-        self.flat.scatter_(0, self.places, self.old)
+        _put(self.flat, self.places, self.old)
+
+
+def _put(flat: Tensor, places: Tensor, words: Tensor) -> None:
+    """On a processor one thread carries `scatter_` of one dimension out, all of them `index_copy_`, which is
+    slower with one."""
+    if torch.get_num_threads() > 1:
+        flat.index_copy_(0, places, words)
+    else:
+        flat.scatter_(0, places, words)
 
 
 @dataclass
