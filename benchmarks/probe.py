@@ -27,13 +27,23 @@ def cores() -> int:
 def machine(directory: Path) -> Machine:
     """`directory`: where the files of the benchmark lie."""
     return Machine(
-        cpu=_field("/proc/cpuinfo", "model name"),
+        cpu=_processor(),
         cores=cores(),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         system=f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
         file_system=_file_system(directory),
         versions={name: found for name in _PACKAGES if (found := _version(name))},
     )
+
+
+def _processor() -> str:
+    """By its maker's name, which generations share, and by LLVM's where kernels are compiled."""
+    name = _field("/proc/cpuinfo", "model name")
+    try:
+        from weightcast.shared.digest.native import processor
+    except ImportError:
+        return name
+    return f"{name} ({processor()})"
 
 
 def _field(path: str, name: str) -> str:

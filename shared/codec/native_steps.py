@@ -194,6 +194,40 @@ def _flipped(index: Any, first: Any, last: Any, shift: Any, words: Any, flips: A
 
 
 @kernel
+def _behind_reading(
+    data: Any,
+    signs: Any,
+    start: Any,
+    old: Any,
+    index: Any,
+    ahead: Any,
+    kind: Any,
+    shift: Any,
+    wide: Any,
+    words: Any,
+    places: Any,
+    steps: Any,
+    before: Any,
+    after: Any,
+    flips: Any,
+    merged: Any,
+) -> Any:
+    """A block through the stages, a slice at a time. Returns as `_stepped`."""
+    over = U64(0)
+    for first in range(0, index.size, _SLICE):
+        last = min(first + _SLICE, index.size)
+        _asked(old, ahead, first, last, shift, wide)
+        _placed(index, first, last, shift, wide, words, places)
+        _asked(old, ahead, first + _FEW, last, shift, wide)
+        _signed(data, signs, U64(start), first, last, steps)
+        _asked(old, ahead, first + 2 * _FEW, last, shift, wide)
+        over |= _stepped(first, last, words, steps, kind, before, after)
+        _asked(old, ahead, first + 3 * _FEW, last, shift, wide)
+        _flipped(index, first, last, shift, words, flips, merged)
+    return over
+
+
+@kernel
 def _merged(count: Any, shift: Any, places: Any, flips: Any, merged: Any) -> None:
     """The last change of an 8-byte word gathers what all of them flip there."""
     for j in range(U64(9)):
@@ -267,16 +301,10 @@ def _take_steps(
         _gathered(old, here, kind, shift, table, ahead, wide, order, ends_of)
         if not _take_rows(data, streams, order, ends_of, book, values, steps):
             return False
-        for first_one in range(0, count, _SLICE):
-            last = min(first_one + _SLICE, count)
-            _asked(old, ahead, first_one, last, shift, wide)
-            _placed(here, first_one, last, shift, wide, words, places)
-            _asked(old, ahead, first_one + _FEW, last, shift, wide)
-            _signed(data, signs, U64(start), first_one, last, steps)
-            _asked(old, ahead, first_one + 2 * _FEW, last, shift, wide)
-            over |= _stepped(first_one, last, words, steps, kind, before[start:stop], after[start:stop])
-            _asked(old, ahead, first_one + 3 * _FEW, last, shift, wide)
-            _flipped(here, first_one, last, shift, words, flips, merged)
+        over |= _behind_reading(
+            data, signs, start, old, here, ahead, kind, shift, wide, words, places, steps,
+            before[start:stop], after[start:stop], flips, merged,
+        )  # fmt: skip
         _merged(U64(count), shift, places, flips, merged)
         _summed(numbers_of[span], count, wide, merged, places, touched, sums[span])
         changed[span] += count

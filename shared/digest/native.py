@@ -61,9 +61,14 @@ def _cpu() -> str:
     return f"{versions} {binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
 
 
+def processor() -> str:
+    """That kernels are compiled for, by LLVM's name."""
+    return os.environ.get("NUMBA_CPU_NAME") or cast(str, binding.get_host_cpu_name())
+
+
 def on_zen() -> bool:
-    """Whether kernels are compiled for one of AMD's machines, whose memory wants to be asked otherwise."""
-    return (os.environ.get("NUMBA_CPU_NAME") or cast(str, binding.get_host_cpu_name())).startswith("znver")
+    """One of AMD's, whose memory wants to be asked otherwise than others'."""
+    return processor().startswith("znver")
 
 
 if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
