@@ -74,7 +74,8 @@ def _context_table(kind: Any, first: Any, most: Any, table: Any) -> Any:
 def _gathered(
     old: Any, index: Any, kind: Any, shift: Any, table: Any, ahead: Any, wide: Any, order: Any, ends: Any
 ) -> None:
-    """Of each change its 8-byte word; its number in the block behind its context's others."""
+    """Of each change its 8-byte word; its number in the block behind its context's others. Asks for the words
+    of as many changes `ahead`, unless `_SPREAD`."""
     in_word, bits = (U64(1) << shift) - U64(1), U64(6) - shift
     power, mask = U64(kind[EXPONENT_SHIFT]), U64(kind[EXPONENT_MASK])
     for j in range(U64(index.size)):

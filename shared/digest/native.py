@@ -67,7 +67,7 @@ def processor() -> str:
 
 
 def on_zen() -> bool:
-    """One of AMD's, whose memory wants to be asked otherwise than others'."""
+    """Whether that is one of AMD's, whose memory wants to be asked otherwise than others'."""
     return processor().startswith("znver")
 
 

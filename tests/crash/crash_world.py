@@ -9,7 +9,6 @@ import multiprocessing
 import random
 import shutil
 import signal
-import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from crash_model import (
 from crash_observe import see_channel, see_engine, see_local, see_pointer, see_step
 from crash_power import record_syncs
 from crash_processes import CRASHED, Child, NotReached, Order, fork, wait_for
+from ports import free_port
 
 from weightcast.publisher import Publisher, init_channel
 from weightcast.publisher.service.daemon import run_publisher
@@ -85,7 +85,7 @@ class World:
         self.publisher: Child | None = None
         self.host: Child | None = None
         self.member: Child | None = None
-        self._member_port = _free_port() if shape.member else 0
+        self._member_port = free_port() if shape.member else 0
         self.disturbed = False
         """errors are caused: a daemon that ends by one is started again, seeding is begun again"""
         self.seeds = 0
@@ -406,12 +406,6 @@ def _boot_was_days_ago() -> None:
     """To this process: what lies in the trash since the boot is due, whenever the machine was started."""
     read = time.clock_gettime
     time.clock_gettime = lambda clock: read(clock) + 2 * 86_400 * (clock == time.CLOCK_BOOTTIME)
-
-
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
 
 
 @contextmanager

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import signal
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 from compose_stack import Service, Stack, read_services
+from ports import free_port
 
 TOKEN = "a-token-of-this-test"
 VARIABLES = {"WEIGHTCAST_TOKEN": TOKEN, "WARM_STEPS": "2", "STEPS": "2"}
@@ -22,12 +22,6 @@ DAEMONS = ("publisher", *SUBSCRIBERS)
 @pytest.fixture(scope="module")
 def services() -> dict[str, Service]:
     return read_services(VARIABLES)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

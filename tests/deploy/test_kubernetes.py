@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 import yaml
 from compose_stack import Service, Stack, read_dockerfile
 from pod_stack import DIRECTORY, check_of, containers, is_sidecar, pods, read_objects, services_of, trainer
+from ports import free_port
 
 from weightcast.publisher.service.settings import PublisherSettings
 from weightcast.shared.service.settings import ServiceSettings
@@ -139,12 +139,6 @@ def test_what_daemons_are_told_are_settings(all_pods: dict[str, dict[str, Any]])
         assert {one["name"] for one in container["env"]} <= known
         others = {one["name"]: one for one in container["env"]}
         assert others["WEIGHTCAST_HOST"]["value"] == "0.0.0.0" and "valueFrom" in others["WEIGHTCAST_TOKEN"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

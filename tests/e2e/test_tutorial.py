@@ -6,13 +6,13 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from ports import free_ports
 
 TUTORIAL = Path(__file__).parent.parent.parent / "docs" / "tutorial.md"
 PORTS = ("8340", "8341")
@@ -41,18 +41,8 @@ def blocks() -> list[Block]:
 
 def steady(text: str) -> list[str]:
     """Lines without what differs from run to run: numbers, digests, the width of columns."""
-    lines = [re.sub(r"[\s─━]+", " ", _VARIES.sub("0", line)).strip() for line in text.splitlines()]
+    lines = (" ".join(_VARIES.sub("0", line).split()) for line in text.splitlines())
     return [line for line in lines if line]
-
-
-def free_ports(count: int) -> list[str]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [str(one.getsockname()[1]) for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def script(parts: list[Block]) -> str:
@@ -60,7 +50,7 @@ def script(parts: list[Block]) -> str:
     for number, block in enumerate(parts):
         text += f"{block.commands}echo '{_END.format(number)}'\n"
     for port, free in zip(PORTS, free_ports(len(PORTS)), strict=True):
-        text = text.replace(port, free)
+        text = text.replace(port, str(free))
     return text
 
 
@@ -92,7 +82,8 @@ def test_each_command_works_and_prints_what_is_shown(tmp_path: Path) -> None:
     for number, block in enumerate(parts):
         here, end, rest = rest.partition(_END.format(number))
         assert end, f"block {number} did not end:\n{printed}"
+        found = steady(here)
         shown = [line for line in steady(block.shown) if not line.startswith(_HOST)]
-        missing = [line for line in shown if line not in steady(here)]
+        missing = [line for line in shown if line not in found]
         assert not missing, f"not printed by block {number}: {missing}\n{here}"
     assert any(block.shown for block in parts)

@@ -12,9 +12,10 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
+from ports import free_ports
 from waiting import wait_until
 
 # an address each: all use one port for their engines
@@ -52,14 +53,6 @@ ReturnToService=2
 {nodes}
 PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP
 """
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 class Cluster:

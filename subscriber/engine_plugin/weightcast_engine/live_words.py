@@ -58,7 +58,7 @@ class _Ready:
 def _put(flat: Tensor, places: Tensor, words: Tensor) -> None:
     """On a processor one thread carries `scatter_` of one dimension out, all of them `index_copy_`, which is
     slower with one."""
-    if torch.get_num_threads() > 1:
+    if flat.is_cpu and torch.get_num_threads() > 1:
         flat.index_copy_(0, places, words)
     else:
         flat.scatter_(0, places, words)
