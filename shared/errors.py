@@ -19,6 +19,11 @@ OK = 0
 USAGE = 2
 
 
+def counted(number: int, noun: str) -> str:
+    """For messages: "1 host", "2 hosts", "18,432 tensors"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 class WeightcastError(Exception):
     """`message` says what is wrong and names the file or tensor; `remedy` says what to do about it."""
 

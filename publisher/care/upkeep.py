@@ -34,7 +34,7 @@ from weightcast.shared.channel.reports import read_reports
 from weightcast.shared.channel.shown import look
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.codec.choose import StepEncoding
-from weightcast.shared.errors import DamagedFile, RetryLater, WeightcastError
+from weightcast.shared.errors import DamagedFile, RetryLater, WeightcastError, counted
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.entries import exists, is_own_directory
 from weightcast.shared.local.local_checkpoint import LocalPaths
@@ -207,7 +207,7 @@ class Upkeep:
         hosts = self._living.versions(read_reports(channel.directory))
         verdict = decide(situation(channel, pointer, hosts, time.time()), self._options.retention)
         prune(channel, verdict, self._claim)
-        return f"{len(verdict.removals)} versions pruned" if verdict.removals else ""
+        return f"{counted(len(verdict.removals), 'version')} pruned" if verdict.removals else ""
 
     def _sweep(self, channel: Channel) -> None:
         """What a kill left unfinished beside versions."""

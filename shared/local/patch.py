@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 
-from weightcast.shared.errors import DamagedFile, NeedsReseed
+from weightcast.shared.errors import DamagedFile, NeedsReseed, counted
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.local import spare
 from weightcast.shared.local.engine_patch import drop_engine_patches
@@ -192,7 +192,9 @@ def _after_reboot(local: LocalCheckpoint, threads: int, advance: Advance | None)
     position = nearest(local.table, report.lanes, repairable(local.state))
     names = differing(local.table, report.lanes, position.lanes)
     raise Differs(
-        f"{local.directory}: after a restart of the machine {len(names)} tensors differ", position, names
+        f"{local.directory}: other bytes in {counted(len(names), 'tensor')} after a restart of the machine",
+        position,
+        names,
     )
 
 

@@ -21,7 +21,7 @@ from weightcast.shared.channel.base import BASE_LIMIT, Base, parse_base, write_b
 from weightcast.shared.channel.chain import check_files
 from weightcast.shared.channel.delta_reader import open_delta
 from weightcast.shared.channel.index import STEP_ENCODINGS, FileRecord, ForeignIndex, Index
-from weightcast.shared.errors import DamagedFile, RetryLater, WeightcastError
+from weightcast.shared.errors import DamagedFile, RetryLater, WeightcastError, counted
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import open_checkpoint
@@ -253,14 +253,14 @@ def _damage(local: LocalCheckpoint, threads: int, advance: Advance | None) -> Di
     position = nearest(local.table, report.lanes, repairable(local.state))
     names = differing(local.table, report.lanes, position.lanes)
     if names or report.root != position.root:
-        return Differs(f"{local.directory}: {len(names)} tensors differ", position, names)
+        return Differs(f"{local.directory}: other bytes in {counted(len(names), 'tensor')}", position, names)
     _arrive(local, position, hashed=True)
     return None
 
 
 def _note(local: LocalCheckpoint, damage: Differs) -> None:
     """Before a word is written: the position meant is durable, and no engine counts as serving it."""
-    reason = f"the local checkpoint was damaged in {len(damage.tensors)} tensors when it was read"
+    reason = f"the local checkpoint was damaged in {counted(len(damage.tensors), 'tensor')} when it was read"
     engines = {name: _doubted(engine, reason) for name, engine in local.state.engines.items()}
     local.save(local.state.but(phase=Phase.DIRTY, engines=engines))
 
@@ -309,7 +309,7 @@ def _build(
             return walk
         reasons.append(f"{walk.way.directory} gives other bytes of {local.table[wrong[0]].name}")
     raise Differs(
-        f"{local.directory}: {len(tensors)} tensors cannot be repaired: "
+        f"{local.directory}: {counted(len(tensors), 'tensor')} cannot be repaired: "
         f"{'; '.join(reasons) or 'neither base nor anchor leads to this version'}",
         damage.position,
         damage.tensors,

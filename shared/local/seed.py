@@ -21,7 +21,7 @@ from weightcast.shared.channel.base import Base, parse_base, write_base
 from weightcast.shared.channel.file_record import file_record
 from weightcast.shared.channel.index import INDEX_NAME, FileRecord, Index
 from weightcast.shared.digest.root import root
-from weightcast.shared.errors import DamagedFile, NeedsReseed, Refused, RetryLater, WrongRun
+from weightcast.shared.errors import DamagedFile, NeedsReseed, Refused, RetryLater, WrongRun, counted
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import Checkpoint, Place
@@ -128,8 +128,8 @@ def check_source(source: Source, *, threads: int = 1, advance: Advance | None = 
     if root(source.base.table, found) != source.position.root:
         names = differing(source.base.table, found, source.position.lanes)
         raise WrongRun(
-            f"{where}: {len(names)} tensors do not have the bytes of version {source.position.version}: "
-            f"{', '.join(names[:3])}",
+            f"{where}: {counted(len(names), 'tensor')} with other bytes than version "
+            f"{source.position.version}: {', '.join(names[:3])}",
             remedy="give the checkpoint that the channel was made from",
         )
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightcast.shared.errors import NotInTime, Refused, WeightcastError
+from weightcast.shared.errors import NotInTime, Refused, WeightcastError, counted
 from weightcast.shared.service.fleet import Fleet, FleetReader, Host, of_run
 
 _POLL_SECONDS = 0.25
@@ -111,7 +111,7 @@ def _late(version: int, found: Situation | None, timeout: float) -> NotInTime:
     arrived, behind = ((), ()) if found is None else (found.arrived, found.behind)
     some = ", ".join(behind[:_SHOWN]) + (", ..." if len(behind) > _SHOWN else "")
     return NotInTime(
-        f"{len(arrived)} of {len(arrived) + len(behind)} hosts are ready with version "
+        f"{len(arrived)} of {counted(len(arrived) + len(behind), 'host')} ready with version "
         f"{version} or later after {timeout:g} s; behind: {some or 'nobody reports'}",
         remedy="look at these hosts; `weightcast status` of each says more"
         if arrived or behind

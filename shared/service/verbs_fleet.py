@@ -19,7 +19,7 @@ from rich.text import Text
 
 from weightcast.shared.channel.reports import UPDATES_LIMIT
 from weightcast.shared.channel.store import require_named
-from weightcast.shared.errors import Refused, WeightcastError
+from weightcast.shared.errors import Refused, WeightcastError, counted
 from weightcast.shared.files.paths import printable
 from weightcast.shared.service.arrivals import Arrivals
 from weightcast.shared.service.client import Daemon
@@ -94,7 +94,8 @@ def wait(
         hosts = Arrivals(look, poll_seconds=_WATCH_SECONDS / 2).wait(version, min_hosts, fraction, timeout)
     facts = {"version": version, "hosts": hosts}
     Output(json=as_json).result(
-        facts, lambda console: console.print(f"{len(hosts)} hosts are ready with version {version} or later")
+        facts,
+        lambda console: console.print(f"{counted(len(hosts), 'host')} ready with version {version} or later"),
     )
 
 
@@ -181,7 +182,8 @@ def _head(fleet: Fleet) -> str:
     lag = ", ".join(f"{row.lag}: {row.hosts}" for row in fleet.lag) or "-"
     latest = "-" if fleet.latest is None else fleet.latest
     return printable(
-        f"run {fleet.run_id or 'foreign'}, latest {latest}; {len(fleet.hosts)} hosts: {said}; by lag {lag}"
+        f"run {fleet.run_id or 'foreign'}, latest {latest};"
+        f" {counted(len(fleet.hosts), 'host')}: {said}; by lag {lag}"
     )
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import DamagedFile, Refused
+from weightcast.shared.errors import DamagedFile, Refused, counted
 from weightcast.shared.files.entries import is_directory
 from weightcast.shared.files.paths import printable
 from weightcast.shared.local.follow import Follower, FollowOptions
@@ -173,7 +173,8 @@ def _show(
         _show_engine(console, each)
     if done is not None:
         console.print(
-            f"repaired {done.words} words in {len(done.tensors)} tensors from {printable(done.source) or '-'}"
+            f"repaired {counted(done.words, 'word')} in {counted(len(done.tensors), 'tensor')}"
+            f" from {printable(done.source) or '-'}"
         )
     for fault in found.faults:
         console.print(f"{printable(fault.file)}: {printable(fault.problem)}\n  {fault.meaning}")

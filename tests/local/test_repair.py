@@ -207,7 +207,7 @@ def test_engines_that_read_it_are_in_doubt(anchored: Run, tmp_path: Path) -> Non
     after = read_state(path)
     assert after is not None
     assert {name: one.mark for name, one in after.engines.items()} == {"a": Mark.SUSPECT, "b": Mark.PAUSING}
-    assert "damaged in 1 tensors" in after.engines["a"].reason
+    assert "damaged in 1 tensor " in after.engines["a"].reason
 
 
 def test_rot_that_a_patch_meets_costs_no_new_seed(anchored: Run, tmp_path: Path) -> None:

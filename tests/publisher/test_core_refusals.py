@@ -251,7 +251,7 @@ def test_a_local_directory_with_somebody_s_files(place: Place, tmp_path: Path) -
 def test_another_base(place: Place, tmp_path: Path, rng: np.random.Generator) -> None:
     base = write_checkpoint(tmp_path / "wrong", all_changed(place.model, rng))
     with (
-        pytest.raises(WrongRun, match="do not have the bytes"),
+        pytest.raises(WrongRun, match="with other bytes than"),
         place.publisher(local=tmp_path / "pub2", base=base),
     ):
         pass

@@ -121,7 +121,7 @@ def test_hosts_appear_stop_and_recover(fleet: Fleet, weightcast: Callable[..., t
     code, out, _ = weightcast("wait", "--url", fleet.url, "--version", 2, "--fraction", 1.0, "--json")
     assert code == 0 and json.loads(out) == {"version": 2, "hosts": [host["host"]]}
     code, _, err = weightcast("wait", "--url", fleet.url, "--version", 2, "--min-hosts", 2, "--timeout", 0)
-    assert code == 4 and "1 of 1 hosts are ready" in err
+    assert code == 4 and "1 of 1 host ready" in err
     code, _, err = weightcast("wait", "--channel", fleet.places.channel, "--version", 3, "--timeout", 0.1)
     assert code == 4 and "version 2" in err
 

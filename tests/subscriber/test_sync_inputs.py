@@ -54,7 +54,7 @@ def test_a_directory_with_somebody_elses_files_is_refused(site: Site) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda base: Weights.make(9).write(base), "do not have the bytes"),
+        (lambda base: Weights.make(9).write(base), "with other bytes than"),
         (lambda base: (base / "config.json").write_text("{}"), "different"),
         (lambda base: (base / "config.json").unlink(), "missing"),
         (lambda base: (base / "model-00001-of-00002.safetensors").write_bytes(b"short"), "."),

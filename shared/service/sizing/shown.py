@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from weightcast.shared.errors import counted
 from weightcast.shared.service.doctor.findings import size_text
 from weightcast.shared.service.sizing.rules import CHANGES_PER_SECOND, Asked, Sizing, Weights, journals
 from weightcast.shared.service.threads import SCRATCH_BYTES
@@ -26,7 +27,7 @@ def plan_facts(weights: Weights, asked: Asked, found: Sizing) -> dict[str, Any]:
 def show_plan(console: Console, weights: Weights, asked: Asked, found: Sizing) -> None:
     console.print(
         f"{size_text(weights.nbytes)} of weights, {asked.density:.3g} of the elements changed every"
-        f" {asked.interval:g} s, encoding {asked.encoding}, {_counted(asked.hosts, 'host')}"
+        f" {asked.interval:g} s, encoding {asked.encoding}, {counted(asked.hosts, 'host')}"
     )
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, value in plan_rows(weights, asked, found):
@@ -61,7 +62,7 @@ def plan_rows(weights: Weights, asked: Asked, found: Sizing) -> Iterator[Row]:
     yield "all hosts read", rate_text(found.server_link)
     yield (
         f"after {asked.away:g} s away",
-        f"{_counted(late.versions, 'version')}, {size_text(late.bytes)}, about {late.seconds:.2g} s"
+        f"{counted(late.versions, 'version')}, {size_text(late.bytes)}, about {late.seconds:.2g} s"
         f" on a link of {rate_text(asked.link)}",
     )
     yield "a new host", f"{size_text(late.new_host_bytes)}, about {late.new_host_seconds:.2g} s"
@@ -84,7 +85,3 @@ def rate_text(bits_per_second: float) -> str:
             return f"{bits_per_second:.3g} {unit}"
         bits_per_second /= 1000
     return f"{bits_per_second:.3g} Tbit/s"
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
