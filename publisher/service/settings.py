@@ -107,7 +107,7 @@ class PublisherSettings(ServiceSettings):
         description="Space for journals of past steps in --local, as a share of the full weights.",
     )
     keep_versions: PositiveInt | None = Field(
-        None, description="Prune: keep this many of the newest versions; unset, with --keep-hours: all."
+        None, description="Prune: keep this many of the newest versions; with neither this nor --keep-hours all."
     )
     keep_hours: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="Prune: keep versions younger than this."
@@ -127,7 +127,10 @@ class PublisherSettings(ServiceSettings):
         description="A host whose report stood still for so long is stale.",
     )
     lost_seconds: float = Field(
-        LOST_SECONDS, gt=0, le=86400, allow_inf_nan=False, description="And lost after so long."
+        LOST_SECONDS, gt=0, le=86400, allow_inf_nan=False, description="A host whose report stood still for so long is lost."
+    )
+    post_write: str | None = Field(
+        None, min_length=1, description="Command run after a version was written, and after the pointer was."
     )
     take_over: bool = Field(False, description="Take the channel from a publisher that seems alive.")
     sign_key: Path | None = Field(

@@ -97,10 +97,6 @@ class ServiceSettings(BaseSettings):
     stop_seconds: float = Field(
         60.0, gt=0, le=3600, allow_inf_nan=False, description="Time that the running step has after SIGTERM."
     )
-    pre_read: str | None = Field(None, min_length=1, description="Command run before the channel is read.")
-    post_write: str | None = Field(
-        None, min_length=1, description="Command run after the channel was written."
-    )
     hook_seconds: float = Field(
         300.0,
         gt=0,

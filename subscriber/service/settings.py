@@ -34,6 +34,9 @@ class SubscriberSettings(ServiceSettings):
         (), description="Inference engine kind=URL[,key=value...]; may be repeated. Kinds: docs/engines.md."
     )
     target: str = Field("latest", min_length=1, max_length=255, description="latest, a version or a tag.")
+    pre_read: str | None = Field(
+        None, min_length=1, description="Command run before a version of the channel is read."
+    )
     visible_deadline: float = Field(
         120.0,
         gt=0,

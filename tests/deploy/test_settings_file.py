@@ -65,3 +65,17 @@ def test_the_defaults_shown_are_values_that_may_be_set(
 def test_no_variable_is_set_twice() -> None:
     named = [variable for is_set, variable, _ in lines() if is_set]
     assert len(named) == len(set(named))
+
+
+READERS = {
+    PublisherSettings: ("publisher", "shared/service"),
+    SubscriberSettings: ("subscriber", "shared/service"),
+}
+
+
+@pytest.mark.parametrize("daemon", DAEMONS)
+def test_a_daemon_takes_no_setting_that_it_does_not_read(daemon: type[ServiceSettings]) -> None:
+    sources = [path for room in READERS[daemon] for path in (DEPLOY.parent / room).rglob("*.py")]
+    text = "\n".join(path.read_text() for path in sources)
+    names = [doc.name for doc in describe_settings(daemon)]
+    assert [name for name in names if not re.search(rf"(settings|self)\.{name}\b", text)] == []
