@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -87,16 +88,16 @@ def publish(
     ):
         report = publisher.publish_checkpoint(checkpoint, step=step, advance=advance)
         if anchor:
-            publisher.write_anchor()
-        _make_due(publisher)
+            _beside(publisher.write_anchor)
+        _beside(publisher.make_due)
     done = publication(report, str(checkpoint))
     output.result(done, lambda console: _show(console, done, total_seconds(done.seconds)))
 
 
-def _make_due(publisher: Publisher) -> None:
+def _beside(make: Callable[[], object]) -> None:
     """The version is out: that something beside it fails must not look as if it were not."""
     try:
-        publisher.make_due()
+        make()
     except (WeightcastError, OSError) as error:
         print(f"warning: beside the version: {printable(str(error))}", file=sys.stderr)
 

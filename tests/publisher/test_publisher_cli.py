@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,20 @@ def test_publish_one_checkpoint(places: Places, call: Any, encoding: str) -> Non
     assert code == 0 and shown["version"].strip() == "2" and "bits per change" in out and "ratio" in out
     assert places.latest() == "000002"
     assert local_bytes(places.local, base_tensors()) == plain(changed(base_tensors(), 2))
+
+
+def test_an_anchor_that_does_not_fit_is_told_beside_the_version(places: Places, call: Any) -> None:
+    call(*init(places))
+    call(*publish(places, write(places.root / "one", changed(base_tensors(), 1)), "--base", places.base))
+    new = write(places.root / "two", changed(base_tensors(), 2, share=0.001))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (sum(map(len, plain(base_tensors()).values())), hard))
+    try:
+        code, out, err = call(*publish(places, new, "--skip-span", 0, "--anchor", "--json"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (code, json.loads(out)["version"], places.latest()) == (0, 2, "000002")
+    assert "warning: beside the version" in err and "File too large" in err
 
 
 def test_publish_refuses_what_does_not_fit(places: Places, call: Any) -> None:
