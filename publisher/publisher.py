@@ -107,7 +107,15 @@ class Publisher:
     ) -> Publisher:
         """`channel`: made by `init_channel` or `weightcast channel init`. `local`: this publisher's own local
         checkpoint, seeded from `base` when it is new. Ranks other than 0 may share rank 0's `local` on its
-        machine. `on_device`: torch tensors on a CUDA device are compared there (`auto`), those on the CPU by
+        machine.
+        `rank`, `world_size`: this process, and how many publish a version together; they wait
+        `deadline_seconds` for each other.
+        `encoding`: of the deltas. `threads`: that compare and encode.
+        `take_over`: take the channel from an owner that seems alive; without it an owner that was silent for
+        `take_over_seconds` counts as gone. `post_write(version, directory, phase)` is called with the phase
+        `version` when the files are there and `pointer` when `latest` names them. `anchor_every`: full
+        weights beside every so many versions, 0: none.
+        `on_device`: torch tensors on a CUDA device are compared there (`auto`), those on the CPU by
         torch too (`always`), or all on the host (`never`); the version's bytes are the same.
         What was published last may take `device_baseline_bytes` on the devices and `pinned_baseline_bytes` in
         pinned host memory, for the next comparison (docs/operations.md, Tensors on a GPU).
@@ -136,14 +144,13 @@ class Publisher:
             None if base is None else Path(base),
             FollowOptions(threads=threads, visible_seconds=visible_seconds),
         )
-        near = OnDevice(on_device, device_baseline_bytes, pinned_baseline_bytes)
         options = PublishOptions(
-            encoding,
-            threads,
-            deadline_seconds,
-            anchor_every,
-            post_write,
-            near,
+            encoding=encoding,
+            threads=threads,
+            deadline_seconds=deadline_seconds,
+            anchor_every=anchor_every,
+            post_write=post_write,
+            on_device=OnDevice(on_device, device_baseline_bytes, pinned_baseline_bytes),
             key=vouching.key,
             trust=vouching.trust,
             non_finite=non_finite,
@@ -162,9 +169,8 @@ class Publisher:
                 above=follower.epoch,
             )
             keeper = Upkeep(directory, Path(local), claimed, upkeep or UpkeepOptions(), vouching)
-            options = replace(options, give_up=keeper.give_up)
-            if upkeep is not None:
-                options = replace(options, keep=keeper.keep)
+            keep = None if upkeep is None else keeper.keep
+            options = replace(options, give_up=keeper.give_up, keep=keep)
             publisher = cls(follower, Rank(0, world_size), options, claimed, keeper)
             undo.callback(publisher.close)
             publisher.recover()

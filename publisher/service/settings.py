@@ -107,7 +107,8 @@ class PublisherSettings(ServiceSettings):
         description="Space for journals of past steps in --local, as a share of the full weights.",
     )
     keep_versions: PositiveInt | None = Field(
-        None, description="Prune: keep this many of the newest versions; with neither this nor --keep-hours all."
+        None,
+        description="Prune: keep this many of the newest versions; with neither this nor --keep-hours all.",
     )
     keep_hours: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="Prune: keep versions younger than this."
@@ -127,7 +128,11 @@ class PublisherSettings(ServiceSettings):
         description="A host whose report stood still for so long is stale.",
     )
     lost_seconds: float = Field(
-        LOST_SECONDS, gt=0, le=86400, allow_inf_nan=False, description="A host whose report stood still for so long is lost."
+        LOST_SECONDS,
+        gt=0,
+        le=86400,
+        allow_inf_nan=False,
+        description="A host whose report stood still for so long is lost.",
     )
     post_write: str | None = Field(
         None, min_length=1, description="Command run after a version was written, and after the pointer was."
