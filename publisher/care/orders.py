@@ -9,16 +9,14 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from weightcast.publisher.care.past import Past
 from weightcast.publisher.version.owner import Owner
 from weightcast.publisher.version.report import PublishReport
 from weightcast.publisher.version.work import Work
-from weightcast.publisher.weights.boxes import Box
-from weightcast.publisher.weights.match import Matched
-from weightcast.publisher.weights.tensors import CheckpointWeights, NewWeights, equal_whole
+from weightcast.publisher.weights.tensors import CheckpointWeights, NewWeights
 from weightcast.shared.channel import marks
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.marks import Rollback
@@ -26,8 +24,7 @@ from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import Refused, RetryLater, WeightcastError
 from weightcast.shared.local.follow import Follower, FollowOptions
-from weightcast.shared.local.local_checkpoint import LocalCheckpoint
-from weightcast.shared.words import Chunk, TensorTable, Words
+from weightcast.shared.words import TensorTable, Words
 
 
 class Held(Refused):
@@ -130,34 +127,17 @@ def _bring(channel: Channel, scratch: Path, base: Path | None, order: Rollback) 
         follower.close()
 
 
-class PastWeights:
-    """An older version as new weights."""
+class PastWeights(NewWeights):
+    """An older version as new weights. What is read is checked against the journals; who opened `past` closes
+    it."""
 
     def __init__(self, past: Past, version: int) -> None:
         self.table: TensorTable = past.table
         self._words_in = past.words_at(version)
 
-    def box(self, name: str) -> Box:
-        return Box.whole(self.table[self.table.numbers[name]].shape)
-
-    def pieces(self) -> Sequence[str]:
-        return ()
-
     def words_in(self, name: str, start: int, stop: int) -> Words:
         return self._words_in(self.table.numbers[name], start, stop)
 
-    def run_in(self, chunk: Chunk, sources: Mapping[int, str]) -> None:
-        return None
-
     def equal(self, name: str, other: str) -> bool:
         # a base may store both of two tied tensors: then the run's table has both
-        return name == other or equal_whole(self, name, other)
-
-    def near(self, local: LocalCheckpoint, matched: Matched) -> None:
-        return None
-
-    def finish(self) -> None:
-        pass  # what was read was checked against the journals
-
-    def close(self) -> None:
-        pass  # the past is closed by who opened it
+        return name == other or super().equal(name, other)

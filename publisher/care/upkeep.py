@@ -325,6 +325,7 @@ class Background:
             self._working = False
 
     def _work(self) -> None:
+        self._upkeep.way.begin()
         try:
             while not self._ending.is_set() and (made := self._upkeep.step()):
                 self.made, self.problem = made, ""

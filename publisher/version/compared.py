@@ -21,6 +21,7 @@ from weightcast.publisher.version.turn import given_names, holds_of
 from weightcast.publisher.version.work import Work, matched_to
 from weightcast.publisher.weights.boxes import Box, Run
 from weightcast.publisher.weights.match import Matched
+from weightcast.publisher.weights.tensors import NewWeights
 from weightcast.shared.channel.channel_file import ChannelFile
 from weightcast.shared.codec.changes import Changes
 from weightcast.shared.codec.kernels import kernels
@@ -69,7 +70,7 @@ def _old_words(local: LocalCheckpoint, tensor: int, run: Run, start: int, stop: 
     return words
 
 
-class ComparedWeights:
+class ComparedWeights(NewWeights):
     """New weights that are no longer read from their owner. In memory: what differs from `local`, at most as
     many bytes as the rank holds. `local` must stay at `position`, whichever object shows it."""
 
@@ -150,23 +151,11 @@ class ComparedWeights:
                 return
             yield stretches[number]
 
-    def run_in(self, chunk: Chunk, sources: Mapping[int, str]) -> None:
-        return None
-
     def equal(self, name: str, other: str) -> bool:
         end = self.table[self.table.numbers[name]].words
         return self.box(name) == self.box(other) and np.array_equal(
             self.words_in(name, 0, end), self.words_in(other, 0, end)
         )
-
-    def near(self, local: LocalCheckpoint, matched: Matched) -> None:
-        return None
-
-    def finish(self) -> None:
-        pass  # nothing of its owner's is read
-
-    def close(self) -> None:
-        pass  # nothing is open
 
 
 _Compared = tuple[Packed, list[tuple[int, _Stretch]], list[Lanes]]

@@ -178,7 +178,7 @@ class Owner:
             raise
 
     def _publish(self, work: Work) -> PublishReport:
-        spooled, ahead = self._compare_first(work), self._compare_before_meeting(work)
+        spooled, ahead = self._spool_first(work), self._compare_first(work)
         if work.allowed is not None:
             work.allowed()
         self._claim.check()
@@ -197,7 +197,7 @@ class Owner:
                 return self._publish_anchor(channel, weights, matched, work)
             return self._publish_delta(channel, local, weights, matched, work)
 
-    def _compare_first(self, work: Work) -> Spooled | None:
+    def _spool_first(self, work: Work) -> Spooled | None:
         """For trainers that wait for their tensors. None where the channel has to be asked first: at the
         first publication, after an error, among several ranks."""
         local, file = self._follower.local, self._file
@@ -219,8 +219,8 @@ class Owner:
         finally:
             weights.close()
 
-    def _compare_before_meeting(self, work: Work) -> Ahead | None:
-        """Among several ranks, for trainers that wait for their tensors; as `_compare_first`."""
+    def _compare_first(self, work: Work) -> Ahead | None:
+        """Among several ranks, for trainers that wait for their tensors; as `_spool_first`."""
         local, file = self._follower.local, self._file
         if local is None or file is None or not may_compare_first(work, self._rank):
             return None

@@ -244,15 +244,15 @@ class Near:
         devices = {self._devices.get(span.tensor) for span in chunk.spans}
         if None in devices or len(devices) != 1:
             return None
-        new = self._gathered(chunk, device := devices.pop())
-        place = differing(self._baselines.words(chunk, old, device), new)
+        new = self._gathered(chunk)
+        place = differing(self._baselines.words(chunk, old, devices.pop()), new)
         if _FEW * len(place) > sum(span.words for span in chunk.spans):
             return None
         changed = new[place]
         self._baselines.keep(chunk.key, place, changed)
         return fetch(place.to(torch.int32), changed, span_lanes(chunk, new), chunk.kind)
 
-    def _gathered(self, chunk: Chunk, device: Any) -> Any:
+    def _gathered(self, chunk: Chunk) -> Any:
         first = chunk.spans[0]
         pieces = [
             words_of(self._flat(span.tensor), chunk.kind)[span.start : span.stop] for span in chunk.spans

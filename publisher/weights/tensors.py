@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import functools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -29,49 +30,53 @@ _PIECE = 1 << 22
 """words compared at a time"""
 
 
-class NewWeights(Protocol):
-    """What is to be published, by the names that its owner gives."""
+class NewWeights(ABC):
+    """What is to be published, by the names that its owner gives. Those that are given whole, one by one, on
+    the host say `words_in` alone."""
 
     table: TensorTable
     """of whole tensors, also where only a piece is given"""
 
+    @abstractmethod
+    def words_in(self, name: str, start: int, stop: int) -> Words:
+        """Words [start, stop) of what is given of a tensor, row-major, on the host; not to be written."""
+
     def box(self, name: str) -> Box:
         """Which piece of the tensor is given."""
+        return Box.whole(self.table[self.table.numbers[name]].shape)
 
     def pieces(self) -> Sequence[str]:
         """Names of the tensors of which not all is given."""
-
-    def words_in(self, name: str, start: int, stop: int) -> Words:
-        """Words [start, stop) of what is given of a tensor, row-major, on the host; not to be written."""
+        return ()
 
     def run_in(self, chunk: Chunk, sources: Mapping[int, str]) -> Words | None:
         """The chunk's words, where they lie in one run; None: they are to be gathered. `sources`: names by
         number of the run's table."""
+        return None
 
     def equal(self, name: str, other: str) -> bool:
-        """Whether two tensors have the same form and bytes, as far as they are given."""
+        """Whether two tensors have the same form and bytes, as far as they are given. Here by a piece of
+        their words at a time."""
+        one, another = (self.table[self.table.numbers[each]] for each in (name, other))
+        if (one.dtype, one.shape) != (another.dtype, another.shape):
+            return False
+        return all(
+            np.array_equal(self.words_in(name, start, stop), self.words_in(other, start, stop))
+            for start, stop in _pieces(one.words)
+        )
 
     def near(self, local: LocalCheckpoint, matched: Matched) -> Near | None:
         """What compares tensors where they live. None: all are compared on the host."""
+        return None
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027
         """Raises Refused when the weights changed while they were read."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027
+        """Gives back what reading holds; the owner's tensors stay."""
 
 
-def equal_whole(weights: NewWeights, name: str, other: str) -> bool:
-    """`NewWeights.equal` of tensors that are given whole, by a piece of their words at a time."""
-    one, another = (weights.table[weights.table.numbers[each]] for each in (name, other))
-    if (one.dtype, one.shape) != (another.dtype, another.shape):
-        return False
-    return all(
-        np.array_equal(weights.words_in(name, start, stop), weights.words_in(other, start, stop))
-        for start, stop in _pieces(one.words)
-    )
-
-
-class CheckpointWeights:
+class CheckpointWeights(NewWeights):
     """A complete checkpoint directory; file identities are compared before and after reading."""
 
     def __init__(self, directory: Path, *, follow_links: bool = True) -> None:
@@ -85,12 +90,6 @@ class CheckpointWeights:
                 f"{error.filename or directory} is not there", remedy="give a checkpoint directory"
             ) from error
         self.table = self.checkpoint.table
-
-    def box(self, name: str) -> Box:
-        return Box.whole(self.table[self.table.numbers[name]].shape)
-
-    def pieces(self) -> Sequence[str]:
-        return ()
 
     def words_in(self, name: str, start: int, stop: int) -> Words:
         try:
@@ -111,12 +110,6 @@ class CheckpointWeights:
         except RetryLater as error:
             raise self._changed() from error
         return words if words.flags.aligned else None
-
-    def equal(self, name: str, other: str) -> bool:
-        return equal_whole(self, name, other)
-
-    def near(self, local: LocalCheckpoint, matched: Matched) -> None:
-        return None
 
     def finish(self) -> None:
         try:
@@ -166,8 +159,8 @@ class _Given:
         return cls(spec, shard.tensor, TensorSpec(name, spec.dtype, shard.shape, nbytes), box)
 
 
-class GivenWeights:
-    """Tensors in process. They must not change until `publish` returns.
+class GivenWeights(NewWeights):
+    """Tensors in process. They must not change until `publish` returns, and nobody looks whether they do.
 
     The same name twice is taken once when the bytes are equal, else Refused.
     """
@@ -213,9 +206,6 @@ class GivenWeights:
     def words_in(self, name: str, start: int, stop: int) -> Words:
         return _host_words(self._flat(name), self._given[name].spec, start, stop)
 
-    def run_in(self, chunk: Chunk, sources: Mapping[int, str]) -> None:
-        return None
-
     def equal(self, name: str, other: str) -> bool:
         return _equal(self._given[name], self._given[other])
 
@@ -240,9 +230,6 @@ class GivenWeights:
 
     def _flat_uncached(self, name: str) -> Any:
         return _flat(self._given[name].tensor)
-
-    def finish(self) -> None:
-        pass  # the caller holds the tensors still
 
     def close(self) -> None:
         self._flat.cache_clear()

@@ -52,7 +52,7 @@ def _valid(left: Any) -> Any:
 
 
 @kernel
-def _class_sizes(old: Any, spans: Any, every: Any, kind: Any, like: Any, tallies: Any) -> None:
+def _tally_exponents(old: Any, spans: Any, every: Any, kind: Any, like: Any, tallies: Any) -> None:
     for n in range(spans.shape[0]):
         stop = spans[n, 0] + spans[n, 1]
         for first in range(spans[n, 0], stop, 64 * every):
@@ -62,7 +62,7 @@ def _class_sizes(old: Any, spans: Any, every: Any, kind: Any, like: Any, tallies
 
 def exponents_of_all(old: Words, spans: Counts, every: int, kind: WordKind) -> Counts:
     tallies = np.zeros((4, 256), np.int64)
-    _class_sizes(frozen(old), spans, every, facts(kind), np.empty(0, old.dtype), tallies)
+    _tally_exponents(frozen(old), spans, every, facts(kind), np.empty(0, old.dtype), tallies)
     summed: Counts = tallies.sum(axis=0)
     return summed
 

@@ -136,12 +136,16 @@ class Follower:
             self.local = LocalCheckpoint.open(self.paths.directory)
             if self.local is not None:
                 self._check_base(channel)
-                if self.options.before_replay is not None and patching.is_halfway(self.local.state):
+                if self.options.before_replay is not None and patching.is_replayed(self.local):
                     self.options.before_replay(self.local)
                 with self.local.patching():
                     patching.recover(self.local, threads=self.options.threads, advance=advance)
         except NeedsReseed as error:
             self._give_up(error)
+        except BaseException:
+            # the next load recovers what this one did not
+            self.release()
+            raise
         self.state = read_state(self.paths.state)
 
     def _give_up(self, error: NeedsReseed) -> None:
@@ -368,15 +372,15 @@ class Follower:
             anchor, directory = beside, channel.layout.anchor_dir(version)
         return _Anchor(main, anchor, directory)
 
-    def prepare(
-        self, route: Route, leg: Sequence[int], channel: Channel, advance: Advance | None = None
-    ) -> Staged:
+    def prepare(self, route: Route, leg: Sequence[int], advance: Advance | None = None) -> Staged:
         """Fetches and stages the versions of a leg; nothing of the checkpoint is written."""
         self._finish_prefetch()
         with self.detours.delta(route.leads_from):
+            shipments = [Shipment(*route.delta(version)) for version in leg]
+            self._spool.drop_others([shipment.index for shipment in shipments])
             return prepare(
                 self._require(),
-                [Shipment(*route.delta(version)) for version in leg],
+                shipments,
                 self._fetching(advance),
                 threads=self.options.threads,
                 on_phase=self._enter,
@@ -440,7 +444,7 @@ class Follower:
         """After a patch without a way back."""
         patching.drop_journal(self._require(), staged.step)
 
-    def relabel(self, channel: Channel, route: Route, plan: Relabel) -> None:
+    def relabel(self, route: Route, plan: Relabel) -> None:
         if self.local is None:
             raise NeedsReseed(f"{self.paths.directory} is not seeded")
         index = route.indexes[plan.version]
@@ -490,14 +494,14 @@ class Follower:
             case Stay():
                 return
             case Relabel():
-                self.relabel(channel, route, plan)
+                self.relabel(route, plan)
                 self._carry_out(channel, route, plan.then, advance)
             case Seed():
                 self.seed(channel, route, plan, advance)
                 self._carry_out(channel, route, plan.then, advance)
             case Patch():
                 for leg in plan.legs:
-                    staged = self.prepare(route, leg, channel, advance)
+                    staged = self.prepare(route, leg, advance)
                     with self._require().patching():
                         self.patch(staged, way_back=False)
                     self.drop_journal(staged)

@@ -135,9 +135,9 @@ def _dirty(local: LocalCheckpoint, found: UnexpectedWordError) -> None:
     )
 
 
-def is_halfway(state: LocalState) -> bool:
-    """Whether `recover` may write words."""
-    return state.phase in (Phase.PATCHING, Phase.UNDOING)
+def is_replayed(local: LocalCheckpoint) -> bool:
+    """Whether `recover` writes words."""
+    return local.state.phase in (Phase.PATCHING, Phase.UNDOING) and local.state.host.same_boot(local.host)
 
 
 def recover(local: LocalCheckpoint, *, threads: int = 1, advance: Advance | None = None) -> None:
@@ -154,7 +154,7 @@ def recover(local: LocalCheckpoint, *, threads: int = 1, advance: Advance | None
     rebooted = not state.host.same_boot(local.host)
     if rebooted:
         _after_reboot(local, threads, advance)
-    elif is_halfway(state):
+    elif is_replayed(local):
         _replay(local, threads, advance)
     elif state.files != local.file_identities():
         rehash(local, threads=threads, advance=advance)

@@ -17,6 +17,7 @@ from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.errors import DamagedFile, RetryLater, WeightcastError
 from weightcast.shared.local.fetch import check_space, fetch
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
+from weightcast.shared.local.patch import drop_journal
 from weightcast.shared.local.spool import Arrivals, Spool
 from weightcast.shared.local.stage import Fetched, Staged, files_of, stage
 from weightcast.shared.progress import Advance
@@ -107,11 +108,17 @@ def _staging(local: LocalCheckpoint, fetched: Sequence[Fetched], threads: int) -
 def _staged(
     local: LocalCheckpoint, fetched: Sequence[Fetched], threads: int, staging: Future[Staged]
 ) -> Staged:
+    """What was staged of a copy that had to be made again does not count, also where nothing in it was found
+    wrong: only the digests of the index tell forged words from those that were published."""
     try:
-        return staging.result()
+        staged = staging.result()
     except DamagedFile:
         if not any(_arrivals(one).restarted for one in fetched):
             raise
+    else:
+        if not any(_arrivals(one).restarted for one in fetched):
+            return staged
+        drop_journal(local, staged.step)
     return stage(local, fetched, threads=threads)
 
 

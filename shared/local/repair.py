@@ -30,7 +30,7 @@ from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.local.patch import repairable, require_files
 from weightcast.shared.local.seed import ReadCheckpoint, check_table
 from weightcast.shared.local.spare import make_room
-from weightcast.shared.local.state import EngineState, Mark, Phase, Position, lanes_list, read_state
+from weightcast.shared.local.state import EngineState, Mark, Phase, Position, Step, lanes_list, read_state
 from weightcast.shared.progress import Advance
 from weightcast.shared.words import Chunk, Part, Segment, Span, TensorTable, Words, grid
 
@@ -262,7 +262,12 @@ def _note(local: LocalCheckpoint, damage: Differs) -> None:
     """Before a word is written: the position meant is durable, and no engine counts as serving it."""
     reason = f"the local checkpoint was damaged in {counted(len(damage.tensors), 'tensor')} when it was read"
     engines = {name: _doubted(engine, reason) for name, engine in local.state.engines.items()}
-    local.save(local.state.but(phase=Phase.DIRTY, engines=engines))
+    local.save(local.state.but(phase=Phase.DIRTY, engines=engines, undo=_way_back(local)))
+
+
+def _way_back(local: LocalCheckpoint) -> tuple[Step, ...]:
+    """No journal counts in another boot than that of the state that names it."""
+    return local.state.undo if local.state.host.same_boot(local.host) else ()
 
 
 def _doubted(engine: EngineState, reason: str) -> EngineState:
@@ -277,7 +282,7 @@ def _arrive(local: LocalCheckpoint, position: Position, *, hashed: bool) -> None
             phase=Phase.CLEAN,
             active=None,
             position=position,
-            undo=() if moved or state.active is not None else state.undo,
+            undo=() if moved or state.active is not None else _way_back(local),
             epoch=state.followed(position),
             files=local.file_identities(),
             generation=state.generation + 1,

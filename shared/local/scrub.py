@@ -1,7 +1,8 @@
 """Background verify: the bytes of a local checkpoint read again and again, a little at a time.
 
 A tensor is read in pieces, each under the shared patch lock, and compared with the lanes of the position at
-its end. A version that changes it meanwhile makes its reading start over, without pauses the second time.
+its end. A version or repair that changes it meanwhile makes its reading start over, without pauses the second
+time.
 """
 
 from __future__ import annotations
@@ -41,10 +42,12 @@ class ScrubStatus:
 
 @dataclass
 class _Reading:
-    """Of one tensor: `expected` are its lanes at the position where the reading began."""
+    """Of one tensor: `expected` are its lanes at the position where the reading began, `generation` the
+    state's then."""
 
     tensor: int
     expected: Lanes
+    generation: int
     word: int = 0
     found: Lanes = ZERO
     hurried: bool = False
@@ -122,19 +125,28 @@ class Scrub:
             self._began, self._done = self._now(), 0
         if self._next >= len(local.table):
             return None
-        expected = _lanes_of(local.state.position, self._next)
         known = self._reading
         if known is None:
-            self._reading = _Reading(self._next, expected)
-        elif known.expected != expected:
-            self._done -= known.word * local.table[known.tensor].kind.width
-            self._reading = _Reading(self._next, expected, hurried=True)
+            self._reading = self._begun(local, hurried=False)
+        elif known.expected != _lanes_of(local.state.position, self._next):
+            self._start_over(local, known)
         return self._reading
 
+    def _begun(self, local: LocalCheckpoint, *, hurried: bool) -> _Reading:
+        expected = _lanes_of(local.state.position, self._next)
+        return _Reading(self._next, expected, local.state.generation, hurried=hurried)
+
+    def _start_over(self, local: LocalCheckpoint, known: _Reading) -> None:
+        self._done -= known.word * local.table[known.tensor].kind.width
+        self._reading = self._begun(local, hurried=True)
+
     def _end_tensor(self, local: LocalCheckpoint, reading: _Reading) -> None:
+        if reading.found != reading.expected and reading.generation != local.state.generation:
+            # a piece that was read may have been repaired since
+            return self._start_over(local, reading)
         self._reading, self._next = None, self._next + 1
         if reading.found == reading.expected:
-            return
+            return None
         name, position = local.table[reading.tensor].name, local.state.position
         message = f"{local.directory}: {name} is no longer that of version {position.version}"
         faults = self.status.faults + 1

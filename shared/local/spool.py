@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import shutil
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.failpoints import failpoint
+from weightcast.shared.files.entries import is_directory
 from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.spare import keep_shards
 
@@ -80,12 +82,22 @@ class Spool:
         self._verified.add(path)
 
     def drop(self, index: Index | ForeignIndex) -> None:
-        directory = self.directory(index)
+        self._drop(self.directory(index))
+
+    def _drop(self, directory: Path) -> None:
         self._verified = {path for path in self._verified if path.parent != directory}
         with contextlib.suppress(OSError):
             keep_shards(self._paths, directory)
         shutil.rmtree(directory, ignore_errors=True)
         failpoint("spool.dropped", directory)
+
+    def drop_others(self, indexes: Sequence[Index | ForeignIndex]) -> None:
+        """What was fetched ahead, and is not on the way that is taken."""
+        wanted = {self.directory(index) for index in indexes}
+        there = list(self._paths.spool.iterdir()) if is_directory(self._paths.spool) else []
+        for directory in there:
+            if directory not in wanted:
+                self._drop(directory)
 
     def forget(self) -> None:
         self._verified.clear()

@@ -33,7 +33,6 @@ from weightcast.subscriber.engines.roster import EngineResult, EngineState, Phas
 Mark = Literal["pausing", "served", "refused", "suspect"]
 """What must be durable before the next call: `pausing` before the first, `suspect` when a reload went wrong
 and before one whose label the engine shows already, `served` or `refused` after the engine resumed."""
-Recovery = Literal["nothing", "resumed", "reload"]
 
 
 class NotPatched(WeightcastError):
@@ -71,9 +70,7 @@ def pace_of(spec: EngineSpec, usual: Pace) -> Pace:
 
 def align(
     engine: Engine,
-    path: str,
     version: int,
-    label: str,
     *,
     marks: Callable[[Mark], None],
     before_reload: Callable[[], None] | None = None,
@@ -81,7 +78,7 @@ def align(
     keeps_pause: bool = False,
     pace: Pace | None = None,
 ) -> EngineResult:
-    """Brings an engine to the weights under `path` and says what came of it.
+    """Brings an engine to the weights of `version` under its `spec.path` and says what came of it.
 
     `marks` is called before the state it names can be lost to a kill, and must be durable when it returns.
     `before_reload` patches the files while the engine is paused, once. What it raises goes through: an engine
@@ -91,14 +88,14 @@ def align(
     paused it. Raises nothing else for what an engine does.
     """
     own_pace = pace_of(engine.spec, Pace() if pace is None else pace)
-    run = _Alignment(engine, path, version, label, marks, suspect, own_pace)
+    run = _Alignment(engine, version, marks, suspect, own_pace)
     facts = engine.probe()
     run.process = facts.process
     if not facts.reachable:
         return run.unreachable(facts, before_reload)
     run.keeps_pause = keeps_pause and facts.paused is True
     # A label that it shows already would say after a kill that half a reload is a whole one.
-    marks("suspect" if suspect or facts.label == label else "pausing")
+    marks("suspect" if suspect or facts.label == run.label else "pausing")
     run.began = run.pace.clock()
     try:
         with run.timed("pause"):
@@ -128,9 +125,7 @@ def silence(engine: Engine, facts: EngineFacts) -> str:
 @dataclass
 class _Alignment:
     engine: Engine
-    path: str
     version: int
-    label: str
     marks: Callable[[Mark], None]
     suspect: bool
     pace: Pace
@@ -144,6 +139,10 @@ class _Alignment:
     unanswered: bool = False
     paused: bool = False
     phases: PhaseSeconds = field(default_factory=PhaseSeconds)
+
+    @property
+    def label(self) -> str:
+        return label_of(self.version)
 
     @contextmanager
     def timed(self, phase: Literal["pause", "patch", "reload", "read_back", "resume"]) -> Iterator[None]:
@@ -224,7 +223,7 @@ class _Alignment:
 
     def reload_once(self) -> Confirmation | Intact | Suspect:
         with self.timed("reload"):
-            outcome = self.engine.reload(self.path, self.version, self.label)
+            outcome = self.engine.reload(self.engine.spec.path, self.version, self.label)
         failpoint("engine.reloaded")
         if not isinstance(outcome, Done):
             return outcome
@@ -293,7 +292,6 @@ class Alignment:
 def align_all(
     engines: Sequence[Engine],
     version: int,
-    label: str,
     *,
     patch: Callable[[], None] | None,
     marks: Callable[[str, Mark], None],
@@ -305,7 +303,7 @@ def align_all(
 
     `marks(engine name, mark)` must be as durable as with `align`; `suspects` and `keep_pause` are names.
     `patch` runs once, while all engines that map the files are paused; without such engines before any pause;
-    None: the files are right already. Each engine is told its own `spec.path`. What `patch` raises goes
+    None: the files are right already. What `patch` raises goes
     through as `align` says; an engine that does not pause is an answer, not an exception: `patched` is false
     then.
     """
@@ -313,9 +311,7 @@ def align_all(
     def one(engine: Engine, before_reload: Callable[[], None] | None) -> EngineResult:
         return align(
             engine,
-            engine.spec.path,
             version,
-            label,
             marks=lambda mark: marks(engine.spec.name, mark),
             before_reload=before_reload,
             suspect=engine.spec.name in suspects,
@@ -342,8 +338,11 @@ def _paused_together(
     patch: Callable[[], None],
     one: Callable[[Engine, Callable[[], None] | None], EngineResult],
 ) -> list[EngineResult]:
-    """Pauses the engines one inside the other and patches in the innermost pause. The last result is the
-    outermost engine's."""
+    """Pauses the engines one inside the other and patches in the innermost pause; of a and b:
+
+        pause a, pause b, patch, reload b, resume b, reload a, resume a
+
+    The results come in the order in which engines resume: b, a."""
     first, rest = engines[0], engines[1:]
     inner: list[EngineResult] = []
 
@@ -360,26 +359,17 @@ class _Unpaused(Exception):
     """Another engine that maps the files was not paused, so that nothing was patched."""
 
 
-def recover(
-    engine: Engine, was_pausing: bool, *, suspect: bool = False, weights: Held | None = None
-) -> Recovery:
-    """At start, for an engine that a killed run may have left paused: what is still to be done.
+def resume_if_it_names(engine: Engine, weights: Held) -> bool:
+    """At start, for an engine that a killed run may have left paused; whether it was resumed.
 
-    `weights`: the local checkpoint's if its files are known to be right, else None. The engine
-    is resumed only if it names these weights; whatever else it says, only a reload (align with
-    `suspect=True`) makes it known again, and `reload` is the answer.
+    `weights`: the local checkpoint's, whose files are known to be right. Whatever else the engine names, only
+    a reload (align with `suspect=True`) makes it known again.
     """
-    if suspect:
-        return "reload"
-    if not was_pausing:
-        return "nothing"
-    if weights is None:
-        return "reload"
     facts = engine.probe()
     if facts.label != label_of(weights.version) or not states(facts, weights):
-        return "reload"
+        return False
     try:
         engine.resume()
     except EngineFailed:
-        return "reload"
-    return "resumed"
+        return False
+    return True

@@ -244,11 +244,12 @@ class Engines:
     def resume_noted(self, state: LocalState) -> None:
         """Lets engines go on that a killed run left paused with the weights they name. Their note stays: they
         are reloaded as soon as the local checkpoint is open."""
-        weights = weights_of(state.position) if state.phase is Phase.CLEAN else None
+        if state.phase is not Phase.CLEAN:
+            return
         for engine in self.engines:
             record = state.engines.get(engine.spec.name)
             if record is not None and record.mark is Mark.PAUSING:
-                alignment.recover(engine, True, weights=weights)
+                alignment.resume_if_it_names(engine, weights_of(state.position))
 
     def resume_late(self, local: LocalCheckpoint) -> None:
         """Lets engines go on that hold the local version and are paused: by a pause of ours that was not
@@ -330,7 +331,7 @@ class Engines:
         files cannot be paused (nothing is patched then), and what `patch` raises.
         """
         try:
-            return self._reload(local, version, patch, only, _Ledger(local, report))
+            return self._reload(version, patch, only, _Ledger(local, report))
         finally:
             if self._offers:
                 self._offers = {}
@@ -340,7 +341,6 @@ class Engines:
 
     def _reload(
         self,
-        local: LocalCheckpoint,
         version: int,
         patch: Callable[[], None] | None,
         only: Sequence[Engine] | None,
@@ -383,16 +383,20 @@ class Engines:
         if not engines:
             patch()
             return []
-        done = alignment.align_all(
-            engines,
-            version,
-            label_of(version),
-            patch=_telling(patch, ledger.local),
-            marks=ledger.note,
-            suspects=ledger.suspects,
-            keep_pause=ledger.serving,
-            pace=self._pace,
-        )
+        try:
+            done = alignment.align_all(
+                engines,
+                version,
+                patch=_telling(patch, ledger.local),
+                marks=ledger.note,
+                suspects=ledger.suspects,
+                keep_pause=ledger.serving,
+                pace=self._pace,
+            )
+        except NotPatched:
+            for engine in engines:
+                ledger.take_back(engine.spec.name)
+            raise
         for result in done.results:
             self._learn(result)
             ledger.record(result)
@@ -414,9 +418,7 @@ class Engines:
             live.aim(self._offers.get(name, Offer()).aim(position))
         result = alignment.align(
             engine,
-            engine.spec.path,
             version,
-            label_of(version),
             marks=lambda mark: ledger.note(name, mark),
             suspect=name in ledger.suspects,
             keeps_pause=name in ledger.serving,
@@ -510,6 +512,15 @@ class _Ledger:
             self._save(name, noted(known, Mark(mark)), unanswered=True)
             self._report()
         failpoint("engine.noted")
+
+    def take_back(self, name: str) -> None:
+        """What was noted of an engine that was resumed on the weights from before. Where it was not, the note
+        says `suspect` by now."""
+        with self._lock:
+            now = self.local.state.engines.get(name)
+            if now is not None and now.mark is Mark.PAUSING and name not in self.suspects:
+                self._save(name, self._before.get(name), unanswered=name in self._unanswered)
+                self._report()
 
     def record(self, result: EngineResult) -> None:
         with self._lock:

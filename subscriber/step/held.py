@@ -56,13 +56,14 @@ class Post:
         self._served: str | None = None
         self._here: Position | None = None
         self._heard: float | None = None
+        self._closed = False
 
     def take(self, order: Order, seconds: float) -> Hold:
         """A new order, or the renewal of the lease of the one that is here."""
         with self._lock:
             task, now = self._live(), self._clock()
             self._heard = now
-            if self._is_stale(order, task):
+            if self._closed or self._is_stale(order, task):
                 return self._hold()
             self._leader, self._term = order.leader, order.term
             if task is None or task.order != order:
@@ -133,6 +134,11 @@ class Post:
             served, self._served = self._served, None
             return served
 
+    def close(self) -> None:
+        """Nothing stands still from here on: what was granted is, and no order is taken."""
+        with self._lock:
+            self._closed, self._task = True, None
+
     def _live(self) -> _Task | None:
         if self._task is not None and self._clock() >= self._task.expires:
             self._task = None
@@ -173,6 +179,8 @@ class Follower:
         return self._lock is not None
 
     def close(self) -> None:
+        # before others may write here: the HTTP side answers for a while yet
+        self._post.close()
         self._let_go()
 
     def step(self) -> Outcome:

@@ -56,7 +56,7 @@ class Member:
         """What can be done while engines serve: nothing of the local checkpoint is written."""
         match route.plan:
             case Patch() as plan:
-                self._mover.kept = self._mover.prepare(channel, route, plan.legs[0])
+                self._mover.kept = self._mover.prepare(route, plan.legs[0])
                 if self._options.group_patch:
                     self._stage_patch(self._mover.kept)
                 self.is_prepared = True

@@ -8,6 +8,7 @@ from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.store import Channel, NoChannel
 from weightcast.shared.errors import Refused, RetryLater, WrongRun
+from weightcast.shared.local.patch import require_readable
 from weightcast.shared.local.plan import Patch, Refuse, Relabel, Seed, Stay
 from weightcast.shared.local.route import Route
 from weightcast.shared.local.stage import Staged
@@ -60,25 +61,25 @@ class Mover:
             case Stay(reason):
                 self._host.degrade(reason)
             case Relabel() as plan:
-                self._relabel(channel, route, plan)
+                self._relabel(route, plan)
             case Seed() as plan:
                 self._seed(channel, route, plan)
             case Patch() as plan:
-                self._patch(channel, route, plan)
+                self._patch(route, plan)
             case Refuse(reason, _, True):
                 self._host.degrade(reason)
             case Refuse(reason, remedy, _):
                 raise Refused(reason, remedy=remedy)
 
-    def _relabel(self, channel: Channel, route: Route, plan: Relabel) -> None:
+    def _relabel(self, route: Route, plan: Relabel) -> None:
         local = self._host.local()
         before = local.state.position.version
         with local.patching(wait=self._host.wait):
-            self._follower.relabel(channel, route, plan)
+            self._follower.relabel(route, plan)
             self._engines.relabel(local, before)
         self._host.moved("relabel", before, 1)
         if plan.then.legs:
-            self._patch(channel, route, plan.then)
+            self._patch(route, plan.then)
 
     def _seed(self, channel: Channel, route: Route, plan: Seed) -> None:
         before = self._host.state
@@ -94,26 +95,26 @@ class Mover:
             self._host.count_read("anchor", self._host.watch.bytes)
         self._host.moved("seed", None if before is None else before.position.version, 1)
         if plan.then.legs:
-            self._patch(channel, route, plan.then)
+            self._patch(route, plan.then)
 
-    def _patch(self, channel: Channel, route: Route, plan: Patch) -> None:
+    def _patch(self, route: Route, plan: Patch) -> None:
         before = self._host.local().state.position.version
         self._engines.retry_at_once()
         folded = sum(len(leg) for leg in plan.legs)
         for leg in plan.legs:
             with self._lead.gathering(leg[-1], self._host.local().state):
-                staged = self.prepare(channel, route, leg)
+                staged = self.prepare(route, leg)
                 self._aligner.await_prepared()
                 self._apply(staged, last=leg is plan.legs[-1], before=before, folded=folded)
 
-    def prepare(self, channel: Channel, route: Route, leg: Sequence[int]) -> Staged:
+    def prepare(self, route: Route, leg: Sequence[int]) -> Staged:
         if self.kept is not None and self.kept.step.target.version == leg[-1]:
             kept, self.kept = self.kept, None
             return kept
         self.drop_kept()
         before = self._view.bytes_read
         try:
-            staged = self._follower.prepare(route, leg, channel, self._host.advance_fetch)
+            staged = self._follower.prepare(route, leg, self._host.advance_fetch)
         finally:
             self._divide(route, leg, self._view.bytes_read - before)
         self._host.watch.enter("")
@@ -147,6 +148,8 @@ class Mover:
         self._host.watch.enter("lock")
         with self._host.local().patching(wait=self._host.wait):
             self._host.watch.enter("")
+            # what an operator must mend is told before engines are paused for it
+            require_readable(self._host.local())
             self._engines.look()
             results = self._aligner.bring(staged.step.target.version, lambda: self._write(staged), last)
             if last:

@@ -47,7 +47,7 @@ def staged(follower: Follower) -> tuple[LocalCheckpoint, Staged]:
     assert isinstance(route.plan, Seed)
     follower.seed(channel, route, route.plan)
     assert follower.local is not None
-    return follower.local, follower.prepare(route, route.plan.then.legs[0], channel)
+    return follower.local, follower.prepare(route, route.plan.then.legs[0])
 
 
 def test_the_golden_patch_is_what_the_subscriber_writes(host: Follower) -> None:

@@ -97,7 +97,7 @@ def step_to(follower: Follower, version: int) -> None:
 
 def apply(follower: Follower, channel: Channel, route: Route, legs: tuple[tuple[int, ...], ...]) -> None:
     for leg in legs:
-        staged = follower.prepare(route, leg, channel)
+        staged = follower.prepare(route, leg)
         assert follower.local is not None
         with follower.local.patching():
             follower.patch(staged)
@@ -110,7 +110,7 @@ def staged(follower: Follower, version: int) -> Staged:
     assert pointer is not None
     route = follower.route(channel, pointer, version, exact=True)
     assert isinstance(route.plan, Patch)
-    return follower.prepare(route, route.plan.legs[0], channel)
+    return follower.prepare(route, route.plan.legs[0])
 
 
 def catch_up(follower: Follower) -> None:

@@ -28,7 +28,7 @@ assert pointer is not None and follower.local is not None
 route = follower.route(channel, pointer, pointer.version, exact=False)
 if isinstance(route.plan, Patch):
     for leg in route.plan.legs:
-        staged = follower.prepare(route, leg, channel)
+        staged = follower.prepare(route, leg)
         print("ready", flush=True)
         with follower.local.patching():
             follower.patch(staged)

@@ -374,8 +374,9 @@ def test_killed_in_a_phase(place: Place, rng: np.random.Generator, phase: str) -
     assert verified(place)
 
 
-def test_killed_at_random_moments(place: Place, rng: np.random.Generator) -> None:
-    seed = int.from_bytes(os.urandom(4), "little")
+def test_killed_at_random_moments(place: Place) -> None:
+    """Other moments in every run; WEIGHTCAST_TEST_SEED repeats those of one that failed."""
+    seed = int(os.environ.get("WEIGHTCAST_TEST_SEED") or int.from_bytes(os.urandom(4), "little"))
     print("seed", seed)
     delays = np.random.default_rng(seed).uniform(0.0, 0.4, 8)
     reached = 0

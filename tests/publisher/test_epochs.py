@@ -60,7 +60,7 @@ def test_an_earlier_publisher_s_version_may_be_asked_for(place: Place) -> None:
         assert isinstance(route.plan, Seed)
         follower.seed(channel, route, route.plan)
         assert follower.state is not None and (follower.state.epoch, follower.epoch) == (2, 2)
-        staged = follower.prepare(route, route.plan.then.legs[0], channel)
+        staged = follower.prepare(route, route.plan.then.legs[0])
         assert follower.local is not None
         with follower.local.patching():
             follower.patch(staged)

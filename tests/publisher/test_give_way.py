@@ -14,28 +14,50 @@ from weightcast.publisher.care.give_way import GiveWay
 from weightcast.publisher.care.upkeep import UpkeepOptions
 
 
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def test_work_rests_until_a_publication_ends() -> None:
-    way, rests, rested = GiveWay(), threading.Event(), threading.Event()
+    """For up to an hour, were it not to end."""
+    clock, begun, rested = Clock(), threading.Event(), threading.Event()
+    way = GiveWay(most=3600.0, clock=clock)
 
     def work() -> None:
-        threading.Event().wait(0.5)
-        rests.set()
+        way.begin()
+        clock.now += 1000.0
+        begun.set()
         way.rest()
         rested.set()
 
-    worker = threading.Thread(target=work)
+    worker = threading.Thread(target=work, daemon=True)
     with way.publishing():
         worker.start()
-        rests.wait()
-        assert not rested.wait(0.1)
-    worker.join()
+        assert begun.wait(60.0) and not rested.wait(0.1)
+    assert rested.wait(60.0)
 
 
 def test_work_goes_on_under_a_publication_that_does_not_end() -> None:
-    way = GiveWay()
+    clock = Clock()
+    way = GiveWay(most=0.01, clock=clock)
     with way.publishing():
-        for _ in range(3):
-            way.rest()
+        way.begin()
+        clock.now += 1e9
+        way.rest()
+
+
+def test_time_in_which_nothing_was_to_do_is_not_rested_for() -> None:
+    """It would rest for an hour."""
+    clock = Clock()
+    way = GiveWay(most=3600.0, clock=clock)
+    clock.now += 1e9
+    with way.publishing():
+        way.begin()
+        way.rest()
 
 
 def test_what_is_due_is_made_while_a_version_is_published(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_a_reader_that_loses_the_race_plans_again(place: Place) -> None:
             assert 1 not in left(place)
             legs = route.plan.legs  # type: ignore[union-attr]
             with pytest.raises(RetryLater, match="is not there"):
-                follower.prepare(route, legs[0], channel)
+                follower.prepare(route, legs[0])
             catches_up(follower, models[9])
 
 

@@ -60,11 +60,11 @@ def test_a_request_that_does_not_come_to_its_end_is_given_up(
 def test_a_request_that_is_here_has_all_the_time_that_its_answer_takes(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.05)
-
     def watch(app: FastAPI) -> None:
         @app.get("/v1/idle")
         def handler() -> Response:
+            # this request is here by now, however slow the machine
+            monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.05)
             # another connection has come and was given up meanwhile
             with connected(served.url) as other:
                 assert said_until_closed(other) == b""

