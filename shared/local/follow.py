@@ -433,12 +433,11 @@ class Follower:
 
     def patch(self, staged: Staged, *, way_back: bool = True) -> None:
         """The caller holds the patch lock. As `patching.patch`."""
-        if self.local is None:
-            raise NeedsReseed(f"{self.paths.directory} is not seeded")
+        local = self._require()
         try:
-            patching.patch(self.local, staged.step, way_back=way_back, threads=self.options.threads)
+            patching.patch(local, staged.step, way_back=way_back, threads=self.options.threads)
         finally:
-            self.state = self.local.state
+            self.state = local.state
 
     def drop_journal(self, staged: Staged) -> None:
         """After a patch without a way back."""

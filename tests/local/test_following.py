@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from errno import EIO
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from core_cases import (
     snapshot,
     write_checkpoint,
 )
+from disk_errors import watched
 from local_cases import (
     Run,
     catch_up,
@@ -294,6 +296,22 @@ def test_after_a_reboot_intact_bytes_are_kept(run: Run, local: Path) -> None:
         assert follower.local is not None and follower.local.state.last_full_hash is not None
     holds(run, local, 2)
     assert (local / "model.safetensors").stat().st_ino == inode
+
+
+def test_what_could_not_be_recovered_is_recovered_by_the_next_load(run: Run, local: Path) -> None:
+    at_version(run, local, 2)
+    edit_state(local, boot_id="another boot", last_full_hash=None)
+    channel = Channel.open(run.channel)
+
+    def fail(name: str, path: Path | None) -> None:
+        if name == "lock.taken" and path is not None and path.name == "patch":
+            raise OSError(EIO, os.strerror(EIO), str(path))
+
+    with following(run, local) as follower:
+        with watched(fail), pytest.raises(OSError, match=os.strerror(EIO)):
+            follower.load(channel)
+        follower.load(channel)
+        assert follower.local is not None and follower.local.state.last_full_hash is not None
 
 
 @pytest.mark.parametrize("boot_id", ["another boot", ""])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from core_cases import bytes_of, read_checkpoint
+from disk_errors import watched
 from local_cases import Run, catch_up, following, make_run, state_of, step_to
 
 from weightcast.shared.channel.index import Index
@@ -98,6 +99,34 @@ def test_a_shard_that_heals_is_staged_from_its_second_copy(run: Run, tmp_path: P
     finally:
         follower.close()
     assert looks and read_checkpoint(local) == bytes_of(run.latest)
+
+
+def test_a_copy_that_was_not_the_published_one_does_not_count_where_nothing_in_it_is_wrong(
+    run: Run, tmp_path: Path
+) -> None:
+    """Lanes tell damage. Only the digest tells what somebody made to have the same ones."""
+    channel = tmp_path / "channel"
+    shutil.copytree(run.channel, channel)
+    other = channel / shard(run, 1).relative_to(run.channel)
+    whole = other.read_bytes()
+    other.write_bytes(
+        whole[:9] + bytes([whole[9] ^ 1]) + whole[10:]
+    )  # in a header that staging does not read
+    passed = []
+
+    def heal(seconds: float) -> None:
+        other.write_bytes(whole)
+
+    local = tmp_path / "local"
+    follower = Follower(channel, local, run.base, FollowOptions(visible_seconds=WAIT, wait=heal))
+    try:
+        step_to(follower, 0)
+        with watched(lambda name, path: passed.append(name)):
+            step_to(follower, 1)
+    finally:
+        follower.close()
+    assert (passed.count("fetch.copied"), passed.count("journal.begun")) == (2, 2)
+    assert read_checkpoint(local) == bytes_of(run.models[1])
 
 
 def test_what_was_fetched_ahead_is_not_read_again(run: Run, tmp_path: Path) -> None:

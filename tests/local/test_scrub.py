@@ -116,6 +116,21 @@ def test_a_tensor_that_changes_is_read_anew_without_pauses(run: Run, follower: F
     assert turn(scrub, follower, clock) == opened(follower).table.nbytes, "the debt is worked off first"
 
 
+def test_what_was_repaired_after_it_was_read_is_no_fault(run: Run, follower: Follower) -> None:
+    clock = Clock()
+    scrub = scrub_of(clock)
+    step_to(follower, 2)
+    rot(follower.paths.directory, "zz.long", 100)
+    while scrub.status.done_bytes < PIECE:
+        turn(scrub, follower, clock)
+    assert scrub.status.done_bytes < LONG
+    follower.rehash()
+    assert follower.repair(Channel.open(run.channel)) is not None
+    while not scrub.status.passes:
+        turn(scrub, follower, clock)
+    assert scrub.status.faults == 0
+
+
 @pytest.mark.parametrize(("name", "byte"), [("zz.long", LONG - 1), ("scalar", 0), ("odd.first", 2)])
 def test_rot_is_found_and_repaired(run: Run, follower: Follower, name: str, byte: int) -> None:
     clock = Clock()

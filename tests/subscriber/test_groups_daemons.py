@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+from contextlib import suppress
 from dataclasses import replace
 
+import httpx
 import pytest
 from doubles import Answer
 from groups import SECONDS, Copies, Group, Host, Maps, Process, journals
@@ -11,6 +14,7 @@ from hosts import Site, on_disk
 from waiting import wait_until
 
 from weightcast.shared.channel.store import Channel
+from weightcast.shared.local.locks import FileLock
 from weightcast.shared.local.state import Blocked, read_state, write_state
 
 UPDATE = "/update_weights_from_disk"
@@ -53,6 +57,27 @@ def test_a_newer_version_during_the_reload_moves_nobody(site: Site) -> None:
     engine.gate.set()
     group.await_served(2)
     assert engine.reads == [run.digest(version) for version in range(3)]
+
+
+def test_a_member_that_ends_grants_nothing_once_others_may_write(site: Site) -> None:
+    """It answers for a while yet: its last report is on the way to a publisher that does not answer."""
+    run, engine = site.run(), Copies()
+    group = Group(site, run, engine)
+    member = group.member
+    member.stop()
+    silent = site.stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    member.start(report=True, report_to=f"http://127.0.0.1:{silent.getsockname()[1]}")
+    group.start().await_served(0)
+    engine.shut()
+    run.publish()
+    engine.await_reading()
+    wait_until(lambda: member.status.group.state == "held", SECONDS)
+    member.daemon.stop.request()
+    member.daemon.wakeup.set()
+    writes = FileLock(member.local / ".weightcast" / "patch")
+    with writes.holding(seconds=SECONDS), suppress(httpx.TransportError):
+        assert member.call("GET", "/v1/hold").json()["state"] == "free"
+    engine.gate.set()
 
 
 def test_a_group_that_starts_behind_comes_to_the_newest(site: Site) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from crashes import killed
+from disk_errors import watched
 from doubles import Answer, Drop
 from hosts import Clock, Host, Mapping_, Run, SGLang, Site, on_disk
 
@@ -179,6 +180,21 @@ def test_after_a_reboot_every_byte_is_read(site: Site) -> None:
     _other_boot(host.local)
     recovered(run, host, engine, 1)
     assert host.state.last_full_hash != hashed
+
+
+def test_after_a_reboot_no_journal_is_replayed_under_engines_that_map_the_files(site: Site) -> None:
+    run, engine = site.run(), Mapping_(site.root / "host")
+    host = site.host(run, engine)
+    host.step()
+    run.publish()
+    host.sync.close()
+    assert killed(lambda: _step_until(host, "patch.begun"), "none", 1)
+    _other_boot(host.local)
+    passed: list[str] = []
+    host.start()
+    with watched(lambda name, path: passed.append(name)):
+        host.step()
+    assert "replay.written" not in passed and host.at(run, 1) and engine.held == run.digest(1)
 
 
 def test_after_a_reboot_lost_pages_are_repaired(site: Site) -> None:

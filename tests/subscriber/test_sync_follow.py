@@ -6,9 +6,11 @@ import socket
 from pathlib import Path
 
 import pytest
+from disk_errors import watched
 from doubles import Answer
-from hosts import VLLM, Mapping_, SGLang, Site, on_disk
+from hosts import VLLM, Mapping_, Run, SGLang, Site, on_disk, pack
 
+from weightcast.publisher.care.upkeep import UpkeepOptions
 from weightcast.shared import failpoints
 from weightcast.shared.errors import DamagedFile, EngineFailed, RetryLater
 from weightcast.subscriber.step.target import BadTarget, parse_target
@@ -248,6 +250,42 @@ def test_an_engine_that_maps_the_files_is_patched_inside_its_pause(site: Site) -
     old, new = run.digest(0), run.digest(2)
     assert engine.seen == [("pause", old), ("reload", new), ("resume", new)]
     assert copying.held == new
+
+
+def test_an_engine_that_maps_the_files_serves_on_where_something_else_lies_beside_them(site: Site) -> None:
+    run, engine = site.run(), Mapping_(site.root / "host")
+    host = site.host(run, engine)
+    host.step()
+    run.publish()
+    stray = host.local / "optimizer.safetensors"
+    stray.write_bytes(pack({"x": ("F32", (1,), b"1234")}))
+    for _ in range(3):
+        with pytest.raises(RetryLater, match=r"optimizer\.safetensors"):
+            host.retry()
+        assert not engine.paused and on_disk(host.local) == run.digest(0)
+    stray.unlink()
+    assert host.retry().ready and engine.held == run.digest(1)
+
+
+def test_what_was_fetched_ahead_and_is_gone_around_does_not_stay(site: Site) -> None:
+    """The next version is fetched beside a patch; then a delta over several leads farther."""
+    run = Run(site.root / "run", site.stack, upkeep=UpkeepOptions(skip_span=64))
+    host = site.host(run, fetch_ahead=True)
+    host.step()
+    due = [1, 4, 4]
+
+    def publish_meanwhile(name: str, path: Path | None) -> None:
+        if name == "patch.begun" and path == host.local and due:
+            for _ in range(due.pop()):
+                run.publish()
+            while run.make_due():
+                pass
+
+    run.publish()
+    with watched(publish_meanwhile):
+        while host.step().version != len(run.versions) - 1:
+            pass
+    assert not due and host.at(run, 10)
 
 
 def test_an_engine_that_maps_the_files_and_does_not_pause_is_not_patched_under(site: Site) -> None:
