@@ -11,6 +11,7 @@ WeightcastError                 exit 1,  HTTP 500
 ├── NotInTime                   exit 4,  HTTP 504   a deadline passed
 ├── EngineFailed                exit 5,  HTTP 502   the local checkpoint is right, an engine is not
 └── RetryLater                  exit 75, HTTP 503   busy, not visible yet, no space: try again later
+    └── Stopped                                     this process ends
 """
 
 from __future__ import annotations
@@ -86,3 +87,7 @@ class EngineFailed(WeightcastError):
 class RetryLater(WeightcastError):
     exit_code = 75
     http_status = 503
+
+
+class Stopped(RetryLater):
+    """The process ends; what was begun is continued by the next start."""

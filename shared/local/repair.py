@@ -21,7 +21,7 @@ from weightcast.shared.channel.base import BASE_LIMIT, Base, parse_base, write_b
 from weightcast.shared.channel.chain import check_files
 from weightcast.shared.channel.delta_reader import open_delta
 from weightcast.shared.channel.index import STEP_ENCODINGS, FileRecord, ForeignIndex, Index
-from weightcast.shared.errors import DamagedFile, RetryLater, WeightcastError, counted
+from weightcast.shared.errors import DamagedFile, RetryLater, Stopped, WeightcastError, counted
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import open_checkpoint
@@ -307,6 +307,8 @@ def _build(
             _check_room(local, walk)
             _follow(local.table, scratch, walk, advance)
             wrong = [t for t in tensors if hash_tensor(local.table[t], t, scratch.words_in) != lanes[t]]
+        except Stopped:
+            raise
         except (WeightcastError, OSError) as error:
             reasons.append(f"{walk.way.directory}: {error}")
             continue

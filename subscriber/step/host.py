@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from weightcast.shared.channel.signing import Trust
-from weightcast.shared.errors import RetryLater, WeightcastError
+from weightcast.shared.errors import RetryLater, Stopped, WeightcastError
 from weightcast.shared.local.access import Readers
 from weightcast.shared.local.follow import Follower, FollowOptions
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
@@ -87,10 +87,6 @@ class Outcome:
     @property
     def ready(self) -> bool:
         return self.version is not None and not self.waiting
-
-
-class Stopped(RetryLater):
-    """The daemon ends; what was begun is continued by the next start."""
 
 
 @dataclass(frozen=True)

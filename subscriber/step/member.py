@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from weightcast.shared.channel.store import Channel
+from weightcast.shared.files.entries import is_file
 from weightcast.shared.local.patch import require_readable
 from weightcast.shared.local.plan import Patch, Relabel, Seed
 from weightcast.shared.local.route import Route
@@ -74,10 +75,11 @@ class Member:
             self._host.degrade(f"no patch for the group's engines: {made.reason}")
 
     def drop_kept(self) -> None:
-        """What was staged for an order that is no more."""
+        """What was staged for an order that is no more, or went with a repair of what lies here."""
         kept, order, local = self._mover.kept, self.order, self._follower.local
         if kept is None or local is None:
             return
         wanted = order is not None and order.version >= kept.step.target.version
-        if not wanted or kept.step.base != local.state.position:
+        is_there = is_file(local.paths.journal(kept.step.journal))
+        if not wanted or not is_there or kept.step.base != local.state.position:
             self._mover.drop_kept()

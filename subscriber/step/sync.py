@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from weightcast.shared.errors import NeedsReseed, Refused, WeightcastError
+from weightcast.shared.errors import NeedsReseed, Refused, Stopped, WeightcastError
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.local.scrub import Scrub
 from weightcast.shared.local.state import Position
@@ -20,7 +20,7 @@ from weightcast.subscriber.groups.group import Order
 from weightcast.subscriber.groups.lead import Lead
 from weightcast.subscriber.step.aligner import Aligner
 from weightcast.subscriber.step.blocklist import Blocklist
-from weightcast.subscriber.step.host import Calls, Host, Outcome, Stopped, SyncOptions, known
+from weightcast.subscriber.step.host import Calls, Host, Outcome, SyncOptions, known
 from weightcast.subscriber.step.member import Member
 from weightcast.subscriber.step.mover import Mover
 from weightcast.subscriber.step.opener import Opener

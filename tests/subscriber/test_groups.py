@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,16 +11,20 @@ from dataclasses import dataclass, field, replace
 import pytest
 from doubles import Answer, Call, Double
 from groups import Host
-from hosts import Clock, Site
+from hosts import Clock, Run, Site
+from hosts import Host as Steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import wait_until
 
+from weightcast.shared.channel.index import Index
+from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import EngineFailed, Refused, RetryLater
+from weightcast.shared.local.scrub import Scrub
 from weightcast.shared.local.state import LocalState, Position
 from weightcast.shared.service.settings import BadSettings, load_settings
 from weightcast.subscriber.groups.door import MemberDoor
-from weightcast.subscriber.groups.group import HOLD_PATH, RELEASE_PATH, HoldState, Order
+from weightcast.subscriber.groups.group import HOLD_PATH, RELEASE_PATH, HoldState, Order, Phase
 from weightcast.subscriber.groups.lead import Lead, Member, Pace
 from weightcast.subscriber.groups.messages import Hold, HoldRequest
 from weightcast.subscriber.service.settings import SubscriberSettings
@@ -398,3 +403,39 @@ def test_settings_that_make_no_group(flags: dict[str, object], told: str) -> Non
     with pytest.raises(BadSettings, match=told) as refusal:
         load_settings(SubscriberSettings, {"channel": "C", "local": "L", **flags})
     assert "secret" not in str(refusal.value)
+
+
+def ordered(run: Run, phase: Phase, version: int, term: int) -> Order:
+    channel = Channel.open(run.channel)
+    pointer, base = channel.pointer(), channel.base
+    assert pointer is not None and base is not None and channel.file is not None
+    index = channel.index(pointer, version, base.table)
+    assert isinstance(index, Index)
+    return Order("boss", term, phase, version, channel.file.run_id, index.digest, index.root)
+
+
+def test_what_was_prepared_is_prepared_again_where_a_repair_came_between(site: Site) -> None:
+    run = site.run()
+    run.publish()
+    host: Steps = site.host(run, group_follower=True)
+    for phase in ("prepare", "hold"):
+        host.sync.order = ordered(run, phase, 1, 1)
+        host.step()
+    run.publish()
+    host.sync.order = ordered(run, "prepare", 2, 2)
+    host.step()
+    assert host.sync.is_prepared and host.state.position.version == 1
+    [weights] = host.local.glob("model-00001*.safetensors")
+    with weights.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    clock = Clock()
+    scrub = Scrub(1 << 20, clock=clock)
+    clock.at += 10
+    host.sync.verify_some(scrub)
+    assert scrub.status.faults == 1
+    host.sync.order = ordered(run, "hold", 2, 2)
+    host.step()
+    assert host.at(run, 2)
