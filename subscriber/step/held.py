@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from weightcast.shared.errors import Refused, WeightcastError
+from weightcast.shared.errors import Refused
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.local.locks import FileLock
 from weightcast.shared.local.state import Phase, Position
@@ -195,9 +195,10 @@ class Follower:
             outcome = self._sync.sync_once()
             if wanted is not None:
                 self._keep(wanted, outcome)
-        except WeightcastError as error:
+        except Exception as error:
+            # whatever it is: the leader and the other hosts wait for an answer
             if wanted is not None:
-                self._post.answer(wanted, _failure(error), str(error))
+                self._post.answer(wanted, _failure(error), str(error) or type(error).__name__)
             raise
         finally:
             self._show()
@@ -240,5 +241,5 @@ class Follower:
         self._post.is_at(self._sync.position)
 
 
-def _failure(error: WeightcastError) -> HoldState:
+def _failure(error: Exception) -> HoldState:
     return "refused" if isinstance(error, Refused) else "failed"

@@ -7,8 +7,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
+from disk_errors import watched
 from doubles import Answer, Call, Double
 from groups import Host
 from hosts import Clock, Run, Site
@@ -28,7 +30,7 @@ from weightcast.subscriber.groups.group import HOLD_PATH, RELEASE_PATH, HoldStat
 from weightcast.subscriber.groups.lead import Lead, Member, Pace
 from weightcast.subscriber.groups.messages import Hold, HoldRequest
 from weightcast.subscriber.service.settings import SubscriberSettings
-from weightcast.subscriber.step.held import Post
+from weightcast.subscriber.step.held import Follower, Post
 
 AT = Position(7, "d7", "r7", 1, b"")
 NEXT = Position(8, "d8", "r8", 1, b"")
@@ -412,6 +414,22 @@ def ordered(run: Run, phase: Phase, version: int, term: int) -> Order:
     index = channel.index(pointer, version, base.table)
     assert isinstance(index, Index)
     return Order("boss", term, phase, version, channel.file.run_id, index.digest, index.root)
+
+
+def test_an_order_is_answered_whatever_goes_wrong(site: Site) -> None:
+    run = site.run()
+    run.publish()
+    host: Steps = site.host(run, group_follower=True)
+    orders = Post(lambda: None)
+    orders.take(ordered(run, "prepare", 1, 1), 60.0)
+
+    def fail(name: str, path: Path | None) -> None:
+        if name == "engine.looked":
+            raise ZeroDivisionError
+
+    with watched(fail), pytest.raises(ZeroDivisionError):
+        Follower(host.sync, orders).step()
+    assert (orders.hold().state, orders.hold().reason) == ("failed", "ZeroDivisionError")
 
 
 def test_what_was_prepared_is_prepared_again_where_a_repair_came_between(site: Site) -> None:
