@@ -34,6 +34,9 @@ _PATIENCE = 1.25
 
 
 class Member:
+    """Publishes as a rank other than 0. An error is told in the attempt, where there is one, so that rank 0
+    need not wait for its deadline; what was read of the tensors is not needed any more."""
+
     def __init__(self, follower: Follower, rank: Rank, options: PublishOptions) -> None:
         self._follower, self._rank, self._options = follower, rank, options
         self._seen = rendezvous.attempts_seen(Layout(follower.channel_dir))

@@ -68,6 +68,9 @@ Made = TypeVar("Made")
 
 
 class Owner:
+    """Publishes as rank 0, which alone commits. After an error either nothing was committed, or the version
+    is whole and `recover` finishes it; the local checkpoint is behind then, never ahead."""
+
     def __init__(self, follower: Follower, claim: Claim, rank: Rank, options: PublishOptions) -> None:
         self._follower, self._claim, self._rank, self._options = follower, claim, rank, options
         self._anchor_due = False

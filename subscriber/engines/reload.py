@@ -87,6 +87,12 @@ class _Known:
 
 
 class Engines:
+    """All engines of a host. Used by the work thread; in a reload each engine has a thread of its own.
+
+    What an engine did is in the local state before a method returns or raises: after an error nothing that is
+    held here is needed, and the next step goes by the state.
+    """
+
     def __init__(
         self,
         engines: Sequence[Engine] = (),

@@ -74,6 +74,8 @@ class _NoHook(EngineFailed):
 
 
 class SGLangLive:
+    """A released SGLang with the plugin's loader: `Patchable` by the server's own doors (docs/adr/0012)."""
+
     def __init__(self, spec: EngineSpec, wire: Wire, timeouts: Timeouts) -> None:
         self.spec = spec
         self._plain = SGLang(spec, wire, timeouts)

@@ -123,10 +123,8 @@ class VLLM:
         if self.spec.local is None:
             return None
         parts = _configuration(self.spec.local)
-        tied, experts = (
-            _tied(self.spec.local, parts),
-            any(part.get(key) for part in parts for key in _EXPERTS),
-        )
+        tied = _tied(self.spec.local, parts)
+        experts = any(part.get(key) for part in parts for key in _EXPERTS)
         if not (tied or experts):
             return None
         try:
@@ -136,7 +134,9 @@ class VLLM:
         device, untied = _runs_on(reply)
         if device != "cpu":
             return None
-        return PACKED_EXPERTS if experts else None if untied else PACKED_HEAD
+        if experts:
+            return PACKED_EXPERTS
+        return None if untied else PACKED_HEAD
 
     def _labelled(self, label: str) -> ReloadOutcome:
         try:

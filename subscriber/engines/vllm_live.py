@@ -47,6 +47,8 @@ _BUSY_SECONDS = 0.05
 
 
 class VLLMLive:
+    """A vLLM that has the plugin: `Patchable` by the plugin's doors under /v1/weightcast."""
+
     def __init__(self, spec: EngineSpec, wire: Wire, timeouts: Timeouts) -> None:
         self.spec = spec
         self._wire = wire

@@ -181,7 +181,7 @@ def _engine_status(
         reachable=facts.reachable,
         reason="" if serving else engines.reason(spec.name),
         ready=serving,
-        state="serving" if serving else "paused" if aligned else _condition(engines, spec.name, record),
+        state=_condition(engines, spec.name, record, aligned=aligned, serving=serving),
         failures=engines.failures(spec.name),
         seconds={} if last is None else {part: round(each, 6) for part, each in asdict(last.phases).items()},
         pause_seconds=None if last is None else last.pause_seconds,
@@ -205,7 +205,13 @@ def _live_status(engine: Engine, verified: EngineVerifyFacts | None) -> LiveStat
     )
 
 
-def _condition(engines: Engines, name: str, record: EngineState | None) -> EngineCondition:
+def _condition(
+    engines: Engines, name: str, record: EngineState | None, *, aligned: bool, serving: bool
+) -> EngineCondition:
+    if serving:
+        return "serving"
+    if aligned:
+        return "paused"
     if engines.failed(name):
         return "failed"
     if not engines.facts(name).reachable:

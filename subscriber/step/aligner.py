@@ -21,6 +21,8 @@ MOST_UNDO_STEPS = 8
 
 
 class Aligner:
+    """Brings the engines to the local version, and the host back from one that they do not take."""
+
     def __init__(self, host: Host, blocklist: Blocklist) -> None:
         self._host, self._blocklist = host, blocklist
         self._engines, self._lead, self._follower = host.engines, host.lead, host.follower

@@ -17,6 +17,8 @@ from weightcast.subscriber.step.opener import Opener
 
 
 class Member:
+    """Changes what a step does, by `order`; without one it changes nothing."""
+
     def __init__(self, host: Host, opener: Opener, aligner: Aligner, mover: Mover) -> None:
         self._host, self._opener, self._aligner, self._mover = host, opener, aligner, mover
         self._follower, self._view, self._options = host.follower, host.view, host.options

@@ -21,6 +21,9 @@ from weightcast.subscriber.step.target import Target, resolve
 
 
 class Mover:
+    """Brings the local checkpoint to a version, by the plan of a route. An error leaves it at a version, or
+    in a phase that the next load finishes or takes back."""
+
     def __init__(self, host: Host, opener: Opener, aligner: Aligner, blocklist: Blocklist) -> None:
         self._host, self._opener, self._aligner, self._blocklist = host, opener, aligner, blocklist
         self._engines, self._lead, self._follower = host.engines, host.lead, host.follower

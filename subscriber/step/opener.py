@@ -11,6 +11,9 @@ from weightcast.subscriber.step.host import Host
 
 
 class Opener:
+    """Before a step: the local checkpoint is open, recovered and right afterwards, or `host.usable` is
+    False."""
+
     def __init__(self, host: Host) -> None:
         self._host = host
         self._follower, self._engines, self._view = host.follower, host.engines, host.view
