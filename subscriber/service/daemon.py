@@ -26,7 +26,7 @@ from weightcast.subscriber.service.routes import group_routes
 from weightcast.subscriber.service.settings import SubscriberSettings
 from weightcast.subscriber.service.wiring import open_engines, open_lead, options_of
 from weightcast.subscriber.status import HostStatus, readiness
-from weightcast.subscriber.step.held import Follower, Post
+from weightcast.subscriber.step.held import GroupFollower, Post
 from weightcast.subscriber.step.host import Outcome
 from weightcast.subscriber.step.sync import Sync
 
@@ -58,7 +58,7 @@ class Subscriber:
         reporter = open_reporter(settings)
         self.reporting = None if reporter is None else Reporting(reporter, self._reported)
         self.post = Post(self.wakeup.set) if settings.group_follower else None
-        self.follower = None if self.post is None else Follower(self.sync, self.post)
+        self.follower = None if self.post is None else GroupFollower(self.sync, self.post)
 
     def _show(self, sync: Sync) -> None:
         self.board.show(sync)

@@ -1,6 +1,6 @@
 """A follower of an engine group: its local checkpoint moves, and stands still, when its leader says so.
 
-`Post` takes orders from HTTP threads; `Follower` carries them out in the work thread.
+`Post` takes orders from HTTP threads; `GroupFollower` carries them out in the work thread.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Post:
         return Hold.model_validate(shown)
 
 
-class Follower:
+class GroupFollower:
     """Used by the work thread alone."""
 
     def __init__(self, sync: Sync, post: Post) -> None:

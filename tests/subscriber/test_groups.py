@@ -30,7 +30,7 @@ from weightcast.subscriber.groups.group import HOLD_PATH, RELEASE_PATH, HoldStat
 from weightcast.subscriber.groups.lead import Lead, Member, Pace
 from weightcast.subscriber.groups.messages import Hold, HoldRequest
 from weightcast.subscriber.service.settings import SubscriberSettings
-from weightcast.subscriber.step.held import Follower, Post
+from weightcast.subscriber.step.held import GroupFollower, Post
 
 AT = Position(7, "d7", "r7", 1, b"")
 NEXT = Position(8, "d8", "r8", 1, b"")
@@ -428,7 +428,7 @@ def test_an_order_is_answered_whatever_goes_wrong(site: Site) -> None:
             raise ZeroDivisionError
 
     with watched(fail), pytest.raises(ZeroDivisionError):
-        Follower(host.sync, orders).step()
+        GroupFollower(host.sync, orders).step()
     assert (orders.hold().state, orders.hold().reason) == ("failed", "ZeroDivisionError")
 
 
