@@ -11,6 +11,7 @@ copy of as many bytes, which is what the machine's memory allows.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import tempfile
@@ -27,7 +28,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from weightcast.publisher import Publisher, Shard, cast_like, init_channel
+from weightcast.publisher import Handle, Publisher, Shard, cast_like, init_channel
 from weightcast.publisher.submit import Hold
 from weightcast.publisher.trainer.handover import HandOver
 from weightcast.shared.codec.warm_up import warm_up
@@ -185,9 +186,15 @@ def _submit_halves(ranks: Sequence[Publisher], pool: ThreadPoolExecutor, hold: H
             found[name] = Shard(tensor[rows], (rank * middle, 0), tuple(tensor.shape))
         return found
 
+    steps = itertools.count()
+
     def begin(tensors: Given) -> Callable[[], object]:
-        numbers = range(len(ranks))
-        handles = list(pool.map(lambda rank: ranks[rank].submit(half(tensors, rank), hold=hold), numbers))
+        step = next(steps)
+
+        def submit(rank: int) -> Handle:
+            return ranks[rank].submit(half(tensors, rank), step=step, hold=hold)
+
+        handles = list(pool.map(submit, range(len(ranks))))
         return lambda: [handle.result() for handle in handles]
 
     return begin

@@ -64,7 +64,7 @@ class Publisher:
     ) -> None:
         self._follower, self._claim, self._upkeep = follower, claimed, upkeep
         self._background: Background | None = None
-        self._trust = options.trust
+        self._trust, self._world_size = options.trust, rank.world_size
         self._owner = None if claimed is None else Owner(follower, claimed, rank, options)
         self._lone = None if claimed is None else Owner(follower, claimed, Rank(0, 1), options)
         """what rank 0 publishes without the other ranks"""
@@ -285,13 +285,13 @@ class Publisher:
         """Publishes the next version from (HF name, torch tensor on any device or numpy array).
 
         The tensors must stand still until this returns. With several ranks each gives the tensors that it
-        owns, for the same `step`. When this raises, nothing is published that was not wholly proven: what is
-        already committed (a hook failed, or NotInTime on a rank other than 0) is finished by the next call.
-        As `submit(...).result()`.
+        owns, and the trainer's `step`: by it they know that they publish the same weights. When this
+        raises, nothing is published that was not wholly proven: what is already committed (a hook failed, or
+        NotInTime on a rank other than 0) is finished by the next call. As `submit(...).result()`.
         """
         # once: a second look at an iterator would see nothing
         read = functools.cache(lambda: GivenWeights(named_tensors, self.baselines))
-        return self._publish_now(Work(read, whole_step(step), advance, watching))
+        return self._publish_now(Work(read, self._whole(step), advance, watching))
 
     def submit(
         self,
@@ -319,7 +319,7 @@ class Publisher:
         self._check_open()
         if hold not in get_args(Hold):
             raise Refused(f"hold is {hold!r}", remedy='give "tensors" or "copy"')
-        step = whole_step(step)
+        step = self._whole(step)
         weights = GivenWeights(named_tensors, self.baselines)
         if hold == "copy":
             # not before the one in flight has let go of its own
@@ -373,7 +373,7 @@ class Publisher:
     ) -> PublishReport:
         """Publishes what `read` opens; it may be called twice, after what it gave was closed. `request`: 16
         hex digits, by which `made_for` finds the version."""
-        return self._publish_now(Work(read, whole_step(step), advance, watching, request=request))
+        return self._publish_now(Work(read, self._whole(step), advance, watching, request=request))
 
     def made_for(self, request: str, above: int) -> Index | None:
         """The version that was published for `request`, if it is one after `above`. That there are newer ones
@@ -406,6 +406,9 @@ class Publisher:
         if self._owner is not None and self._until == "out":
             return self._submissions.until_out(work)
         return self._publish(work)
+
+    def _whole(self, step: SupportsIndex | None) -> int | None:
+        return whole_step(step, self._world_size)
 
     def settle(self) -> PublishReport | None:
         """Waits until the local checkpoint has followed the last version that was submitted or, with

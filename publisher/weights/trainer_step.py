@@ -9,8 +9,14 @@ from weightcast.shared.errors import Refused
 from weightcast.shared.files.strict_json import MAX_INTEGER
 
 
-def whole_step(step: SupportsIndex | None) -> int | None:
-    """As a version's index can state it; numpy's integers and the like are taken. Raises Refused."""
+def whole_step(step: SupportsIndex | None, world_size: int = 1) -> int | None:
+    """As a version's index can state it; numpy's integers and the like are taken. Raises Refused, also for
+    none among several ranks."""
+    if step is None and world_size > 1:
+        # by the step alone ranks know that they publish the same weights
+        raise Refused(
+            f"no step is given, and {world_size} ranks publish together", remedy="give the trainer's step"
+        )
     if step is None:
         return None
     try:

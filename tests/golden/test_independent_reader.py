@@ -124,7 +124,8 @@ def test_parts_of_two_ranks_are_read(tmp_path: Path) -> None:
         own = sorted(run.model)[rank::2]
         try:
             with run.open(rank=rank, ranks=2) as publisher:
-                publisher.publish({name: run.model[name].data.view("<f4").reshape(40, 3) for name in own})
+                tensors = {name: run.model[name].data.view("<f4").reshape(40, 3) for name in own}
+                publisher.publish(tensors, step=1)
         except BaseException as error:
             failures.append(error)
 

@@ -142,6 +142,21 @@ def test_ranks_must_agree_on_the_step(place: Place) -> None:
     assert first[0] == second[0] == "NotInTime" and "step 8" in second[1]
 
 
+def test_ranks_must_give_the_step(place: Place) -> None:
+    """A rank that raised before it met rank 0 would join rank 0's attempt with its next step's weights."""
+    given = {name: as_numpy(one) for name, one in place.model.items()}
+    before = snapshot(place.channel, leave_out=("publishers",))
+    for rank in (0, 1):
+        options: dict[str, Any] = {"rank": rank, "world_size": 2, "local": place.root / f"pub-{rank}"}
+        with place.publisher(deadline_seconds=0.3, **options) as publisher:
+            for call in (publisher.publish, publisher.submit):
+                with pytest.raises(Refused, match="give the trainer's step"):
+                    call(given)
+            with pytest.raises(Refused, match="give the trainer's step"):
+                publisher.publish_checkpoint(place.new(place.model))
+    assert snapshot(place.channel, leave_out=("publishers",)) == before
+
+
 def test_a_tensor_of_no_rank_is_refused(place: Place) -> None:
     """Rank 1 does not come; rank 0 alone in its world of two."""
     model = model_at(1)

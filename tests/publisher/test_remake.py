@@ -129,7 +129,7 @@ def test_what_several_ranks_wrote(tmp_path: Path) -> None:
             deadline_seconds=60,
             upkeep=KEEPS,
         ) as publisher:
-            publisher.publish_checkpoint(mine)
+            publisher.publish_checkpoint(mine, step=1)
 
     with ThreadPoolExecutor(2) as ranks:
         list(ranks.map(publish, (0, 1)))

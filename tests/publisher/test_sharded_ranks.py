@@ -254,7 +254,7 @@ def test_a_rank_that_holds_a_copy_waits_for_nobody(place: Place) -> None:
     with world_of(place, 2) as world:
         handles = []
         for rank in (0, 1):
-            handles.append(world.submit(rank, given[rank], hold="copy"))
+            handles.append(world.submit(rank, given[rank], step=1, hold="copy"))
             assert handles[rank].free and not handles[0].done
             for one in given[rank].values():
                 array = one.tensor if isinstance(one, Shard) else one

@@ -222,18 +222,18 @@ class Run:
         number = len(self.versions)
         new = self.versions[-1].changed(number)
         with ThreadPoolExecutor(2) as ranks:
-            reports = list(ranks.map(lambda rank: self._publish_as(rank, new), (0, 1)))
+            reports = list(ranks.map(lambda rank: self._publish_as(rank, new, number), (0, 1)))
         self.versions.append(new)
         assert {report.version for report in reports} == {number}
         return number
 
-    def _publish_as(self, rank: int, new: Weights) -> PublishReport:
+    def _publish_as(self, rank: int, new: Weights, step: int) -> PublishReport:
         mine = Weights({name: new.tensors[name] for name in list(new.tensors)[rank::2]})
         directory = mine.write(self.root / f"rank{rank}", shards=1)
         with Publisher.open(
             self.channel, local=self.root / "publisher", rank=rank, world_size=2, deadline_seconds=30
         ) as publisher:
-            return publisher.publish_checkpoint(directory)
+            return publisher.publish_checkpoint(directory, step=step)
 
     def digest(self, version: int) -> str:
         return self.versions[version].digest()
