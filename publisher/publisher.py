@@ -433,12 +433,15 @@ class Publisher:
                 self._background.wake()
 
     def obey_orders(self) -> Rollback | None:
-        """Carries out a rollback that was ordered. Returns the order that holds publishing, if one does."""
+        """Carries out a rollback that was ordered. Returns the order that holds publishing, if one does. The
+        pointer is put where this publisher last had it, should another one have put it back."""
         self._check_open()
         self._submissions.drain()
         return self._obey_orders()
 
     def _obey_orders(self) -> Rollback | None:
+        if self._lone is not None:
+            self._lone.hold_pointer()
         channel = Channel.open(self._follower.channel_dir)
         order = standing(channel)
         if order is None or self._lone is None:

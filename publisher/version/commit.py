@@ -24,7 +24,7 @@ from weightcast.shared.channel.file_record import file_record
 from weightcast.shared.channel.index import INDEX_LIMIT, INDEX_NAME, Index
 from weightcast.shared.channel.keys import PrivateKey
 from weightcast.shared.channel.layout import Layout
-from weightcast.shared.channel.pointer import write_pointer
+from weightcast.shared.channel.pointer import read_pointer, write_pointer
 from weightcast.shared.channel.signing import signature_path, stated_by, write_signature
 from weightcast.shared.errors import DamagedFile, Forked, RetryLater
 from weightcast.shared.failpoints import failpoint
@@ -126,14 +126,34 @@ def _holds(directory: Path, data: bytes) -> bool:
 
 
 def advance_pointer(layout: Layout, version: int, claim: Claim, post_write: PostWrite | None) -> None:
-    """Tells the fleet. Hooks are retried; the version is not written again for them."""
+    """Tells the fleet. Hooks are retried; the version is not written again for them. Raises Refused of
+    `claim`, also where the channel was lost while the pointer was written."""
     directory = layout.version_dir(version)
     _hook(post_write, version, directory, "version")
-    claim.check()
-    failpoint("pointer.allowed", directory)
-    write_pointer(layout.channel, version)
+    _point(layout, version, claim)
     failpoint("pointer.moved", directory)
     _hook(post_write, version, layout.channel, "pointer")
+
+
+def put_pointer_right(layout: Layout, claim: Claim) -> None:
+    """An owner of before that was suspended right before its rename may have put the pointer back. Where the
+    version is gone too, the channel was restored, and the pointer stays."""
+    pointer = read_pointer(layout.channel)
+    at = 0 if pointer is None else pointer.version
+    if at < claim.pointed and exists(layout.index(claim.pointed)):
+        _point(layout, claim.pointed, claim)
+    claim.pointed = max(claim.pointed, at)
+
+
+def _point(layout: Layout, version: int, claim: Claim) -> None:
+    def allowed() -> None:
+        claim.check()
+        failpoint("pointer.allowed", layout.version_dir(version))
+
+    write_pointer(layout.channel, version, allowed)
+    # no rename compares: who lost the channel in between says so, and the new owner puts the pointer right
+    claim.check()
+    claim.pointed = max(claim.pointed, version)
 
 
 def _hook(post_write: PostWrite | None, version: int, directory: Path, phase: str) -> None:

@@ -18,6 +18,7 @@ from weightcast.publisher.version.commit import (
     drop_parts,
     move_shards,
     new_parts_dir,
+    put_pointer_right,
     verify_files,
 )
 from weightcast.publisher.version.compared import Ahead, compare_first, may_compare_first
@@ -77,10 +78,15 @@ class Owner:
         self._file: ChannelFile | None = None
         """as the last publication read it"""
 
+    def hold_pointer(self) -> None:
+        """Puts it where this owner last had it, if another one put it back since."""
+        put_pointer_right(self._channel().layout, self._claim)
+
     def recover(self, advance: Advance | None = None) -> None:
         """Finishes a version that was committed and never pointed to; brings the local checkpoint to the
         pointer; clears away parts that came to nothing."""
         channel = self._channel()
+        put_pointer_right(channel.layout, self._claim)
         self._finish_committed(channel)
         drop_parts(channel.layout, self._claim.epoch)
         try:

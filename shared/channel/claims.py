@@ -129,6 +129,8 @@ class Claim:
     channel: Path
     epoch: int
     record: ClaimRecord = field(repr=False)
+    pointed: int = field(default=0, repr=False)
+    """the highest version at which the pointer was seen under this claim"""
 
     def check(self) -> None:
         """Raises Refused, naming the newer owner, when the channel has one."""

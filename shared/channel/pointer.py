@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +62,6 @@ def _is_name(text: str) -> bool:
         return False
 
 
-def write_pointer(channel: Path, version: int) -> None:
-    """Tells the fleet: durable, at once, by rename. Raises OSError."""
-    replace(Layout(channel).latest, digits(version).encode())
+def write_pointer(channel: Path, version: int, allowed: Callable[[], None] | None = None) -> None:
+    """Tells the fleet: durable, at once, by rename, before which `allowed` may raise. Raises OSError."""
+    replace(Layout(channel).latest, digits(version).encode(), allowed)

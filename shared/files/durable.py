@@ -6,7 +6,7 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,9 +23,12 @@ def is_temporary(name: str) -> bool:
     return name.startswith(_TEMPORARY_PREFIX)
 
 
-def replace(path: Path, data: bytes) -> None:
-    """Puts `data` at `path` by rename. Raises OSError; `path` then holds what it held before."""
+def replace(path: Path, data: bytes, allowed: Callable[[], None] | None = None) -> None:
+    """Puts `data` at `path` by rename, right before which `allowed` may raise. Raises OSError; `path` then
+    holds what it held before."""
     with _temporary(path, data) as temporary:
+        if allowed is not None:
+            allowed()
         temporary.rename(path)
         failpoint("file.renamed", path)
     sync_directory(path.parent)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from core_cases import all_changed
+from core_cases import Model, all_changed
 from disk_errors import watched
 from publisher_cases import Place, make_place, numpy_model
 
@@ -90,6 +90,73 @@ def test_a_version_that_the_old_owner_commits_meanwhile_is_whole(
     assert steps == ["taken", "old goes on", "1"]
     place.arrives(models[1], 1)
     whole(place)
+
+
+def overtaken(place: Place, stack: ExitStack, model: Model) -> Publisher:
+    """Another publisher has the channel and three versions more."""
+    new = stack.enter_context(place.publisher(local=place.root / "pub2", take_over=True))
+    for _ in range(3):
+        new.publish_checkpoint(place.new(model))
+    return new
+
+
+@pytest.mark.parametrize("door", ["obey_orders", "recover", "publish"])
+def test_a_pointer_that_the_old_owner_puts_back_is_put_right(
+    place: Place, rng: np.random.Generator, door: str
+) -> None:
+    """It was suspended between its last look at the claims and the rename, and is told afterwards."""
+    model = all_changed(place.model, rng)
+    with ExitStack() as stack:
+        old = stack.enter_context(place.publisher())
+        taken: list[Publisher] = []
+        with (
+            watched(once("pointer.allowed", lambda: taken.append(overtaken(place, stack, model)))),
+            pytest.raises(Refused, match="now belongs to"),
+        ):
+            old.publish_checkpoint(place.new(all_changed(model, rng)))
+        latest, new = place.channel / "latest", taken[0]
+        assert latest.read_text() == "000001"
+        if door == "publish":
+            model = all_changed(model, rng)
+            assert new.publish_checkpoint(place.new(model)).version == 5
+        else:
+            getattr(new, door)()
+            assert latest.read_text() == "000004"
+        place.arrives(model, new.version)
+        whole(place)
+
+
+@pytest.mark.parametrize("moment", ["file.written", "file.synced"])
+def test_an_old_owner_looks_again_before_it_renames_the_pointer(
+    place: Place, rng: np.random.Generator, moment: str
+) -> None:
+    model = all_changed(place.model, rng)
+    with ExitStack() as stack:
+        old = stack.enter_context(place.publisher())
+        latest = place.channel / "latest"
+
+        def look(name: str, where: Path | None) -> None:
+            if name == moment and where == latest and not taken:
+                taken.append("begun")
+                overtaken(place, stack, model)
+
+        taken: list[str] = []
+        with watched(look), pytest.raises(Refused, match="now belongs to"):
+            old.publish_checkpoint(place.new(all_changed(model, rng)))
+        assert taken and latest.read_text() == "000004"
+        place.arrives(model, 4)
+        whole(place)
+
+
+def test_a_pointer_is_not_put_to_a_version_that_is_gone(place: Place, rng: np.random.Generator) -> None:
+    """The channel was restored as it was before, beside its publisher."""
+    with place.publisher() as publisher:
+        for _ in range(2):
+            publisher.publish_checkpoint(place.new(all_changed(place.model, rng)))
+        (place.channel / "weight_v000002").rename(place.root / "gone")
+        (place.channel / "latest").write_text("000001")
+        assert publisher.obey_orders() is None
+        assert publisher.version == 1
 
 
 def test_the_new_owner_s_parts_stay(place: Place, rng: np.random.Generator) -> None:
