@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weightcast.shared.channel.layout import Layout
-from weightcast.shared.channel.reports import REPORTS_LIMIT, Report, parse_report, write_report
+from weightcast.shared.channel.reports import REPORTS_LIMIT, pack_report, parse_report, write_packed
 from weightcast.shared.errors import Refused, WrongRun
 
 PER_HOST_SECONDS = 0.5
@@ -36,10 +36,11 @@ class TooMany(Exception):
 
 @dataclass(frozen=True)
 class _Waiting:
-    """`nbytes`: as it was posted."""
+    """`packed`: the report as it is written."""
 
-    report: Report
-    nbytes: int
+    host: str
+    path: Path
+    packed: bytes
 
 
 @dataclass(frozen=True)
@@ -76,13 +77,15 @@ class Posted:
                 f"the report is of run {report.run_id}, this publisher's is {run_id}",
                 remedy="give --report-to the publisher of the run that --channel has",
             )
-        key = Layout(self._channel).report(report.host, report.local).name
+        path = Layout(self._channel).report(report.host, report.local)
+        # here, where what is wrong with it is answered to who posted it
+        packed = pack_report(report)
         with self._lock:
-            if self._waiting_bytes + len(data) > WAITING_BYTES:
+            if self._waiting_bytes + len(packed) > WAITING_BYTES:
                 raise TooMany(1.0)
-            self._admit(key)
-            self._waiting_bytes += len(data)
-            self._waiting[key] = _Waiting(report, len(data))
+            self._admit(path.name)
+            self._waiting_bytes += len(packed)
+            self._waiting[path.name] = _Waiting(report.host, path, packed)
 
     def _spend(self) -> None:
         """Before anything is parsed."""
@@ -113,10 +116,10 @@ class Posted:
             key, one = next(iter(waiting.items()))
             del waiting[key]
             try:
-                write_report(self._channel, one.report)
+                write_packed(one.path, one.packed)
             except OSError as error:
                 failed[key] = one
-                self._note(key, f"{one.report.host}: {error}")
+                self._note(key, f"{one.host}: {error}")
                 in_a_row += 1
             else:
                 self._failing.pop(key, None)
@@ -124,7 +127,7 @@ class Posted:
         with self._lock:
             # those that were not tried come first
             self._waiting = {**waiting, **self._still(failed, written > 0), **self._waiting}
-            self._waiting_bytes = sum(one.nbytes for one in self._waiting.values())
+            self._waiting_bytes = sum(len(one.packed) for one in self._waiting.values())
         self.problem = self._told()
 
     def _note(self, key: str, reason: str) -> None:

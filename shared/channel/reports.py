@@ -88,10 +88,13 @@ class Report:
 def write_report(channel: Path, report: Report) -> float:
     """Returns when it was written by the clock of the channel's file system. Raises OSError, on a channel
     mounted read-only for instance."""
-    layout = Layout(channel)
-    layout.hosts_dir.mkdir(exist_ok=True)
-    path = layout.report(report.host, report.local)
-    durable.swap(path, pack_report(report))
+    return write_packed(Layout(channel).report(report.host, report.local), pack_report(report))
+
+
+def write_packed(path: Path, packed: bytes) -> float:
+    """As `write_report`; `path` as `Layout.report` has it."""
+    path.parent.mkdir(exist_ok=True)
+    durable.swap(path, packed)
     return path.lstat().st_mtime
 
 

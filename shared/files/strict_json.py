@@ -15,17 +15,26 @@ MAX_INTEGER = (1 << 63) - 1
 MOST_VALUES = 8 << 20
 """in one file: an index of 150,000 tensors, all of them changed, has 3 million"""
 _HEX = frozenset("0123456789abcdef")
+MOST_DEPTH = 64
+"""objects and arrays in each other: what is much deeper can be read, and neither copied nor written again"""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
+_INNERMOST = re.compile(rb"\[\]|\{\}")
+_NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
 
 def parse_object(data: bytes, what: str) -> dict[str, object]:
     """The JSON object in `data`. Raises DamagedFile, with `what` naming the file, for anything else, for
-    duplicate keys at any depth, NaN and infinities, and strings that are not Unicode text; before anything
-    is built of it for more than `MOST_VALUES` values."""
+    duplicate keys at any depth, NaN and infinities, strings that are not Unicode text, and more than
+    `MOST_DEPTH` values in each other; before anything is built of it for more than `MOST_VALUES` values."""
     if _most_values(data) > MOST_VALUES:
         raise DamagedFile(f"{what}: more than {MOST_VALUES} values")
     try:
-        value = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = json.loads(
+            data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
+        )
+        if _is_deep(data):
+            raise ValueError(f"more than {MOST_DEPTH} values in each other")
         if _SURROGATE.search(data):
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
@@ -38,6 +47,18 @@ def parse_object(data: bytes, what: str) -> dict[str, object]:
 def _most_values(data: bytes) -> int:
     """Values are separated by commas or opened by brackets; those in strings count too."""
     return data.count(b",") + data.count(b"[") + data.count(b"{") + 1
+
+
+def _is_deep(data: bytes) -> bool:
+    """Of valid JSON: whether brackets remain when the innermost ones were taken away so many times."""
+    if data.count(b"[") + data.count(b"{") <= MOST_DEPTH:
+        return False
+    brackets = _STRING.sub(b"", data).translate(None, _NO_BRACKETS)
+    for _ in range(MOST_DEPTH):
+        if not brackets:
+            break
+        brackets = _INNERMOST.sub(b"", brackets)
+    return bool(brackets)
 
 
 def write_object(value: Mapping[str, object]) -> bytes:
@@ -54,6 +75,13 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _no_constant(text: str) -> object:
     raise ValueError(f"{text} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text[:20]} is beyond what a number holds")
+    return number
 
 
 class Members:

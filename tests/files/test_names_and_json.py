@@ -52,6 +52,13 @@ def test_names_that_are_none(name: str) -> None:
         b'{"x":{"a":1,"b":2,"a":3}}',
         b'{"a":NaN}',
         b'{"a":-Infinity}',
+        b'{"a":1e999}',
+        b'{"a":[{"b":-1E+0400}]}',
+        b'{"a":' + b"9" * 400 + b".5}",
+        b'{"a":' + b"9" * 250 + b"e60}",
+        b'{"a":' + b"[" * 64 + b"]" * 64 + b"}",
+        b'{"a":' + b'{"]":[' * 32 + b"]}" * 32 + b"}",
+        b'{"a":' + b"[" * 20000 + b"]" * 20000 + b"}",
         b'{"a":1}x',
         b"\xff{}",
         b'{"a":"\xff"}',
@@ -65,6 +72,18 @@ def test_names_that_are_none(name: str) -> None:
 def test_json_with_no_or_two_meanings_is_refused(data: bytes) -> None:
     with pytest.raises(DamagedFile, match=r"^the file: not"):
         parse_object(data, "the file")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a":1.7976931348623157e308,"b":-1e-999,"c":"1e999"}',
+        '{"a":' + "[" * 63 + "]" * 63 + "}",
+        '{"a":' + "[" * 62 + '"' + "[{" * 200 + '\\"]"' + "]" * 62 + ',"b":[' + "[]," * 200 + "{}]}",
+    ],
+)
+def test_the_largest_number_and_the_deepest_nesting_are_taken(text: str) -> None:
+    assert parse_object(text.encode(), "file") == json.loads(text)
 
 
 def test_escaped_surrogate_pairs_are_text() -> None:

@@ -255,6 +255,25 @@ def test_a_posted_report_that_cannot_be_written_stops_no_other(
     assert daemon.log.read_text().count("posted reports not written") == 1
 
 
+@pytest.mark.parametrize("value", [b"1e999", b"[" * 400 + b"]" * 400, b"[" * 3000 + b"]" * 3000])
+def test_a_posted_report_that_cannot_be_written_again_is_refused(
+    places: Places, daemon: Daemon, run_id: str, value: bytes
+) -> None:
+    good = [pack_report(report(name, run_id, 0)) for name in ("good", "better")]
+    bad = pack_report(report("bad", run_id, 0, engines=({"version": 0},))).replace(
+        b'n":0}]', b'n":%s}]' % value
+    )
+    answers = [daemon.client.post("/v1/reports", content=data) for data in (good[0], bad, good[1])]
+    assert [answer.status_code for answer in answers] == [202, 422, 202]
+    assert answers[1].json()["error"] == "DamagedFile"
+    wait_until(lambda: host_of(daemon, "good") and host_of(daemon, "better"))
+    # whoever can write into the channel needs no post
+    Layout(places.channel).report("bad", "/data/policy").write_bytes(bad)
+    write_report(places.channel, report("later", run_id, 0))
+    wait_until(lambda: host_of(daemon, "later"))
+    assert host_of(daemon, "bad") == {}
+
+
 def test_a_host_s_token_lets_it_report_and_nothing_else(
     places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
