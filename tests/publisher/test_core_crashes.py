@@ -374,7 +374,7 @@ def test_killed_in_a_phase(place: Place, rng: np.random.Generator, phase: str) -
     assert verified(place)
 
 
-def test_killed_at_random_moments(place: Place) -> None:
+def test_killed_at_random_moments(place: Place, rng: np.random.Generator) -> None:
     """Other moments in every run; WEIGHTCAST_TEST_SEED repeats those of one that failed."""
     seed = int(os.environ.get("WEIGHTCAST_TEST_SEED") or int.from_bytes(os.urandom(4), "little"))
     print("seed", seed)
