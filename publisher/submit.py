@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from weightcast.publisher.version.report import PublishReport
 from weightcast.publisher.version.work import Work
-from weightcast.shared.errors import NotInTime, Refused
+from weightcast.shared.errors import NotInTime, Refused, RetryLater, WeightcastError
 
 WhenBusy = Literal["block", "newest"]
 """`block`: every submission is published, in order. `newest`: one not yet begun gives way to the next."""
@@ -88,10 +88,14 @@ class Handle:
         self._out.set()
 
     def _withdraw(self, reason: str) -> bool:
+        return self._give_up(Refused(reason, remedy='submit with when_busy="block" to publish every step'))
+
+    def _give_up(self, error: WeightcastError) -> bool:
+        """Ends a submission that has not begun with `error`, which whoever holds it may ask for."""
         with self._lock:
             if self._begun or self.done:
                 return False
-            self._error = Refused(reason, remedy='submit with when_busy="block" to publish every step')
+            self._error = error
             self._seen = True
             self._work.let_go()
             self._done.set()
@@ -125,7 +129,8 @@ class Submissions:
         self._last: Handle | None = None
 
     def submit(self, work: Work, when_busy: WhenBusy) -> Handle:
-        """Raises what the last submission raised and nobody has seen; `work` is not taken then."""
+        """Raises what the last submission raised and nobody has seen, and RetryLater where no thread can be
+        started; `work` is not taken then."""
         self.make_way(when_busy)
         handle = Handle(work)
         work.compared = handle._free.set
@@ -164,22 +169,35 @@ class Submissions:
             if before is not None:
                 before._withdraw(f"step {before.step} was not published: step {handle.step} is newer")
             if self._running is None:
-                self._start_next()
+                self._start()
 
-    def _start_next(self) -> None:
+    def _start(self) -> None:
+        """With the condition held. Raises RetryLater; nothing is in flight then, and nothing waits."""
+        self._take_next()
+        try:
+            threading.Thread(target=self._work, name="weightcast-publish", daemon=True).start()
+        except RuntimeError as error:
+            handle, self._running = self._running, None
+            trouble = RetryLater(
+                f"no thread can be started: {error}",
+                remedy="nothing was published; submit again, and look at this process's limit of threads",
+            )
+            if handle is not None:
+                handle._give_up(trouble)
+            raise trouble from error
+
+    def _take_next(self) -> None:
         """With the condition held."""
         self._running, self._waiting = self._waiting, None
-        if self._running is not None:
-            threading.Thread(target=self._work, name="weightcast-publish", daemon=True).start()
         self._changed.notify_all()
 
     def _work(self) -> None:
-        handle = self._running
-        if handle is not None and handle._begin():
-            handle._run(self._publish)
-            self._last = handle
-        with self._changed:
-            self._start_next()
+        while (handle := self._running) is not None:
+            if handle._begin():
+                handle._run(self._publish)
+                self._last = handle
+            with self._changed:
+                self._take_next()
 
     def drain(self) -> None:
         """Waits until nothing is in flight and nothing waits."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -323,6 +325,31 @@ def test_an_error_is_retried_by_the_trainer(place: Place, rng: np.random.Generat
         away.rename(place.channel)
         assert publisher.submit(writable(model)).result(SECONDS).version == 2
     place.arrives(model, 2)
+
+
+def test_a_thread_that_cannot_be_started_costs_a_submission_and_nothing_else(
+    place: Place, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, start = all_changed(place.model, rng), threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name == "weightcast-publish":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with place.publisher() as publisher:
+        with monkeypatch.context() as full:
+            full.setattr(threading.Thread, "start", fail)
+            for policy in ("block", "newest"):
+                arrays = writable(model)
+                kept = [weakref.ref(array) for array in arrays.values()]
+                with pytest.raises(RetryLater, match="can't start new thread"):
+                    publisher.submit(arrays, when_busy=policy)
+                del arrays
+                gc.collect()
+                assert not any(ref() is not None for ref in kept)
+        assert publisher.submit(writable(model)).result(SECONDS).version == 1
+    place.arrives(model, 1)
 
 
 # copies
