@@ -2,6 +2,9 @@
 
 `owner` is held by a writer for its life. `patch` is held exclusively while bytes change or an engine reads
 them, shared by readers that need them to stand still.
+
+A flock belongs to the open file, which a forked child has too: its holder unlocks it, and a child closes its
+own descriptors at once, or it would hold the lock after its parent's death.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import fcntl
 import os
 import socket
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -60,9 +64,10 @@ class FileLock:
             self._signed = shared and bool(text)
             failpoint("lock.taken", self.path)
         except BaseException:
-            os.close(fd)
+            _unlock(fd)
             raise
         self._fd = fd
+        _held.add(self)
 
     def _wait(self, fd: int, kind: int, seconds: float, wait: Wait) -> None:
         deadline = time.monotonic() + seconds
@@ -81,9 +86,16 @@ class FileLock:
         if self._fd is not None:
             if self._signed:
                 _leave_text(self._fd, "")
+            _unlock(self._fd)
+            self._fd = None
+            _held.discard(self)
+            failpoint("lock.released", self.path)
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child, which holds nothing: closed, not unlocked."""
+        if self._fd is not None:
             os.close(self._fd)
             self._fd = None
-            failpoint("lock.released", self.path)
 
     @contextlib.contextmanager
     def holding(
@@ -94,6 +106,24 @@ class FileLock:
             yield
         finally:
             self.release()
+
+
+_held: weakref.WeakSet[FileLock] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for lock in list(_held):
+        lock._leave_to_parent()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
+
+
+def _unlock(fd: int) -> None:
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 def _open(path: Path, shared: bool) -> int:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from weightcast.shared.local.local_checkpoint import LocalPaths, own
 from weightcast.shared.local.locks import FileLock, holder, owner_text
 
 CHILD = Path(__file__).with_name("lock_child.py")
+FORKING = Path(__file__).with_name("forking_child.py")
 
 
 @contextlib.contextmanager
@@ -62,6 +65,39 @@ def test_waiting_ends_when_the_holder_does(tmp_path: Path) -> None:
         lock.acquire(seconds=20.0)
     lock.release()
     assert not lock.held
+
+
+@contextlib.contextmanager
+def forked(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A holder with a fork that outlives it."""
+    command = [sys.executable, str(FORKING), str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holding:
+        assert holding.stdout is not None
+        fork = int(holding.stdout.readline())
+        try:
+            yield holding
+        finally:
+            os.kill(fork, signal.SIGKILL)
+            holding.kill()
+
+
+@pytest.mark.parametrize("end", ["released", "killed"])
+def test_a_fork_of_the_holder_neither_holds_nor_releases(tmp_path: Path, end: str) -> None:
+    """As trainers have them: workers of a data loader."""
+    lock = FileLock(tmp_path / "owner")
+    with forked(lock.path) as holding:
+        with pytest.raises(RetryLater, match=f"pid {holding.pid} on"):
+            lock.acquire()
+        if end == "released":
+            assert holding.stdin is not None and holding.stdout is not None
+            holding.stdin.write("\n")
+            holding.stdin.flush()
+            assert holding.stdout.readline() == "released\n"
+        else:
+            holding.kill()
+            holding.wait()
+        lock.acquire()
+        lock.release()
 
 
 def test_the_lock_file_stays(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -140,6 +141,19 @@ def test_one_writer_and_a_sequence_that_goes_on(export: Path) -> None:
             HandOver(export)
     with HandOver(export) as hand_over:
         assert hand_over.put(one).sequence == 2
+
+
+def test_a_fork_of_the_trainer_keeps_no_writer_out(export: Path) -> None:
+    hand_over = HandOver(export)
+    child = os.fork()
+    while child == 0:
+        signal.pause()
+    try:
+        hand_over.close()
+        HandOver(export).close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_what_is_refused(tmp_path: Path, export: Path) -> None:
