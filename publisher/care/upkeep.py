@@ -327,8 +327,12 @@ class Background:
     def _work(self) -> None:
         self._upkeep.way.begin()
         try:
-            while not self._ending.is_set() and (made := self._upkeep.step()):
-                self.made, self.problem = made, ""
+            while not self._ending.is_set():
+                made = self._upkeep.step()
+                self.problem = ""
+                if not made:
+                    break
+                self.made = made
             failpoint("upkeep.idle")
         except Exception as error:
             # what went wrong beside the versions is no reason to publish none

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from core_cases import Model, bytes_of, read_checkpoint, snapshot, some_changed, tensor, write_checkpoint
 from publisher_cases import Place, make_place
+from waiting import wait_until
 
 from weightcast.publisher import Publisher
 from weightcast.publisher.care.living import LIVING_SECONDS, Living
@@ -260,6 +261,21 @@ def test_trash_that_cannot_be_deleted_costs_no_publication(
     code, said = verb("publish", new, *places, "--skip-span", 0, "--anchor")
     assert (code, said["version"]) == (0, 7)
     assert (Channel.open(pruned.channel).layout.version_dir(7) / "anchor").is_dir()
+
+
+def test_what_kept_upkeep_from_its_work_is_told_until_it_is_gone(pruned: Place, verb: Verb) -> None:
+    verb("channel", "prune", "--channel", pruned.channel, "--keep-versions", 2)
+    stuck = pruned.channel / ".trash" / trash(pruned)[0] / INDEX
+    stuck.unlink()
+    stuck.mkdir()
+    with pruned.publisher(upkeep=UpkeepOptions(grace_seconds=0.0)) as publisher:
+        background = publisher.work_in_background()
+        assert background is not None
+        wait_until(lambda: "cannot be deleted" in background.problem)
+        stuck.rmdir()
+        background.wake()
+        wait_until(lambda: background.problem == "")
+    assert trash(pruned) == []
 
 
 def test_a_living_publisher_empties_the_trash_itself(pruned: Place, verb: Verb) -> None:
