@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from weightcast.publisher.care.past import Past
@@ -84,23 +84,24 @@ def is_carried_out(channel: Channel, order: Rollback) -> bool:
 
 def carry_out(owner: Owner, follower: Follower, channel: Channel, order: Rollback) -> PublishReport:
     """Publishes the bytes of the order's version as the next one. `owner` publishes alone."""
-    with _weights(follower, channel, order) as weights:
-        return owner.publish(Work(lambda: weights, None, root=order.root))
+    with _weights(follower, channel, order) as read:
+        return owner.publish(Work(read, None, root=order.root))
 
 
 @contextlib.contextmanager
-def _weights(follower: Follower, channel: Channel, order: Rollback) -> Iterator[NewWeights]:
-    """From kept journals, or else from a copy that follows the channel to that version as a host would."""
+def _weights(follower: Follower, channel: Channel, order: Rollback) -> Iterator[Callable[[], NewWeights]]:
+    """What opens them, each time anew: from kept journals, or else from a copy that follows the channel to
+    that version as a host would."""
     past = _past(follower.paths.directory, order)
     if past is not None:
         with past:
-            yield PastWeights(past, order.to)
+            yield lambda: PastWeights(past, order.to)
         return
     scratch = follower.paths.room / "rollback"
     shutil.rmtree(scratch, ignore_errors=True)
     try:
         _bring(channel, scratch, follower.base_dir, order)
-        yield CheckpointWeights(scratch)
+        yield lambda: CheckpointWeights(scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_cases import Model, bytes_of, read_checkpoint, snapshot, some_changed, tensor, write_checkpoint
+from core_cases import Model, bytes_of, read_checkpoint, rot, snapshot, some_changed, tensor, write_checkpoint
 from publisher_cases import Place, make_place
 from waiting import wait_until
 
@@ -360,6 +360,18 @@ def test_a_run_that_stores_both_of_two_tied_tensors_is_rolled_back(tmp_path: Pat
         order_rollback(place.channel, 1)
         assert publisher.obey_orders() is not None and publisher.version == 4
     place.arrives(models[1], 4)
+
+
+@pytest.mark.parametrize("history", [True, False], ids=["kept journals", "a copy"])
+def test_a_rollback_goes_on_where_the_local_checkpoint_drifted(place: Place, history: bool) -> None:
+    models = [place.model]
+    upkeep = UpkeepOptions(skip_span=4, history_share=1000.0) if history else None
+    with place.publisher(upkeep=upkeep) as publisher:
+        grow(publisher, place, models, 4)
+        rot(place.pub, max(place.model, key=lambda name: len(place.model[name].data)), 0)
+        order_rollback(place.channel, 2)
+        assert publisher.obey_orders() is not None and publisher.version == 5
+    place.arrives(models[2], 5)
 
 
 def test_an_order_is_carried_out_by_the_next_publisher(place: Place) -> None:
