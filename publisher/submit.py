@@ -114,6 +114,7 @@ class Handle:
         finally:
             # the tensors are the trainer's again, and nothing here keeps them in memory
             self._work.let_go()
+            self._work.drop()
             self._done.set()
             self._out.set()
 

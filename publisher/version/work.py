@@ -105,6 +105,10 @@ class Work:
             self.read = _let_go
             self.compared()
 
+    def drop(self) -> None:
+        """Nothing keeps the new weights in memory any longer. For when all is done with them."""
+        self.read = _let_go
+
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         if self.watching is not None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
 from core_cases import Model, all_changed, some_changed
-from publisher_cases import Place, make_place
+from publisher_cases import Place, as_numpy, make_place, numpy_model
 
 from weightcast.shared.errors import NeedsReseed
 from weightcast.shared.local.local_checkpoint import LocalPaths
@@ -71,6 +73,19 @@ def test_what_goes_wrong_behind_the_pointer_is_told_once_and_made_good(
         publisher.settle()
         assert local_version(place) == 2
     place.arrives(models[1], 2)
+
+
+def test_what_was_published_is_not_kept_in_memory(tmp_path: Path) -> None:
+    model = numpy_model(np.random.default_rng(3))
+    place = make_place(tmp_path, model)
+    with place.publisher(until="out") as publisher:
+        arrays = {name: as_numpy(one).copy() for name, one in model.items()}
+        kept = [weakref.ref(array) for array in arrays.values()]
+        publisher.publish(arrays)
+        publisher.settle()
+        del arrays
+        gc.collect()
+        assert not any(ref() is not None for ref in kept)
 
 
 def test_closing_waits_and_tells(place: Place, models: list[Model]) -> None:
