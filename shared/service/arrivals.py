@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightcast.shared.errors import NotInTime, Refused, WeightcastError, counted
+from weightcast.shared.errors import NotInTime, Refused, RetryLater, WeightcastError, counted
 from weightcast.shared.service.fleet import Fleet, FleetReader, Host, of_run
 
 _POLL_SECONDS = 0.25
@@ -92,6 +92,11 @@ class Arrivals:
             raise
         except WeightcastError as trouble:
             return None, trouble
+        except OSError as error:
+            where = error.filename or "the channel"
+            return None, RetryLater(
+                f"{where} cannot be read: {error.strerror or error}", remedy="look at the channel's mount"
+            )
 
 
 def wait_for_hosts(

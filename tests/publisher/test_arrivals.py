@@ -10,7 +10,7 @@ import pytest
 from publisher_cases import Place, make_place
 
 from weightcast.shared.channel.reports import Report, write_report
-from weightcast.shared.errors import NotInTime, Refused
+from weightcast.shared.errors import NotInTime, Refused, RetryLater
 from weightcast.shared.service.arrivals import Arrivals
 from weightcast.shared.service.fleet import LOST_SECONDS
 
@@ -79,6 +79,20 @@ def test_it_waits(place: Place, arrivals: Arrivals, clock: Clock) -> None:
     ]
     assert arrivals.wait(3, None, 1.0, 60.0) == ["a"]
     assert 120.0 <= clock.now < 121.0
+
+
+def test_a_channel_that_cannot_be_read_for_a_while(place: Place, arrivals: Arrivals, clock: Clock) -> None:
+    hosts = place.channel / "hosts"
+    hosts.write_text("no directory")
+    with pytest.raises(RetryLater, match=r"hosts cannot be read: Not a directory"):
+        arrivals.wait(3, None, None, timeout=5.0)
+
+    def mend() -> None:
+        hosts.unlink()
+        write_report(place.channel, report("a", 3))
+
+    clock.events = [(clock.now + 2.0, mend)]
+    assert arrivals.wait(3, None, None, timeout=5.0) == ["a"]
 
 
 def test_nobody_reports(arrivals: Arrivals) -> None:
