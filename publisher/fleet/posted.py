@@ -20,6 +20,8 @@ WAITING_BYTES = 32 << 20
 """of reports that are taken and not yet written"""
 TRIES = 5
 """of a host's report, while those of others are written"""
+SILENT_SECONDS = 86400.0
+"""after which a host that posted is forgotten"""
 _FAILURES_IN_A_ROW = 16
 """after which the channel takes none now"""
 _TOLD_SECONDS = 120.0
@@ -102,8 +104,16 @@ class Posted:
         if last is not None and now - last < PER_HOST_SECONDS:
             raise TooMany(PER_HOST_SECONDS)
         if last is None and len(self._taken) >= REPORTS_LIMIT:
+            self._forget(now - SILENT_SECONDS)
+        if last is None and len(self._taken) >= REPORTS_LIMIT:
             raise Refused(f"more than {REPORTS_LIMIT} hosts report", remedy="restart the publisher")
+        # the order is that of the last reports
+        self._taken.pop(key, None)
         self._taken[key] = now
+
+    def _forget(self, since: float) -> None:
+        while self._taken and next(iter(self._taken.values())) < since:
+            del self._taken[next(iter(self._taken))]
 
     def write(self) -> None:
         """For one thread. What cannot be written keeps nothing else from it, and is kept for the next time,

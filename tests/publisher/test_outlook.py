@@ -14,12 +14,20 @@ from publisher_cases import Place, make_place
 from weightcast.publisher.care.retention import Held, Hop, Retention, Situation, Way
 from weightcast.publisher.fleet.ledger import Ledger, Page
 from weightcast.publisher.fleet.outlook import catch_up, prune_plan, steps, version_rows
-from weightcast.publisher.fleet.posted import BURST, PER_HOST_SECONDS, TRIES, WAITING_BYTES, Posted, TooMany
+from weightcast.publisher.fleet.posted import (
+    BURST,
+    PER_HOST_SECONDS,
+    SILENT_SECONDS,
+    TRIES,
+    WAITING_BYTES,
+    Posted,
+    TooMany,
+)
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.pointer import write_pointer
-from weightcast.shared.channel.reports import Report, pack_report, read_reports
+from weightcast.shared.channel.reports import REPORTS_LIMIT, Report, pack_report, read_reports
 from weightcast.shared.channel.shown import Shown
-from weightcast.shared.errors import RetryLater, WrongRun
+from weightcast.shared.errors import Refused, RetryLater, WrongRun
 from weightcast.shared.service.fleet import Host
 
 
@@ -204,6 +212,25 @@ def test_posted_reports_are_bounded_and_written_once(tmp_path: Path) -> None:
         posted.take(report("c"), "another")
     now[0] += 3600
     assert sum(take(report(f"h{number}")) for number in range(BURST + 5)) == BURST
+
+
+def test_hosts_that_are_long_silent_make_room_for_new_ones(tmp_path: Path) -> None:
+    now = [0.0]
+    posted = Posted(tmp_path, lambda: now[0])
+    for number in range(REPORTS_LIMIT):
+        now[0] += 1.0
+        posted.take(report(f"pod{number}"), None)
+    # the first one still reports
+    posted.take(report("pod0", 2), None)
+    with pytest.raises(Refused, match="more than 4096 hosts"):
+        posted.take(report("new"), None)
+    now[0] += SILENT_SECONDS - REPORTS_LIMIT + 3.5
+    for host in ("new", "newer"):
+        posted.take(report(host), None)
+    with pytest.raises(Refused, match="more than 4096 hosts"):
+        posted.take(report("newest"), None)
+    with pytest.raises(TooMany):
+        posted.take(report("newer", 2), None)
 
 
 def test_what_waits_to_be_written_is_bounded(tmp_path: Path) -> None:
