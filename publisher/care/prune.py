@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import secrets
 import shutil
@@ -82,9 +83,7 @@ def _bury(layout: Layout, directory: Path, now: float) -> None:
 def put_away(layout: Layout, path: Path) -> bool:
     """Moves what is of no use into the trash, in a directory of its own: for the grace period it can be had
     back. False when it is not there."""
-    grave = layout.trash / f"{path.name}-{secrets.token_hex(4)}{PUT_AWAY}"
-    layout.trash.mkdir(exist_ok=True)
-    grave.mkdir()
+    grave = _new_grave(layout, path)
     try:
         path.rename(grave / path.name)
     except OSError as error:
@@ -95,6 +94,24 @@ def put_away(layout: Layout, path: Path) -> bool:
     durable.sync_directory(path.parent)
     _seconds_in(grave, Uptime.here())
     return True
+
+
+def put_link_away(layout: Layout, path: Path) -> None:
+    """As `put_away` of a file that is about to be replaced: readers never see nothing where something was."""
+    grave = _new_grave(layout, path)
+    try:
+        os.link(path, grave / path.name, follow_symlinks=False)
+    except OSError:
+        grave.rmdir()
+    else:
+        _seconds_in(grave, Uptime.here())
+
+
+def _new_grave(layout: Layout, path: Path) -> Path:
+    grave = layout.trash / f"{path.name}-{secrets.token_hex(4)}{PUT_AWAY}"
+    layout.trash.mkdir(exist_ok=True)
+    grave.mkdir()
+    return grave
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,6 @@ is byte for byte what was committed gets into the channel. Signatures stay valid
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +16,7 @@ from blake3 import blake3
 
 from weightcast.publisher.care.history import History
 from weightcast.publisher.care.past import Past
+from weightcast.publisher.care.prune import put_link_away
 from weightcast.publisher.version.anchors import write_weights
 from weightcast.publisher.version.commit import drop_attempt, new_parts_dir
 from weightcast.shared.channel.chain import check_files
@@ -118,7 +117,7 @@ class Remake:
 
     def _restore_index(self, directory: Path, version: int, data: bytes) -> None:
         path, signature = directory / INDEX_NAME, self.history.signature(version)
-        _bury(self.layout, path)
+        put_link_away(self.layout, path)
         if signature is not None:
             durable.replace(signature_path(path), signature)
         durable.replace(path, data)
@@ -160,16 +159,9 @@ def _append(writer: ShardWriter, chunk: Chunk, old: Words, new: Words) -> None:
 
 
 def _put(layout: Layout, made: Path, target: Path) -> None:
-    _bury(layout, target)
+    put_link_away(layout, target)
     made.rename(target)
     durable.sync_directory(target.parent)
-
-
-def _bury(layout: Layout, path: Path) -> None:
-    """Keeps what is damaged, under another name; readers never see nothing where something was."""
-    layout.trash.mkdir(exist_ok=True)
-    with contextlib.suppress(OSError):
-        os.link(path, layout.trash / f"{path.name}-{secrets.token_hex(4)}", follow_symlinks=False)
 
 
 def remake(layout: Layout, local: Path, claim: Claim, there: range) -> tuple[list[str], list[str]]:

@@ -13,11 +13,14 @@ from core_cases import Model, all_changed, snapshot, some_changed, write_checkpo
 from publisher_cases import Place, make_place
 
 from weightcast.publisher import Publisher
+from weightcast.publisher.care.prune import empty_trash
 from weightcast.publisher.care.upkeep import UpkeepOptions
 from weightcast.publisher.channel_repair import Repairs, repair_channel
+from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.faults import faults
 from weightcast.shared.channel.keys import load_private_key
 from weightcast.shared.channel.signing import Trust
+from weightcast.shared.channel.store import Channel
 from weightcast.shared.service.cli import run as weightcast
 
 INDEX = "model.safetensors.index.json"
@@ -94,6 +97,20 @@ def test_byte_for_byte(place: Place, damage: Callable[[Path], None], version: in
     assert done.done and done.left == [] and done.notes == []
     assert snapshot(place.channel, OURS) == before
     assert repaired(place).done == []
+
+
+def test_what_was_damaged_is_kept_for_a_while(place: Place) -> None:
+    version = place.channel / "weight_v000002"
+    bad_shard(version)
+    bad_index(version)
+    wrong = {path.name: path.read_bytes() for path in version.iterdir()}
+    assert repaired(place).left == []
+    trash = place.channel / ".trash"
+    kept = [path for grave in trash.iterdir() for path in grave.iterdir() if path.name in wrong]
+    assert {path.name: path.read_bytes() for path in kept} == wrong
+    empty_trash(Channel.open(place.channel).layout, 0.0)
+    assert list(trash.iterdir()) == []
+    assert verify(Channel.open(place.channel)) == []
 
 
 def test_everything_at_once(place: Place) -> None:
