@@ -22,6 +22,8 @@ _SHARE, _AT_ONCE_SECONDS = 10, 0.2
 """after reading for so long, as many times as long without"""
 _LOOK_SECONDS = 10.0
 _LOOK_SHARE = 20
+_NEWEST = 16
+"""versions that are looked at again also while nobody watches: anchors are made beside them later"""
 _MORE = 64
 """versions beyond twice those that lay there, with which all directories are looked at: nobody may watch for
 months, and what was pruned is to be forgotten"""
@@ -59,12 +61,12 @@ class Ledger:
         self._held: dict[int, Held] = {}
         self._stated: dict[int, Stated] = {}
         self._pointer = self._lay_there = 0
-        self._looked_until = self._read_until = -1.0
-        """when the next look at all directories, and the next reading of indexes, may begin"""
+        self._looked_until = self._newest_until = self._read_until = -1.0
+        """when the next look at all directories, that at the newest, and the reading of indexes may begin"""
 
     def read(self, *, look_around: bool) -> Page:
-        """`look_around`: also at versions that were there before, for what was made beside them, and pruned.
-        Raises WeightcastError and OSError where the channel cannot be read now."""
+        """`look_around`: at all versions that were there before, not only at the newest, for what was made
+        beside them, and pruned. Raises WeightcastError and OSError where the channel cannot be read now."""
         if self._channel is None or self._channel.foreign:
             self._channel = Channel.open(self._directory)
         pointer = self._channel.pointer()
@@ -87,7 +89,8 @@ class Ledger:
         many = len(self._held) > 2 * self._lay_there + _MORE
         asked = look_around and began >= self._looked_until
         all_of_them = many or asked or pointer.version < self._pointer
-        above = 0 if all_of_them else self._pointer
+        again = _NEWEST if began >= self._newest_until else 0
+        above = 0 if all_of_them else max(0, self._pointer - again)
         if above == pointer.version:
             return
         found = {}
@@ -97,14 +100,17 @@ class Ledger:
                 known = self._stated.get(version)
                 found[version] = Held(shown, created, known is not None and known.is_whole)
         if above:
-            self._held |= found
+            self._held = {version: held for version, held in self._held.items() if version <= above} | found
         else:
             self._held, self._lay_there = found, len(found)
         self._stated = {version: row for version, row in self._stated.items() if version in self._held}
         self._pointer = pointer.version
+        now = self._clock()
+        due = now + max(_LOOK_SECONDS, _LOOK_SHARE * (now - began))
         if all_of_them:
-            now = self._clock()
-            self._looked_until = now + max(_LOOK_SECONDS, _LOOK_SHARE * (now - began))
+            self._looked_until = due
+        if all_of_them or again:
+            self._newest_until = due
 
     def _read_indexes(self, channel: Channel, pointer: Pointer) -> None:
         for version in sorted(self._held, reverse=True)[:ROWS_LIMIT]:

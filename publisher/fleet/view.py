@@ -70,7 +70,7 @@ class FleetView:
         self.posted = Posted(channel)
         self._channel, self._retention, self._clock = channel, retention, clock
         self._publish_seconds = publish_seconds
-        self._reader, self._ledger = FleetReader(channel, bounds), Ledger(channel)
+        self._reader, self._ledger = FleetReader(channel, bounds), Ledger(channel, clock)
         empty = Fleet(now=time.time(), channel=str(channel), run_id=None, latest=None, bounds=bounds)
         self._fleet = Snapshot(_page(empty, 0))
         self._versions = Snapshot(ChannelPage())

@@ -150,6 +150,29 @@ def test_the_ledger_reads_every_index_once_and_sees_what_is_pruned(place: Place)
     ]
 
 
+def test_what_is_made_beside_the_newest_versions_is_seen_though_nobody_watches(place: Place) -> None:
+    now = [0.0]
+    ledger = Ledger(place.channel, lambda: now[0])
+
+    def shown() -> dict[int, bool]:
+        now[0] += 60
+        rows = version_rows(ledger.read(look_around=False), {}).versions
+        return {row.version: row.anchor for row in rows}
+
+    with place.publisher() as publisher:
+        for _ in range(20):
+            publisher.publish_checkpoint(place.new(place.model))
+        assert shown() == dict.fromkeys(range(20, 0, -1), False)
+        publisher.write_anchor()
+        assert [version for version, anchor in shown().items() if anchor] == [20]
+        publisher.publish_checkpoint(place.new(place.model))
+        shutil.rmtree(place.channel / "weight_v000001")
+        shutil.rmtree(place.channel / "weight_v000018")
+        left = shown()
+    assert [version for version, anchor in left.items() if anchor] == [20]
+    assert set(left) == set(range(1, 22)) - {18}, "the older ones are looked at while somebody watches"
+
+
 def test_a_ledger_that_nobody_watches_forgets_what_is_pruned(place: Place) -> None:
     ledger = Ledger(place.channel, lambda: 0.0)
     with place.publisher() as publisher:
