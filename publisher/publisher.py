@@ -27,7 +27,7 @@ from weightcast.publisher.version.work import PublishOptions, Until, Watching, W
 from weightcast.publisher.weights.config import CONFIG, check_config
 from weightcast.publisher.weights.finite import NonFinite
 from weightcast.publisher.weights.on_device import Baselines, OnDevice, When
-from weightcast.publisher.weights.tensors import CheckpointWeights, GivenWeights, NewWeights
+from weightcast.publisher.weights.tensors import CheckpointWeights, GivenWeights, NewWeights, refuse_local
 from weightcast.publisher.weights.trainer_step import whole_step
 from weightcast.shared.channel.base import Base
 from weightcast.shared.channel.channel_file import ChannelFile
@@ -389,6 +389,7 @@ class Publisher:
 
     def open_checkpoint(self, directory: Path) -> NewWeights:
         """A checkpoint directory as new weights of this run, for `publish_weights`."""
+        refuse_local(directory, self._follower.paths.directory)
         weights, local = CheckpointWeights(directory), self._follower.local
         own = self._follower.base_dir if local is None else local.checkpoint.directory
         try:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
+from weightcast.publisher.care.orders import held, is_carried_out, standing
 from weightcast.publisher.care.upkeep import UpkeepOptions
 from weightcast.publisher.publisher import Publisher
 from weightcast.publisher.version.report import Publication, publication, total_seconds
+from weightcast.publisher.weights.config import CONFIG, check_config
 from weightcast.publisher.weights.finite import NonFinite
+from weightcast.publisher.weights.match import match
+from weightcast.publisher.weights.tensors import CheckpointWeights, refuse_local
+from weightcast.shared.channel.base import Base
+from weightcast.shared.channel.channel_file import ChannelFile
 from weightcast.shared.channel.index import Encoding
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import WeightcastError
+from weightcast.shared.files.entries import exists
 from weightcast.shared.files.paths import printable
 from weightcast.shared.service.output import Output
 from weightcast.shared.service.plain import CHANNEL, JSON, SIGN_KEY, THREADS, TRUSTED_KEY, Option, Verb
@@ -70,7 +78,7 @@ def publish(
 ) -> None:
     """Publish one checkpoint as the channel's next version."""
     output = Output(json=as_json)
-    _, described = Channel.open(channel).require_ours()
+    _, described = _look(Channel.open(channel), checkpoint, local, base, take_over)
     with (
         Publisher.open(
             channel,
@@ -92,6 +100,24 @@ def publish(
         _beside(publisher.make_due)
     done = publication(report, str(checkpoint))
     output.result(done, lambda console: _show(console, done, total_seconds(done.seconds)))
+
+
+def _look(
+    channel: Channel, checkpoint: Path, local: Path, base: Path | None, take_over: bool
+) -> tuple[ChannelFile, Base]:
+    """Before anything is claimed: what will be refused must not take the channel from a publisher."""
+    file, described = channel.require_ours()
+    order = standing(channel)
+    # one that was not carried out is the next owner's to carry out, but a living one is left to do it
+    if order is not None and (take_over or is_carried_out(channel, order)):
+        raise held(order)
+    refuse_local(checkpoint, local)
+    with contextlib.closing(CheckpointWeights(checkpoint)) as weights:
+        match(weights.table, described.table, frozen=file.frozen, aliases=file.aliases, partial=False)
+        own = next((known for known in (local, base) if known is not None and exists(known / CONFIG)), None)
+        if own is not None:
+            check_config(checkpoint / CONFIG, own, described.files)
+    return file, described
 
 
 def _beside(make: Callable[[], object]) -> None:

@@ -21,6 +21,7 @@ from weightcast.publisher.weights.given import CastTensor, RawTensor, in_torch, 
 from weightcast.publisher.weights.match import Matched
 from weightcast.publisher.weights.on_device import Baselines, Near
 from weightcast.shared.errors import Refused, RetryLater
+from weightcast.shared.files.apart import is_same
 from weightcast.shared.files.checkpoint import Checkpoint, Place, identities, open_checkpoint, run_of
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.seed import ReadCheckpoint
@@ -127,6 +128,15 @@ class CheckpointWeights(NewWeights):
 
     def close(self) -> None:
         self._read.close()
+
+
+def refuse_local(checkpoint: Path, local: Path) -> None:
+    """Raises Refused for a publisher's own local checkpoint, which holds what was published before."""
+    if is_same(checkpoint, local):
+        raise Refused(
+            f"{checkpoint} is this publisher's own local checkpoint",
+            remedy="give the checkpoint directory that the trainer wrote",
+        )
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from daemonkit import Places, base_tensors, changed, local_bytes, plain, snapshot, write
 
+from weightcast.publisher import Publisher
+from weightcast.shared.errors import Refused
 from weightcast.shared.service.cli import run
 
 
@@ -123,6 +125,43 @@ def test_publish_says_what_is_missing(places: Places, call: Any) -> None:
     code, out, _ = call(*publish(places, places.root / "nowhere", "--base", places.base, "--json"))
     answer = json.loads(out)
     assert code == 3 and "nowhere" in answer["message"]
+
+
+@pytest.mark.parametrize("refused", ["nowhere", "misfit", "other config", "held"])
+def test_nothing_is_taken_over_for_what_is_refused(places: Places, call: Any, refused: str) -> None:
+    (places.base / "config.json").write_text('{"hidden_size": 1}')
+    call(*init(places))
+    with Publisher.open(places.channel, local=places.local, base=places.base) as living:
+        living.publish_checkpoint(write(places.root / "one", changed(base_tensors(), 1)))
+        living.publish_checkpoint(write(places.root / "two", changed(base_tensors(), 2)))
+        given = places.root / "three"
+        if refused == "misfit":
+            write(given, dict(list(base_tensors().items())[1:]))
+        elif refused != "nowhere":
+            write(given, changed(base_tensors(), 3))
+        if refused == "other config":
+            (given / "config.json").write_text('{"hidden_size": 2}')
+        if refused == "held":
+            call("channel", "rollback", "--channel", places.channel, "--to", 1)
+        other = ("--base", places.base, "--local", places.root / "other", "--take-over")
+        code, _, err = call("publish", given, "--channel", places.channel, *other)
+        assert code == 3 and "remedy:" in err
+        if refused == "held":
+            call("channel", "resume", "--channel", places.channel)
+        assert living.publish_checkpoint(write(places.root / "four", changed(base_tensors(), 4))).version == 3
+
+
+def test_its_own_local_checkpoint_is_not_published(places: Places, call: Any) -> None:
+    call(*init(places))
+    call(*publish(places, write(places.root / "one", changed(base_tensors(), 1)), "--base", places.base))
+    (places.root / "link").symlink_to(places.local)
+    for own in (places.local, places.root / "link"):
+        code, _, err = call(*publish(places, own))
+        assert code == 3 and "own local checkpoint" in err and "that the trainer wrote" in err
+    with Publisher.open(places.channel, local=places.local) as publisher:
+        with pytest.raises(Refused, match="own local checkpoint"):
+            publisher.publish_checkpoint(places.local)
+    assert places.latest() == "000001"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,35 @@
+"""Directories that must not lie in each other: a channel, a local checkpoint, checkpoints of others."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from weightcast.shared.errors import Refused
+from weightcast.shared.files.entries import exists, is_directory
+
+
+def is_within(path: Path, directory: Path) -> bool:
+    """Whether `path` is that directory or lies somewhere in it, links followed."""
+    inner, outer = Path(os.path.realpath(path)), Path(os.path.realpath(directory))
+    return inner.is_relative_to(outer)
+
+
+def is_same(path: Path, other: Path) -> bool:
+    return os.path.realpath(path) == os.path.realpath(other)
+
+
+def require_apart(one: str, path: Path, other: str, another: Path) -> None:
+    """Raises Refused where one of two directories is the other or lies in it. `one`, `other`: what they are,
+    for the message."""
+    if not is_within(path, another):
+        one, path, other, another = other, another, one, path
+    if is_within(path, another):
+        where = "is" if is_same(path, another) else "lies inside"
+        raise Refused(f"{one} {path} {where} {other} {another}", remedy="give each a directory of its own")
+
+
+def require_directory(what: str, path: Path) -> None:
+    """Raises Refused for something else that is there. `what`: for the message, with the option."""
+    if exists(path) and not is_directory(path):
+        raise Refused(f"{what} {path} is no directory", remedy="give another path, or move what lies there")
