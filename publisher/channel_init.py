@@ -15,9 +15,10 @@ from weightcast.shared.channel.channel_file import ChannelFile, write_channel_fi
 from weightcast.shared.channel.keys import PrivateKey
 from weightcast.shared.channel.layout import Layout, version_of
 from weightcast.shared.channel.signing import signature_path, stated_by_base, write_signature
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.store import Channel, may_lie_before
 from weightcast.shared.errors import Refused, WrongRun
 from weightcast.shared.files import durable
+from weightcast.shared.files.apart import require_apart, require_directory
 from weightcast.shared.files.checkpoint import Checkpoint
 from weightcast.shared.files.entries import exists
 from weightcast.shared.local.follow import open_base
@@ -32,6 +33,8 @@ _EMBEDDINGS = (
     "gpt_neox.embed_in.weight",
 )
 """as transformers names them"""
+_NAMED = 3
+"""entries that a message names"""
 
 
 def init_channel(
@@ -49,12 +52,15 @@ def init_channel(
     """Makes `channel` for runs that start from the checkpoint directory `base`; returns what is there when it
     was made from the same base before. With the key in the file `sign_key` its base is signed.
 
-    Raises Refused for a directory that holds versions of somebody else's, WrongRun for another base,
+    Raises Refused for a directory that holds anything else or lies in the base, WrongRun for another base,
     Untrusted for a channel that is there and whose base neither that key nor one of `trusted_keys` signed.
     """
     vouching = Vouching.load(sign_key, trusted_keys)
     checkpoint = open_base(base)
     layout = Layout(channel)
+    require_directory("--channel", channel)
+    if not exists(layout.channel_json):
+        require_apart("--channel", channel, "--base", base)
     channel.mkdir(parents=True, exist_ok=True)
     if exists(layout.channel_json):
         made = Channel.open(channel, vouching.trust)
@@ -110,11 +116,20 @@ def _new_run_id() -> str:
 
 
 def _refuse_foreign(layout: Layout) -> None:
-    names = [entry.name for entry in layout.channel.iterdir()]
+    names = sorted(entry.name for entry in layout.channel.iterdir())
     if exists(layout.latest) or any(version_of(name) is not None for name in names):
         raise Refused(
             f"{layout.channel} holds versions and no channel.json: another system publishes there",
             remedy="use a directory of its own",
+        )
+    # of an init that came to nothing or is under way
+    ours = (layout.base_json.name, signature_path(layout.base_json).name)
+    others = [name for name in names if not may_lie_before(name) and name not in ours]
+    if others:
+        more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+        raise Refused(
+            f"{layout.channel} is not empty: it holds {', '.join(others[:_NAMED])}{more}",
+            remedy="make a channel in a directory of its own",
         )
 
 

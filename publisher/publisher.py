@@ -37,6 +37,7 @@ from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.marks import Rollback
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import DamagedFile, NeedsReseed, Refused, Untrusted
+from weightcast.shared.files.apart import require_places
 from weightcast.shared.local.follow import Follower, FollowOptions
 from weightcast.shared.local.scrub import Scrub
 from weightcast.shared.progress import Advance
@@ -128,12 +129,13 @@ class Publisher:
         `until="out"`: `publish` returns when the pointer names the version, and rank 0's local checkpoint
         follows in a thread beside what the caller does next; the next call waits for it, as `settle` does.
 
-        Raises Refused while another publisher owns the channel, WrongRun when `local` is another run's,
+        Raises Refused while another publisher owns the channel or when `local` lies in it, WrongRun when `local` is another run's,
         Untrusted when the channel's base or newest version is signed by no key known here.
         """
         if not 0 <= rank < world_size:
             raise Refused(f"rank {rank} of world_size {world_size}", remedy="ranks count from 0")
         directory = Path(channel)
+        require_places(directory, Path(local))
         vouching = Vouching.load(sign_key, trusted_keys)
         if rank == 0:
             vouching.check_owner(Layout(directory))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from weightcast.shared.channel.store import NoChannel
 from weightcast.shared.errors import EngineFailed
+from weightcast.shared.files.apart import require_places
 from weightcast.shared.files.paths import printable
 from weightcast.shared.service.logs import setup_logs
 from weightcast.shared.service.output import Output
@@ -75,6 +76,7 @@ def sync(
 ) -> None:
     """Bring a local checkpoint (and engines) to the target once, then end."""
     setup_logs(level="error")
+    require_places(channel, local)
     if engine or trusted_key or not is_plain(os.environ):
         flags = {
             "channel": channel,

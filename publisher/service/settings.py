@@ -13,6 +13,7 @@ from weightcast.publisher.weights.finite import NonFinite
 from weightcast.shared.channel.index import Encoding
 from weightcast.shared.channel.keys import load_private_key
 from weightcast.shared.errors import DamagedFile
+from weightcast.shared.files.apart import require_places
 from weightcast.shared.files.paths import file_name
 from weightcast.shared.local.follow import open_base
 from weightcast.shared.service.fleet import LOST_SECONDS, STALE_SECONDS, Bounds
@@ -166,6 +167,7 @@ class PublisherSettings(ServiceSettings):
         key = self.sign_key
         problems = [
             *super().missing(),
+            problem_of(lambda: require_places(self.channel, self.local)),
             problem_of(lambda: open_base(self.base)),
             "" if key is None else problem_of(lambda: load_private_key(key)),
         ]

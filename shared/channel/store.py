@@ -35,6 +35,7 @@ from weightcast.shared.channel.signing import (
     stated_by_base,
 )
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater, UnknownFormat, Untrusted
+from weightcast.shared.files.apart import require_directory
 from weightcast.shared.files.durable import read_file
 from weightcast.shared.files.entries import exists, is_directory, is_file
 from weightcast.shared.files.safetensors import read_header
@@ -85,6 +86,7 @@ class Channel:
         when `trust` is given and its base is not signed."""
         layout = Layout(directory)
         if not is_directory(directory):
+            require_directory("the channel", directory)
             raise NoChannel(
                 f"{directory} is not a directory",
                 remedy="mount it, or make the channel with `weightcast channel init`",
@@ -256,6 +258,11 @@ def _stated(trust: Trust | None, path: Path, data: bytes) -> Statement | None:
     return trust.check(signature, str(path), digest_of(data))
 
 
+def may_lie_before(name: str) -> bool:
+    """Whether an entry may lie in a channel's directory before the channel is made."""
+    return name.startswith(".") or name in _BEFORE
+
+
 def require_named(directory: Path) -> None:
     """Raises Refused for a directory with other things than a channel's in it, and NoChannel where it may be
     made yet, or mounted. A channel of another tool has no more than the pointer."""
@@ -263,7 +270,7 @@ def require_named(directory: Path) -> None:
     if not is_directory(directory) or any(exists(path) for path in named):
         return
     for name in os.listdir(directory):
-        if not (name.startswith(".") or name in _BEFORE or version_of(name) is not None):
+        if not may_lie_before(name) and version_of(name) is None:
             raise Refused(
                 f"{directory} is no channel: it has neither channel.json nor latest", remedy="check --channel"
             )

@@ -29,6 +29,14 @@ def require_apart(one: str, path: Path, other: str, another: Path) -> None:
         raise Refused(f"{one} {path} {where} {other} {another}", remedy="give each a directory of its own")
 
 
+def require_places(channel: Path, local: Path) -> None:
+    """Raises Refused where a run's two directories cannot be what they are named as: something else is there,
+    or one is the other or lies in it."""
+    require_directory("--channel", channel)
+    require_directory("--local", local)
+    require_apart("--local", local, "--channel", channel)
+
+
 def require_directory(what: str, path: Path) -> None:
     """Raises Refused for something else that is there. `what`: for the message, with the option."""
     if exists(path) and not is_directory(path):

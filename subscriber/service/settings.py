@@ -9,8 +9,15 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from weightcast.shared.files.apart import require_places
 from weightcast.shared.local.access import Readers
-from weightcast.shared.service.settings import SUBSCRIBER_PORT, ServiceSettings, Token, is_loopback
+from weightcast.shared.service.settings import (
+    SUBSCRIBER_PORT,
+    ServiceSettings,
+    Token,
+    is_loopback,
+    problem_of,
+)
 from weightcast.subscriber.engines.base import (
     SYNTAX,
     BadEngineOption,
@@ -168,6 +175,10 @@ class SubscriberSettings(ServiceSettings):
         if self.reports_token is None and not is_loopback(urlsplit(self.report_to).hostname or ""):
             raise ValueError("report_to: other machines ask for a token; set WEIGHTCAST_REPORT_TOKEN")
         return self
+
+    def missing(self) -> list[str]:
+        problem = problem_of(lambda: require_places(self.channel, self.local))
+        return [*super().missing(), *filter(None, [problem])]
 
     @property
     def reports_token(self) -> str | None:

@@ -67,6 +67,65 @@ def test_init_refuses_another_base_and_foreign_channels(places: Places, call: An
     assert [path.name for path in foreign.channel.iterdir()] == ["weight_v000001"]
 
 
+def test_a_channel_is_made_only_where_nothing_is(places: Places, call: Any) -> None:
+    write(places.root / "models" / "base", base_tensors())
+    home = places.root / "home"
+    home.mkdir()
+    for name in ("letters", "pictures", "music", "taxes"):
+        (home / name).mkdir()
+    within, around = places.base / "channel", places.root / "models"
+    (places.root / "link").symlink_to(places.base)
+    for channel, why in (
+        (places.base, "--channel {} is --base"),
+        (places.root / "link", "--channel {} is --base"),
+        (within, "--channel {} lies inside --base"),
+        (home, "{} is not empty: it holds letters, music, pictures and 1 more"),
+    ):
+        before = snapshot(places.root)
+        code, _, err = call("channel", "init", "--channel", channel, "--base", places.base)
+        assert code == 3 and why.format(channel) in err and "of its own" in err
+        assert snapshot(places.root) == before and not within.exists()
+    code, _, err = call("channel", "init", "--channel", around, "--base", around / "base")
+    assert code == 3 and f"--base {around / 'base'} lies inside --channel {around}" in err
+
+
+def test_what_a_file_system_puts_there_is_no_reason_to_refuse(places: Places, call: Any) -> None:
+    for name in ("lost+found", ".snapshot", "hosts"):
+        (places.channel / name).mkdir(parents=True)
+    assert call(*init(places))[0] == 0
+
+
+def test_a_file_is_no_channel_and_no_local_checkpoint(places: Places, call: Any) -> None:
+    file = places.root / "file"
+    file.write_bytes(b"")
+    one = write(places.root / "one", changed(base_tensors(), 1))
+    code, _, err = call("channel", "init", "--channel", file, "--base", places.base)
+    assert code == 3 and f"--channel {file} is no directory" in err and "remedy: give another path" in err
+    call(*init(places))
+    for channel, local in ((file, places.local), (places.channel, file)):
+        code, _, err = call("publish", one, "--channel", channel, "--local", local, "--base", places.base)
+        assert code == 3 and f"{file} is no directory" in err and "remedy: give another path" in err
+        run_options = ("--channel", channel, "--local", local, "--base", places.base, "--watch", places.watch)
+        code, _, err = call("publisher", "run", *run_options)
+        assert code == 2 and f"{file} is no directory" in err and "give another path" in err
+
+
+@pytest.mark.parametrize(("channel", "local"), [("c", "c"), ("c", "c/pub"), ("l/c", "l")])
+def test_channel_and_local_checkpoint_lie_apart(places: Places, call: Any, channel: str, local: str) -> None:
+    given = ("--channel", places.root / channel, "--local", places.root / local, "--base", places.base)
+    assert call("channel", "init", "--channel", places.root / channel, "--base", places.base)[0] == 0
+    before = snapshot(places.root)
+    one = write(places.root / "one", changed(base_tensors(), 1))
+    for verb in (("publish", one), ("sync",)):
+        code, _, err = call(*verb, *given)
+        assert code == 3 and "a directory of its own" in err
+    for verb in (("publisher", "run", "--watch", places.watch), ("subscriber", "run")):
+        code, _, err = call(*verb, *given)
+        assert code == 2 and "a directory of its own" in err
+    one_away = {name: data for name, data in snapshot(places.root).items() if not name.startswith("one")}
+    assert one_away == before
+
+
 @pytest.mark.parametrize(
     "bad", [("--alias", "only-one"), ("--alias", "=b"), ("--threads", "0")], ids=" ".join
 )
@@ -158,9 +217,9 @@ def test_its_own_local_checkpoint_is_not_published(places: Places, call: Any) ->
     for own in (places.local, places.root / "link"):
         code, _, err = call(*publish(places, own))
         assert code == 3 and "own local checkpoint" in err and "that the trainer wrote" in err
-    with Publisher.open(places.channel, local=places.local) as publisher:
-        with pytest.raises(Refused, match="own local checkpoint"):
-            publisher.publish_checkpoint(places.local)
+    api = Publisher.open(places.channel, local=places.local)
+    with api as publisher, pytest.raises(Refused, match="own local checkpoint"):
+        publisher.publish_checkpoint(places.local)
     assert places.latest() == "000001"
 
 
