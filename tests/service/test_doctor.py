@@ -159,6 +159,14 @@ def test_directories_that_are_none(doctor: Doctor, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["letter.txt"]
 
 
+def test_a_link_to_a_directory_is_fine(doctor: Doctor, channel: Path, tmp_path: Path) -> None:
+    for name, place in (("channel", channel), ("local", tmp_path / "publisher")):
+        link = tmp_path / f"{name}-link"
+        link.symlink_to(place)
+        told = doctor(f"--{name}", link)
+        assert told.code == 0 and told.finding(name, "path")["level"] == "note"
+
+
 def test_who_may_replace_files(doctor: Doctor, tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     told = doctor("--local", tmp_path)

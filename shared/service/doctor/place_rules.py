@@ -83,10 +83,8 @@ def judge_pace(place: str, facts: PlaceFacts) -> Iterator[Finding]:
 
 
 def judge_access(place: str, facts: PlaceFacts) -> Iterator[Finding]:
-    if facts.is_link:
-        yield Finding(
-            place, "path", "failure", f"{facts.asked} is a symbolic link", "give the directory itself"
-        )
+    if facts.is_link and facts.is_directory:
+        yield Finding(place, "path", "note", f"{facts.asked} is a symbolic link: where it leads is looked at")
     elif facts.there and not facts.is_directory:
         yield Finding(
             place,
