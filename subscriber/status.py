@@ -124,6 +124,8 @@ class UpdateStatus(Facts):
     """longest time that an engine was paused"""
     around: tuple[str, ...] = ()
     """what of the channel is damaged and was gone around"""
+    taken: bool = True
+    """false: a reload that no engine took"""
     at: float
     """unix time of its end"""
 

@@ -233,8 +233,10 @@ def _show(console: Console, status: HostStatus) -> None:
     table.add_row("root", status.local_root or "-")
     table.add_row("signed", status.signed)
     for update in status.updates:
+        untaken = "" if update.taken else ", no engine took it"
         table.add_row(
-            update.kind, f"to {update.version}, {update.bytes} bytes, {update.seconds['total']:.2f} s"
+            update.kind,
+            f"to {update.version}, {update.bytes} bytes, {update.seconds['total']:.2f} s{untaken}",
         )
     for engine in status.engines:
         table.add_row(

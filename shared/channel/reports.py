@@ -42,7 +42,7 @@ _SUFFIX = ".json"
 class Update:
     """One move of the local checkpoint, or one reload of engines. `began`: unix time on the host's clock;
     `seconds` by phase; `bytes` read; `outcome`: `done`, or `refused` where the engines did not take a
-    version and the host went back."""
+    version, whether or not the host went back."""
 
     version: int
     kind: str

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightcast.shared.errors import NotInTime, Refused, RetryLater, WeightcastError, counted
-from weightcast.shared.service.fleet import Fleet, FleetReader, Host, of_run
+from weightcast.shared.files.paths import printable
+from weightcast.shared.service.fleet import Fleet, FleetReader, Host, names_of, of_run
 
 _POLL_SECONDS = 0.25
 _SHOWN = 10
+_MOST_ERROR = 200
 
 
 @dataclass(frozen=True)
@@ -33,14 +35,23 @@ class Situation:
 def judge(version: int, hosts: Iterable[Host]) -> Situation:
     """Only a host that is ready, and was heard from lately, has arrived."""
     arrived, behind = [], []
-    for host in hosts:
+    shown = tuple(hosts)
+    names = names_of(shown)
+    for host in shown:
         served = host.served_version
         if host.ready and host.presence == "live" and served is not None and served >= version:
-            arrived.append(host.host)
+            arrived.append(names[host.key])
         else:
-            state = host.state if host.presence == "live" else host.presence
-            behind.append(f"{host.host} ({state}, {'no version' if served is None else f'version {served}'})")
+            behind.append(f"{names[host.key]} ({_standing(host)})")
     return Situation(tuple(arrived), tuple(behind))
+
+
+def _standing(host: Host) -> str:
+    state = host.state if host.presence == "live" else host.presence
+    version = "no version" if host.served_version is None else f"version {host.served_version}"
+    engines = [f"engine {one.name} {one.state}" for one in host.engines if one.state not in ("", "serving")]
+    why = printable(host.last_error[:_MOST_ERROR]) or ", ".join(engines)
+    return f"{state}, {version}{': ' if why else ''}{why}"
 
 
 class Arrivals:

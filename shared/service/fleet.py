@@ -322,6 +322,13 @@ def distribution(hosts: Iterable[Host]) -> tuple[LagCount, ...]:
     return tuple(LagCount(lag=lag, hosts=hosts) for lag, hosts in sorted(found.items()))
 
 
+def names_of(hosts: Iterable[Host]) -> dict[str, str]:
+    """What people call each, by its key: its name, and its local checkpoint where others have that name."""
+    shown = tuple(hosts)
+    count = Counter(host.host for host in shown)
+    return {h.key: h.host if count[h.host] == 1 else f"{h.host}:{h.local}" for h in shown}
+
+
 def of_run(fleet: Fleet) -> Sequence[Host]:
     """Hosts of the channel's run that are not lost."""
     return [

@@ -24,7 +24,7 @@ from weightcast.shared.files.paths import printable
 from weightcast.shared.service.arrivals import Arrivals
 from weightcast.shared.service.client import Daemon
 from weightcast.shared.service.common_options import JsonOption
-from weightcast.shared.service.fleet import Fleet, FleetReader, Host
+from weightcast.shared.service.fleet import Fleet, FleetReader, Host, names_of
 from weightcast.shared.service.output import Output, to_json
 from weightcast.shared.service.streams import is_unread
 
@@ -166,8 +166,9 @@ def table(fleet: Fleet, most: int | None = None) -> RenderableType:
     grid = Table(box=None, pad_edge=False)
     for title in _COLUMNS:
         grid.add_column(title, justify="right" if title in _RIGHT else "left", overflow="fold")
+    names = names_of(fleet.hosts)
     for host in shown:
-        grid.add_row(*_cells(host))
+        grid.add_row(printable(names[host.key]), *_cells(host))
         if host.last_error and host.standing != "ready":
             grid.add_row("", "", Text(_error(host), style="dim"))
     lines: list[RenderableType] = [_head(fleet), grid]
@@ -188,8 +189,8 @@ def _head(fleet: Fleet) -> str:
 
 
 def _cells(host: Host) -> Sequence[RenderableType]:
+    """Beside its name."""
     return (
-        printable(host.host),
         Text(host.standing, style=_STYLES[host.standing]),
         printable(host.state if host.state != "ready" else host.phase or host.state),
         _number(host.served_version),
@@ -219,4 +220,5 @@ def _last_update(host: Host) -> str:
     if not host.updates:
         return "-"
     newest = host.updates[0]
-    return printable(f"{newest.kind} {newest.version} in {newest.seconds.get('total', 0.0):.2f} s")
+    how = "in" if newest.outcome == "done" else f"{newest.outcome} after"
+    return printable(f"{newest.kind} {newest.version} {how} {newest.seconds.get('total', 0.0):.2f} s")

@@ -86,6 +86,10 @@ class Subscriber:
     def _log_moves(self) -> None:
         for move in self.sync.view.moves:
             parts = {f"{part}_s": round(seconds, 4) for part, seconds in move.seconds.items()}
+            if not move.taken:
+                reasons = list(self.sync.view.not_ready)
+                log.warning("engines not reloaded", version=move.version, reasons=reasons)
+                continue
             log.info(
                 "engines reloaded" if move.kind == "reload" else "version",
                 kind=move.kind,

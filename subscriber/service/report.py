@@ -218,7 +218,7 @@ class Reporting:
 
 def describe(status: HostStatus) -> Report:
     """`counter` is 0."""
-    error = status.last_error
+    error, remedy = _trouble(status)
     return Report(
         host=status.host,
         local=status.local,
@@ -228,17 +228,26 @@ def describe(status: HostStatus) -> Report:
         served_version=status.served_version,
         target=status.target,
         lag=status.lag_versions,
-        last_error="" if error is None else f"{error.error}: {error.message}",
+        last_error=error,
         engines=tuple(map(_engine, status.engines)),
         counter=0,
         software=status.software,
         phase=status.state,
         target_version=status.target_version,
-        remedy="" if error is None else error.remedy,
+        remedy=remedy,
         retries=status.loop.retries,
         bytes={str(cause): nbytes for cause, nbytes in status.bytes_by_cause.items()},
         updates=tuple(map(_update, reversed(status.updates[-UPDATES_LIMIT:]))),
     )
+
+
+def _trouble(status: HostStatus) -> tuple[str, str]:
+    """What went wrong, and what to do about it. An engine that fails is no error of the host's step."""
+    error = status.last_error
+    if error is not None:
+        return f"{error.error}: {error.message}", error.remedy
+    failed = [f"engine {one.name} failed: {one.reason}" for one in status.engines if one.state == "failed"]
+    return "; ".join(failed), "see the engine's log, then restart it" if failed else ""
 
 
 def _engine(engine: EngineStatus) -> dict[str, object]:
@@ -260,5 +269,5 @@ def _update(update: UpdateStatus) -> Update:
         began=round(update.at - update.seconds.get("total", 0.0), 3),
         seconds={phase: round(seconds, 4) for phase, seconds in update.seconds.items()},
         bytes=update.bytes,
-        outcome="refused" if update.kind == "undo" else "done",
+        outcome="refused" if update.kind == "undo" or not update.taken else "done",
     )

@@ -81,7 +81,8 @@ class Aligner:
             version = local.state.position.version
             results = self._engines.reload(local, version, only=due, report=self._host.tell_reload)
             self._host.watch.take(results)
-            self._host.moved("reload", version, 0)
+            taken = any(result.confirmed_by is not None for result in results)
+            self._host.moved("reload", version, 0, taken)
             self.settle(results)
 
     def settle(self, results: Sequence[EngineResult]) -> None:

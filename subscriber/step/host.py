@@ -206,7 +206,7 @@ class Host:
             raise RetryLater(f"{self.options.local} is not open", remedy="the next step opens it")
         return self.follower.local
 
-    def moved(self, kind: MoveKind, before: int | None, folded: int) -> None:
+    def moved(self, kind: MoveKind, before: int | None, folded: int, taken: bool = True) -> None:
         watch, self.watch = self.watch, Stopwatch()
         move = UpdateStatus(
             kind=kind,
@@ -218,6 +218,7 @@ class Host:
             seconds=watch.total(),
             pause_seconds=watch.pause_seconds,
             around=self.around,
+            taken=taken,
             at=self.calls.now(),
         )
         self.view.moves.append(move)

@@ -251,6 +251,25 @@ def test_the_worst_fifty_are_enough_unless_all_are_wanted(channel: Path, weightc
     assert code == 0 and f"host-{MOST}" in out and "more" not in out
 
 
+def test_hosts_of_one_machine_are_told_apart(channel: Path, weightcast: Command) -> None:
+    write_report(channel, replace(REPORT, local="/data/a", served_version=5))
+    write_report(channel, replace(REPORT, local="/data/b", served_version=4))
+    write_report(channel, replace(REPORT, host="other"))
+    code, out, _ = weightcast("fleet", "--channel", channel)
+    assert code == 0 and {"a:/data/a", "a:/data/b", "other"} <= set(out.split())
+    wait = ("wait", "--channel", channel, "--version", 5, "--timeout", 0)
+    code, out, _ = weightcast(*wait, "--json")
+    assert code == 0 and json.loads(out)["hosts"] == ["a:/data/a"]
+    code, _, err = weightcast(*wait, "--min-hosts", 3)
+    assert code == 4 and "a:/data/b (ready, version 4)" in err and "other (ready" in err
+
+
+def test_a_reload_that_no_engine_took_is_none(channel: Path, weightcast: Command) -> None:
+    write_report(channel, replace(REPORT, updates=(Update(5, "reload", 1.5, {"total": 0.25}, 0, "refused"),)))
+    code, out, _ = weightcast("fleet", "--channel", channel)
+    assert code == 0 and "reload 5 refused after 0.25 s" in out
+
+
 def test_usage(channel: Path, weightcast: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WEIGHTCAST_CHANNEL", raising=False)
     assert weightcast("fleet")[0] == 2

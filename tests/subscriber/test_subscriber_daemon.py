@@ -286,6 +286,29 @@ def test_a_daemon_may_end_with_its_engine(site: Site, run: Run) -> None:
     assert "engine failed" in log and "broke the connection" in log and engine.paused
 
 
+def test_a_failed_engine_is_told_with_its_reason(
+    site: Site, run: Run, weightcast: Callable[..., Done]
+) -> None:
+    engine = SGLang()
+    engine.script("/update_weights_from_disk", *[Drop()] * 100)
+    daemon = Daemon(site, run, engine, options=("--engine-attempts", "1", "--report-seconds", "0.5"))
+    asked = ("fleet", "--channel", str(run.channel))
+
+    def shown() -> dict[str, Any]:
+        [host] = json.loads(weightcast(*asked, "--json").stdout)["hosts"] or [{"standing": ""}]
+        return dict(host)
+
+    host = wait_until(lambda: host if (host := shown())["standing"] == "failed" else None)
+    assert "broke the connection" in host["last_error"] and "engine's log" in host["remedy"]
+    assert [update["outcome"] for update in host["updates"] if update["kind"] == "reload"] == ["refused"]
+    assert "broke the connection" in weightcast(*asked).stdout
+    late = weightcast("wait", "--channel", str(run.channel), "--version", "0", "--timeout", "0")
+    assert late.returncode == 4 and "broke the connection" in late.stderr
+    log = (site.root / "log").read_text()
+    assert "engines not reloaded" in log and "engines reloaded" not in log
+    assert daemon.term() == 0
+
+
 def test_a_channel_that_cannot_be_read_is_told_and_outlived(site: Site, run: Run) -> None:
     engine = SGLang()
     daemon = Daemon(site, run, engine, token=TOKEN)
