@@ -129,8 +129,9 @@ class Publisher:
         `until="out"`: `publish` returns when the pointer names the version, and rank 0's local checkpoint
         follows in a thread beside what the caller does next; the next call waits for it, as `settle` does.
 
-        Raises Refused while another publisher owns the channel or when `local` lies in it, WrongRun when `local` is another run's,
-        Untrusted when the channel's base or newest version is signed by no key known here.
+        Raises Refused while another publisher owns the channel or when `local` lies in it, WrongRun when
+        `local` is another run's, Untrusted when the channel's base or newest version is signed by no key
+        known here.
         """
         if not 0 <= rank < world_size:
             raise Refused(f"rank {rank} of world_size {world_size}", remedy="ranks count from 0")
