@@ -232,6 +232,8 @@ def _show(console: Console, status: HostStatus) -> None:
     table.add_row("version", f"{status.local_version} (target {status.target_version})")
     table.add_row("root", status.local_root or "-")
     table.add_row("signed", status.signed)
+    for reason in status.degraded:
+        table.add_row("degraded", printable(reason))
     for update in status.updates:
         untaken = "" if update.taken else ", no engine took it"
         table.add_row(

@@ -162,13 +162,11 @@ class _Way:
 
 def plan(facts: Facts) -> Plan:
     here = facts.here
-    if here is None and facts.signed and facts.target < facts.reached and not facts.exact:
-        return _replayed(f"the pointer says {facts.target}, version {facts.reached} was applied here before")
-    if here is not None:
-        if facts.target < here.version and not facts.exact:
-            return Stay(f"the pointer says {facts.target}, older than the local version {here.version}")
-        if facts.target == here.version:
-            return _same_version(facts, here)
+    reached = facts.reached if here is None else here.version
+    if facts.target < reached and not facts.exact and (here is not None or facts.signed):
+        return _rewound(facts, reached)
+    if here is not None and facts.target == here.version:
+        return _same_version(facts, here)
     if facts.target > 0 and facts.target not in facts.links:
         return Need(facts.target)
     target = facts.links.get(facts.target)
@@ -228,11 +226,20 @@ def _forked(facts: Facts, reason: str) -> Plan:
     return _replayed(reason) if facts.signed else _seed(facts, reason)
 
 
+def _rewound(facts: Facts, reached: int) -> Plan:
+    """Nothing goes back on the pointer's word. Unsigned, it may be a stale mount's or an operator's."""
+    reason = (
+        f"the channel was rewound: latest names version {facts.target}, "
+        f"version {reached} was applied here before"
+    )
+    return _replayed(reason) if facts.signed else Stay(reason)
+
+
 def _replayed(reason: str) -> Refuse:
     return Refuse(
         reason,
-        "find out who can write to the channel; "
-        "if it was restored from a backup, remove the local checkpoint",
+        "find out who can write to the channel; to go back give --target with the version's number; "
+        "if the channel was restored from a backup, remove the local checkpoint",
     )
 
 

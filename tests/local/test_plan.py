@@ -155,7 +155,14 @@ def test_plan(known: Facts, expected: Plan) -> None:
 
 def test_an_older_pointer_is_not_followed() -> None:
     answer = plan(facts(here(9), 5, delta(5)))
-    assert isinstance(answer, Stay) and "older than the local version 9" in answer.reason
+    assert isinstance(answer, Stay) and "latest names version 5, version 9 was applied" in answer.reason
+
+
+def test_with_keys_an_older_pointer_is_refused_unless_asked_for() -> None:
+    known = facts(here(9), 5, delta(5), signed=True)
+    answer = plan(known)
+    assert isinstance(answer, Refuse) and not answer.waits and "latest names version 5" in answer.reason
+    assert not isinstance(plan(replace(known, exact=True)), Refuse | Stay)
 
 
 def test_a_blocked_target_waits_for_a_newer_one() -> None:
@@ -207,7 +214,6 @@ SIGNED_ROWS: list[tuple[str, Facts, type[Plan]]] = [
         facts(here(2, **OTHER), 3, *THREE, shown={3: Shown(10, {}, 100)}),
         Refuse,
     ),
-    ("an older pointer", facts(here(3), 2, *THREE), Stay),
     ("an older pointer, bytes lost", facts(None, 2, *THREE, reached=3), Refuse),
     ("the same pointer, bytes lost", facts(None, 3, *THREE, reached=3), Seed),
     ("an older version by number, bytes lost", facts(None, 2, *THREE, reached=3, exact=True), Seed),

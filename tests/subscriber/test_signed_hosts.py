@@ -16,6 +16,7 @@ from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.errors import Refused, Untrusted
 from weightcast.shared.service.cli import run as run_command
+from weightcast.subscriber.step.target import parse_target
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -90,6 +91,44 @@ def test_a_forged_version_leaves_the_old_one_in_service(site: Site, key: Private
 
     signature(run, 2).write_bytes(kept)
     assert host.step().ready and host.at(run, 2) and host.status.degraded == ()
+
+
+def test_a_rewound_pointer_is_an_error_and_engines_keep_serving(site: Site, key: PrivateKey) -> None:
+    run, host, engine = at_one(site, key, Trust.of([key.public]))
+    run.publish()
+    assert host.step().ready
+    engine.calls.clear()
+    Layout(run.channel).latest.write_text("000001")
+    with pytest.raises(Refused, match=r"rewound: latest names version 1.*version 2 was applied") as told:
+        host.step()
+    assert "--target" in told.value.remedy
+    assert host.at(run, 2) and engine.held == run.digest(2)
+    status = host.status
+    assert status.ready and status.served_version == 2 and "rewound" in status.degraded[0]
+    assert status.last_error is not None and "rewound" in status.last_error.message
+
+    host.options = dataclasses.replace(host.options, target=parse_target("1"))
+    host.restart()
+    assert host.step().ready and host.at(run, 1) and engine.held == run.digest(1)
+
+
+def test_sync_tells_of_a_rewound_pointer(tmp_path: Path, site: Site, key: PrivateKey, call: Call) -> None:
+    run = site.run(sign_key=tmp_path / "run.key")
+    run.publish()
+    run.publish()
+    host = tmp_path / "host"
+    sync = ("sync", "--channel", run.channel, "--local", host, "--base", run.base_dir)
+    keys = ("--trusted-key", str(key.public))
+    assert call(*sync, *keys)[0] == 0
+    Layout(run.channel).latest.write_text("000001")
+    before = on_disk(host)
+    code, _, err = call(*sync, *keys)
+    assert code == 3 and "latest names version 1" in " ".join(err.split()) and on_disk(host) == before
+    code, out, _ = call(*sync)
+    assert code == 0 and "rewound: latest names version 1" in " ".join(out.split())
+    assert on_disk(host) == before
+    assert "latest names version 1" in json.loads(call(*sync, "--json")[1])["degraded"][0]
+    assert call(*sync, *keys, "--target", 1)[0] == 0 and on_disk(host) != before
 
 
 def test_what_is_fetched_ahead_is_checked_too(site: Site, key: PrivateKey) -> None:
