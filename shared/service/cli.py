@@ -39,6 +39,12 @@ _COLLECTED = (50_000, 20, 100)
 are millions of tuples, no cycles, and would be gone through many times per version"""
 
 
+class Interrupted(WeightcastError):
+    """Ctrl-C."""
+
+    exit_code = 130
+
+
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Console entry point. Exit codes: docs of `weightcast.shared.errors`, and 130 after Ctrl-C."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -60,7 +66,7 @@ def _all_said(code: int) -> int:
         lost = unwritten()
     except KeyboardInterrupt:
         leave()
-        return 130
+        return Interrupted.exit_code
     if lost is None:
         return code
     told = _of_disk(lost)
@@ -90,16 +96,11 @@ def _end_at_once(code: int) -> NoReturn:
 
 
 def run(arguments: list[str], sides: Sequence[EntryPoint] | None = None) -> int:
-    verb = _plain_verb(arguments) if sides is None else None
-    given = None if verb is None else verb.read(arguments[1:], os.environ)
     missing: list[MissingSide] = []
     output = Output(json=_wants_json(arguments))
-    if verb is not None and given is not None:
-        command: Callable[[], None] = partial(verb.body, **given)
-    else:
-        command = _by_typer(arguments, verb, sides, missing, output)
     try:
-        command()
+        # a part of a second goes by before a verb is imported
+        _command(arguments, sides, missing, output)()
     except WeightcastError as error:
         output.error(error)
         return error.exit_code
@@ -108,10 +109,28 @@ def run(arguments: list[str], sides: Sequence[EntryPoint] | None = None) -> int:
         output.error(told)
         return told.exit_code
     except KeyboardInterrupt:
-        return 130
+        return _interrupted(output)
     except SystemExit as end:
-        return _end(end, arguments, missing)
+        # typer takes the interrupt of a verb itself
+        code = _end(end, arguments, missing)
+        return _interrupted(output) if code == Interrupted.exit_code else code
     return 0
+
+
+def _interrupted(output: Output) -> int:
+    output.error(Interrupted("interrupted"))
+    return Interrupted.exit_code
+
+
+def _command(
+    arguments: list[str], sides: Sequence[EntryPoint] | None, missing: list[MissingSide], output: Output
+) -> Callable[[], None]:
+    """Adds sides that cannot be imported to `missing`."""
+    verb = _plain_verb(arguments) if sides is None else None
+    given = None if verb is None else verb.read(arguments[1:], os.environ)
+    if verb is not None and given is not None:
+        return partial(verb.body, **given)
+    return _by_typer(arguments, verb, sides, missing, output)
 
 
 def _of_disk(error: OSError) -> WeightcastError:

@@ -127,6 +127,28 @@ def test_errors_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert text.err == ""
 
 
+def test_an_interrupt_is_one_line_or_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("channel", "fail", "interrupt") == 130
+    text = capsys.readouterr()
+    assert (text.out, text.err) == ("", "error: interrupted\n")
+    assert run("channel", "fail", "interrupt", "--json") == 130
+    text = capsys.readouterr()
+    answer = json.loads(text.out)
+    assert (answer["error"], answer["message"], answer["exit_code"]) == ("Interrupted", "interrupted", 130)
+    assert text.err == ""
+
+
+@pytest.mark.parametrize("words", [["sync"], ["status"]])
+def test_an_interrupt_while_a_verb_is_imported(words: list[str], tmp_path: Path) -> None:
+    """numpy is the first library that both need."""
+    (tmp_path / "numpy.py").write_text("raise KeyboardInterrupt")
+    command = [sys.executable, "-m", "weightcast.shared.service.cli", *words, "--json"]
+    environment = dict(os.environ) | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130 and json.loads(done.stdout)["error"] == "Interrupted"
+    assert done.stderr == ""
+
+
 def test_interrupts_disks_and_bugs(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("channel", "fail", "interrupt") == 130
     assert run("channel", "fail", "disk") == 1
