@@ -52,7 +52,7 @@ class Sighting:
     completed_ns: int
     """when the last of it was put in place, on the file system's clock"""
     finished: bool
-    """its writer says so: marker there, or renamed into place"""
+    """its writer says so: marker there and no older than the weights, or renamed into place"""
     problem: Failure | None = None
     """why it is not complete"""
 
@@ -78,6 +78,8 @@ class Entry:
     failure: Failure | None = None
     request: str = ""
     """while publishing: what the version's index says if it came to be"""
+    beside: Marks = frozenset()
+    """what else lay there when it was chosen: config, marker, the trainer's own"""
 
     def holds(self, files: Marks) -> bool:
         """Whether these are the weights that this entry is about."""
@@ -144,7 +146,7 @@ class Inbox:
         """At the very first start: what is complete now was there before."""
         for sighting in sightings:
             if sighting.weights:
-                self.entries[sighting.name] = Entry(Outcome.EXISTING, sighting.weights)
+                self.entries[sighting.name] = _entry(Outcome.EXISTING, sighting)
 
     def choose(self, sightings: Sequence[Sighting], now: float) -> Choice:
         """`sightings`: of directories that are not known; `now` in seconds on a monotonic clock."""
@@ -177,10 +179,11 @@ class Inbox:
     def _reason_to_wait(self, sighting: Sighting, now: float) -> str:
         if not sighting.weights:
             return "incomplete" if sighting.problem is None else sighting.problem.message
-        if sighting.finished:
+        if sighting.finished and not self._is_marked_as_before(sighting):
             return ""
-        if self.rules.marker is not None:
-            return f"{self.rules.marker} is not there"
+        if self.rules.marker is not None and not sighting.finished:
+            old = any(mark.name == self.rules.marker for mark in sighting.files)
+            return f"{self.rules.marker} is {'older than the weights' if old else 'not there'}"
         quiet = now - self._since[sighting.name][1]
         if self._is_mixed(sighting):
             wanted = self.rules.settle_seconds * _MIXED_TIMES
@@ -196,23 +199,32 @@ class Inbox:
         own = self.entries.get(sighting.name)
         return own is not None and not sighting.weights.isdisjoint(own.files)
 
+    def _is_marked_as_before(self, sighting: Sighting) -> bool:
+        """Whether it is saved over in part, and its marker is that of the save before, given a new ctime."""
+        own = self.entries.get(sighting.name)
+        if own is None or self.rules.marker is None or not self._is_mixed(sighting):
+            return False
+        return any(mark.name == self.rules.marker for mark in sighting.files & (own.files | own.beside))
+
     def begin(self, choice: Choice, version: int, request: str) -> None:
         """`version`: the channel's before the publication."""
         if choice.chosen is None:
             return
         name = choice.chosen.name
-        self.entries[name] = Entry(Outcome.PUBLISHING, choice.chosen.weights, version, request=request)
+        begun = _entry(Outcome.PUBLISHING, choice.chosen)
+        self.entries[name] = replace(begun, version=version, request=request)
         for passed in choice.passed:
-            self.entries[passed.name] = Entry(Outcome.PASSED_OVER, passed.weights, behind=name)
+            self.entries[passed.name] = replace(_entry(Outcome.PASSED_OVER, passed), behind=name)
 
     def succeed(self, name: str, version: int) -> None:
-        self.entries[name] = Entry(Outcome.PUBLISHED, self.entries[name].files, version)
+        begun = self.entries[name]
+        self.entries[name] = replace(begun, outcome=Outcome.PUBLISHED, version=version, request="")
         for other, entry in self.entries.items():
             if entry.behind == name:
                 self.entries[other] = replace(entry, behind="")
 
     def adopt(self, sighting: Sighting, version: int) -> None:
-        self.entries[sighting.name] = Entry(Outcome.PUBLISHED, sighting.weights, version)
+        self.entries[sighting.name] = replace(_entry(Outcome.PUBLISHED, sighting), version=version)
 
     def give_up(self, name: str) -> None:
         """The publication did not happen: it and those passed over for it are new again."""
@@ -257,9 +269,17 @@ def _but_last(names: Sequence[str], count: int) -> Sequence[str]:
     return names[: max(0, len(names) - count)]
 
 
+def _entry(outcome: Outcome, sighting: Sighting) -> Entry:
+    return Entry(outcome, sighting.weights, beside=sighting.files - sighting.weights)
+
+
 def _is_broken(sighting: Sighting) -> bool:
-    holds_weights = any(mark.name.endswith((".safetensors", ".index.json")) for mark in sighting.files)
-    return sighting.finished and not sighting.weights and holds_weights
+    return sighting.finished and not sighting.weights and any(holds_weights(f.name) for f in sighting.files)
+
+
+def holds_weights(name: str) -> bool:
+    """Whether a file of this name holds weights, or says where they are."""
+    return name.endswith((".safetensors", ".index.json"))
 
 
 def _in_order(sighting: Sighting) -> tuple[int, list[tuple[int, str]]]:
@@ -276,16 +296,21 @@ def pack_entries(entries: Mapping[str, Entry]) -> bytes:
                 {
                     "name": name,
                     "outcome": entry.outcome.value,
-                    "files": [[m.name, m.inode, m.size, m.mtime_ns] for m in sorted(entry.files)],
+                    "files": [_row(mark) for mark in sorted(entry.files)],
                     "version": entry.version,
                     "behind": entry.behind,
                     **({"request": entry.request} if entry.request else {}),
+                    **({"beside": [_row(mark) for mark in sorted(entry.beside)]} if entry.beside else {}),
                     "failure": None if entry.failure is None else entry.failure.by_name(),
                 }
                 for name, entry in entries.items()
             ],
         }
     )
+
+
+def _row(mark: FileMark) -> list[object]:
+    return [mark.name, mark.inode, mark.size, mark.mtime_ns]
 
 
 def parse_entries(data: bytes, what: str) -> dict[str, Entry]:
@@ -299,21 +324,22 @@ def parse_entries(data: bytes, what: str) -> dict[str, Entry]:
         name = file_name(each.text("name"))
         if name in entries:
             raise DamagedFile(f"{what}: {name!r} stands twice")
-        entries[name] = _entry(each, what)
+        entries[name] = _parse_entry(each, what)
     return entries
 
 
-def _entry(members: Members, what: str) -> Entry:
+def _parse_entry(members: Members, what: str) -> Entry:
     outcome = members.text("outcome")
     if outcome not in [each.value for each in Outcome]:
         raise members.bad("outcome", "a known outcome")
     return Entry(
         Outcome(outcome),
-        frozenset(_mark(row, what) for row in members.array("files")),
+        _parse_marks(members, "files", what),
         members.optional_integer("version"),
         members.text("behind"),
         parse_failure(members, "failure", what),
         members.hex("request", 16) if "request" in members else "",
+        _parse_marks(members, "beside", what) if "beside" in members else frozenset(),
     )
 
 
@@ -326,6 +352,10 @@ def parse_failure(members: Members, key: str, what: str) -> Failure | None:
     if not (isinstance(error, str) and isinstance(message, str) and isinstance(remedy, str)):
         raise DamagedFile(f"{what}: {key} is not an error with message and remedy")
     return Failure(error=error, message=message, remedy=remedy)
+
+
+def _parse_marks(members: Members, key: str, what: str) -> Marks:
+    return frozenset(_mark(row, what) for row in members.array(key))
 
 
 def _mark(row: object, what: str) -> FileMark:

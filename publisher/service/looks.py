@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightcast.publisher.service.inbox import FileMark, Marks, Sighting, is_candidate
+from weightcast.publisher.service.inbox import FileMark, Marks, Sighting, holds_weights, is_candidate
 from weightcast.shared.errors import Refused, RetryLater, WeightcastError
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.checkpoint import Checkpoint, open_checkpoint
 from weightcast.shared.files.entries import exists, is_link
+from weightcast.shared.files.paths import is_plain
 from weightcast.shared.service.daemon import failure_of
 
 _CONSUMED = ".weightcast-consumed-"
@@ -65,7 +66,8 @@ def marks(directory: Path) -> Marks:
     found = set()
     with os.scandir(directory) as scan:
         for entry in scan:
-            if not entry.name.startswith("."):
+            # The memory of the inbox takes no others.
+            if not entry.name.startswith(".") and is_plain(entry.name):
                 at = _stat(entry)
                 if at is not None and stat.S_ISREG(at.st_mode):
                     found.add(FileMark(entry.name, at.st_ino, at.st_size, at.st_mtime_ns))
@@ -82,7 +84,7 @@ def _stat(entry: os.DirEntry[str]) -> os.stat_result | None:
 
 def sight(directory: Path, files: Marks, marker: str | None, arrived: bool) -> Sighting:
     """`files`: the marks taken before. Raises FileNotFoundError."""
-    finished = _has(files, marker) if marker is not None else arrived or was_moved_in(directory)
+    finished = arrived or was_moved_in(directory) if marker is None else _is_marked(directory, files, marker)
     try:
         checkpoint = open_checkpoint(directory, follow_links=True)
     except FileNotFoundError:
@@ -102,8 +104,18 @@ def weight_names(checkpoint: Checkpoint) -> set[str]:
     return {path.name for path in (*checkpoint.weight_files, *index)}
 
 
-def _has(files: Marks, name: str | None) -> bool:
-    return any(mark.name == name for mark in files)
+def _is_marked(directory: Path, files: Marks, marker: str) -> bool:
+    """Whether the marker is there, and was put there after all weights: one of the save before says nothing
+    of this one. Raises FileNotFoundError."""
+    if not any(mark.name == marker for mark in files):
+        return False
+    put = _put_ns(directory / marker)
+    return all(_put_ns(directory / mark.name) <= put for mark in files if holds_weights(mark.name))
+
+
+def _put_ns(path: Path) -> int:
+    """When it was last changed or given its name: the link, or what it leads to."""
+    return max(path.lstat().st_ctime_ns, path.stat().st_ctime_ns)
 
 
 def was_moved_in(directory: Path) -> bool:

@@ -99,6 +99,16 @@ def _ticked(directory: Path) -> bool:
     return ticked
 
 
+def write_after(other: Path, path: Path, data: bytes) -> None:
+    """In its place, later than `other` as the file system's clock tells it."""
+
+    def written() -> bool:
+        path.write_bytes(data)
+        return path.stat().st_ctime_ns > other.stat().st_ctime_ns
+
+    wait_until(written)
+
+
 def snapshot(directory: Path) -> dict[str, bytes]:
     """Every file below, without the claims, which tell the time."""
     return {

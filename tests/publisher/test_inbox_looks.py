@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from daemonkit import INDEX, base_tensors, files_of, rename_in, write
+from daemonkit import INDEX, base_tensors, files_of, rename_in, write, write_after
 from waiting import wait_until
 
 from weightcast.publisher.service.inbox import Marks, Sighting
@@ -71,6 +71,19 @@ def test_a_marker_is_what_counts(tmp_path: Path) -> None:
     assert sightings(tmp_path, "DONE")["step_1"].finished
 
 
+def test_a_marker_of_the_save_before_does_not_count(tmp_path: Path) -> None:
+    directory = write(tmp_path / "policy", base_tensors())
+    (directory / "DONE").touch()
+    assert sightings(tmp_path, "DONE")["policy"].finished
+    for name, data in files_of(base_tensors(1)).items():
+        if name != "config.json":
+            write_after(directory / "DONE", directory / name, data)
+            assert not sightings(tmp_path, "DONE")["policy"].finished
+    (directory / "config.json").write_bytes(b"{ }")
+    (directory / "DONE").touch()
+    assert sightings(tmp_path, "DONE")["policy"].finished
+
+
 def test_links_are_followed(tmp_path: Path) -> None:
     store = write(tmp_path / "store" / "blobs", base_tensors())
     watch = tmp_path / "watch"
@@ -81,6 +94,13 @@ def test_links_are_followed(tmp_path: Path) -> None:
     (watch / "lost").symlink_to(tmp_path / "nowhere")
     seen = sightings(watch)
     assert seen["step_1"].weights == seen["newest"].weights and len(seen) == 2
+
+
+def test_files_whose_names_the_memory_cannot_hold_are_no_marks(tmp_path: Path) -> None:
+    (tmp_path / "a\nb").touch()
+    (tmp_path / os.fsdecode(b"\xff")).touch()
+    (tmp_path / "config.json").touch()
+    assert [mark.name for mark in marks(tmp_path)] == ["config.json"]
 
 
 def test_known_directories_are_not_opened(tmp_path: Path) -> None:

@@ -90,6 +90,14 @@ def test_with_a_marker_only_the_marker_counts() -> None:
     assert choice.chosen is new and choice.passed == ()
 
 
+def test_a_marker_older_than_the_weights_is_told_from_none() -> None:
+    inbox = Inbox(InboxRules(marker="DONE"))
+    look = seen("step_1", finished=False)
+    look = replace(look, files=look.files | {FileMark("DONE", 8, 0, 8)})
+    choice = inbox.choose([look], 0.0)
+    assert choice.chosen is None and choice.waiting[0].reason == "DONE is older than the weights"
+
+
 def test_every_waits_for_an_older_one_that_only_has_to_settle() -> None:
     inbox = Inbox(InboxRules(every=True, settle_seconds=1.0))
     old, new = seen("step_1", 1, finished=False), seen("step_2", 2, content=2)
@@ -191,6 +199,8 @@ entries = st.dictionaries(
         st.none() | st.integers(0, 1 << 40),
         st.just("") | st.just("other"),
         st.none() | failures,
+        st.just("") | st.just(REQUEST),
+        st.frozensets(marks, max_size=2),
     ),
     max_size=5,
 )
@@ -219,6 +229,7 @@ def test_memory_golden_bytes() -> None:
         (b'[["m",2,3,4]]', b'[["m",2,3,true]]'),
         (b'[["m",2,3,4]]', b'[["../m",2,3,4]]'),
         (b'"version":8', b'"version":-1'),
+        (b'"behind":""', b'"behind":"","beside":[["../m",2,3,4]]'),
         (b'"failure":null', b'"failure":{"error":1}'),
         (b'"version":8', b'"version":8,"version":9'),
         (b"}]}", b"}"),
@@ -265,3 +276,21 @@ def test_a_checkpoint_saved_over_file_by_file_waits_for_the_last_one() -> None:
     assert inbox.choose([both], 62.0).chosen == both
     finished = replace(half, finished=True)
     assert Inbox(InboxRules(), dict(inbox.entries)).choose([finished], 0.0).chosen == finished
+
+
+def test_saved_over_in_part_a_marker_from_before_is_not_enough() -> None:
+    inbox = Inbox(InboxRules(marker="DONE", settle_seconds=1.0))
+    first, second = (FileMark(f"model-{n}.safetensors", n, 10, 1) for n in (1, 2))
+    done = FileMark("DONE", 3, 0, 1)
+
+    def look(marker: FileMark, *weights: FileMark) -> Sighting:
+        return Sighting("latest", frozenset({marker, *weights}), frozenset(weights), 0, True)
+
+    inbox.adopt(look(done, first, second), 1)
+    woken = Inbox(inbox.rules, parse_entries(pack_entries(inbox.entries), "memory"))
+    half = look(done, replace(first, inode=11), second)
+    choice = woken.choose([half], 0.0)
+    assert choice.chosen is None and "from before" in choice.waiting[0].reason
+    assert woken.choose([half], 60.0).chosen == half
+    marked = look(replace(done, mtime_ns=2), replace(first, inode=11), second)
+    assert woken.choose([marked], 61.0).chosen == marked

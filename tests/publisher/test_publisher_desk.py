@@ -22,6 +22,7 @@ from daemonkit import (
     shard,
     snapshot,
     write,
+    write_after,
 )
 from disk_errors import watched
 from prometheus_client import generate_latest
@@ -168,6 +169,24 @@ def test_the_marker_alone_decides(places: Places, opened: Opening) -> None:
     (places.watch / "step_1" / "DONE").touch()
     office.step()
     assert places.latest() == "000001"
+
+
+def test_saved_over_shard_by_shard_beside_an_old_marker_it_is_never_torn(
+    places: Places, opened: Opening
+) -> None:
+    office = opened(marker="DONE", settle_seconds=3600.0)
+    marker = write(places.watch / "policy", weights(1)) / "DONE"
+    marker.touch()
+    office.step()
+    assert places.latest() == "000001"
+    for name, data in files_of(weights(2)).items():
+        write_after(marker, marker.parent / name, data)
+        office.settle()
+        assert places.latest() == "000001"
+    marker.touch()
+    office.step()
+    assert places.latest() == "000002"
+    assert local_bytes(places.local, weights(2)) == plain(weights(2))
 
 
 def test_newest_only(places: Places, opened: Opening) -> None:
