@@ -103,7 +103,8 @@ FAILPOINTS: Mapping[str, str] = {
     "inbox.looked": "what was left behind is finished; the watched directory is about to be looked at",
     "inbox.chosen": "a watched checkpoint is noted as being published",
     "inbox.published": "it is out; the note still says that it is being published",
-    "inbox.buried": "a published checkpoint was renamed to be deleted",
+    "inbox.aside": "a published checkpoint was renamed, to compare it before it is deleted",
+    "inbox.buried": "it is what was published, and was renamed to be deleted",
     "inbox.deleted": "it is deleted",
 }
 """Every failpoint, and what lies behind a process that dies there."""

@@ -55,6 +55,8 @@ class Sighting:
     """its writer says so: marker there and no older than the weights, or renamed into place"""
     problem: Failure | None = None
     """why it is not complete"""
+    hidden: Marks = frozenset()
+    """files that do not count as its own"""
 
 
 class Outcome(StrEnum):
@@ -79,7 +81,7 @@ class Entry:
     request: str = ""
     """while publishing: what the version's index says if it came to be"""
     beside: Marks = frozenset()
-    """what else lay there when it was chosen: config, marker, the trainer's own"""
+    """all else that lay there when it was chosen, hidden files too"""
 
     def holds(self, files: Marks) -> bool:
         """Whether these are the weights that this entry is about."""
@@ -250,6 +252,13 @@ class Inbox:
                     published.append(name)
         return published
 
+    def consumable(self, name: str) -> Marks:
+        """All files of a published checkpoint as it was when it was chosen; none of any other."""
+        entry = self.entries.get(name)
+        if entry is None or entry.outcome is not Outcome.PUBLISHED:
+            return frozenset()
+        return entry.files | entry.beside
+
     def forget_vanished(self, present: frozenset[str]) -> None:
         """Keeps the memory bounded. The latest vanished ones are kept: a mount may be away for a moment. What
         was published and consumed does not come back."""
@@ -270,7 +279,8 @@ def _but_last(names: Sequence[str], count: int) -> Sequence[str]:
 
 
 def _entry(outcome: Outcome, sighting: Sighting) -> Entry:
-    return Entry(outcome, sighting.weights, beside=sighting.files - sighting.weights)
+    beside = (sighting.files | sighting.hidden) - sighting.weights
+    return Entry(outcome, sighting.weights, beside=beside)
 
 
 def _is_broken(sighting: Sighting) -> bool:

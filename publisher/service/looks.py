@@ -7,17 +7,21 @@ import secrets
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from errno import EEXIST, ENOTEMPTY
 from pathlib import Path
 
 from weightcast.publisher.service.inbox import FileMark, Marks, Sighting, holds_weights, is_candidate
 from weightcast.shared.errors import Refused, RetryLater, WeightcastError
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.checkpoint import Checkpoint, open_checkpoint
-from weightcast.shared.files.entries import exists, is_link
+from weightcast.shared.files.entries import exists, is_link, is_own_directory, matching
 from weightcast.shared.files.paths import is_plain
 from weightcast.shared.service.daemon import failure_of
 
+_ASIDE = ".weightcast-consuming-"
+"""before a checkpoint's name: out of its writer's reach, not compared yet"""
 _CONSUMED = ".weightcast-consumed-"
+"""compared with what was published: to be deleted"""
 
 
 @dataclass(frozen=True)
@@ -63,14 +67,20 @@ def _directories(watch: Path) -> Iterator[Path]:
 
 def marks(directory: Path) -> Marks:
     """Of all regular files in it that are not hidden, through links. Raises FileNotFoundError."""
+    return frozenset(mark for mark in _all_files(directory) if is_plain(mark.name) and not _is_hidden(mark))
+
+
+def _is_hidden(mark: FileMark) -> bool:
+    return mark.name.startswith(".")
+
+
+def _all_files(directory: Path) -> Marks:
     found = set()
     with os.scandir(directory) as scan:
         for entry in scan:
-            # The memory of the inbox takes no others.
-            if not entry.name.startswith(".") and is_plain(entry.name):
-                at = _stat(entry)
-                if at is not None and stat.S_ISREG(at.st_mode):
-                    found.add(FileMark(entry.name, at.st_ino, at.st_size, at.st_mtime_ns))
+            at = _stat(entry)
+            if at is not None and stat.S_ISREG(at.st_mode):
+                found.add(FileMark(entry.name, at.st_ino, at.st_size, at.st_mtime_ns))
     return frozenset(found)
 
 
@@ -96,7 +106,9 @@ def sight(directory: Path, files: Marks, marker: str | None, arrived: bool) -> S
     if len(weights) != len(names):
         raise FileNotFoundError(f"{directory} grew while it was looked at")
     signs = names if marker is None else names | {marker}
-    return Sighting(directory.name, files, weights, _completed_ns(directory, signs, finished), finished)
+    hidden = frozenset(mark for mark in _all_files(directory) if is_plain(mark.name) and _is_hidden(mark))
+    completed_ns = _completed_ns(directory, signs, finished)
+    return Sighting(directory.name, files, weights, completed_ns, finished, hidden=hidden)
 
 
 def weight_names(checkpoint: Checkpoint) -> set[str]:
@@ -134,26 +146,68 @@ def _completed_ns(directory: Path, names: set[str], finished: bool) -> int:
     return max([*times, directory.stat().st_ctime_ns] if finished else times, default=0)
 
 
-def consume(watch: Path, name: str, weights: Marks) -> None:
-    """Deletes a published directory if it is as it was, and holds nothing but files. Raises Refused; the
-    directory is then untouched."""
+def consume(watch: Path, name: str, known: Marks) -> None:
+    """Deletes a published directory if all files in it, hidden ones too, are `known`, and nothing else is in
+    it. Raises Refused; it is then untouched, or set aside where something else has its name by now."""
     directory = watch / name
-    problem = _reason_to_keep(directory, weights)
-    if problem:
-        raise Refused(f"{directory} is not consumed: {problem}", remedy="remove it by hand")
+    _require_known(directory, directory, known)
+    # What comes under its name from here on is another one.
+    directory.rename(watch / f"{_ASIDE}{name}")
+    failpoint("inbox.aside", directory)
+    consume_aside(watch, name, known)
+
+
+def consume_aside(watch: Path, name: str, known: Marks) -> None:
+    """The rest of `consume`, for one that was renamed first: its writer may have been at it until then."""
+    directory, aside = watch / name, watch / f"{_ASIDE}{name}"
+    try:
+        _require_known(aside, directory, known)
+    except Refused as error:
+        if _put_back(aside, directory):
+            raise
+        raise Refused(
+            f"{error.message}, and another has its name by now", remedy=f"look what {aside} holds"
+        ) from error
     grave = watch / f"{_CONSUMED}{secrets.token_hex(8)}"
-    directory.rename(grave)
+    aside.rename(grave)
     failpoint("inbox.buried", directory)
     _remove(grave)
     failpoint("inbox.deleted", directory)
 
 
-def _reason_to_keep(directory: Path, weights: Marks) -> str:
+def set_aside(watch: Path) -> list[str]:
+    """Names of checkpoints that a kill or an error left renamed and not compared."""
+    found = [path for path in matching(watch, f"{_ASIDE}*") if is_own_directory(path)]
+    return [path.name.removeprefix(_ASIDE) for path in found]
+
+
+def _require_known(at: Path, directory: Path, known: Marks) -> None:
+    """`directory`: what it was called when it was published."""
+    problem = _reason_to_keep(at, known)
+    if problem:
+        raise Refused(f"{directory} is not consumed: {problem}", remedy="remove it by hand")
+
+
+def _reason_to_keep(directory: Path, known: Marks) -> str:
     if is_link(directory):
         return "it is a link"
-    if not weights <= marks(directory):
-        return "it was changed after it was published"
-    return "" if _only_files(directory) else "it holds links or directories"
+    if not _only_files(directory):
+        return "it holds links or directories"
+    return "" if _all_files(directory) == known else "it was changed after it was chosen"
+
+
+def _put_back(aside: Path, directory: Path) -> bool:
+    """False where its name is taken: nothing is ever replaced but an empty directory of our own."""
+    try:
+        directory.mkdir()
+        aside.rename(directory)
+    except OSError as error:
+        if error.errno in (EEXIST, ENOTEMPTY):
+            return False
+        raise
+    # Or the rename would say that all of it was written before it got its name.
+    os.utime(directory)
+    return True
 
 
 def _only_files(directory: Path) -> bool:
@@ -162,7 +216,7 @@ def _only_files(directory: Path) -> bool:
 
 
 def bury_leftovers(watch: Path) -> None:
-    """What a kill left of directories being consumed."""
+    """What a kill left of directories being deleted."""
     for entry in list(os.scandir(watch)):
         if entry.name.startswith(_CONSUMED) and entry.is_dir(follow_symlinks=False):
             _remove(Path(entry.path))

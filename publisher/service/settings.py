@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -170,8 +171,20 @@ class PublisherSettings(ServiceSettings):
             problem_of(lambda: require_places(self.channel, self.local)),
             problem_of(lambda: open_base(self.base)),
             "" if key is None else problem_of(lambda: load_private_key(key)),
+            *self._own_places_consumed(),
         ]
         return [problem for problem in problems if problem]
+
+    def _own_places_consumed(self) -> list[str]:
+        if self.watch is None or not self.consume:
+            return []
+        watched = os.path.realpath(self.watch)
+        own = {"base": self.base, "channel": self.channel, "local": self.local, "hand_over": self.hand_over}
+        return [
+            f"{name}: {path} lies in the watched directory, where --consume deletes"
+            for name, path in own.items()
+            if path is not None and Path(os.path.realpath(path)).is_relative_to(watched)
+        ]
 
     @property
     def upkeep(self) -> UpkeepOptions:

@@ -71,6 +71,8 @@ class Watched:
         self._clock = clock
         self._half_consumed: set[str] = set()
         """published, and kept from being deleted by an error of the disk"""
+        self._not_consumed: set[str] = set()
+        """published, and not what was published any more"""
         self._inbox = Inbox(rules, _read(memory))
         self._stored = b""
 
@@ -78,7 +80,7 @@ class Watched:
         """Once the local checkpoint is owned: keeps what construction saw, finishes what a kill left."""
         self.resume(made_for)
         if self._consume and is_directory(self.directory):
-            looks.bury_leftovers(self.directory)
+            self._bury_leftovers()
 
     def ignore_existing(self) -> None:
         """Before anything else, if this directory was never watched from here: what is complete now was there
@@ -88,7 +90,8 @@ class Watched:
         self._inbox.ignore_existing(self._look().unknown)
 
     def _look(self) -> looks.Look:
-        self._arrived |= dict.fromkeys(self._arrivals.take())
+        # Being put back is no arrival: the writer may be at it.
+        self._arrived |= dict.fromkeys(self._arrivals.take() - self._not_consumed)
         found = looks.look(self.directory, self._inbox.rules.marker, self._inbox.is_known, self._has_arrived)
         # Nothing in it yet: what comes is written in its place.
         self._arrived = {
@@ -96,6 +99,7 @@ class Watched:
             for name, files in self._arrived.items()
             if name in found.names
         }
+        self._not_consumed &= found.names
         return found
 
     def _has_arrived(self, name: str, files: Marks) -> bool:
@@ -183,24 +187,33 @@ class Watched:
             return None
 
     def _consume_published(self, name: str) -> None:
-        if not self._consume:
-            return
+        if self._consume:
+            self._try_to_consume(name, looks.consume)
+
+    def _try_to_consume(self, name: str, consume: Callable[[Path, str, Marks], None]) -> None:
         try:
-            looks.consume(self.directory, name, self._inbox.entries[name].files)
+            consume(self.directory, name, self._inbox.consumable(name))
+            self._not_consumed.discard(name)
         except FileNotFoundError:
             return  # by the process that was killed
         except Refused as error:
             log.warning("checkpoint not consumed", checkpoint=name, reason=str(error))
+            self._not_consumed.add(name)
         except OSError as error:
             log.warning("checkpoint not consumed yet", checkpoint=name, reason=str(error))
             self._half_consumed.add(name)
+
+    def _bury_leftovers(self) -> None:
+        looks.bury_leftovers(self.directory)
+        for name in looks.set_aside(self.directory):
+            self._try_to_consume(name, looks.consume_aside)
 
     def _finish_consuming(self) -> None:
         """In the look after an error; one that lasts was logged."""
         if not self._half_consumed:
             return
         try:
-            looks.bury_leftovers(self.directory)
+            self._bury_leftovers()
         except OSError:
             return
         names, self._half_consumed = self._half_consumed, set()

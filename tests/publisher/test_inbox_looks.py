@@ -5,10 +5,19 @@ from pathlib import Path
 
 import pytest
 from daemonkit import INDEX, base_tensors, files_of, rename_in, write, write_after
+from disk_errors import watched
 from waiting import wait_until
 
-from weightcast.publisher.service.inbox import Marks, Sighting
-from weightcast.publisher.service.looks import bury_leftovers, consume, look, marks, was_moved_in
+from weightcast.publisher.service.inbox import Sighting
+from weightcast.publisher.service.looks import (
+    bury_leftovers,
+    consume,
+    consume_aside,
+    look,
+    marks,
+    set_aside,
+    was_moved_in,
+)
 from weightcast.shared.errors import Refused, RetryLater
 
 
@@ -115,14 +124,57 @@ def test_a_missing_directory_may_come(tmp_path: Path) -> None:
         sightings(tmp_path / "nowhere")
 
 
-def weights(directory: Path) -> Marks:
-    return frozenset(mark for mark in marks(directory) if mark.name != "config.json")
-
-
 def test_consuming_deletes_the_directory(tmp_path: Path) -> None:
     directory = write(tmp_path / "step_1", base_tensors())
-    consume(tmp_path, "step_1", weights(directory))
+    (directory / ".metadata").touch()
+    seen = sightings(tmp_path)["step_1"]
+    consume(tmp_path, "step_1", seen.files | seen.hidden)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", ".metadata", "a\nb"])
+def test_what_was_added_after_the_choice_is_not_deleted(tmp_path: Path, name: str) -> None:
+    directory = write(tmp_path / "step_1", base_tensors())
+    known = marks(directory)
+    (directory / name).touch()
+    with pytest.raises(Refused, match="it was changed"):
+        consume(tmp_path, "step_1", known)
+    assert {path.name for path in directory.iterdir()} == {*files_of(base_tensors()), name}
+
+
+def test_what_took_the_name_before_it_was_renamed_gets_it_back(tmp_path: Path) -> None:
+    directory = write(tmp_path / "policy", base_tensors())
+    known = marks(directory)
+    new = write(tmp_path / "new", base_tensors(1))
+
+    def replaced(name: str, where: Path | None) -> None:
+        (tmp_path / ".weightcast-consuming-policy").rename(tmp_path / ".away")
+        new.rename(tmp_path / ".weightcast-consuming-policy")
+
+    with watched(replaced), pytest.raises(Refused, match="it was changed"):
+        consume(tmp_path, "policy", known)
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == files_of(base_tensors(1))
+    assert not was_moved_in(directory), "its writer may be at it"
+    assert not (tmp_path / ".weightcast-consuming-policy").exists()
+
+
+def test_what_is_set_aside_is_never_put_over_something(tmp_path: Path) -> None:
+    directory = write(tmp_path / "policy", base_tensors())
+    known = marks(directory)
+    aside = tmp_path / ".weightcast-consuming-policy"
+
+    def goes_on_writing(name: str, where: Path | None) -> None:
+        (aside / "optimizer.pt").touch()
+        directory.mkdir()
+
+    with watched(goes_on_writing), pytest.raises(Refused, match="another has its name") as refused:
+        consume(tmp_path, "policy", known)
+    assert str(aside) in refused.value.remedy and (aside / "optimizer.pt").exists()
+    assert list(directory.iterdir()) == []
+    directory.rmdir()
+    with pytest.raises(Refused, match="it was changed"):
+        consume_aside(tmp_path, *set_aside(tmp_path), known)
+    assert (directory / "optimizer.pt").exists() and set_aside(tmp_path) == []
 
 
 def test_consuming_never_follows_links_or_deletes_other_things(tmp_path: Path) -> None:
@@ -135,12 +187,12 @@ def test_consuming_never_follows_links_or_deletes_other_things(tmp_path: Path) -
     deep = write(watch / "deep", base_tensors())
     (deep / "optimizer").mkdir()
     changed = write(watch / "changed", base_tensors())
-    before = weights(changed)
+    before = marks(changed)
     write(changed, base_tensors(3))
     cases = {
-        "link": weights(outside),
-        "inner": weights(inner),
-        "deep": weights(deep),
+        "link": marks(outside),
+        "inner": marks(inner),
+        "deep": marks(deep),
         "changed": before,
     }
     everything = sorted(tmp_path.rglob("*"))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from daemonkit import Places, base_tensors, changed, local_bytes, plain, snapshot, write
+from daemonkit import Places, base_tensors, changed, files_of, local_bytes, plain, snapshot, write
 
 from weightcast.publisher import Publisher
 from weightcast.shared.errors import Refused
@@ -244,3 +244,16 @@ def test_run_needs_a_directory_to_watch_for_what_says_how(places: Places, call: 
     code, _, err = call("publisher", "run", *directories, "--every", "--consume")
     assert code == 2 and "every: " in err and "consume: " in err and "--watch" in err
     assert call("publisher", "run", "--channel", places.channel)[0] == 2
+
+
+@pytest.mark.parametrize("name", ["base", "channel", "local", "hand_over"])
+def test_run_deletes_nothing_of_its_own_run(places: Places, call: Any, name: str) -> None:
+    write(places.watch / "step_0", base_tensors())
+    link = places.root / "link"
+    link.symlink_to(places.watch / "step_0", target_is_directory=True)
+    own = {"base": places.base, "channel": places.channel, "local": places.local, name: link}
+    flags = [word for key, path in own.items() for word in (f"--{key.replace('_', '-')}", path)]
+    code, _, err = call("publisher", "run", *flags, "--watch", places.watch, "--consume")
+    assert code == 2 and f"{name}: {link} lies in the watched directory" in err
+    left = {path.name for path in (places.watch / "step_0").iterdir()}
+    assert left == set(files_of(base_tensors()))

@@ -262,6 +262,86 @@ def test_consume_deletes_what_was_published_and_nothing_else(places: Places, ope
     assert office.published() == [(1, 1)]
 
 
+def test_what_was_added_to_a_checkpoint_while_it_was_published_stays(places: Places, opened: Opening) -> None:
+    office = opened(consume=True)
+    directory = rename_in(places.watch / "step_1", weights(1))
+
+    def save_more(name: str, where: Path | None) -> None:
+        if name == "pointer.moved":
+            (directory / "optimizer.pt").write_bytes(b"the trainer's state")
+
+    with watched(save_more):
+        office.settle()
+    office.settle()
+    assert office.published() == [(1, 1)]
+    assert {path.name for path in directory.iterdir()} == {*files_of(weights(1)), "optimizer.pt"}
+
+
+def test_a_checkpoint_that_takes_the_name_of_one_being_deleted_is_published(
+    places: Places, opened: Opening
+) -> None:
+    office = opened(consume=True)
+    aside = places.watch / ".weightcast-consuming-policy"
+    new = rename_in(places.watch / ".new", weights(2))
+
+    def replace(name: str, where: Path | None) -> None:
+        if name == "inbox.aside" and new.exists():
+            aside.rename(places.root / "away")
+            new.rename(aside)
+
+    rename_in(places.watch / "policy", weights(1))
+    with watched(replace):
+        office.settle()
+    office.settle()
+    assert places.latest() == "000002"
+    assert local_bytes(places.local, weights(2)) == plain(weights(2))
+    assert [path.name for path in places.watch.iterdir() if path.name != ".probe"] == []
+
+
+def test_put_back_while_it_is_saved_over_is_no_arrival(places: Places, opened: Opening) -> None:
+    office = opened(consume=True, settle_seconds=3600.0)
+    aside = places.watch / ".weightcast-consuming-policy"
+    new = files_of(weights(2))
+    shards = [name for name in new if name.endswith(".safetensors")]
+
+    def save_over(name: str, where: Path | None) -> None:
+        if name == "inbox.aside":
+            (aside / shards[0]).write_bytes(new[shards[0]])
+
+    rename_in(places.watch / "policy", weights(1))
+    with watched(save_over):
+        office.step()
+    office.arrivals.note("policy")
+    office.step()
+    assert places.latest() == "000001"
+    assert (places.watch / "policy" / shards[0]).read_bytes() == new[shards[0]]
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_a_kill_between_setting_aside_and_comparing_deletes_only_what_was_published(
+    places: Places, opened: Opening, added: bool
+) -> None:
+    office = opened(consume=True)
+    directory = rename_in(places.watch / "step_1", weights(1))
+    aside = places.watch / ".weightcast-consuming-step_1"
+
+    def kill(name: str, where: Path | None) -> None:
+        if name == "inbox.aside":
+            raise KeyboardInterrupt
+
+    with watched(kill), pytest.raises(KeyboardInterrupt):
+        office.settle()
+    office.desk.close()
+    assert aside.is_dir() and not directory.exists()
+    if added:
+        (aside / "optimizer.pt").write_bytes(b"the trainer's state")
+    later = opened(consume=True)
+    later.settle()
+    assert places.latest() == "000001" and not aside.exists()
+    left = {path.name for path in directory.iterdir()} if directory.exists() else set()
+    assert left == ({*files_of(weights(1)), "optimizer.pt"} if added else set())
+
+
 def test_what_a_disk_error_left_of_a_consumed_checkpoint_goes_with_the_next_look(
     places: Places, opened: Opening
 ) -> None:
