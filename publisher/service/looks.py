@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from errno import EEXIST, ENOTEMPTY
+from errno import EEXIST, ELOOP, ENOENT, ENOTEMPTY
 from pathlib import Path
 
-from weightcast.publisher.service.inbox import FileMark, Marks, Sighting, holds_weights, is_candidate
+from weightcast.publisher.service.inbox import FileMark, Marks, Sighting, Waiting, holds_weights, is_candidate
 from weightcast.shared.errors import Refused, RetryLater, WeightcastError
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.checkpoint import Checkpoint, open_checkpoint
@@ -26,10 +26,12 @@ _CONSUMED = ".weightcast-consumed-"
 
 @dataclass(frozen=True)
 class Look:
-    """`unknown`: of directories whose files are not known; `names`: of all that are there."""
+    """`unknown`: of directories whose files are not known; `names`: of all that are there; `unreadable`: which
+    of them could not be looked into."""
 
     unknown: tuple[Sighting, ...]
     names: frozenset[str]
+    unreadable: tuple[Waiting, ...] = ()
 
 
 def look(
@@ -40,29 +42,31 @@ def look(
 ) -> Look:
     """Reads the headers of unknown directories only. `has_arrived`: whether that was seen to be renamed into
     place. Raises RetryLater when `watch` is not there."""
-    names, unknown = set(), []
-    for directory in _directories(watch):
+    names, unknown, unreadable = set(), [], []
+    for entry in _candidates(watch):
+        directory = watch / entry.name
         try:
+            if not entry.is_dir(follow_symlinks=True):
+                continue
             files = marks(directory)
             names.add(directory.name)
             if files and not is_known(directory.name, files):
                 unknown.append(sight(directory, files, marker, has_arrived(directory.name, files)))
         except FileNotFoundError:
             continue  # removed meanwhile
-    return Look(tuple(unknown), frozenset(names))
+        except OSError as error:
+            # One that cannot be read is no reason to publish no other.
+            names.add(directory.name)
+            unreadable.append(Waiting(directory.name, failure_of(error).message))
+    return Look(tuple(unknown), frozenset(names), tuple(unreadable))
 
 
-def _directories(watch: Path) -> Iterator[Path]:
+def _candidates(watch: Path) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(watch) as scan:
-            names = sorted(
-                entry.name
-                for entry in scan
-                if is_candidate(entry.name) and entry.is_dir(follow_symlinks=True)
-            )
+            return sorted((entry for entry in scan if is_candidate(entry.name)), key=lambda entry: entry.name)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise RetryLater(f"{watch} is not a directory", remedy="mount it, or correct --watch") from error
-    return (watch / name for name in names)
 
 
 def marks(directory: Path) -> Marks:
@@ -88,18 +92,18 @@ def _stat(entry: os.DirEntry[str]) -> os.stat_result | None:
     try:
         # Not entry.stat(): that may answer from what the listing knew.
         return os.stat(entry.path)
-    except OSError:
-        return None
+    except OSError as error:
+        if error.errno in (ENOENT, ELOOP):
+            return None
+        raise
 
 
 def sight(directory: Path, files: Marks, marker: str | None, arrived: bool) -> Sighting:
-    """`files`: the marks taken before. Raises FileNotFoundError."""
+    """`files`: the marks taken before. Raises OSError where it cannot be read."""
     finished = arrived or was_moved_in(directory) if marker is None else _is_marked(directory, files, marker)
     try:
         checkpoint = open_checkpoint(directory, follow_links=True)
-    except FileNotFoundError:
-        raise
-    except (WeightcastError, OSError) as error:
+    except WeightcastError as error:
         return Sighting(directory.name, files, frozenset(), 0, finished, failure_of(error))
     names = weight_names(checkpoint)
     weights = frozenset(mark for mark in files if mark.name in names)

@@ -127,7 +127,7 @@ class Watched:
         self._finish_consuming()
         found = self._look()
         choice = self._inbox.choose(found.unknown, self._clock())
-        self.waiting = choice.waiting
+        self.waiting = (*choice.waiting, *found.unreadable)
         self._inbox.forget_vanished(found.names)
         for broken in choice.refused:
             if broken.problem is not None:

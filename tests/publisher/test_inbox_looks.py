@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from daemonkit import INDEX, base_tensors, files_of, rename_in, write, write_after
+from daemonkit import INDEX, base_tensors, files_of, rename_in, unprivileged, write, write_after
 from disk_errors import watched
 from waiting import wait_until
 
@@ -110,6 +110,23 @@ def test_files_whose_names_the_memory_cannot_hold_are_no_marks(tmp_path: Path) -
     (tmp_path / os.fsdecode(b"\xff")).touch()
     (tmp_path / "config.json").touch()
     assert [mark.name for mark in marks(tmp_path)] == ["config.json"]
+
+
+def test_what_cannot_be_read_keeps_no_other_from_being_seen() -> None:
+    with unprivileged() as watch:
+        (watch / "lost+found").mkdir(mode=0)
+        (watch / "loop").symlink_to("loop")
+        rename_in(watch / "locked", base_tensors())
+        (watch / "locked" / INDEX).chmod(0)
+        rename_in(watch / "step_1", base_tensors())
+        found = look(watch, None, lambda name, files: False, lambda name, files: False)
+        assert [each.name for each in found.unknown] == ["step_1"]
+        assert found.names == {"lost+found", "loop", "locked", "step_1"}
+        reasons = {each.name: each.reason for each in found.unreadable}
+        assert reasons.keys() == {"lost+found", "loop", "locked"}
+        assert "Permission denied" in reasons["lost+found"] and INDEX in reasons["locked"]
+        (watch / "locked" / INDEX).chmod(0o600)
+        assert set(sightings(watch)) == {"locked", "step_1"}
 
 
 def test_known_directories_are_not_opened(tmp_path: Path) -> None:

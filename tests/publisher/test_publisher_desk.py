@@ -189,6 +189,16 @@ def test_saved_over_shard_by_shard_beside_an_old_marker_it_is_never_torn(
     assert local_bytes(places.local, weights(2)) == plain(weights(2))
 
 
+def test_what_cannot_be_read_waits_and_the_others_are_published(places: Places, opened: Opening) -> None:
+    (places.watch / "loop").symlink_to("loop")
+    office = opened()
+    rename_in(places.watch / "step_1", weights(1))
+    office.settle()
+    assert office.published() == [(1, 1)]
+    waiting = office.desk.status().inbox.waiting  # type: ignore[union-attr]
+    assert [each.name for each in waiting] == ["loop"] and "symbolic links" in waiting[0].reason
+
+
 def test_newest_only(places: Places, opened: Opening) -> None:
     office = opened()
     for step in (1, 2, 3):
