@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from errno import EACCES, EISDIR, ELOOP, ENAMETOOLONG, ENOTDIR, EPERM
 from pathlib import Path
 
 from weightcast.publisher.care.orders import Held
@@ -59,6 +60,7 @@ from weightcast.shared.service.threads import working_threads
 from weightcast.shared.service.verify import verify_status
 
 _LOOK_SECONDS = 5.0
+_CLOSED = frozenset({EACCES, EPERM, ELOOP, ENAMETOOLONG, EISDIR, ENOTDIR})
 _INBOX, _QUEUE, _HANDED = "inbox.json", "publications.json", "handed.json"
 
 log = get_log("publisher")
@@ -237,7 +239,9 @@ class Desk:
         except Refused as error:
             return failure_of(error)
         seen = None if self._watched is None else self._watched.see(directory)
-        ended = self._publish(publisher, directory, job.step, job.checkpoint, job.id)
+        ended = self._publish_read(
+            publisher, lambda: open_asked(publisher, directory), job.step, job.checkpoint, job.id
+        )
         if self._watched is not None and seen is not None and isinstance(ended, Publication):
             self._watched.adopt(seen, ended.version)
         return ended
@@ -256,7 +260,13 @@ class Desk:
     ) -> None:
         request = watched.begin(choice, publisher.version)
         directory = watched.directory / chosen.name
-        ended = self._publish(publisher, directory, step_of(chosen.name), chosen.name, request)
+        ended = self._publish_read(
+            publisher,
+            lambda: publisher.open_checkpoint(directory),
+            step_of(chosen.name),
+            chosen.name,
+            request,
+        )
         if isinstance(ended, Publication):
             watched.succeed(chosen, ended.version)
         else:
@@ -268,13 +278,6 @@ class Desk:
         self._publish_read(publisher, lambda: received.open(handed), handed.step, source, request)
         received.end()
         self._wakeup.set()
-
-    def _publish(
-        self, publisher: Publisher, directory: Path, step: int | None, source: str, request: str
-    ) -> Publication | Failure:
-        return self._publish_read(
-            publisher, lambda: publisher.open_checkpoint(directory), step, source, request
-        )
 
     def _publish_read(
         self,
@@ -418,6 +421,19 @@ class Desk:
                 for name, failure in self._watched.refused()[-REFUSED_SHOWN:]
             ),
         )
+
+
+def open_asked(publisher: Publisher, directory: Path) -> NewWeights:
+    """A checkpoint that somebody named. Raises Refused where its files are such as no later try can open."""
+    try:
+        return publisher.open_checkpoint(directory)
+    except OSError as error:
+        if error.errno not in _CLOSED:
+            raise
+        raise Refused(
+            f"{error.filename or directory}: {error.strerror}",
+            remedy="let the publisher's user read the checkpoint and its files, and ask again",
+        ) from error
 
 
 def created_at(channel: Path, version: int | None) -> float:

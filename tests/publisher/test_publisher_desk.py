@@ -21,6 +21,7 @@ from daemonkit import (
     rename_in,
     shard,
     snapshot,
+    unprivileged,
     write,
     write_after,
 )
@@ -524,6 +525,29 @@ def test_a_job_that_fails_says_why_and_the_next_one_runs(
     states = [queue.get(job.id).state for job in (bad, gone, good)]  # type: ignore[union-attr]
     assert states == ["failed", "failed", "done"]
     assert "layer.0.up" in queue.get(bad.id).error.message  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("closed", ["", INDEX, "model-00001-of-00002.safetensors"])
+def test_an_unreadable_checkpoint_that_was_asked_for_holds_up_nothing(closed: str) -> None:
+    with unprivileged() as root:
+        places = Places.made(root)
+        office = Office(places, allow=[root])
+        office.desk.start()
+        queue = office.desk.queue
+        assert queue is not None
+        bad = queue.ask(str(write(root / "bad", weights(1))), None, None)
+        good = queue.ask(str(write(root / "good", weights(2))), 2, None)
+        (root / "bad" / closed).chmod(0)
+        rename_in(places.watch / "step_3", weights(3))
+        for _ in range(3):
+            office.step()
+        assert office.published() == [(1, 2), (2, 3)]
+        failure = queue.get(bad.id).error  # type: ignore[union-attr]
+        assert failure is not None and failure.error == "Refused" and "user" in failure.remedy
+        assert str(root / "bad" / closed) in failure.message and "Permission denied" in failure.message
+        assert queue.get(good.id).state == "done"  # type: ignore[union-attr]
+        office.desk.close()
+        (root / "bad" / closed).chmod(0o700)
 
 
 @pytest.mark.parametrize(("moved", "state"), [(True, "done"), (False, "queued")])
