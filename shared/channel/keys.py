@@ -15,6 +15,7 @@ from blake3 import blake3
 
 from weightcast.shared.errors import Refused
 from weightcast.shared.files import durable
+from weightcast.shared.files.paths import at_home
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -114,7 +115,7 @@ def trusted_keys(text: str | Path) -> tuple[PublicKey, ...]:
         return (parse_public_key(text, "trusted key"),)
     if not str(text):
         raise Refused("a trusted key is empty", remedy="give ed25519:<base64>, or a file of such lines")
-    path = Path(text)
+    path = at_home(Path(text))
     lines = _read(path, private=False).decode(errors="replace").splitlines()
     wanted = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
     if not wanted:

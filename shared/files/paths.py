@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from weightcast.shared.errors import DamagedFile
 
 
@@ -20,6 +23,12 @@ def is_plain(text: str) -> bool:
     if text.isascii():
         return text.isprintable()
     return all(ord(c) >= 0x20 and not 0x7F <= ord(c) < 0xA0 and not 0xD800 <= ord(c) < 0xE000 for c in text)
+
+
+def at_home(path: Path) -> Path:
+    """`~/x` in the home directory: no shell expands it after `--flag=`, nor do files of settings."""
+    text = os.fspath(path)
+    return Path(os.path.expanduser(text)) if text == "~" or text.startswith("~/") else path
 
 
 def is_utf8(path: str) -> bool:

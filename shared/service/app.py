@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, version
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 from weightcast.shared.errors import USAGE, Refused
+from weightcast.shared.files.paths import at_home
 from weightcast.shared.service.output import Output
 
 BROKEN_INSTALLATION = (ImportError, AttributeError, OSError)
@@ -67,6 +70,7 @@ _UsageError: Any = typer.BadParameter.__mro__[1]
 
 def call(app: typer.Typer, arguments: Sequence[str], output: Output) -> NoReturn:
     """Ends with SystemExit, or with what the verb raises."""
+    _find_homes(app)
     command = typer.main.get_command(app)
     if not output.json:
         command(arguments, prog_name="weightcast")
@@ -76,6 +80,25 @@ def call(app: typer.Typer, arguments: Sequence[str], output: Output) -> NoReturn
         output.error(BadUsage(error.format_message(), remedy="see --help"))
         code = USAGE
     sys.exit(code)
+
+
+def _find_homes(app: typer.Typer) -> None:
+    """Paths that verbs are given may begin with ~/."""
+    for one in app.registered_commands:
+        if one.callback is not None:
+            one.callback = _with_homes(one.callback)
+    for sub in app.registered_groups:
+        if sub.typer_instance is not None:
+            _find_homes(sub.typer_instance)
+
+
+def _with_homes(verb: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(verb)
+    def call_verb(**given: Any) -> Any:
+        at = {name: at_home(value) if isinstance(value, Path) else value for name, value in given.items()}
+        return verb(**at)
+
+    return call_verb
 
 
 def _print_version(wanted: bool) -> None:

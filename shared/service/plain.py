@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from weightcast.shared.files.paths import at_home
+
 if TYPE_CHECKING:
     import typer
 
@@ -131,7 +133,9 @@ def _parsed(option: Option, given: list[str]) -> object:
         raise _NotPlainError
     if option.kind is list:
         return given
-    return option.kind(text) if option.kind in (Path, str) else _number(option, text)
+    if option.kind is Path:
+        return at_home(Path(text))
+    return text if option.kind is str else _number(option, text)
 
 
 def _number(option: Option, text: str) -> int | float:

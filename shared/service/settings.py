@@ -22,7 +22,7 @@ from pydantic_settings import (
 
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.errors import USAGE, Refused, WeightcastError
-from weightcast.shared.files.paths import is_utf8
+from weightcast.shared.files.paths import at_home, is_utf8
 from weightcast.shared.service.addresses import is_host
 from weightcast.shared.service.secrets import hide_queries
 from weightcast.shared.service.threads import MEMORY_BUDGET
@@ -122,6 +122,14 @@ class ServiceSettings(BaseSettings):
         """A list in the environment is separated by white space."""
         field = cls.model_fields[info.field_name]
         return value.split() if isinstance(value, str) and is_list(field) else value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _find_homes(cls, value: object) -> object:
+        """Paths may begin with ~/."""
+        if isinstance(value, list):
+            return [at_home(one) if isinstance(one, Path) else one for one in value]
+        return at_home(value) if isinstance(value, Path) else value
 
     @field_validator("*", mode="after")
     @classmethod

@@ -30,7 +30,7 @@ FRAGMENTS = (
     ["--wait-engine", "0.25"], ["--wait-engine=2"], ["--wait-engine", "nan"], ["--threads", "3"],
     ["--threads", "0"], ["--threads", "٣"], ["--trusted-key", "a"], ["--trusted-key=b"], ["--take-over"],
     ["--take-over=1"], ["--json"], ["--no-json"], ["--help"], ["--"], ["--threa", "1"], ["more"], ["-5"],
-    ["--base", "--json"], ["--channel", "/d"],
+    ["--base", "--json"], ["--channel", "/d"], ["--base=~/b"], ["--base", "~other"],
 )  # fmt: skip
 
 
@@ -51,6 +51,20 @@ def typed(arguments: list[str], environment: dict[str, str]) -> dict[str, Any] |
 
 def read(arguments: list[str], environment: dict[str, str]) -> dict[str, object] | None:
     return Verb("verb", lambda **values: None, OPTIONS).read(arguments, environment)
+
+
+def test_the_home_directory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bash leaves ~ alone after --flag=, and a service manager in every variable."""
+    monkeypatch.setenv("HOME", "/h/me")
+    for read_by in (read, typed):
+        found = read_by(["~/ckpt", "--channel=~/c"], {"WEIGHTCAST_BASE": "~/b"})
+        assert found is not None
+        paths = {name: found[name] for name in ("checkpoint", "channel", "base")}
+        assert paths == {
+            "checkpoint": Path("/h/me/ckpt"),
+            "channel": Path("/h/me/c"),
+            "base": Path("/h/me/b"),
+        }
 
 
 def test_a_plain_line_is_read() -> None:

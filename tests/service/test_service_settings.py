@@ -41,6 +41,17 @@ def test_flags_win_over_environment_over_file(tmp_path: Path, monkeypatch: pytes
     assert settings.memory_budget == 256 << 20
 
 
+def test_the_home_directory_is_found_in_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text('watch = "~/watch"\nallow = ["~/a", "/b"]\n')
+    monkeypatch.setenv("HOME", "/h/me")
+    monkeypatch.setenv("WEIGHTCAST_LOCAL", "~/local")
+    settings = load_settings(PublisherSettings, {"channel": "~/channel", "base": "~user/base"}, config)
+    assert (settings.watch, settings.local) == (Path("/h/me/watch"), Path("/h/me/local"))
+    assert (settings.channel, settings.base) == (Path("/h/me/channel"), Path("~user/base"))
+    assert settings.allow == [Path("/h/me/a"), Path("/b")]
+
+
 def test_a_file_may_spell_settings_as_flags_do(tmp_path: Path) -> None:
     config = tmp_path / "c.toml"
     config.write_text("poll-seconds = 2\n")
