@@ -1,7 +1,7 @@
 """Names of the new weights against the run's tensors: rules without IO.
 
 Names are read as `names.resolve` does. Aliases (tied tensors) may be given or left out; frozen tensors may be
-left out. Everything else that does not fit is listed, all of it, and nothing is published.
+left out. Everything else that does not fit is looked for, told in one error, and nothing is published.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from weightcast.shared.local.seed import listing
 from weightcast.shared.words import TensorTable
 
 _MISSING = " is missing"
+_FEW = 3
+"""tensors of another dtype that are named one by one"""
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,33 @@ def _matched(
         elif not partial:
             problems.append(f"{spec.name}{_MISSING}")
     ties = _ties(problems, given, names, by_run, table, aliases)
+    problems = _grouped(problems, given, table, sources)
     if problems:
         raise Refused(
             f"the weights do not fit the run: {listing(problems)}",
             remedy=_remedy(given, table, sources, any(one.endswith(_MISSING) for one in problems)),
         )
     return Matched(sources, tuple(absent), tuple(ties), still, names.rules)
+
+
+def _grouped(
+    problems: list[str], given: TensorTable, table: TensorTable, sources: Mapping[int, str]
+) -> list[str]:
+    """`problems`, in which many tensors that differ in the dtype alone are told as one."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for number, name in sources.items():
+        found, wanted = given[given.numbers[name]], table[number]
+        if found.dtype != wanted.dtype and found.shape == wanted.shape:
+            said: list[str] = []
+            _check_form(said, given, name, table, number)
+            alike.setdefault((found.dtype, wanted.dtype), []).extend(said)
+    for (found_dtype, wanted_dtype), lines in alike.items():
+        if len(lines) > _FEW:
+            others = set(lines)
+            whole = "all " if len(lines) == len(table) else ""
+            one = f"{whole}{len(lines):,} tensors are {found_dtype}, the base has {wanted_dtype}"
+            problems = [one, *(line for line in problems if line not in others)]
+    return problems
 
 
 def _remedy(given: TensorTable, table: TensorTable, sources: Mapping[int, str], missing: bool) -> str:

@@ -141,7 +141,7 @@ def _check_listed(source: Source) -> None:
 
 
 def check_table(where: Path, found: TensorTable, expected: TensorTable) -> None:
-    """WrongRun that lists every tensor missing, extra, re-typed or re-shaped."""
+    """WrongRun that names tensors missing, extra, re-typed or re-shaped: the first, and how many more."""
     problems = table_problems(found, expected)
     if problems:
         raise WrongRun(
@@ -150,7 +150,7 @@ def check_table(where: Path, found: TensorTable, expected: TensorTable) -> None:
         )
 
 
-def listing(problems: Sequence[str], most: int = 50) -> str:
+def listing(problems: Sequence[str], most: int = 10) -> str:
     more = f"; and {len(problems) - most} more" if len(problems) > most else ""
     return "; ".join(problems[:most]) + more
 

@@ -69,6 +69,22 @@ def test_everything_that_does_not_fit_is_listed_at_once(place: Place, rng: np.ra
     )
 
 
+def test_a_whole_model_in_another_precision_is_one_problem(tmp_path: Path, rng: np.random.Generator) -> None:
+    place = make_place(tmp_path, {f"layer.{n:03}": tensor(rng, "BF16", 4, 4) for n in range(291)})
+    wide = {name: tensor(rng, "F32", 4, 4) for name in place.model}
+    with place.publisher() as publisher:
+        with pytest.raises(Refused) as caught:
+            publisher.publish_checkpoint(place.new(wide))
+        assert "run: all 291 tensors are F32, the base has BF16 (" in str(caught.value)
+        assert "`cast_like` rounds" in caught.value.remedy and "layer." not in str(caught.value)
+        with pytest.raises(Refused) as caught:
+            publisher.publish_checkpoint(place.new({**wide, "layer.000": place.model["layer.000"]}))
+        assert "run: 290 tensors are F32, the base has BF16 (" in str(caught.value)
+        few = {name: one for name, one in place.model.items() if name > "layer.100"}
+        with pytest.raises(Refused, match=r"layer\.009 is missing; and 91 more \("):
+            publisher.publish_checkpoint(place.new(few))
+
+
 def cut_tail(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 
