@@ -26,8 +26,8 @@ _CONSUMED = ".weightcast-consumed-"
 
 @dataclass(frozen=True)
 class Look:
-    """`unknown`: of directories whose files are not known; `names`: of all that are there; `unreadable`: which
-    of them could not be looked into."""
+    """`unknown`: of directories whose files are not known; `names`: of all that are there; `unreadable`:
+    which of them could not be looked into."""
 
     unknown: tuple[Sighting, ...]
     names: frozenset[str]
