@@ -46,7 +46,7 @@ from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import NeedsReseed, NotInTime, Refused, RetryLater
 from weightcast.shared.files.entries import exists
 from weightcast.shared.local.follow import open_base
-from weightcast.shared.local.local_checkpoint import LocalPaths
+from weightcast.shared.local.local_checkpoint import LocalPaths, ensure_room
 from weightcast.shared.local.scrub import Scrub
 from weightcast.shared.local.seed import check_other_files, check_table
 from weightcast.shared.service.daemon import Stop, Wakeup, failure_of
@@ -122,6 +122,7 @@ class Desk:
             )
             memory = paths.room / _INBOX
             self._watched = Watched(settings.watch, memory, rules, settings.consume, self._arrivals)
+            ensure_room(paths)
             self._watched.ignore_existing()
         self._meter.begin("base", 0)
         try:

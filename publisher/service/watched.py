@@ -84,10 +84,11 @@ class Watched:
 
     def ignore_existing(self) -> None:
         """Before anything else, if this directory was never watched from here: what is complete now was there
-        before. What comes while the publisher starts is new."""
+        before, also if this start comes to nothing. What comes while the publisher starts is new."""
         if exists(self._memory) or self._inbox.rules.existing or not is_directory(self.directory):
             return
         self._inbox.ignore_existing(self._look().unknown)
+        self._store()
 
     def _look(self) -> looks.Look:
         # Being put back is no arrival: the writer may be at it.

@@ -228,6 +228,23 @@ def test_what_lay_there_before(
     assert office.published() == expected
 
 
+def test_what_comes_while_a_first_start_fails_is_new_at_the_next(places: Places, opened: Opening) -> None:
+    rename_in(places.watch / "before", weights(9))
+
+    def kill(name: str, where: Path | None) -> None:
+        if name == "seed.copied":
+            raise KeyboardInterrupt
+
+    office = Office(places)
+    with watched(kill), pytest.raises(KeyboardInterrupt):
+        office.desk.start()
+    office.desk.close()
+    rename_in(places.watch / "step_1", weights(1))
+    later = opened()
+    later.settle()
+    assert later.published() == [(1, 1)]
+
+
 def test_a_restart_publishes_nothing_again(places: Places, opened: Opening) -> None:
     office = opened()
     rename_in(places.watch / "step_1", weights(1))
@@ -734,7 +751,8 @@ def test_another_base_is_refused(places: Places, opened: Opening) -> None:
     channel = snapshot(places.channel)
     with pytest.raises(WrongRun, match="base"):
         opened()
-    assert snapshot(places.channel) == channel and not places.local.exists()
+    assert snapshot(places.channel) == channel
+    assert list(snapshot(places.local)) == [".weightcast/inbox.json"], "nothing is seeded"
 
 
 def test_another_table_is_refused_without_reading_weights(places: Places, opened: Opening) -> None:
