@@ -26,8 +26,11 @@ from weightcast.shared.errors import DamagedFile, Refused
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
 from weightcast.shared.files.entries import exists, is_directory
+from weightcast.shared.service.daemon import Backoff
 from weightcast.shared.service.facts import Failure
 from weightcast.shared.service.logs import get_log
+
+_CONSUMING = Backoff(0.5, 300.0)
 
 log = get_log("inbox")
 
@@ -71,6 +74,10 @@ class Watched:
         self._clock = clock
         self._half_consumed: set[str] = set()
         """published, and kept from being deleted by an error of the disk"""
+        self._warned: set[str] = set()
+        """of those, what the log has heard of"""
+        self._failures, self._next_try = 0, 0.0
+        """of deleting them, in a row; when next, on the clock"""
         self._not_consumed: set[str] = set()
         """published, and not what was published any more"""
         self._inbox = Inbox(rules, _read(memory))
@@ -80,7 +87,7 @@ class Watched:
         """Once the local checkpoint is owned: keeps what construction saw, finishes what a kill left."""
         self.resume(made_for)
         if self._consume and is_directory(self.directory):
-            self._bury_leftovers()
+            self._begin_consuming()
 
     def ignore_existing(self) -> None:
         """Before anything else, if this directory was never watched from here: what is complete now was there
@@ -201,25 +208,37 @@ class Watched:
             log.warning("checkpoint not consumed", checkpoint=name, reason=str(error))
             self._not_consumed.add(name)
         except OSError as error:
-            log.warning("checkpoint not consumed yet", checkpoint=name, reason=str(error))
             self._half_consumed.add(name)
+            if name not in self._warned:
+                log.warning("checkpoint not consumed yet", checkpoint=name, reason=str(error))
+                self._warned.add(name)
 
     def _bury_leftovers(self) -> None:
         looks.bury_leftovers(self.directory)
         for name in looks.set_aside(self.directory):
             self._try_to_consume(name, looks.consume_aside)
 
+    def _begin_consuming(self) -> None:
+        try:
+            self._bury_leftovers()
+        except OSError as error:
+            log.warning("consumed checkpoints left behind", directory=str(self.directory), reason=str(error))
+
     def _finish_consuming(self) -> None:
-        """In the look after an error; one that lasts was logged."""
-        if not self._half_consumed:
+        """In the look after an error, and ever more rarely while it lasts."""
+        if not self._half_consumed or self._clock() < self._next_try:
             return
+        names, self._half_consumed = self._half_consumed, set()
         try:
             self._bury_leftovers()
         except OSError:
-            return
-        names, self._half_consumed = self._half_consumed, set()
-        for name in sorted(names & self._inbox.entries.keys()):
-            self._consume_published(name)
+            self._half_consumed |= names
+        else:
+            for name in sorted(names & self._inbox.entries.keys()):
+                self._consume_published(name)
+        self._warned &= self._half_consumed
+        self._failures = self._failures + 1 if self._half_consumed else 0
+        self._next_try = self._clock() + _CONSUMING.pause(self._failures) if self._failures else 0.0
 
     def _store(self) -> None:
         packed = pack_entries(self._inbox.entries)

@@ -389,6 +389,31 @@ def test_what_a_disk_error_left_of_a_consumed_checkpoint_goes_with_the_next_look
     assert next(errors, None) is None and office.published() == [(1, 1)]
 
 
+def test_where_consuming_is_not_permitted_the_log_hears_of_each_checkpoint_once(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with unprivileged() as root:
+        places = Places.made(root)
+        office = Office(places, consume=True, every=True)
+        office.desk.start()
+        for step in (1, 2):
+            rename_in(places.watch / f"step_{step}", weights(step))
+        places.watch.chmod(0o500)
+        for _ in range(20):
+            office.step()
+        assert office.published() == [(1, 1), (2, 2)]
+        logged = capfd.readouterr()
+        told = (logged.out + logged.err).count("checkpoint not consumed yet")
+        assert told == 2
+        places.watch.chmod(0o700)
+        wait_until(lambda: (office.step(), _is_empty(places.watch))[1])
+        office.desk.close()
+
+
+def _is_empty(watch: Path) -> bool:
+    return [path for path in watch.iterdir() if path.name != ".probe"] == []
+
+
 def test_a_kill_between_version_and_memory_publishes_nothing_twice(places: Places, opened: Opening) -> None:
     office = opened()
     rename_in(places.watch / "step_1", weights(1))
