@@ -57,6 +57,8 @@ class Sighting:
     """why it is not complete"""
     hidden: Marks = frozenset()
     """files that do not count as its own"""
+    link: bool = False
+    """it is a link to a directory"""
 
 
 class Outcome(StrEnum):
@@ -152,6 +154,7 @@ class Inbox:
 
     def choose(self, sightings: Sequence[Sighting], now: float) -> Choice:
         """`sightings`: of directories that are not known; `now` in seconds on a monotonic clock."""
+        sightings = _without_second_names(sightings)
         self._remember_looks(sightings, now)
         reasons = {each.name: self._reason_to_wait(each, now) for each in sightings}
         whole = sorted((each for each in sightings if self._is_whole(each)), key=_in_order)
@@ -276,6 +279,12 @@ class Inbox:
 
 def _but_last(names: Sequence[str], count: int) -> Sequence[str]:
     return names[: max(0, len(names) - count)]
+
+
+def _without_second_names(sightings: Sequence[Sighting]) -> list[Sighting]:
+    """Without links to what is among them under its own name."""
+    own = {each.files for each in sightings if not each.link}
+    return [each for each in sightings if not each.link or each.files not in own]
 
 
 def _entry(outcome: Outcome, sighting: Sighting) -> Entry:

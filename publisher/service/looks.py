@@ -101,10 +101,11 @@ def _stat(entry: os.DirEntry[str]) -> os.stat_result | None:
 def sight(directory: Path, files: Marks, marker: str | None, arrived: bool) -> Sighting:
     """`files`: the marks taken before. Raises OSError where it cannot be read."""
     finished = arrived or was_moved_in(directory) if marker is None else _is_marked(directory, files, marker)
+    link = is_link(directory)
     try:
         checkpoint = open_checkpoint(directory, follow_links=True)
     except WeightcastError as error:
-        return Sighting(directory.name, files, frozenset(), 0, finished, failure_of(error))
+        return Sighting(directory.name, files, frozenset(), 0, finished, failure_of(error), link=link)
     names = weight_names(checkpoint)
     weights = frozenset(mark for mark in files if mark.name in names)
     if len(weights) != len(names):
@@ -112,7 +113,7 @@ def sight(directory: Path, files: Marks, marker: str | None, arrived: bool) -> S
     signs = names if marker is None else names | {marker}
     hidden = frozenset(mark for mark in _all_files(directory) if is_plain(mark.name) and _is_hidden(mark))
     completed_ns = _completed_ns(directory, signs, finished)
-    return Sighting(directory.name, files, weights, completed_ns, finished, hidden=hidden)
+    return Sighting(directory.name, files, weights, completed_ns, finished, hidden=hidden, link=link)
 
 
 def weight_names(checkpoint: Checkpoint) -> set[str]:

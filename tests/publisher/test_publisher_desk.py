@@ -290,6 +290,16 @@ def test_consume_deletes_what_was_published_and_nothing_else(places: Places, ope
     assert office.published() == [(1, 1)]
 
 
+def test_a_link_to_the_newest_takes_nothing_from_it(places: Places, opened: Opening) -> None:
+    office = opened(consume=True)
+    (places.watch / "latest").symlink_to("checkpoint-100")
+    rename_in(places.watch / "checkpoint-100", weights(1))
+    office.settle()
+    assert office.published() == [(1, 100)]
+    assert office.desk.status().publications[0].source == "checkpoint-100"
+    assert not (places.watch / "checkpoint-100").exists()
+
+
 def test_what_was_added_to_a_checkpoint_while_it_was_published_stays(places: Places, opened: Opening) -> None:
     office = opened(consume=True)
     directory = rename_in(places.watch / "step_1", weights(1))
