@@ -414,13 +414,15 @@ class Desk:
     def _inbox_status(self) -> InboxStatus | None:
         if self._watched is None:
             return None
+        refused = self._watched.refused()
         return InboxStatus(
             watch=str(self._watched.directory),
             waiting=waiting_status(self._watched.waiting),
             refused=tuple(
-                RefusedStatus(name=name, error=failure)
-                for name, failure in self._watched.refused()[-REFUSED_SHOWN:]
+                RefusedStatus(name=name, error=failure) for name, failure in refused[-REFUSED_SHOWN:]
             ),
+            waiting_count=len(self._watched.waiting),
+            refused_count=len(refused),
         )
 
 

@@ -69,8 +69,8 @@ class Figures:
         self._held.set(status.held is not None)
         self._upkeep.set(bool(status.upkeep.problem))
         self._queue.set(len(status.queue))
-        self._waiting.set(0 if status.inbox is None else len(status.inbox.waiting))
-        self._refused.set(0 if status.inbox is None else len(status.inbox.refused))
+        self._waiting.set(0 if status.inbox is None else status.inbox.waiting_count)
+        self._refused.set(0 if status.inbox is None else status.inbox.refused_count)
         self._verify.show(status.verify, None if status.verify is None else status.verify.full_pass)
 
     def show_channel(self, created: float, claimed: int) -> None:

@@ -59,6 +59,9 @@ class InboxStatus(Frozen):
     watch: str
     waiting: tuple[WaitingStatus, ...] = ()
     refused: tuple[RefusedStatus, ...] = ()
+    waiting_count: int = 0
+    refused_count: int = 0
+    """of all, shown or not"""
 
 
 class UpkeepStatus(Frozen):

@@ -80,6 +80,8 @@ class Watched:
         """of deleting them, in a row; when next, on the clock"""
         self._not_consumed: set[str] = set()
         """published, and not what was published any more"""
+        self._present: frozenset[str] | None = None
+        """what the last look saw"""
         self._inbox = Inbox(rules, _read(memory))
         self._stored = b""
 
@@ -108,6 +110,7 @@ class Watched:
             if name in found.names
         }
         self._not_consumed &= found.names
+        self._present = found.names
         return found
 
     def _has_arrived(self, name: str, files: Marks) -> bool:
@@ -186,7 +189,12 @@ class Watched:
         self._store()
 
     def refused(self) -> list[tuple[str, Failure]]:
-        return self._inbox.refused()
+        """Of those that are there."""
+        return [
+            (name, failure)
+            for name, failure in self._inbox.refused()
+            if self._present is None or name in self._present
+        ]
 
     def _marks(self, name: str) -> Marks | None:
         try:

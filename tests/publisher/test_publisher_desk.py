@@ -33,6 +33,7 @@ from weightcast.publisher import Publisher
 from weightcast.publisher.care.orders import order_rollback
 from weightcast.publisher.service.desk import Desk
 from weightcast.publisher.service.settings import PublisherSettings
+from weightcast.publisher.service.status import REFUSED_SHOWN
 from weightcast.publisher.service.watched import Arrivals
 from weightcast.shared import failpoints
 from weightcast.shared.channel import marks
@@ -846,6 +847,35 @@ def test_metrics(places: Places, opened: Opening) -> None:
     text = generate_latest(office.registry).decode()
     assert 'weightcast_publications_total{outcome="done"} 1.0' in text
     assert "weightcast_version 1.0" in text and "weightcast_publish_seconds_count 1.0" in text
+
+
+def test_all_refused_checkpoints_are_counted_as_long_as_they_lie_there(
+    places: Places, opened: Opening
+) -> None:
+    office = opened()
+    for number in range(REFUSED_SHOWN + 5):
+        directory = places.watch / f"step_{number}"
+        write(places.watch / ".damaged", weights(1))
+        (places.watch / ".damaged" / INDEX).write_bytes(b"junk")
+        (places.watch / ".damaged").rename(directory)
+        office.arrivals.note(directory.name)
+    (places.watch / "growing").mkdir()
+    (places.watch / "growing" / INDEX).write_bytes(b"{")
+    office.step()
+
+    def counts() -> tuple[str, ...]:
+        lines = generate_latest(office.registry).decode().splitlines()
+        return tuple(line for line in lines if line.startswith("weightcast_inbox_"))
+
+    inbox = office.desk.status().inbox
+    assert inbox is not None and len(inbox.refused) == REFUSED_SHOWN
+    assert counts() == ("weightcast_inbox_waiting 1.0", f"weightcast_inbox_refused {REFUSED_SHOWN + 5}.0")
+    for number in range(REFUSED_SHOWN):
+        shutil.rmtree(places.watch / f"step_{number}")
+    office.step()
+    inbox = office.desk.status().inbox
+    assert inbox is not None and len(inbox.refused) == 5
+    assert counts() == ("weightcast_inbox_waiting 1.0", "weightcast_inbox_refused 5.0")
 
 
 def test_shards_of_another_split_are_the_same_weights(places: Places, opened: Opening) -> None:

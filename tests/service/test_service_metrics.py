@@ -202,7 +202,7 @@ def test_a_host_is_shown() -> None:
 def test_a_publisher_is_shown() -> None:
     registry = Metrics()
     figures = PublisherFigures(registry)
-    inbox = InboxStatus(watch="/w", waiting=waiting_status([Waiting("step_1", "grows")]))
+    inbox = InboxStatus(watch="/w", waiting=waiting_status([Waiting("step_1", "grows")]), waiting_count=1)
     status = PublisherStatus(
         channel="/c", local="/l", encoding="fast", run_id="r", version=4, epoch=2, inbox=inbox
     )
