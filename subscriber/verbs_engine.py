@@ -63,8 +63,10 @@ def _loaded(engine: str | None, ready_url: str | None, local: Path) -> Callable[
     if ready_url is not None and engine is None:
         wire = Wire(_spec(ready_url, local), PROBING)
         return lambda: _answers(wire)
+    given = "neither" if engine is None else "both"
     raise NoProbe(
-        "how is it seen that the engine has loaded?", remedy="give --engine kind=URL or --ready-url URL"
+        f"{given} of --engine and --ready-url is given: how is it seen that the engine has loaded?",
+        remedy="give one: --engine kind=URL as the subscriber has it, or --ready-url URL",
     )
 
 

@@ -8,14 +8,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.exceptions import HTTPException
 
 from weightcast.publisher.service.queue import QUEUE_LIMIT, Job, KeyReused, Queue, QueueFull
 from weightcast.shared.errors import Refused, RetryLater
 from weightcast.shared.files.entries import is_directory
 from weightcast.shared.files.paths import is_plain
 from weightcast.shared.service.facts import Failure
-from weightcast.shared.service.http import StrictRoute
+from weightcast.shared.service.http import Answer, StrictRoute
 
 _PATH_LIMIT = 4096
 _KEY_LIMIT = 255
@@ -60,11 +59,18 @@ def publication_routes(
                 check_checkpoint(request.checkpoint, roots)
                 job = opened().ask(*asked)
         except QueueFull:
-            raise HTTPException(
-                429, f"{QUEUE_LIMIT} publications wait already", {"Retry-After": "5"}
+            raise Answer(
+                429,
+                f"{QUEUE_LIMIT} publications wait already",
+                "ask again when one has ended",
+                {"Retry-After": "5"},
             ) from None
         except KeyReused:
-            raise HTTPException(409, "this key was used for another checkpoint or step") from None
+            raise Answer(
+                409,
+                "this key was used for another checkpoint or step",
+                "give each publication a key of its own",
+            ) from None
         wake()
         return job
 
@@ -73,7 +79,11 @@ def publication_routes(
         """A publication that was asked for: how it stands, or how it ended."""
         job = opened().get(id)
         if job is None:
-            raise HTTPException(404, "no publication of this id is remembered")
+            raise Answer(
+                404,
+                "no publication of this id is remembered",
+                "the newest are remembered: `weightcast channel log` lists what is out",
+            )
         return job
 
     return router

@@ -24,6 +24,7 @@ from weightcast.shared.codec.container import encode_chunk
 from weightcast.shared.codec.field import PayloadWriter, digest_stream
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.failpoints import failpoint
+from weightcast.shared.files.durable import named
 from weightcast.shared.files.paging import begin_write_back
 from weightcast.shared.files.safetensors import Entry, pack_header
 from weightcast.shared.words import ByteArray, Chunk, TensorTable, Words
@@ -86,7 +87,8 @@ class _Shard:
     def write(self, data: bytes) -> None:
         view = memoryview(data)
         while view:
-            done = os.pwrite(self._fd, view, self.data_start + self.end)
+            with named(self.path):
+                done = os.pwrite(self._fd, view, self.data_start + self.end)
             self.end += done
             view = view[done:]
         if self._durable and self.end - self._sent >= _SEND_BYTES:
@@ -97,10 +99,11 @@ class _Shard:
         header = pack_header(entries, metadata, reserve=self.data_start)
         if len(header) != self.data_start:
             raise DamagedFile(f"{self.path}: header of {len(header)} bytes outgrew {self.data_start}")
-        os.pwrite(self._fd, header, 0)
-        failpoint("shard.written", self.path)
-        if self._durable:
-            os.fsync(self._fd)
+        with named(self.path):
+            os.pwrite(self._fd, header, 0)
+            failpoint("shard.written", self.path)
+            if self._durable:
+                os.fsync(self._fd)
         self._close()
         failpoint("shard.synced", self.path)
         return file_record(self.path)

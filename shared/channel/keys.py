@@ -144,9 +144,13 @@ def _read(path: Path, *, private: bool) -> bytes:
             f"key file {path} cannot be read: {error.strerror}", remedy="check its name and permissions"
         ) from error
     with os.fdopen(fd, "rb") as file:
+        data = file.read(KEY_LIMIT + 1)
+        if private and data.startswith(_PREFIX.encode()):
+            raise Refused(
+                f"{path} is the public key", remedy="give the private one beside it, the file without .pub"
+            )
         if private and os.fstat(fd).st_mode & _OTHERS:
             raise Refused(f"{path} may be used by others than its owner", remedy=f"chmod 600 {path}")
-        data = file.read(KEY_LIMIT + 1)
     if len(data) > KEY_LIMIT:
         raise Refused(f"{path} is larger than {KEY_LIMIT} bytes", remedy="is it a key?")
     return data

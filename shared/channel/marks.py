@@ -69,9 +69,14 @@ def tagged(channel: Path, name: str) -> int:
 
 
 def _tag_name(name: str) -> str:
-    plain = file_name(name)
+    try:
+        plain = file_name(name)
+    except DamagedFile:
+        plain = "."
     if plain.startswith(".") or plain == "latest" or plain.isdecimal():
-        raise Refused(f"{name[:80]!r} cannot be a tag", remedy="give a name, not a number and not latest")
+        raise Refused(
+            f"{name[:80]!r} cannot be a tag", remedy="give a name without /, not a number and not latest"
+        )
     return plain
 
 

@@ -149,7 +149,10 @@ class Channel:
         """The main index of a version at or below the pointer. None when it is not there, or not wholly: a
         network mount may show the size of a moment ago."""
         if version > pointer.version:
-            raise RetryLater(f"version {version} is not published yet: the pointer says {pointer.version}")
+            raise RetryLater(
+                f"version {version} is not published yet: the newest is {pointer.version}",
+                remedy="sync again once it is out, or give one that `weightcast channel log` lists",
+            )
         directory = pointer.prefix / version_name(version)
         data = _read(directory / INDEX_NAME, INDEX_LIMIT)
         if data is None:

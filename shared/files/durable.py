@@ -75,16 +75,27 @@ def _temporary(target: Path, data: bytes, mode: int = 0o666, *, sync: bool = Tru
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         try:
-            write_all(fd, data)
-            failpoint("file.written", target)
-            if sync:
-                os.fsync(fd)
+            with named(target):
+                write_all(fd, data)
+                failpoint("file.written", target)
+                if sync:
+                    os.fsync(fd)
         finally:
             os.close(fd)
         failpoint("file.synced", target)
         yield path
     finally:
         path.unlink(missing_ok=True)
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Calls by a descriptor raise errors that name no file: here they name `path`."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:

@@ -135,7 +135,8 @@ def _command(
 
 def _of_disk(error: OSError) -> WeightcastError:
     if lacks_room(error):
-        return NoRoom(str(error), remedy="free space where it writes, then run it again")
+        where = f"on the file system of {error.filename}" if error.filename else "where it writes"
+        return NoRoom(str(error), remedy=f"free space {where}, then run it again")
     if isinstance(error, PermissionError) or error.errno == EROFS:
         return Refused(str(error), remedy="look at its owner and mode, and at how its file system is mounted")
     return WeightcastError(str(error))

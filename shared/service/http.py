@@ -22,7 +22,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from weightcast.shared.errors import RetryLater, WeightcastError
+from weightcast.shared.errors import DamagedFile, RetryLater, WeightcastError
 from weightcast.shared.files.strict_json import parse_object
 from weightcast.shared.service.docs_page import HEADERS, docs_page
 from weightcast.shared.service.facts import Facts, Failure, Readiness
@@ -34,6 +34,8 @@ DISCARD_LIMIT = 16 << 20
 """A body up to here is read to its end before it is refused: an answer to a peer that still sends is lost
 in the reset of its connection."""
 OPEN_PATH = "/healthz"
+_ONE_OBJECT = "send one JSON object, each key once: see /docs"
+_NO_ROUTE = "see /docs for what can be asked, and how"
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
@@ -46,8 +48,11 @@ class StrictRoute(APIRoute):
 
         async def strictly(request: Request) -> Response:
             body = await request.body()
-            if body:
-                parse_object(body, "the body")
+            try:
+                if body:
+                    parse_object(body, "the body")
+            except DamagedFile as error:
+                raise DamagedFile(error.message, remedy=_ONE_OBJECT) from error
             return await handle(request)
 
         return strictly
@@ -160,7 +165,9 @@ def _add_error_answers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     def by_framework(request: Request, error: HTTPException) -> Response:
-        return _failure(error.status_code, _phrase(error.status_code), str(error.detail), "", error.headers)
+        code = error.status_code
+        remedy = getattr(error, "remedy", "") or (_NO_ROUTE if code in (404, 405) else "")
+        return _failure(code, _phrase(code), str(error.detail), remedy, error.headers)
 
     @app.exception_handler(RequestValidationError)
     def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -169,6 +176,14 @@ def _add_error_answers(app: FastAPI) -> None:
         is_json = request.headers.get("content-type", "").lower().startswith("application/json")
         remedy = "see /docs" if is_json or request.method != "POST" else "send Content-Type: application/json"
         return _failure(422, "InvalidRequest", "; ".join(problems), remedy, None)
+
+
+class Answer(HTTPException):
+    """An error of a route, with what to do about it."""
+
+    def __init__(self, status: int, message: str, remedy: str, headers: dict[str, str] | None = None) -> None:
+        super().__init__(status, message, headers)
+        self.remedy = remedy
 
 
 def _failure(status: int, error: str, message: str, remedy: str, headers: Any) -> JSONResponse:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -21,9 +21,11 @@ from weightcast.shared.service.settings import (
     effective_settings,
     flag_of,
     is_list,
+    is_size,
     is_switch,
     load_settings,
     require_files,
+    size_text,
     trace_settings,
 )
 
@@ -61,7 +63,8 @@ def show_settings_command(app: typer.Typer, side: str, cls: type[S]) -> None:
         config, as_json = flags.pop("config"), flags.pop("as_json")
         shown = effective_settings(trace_settings(cls, flags, config))
         facts = {"settings": [asdict(one) for one in shown]}
-        Output(json=as_json).result(facts, lambda console: _show(console, shown))
+        sizes = {name for name, field in cls.model_fields.items() if is_size(field)}
+        Output(json=as_json).result(facts, lambda console: _show(console, shown, sizes))
 
     parameters = _parameters(cls)
     parameters.append(
@@ -74,12 +77,14 @@ def show_settings_command(app: typer.Typer, side: str, cls: type[S]) -> None:
     show.command(side, help=f"The settings of `weightcast {side} run`, given the same options.")(verb)
 
 
-def _show(console: Console, settings: Sequence[EffectiveSetting]) -> None:
+def _show(console: Console, settings: Sequence[EffectiveSetting], sizes: Collection[str]) -> None:
     from rich.table import Table
 
     table = Table("setting", "value", "from", box=None, pad_edge=False)
     for one in settings:
-        table.add_row(one.name, printable(_text(one.value)), printable(one.place or one.source))
+        in_bytes = one.value if one.name in sizes else None
+        text = size_text(in_bytes) if isinstance(in_bytes, int) else _text(one.value)
+        table.add_row(one.name, printable(text), printable(one.place or one.source))
     console.print(table)
 
 

@@ -302,6 +302,18 @@ def is_switch(field: FieldInfo) -> bool:
     return field.annotation is bool
 
 
+def is_size(field: FieldInfo) -> bool:
+    return ByteSize in _leaves(field.annotation)
+
+
+def size_text(nbytes: int) -> str:
+    """As a setting takes it, exactly: 16MiB."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if nbytes and nbytes % (1 << power) == 0:
+            return f"{nbytes >> power}{unit}"
+    return f"{nbytes}B"
+
+
 def type_name(field: FieldInfo) -> str:
     if is_list(field):
         return "list"
@@ -364,12 +376,21 @@ def _read_toml(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             data = file.read(CONFIG_LIMIT + 1)
         if len(data) > CONFIG_LIMIT:
-            raise BadSettings(f"configuration file {path} is larger than {CONFIG_LIMIT} bytes")
+            raise BadSettings(
+                f"configuration file {path} is larger than {CONFIG_LIMIT} bytes",
+                remedy="give a TOML file of settings",
+            )
         return {name.replace("-", "_"): value for name, value in tomllib.loads(data.decode()).items()}
     except OSError as error:
-        raise BadSettings(f"configuration file {path} cannot be read: {error.strerror}") from error
+        raise BadSettings(
+            f"configuration file {path} cannot be read: {error.strerror}",
+            remedy="correct --config, or its owner and mode",
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise BadSettings(f"configuration file {path} is not TOML: {error}") from error
+        raise BadSettings(
+            f"configuration file {path} is not TOML: {error}",
+            remedy='one setting a line, texts in quotes: local = "/data/policy"',
+        ) from error
 
 
 def _all_problems(
@@ -384,7 +405,8 @@ def _all_problems(
         host = values.get("host", cls.model_fields["host"].default)
         lines += filter(None, [_open_door(str(host), values.get("token") is not None)])
     return BadSettings(
-        "wrong settings:\n  " + "\n  ".join(lines), remedy="flags win over the environment and the file"
+        "wrong settings:\n  " + "\n  ".join(lines),
+        remedy="correct them where they are set; a flag wins over the environment, that over the file",
     )
 
 
@@ -406,4 +428,6 @@ def _problem(cls: type[ServiceSettings], error: ErrorDetails, origins: Mapping[s
     place = _place(name, origins.get(name, "default")) or "default"
     if name == "port" and str(error["input"]).startswith("tcp://"):
         return f"{name}: {_OF_KUBERNETES} ({place})"
+    if is_size(cls.model_fields[name]) and error["type"] == "greater_than_equal":
+        return f"{name}: give at least {size_text(error['ctx']['ge'])} ({place})"
     return f"{name}: {error['msg'].removeprefix('Value error, ')} ({place})"

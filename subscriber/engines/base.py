@@ -223,12 +223,13 @@ def parse_engine(text: str, local: Path) -> EngineSpec:
     copies = options.get("copies", "false" if kind == "webhook" else "true")
     if via == "live" and (kind == "webhook" or copies != "true"):
         raise BadEngineOption(f"--engine {text!r}: via=live is for vllm and sglang, which copy weights")
+    path = _checked(text, "path", options.get("path", str(local.absolute())), bool)
+    if not path.startswith("/"):
+        raise BadEngineOption(f"--engine {text!r}: path={path!r} must be absolute, as the engine sees it")
     spec = EngineSpec(
         kind=kind,
         url=url,
-        path=_checked(
-            text, "path", options.get("path", str(local.absolute())), lambda path: path.startswith("/")
-        ),
+        path=path,
         name=_checked(text, "name", options.get("name", _default_name(kind, url)), _NAME.fullmatch),
         policy=POLICIES[_checked(text, "policy", options.get("policy", "recompute"), POLICIES.__contains__)],
         copies_weights=_truth(text, "copies", copies),

@@ -42,7 +42,7 @@ def parse_target(text: str) -> Target:
     if _NUMBER.fullmatch(text):
         return Target(text, int(text))
     try:
-        if not text.startswith("."):
+        if not text.startswith(".") and not _NUMBER.fullmatch(text.removeprefix("-")):
             return Target(file_name(text))
     except DamagedFile:
         pass

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from weightcast.shared import failpoints
 from weightcast.shared.errors import DamagedFile, RetryLater
 from weightcast.shared.files import durable
 
@@ -35,6 +37,20 @@ def test_replace_that_fails_keeps_the_old_content(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         durable.replace(tmp_path / "taken", b"x")
     assert os.listdir(tmp_path) == ["taken"]
+
+
+def test_an_error_of_a_write_names_the_file(tmp_path: Path) -> None:
+    def fill(name: str, where: Path | None) -> None:
+        if name == "file.written":
+            raise OSError(errno.ENOSPC, "by design")
+
+    failpoints.watch(fill)
+    try:
+        with pytest.raises(OSError, match="by design") as caught:
+            durable.replace(tmp_path / "latest", b"000001")
+    finally:
+        failpoints.watch(None)
+    assert caught.value.filename == str(tmp_path / "latest") and list(tmp_path.iterdir()) == []
 
 
 def test_create_is_exclusive(tmp_path: Path) -> None:

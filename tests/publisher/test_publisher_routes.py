@@ -94,9 +94,15 @@ def test_a_key_belongs_to_one_request(door: Door) -> None:
     assert door.post({**body, "key": "one"}).json() == first
     other = door.post({**body, "step": 2, "key": "one"})
     assert other.status_code == 409 and "key" in other.json()["message"]
+    assert "a key of its own" in other.json()["remedy"]
     assert door.post(body).json()["id"] != first["id"]
     assert door.client.get(f"/v1/publications/{first['id']}").json() == first
-    assert door.client.get("/v1/publications/0000").status_code == 404
+    unknown = door.client.get("/v1/publications/0000")
+    assert unknown.status_code == 404 and "channel log" in unknown.json()["remedy"]
+    nowhere = door.client.get("/v1/nowhere")
+    assert nowhere.status_code == 404 and "/docs" in nowhere.json()["remedy"]
+    torn = door.client.post("/v1/publish", content=b"{", headers={"Content-Type": "application/json"})
+    assert torn.status_code == 422 and "one JSON object" in torn.json()["remedy"]
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,24 @@ def test_the_table_masks_secrets_too(
     assert len(text.splitlines()) == len(PublisherSettings.model_fields) + 1
 
 
+def test_sizes_have_units_in_the_table_and_in_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["config", "show", "publisher", "--channel", "/c", "--local", "/l", "--base", "/b"]
+    assert run([*asked, "--verify-rate", "0"]) == 0
+    rows = dict(line.split()[:2] for line in capsys.readouterr().out.splitlines())
+    assert (rows["memory_budget"], rows["verify_rate"]) == ("256MiB", "0B")
+    assert run([*asked, "--memory-budget", "1MiB"]) == 2
+    text = capsys.readouterr().err
+    assert "memory_budget: give at least 16MiB (--memory-budget)" in text and "remedy: correct them" in text
+    bad = tmp_path / "bad.toml"
+    bad.write_text("local = /data")
+    for config, remedy in ((bad, "texts in quotes"), (tmp_path / "none", "correct --config")):
+        assert run([*asked, "--config", str(config)]) == 2
+        text = capsys.readouterr().err
+        assert str(config) in text and remedy in text
+
+
 def test_settings_that_are_wrong_are_all_listed(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = [
         *("--local", "/l", "--host", "0.0.0.0", "--target", "../x", "--poll-seconds", "0"),

@@ -40,6 +40,12 @@ def test_a_directory_gets_both_files(tmp_path: Path, call: Any) -> None:
     assert "PRIVATE" not in out
 
 
+def test_the_public_key_signs_nothing(tmp_path: Path, call: Any) -> None:
+    assert call("keygen", "--out", tmp_path / "k.key")[0] == 0
+    code, _, err = call("channel", "sign", "--channel", tmp_path, "--sign-key", tmp_path / "k.key.pub")
+    assert code == 3 and "k.key.pub is the public key" in err and "without .pub" in err
+
+
 @pytest.mark.parametrize("present", ["run.key", "run.key.pub"])
 def test_nothing_is_overwritten(tmp_path: Path, call: Any, present: str) -> None:
     (tmp_path / present).write_text("precious")

@@ -57,6 +57,7 @@ ERRORS: dict[str, type[BaseException]] = {
     "read-only": OSError,
     "disk": OSError,
     "full": OSError,
+    "full at": OSError,
     "odd": ZeroDivisionError,
 }
 
@@ -82,6 +83,8 @@ def register_here(app: typer.Typer) -> None:
         error = ERRORS[kind]
         if issubclass(error, WeightcastError):
             raise error("latest\x1b[2J is torn", remedy="wait a little")
+        if kind == "full at":
+            raise OSError(ENOSPC, os.strerror(ENOSPC), "/data/policy")
         number = {"full": ENOSPC, "read-only": EROFS, "disk": EIO}.get(kind)
         raise error("by design") if number is None else error(number, os.strerror(number))
 
@@ -147,6 +150,11 @@ def test_an_interrupt_while_a_verb_is_imported(words: list[str], tmp_path: Path)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 130 and json.loads(done.stdout)["error"] == "Interrupted"
     assert done.stderr == ""
+
+
+def test_a_full_disk_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("channel", "fail", "full at") == 75
+    assert "remedy: free space on the file system of /data/policy" in capsys.readouterr().err
 
 
 def test_interrupts_disks_and_bugs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,6 +117,11 @@ def test_what_is_wrong_is_a_usage_error_that_lists_the_kinds(text: str) -> None:
     assert "secret" not in str(refused.value)
 
 
+def test_a_relative_path_is_told_as_such() -> None:
+    with pytest.raises(BadEngineOption, match="path='relative' must be absolute"):
+        parse_engine("webhook=http://h,path=relative", LOCAL)
+
+
 def test_engines_that_copy_weights_may_be_patched_in_memory() -> None:
     assert parse_engine("vllm=http://h,via=live", LOCAL).via == "live"
     assert parse_engine("vllm=http://h", LOCAL).via == "reload"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -44,6 +45,7 @@ from weightcast.subscriber.service.report import (
     describe,
 )
 from weightcast.subscriber.status import EngineStatus, HostStatus, LastError, UpdateStatus, served, weakest
+from weightcast.subscriber.step.host import known
 
 SERVED = EngineState(Mark.SERVED, 7, "label", "p1")
 FACTS = EngineFacts(reachable=True, label="7", process="p1")
@@ -146,6 +148,20 @@ def engine(mark: str, version: int | None, confirmed_by: str = "label") -> Engin
         "reason": "",
     }
     return EngineStatus(**facts)
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.EROFS, "mounted read-only"),
+        (errno.EACCES, "the right to it"),
+        (errno.ENOSPC, "free space"),
+        (errno.EIO, "nothing is lost; it is tried again"),
+    ],
+)
+def test_what_a_file_system_says_has_its_remedy(number: int, remedy: str) -> None:
+    error = known(OSError(number, "by design", "/data/policy"))
+    assert error.message == "/data/policy: by design" and remedy in error.remedy
 
 
 def test_served_is_the_lowest_that_is_sure() -> None:

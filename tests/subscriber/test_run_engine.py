@@ -315,6 +315,12 @@ def test_usage(tmp_path: Path, options: tuple[str, ...]) -> None:
     assert run_command(["run-engine", "--local", str(tmp_path), *options, "--", "true"]) == 2
 
 
+def test_usage_says_what_to_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["run-engine", "--local", str(tmp_path), "--", "true"]) == 2
+    text = capsys.readouterr().err
+    assert "neither of --engine and --ready-url is given" in text and "remedy: give one: --engine" in text
+
+
 def test_a_command_that_is_none(site: Site, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     host = site.host(run)
     host.step()

@@ -323,6 +323,17 @@ def test_a_channel_that_cannot_be_read_is_told_and_outlived(site: Site, run: Run
     assert daemon.term() == 0
 
 
+def test_targets_that_are_not_there_say_what_to_give(
+    site: Site, run: Run, weightcast: Callable[..., Done]
+) -> None:
+    run.publish()
+    asked = ("sync", "--channel", str(run.channel), "--local", str(site.root / "host"))
+    later = weightcast(*asked, "--base", str(run.base_dir), "--target", "99")
+    assert later.returncode == 75 and "the newest is 1" in later.stderr and "channel log" in later.stderr
+    none = weightcast(*asked, "--target=-1")
+    assert none.returncode == 2 and "give latest, a version's number or a tag" in none.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
