@@ -20,6 +20,12 @@ OK = 0
 USAGE = 2
 
 
+MEND_CHANNEL = (
+    "`weightcast channel verify` says what is damaged, `weightcast channel repair` brings right what can be"
+)
+"""the remedy for a damaged file of a channel"""
+
+
 def counted(number: int, noun: str) -> str:
     """For messages: "1 host", "2 hosts", "18,432 tensors"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

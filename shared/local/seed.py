@@ -21,7 +21,15 @@ from weightcast.shared.channel.base import Base, parse_base, write_base
 from weightcast.shared.channel.file_record import file_record
 from weightcast.shared.channel.index import INDEX_NAME, FileRecord, Index
 from weightcast.shared.digest.root import root
-from weightcast.shared.errors import DamagedFile, NeedsReseed, Refused, RetryLater, WrongRun, counted
+from weightcast.shared.errors import (
+    MEND_CHANNEL,
+    DamagedFile,
+    NeedsReseed,
+    Refused,
+    RetryLater,
+    WrongRun,
+    counted,
+)
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import Checkpoint, Place
@@ -37,7 +45,6 @@ from weightcast.shared.progress import Advance
 from weightcast.shared.words import ByteArray, TensorTable, Words
 
 _BLOCK = 8 << 20
-_DAMAGED = "run `weightcast channel verify`"
 _RESERVE = 1 << 20
 """bytes of free space asked for beside the weights: state, config, tokenizer"""
 
@@ -118,7 +125,17 @@ def _seeding_state(source: Source, keep: LocalState | None) -> LocalState:
 
 
 def check_source(source: Source, *, threads: int = 1, advance: Advance | None = None) -> None:
-    """Tensors, then config and tokenizer files, then all bytes against `source.position`."""
+    """Tensors, then config and tokenizer files, then all bytes against `source.position`. Raises WrongRun,
+    and DamagedFile where an anchor is the source: nobody gave it."""
+    try:
+        _check_source(source, threads, advance)
+    except WrongRun as error:
+        if source.anchor is None:
+            raise
+        raise DamagedFile(error.message, remedy=MEND_CHANNEL) from error
+
+
+def _check_source(source: Source, threads: int, advance: Advance | None) -> None:
     where = source.checkpoint.directory
     check_table(where, source.checkpoint.table, source.base.table)
     _check_listed(source)
@@ -137,7 +154,7 @@ def check_source(source: Source, *, threads: int = 1, advance: Advance | None = 
 def _check_listed(source: Source) -> None:
     for path in source.checkpoint.weight_files:
         if source.digests is not None and path.name not in source.digests:
-            raise DamagedFile(f"{path} is not listed in the anchor's index", remedy=_DAMAGED)
+            raise DamagedFile(f"{path} is not listed in the anchor's index", remedy=MEND_CHANNEL)
 
 
 def check_table(where: Path, found: TensorTable, expected: TensorTable) -> None:
@@ -304,7 +321,7 @@ def _cut(target: Path, size: int) -> None:
 def _check_digest(path: Path, read: blake3 | None, digests: Mapping[str, str] | None) -> None:
     """Of the bytes that were taken: lanes, which were compared before, are no proof against intent."""
     if read is not None and digests is not None and read.hexdigest() != digests[path.name]:
-        raise DamagedFile(f"{path} is not the file that its index lists", remedy=_DAMAGED)
+        raise DamagedFile(f"{path} is not the file that its index lists", remedy=MEND_CHANNEL)
 
 
 def _copy_into(source: Path, target: Path, hasher: blake3 | None, advance: Advance | None) -> None:
