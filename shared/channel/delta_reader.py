@@ -10,12 +10,13 @@ from typing import Literal, Protocol
 import numpy as np
 
 from weightcast.shared.channel.chunk_step import ChunkStep, bytes_of, chunk_entry_name
-from weightcast.shared.channel.index import STEP_ENCODINGS, ChunkRecord, ForeignIndex, Index
+from weightcast.shared.channel.index import INDEX_NAME, STEP_ENCODINGS, ChunkRecord, ForeignIndex, Index
+from weightcast.shared.channel.layout import from_name, version_name
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.container import decode_step
 from weightcast.shared.codec.field import PayloadReader, digest_stream, open_payload
 from weightcast.shared.digest.touched import SpanSums, span_sums
-from weightcast.shared.errors import DamagedFile
+from weightcast.shared.errors import MEND_CHANNEL, DamagedFile, UnknownFormat
 from weightcast.shared.files.durable import open_regular
 from weightcast.shared.files.safetensors import Header, read_header
 from weightcast.shared.words import ByteArray, Chunk, ChunkKey, TensorTable, Words
@@ -46,8 +47,9 @@ class _ShardFiles:
     """The version's shards; read with pread, never mapped. Opened for each read: a host far behind folds more
     of them than a process may hold open."""
 
-    def __init__(self, directory: Path, arrived: Arrived | None) -> None:
-        self._directory, self._arrived = directory, arrived
+    def __init__(self, directory: Path, place: str, arrived: Arrived | None) -> None:
+        """`place`: where the shards lie in the channel, for messages."""
+        self._directory, self._place, self._arrived = directory, place, arrived
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         if self._arrived is not None:
@@ -63,14 +65,20 @@ class _ShardFiles:
         while len(data) < length:
             more = os.pread(fd, length - len(data), offset + len(data))
             if not more:
-                raise DamagedFile(f"{self._directory / name}: ends {length - len(data)} bytes early")
+                raise DamagedFile(
+                    f"{self._place}/{name} ends {length - len(data)} bytes early", remedy=MEND_CHANNEL
+                )
             data += more
         return data
 
     def header(self, name: str) -> Header:
         if self._arrived is not None:
             self._arrived(name, None)
-        return read_header(self._directory / name)
+        try:
+            return read_header(self._directory / name)
+        except DamagedFile as error:
+            remedy = error.remedy or MEND_CHANNEL
+            raise DamagedFile(f"{self._place}/{name}: {error.message}", remedy=remedy) from error
 
 
 def _check_sums(record: ChunkRecord, sums: SpanSums, where: str) -> None:
@@ -84,17 +92,17 @@ def _check_sums(record: ChunkRecord, sums: SpanSums, where: str) -> None:
     if got.new != record.new or got.changed != record.changed:
         raise DamagedFile(
             f"{where}: decodes to other words than the publisher wrote",
-            remedy="the delta is damaged: run `weightcast channel verify`",
+            remedy=MEND_CHANNEL,
         )
 
 
-def _check_used(records: Mapping[ChunkKey, ChunkRecord], used: set[ChunkKey], version: int) -> None:
+def _check_used(records: Mapping[ChunkKey, ChunkRecord], used: set[ChunkKey], place: str) -> None:
     """The index may list only chunks of the grid that its parts make."""
     if len(used) != len(records):
         key = min(records.keys() - used)
         raise DamagedFile(
-            f"version {version}: {chunk_entry_name(key)} is listed, and no such chunk changes",
-            remedy="the index is damaged: run `weightcast channel verify`",
+            f"{place}/{INDEX_NAME}: {chunk_entry_name(key)} is listed, and no such chunk changes",
+            remedy=MEND_CHANNEL,
         )
 
 
@@ -105,8 +113,8 @@ class BlobReader:
 
     def __init__(self, index: Index, directory: Path, arrived: Arrived | None = None) -> None:
         self._records = {record.key: record for record in index.chunks}
-        self._files = _ShardFiles(directory, arrived)
-        self._version = index.version
+        self._place = place_of(index)
+        self._files = _ShardFiles(directory, self._place, arrived)
         self._used: set[ChunkKey] = set()
 
     def touches(self, chunk: Chunk) -> bool:
@@ -115,22 +123,34 @@ class BlobReader:
     def step(self, chunk: Chunk, old: Words) -> ChunkStep:
         record = self._records[chunk.key]
         blob = self._files.read(record.file, record.offset, record.length)
-        where = f"{record.file} of version {self._version}, {chunk_entry_name(chunk.key)}"
+        where = f"{self._place}/{record.file}, {chunk_entry_name(chunk.key)}"
         try:
             changes, sums = decode_step(blob, chunk, old)
         except DamagedFile as error:
-            raise DamagedFile(f"{where}: {error.message}", remedy=error.remedy) from error
+            raise DamagedFile(f"{where}: {error.message}", remedy=MEND_CHANNEL) from error
+        except UnknownFormat as error:
+            raise UnknownFormat(f"{where}: {error.message}", remedy=error.remedy) from error
         _check_sums(record, sums, where)
         self._used.add(chunk.key)
         return ChunkStep(changes, sums)
 
     def finish(self) -> None:
-        _check_used(self._records, self._used, self._version)
+        _check_used(self._records, self._used, self._place)
+
+
+def place_of(index: Index | ForeignIndex) -> str:
+    """The directory of a delta's shards in its channel: for messages, as they are read from a copy."""
+    main = version_name(index.version)
+    is_beside = isinstance(index, Index) and index.main != ""
+    return f"{main}/{from_name(index.base_version)}" if is_beside else main
 
 
 def payload_encoding(index: Index | ForeignIndex) -> PayloadEncoding:
     if index.encoding is None or index.encoding == "fast" or index.encoding == "small":
-        raise DamagedFile(f"version {index.version}: encoding {index.encoding} has no payloads per tensor")
+        raise DamagedFile(
+            f"{place_of(index)}/{INDEX_NAME}: encoding {index.encoding} has no payloads per tensor",
+            remedy=MEND_CHANNEL,
+        )
     return index.encoding
 
 
@@ -147,10 +167,10 @@ class FieldReader:
         arrived: Arrived | None = None,
     ) -> None:
         self._table = table
-        self._files = _ShardFiles(directory, arrived)
+        self._place = place_of(index)
+        self._files = _ShardFiles(directory, self._place, arrived)
         self._weight_map = index.weight_map
         self._encoding = payload_encoding(index)
-        self._version = index.version
         self._checksum_format = "xxh3-128"
         self._records: dict[ChunkKey, ChunkRecord] | None = None
         if isinstance(index, ForeignIndex):
@@ -163,7 +183,9 @@ class FieldReader:
         self._done: set[str] = set()
         unknown = sorted(set(self._weight_map) - set(table.numbers))
         if unknown:
-            raise DamagedFile(f"version {self._version}: unknown tensors {', '.join(unknown[:5])}")
+            raise DamagedFile(
+                f"{self._place}/{INDEX_NAME}: unknown tensors {', '.join(unknown[:5])}", remedy=MEND_CHANNEL
+            )
 
     def touches(self, chunk: Chunk) -> bool:
         return any(self._table[span.tensor].name in self._weight_map for span in chunk.spans)
@@ -186,10 +208,10 @@ class FieldReader:
     def _check(self, chunk: Chunk, sums: SpanSums) -> None:
         if self._records is None:
             return
-        where = f"version {self._version}, {chunk_entry_name(chunk.key)}"
+        where = f"{self._place}, {chunk_entry_name(chunk.key)}"
         record = self._records.get(chunk.key)
         if record is None and len(sums):
-            raise DamagedFile(f"{where}: changes that the index does not list")
+            raise DamagedFile(f"{where}: changes that the index does not list", remedy=MEND_CHANNEL)
         if record is not None:
             _check_sums(record, sums, where)
             self._used.add(chunk.key)
@@ -206,15 +228,16 @@ class FieldReader:
             self._headers[shard] = self._files.header(shard)
         header = self._headers[shard]
         entry = header.entries.get(spec.name)
-        where = f"{shard} of version {self._version}, {spec.name}"
+        where = f"{self._place}/{shard}, {spec.name}"
         if entry is None or entry.dtype != "U8" or len(entry.shape) != 1:
-            raise DamagedFile(f"{where}: no payload in the shard that the index names")
+            raise DamagedFile(f"{where}: no payload in the shard that the index names", remedy=MEND_CHANNEL)
         begin = header.data_start + entry.begin
         payload = open_payload(
             self._encoding,
             lambda offset, length: self._files.read(shard, begin + offset, length),
             entry.end - entry.begin,
             spec.nbytes,
+            name=where,
         )
         return _TensorStream(where, payload, self._checksum_format, header.metadata.get(spec.name))
 
@@ -227,9 +250,11 @@ class FieldReader:
             name for name in self._weight_map if self._table[self._table.numbers[name]].nbytes
         } - self._done
         if missing:
-            raise DamagedFile(f"version {self._version}: {sorted(missing)[0]} was not read to its end")
+            raise DamagedFile(
+                f"{self._place}: {sorted(missing)[0]} was not read to its end", remedy=MEND_CHANNEL
+            )
         if self._records is not None:
-            _check_used(self._records, self._used, self._version)
+            _check_used(self._records, self._used, self._place)
 
 
 class _TensorStream:
@@ -237,7 +262,7 @@ class _TensorStream:
         self._where, self._payload, self._expected = where, payload, expected
         self._digest = digest_stream(checksum_format)
         if expected is None:
-            raise DamagedFile(f"{where}: its shard names no checksum")
+            raise DamagedFile(f"{where}: its shard states no checksum of it", remedy=MEND_CHANNEL)
 
     def step(self, old: ByteArray, last: bool) -> ByteArray:
         new = self._payload.step(old)

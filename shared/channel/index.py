@@ -32,6 +32,7 @@ from weightcast.shared.channel.records import (
 from weightcast.shared.channel.tensor_records import TensorRecords
 from weightcast.shared.codec.choose import StepEncoding
 from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.root import root
 from weightcast.shared.errors import DamagedFile, UnknownFormat
 from weightcast.shared.files.paths import file_name, is_plain
 from weightcast.shared.files.strict_json import MAX_INTEGER, Members, parse_object, write_object
@@ -232,15 +233,22 @@ def _chunk_rows(index: Index) -> list[list[object]]:
 
 
 def parse_index(
-    data: bytes, table: TensorTable, *, what: str = INDEX_NAME, top: Members | None = None
+    data: bytes,
+    table: TensorTable,
+    *,
+    what: str = INDEX_NAME,
+    top: Members | None = None,
+    run: str | None = None,
 ) -> Index:
     """Checks everything that can be checked without the shards. Raises DamagedFile, UnknownFormat and, for
-    another component, Refused; `what` names the file; `top`: what `read_top` made of `data`. The last few are
-    remembered: several read the index of a version, which may have several 100,000 tensors."""
+    another component, Refused; `what` names the file; `top`: what `read_top` made of `data`; `run`: of the
+    channel, whose table says nothing of another run's tensors. The last few are remembered: several read the
+    index of a version, which may have several 100,000 tensors."""
     known = remembered(data, table)
     if known is not None:
+        _check_run(known.run_id, run, what)
         return known
-    index = _parsed(data, table, what, read_top(data, what) if top is None else top)
+    index = _parsed(data, table, what, read_top(data, what) if top is None else top, run)
     _REMEMBERED[index.digest] = table, index
     while len(_REMEMBERED) > _MOST_REMEMBERED:
         _REMEMBERED.popitem(last=False)
@@ -253,10 +261,16 @@ def remembered(data: bytes, table: TensorTable) -> Index | None:
     return known[1] if known is not None and known[0] is table else None
 
 
-def _parsed(data: bytes, table: TensorTable, what: str, top: Members) -> Index:
+def _check_run(found: str, run: str | None, what: str) -> None:
+    if run is not None and found != run:
+        raise DamagedFile(f"{what}: it is of run {found!r}, its channel of run {run!r}")
+
+
+def _parsed(data: bytes, table: TensorTable, what: str, top: Members, run: str | None) -> Index:
     facts = Members(top.object(_OURS), f"{what}: {_OURS}")
     check_format(facts, what)
     check_component(facts, what)
+    _check_run(run_id(facts), run, what)
     files = file_records(facts, what)
     rows = facts.object("tensors")
     index = Index(
@@ -285,6 +299,7 @@ def _parsed(data: bytes, table: TensorTable, what: str, top: Members) -> Index:
     if not top.object("metadata").items() >= _metadata(index).items():
         raise DamagedFile(f"{what}: its metadata contradicts its member {_OURS!r}")
     check_index(index, table, what)
+    _check_root(index, table, what)
     return index
 
 
@@ -402,6 +417,15 @@ def _check_tensors(index: Index, table: TensorTable, what: str) -> None:
     for row in np.flatnonzero((records.changed < 0) | (records.changed > most))[:1].tolist():
         name, changed = records.names[row], int(records.changed[row])
         raise DamagedFile(f"{what}: {changed} changes in tensor {name[:80]!r}")
+
+
+def _check_root(index: Index, table: TensorTable, what: str) -> None:
+    """Only an anchor has the lanes of all tensors; a delta's are checked when it is applied."""
+    if index.kind == "delta":
+        return
+    lanes = index.tensors.put(table, np.zeros((len(table), 2), np.uint64))
+    if root(table, lanes) != index.root:
+        raise DamagedFile(f"{what}: the lanes of its tensors are not those of its root")
 
 
 def _check_chunks(index: Index, table: TensorTable, what: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,7 +36,14 @@ from weightcast.shared.channel.signing import (
     stated_by,
     stated_by_base,
 )
-from weightcast.shared.errors import DamagedFile, Refused, RetryLater, UnknownFormat, Untrusted
+from weightcast.shared.errors import (
+    MEND_CHANNEL,
+    DamagedFile,
+    Refused,
+    RetryLater,
+    UnknownFormat,
+    Untrusted,
+)
 from weightcast.shared.files.apart import require_directory
 from weightcast.shared.files.durable import read_file
 from weightcast.shared.files.entries import exists, is_directory, is_file
@@ -97,14 +106,16 @@ class Channel:
             if trust is not None:
                 _refuse_unsigned(foreign)
             return foreign
-        parsed = parse_channel_file(file)
+        with _read_from(layout.channel_json):
+            parsed = parse_channel_file(file)
         data = _read(layout.base_json)
         if data is None:
             raise DamagedFile(
                 f"{layout.base_json} is missing", remedy="restore it; nothing can be checked without"
             )
         stated = _stated(trust, layout.base_json, data)
-        base = parse_base(data)
+        with _read_from(layout.base_json):
+            base = parse_base(data)
         if stated is not None:
             require_same(stated, stated_by_base(base, stated.time), str(layout.base_json))
         if base.run_id != parsed.run_id:
@@ -136,6 +147,11 @@ class Channel:
         pointer = read_pointer(self.directory)
         if pointer is not None and self.foreign and exists(self.layout.channel_json):
             raise NoChannel(f"{self.directory} is being made", remedy="the next look finds it")
+        if pointer is not None and pointer.run is not None and not self.foreign:
+            raise DamagedFile(
+                f"{self.layout.latest} names run {pointer.run!r}, as only foreign channels' pointers do",
+                remedy="write the version to be served into it, six digits",
+            )
         return pointer
 
     def pointed(self) -> int:
@@ -147,7 +163,7 @@ class Channel:
         self, pointer: Pointer, version: int, table: TensorTable
     ) -> Index | ForeignIndex | FullVersion | None:
         """The main index of a version at or below the pointer. None when it is not there, or not wholly: a
-        network mount may show the size of a moment ago."""
+        network mount may show the size of a moment ago. Raises Refused for one that is damaged."""
         if version > pointer.version:
             raise RetryLater(
                 f"version {version} is not published yet: the newest is {pointer.version}",
@@ -157,7 +173,7 @@ class Channel:
         data = _read(directory / INDEX_NAME, INDEX_LIMIT)
         if data is None:
             return _single_file(directory, version) if self.foreign else None
-        if not data.rstrip().endswith(b"}"):
+        if _is_cut(data):
             return None
         return self._parse(data, directory, version, table)
 
@@ -166,8 +182,10 @@ class Channel:
     ) -> Index | ForeignIndex | FullVersion:
         # what nobody vouches for is not parsed, nor what was parsed before
         plain = self.trust is not None or remembered(data, table) is not None
-        top = None if plain else read_top(data)
-        kind = "ours" if top is None else describe(data, top)
+        path = directory / INDEX_NAME
+        with _read_from(path):
+            top = None if plain else read_top(data)
+            kind = "ours" if top is None else describe(data, top)
         if kind == "ours" and not self.foreign:
             index = self._ours(data, directory, version, table, "", top)
             _require(not index.main, f"{directory}: its index belongs beside another")
@@ -178,17 +196,19 @@ class Channel:
                 remedy="restore channel.json",
             )
         if not self.foreign:
-            raise DamagedFile(f"{directory}: its index was not written by weightcast")
+            raise DamagedFile(f"{path} was not written by weightcast", remedy=MEND_CHANNEL)
         if kind == "full":
             return FullVersion(version, digest_of(data), directory)
-        foreign = parse_foreign(data)
+        with _read_from(path):
+            foreign = parse_foreign(data)
         _require(foreign.version == version, f"{directory}: its index is of version {foreign.version}")
         return _told_apart(foreign, directory, data)
 
     def anchor(self, version: int, table: TensorTable) -> Index | None:
         """The index of the anchor beside a version."""
         index = self._beside(self.layout.anchor_dir(version), version, table)
-        _require(index is None or index.kind == "anchor", f"anchor of {version}: wrong index")
+        wrong = f"{self.layout.anchor_dir(version)}: its index is not that of an anchor"
+        _require(index is None or index.kind == "anchor", wrong)
         return index
 
     def _ours(
@@ -205,17 +225,17 @@ class Channel:
         file, _ = self.require_ours()
         path = directory / INDEX_NAME
         stated = _stated(self.trust, path, data)
-        index = parse_index(data, table, top=top)
+        with _read_from(path):
+            index = parse_index(data, table, top=top, run=file.run_id)
         if stated is not None:
             require_same(stated, stated_by(index, index.digest, main), str(path))
         _require(index.version == version, f"{directory}: its index is of version {index.version}")
-        _require(index.run_id == file.run_id, f"{directory}: its index is of run {index.run_id}")
         return index
 
     def _beside(self, directory: Path, version: int, table: TensorTable) -> Index | None:
         """An index that lies beside the version's main one, and was signed for exactly that one."""
         data = _read(directory / INDEX_NAME, INDEX_LIMIT)
-        if data is None or not data.rstrip().endswith(b"}"):
+        if data is None or _is_cut(data):
             return None
         main = b"" if self.trust is None else _read(self.layout.index(version), INDEX_LIMIT)
         if main is None:
@@ -291,7 +311,22 @@ def _refuse_unsigned(foreign: Channel) -> None:
 
 def _require(holds: bool, problem: str) -> None:
     if not holds:
-        raise DamagedFile(problem, remedy="run `weightcast channel verify`")
+        raise DamagedFile(problem, remedy=MEND_CHANNEL)
+
+
+def _is_cut(data: bytes) -> bool:
+    """Whether it may be the beginning of an index."""
+    return data.lstrip()[:1] in (b"", b"{") and not data.rstrip().endswith(b"}")
+
+
+@contextlib.contextmanager
+def _read_from(path: Path) -> Iterator[None]:
+    """Parsers know what is wrong; which file it is, and what to do about it, is known here."""
+    try:
+        yield
+    except Refused as error:
+        problem = error.message.removeprefix(f"{path.name}: ")
+        raise type(error)(f"{path}: {problem}", remedy=error.remedy or MEND_CHANNEL) from error
 
 
 def _read(path: Path, limit: int = _CHANNEL_FILE_LIMIT) -> bytes | None:

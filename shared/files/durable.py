@@ -164,7 +164,10 @@ def _read_once(path: Path, limit: int, follow_links: bool) -> bytes | None:
         while block := os.read(fd, min(_BLOCK, limit + 1 - len(data))):
             data += block
         if len(data) > limit:
-            raise DamagedFile(f"{path} is larger than the {limit} bytes that such a file may have")
+            raise DamagedFile(
+                f"{path} is larger than the {limit} bytes that such a file may have",
+                remedy="find out what wrote it; restore it or take it away",
+            )
         return bytes(data) if len(data) == os.fstat(fd).st_size else None
     finally:
         os.close(fd)

@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 
 from weightcast.shared.channel.chunk_step import ChunkStep
-from weightcast.shared.channel.delta_reader import DeltaReader, open_delta
-from weightcast.shared.channel.index import ForeignIndex, Index
+from weightcast.shared.channel.delta_reader import DeltaReader, open_delta, place_of
+from weightcast.shared.channel.index import INDEX_NAME, ForeignIndex, Index
 from weightcast.shared.codec.changes import Changes
 from weightcast.shared.codec.parallel import ordered
 from weightcast.shared.digest.lanes import LanesArray
 from weightcast.shared.digest.root import root
 from weightcast.shared.digest.step_sums import StepSums
-from weightcast.shared.errors import DamagedFile, Forked, RetryLater
+from weightcast.shared.errors import MEND_CHANNEL, DamagedFile, Forked, RetryLater
 from weightcast.shared.files.space import NoRoom, lacks_room
 from weightcast.shared.local.journal import JournalHeader, JournalWriter
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
@@ -228,19 +228,16 @@ def _settle(
 
 
 def _check_version(index: Index, table: TensorTable, lanes: LanesArray, sums: StepSums, found: str) -> None:
-    remedy = "nothing was written; run `weightcast channel verify`"
+    remedy = f"nothing was written; {MEND_CHANNEL}"
+    where = f"{place_of(index)}/{INDEX_NAME}"
     records = index.tensors
     listed = records.numbers(table)
     for number in np.setxor1d(listed, sums.changed)[:1].tolist():
         raise DamagedFile(
-            f"version {index.version}: {table[number].name} changes and is not listed, or the reverse",
+            f"{where}: {table[number].name} changes and is not listed, or the reverse",
             remedy=remedy,
         )
     for row in np.flatnonzero((lanes[listed] != records.lanes).any(axis=1))[:1].tolist():
-        raise DamagedFile(
-            f"version {index.version}: {records.names[row]} does not get the stated lanes", remedy=remedy
-        )
+        raise DamagedFile(f"{where}: {records.names[row]} does not get the stated lanes", remedy=remedy)
     if found != index.root:
-        raise DamagedFile(
-            f"version {index.version}: root {found[:16]}, stated {index.root[:16]}", remedy=remedy
-        )
+        raise DamagedFile(f"{where}: root {found[:16]}, stated {index.root[:16]}", remedy=remedy)

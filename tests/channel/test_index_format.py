@@ -24,6 +24,7 @@ from weightcast.shared.channel.index import (
 )
 from weightcast.shared.channel.tensor_records import TensorRecord, TensorRecords
 from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.root import root
 from weightcast.shared.errors import DamagedFile, Refused, UnknownFormat
 from weightcast.shared.words import ChunkKey, Part, Segment, TensorSpec, TensorTable, whole_part
 
@@ -80,6 +81,7 @@ ANCHOR = replace(
     base_root="",
     parent="",
     encoding=None,
+    root=root(TABLE, np.zeros((len(TABLE), 2), np.uint64)),
     weight_map={spec.name: SHARD for spec in TABLE},
     tensors=records(**{spec.name: TensorRecord(Lanes(), 0) for spec in TABLE}),
     parts=(),
