@@ -18,7 +18,14 @@ from weightcast.shared.channel.layout import version_name
 from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel, FullVersion
-from weightcast.shared.errors import Forked, NeedsReseed, Refused, RetryLater, WrongRun
+from weightcast.shared.errors import (
+    MEND_CHANNEL,
+    Forked,
+    NeedsReseed,
+    Refused,
+    RetryLater,
+    WrongRun,
+)
 from weightcast.shared.files.checkpoint import Checkpoint, open_checkpoint
 from weightcast.shared.local import patch as patching
 from weightcast.shared.local import spare
@@ -368,7 +375,11 @@ class Follower:
         if main.kind != "anchor":
             beside = channel.anchor(version, base.table)
             if beside is None or beside.root != main.root:
-                raise Forked(f"the anchor of version {version} is not that of its index")
+                raise Forked(
+                    f"{channel.layout.anchor_dir(version)} is not the anchor of version {version}: "
+                    "its index is missing or states another root",
+                    remedy=MEND_CHANNEL,
+                )
             anchor, directory = beside, channel.layout.anchor_dir(version)
         return _Anchor(main, anchor, directory)
 

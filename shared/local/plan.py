@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from weightcast.shared.channel.shown import Shown
+from weightcast.shared.errors import MEND_CHANNEL
 
 FULL = -1
 """stands for the base version where full weights are meant"""
@@ -68,6 +69,8 @@ class Facts:
     exact: bool = False
     avoid: Collection[tuple[int, int]] = ()
     """what was found damaged, as version and base version, `FULL` for full weights: no way leads over it"""
+    damaged: Collection[int] = ()
+    """versions in `links` mapped to None because their index cannot be used"""
     blocked: frozenset[str] = frozenset()
     epoch: int = 0
     """the highest that was ever followed here, also before a reseed"""
@@ -271,7 +274,9 @@ def _seed(facts: Facts, reason: str) -> Plan:
         why = dict.fromkeys(filter(None, [reason, _why_not(facts, None)]))
         return Refuse(
             ": ".join([f"version {facts.target} cannot be reached", *why]),
-            "give --base with the run's base checkpoint, or have the publisher write an anchor",
+            MEND_CHANNEL
+            if facts.damaged
+            else "give --base with the run's base checkpoint, or have the publisher write an anchor",
         )
     return Seed(way.version, _legs(facts, way), reason or "no local checkpoint yet")
 
@@ -446,6 +451,8 @@ def _why_not(facts: Facts, here: Here | None) -> str:
     version, expected = facts.target, None
     while version > stop_at:
         link = facts.links.get(version)
+        if link is None and version in facts.damaged:
+            return f"the index of version {version} is damaged"
         if link is None:
             return f"version {version} is no longer in the channel" if version in facts.links else ""
         if expected is not None and link.digest != expected:

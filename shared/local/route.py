@@ -16,6 +16,7 @@ from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.store import Channel, FullVersion
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater
+from weightcast.shared.files.entries import exists
 from weightcast.shared.local.plan import (
     Facts,
     Here,
@@ -109,7 +110,7 @@ def find_route(
         facts = _answered(facts, route, reader)
         route = replace(route, plan=plan(facts))
     if isinstance(route.plan, Refuse) and reader.damaged:
-        reasons = "; ".join([route.plan.reason, *reader.damaged[:3]])
+        reasons = "; ".join([route.plan.reason, *list(reader.damaged.values())[:3]])
         route = replace(route, plan=replace(route.plan, reason=reasons))
     return route
 
@@ -132,7 +133,7 @@ def _answered(facts: Facts, route: Route, reader: _IndexReader) -> Facts:
             skips[need.version, need.base_version] = None if skip is None else link_of(skip)
             if skip is not None:
                 route.skips[need.version, need.base_version] = skip
-    return replace(facts, links=links, skips=skips)
+    return replace(facts, links=links, skips=skips, damaged=frozenset(reader.damaged))
 
 
 def _here(state: LocalState | None) -> Here | None:
@@ -149,8 +150,8 @@ class _IndexReader:
     table: TensorTable | None
     deadline: float
     wait: Callable[[float], None]
-    damaged: list[str] = field(default_factory=list)
-    """what is wrong with indexes that were passed over"""
+    damaged: dict[int, str] = field(default_factory=dict)
+    """what is wrong with indexes that were passed over, by version"""
 
     def read(self, version: int, *, required: bool) -> AnyIndex | None:
         """An index may be visible later than the pointer that implies it. One that stays damaged is as
@@ -169,10 +170,12 @@ class _IndexReader:
         if damage is not None:
             if required:
                 raise damage
-            self.damaged.append(damage.message)
+            self.damaged[version] = damage.message
         elif required:
+            path = Layout(self.pointer.prefix).index(version)
+            state = "is cut short" if exists(path) else "is not there"
             raise RetryLater(
-                f"{self.channel.layout.index(version)} is not there although the pointer names {version}",
+                f"{path} {state} although the pointer names {version}",
                 remedy="is the mount stale? `weightcast channel verify` says what is missing",
             )
         return None

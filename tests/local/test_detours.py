@@ -16,6 +16,7 @@ from local_cases import Run, catch_up, following, step_to
 
 from weightcast.publisher import Publisher, init_channel
 from weightcast.publisher.care.upkeep import UpkeepOptions
+from weightcast.shared.channel.faults import of_channel
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater, WeightcastError
 from weightcast.shared.local.detours import Detours
@@ -145,6 +146,53 @@ def test_a_newcomer_whose_full_weights_are_damaged(
     with following(run, tmp_path / "by base") as follower:
         catch_up(follower)
     assert read_checkpoint(tmp_path / "by base") == bytes_of(run.latest)
+
+
+def lanes_off(index: Path) -> None:
+    """The lanes of one tensor are others."""
+    facts = json.loads(index.read_text())
+    row = next(iter(facts["weightcast"]["tensors"].values()))
+    row[0] = f"{int(row[0], 16) ^ 1:032x}"
+    index.write_text(json.dumps(facts))
+
+
+def test_an_anchor_whose_index_contradicts_itself(run: Run, tmp_path: Path) -> None:
+    """Found before anything is written, also where the bytes were changed with the lanes."""
+    index = run.channel / ANCHOR / INDEX
+    lanes_off(index)
+    with following(run, tmp_path / "by base") as follower:
+        catch_up(follower)
+    assert read_checkpoint(tmp_path / "by base") == bytes_of(run.latest)
+    flipped(shard(run, ANCHOR))
+    no_base = Follower(run.channel, tmp_path / "lost", None, FollowOptions(visible_seconds=0.2))
+    for _ in range(2):
+        with pytest.raises(DamagedFile) as told:
+            no_base.catch_up(Channel.open(run.channel))
+        assert str(index) in told.value.message and "channel repair" in told.value.remedy
+    no_base.close()
+    assert not (tmp_path / "lost/.weightcast/state.json").exists()
+    assert any("lanes" in problem.message for problem in of_channel(Channel.open(run.channel)))
+
+
+def test_an_anchor_with_other_bytes_is_not_the_operators_mistake(run: Run, tmp_path: Path) -> None:
+    flipped(shard(run, ANCHOR))
+    follower = Follower(run.channel, tmp_path / "lost", None, FollowOptions(visible_seconds=0.2))
+    with pytest.raises(DamagedFile, match="1 tensor with other bytes") as told:
+        follower.catch_up(Channel.open(run.channel))
+    follower.close()
+    assert str(run.channel / ANCHOR) in told.value.message and "channel repair" in told.value.remedy
+
+
+def test_a_damaged_delta_from_an_older_version_is_named_by_its_directory(run: Run, tmp_path: Path) -> None:
+    badly_made(shard(run, FROM_0))
+    with following(run, tmp_path / "host") as follower:
+        step_to(follower, 0)
+        catch_up(follower)
+    sync = Sync(SyncOptions(run.channel, tmp_path / "other", run.base, visible_seconds=0.1))
+    outcome = sync.sync_once()
+    sync.close()
+    told = next(reason for reason in outcome.degraded if "another way" in reason)
+    assert f"{FROM_0}/{shard(run, FROM_0).name}, chunk." in told
 
 
 def test_damaged_full_weights_that_would_be_fewer_bytes(run: Run, tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from core_cases import bytes_of, read_checkpoint, snapshot
 from local_cases import Run, catch_up, following, make_run, step_to
 
-from weightcast.shared.errors import Refused, RetryLater
+from weightcast.shared.errors import DamagedFile, Refused, RetryLater
 
 INDEX = "model.safetensors.index.json"
 
@@ -50,7 +52,7 @@ def test_chunks_that_no_part_has(run: Run, tmp_path: Path) -> None:
 def test_a_chunk_too_few(run: Run, tmp_path: Path) -> None:
     chunks = json.loads(newest(run).read_text())["weightcast"]["chunks"]
     edited(run, chunks=chunks[1:])
-    refused(run, tmp_path / "local", "version 2")
+    refused(run, tmp_path / "local", "weight_v000002")
 
 
 def test_lanes_that_a_tensor_does_not_get(run: Run, tmp_path: Path) -> None:
@@ -108,8 +110,68 @@ def test_an_index_that_is_not_wholly_visible_is_waited_for(run: Run, tmp_path: P
     whole = newest(run).read_bytes()
     newest(run).write_bytes(whole[:left])
     with following(run, tmp_path / "local") as follower:
-        with pytest.raises(RetryLater, match="not there"):
+        with pytest.raises(RetryLater, match=r"weight_v000002/.* is cut short"):
             catch_up(follower)
         newest(run).write_bytes(whole)
         catch_up(follower)
     assert read_checkpoint(tmp_path / "local") == bytes_of(run.latest)
+
+
+DAMAGES: dict[str, Any] = {
+    "no JSON": lambda text: text.replace('"format":1', '"format":}'),
+    "no object": lambda text: "[1]",
+    "another format": lambda text: text.replace('"format":1', '"format":2'),
+    "another run": lambda text: text.replace("run-under-test", "run-elsewhere"),
+    "a member of another type": lambda text: text.replace('"run_id":"run-under-test"', '"run_id":7'),
+    "a file's name that leads out": lambda text: text.replace(
+        '"files":[', '"files":[["..",1,"' + "0" * 64 + '"],'
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["channel.json", "base.json", f"weight_v000002/{INDEX}"])
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_file_is_named_and_a_remedy_given(
+    run: Run, tmp_path: Path, name: str, damage: Callable[[str], str]
+) -> None:
+    path = run.channel / name
+    whole = path.read_text()
+    if damage(whole) == whole:
+        pytest.skip(f"{name} has no such member")
+    path.write_text(damage(whole))
+    with following(run, tmp_path / "local") as follower, pytest.raises(Refused) as told:
+        catch_up(follower)
+    assert str(path) in told.value.message or (name == "channel.json" and "base.json" in told.value.message)
+    assert told.value.remedy and "mount" not in told.value.remedy
+
+
+def test_an_index_too_large_to_be_read(run: Run, tmp_path: Path) -> None:
+    os.truncate(newest(run), (128 << 20) + 1)
+    with (
+        following(run, tmp_path / "local") as follower,
+        pytest.raises(DamagedFile, match="larger than") as told,
+    ):
+        catch_up(follower)
+    assert str(newest(run)) in told.value.message and told.value.remedy
+
+
+def test_an_index_of_another_run_names_both(run: Run, tmp_path: Path) -> None:
+    """Before anything that it says of tensors is held against this run's table."""
+    text = newest(run).read_text().replace("run-under-test", "run-elsewhere")
+    newest(run).write_text(text.replace("bf16", "renamed"))
+    refused(run, tmp_path / "local", "run 'run-elsewhere'.*run 'run-under-test'")
+
+
+def test_a_damaged_index_on_the_way_is_not_taken_for_a_pruned_one(run: Run, tmp_path: Path) -> None:
+    path = run.channel / "weight_v000001" / INDEX
+    path.write_text("[1]")
+    with following(run, tmp_path / "local") as follower, pytest.raises(Refused) as told:
+        catch_up(follower)
+    assert "the index of version 1 is damaged" in told.value.message and str(path) in told.value.message
+    assert "channel repair" in told.value.remedy and "--base" not in told.value.remedy
+
+
+def test_a_foreign_pointer_in_a_channel_of_ours_is_an_error_of_the_pointer(run: Run, tmp_path: Path) -> None:
+    (run.channel / "latest").write_text("run/weight_v000002")
+    with following(run, tmp_path / "local") as follower, pytest.raises(DamagedFile, match="latest names run"):
+        catch_up(follower)
