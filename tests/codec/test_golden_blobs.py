@@ -13,7 +13,7 @@ import reference_decoder
 
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.choose import FAST, PLANES, RAW, SMALL, STEPS, StepEncoding
-from weightcast.shared.codec.container import decode_chunk, encode_chunk
+from weightcast.shared.codec.container import HEADER, decode_chunk, encode_chunk
 from weightcast.shared.words import Chunk, Words, kind_of
 
 FOLDER = Path(__file__).parent.parent / "golden" / "codec"
@@ -25,11 +25,16 @@ SHAPES: dict[str, tuple[int, StepEncoding, float, float]] = {
     "small": (SMALL, "small", 0.25, 0.1),
     "inverted": (SMALL, "small", 0.8, 0.3),
     "raw": (RAW, "fast", 1.0, 1.0),
+    "classes": (SMALL, "small", 0.9, 0.1),
 }
 """of each: mode, encoding, share of changed words, share of them with a step longer than one"""
 FLOATS = tuple(dtype for dtype in cases.KINDS if kind_of(dtype).exponent_mask)
-FRAMED = {"steps": (STEPS, 0.7, 0.01), "planes": (PLANES, 1.0, 1.0)}
-FRAMED_DTYPES = {"steps": ("BF16", "F8_E4M3", "I16", "F32"), "planes": ("BF16", "F32")}
+FRAMED = {"steps": (STEPS, 0.7, 0.01), "planes": (PLANES, 1.0, 1.0), "escapes": (STEPS, 0.7, 0.01)}
+FRAMED_DTYPES = {
+    "steps": ("BF16", "F8_E4M3", "I16", "F32"),
+    "planes": ("BF16", "F32"),
+    "escapes": ("BF16", "I16", "F32"),
+}
 """Frames come from zstandard, whose later releases may write others: these blobs are read only."""
 
 
@@ -69,6 +74,7 @@ def test_golden(dtype: str, shape: str) -> None:
     blob = (FOLDER / f"{dtype}-{shape}.blob").read_bytes()
     mode, encoding, *_ = SHAPES[shape]
     assert blob[0] == mode
+    assert shape != "classes" or blob[HEADER] > 1
     assert_reads(blob, chunk, old, new)
     assert encode_chunk(chunk, old, new, compare(old, new), encoding) == blob
 
@@ -79,22 +85,48 @@ def test_golden_frames(dtype: str, shape: str) -> None:
     old, new = read(f"{dtype}-{shape}.old", chunk), read(f"{dtype}-{shape}.new", chunk)
     blob = (FOLDER / f"{dtype}-{shape}.blob").read_bytes()
     assert blob[0] == FRAMED[shape][0]
+    assert shape != "escapes" or words_behind_the_frame(blob, chunk) > 4
     assert_reads(blob, chunk, old, new)
     fresh = encode_chunk(chunk, old, new, compare(old, new))
     assert fresh[0] == blob[0]
     assert_reads(fresh, chunk, old, new)
 
 
+def words_behind_the_frame(blob: bytes, chunk: Chunk) -> int:
+    frame = int.from_bytes(blob[HEADER : HEADER + 4], "little")
+    return (len(blob) - HEADER - 4 - frame) // chunk.kind.width
+
+
+def of_low_exponents(chunk: Chunk, old: Words, new: Words) -> Words:
+    """`new` where the old exponent is below the middle one, and in every 40th word; `old` elsewhere."""
+    exponents = old >> chunk.kind.exponent_shift & chunk.kind.exponent_mask
+    kept = exponents >= np.median(exponents[cases.inside(chunk)])
+    kept[::40] = False
+    return np.where(kept, old, new)
+
+
+def with_long_steps(chunk: Chunk, old: Words, new: Words) -> Words:
+    """Around the longest step that a byte can say: 127."""
+    far = new.copy()
+    at = np.flatnonzero(cases.inside(chunk))[::200]
+    lengths = np.resize([127, -127, 128, -128, 300, -5000], len(at)).astype(old.dtype)
+    far[at] = old[at] + lengths
+    return far
+
+
 def write(shapes: Sequence[str]) -> None:
     """Makes golden files anew: only for a new format, or a new shape."""
-    rng = np.random.default_rng(20)
+    rng, later = np.random.default_rng(20), np.random.default_rng(21)
     for dtype, shape in pairs():
         chunk = cases.chunk_of(dtype, SIZES)
         if not (FOLDER / f"{dtype}.old").exists():
             (FOLDER / f"{dtype}.old").write_bytes(cases.weights(chunk, rng).tobytes())
         mode, encoding, density, longer = SHAPES[shape]
         old = read(f"{dtype}.old", chunk)
-        new = cases.stepped(chunk, old, density, longer, rng) if mode else cases.random_words(chunk, rng)
+        if shape == "classes":
+            new = of_low_exponents(chunk, old, cases.stepped(chunk, old, density, longer, later))
+        else:
+            new = cases.stepped(chunk, old, density, longer, rng) if mode else cases.random_words(chunk, rng)
         if shape in shapes:
             keep(f"{dtype}-{shape}", new, encode_chunk(chunk, old, new, compare(old, new), encoding), mode)
     for dtype, shape in framed_pairs():
@@ -102,6 +134,8 @@ def write(shapes: Sequence[str]) -> None:
         chunk = cases.chunk_of(dtype, FRAMED_SIZES)
         old = cases.weights(chunk, rng)
         new = cases.stepped(chunk, old, density, longer, rng) if mode == STEPS else cases.weights(chunk, rng)
+        if shape == "escapes":
+            new = with_long_steps(chunk, old, new)
         if shape in shapes:
             (FOLDER / f"{dtype}-{shape}.old").write_bytes(old.tobytes())
             keep(f"{dtype}-{shape}", new, encode_chunk(chunk, old, new, compare(old, new)), mode)
