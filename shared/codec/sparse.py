@@ -134,5 +134,7 @@ def _layout(payload: ByteArray, changed: int, *, small: bool) -> _Layout:
     magnitudes = signs + (changed + 7) // 8
     if magnitudes > len(payload) - SLACK:
         raise ValueError("the payload is shorter than its header says")
+    if changed % 8 and payload[magnitudes - 1] >> changed % 8:
+        raise ValueError("the signs are not filled with zeros")
     streams = read_contexts(payload, _HEAD.size, contexts, magnitudes)
     return _Layout(first, first_exponent, classes_at, (gaps, signs), streams)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from weightcast.shared.codec.changes import Changes, compare
 from weightcast.shared.codec.choose import FAST, PLANES, RAW, SMALL, STEPS, StepEncoding
-from weightcast.shared.codec.container import decode_chunk, encode_chunk
+from weightcast.shared.codec.container import HEADER, decode_chunk, encode_chunk
 from weightcast.shared.errors import DamagedFile, UnknownFormat
 from weightcast.shared.words import DTYPES, Chunk, Words, kind_of
 
@@ -242,6 +242,21 @@ def test_random_payloads_are_refused_or_lawful(mode: int, changed: int, payload:
     except DamagedFile:
         return
     assert_lawful(chunk, old, changes)
+
+
+@pytest.mark.parametrize("encoding", ["fast", "small"])
+@pytest.mark.parametrize("bit", [0x10, 0x80])
+def test_signs_that_are_not_filled_with_zeros(encoding: StepEncoding, bit: int) -> None:
+    chunk = cases.chunk_of("BF16", [1300])
+    old = cases.weights(chunk, np.random.default_rng(12))
+    new = old.copy()
+    new[::100][:12] += 1
+    blob = bytearray(encode_chunk(chunk, old, new, compare(old, new), encoding))
+    assert blob[0] == FAST
+    contexts, gaps = blob[HEADER + 1], int.from_bytes(blob[HEADER + 4 : HEADER + 8], "little")
+    blob[HEADER + 8 + 8 * contexts + gaps + 1] |= bit
+    with pytest.raises(DamagedFile, match="not filled with zeros"):
+        decode_chunk(resealed(bytes(blob)), chunk, old)
 
 
 @compiles
