@@ -152,9 +152,17 @@ def _check_source(source: Source, threads: int, advance: Advance | None) -> None
 
 
 def _check_listed(source: Source) -> None:
+    if source.anchor is None:
+        return
+    listed = {file.name: file.size for file in source.anchor.files}
     for path in source.checkpoint.weight_files:
-        if source.digests is not None and path.name not in source.digests:
+        if path.name not in listed:
             raise DamagedFile(f"{path} is not listed in the anchor's index", remedy=MEND_CHANNEL)
+        if path.stat().st_size != listed[path.name]:
+            raise DamagedFile(
+                f"{path} has {path.stat().st_size} bytes, its index lists {listed[path.name]}",
+                remedy=MEND_CHANNEL,
+            )
 
 
 def check_table(where: Path, found: TensorTable, expected: TensorTable) -> None:

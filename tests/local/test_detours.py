@@ -183,6 +183,23 @@ def test_an_anchor_with_other_bytes_is_not_the_operators_mistake(run: Run, tmp_p
     assert str(run.channel / ANCHOR) in told.value.message and "channel repair" in told.value.remedy
 
 
+@pytest.mark.parametrize(("cell", "value"), [(1, 7), (2, "0" * 64)])
+def test_an_anchor_whose_files_are_not_those_listed(
+    run: Run, tmp_path: Path, cell: int, value: object
+) -> None:
+    index = run.channel / ANCHOR / INDEX
+    facts = json.loads(index.read_text())
+    for record in facts["weightcast"]["files"]:
+        if record[0] == shard(run, ANCHOR).name:
+            record[cell] = value
+    index.write_text(json.dumps(facts))
+    follower = Follower(run.channel, tmp_path / "lost", None, FollowOptions(visible_seconds=0.2))
+    with pytest.raises(DamagedFile, match="index lists") as told:
+        follower.catch_up(Channel.open(run.channel))
+    follower.close()
+    assert str(shard(run, ANCHOR)) in told.value.message and "channel repair" in told.value.remedy
+
+
 def test_a_damaged_delta_from_an_older_version_is_named_by_its_directory(run: Run, tmp_path: Path) -> None:
     badly_made(shard(run, FROM_0))
     with following(run, tmp_path / "host") as follower:
