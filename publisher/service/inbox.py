@@ -146,11 +146,11 @@ class Inbox:
         others = self.entries.values()
         return any(entry.holds(files) for entry in (others if own is None else (own, *others)))
 
-    def ignore_existing(self, sightings: Iterable[Sighting]) -> None:
-        """At the very first start: what is complete now was there before."""
-        for sighting in sightings:
-            if sighting.weights:
-                self.entries[sighting.name] = _entry(Outcome.EXISTING, sighting)
+    def ignore_existing(self, sightings: Iterable[Sighting]) -> Sequence[str]:
+        """At the very first start: what is complete now was there before. Returns the names."""
+        found = {each.name: _entry(Outcome.EXISTING, each) for each in sightings if each.weights}
+        self.entries |= found
+        return sorted(found)
 
     def choose(self, sightings: Sequence[Sighting], now: float) -> Choice:
         """`sightings`: of directories that are not known; `now` in seconds on a monotonic clock."""
@@ -307,10 +307,12 @@ def _in_order(sighting: Sighting) -> tuple[int, list[tuple[int, str]]]:
     return sighting.completed_ns, [(int(p), "") if p.isascii() and p.isdigit() else (-1, p) for p in pieces]
 
 
-def pack_entries(entries: Mapping[str, Entry]) -> bytes:
+def pack_entries(entries: Mapping[str, Entry], watch: str = "") -> bytes:
+    """`watch`: the directory that they are of."""
     return write_object(
         {
             "format": FORMAT,
+            **({"watch": watch} if watch else {}),
             "entries": [
                 {
                     "name": name,
@@ -332,11 +334,13 @@ def _row(mark: FileMark) -> list[object]:
     return [mark.name, mark.inode, mark.size, mark.mtime_ns]
 
 
-def parse_entries(data: bytes, what: str) -> dict[str, Entry]:
-    """Raises DamagedFile."""
+def parse_entries(data: bytes, what: str, watch: str = "") -> dict[str, Entry] | None:
+    """None where they are of another directory than `watch`. Raises DamagedFile."""
     members = Members(parse_object(data, what), what)
     if members.integer("format") != FORMAT:
         raise members.bad("format", str(FORMAT))
+    if watch and "watch" in members and members.text("watch") != watch:
+        return None
     entries: dict[str, Entry] = {}
     for row in members.array("entries"):
         each = Members(row, what)

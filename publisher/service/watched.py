@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -25,12 +26,14 @@ from weightcast.publisher.service.request import MadeFor, new_request
 from weightcast.shared.errors import DamagedFile, Refused
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
-from weightcast.shared.files.entries import exists, is_directory
+from weightcast.shared.files.entries import is_directory
 from weightcast.shared.service.daemon import Backoff
 from weightcast.shared.service.facts import Failure
 from weightcast.shared.service.logs import get_log
 
 _CONSUMING = Backoff(0.5, 300.0)
+_NAMED = 5
+"""checkpoints that a line of the log names"""
 
 log = get_log("inbox")
 
@@ -82,7 +85,11 @@ class Watched:
         """published, and not what was published any more"""
         self._present: frozenset[str] | None = None
         """what the last look saw"""
-        self._inbox = Inbox(rules, _read(memory))
+        self._place = os.path.realpath(directory)
+        known = _read(memory, self._place)
+        self._is_known = known is not None
+        """whether this directory was watched from here before"""
+        self._inbox = Inbox(rules, known or {})
         self._stored = b""
 
     def start(self, made_for: MadeFor) -> None:
@@ -94,10 +101,12 @@ class Watched:
     def ignore_existing(self) -> None:
         """Before anything else, if this directory was never watched from here: what is complete now was there
         before, also if this start comes to nothing. What comes while the publisher starts is new."""
-        if exists(self._memory) or self._inbox.rules.existing or not is_directory(self.directory):
+        if self._is_known or self._inbox.rules.existing or not is_directory(self.directory):
             return
-        self._inbox.ignore_existing(self._look().unknown)
+        names = self._inbox.ignore_existing(self._look().unknown)
         self._store()
+        if names:
+            log.info("checkpoints left alone", checkpoints=names[:_NAMED], count=len(names))
 
     def _look(self) -> looks.Look:
         # Being put back is no arrival: the writer may be at it.
@@ -249,17 +258,17 @@ class Watched:
         self._next_try = self._clock() + _CONSUMING.pause(self._failures) if self._failures else 0.0
 
     def _store(self) -> None:
-        packed = pack_entries(self._inbox.entries)
+        packed = pack_entries(self._inbox.entries, self._place)
         if packed != self._stored:
             durable.replace(self._memory, packed)
             self._stored = packed
 
 
-def _read(memory: Path) -> dict[str, Entry]:
+def _read(memory: Path, watch: str) -> dict[str, Entry] | None:
     try:
-        return parse_entries(durable.read_file(memory, MEMORY_LIMIT), str(memory))
+        return parse_entries(durable.read_file(memory, MEMORY_LIMIT), str(memory), watch)
     except FileNotFoundError:
-        return {}
+        return None
     except DamagedFile as error:
         raise DamagedFile(
             error.message,

@@ -218,6 +218,25 @@ def test_every_one_in_order_of_completion(places: Places, opened: Opening) -> No
     assert office.published() == [(1, 3), (2, 1), (3, 2)]
 
 
+def test_another_watched_directory_is_met_for_the_first_time(places: Places, opened: Opening) -> None:
+    """Also with the memory of a local checkpoint whose publisher watched another one before."""
+    write(places.watch / "step_1", weights(1))
+    opened().desk.close()
+    second = places.root / "second"
+    write(second / "step_1", weights(2))
+    write(second / "step_2", weights(3))
+    office = opened(watch=second)
+    office.settle()
+    assert places.latest() == ""
+    rename_in(second / "step_3", weights(4))
+    office.settle()
+    assert [version for version, _ in office.published()] == [1]
+    office.desk.close()
+    office = opened(watch=second)
+    office.settle()
+    assert places.latest() == "000001"
+
+
 @pytest.mark.parametrize(("existing", "expected"), [(False, []), (True, [(1, 2)])])
 def test_what_lay_there_before(
     places: Places, opened: Opening, existing: bool, expected: list[tuple[int, int]]
