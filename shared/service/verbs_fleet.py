@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -70,7 +70,9 @@ def fleet(
     """Show the hosts of a run: who is behind, who is gone, and why. Hosts say this of themselves."""
     with _looking(channel, url, token, UPDATES_LIMIT if as_json else _UPDATES_SHOWN) as look:
         if watch:
-            _watch(look, as_json)
+            # the way in which it is meant to end
+            with suppress(KeyboardInterrupt):
+                _watch(look, as_json)
             return
         found = look()
         most = None if whole else MOST

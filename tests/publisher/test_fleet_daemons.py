@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -119,6 +120,14 @@ def test_hosts_appear_stop_and_recover(fleet: Fleet, weightcast: Callable[..., t
     }
     code, out, _ = weightcast("fleet", "--channel", fleet.places.channel)
     assert code == 0 and "latest 2; 2 hosts" in out and "patch 2 in" in out
+    watching = subprocess.Popen(
+        [*COMMAND, "fleet", "--channel", str(fleet.places.channel), "--watch", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert watching.stdout is not None and json.loads(watching.stdout.readline())["latest"] == 2
+    watching.send_signal(signal.SIGINT)
+    assert (watching.communicate(timeout=60)[1], watching.returncode) == (b"", 0), "it is meant to end so"
     # the one that is gone is not waited for
     code, out, _ = weightcast("wait", "--url", fleet.url, "--version", 2, "--fraction", 1.0, "--json")
     assert code == 0 and json.loads(out) == {"version": 2, "hosts": [host["host"]]}
