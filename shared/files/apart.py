@@ -25,16 +25,25 @@ def require_apart(one: str, path: Path, other: str, another: Path) -> None:
     if not is_within(path, another):
         one, path, other, another = other, another, one, path
     if is_within(path, another):
-        where = "is" if is_same(path, another) else "lies inside"
-        raise Refused(f"{one} {path} {where} {other} {another}", remedy="give each a directory of its own")
+        raise _not_apart(one, path, other, another, is_same(path, another))
+
+
+def _not_apart(one: str, path: Path, other: str, another: Path, same: bool) -> Refused:
+    return Refused(
+        f"{one} {path} {'is' if same else 'lies inside'} {other} {another}",
+        remedy="give each a directory of its own",
+    )
 
 
 def require_places(channel: Path, local: Path) -> None:
-    """Raises Refused where a run's two directories cannot be what they are named as: something else is there,
-    or one is the other or lies in it."""
-    require_directory("--channel", channel)
+    """Raises Refused where a run's local checkpoint is no directory, or one of the two is the other or lies
+    in it, by their names: a channel whose mount hangs or fails is not touched."""
     require_directory("--local", local)
-    require_apart("--local", local, "--channel", channel)
+    here, there = Path(os.path.abspath(local)), Path(os.path.abspath(channel))
+    if here.is_relative_to(there):
+        raise _not_apart("--local", local, "--channel", channel, here == there)
+    if there.is_relative_to(here):
+        raise _not_apart("--channel", channel, "--local", local, False)
 
 
 def require_directory(what: str, path: Path) -> None:

@@ -107,7 +107,8 @@ def test_a_file_is_no_channel_and_no_local_checkpoint(places: Places, call: Any)
         assert code == 3 and f"{file} is no directory" in err and "remedy: give another path" in err
         run_options = ("--channel", channel, "--local", local, "--base", places.base, "--watch", places.watch)
         code, _, err = call("publisher", "run", *run_options)
-        assert code == 2 and f"{file} is no directory" in err and "give another path" in err
+        assert code == (3 if channel == file else 2)
+        assert f"{file} is no directory" in err and "give another path" in err
 
 
 @pytest.mark.parametrize(("channel", "local"), [("c", "c"), ("c", "c/pub"), ("l/c", "l")])
