@@ -17,6 +17,7 @@ from weightcast.publisher.fleet.ledger import ROWS_LIMIT
 from weightcast.publisher.publisher import Publisher
 from weightcast.publisher.service.figures import Figures
 from weightcast.publisher.service.inbox import Choice, InboxRules, Sighting, step_of
+from weightcast.publisher.service.looks import marks
 from weightcast.publisher.service.progress import Meter
 from weightcast.publisher.service.queue import Job, Queue
 from weightcast.publisher.service.received import Received
@@ -263,7 +264,7 @@ class Desk:
         directory = watched.directory / chosen.name
         ended = self._publish_read(
             publisher,
-            lambda: publisher.open_checkpoint(directory),
+            lambda: open_chosen(publisher, directory, chosen),
             step_of(chosen.name),
             chosen.name,
             request,
@@ -424,6 +425,19 @@ class Desk:
             waiting_count=len(self._watched.waiting),
             refused_count=len(refused),
         )
+
+
+def open_chosen(publisher: Publisher, directory: Path, chosen: Sighting) -> NewWeights:
+    """What was looked at, and nothing else: raises Refused where weights were saved over since. From here on
+    the checkpoint itself tells when it changes."""
+    weights = publisher.open_checkpoint(directory)
+    if not chosen.weights <= marks(directory):
+        weights.close()
+        raise Refused(
+            f"{directory} changed after it was looked at",
+            remedy="nothing to do: it is looked at again; rename complete checkpoints in",
+        )
+    return weights
 
 
 def open_asked(publisher: Publisher, directory: Path) -> NewWeights:

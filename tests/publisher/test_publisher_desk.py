@@ -191,6 +191,27 @@ def test_saved_over_shard_by_shard_beside_an_old_marker_it_is_never_torn(
     assert local_bytes(places.local, weights(2)) == plain(weights(2))
 
 
+def test_saved_over_between_the_look_and_the_reading_it_is_looked_at_again(
+    places: Places, opened: Opening
+) -> None:
+    office = opened()
+    directory = rename_in(places.watch / "policy", weights(1))
+    new = {name: data for name, data in files_of(weights(2)).items() if name.endswith(".safetensors")}
+    first, second = sorted(new)
+
+    def save_a_shard(name: str, where: Path | None) -> None:
+        if name == "inbox.chosen":
+            (directory / first).write_bytes(new[first])
+
+    with watched(save_a_shard):
+        office.step()
+    assert places.latest() == ""
+    (directory / second).write_bytes(new[second])
+    office.settle()
+    assert places.latest() == "000001"
+    assert local_bytes(places.local, weights(2)) == plain(weights(2))
+
+
 def test_what_cannot_be_read_waits_and_the_others_are_published(places: Places, opened: Opening) -> None:
     (places.watch / "loop").symlink_to("loop")
     office = opened()
