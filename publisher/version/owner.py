@@ -42,7 +42,7 @@ from weightcast.publisher.weights.tensors import NewWeights
 from weightcast.shared.channel.channel_file import ChannelFile
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.index import INDEX_NAME, Index, parse_index, write_index
-from weightcast.shared.channel.layout import version_of
+from weightcast.shared.channel.layout import Layout, version_of
 from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import (
@@ -80,7 +80,7 @@ class Owner:
 
     def hold_pointer(self) -> None:
         """Puts it where this owner last had it, if another one put it back since."""
-        put_pointer_right(self._channel().layout, self._claim)
+        put_pointer_right(Layout(self._follower.channel_dir), self._claim)
 
     def recover(self, advance: Advance | None = None) -> None:
         """Finishes a version that was committed and never pointed to; brings the local checkpoint to the

@@ -72,8 +72,8 @@ def _matched(
         elif not partial:
             problems.append(f"{spec.name}{_MISSING}")
     ties = _ties(problems, given, names, by_run, table, aliases)
-    problems = _grouped(problems, given, table, sources)
     if problems:
+        problems = _grouped(problems, given, table, sources)
         raise Refused(
             f"the weights do not fit the run: {listing(problems)}",
             remedy=_remedy(given, table, sources, any(one.endswith(_MISSING) for one in problems)),
