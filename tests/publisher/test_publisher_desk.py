@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,18 @@ def opened(places: Places) -> Iterator[Opening]:
     yield start
     for office in offices:
         office.desk.close()
+
+
+@contextmanager
+def interrupted_at(failpoint: str) -> Iterator[None]:
+    """What is done in the block ends at the failpoint."""
+
+    def end(name: str, where: Path | None) -> None:
+        if name == failpoint:
+            raise KeyboardInterrupt
+
+    with watched(end), pytest.raises(KeyboardInterrupt):
+        yield
 
 
 def weights(step: int) -> Tensors:
@@ -272,12 +284,8 @@ def test_what_lay_there_before(
 def test_what_comes_while_a_first_start_fails_is_new_at_the_next(places: Places, opened: Opening) -> None:
     rename_in(places.watch / "before", weights(9))
 
-    def kill(name: str, where: Path | None) -> None:
-        if name == "seed.copied":
-            raise KeyboardInterrupt
-
     office = Office(places)
-    with watched(kill), pytest.raises(KeyboardInterrupt):
+    with interrupted_at("seed.copied"):
         office.desk.start()
     office.desk.close()
     rename_in(places.watch / "step_1", weights(1))
@@ -404,11 +412,7 @@ def test_a_kill_between_setting_aside_and_comparing_deletes_only_what_was_publis
     directory = rename_in(places.watch / "step_1", weights(1))
     aside = places.watch / ".weightcast-consuming-step_1"
 
-    def kill(name: str, where: Path | None) -> None:
-        if name == "inbox.aside":
-            raise KeyboardInterrupt
-
-    with watched(kill), pytest.raises(KeyboardInterrupt):
+    with interrupted_at("inbox.aside"):
         office.settle()
     office.desk.close()
     assert aside.is_dir() and not directory.exists()
@@ -670,11 +674,7 @@ def test_what_somebody_else_published_is_not_this_checkpoint(places: Places, ope
     office = opened(consume=True)
     left = rename_in(places.watch / "step_1", weights(1))
 
-    def kill(name: str, where: Path | None) -> None:
-        if name == "publish.recovered":
-            raise KeyboardInterrupt
-
-    with watched(kill), pytest.raises(KeyboardInterrupt):
+    with interrupted_at("publish.recovered"):
         office.settle()
     office.desk.close()
     with Publisher.open(places.channel, local=places.local, base=places.base) as by_hand:
