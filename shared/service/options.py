@@ -19,13 +19,13 @@ from weightcast.shared.service.settings import (
     ServiceSettings,
     describe_settings,
     effective_settings,
+    exact_size,
     flag_of,
     is_list,
     is_size,
     is_switch,
     load_settings,
     require_files,
-    size_text,
     trace_settings,
 )
 
@@ -83,7 +83,7 @@ def _show(console: Console, settings: Sequence[EffectiveSetting], sizes: Collect
     table = Table("setting", "value", "from", box=None, pad_edge=False)
     for one in settings:
         in_bytes = one.value if one.name in sizes else None
-        text = size_text(in_bytes) if isinstance(in_bytes, int) else _text(one.value)
+        text = exact_size(in_bytes) if isinstance(in_bytes, int) else _text(one.value)
         table.add_row(one.name, printable(text), printable(one.place or one.source))
     console.print(table)
 

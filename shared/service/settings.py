@@ -306,7 +306,7 @@ def is_size(field: FieldInfo) -> bool:
     return ByteSize in _leaves(field.annotation)
 
 
-def size_text(nbytes: int) -> str:
+def exact_size(nbytes: int) -> str:
     """As a setting takes it, exactly: 16MiB."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if nbytes and nbytes % (1 << power) == 0:
@@ -359,7 +359,7 @@ def _default(field: FieldInfo) -> str:
         made = field.default_factory() if field.default_factory is not None else None  # type: ignore[call-arg]
         return _value_text(made)
     if isinstance(field.default, ByteSize):
-        return field.default.human_readable().replace(".0", "")
+        return exact_size(field.default)
     return _value_text(field.default)
 
 
@@ -429,5 +429,5 @@ def _problem(cls: type[ServiceSettings], error: ErrorDetails, origins: Mapping[s
     if name == "port" and str(error["input"]).startswith("tcp://"):
         return f"{name}: {_OF_KUBERNETES} ({place})"
     if is_size(cls.model_fields[name]) and error["type"] == "greater_than_equal":
-        return f"{name}: give at least {size_text(error['ctx']['ge'])} ({place})"
+        return f"{name}: give at least {exact_size(error['ctx']['ge'])} ({place})"
     return f"{name}: {error['msg'].removeprefix('Value error, ')} ({place})"
