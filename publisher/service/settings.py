@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +13,7 @@ from weightcast.publisher.weights.finite import NonFinite
 from weightcast.shared.channel.index import Encoding
 from weightcast.shared.channel.keys import load_private_key
 from weightcast.shared.errors import DamagedFile
-from weightcast.shared.files.apart import require_places
+from weightcast.shared.files.apart import is_within, require_places
 from weightcast.shared.files.paths import file_name
 from weightcast.shared.local.follow import open_base
 from weightcast.shared.service.fleet import LOST_SECONDS, STALE_SECONDS, Bounds
@@ -178,12 +177,12 @@ class PublisherSettings(ServiceSettings):
     def _own_places_consumed(self) -> list[str]:
         if self.watch is None or not self.consume:
             return []
-        watched = os.path.realpath(self.watch)
+        watched = self.watch
         own = {"base": self.base, "channel": self.channel, "local": self.local, "hand_over": self.hand_over}
         return [
             f"{name}: {path} lies in the watched directory, where --consume deletes"
             for name, path in own.items()
-            if path is not None and Path(os.path.realpath(path)).is_relative_to(watched)
+            if path is not None and is_within(path, watched)
         ]
 
     @property

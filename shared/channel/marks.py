@@ -69,14 +69,15 @@ def tagged(channel: Path, name: str) -> int:
 
 
 def _tag_name(name: str) -> str:
+    refusal = Refused(
+        f"{name[:80]!r} cannot be a tag", remedy="give a name without /, not a number and not latest"
+    )
     try:
         plain = file_name(name)
     except DamagedFile:
-        plain = "."
+        raise refusal from None
     if plain.startswith(".") or plain == "latest" or plain.isdecimal():
-        raise Refused(
-            f"{name[:80]!r} cannot be a tag", remedy="give a name without /, not a number and not latest"
-        )
+        raise refusal
     return plain
 
 

@@ -112,14 +112,17 @@ def _staged(
     wrong: only the digests of the index tell forged words from those that were published."""
     try:
         staged = staging.result()
-    except DamagedFile:
-        if not any(_arrivals(one).restarted for one in fetched):
-            raise
-    else:
-        if not any(_arrivals(one).restarted for one in fetched):
+        if not _were_copied_again(fetched):
             return staged
         drop_journal(local, staged.step)
+    except DamagedFile:
+        if not _were_copied_again(fetched):
+            raise
     return stage(local, fetched, threads=threads)
+
+
+def _were_copied_again(fetched: Sequence[Fetched]) -> bool:
+    return any(_arrivals(one).restarted for one in fetched)
 
 
 def _arrivals(fetched: Fetched) -> Arrivals:
