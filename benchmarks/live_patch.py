@@ -2,7 +2,7 @@
 
     python -m benchmarks.live_patch --engine-python .venv-vllm/bin/python --plugin SITE --params 50
 
-`SITE` holds the installed plugin. Every round takes the three ways one after the other, in another order than
+`SITE` holds the installed plugin. Every round takes the four ways one after the other, in another order than
 the round before, each with a version of its own. A stream of equal requests is in flight all the time, and
 all pauses of a round begin at the same token of such a request and the same moment of a step: the engine ends
 the step that it is in before it stands still, and computes prompt and answer anew after it. Medians are told
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -74,7 +74,8 @@ def own_patches(worker, directory, name):
 """
 SHARES = (0.003, 0.01, 0.05)
 SECONDS = 900.0
-WAYS = ("live", "own", "reload")
+WAYS = ("live", "apart", "own", "reload")
+"""`live`: pause, patch and resume as one order; `apart`: as three"""
 TOKENS = 48
 """of a request; a pause comes at one of those before the last third"""
 LAST_TOKEN = 32
@@ -154,7 +155,7 @@ def write_patch(directory: Path, weights: Weights, version: int, share: float) -
 @dataclass
 class Figures:
     pause: list[float] = field(default_factory=list)
-    """seconds from the pause's call to the resume's answer"""
+    """seconds from the pause's call to the resume's answer; of one order from its call to its answer"""
     stopping: list[float] = field(default_factory=list)
     """seconds of it until the engine had stopped: it ends the step that it is in"""
     still: list[float] = field(default_factory=list)
@@ -251,10 +252,20 @@ class Engine:
         told = act()
         self.post("/v1/weightcast/resume", {})
         ended = time.monotonic()
+        self._note(figures, began, ended, ended - stopped, told)
+
+    def updated(self, figures: Figures, moment: Moment, order: Mapping[str, object]) -> None:
+        """As `measured`; how long the engine stood still is what it says itself."""
+        self._await(moment)
+        began = time.monotonic()
+        told = self.post("/v1/weightcast/update", {**order, "policy": "recompute"})
+        self._note(figures, began, time.monotonic(), told["seconds"]["still"], told)
+
+    def _note(self, figures: Figures, began: float, ended: float, still: float, told: object) -> None:
         figures.pause.append(ended - began)
         figures.writing += _writing(told)
-        figures.stopping.append(stopped - began)
-        figures.still.append(ended - stopped)
+        figures.stopping.append(ended - began - still)
+        figures.still.append(still)
         figures.gap.append(self._gap(began, ended))
 
     def _await(self, moment: Moment) -> None:
@@ -357,6 +368,10 @@ class Round:
             (self.engine.patches / name).unlink()
 
     def _live(self, name: str, figures: Figures, moment: Moment) -> None:
+        self.engine.post("/v1/weightcast/check", {"file": name})
+        self.engine.updated(figures, moment, {"file": name, "label": str(self.version)})
+
+    def _apart(self, name: str, figures: Figures, moment: Moment) -> None:
         self.engine.post("/v1/weightcast/check", {"file": name})
         order = {"file": name, "label": str(self.version)}
         self.engine.measured(figures, moment, lambda: self.engine.post("/v1/weightcast/apply", order))

@@ -101,7 +101,7 @@ def align(
         with run.timed("pause"):
             engine.pause()
     except EngineFailed as failure:
-        run.unanswered = not isinstance(failure, NotSent)
+        run.not_paused(failure)
         return run.step_back(str(failure))
     failpoint("engine.paused")
     if before_reload is not None:
@@ -133,6 +133,8 @@ class _Alignment:
     source: str | None = None
     began: float = 0.0
     resumed: float | None = None
+    done: Done = field(default_factory=Done)
+    """of the last reload that was one"""
     attempts: int = 0
     patched: bool = False
     keeps_pause: bool = False
@@ -168,8 +170,13 @@ class _Alignment:
             phases=self.phases,
             unanswered=self.unanswered,
             paused=self.paused,
-            pause_seconds=None if self.resumed is None else self.resumed - self.began,
+            pause_seconds=self.paused_for(),
         )
+
+    def paused_for(self) -> float | None:
+        if self.resumed is None:
+            return None
+        return self.resumed - self.began if self.done.still is None else self.done.still
 
     def unreachable(self, facts: EngineFacts, before_reload: Callable[[], None] | None) -> EngineResult:
         hindrance = None
@@ -180,6 +187,10 @@ class _Alignment:
         if facts.absent or not self.engine.copies_weights:
             self.doubt()
         return self.result("failed", hindrance or silence(self.engine, facts))
+
+    def not_paused(self, failure: EngineFailed) -> None:
+        """No reload was tried; unless the engine has not seen the pause, it may come late."""
+        self.unanswered = not isinstance(failure, NotSent)
 
     def patch_beside(self, before_reload: Callable[[], None]) -> str | None:
         """Patches; returns what kept the other engines from being patched with."""
@@ -222,11 +233,16 @@ class _Alignment:
         return self.suspect or (self.patched and not self.engine.copies_weights)
 
     def reload_once(self) -> Confirmation | Intact | Suspect:
+        self.done = Done()
         with self.timed("reload"):
             outcome = self.engine.reload(self.engine.spec.path, self.version, self.label)
         failpoint("engine.reloaded")
         if not isinstance(outcome, Done):
+            if isinstance(outcome, Intact) and outcome.unpaused is not None:
+                self.attempts -= 1
+                self.not_paused(outcome.unpaused)
             return outcome
+        self.done = outcome
         try:
             with self.timed("read_back"):
                 confirmed = self.engine.read_back(self.label)
@@ -265,6 +281,10 @@ class _Alignment:
         return self.result("served", "", confirmed)
 
     def resume(self) -> EngineFailed | None:
+        if self.done.resumed:
+            self.resumed = self.pace.clock()
+            failpoint("engine.resumed")
+            return None
         if self.keeps_pause:
             return None
         failure: EngineFailed | None = None

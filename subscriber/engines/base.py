@@ -135,14 +135,20 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class Done:
-    """The engine answered that it has the new weights."""
+    """The engine answered that it has the new weights. `resumed`: it paused for them by itself, and goes on;
+    `still`: seconds that it says it stood still then."""
+
+    resumed: bool = False
+    still: float | None = None
 
 
 @dataclass(frozen=True)
 class Intact:
-    """The reload was never sent, or the reply proves that the weights from before are untouched."""
+    """The reload was never sent, or the reply proves that the weights from before are untouched.
+    `unpaused`: it was not sent, since the engine did not pause for it."""
 
     reason: str
+    unpaused: EngineFailed | None = None
 
 
 @dataclass(frozen=True)

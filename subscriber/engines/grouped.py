@@ -39,3 +39,10 @@ class Grouped(Around):
         confirmed = super().read_back(label)
         self._group.stood(self._grants)
         return confirmed
+
+
+def is_grouped(engine: Engine) -> bool:
+    """Whatever stands around it."""
+    while isinstance(engine, Around) and not isinstance(engine, Grouped):
+        engine = engine.engine
+    return isinstance(engine, Grouped)

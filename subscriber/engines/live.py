@@ -1,8 +1,9 @@
 """Engines that take patches of the weights in their memory, with the reload from disk behind them.
 
-A patch is tried once, in the pause, and only if the engine has checked it before. Whatever else comes of it
-than a success that is said, the engine loads the checkpoint from disk: at once where nothing was changed, and
-as a suspect, paused, where nobody knows.
+A patch is tried once, and only if the engine has checked it before: in one order with its pause where the
+engine takes that, else in a pause of ours. Whatever else comes of it than a success that is said, the engine
+loads the checkpoint from disk: at once where nothing was changed, and as a suspect, paused, where nobody
+knows.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from weightcast.subscriber.engines.base import (
     EngineFacts,
     EngineSpec,
     Held,
+    Intact,
     ReloadOutcome,
     Suspect,
 )
@@ -98,6 +100,10 @@ class Patchable(Protocol):
     @property
     def spec(self) -> EngineSpec: ...
 
+    @property
+    def pauses_itself(self) -> bool:
+        """Whether it takes a patch with the pause around it as one order."""
+
     def probe(self) -> EngineFacts: ...
 
     def pause(self) -> None: ...
@@ -115,8 +121,9 @@ class Patchable(Protocol):
     def check(self, patch: PatchFile) -> None:
         """Whether all of its workers could take it now, while it serves. Raises NotTaken."""
 
-    def apply(self, patch: PatchFile, label: str) -> ReloadOutcome:
-        """Paused; sent once. Intact: nothing of it is in the weights."""
+    def apply(self, patch: PatchFile, label: str, *, pausing: bool) -> ReloadOutcome:
+        """Sent once. `pausing`: with a pause of its own, as part of the order; else it is paused. Intact:
+        nothing of it is in the weights."""
 
     def confirm(self, held: Held | None, label: str) -> Confirmation:
         """Asks what it holds. EngineFailed when it names other weights."""
@@ -129,12 +136,14 @@ class Patchable(Protocol):
 
 @dataclass(frozen=True)
 class Aim:
-    """Where a reload leads. `patch`: checked by the engine; without one, `why` and `reason` say so."""
+    """Where a reload leads. `patch`: checked by the engine; without one, `why` and `reason` say so.
+    `watched`: others are asked while the engine stands still, so that only the caller may resume it."""
 
     held: Held
     patch: PatchFile | None = None
     why: Why = "align"
     reason: str = ALIGNED
+    watched: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,6 +165,8 @@ class Live:
         self.engine = engine
         self._aim: Aim | None = None
         self._untried: PatchFile | None = None
+        self._pauses_itself = False
+        """with the patch that is untried"""
         self._why: Why = "align"
         self._reason = ""
         self._way: Way = ""
@@ -186,13 +197,16 @@ class Live:
     def aim(self, aim: Aim) -> None:
         """Before every alignment."""
         self._aim, self._untried = aim, aim.patch
+        self._pauses_itself = aim.patch is not None and not aim.watched and self.engine.pauses_itself
         self._why, self._reason = aim.why, aim.reason
 
     def probe(self) -> EngineFacts:
         return self.engine.probe()
 
     def pause(self) -> None:
-        self.engine.pause()
+        """Left to the patch where it pauses the engine itself."""
+        if not self._pauses_itself:
+            self.engine.pause()
 
     def resume(self) -> None:
         self.engine.resume()
@@ -206,7 +220,7 @@ class Live:
     def reload(self, path: str, version: int, label: str) -> ReloadOutcome:
         patch, self._untried = self._untried, None
         if patch is not None:
-            outcome = self.engine.apply(patch, label)
+            outcome = self.engine.apply(patch, label, pausing=self._pauses_itself)
             failpoint("engine.applied")
             if isinstance(outcome, Done):
                 self._patched()
@@ -214,7 +228,17 @@ class Live:
             self._failed("in-doubt" if isinstance(outcome, Suspect) else "rolled-back", outcome.reason)
             if isinstance(outcome, Suspect):
                 return outcome
+        try:
+            self._pause_after_all()
+        except EngineFailed as failure:
+            return Intact(str(failure), unpaused=failure)
         return self._reload(path, label)
+
+    def _pause_after_all(self) -> None:
+        """Before a reload in the place of a patch that would have paused the engine itself."""
+        if self._pauses_itself:
+            self.engine.pause()
+            self._pauses_itself = False
 
     def _reload(self, path: str, label: str) -> ReloadOutcome:
         outcome = self.engine.reload(path, label)
@@ -234,6 +258,7 @@ class Live:
 
     def _patched(self) -> None:
         self._way, self._why, self._reason = "live", "align", ""
+        self._pauses_itself = False
         self._patches += 1
         self._failures = 0
 

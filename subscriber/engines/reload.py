@@ -35,7 +35,7 @@ from weightcast.subscriber.engines.aligned import (
     weights_of,
 )
 from weightcast.subscriber.engines.base import Engine, EngineFacts, Held
-from weightcast.subscriber.engines.grouped import Grouped
+from weightcast.subscriber.engines.grouped import is_grouped
 from weightcast.subscriber.engines.guarded import Guarded
 from weightcast.subscriber.engines.live import Live, live_of
 from weightcast.subscriber.engines.offers import Candidate, Offer, make_offers
@@ -318,7 +318,7 @@ class Engines:
 
     def _candidate(self, engine: Guarded, live: Live, local: LocalCheckpoint) -> Candidate:
         name = engine.spec.name
-        grouped = isinstance(engine.engine, Grouped) and not self._group_patches
+        grouped = is_grouped(engine) and not self._group_patches
         return Candidate(name, live, local.state.engines.get(name), self._known[name].sight(), grouped)
 
     def reload(
@@ -421,7 +421,9 @@ class Engines:
             ledger.local.state.engines.get(name), self._known[name].sight(), weights_of(position)
         )
         if live is not None:
-            live.aim(self._offers.get(name, Offer()).aim(position))
+            aim = self._offers.get(name, Offer()).aim(position)
+            # its group is asked before it resumes whether all of them stood
+            live.aim(replace(aim, watched=is_grouped(engine)))
         result = alignment.align(
             engine,
             version,

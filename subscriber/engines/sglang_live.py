@@ -91,6 +91,10 @@ class SGLangLive:
         self._ranks = 1
         """tensor-parallel ones: each takes its own copy of an order"""
 
+    @property
+    def pauses_itself(self) -> bool:
+        return False
+
     def close(self) -> None:
         self._plain.close()
 
@@ -157,7 +161,7 @@ class SGLangLive:
             raise NotTaken(told.text, remedy=LOG)
         self._checked = patch.name
 
-    def apply(self, patch: PatchFile, label: str) -> ReloadOutcome:
+    def apply(self, patch: PatchFile, label: str, *, pausing: bool) -> ReloadOutcome:
         self._held = None
         if self._checked != patch.name:
             return Intact(f"{patch.name} was not checked")

@@ -42,7 +42,7 @@ LOG = "see the engine's log"
 _BASE, _PAUSED, _BUSY = 409, 423, 503
 """it holds another base; it is not paused; it carries out another order and has not begun this one"""
 _UNTOUCHED = NEVER_HANDLED | {400, _BASE, 413, 422, _PAUSED}
-"""refused before anything was written"""
+"""nothing was written"""
 _BUSY_SECONDS = 0.05
 
 
@@ -55,6 +55,12 @@ class VLLMLive:
         self._timeouts = timeouts
         self._told: tuple[Held, str] | None = None
         """what all ranks said to hold, in the answer to the last patch"""
+
+    @property
+    def pauses_itself(self) -> bool:
+        """Not where requests in flight are waited for: that may take minutes, and the engine takes no other
+        order meanwhile."""
+        return self.spec.policy != "wait"
 
     def close(self) -> None:
         self._wire.close()
@@ -113,10 +119,14 @@ class VLLMLive:
         if not _says(reply, changes=patch.changes):
             raise NotTaken(_said(reply), remedy=LOG)
 
-    def apply(self, patch: PatchFile, label: str) -> ReloadOutcome:
+    def apply(self, patch: PatchFile, label: str, *, pausing: bool) -> ReloadOutcome:
         self._told = None
+        order = {"file": patch.name, "label": label}
         try:
-            reply = self._once("apply", {"file": patch.name, "label": label})
+            if pausing:
+                reply = self._once("update", {**order, "policy": self.spec.policy})
+            else:
+                reply = self._once("apply", order)
         except (NotSent, NoReply) as failure:
             return failed_reload(failure)
         if reply.status in _UNTOUCHED or _is_rolled_back(reply):
@@ -124,7 +134,7 @@ class VLLMLive:
         if not _says(reply, version=patch.version, root=patch.root, label=label):
             return Suspect(_said(reply))
         self._told = (Held(patch.version, patch.root), label)
-        return Done()
+        return Done(resumed=pausing and reply.fields().get("resumed") is True, still=_still(reply))
 
     def confirm(self, held: Held | None, label: str) -> Confirmation:
         """After a patch no second question, which the pause would wait for."""
@@ -196,6 +206,12 @@ def _unpatchable(reply: Reply) -> str:
 def _truth(fields: Mapping[str, object], key: str) -> bool | None:
     value = fields.get(key)
     return value if isinstance(value, bool) else None
+
+
+def _still(reply: Reply) -> float | None:
+    seconds = reply.fields().get("seconds")
+    still = seconds.get("still") if isinstance(seconds, dict) else None
+    return still if isinstance(still, float) and still >= 0 else None
 
 
 def _says(reply: Reply, **wanted: object) -> bool:

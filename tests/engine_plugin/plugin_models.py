@@ -197,6 +197,9 @@ class Ranks:
         self.rows: list[int] = []
         """of each answer that has some"""
         self.slow = False
+        self.fails = ""
+        """of its own orders, the one that does not work"""
+        self.pauses = 0
 
     async def ranks(self, order: Order) -> Sequence[Answer]:
         self.orders.append(str(order["do"]))
@@ -210,15 +213,23 @@ class Ranks:
         await asyncio.sleep(seconds)
 
     async def pause(self, policy: str) -> None:
+        self._try("pause")
+        self.pauses += not self.is_paused
         self.is_paused = True
 
     async def resume(self) -> None:
+        self._try("resume")
         self.is_paused = False
+
+    def _try(self, name: str) -> None:
+        if self.fails == name:
+            raise RuntimeError(f"{name}: the engine core is gone")
 
     async def paused(self) -> bool:
         return self.is_paused
 
     async def relabel(self, label: str) -> None:
+        self._try("relabel")
         self.labels.append(label)
 
 

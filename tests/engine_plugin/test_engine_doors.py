@@ -111,9 +111,76 @@ def test_a_rank_that_fails_rolls_all_back_and_one_that_can_not_leaves_a_doubt(tm
     assert not site.get()["in_doubt"] and site.get()["version"] is None
 
 
+@pytest.mark.parametrize("policy", doors.POLICIES)
+def test_an_update_is_one_order_with_its_pause(site: Site, policy: str) -> None:
+    site.holds()
+    site.post("check", {"file": site.patch()})
+    status, done = site.post("update", {"file": name_of(1), "label": "1", "policy": policy})
+    assert (status, done["version"], done["root"], done["label"], done["resumed"]) == (
+        200,
+        1,
+        root(1),
+        "1",
+        True,
+    )
+    assert done["seconds"].keys() == {"write", "label", "still"}
+    assert done["seconds"]["still"] >= done["seconds"]["write"] + done["seconds"]["label"]
+    controls = site.host.controls
+    assert (controls.is_paused, controls.pauses, controls.labels) == (False, 1, ["1"])
+
+
+def test_an_update_of_an_engine_that_was_paused_leaves_it_paused(site: Site) -> None:
+    site.holds()
+    site.post("check", {"file": site.patch()})
+    site.post("pause", {"policy": "recompute"})
+    status, done = site.post("update", {**UPDATE, "file": name_of(1)})
+    assert (status, done["version"], done["resumed"], site.host.controls.is_paused) == (200, 1, False, True)
+    assert site.post("update", {**UPDATE, "file": name_of(9)})[0] == 409 and site.host.controls.is_paused
+
+
+def test_an_update_that_is_refused_or_taken_back_lets_the_engine_go_on(tmp_path: Path) -> None:
+    site = Site(tmp_path, 2)
+    site.holds()
+    before, file = site.host.live(), site.patch()
+    assert site.post("update", {**UPDATE, "file": file})[0] == 409
+    site.post("check", {"file": file})
+    site.host.engines[1].failures = 1
+    status, told = site.post("update", {**UPDATE, "file": file})
+    assert (status, told["state"], told["holds"]["version"]) == (500, "rolled-back", 0)
+    assert (site.host.controls.is_paused, site.host.controls.pauses) == (False, 2)
+    assert site.host.live() == before
+
+
+def test_an_update_that_leaves_a_doubt_leaves_the_engine_paused(tmp_path: Path) -> None:
+    site = Site(tmp_path, 2)
+    site.holds()
+    site.post("check", {"file": site.patch()})
+    site.host.engines[1].failures = 3
+    status, told = site.post("update", {**UPDATE, "file": name_of(1)})
+    assert (status, told["state"], site.host.controls.is_paused) == (500, "in-doubt", True)
+
+
+@pytest.mark.parametrize(
+    ("fails", "status", "paused"), [("pause", 423, False), ("relabel", 500, True), ("resume", 200, True)]
+)
+def test_an_update_whose_engine_does_not_obey(site: Site, fails: str, status: int, paused: bool) -> None:
+    """One that does not resume holds the version, and is resumed by whoever sent the order."""
+    site.holds()
+    site.post("check", {"file": site.patch()})
+    site.host.controls.fails = fails
+    found, told = site.post("update", {**UPDATE, "file": name_of(1)})
+    assert (found, site.host.controls.is_paused) == (status, paused)
+    if fails == "resume":
+        assert (told["version"], told["resumed"]) == (1, False)
+    else:
+        assert "the engine core is gone" in told["error"]
+
+
+UPDATE = {"label": "1", "policy": "recompute"}
 GOOD: dict[str, dict[str, Any]] = {
     "holds": {"version": 0, "root": root(0), "label": "0"},
     "check": {"file": name_of(1)},
+    "update": {**UPDATE, "file": name_of(1)},
     "pause": {"policy": "wait"},
     "apply": {"file": name_of(1), "label": "1"},
     "reload": {"label": "1"},

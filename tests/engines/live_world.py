@@ -104,9 +104,8 @@ class LiveWorld:
         """All of it, as a subscriber would."""
         file, label = self.write(target), str(self.version + 1)
         self.server.must("check", file=file)
-        self.server.must("pause", policy=policy)
-        done = self.server.must("apply", file=file, label=label)
-        self.server.must("resume")
+        done = self.server.must("update", file=file, label=label, policy=policy)
+        assert done["resumed"] and 0 < done["seconds"]["write"] < done["seconds"]["still"]
         self.moved_to(target)
         return done
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 import torch
 from live_world import (
+    KEY,
     LiveServer,
     LiveWorld,
     Tensors,
@@ -210,7 +214,35 @@ def test_an_error_in_a_worker_is_undone_and_the_next_update_goes_through(world: 
     world.server.must("resume")
     world.require_resident()
     assert world.errors(world.server.ask(LONG)) == []
+    (world.server.faults / "fail-0").touch()
+    world.server.must("check", file=file)
+    status, told = world.server.post("update", file=file, label="x", policy="recompute")
+    assert (status, told["state"], world.server.paused) == (500, "rolled-back", False)
+    world.require_resident()
     world.update(target)
+    assert world.errors(world.server.ask(LONG)) == []
+
+
+def test_an_update_goes_on_to_its_end_when_its_sender_is_gone(world: LiveWorld) -> None:
+    """Nobody is left to resume the engine, and nobody has to."""
+    target = world.next_tensors()
+    file, label = world.write(target), str(world.version + 1)
+    world.server.must("check", file=file)
+    running = world.server.begin(LONG, IN_FLIGHT_TOKENS)
+    body = json.dumps({"file": file, "label": label, "policy": "recompute"}).encode()
+    head = (
+        f"POST /v1/weightcast/update HTTP/1.1\r\nHost: engine\r\nAuthorization: Bearer {KEY}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    url = urlsplit(world.server.url)
+    with socket.create_connection((url.hostname, url.port)) as gone:
+        gone.sendall(head.encode() + body)
+    wait_until(lambda: world.server.state()["label"] == label, "the update's end")
+    wait_until(lambda: not world.server.paused, "the engine's going on")
+    world.moved_to(target)
+    world.require_resident()
+    answer = running.result(STEP_SECONDS)
+    assert (answer.status, len(answer.tokens)) == (200, IN_FLIGHT_TOKENS)
     assert world.errors(world.server.ask(LONG)) == []
 
 

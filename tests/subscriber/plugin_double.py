@@ -218,6 +218,18 @@ class PluginDouble(Double):
             200, {"version": self.version, "root": self.root, "label": self.label, "seconds": seconds}
         )
 
+    def on_update(self, body: Any) -> Answer:
+        assert set(body) == {"file", "label", "policy"} and body["policy"] in ("recompute", "abort")
+        was_paused, self.paused = self.paused, True
+        answer = self.on_apply({"file": body["file"], "label": body["label"]})
+        if not was_paused:
+            self.resume()
+        if answer.status != 200:
+            return answer
+        assert isinstance(answer.body, dict)
+        told = {**answer.body, "resumed": not was_paused}
+        return Answer(200, {**told, "seconds": {**told["seconds"], "still": 0.125}})
+
     def on_digest(self, body: Any) -> Answer:
         assert set(body) == {"tensors", "from", "count"}
         names = sorted(self.weights) if body["tensors"] is None else body["tensors"]
@@ -240,7 +252,7 @@ class PluginDouble(Double):
         """Nobody knows what the weights are."""
         first = sorted(self.weights)[0]
         self.weights[first] = bytes(len(self.weights[first]))
-        self.in_doubt = True
+        self.in_doubt = self.paused = True
         return Answer(500, {"error": "rank 1 did not roll back", "state": "in-doubt"})
 
     def dies(self, call: Call) -> Answer:

@@ -21,17 +21,15 @@ from weightcast.subscriber.engines.base import Held, parse_engines
 from weightcast.subscriber.engines.kinds import open_engine
 from weightcast.subscriber.status import LiveStatus
 
-PATCHED = ["holds", "check", "pause", "apply", "resume"]
-
 
 class World:
     """A run and a host with an engine that takes patches and was brought to the base."""
 
-    def __init__(self, site: Site, *more: Any, **options: Any) -> None:
+    def __init__(self, site: Site, *more: Any, policy: str = "recompute", **options: Any) -> None:
         self.site = site
         self.run = site.run()
         self.engine = PluginDouble(site.root / "host")
-        self.option = f"vllm={site.serve(self.engine)},via=live,name=live"
+        self.option = f"vllm={site.serve(self.engine)},via=live,name=live,policy={policy}"
         self.host: Host = site.host(self.run, self.option, *more, **options)
         self.host.step()
         self.engine.calls.clear()
@@ -58,11 +56,6 @@ class World:
         return True
 
 
-def in_the_pause(engine: PluginDouble) -> list[Call]:
-    paths = [call.path for call in engine.calls]
-    return engine.calls[paths.index(f"{DOOR}/pause") + 1 : paths.index(f"{DOOR}/resume")]
-
-
 @pytest.fixture
 def world(site: Site) -> World:
     return World(site)
@@ -74,11 +67,58 @@ def test_versions_are_patched_into_memory_and_nothing_is_reloaded(world: World) 
         world.engine.calls.clear()
         world.follow()
         assert world.serves(version)
-        assert world.engine.doors() == ["check", "pause", "apply", "resume"]
-        assert [call.path for call in in_the_pause(world.engine)] == [f"{DOOR}/apply"]
+        assert world.engine.doors() == ["check", "update"]
     assert (world.live.way, world.live.patches, world.live.reloads, world.live.reason) == ("live", 3, 1, "")
     assert "offer" in world.host.status.updates[-1].seconds
     assert world.host.status.engines[0].via == "live"
+
+
+def test_the_pause_is_what_the_engine_says_that_it_stood_still(world: World) -> None:
+    world.follow()
+    assert world.host.status.updates[-1].pause_seconds == 0.125
+
+
+@pytest.mark.parametrize("still", [None, -1.0, "1", True])
+def test_an_engine_that_tells_no_such_time_is_measured_from_here(world: World, still: object) -> None:
+    def odd(call: Call) -> Answer:
+        told = world.engine.behave(call)
+        return Answer(200, {**told.body, "seconds": {"still": still}})  # type: ignore[dict-item]
+
+    world.engine.script(f"{DOOR}/update", odd)
+    world.follow()
+    pause = world.host.status.updates[-1].pause_seconds
+    assert world.serves(1) and pause is not None and pause > 0 and pause != 0.125
+
+
+def test_an_engine_that_patched_and_did_not_resume_is_resumed(world: World) -> None:
+    def stays(call: Call) -> Answer:
+        told = world.engine.behave(call)
+        world.engine.paused = True
+        return Answer(200, {**told.body, "resumed": False})  # type: ignore[dict-item]
+
+    world.engine.script(f"{DOOR}/update", stays)
+    world.follow()
+    assert world.serves(1) and world.engine.doors() == ["check", "update", "resume"]
+    assert world.live.patches == 1
+
+
+def test_an_engine_that_does_not_pause_serves_on_and_the_version_is_not_blamed(world: World) -> None:
+    world.follow()
+    refusal = Answer(423, {"error": "the engine does not pause", "remedy": "see its log"})
+    world.engine.script(f"{DOOR}/update", refusal)
+    world.engine.script(f"{DOOR}/pause", Drop(after=True), Drop(after=True))
+    world.follow()
+    assert world.engine.held == world.run.digest(1) and not world.host.status.ready
+    assert world.host.state.unanswered == {"live"} and world.host.state.blocked == ()
+    world.host.retry()
+    assert world.serves(2)
+
+
+def test_where_requests_are_waited_for_the_pause_is_an_order_of_its_own(site: Site) -> None:
+    world = World(site, policy="wait")
+    world.follow()
+    assert world.serves(1) and world.live.patches == 1
+    assert world.engine.doors() == ["check", "pause", "apply", "resume"]
 
 
 def test_the_disk_is_patched_before_the_engine_and_after_its_check(world: World) -> None:
@@ -91,10 +131,10 @@ def test_the_disk_is_patched_before_the_engine_and_after_its_check(world: World)
 
         return act
 
-    for door in ("check", "pause", "apply"):
+    for door in ("check", "update"):
         world.engine.script(f"{DOOR}/{door}", note(door))
     world.follow()
-    assert seen == {"check": 0, "pause": 1, "apply": 1}
+    assert seen == {"check": 0, "update": 1}
 
 
 def test_versions_that_come_together_are_one_patch(world: World) -> None:
@@ -131,9 +171,9 @@ REFUSALS: list[tuple[str, Any, str]] = [
     ("check", Answer(200, {"changes": 1}), "refused"),
     ("check", Answer(500, b"<html>"), "refused"),
     ("check", Drop(), "refused"),
-    ("apply", Answer(422, {"error": "w is not finite", "tensor": "w"}), "rolled-back"),
-    ("apply", Answer(409, {"error": "base", "holds": {"version": None, "root": None}}), "rolled-back"),
-    ("apply", Answer(404, {}), "rolled-back"),
+    ("update", Answer(422, {"error": "w is not finite", "tensor": "w"}), "rolled-back"),
+    ("update", Answer(409, {"error": "base", "holds": {"version": None, "root": None}}), "rolled-back"),
+    ("update", Answer(404, {}), "rolled-back"),
 ]
 
 
@@ -148,11 +188,11 @@ def test_a_patch_that_is_not_taken_becomes_a_reload(world: World, door: str, ans
     assert world.host.status.degraded == ()
 
 
-def test_what_was_rolled_back_is_reloaded_in_the_same_pause(world: World) -> None:
-    world.engine.script(f"{DOOR}/apply", world.engine.rolls_back)
+def test_what_was_rolled_back_is_reloaded_in_a_pause_of_its_own(world: World) -> None:
+    world.engine.script(f"{DOOR}/update", world.engine.rolls_back)
     world.follow()
     assert world.serves(1)
-    assert world.engine.doors() == ["check", "pause", "apply", "reload", "holds", "resume"]
+    assert world.engine.doors() == ["check", "update", "pause", "reload", "holds", "resume"]
     assert world.live.because["rolled-back"] == 1 and "out of memory" in world.live.reason
 
 
@@ -163,7 +203,7 @@ def test_an_engine_in_doubt_stays_paused_until_its_reload(world: World) -> None:
         marks.append((world.host.state.engines["live"].mark, world.engine.paused))
         return world.engine.behave(call)
 
-    world.engine.script(f"{DOOR}/apply", world.engine.half_applied)
+    world.engine.script(f"{DOOR}/update", world.engine.half_applied)
     world.engine.script(f"{DOOR}/reload", look)
     world.follow()
     assert world.serves(1)
@@ -173,7 +213,7 @@ def test_an_engine_in_doubt_stays_paused_until_its_reload(world: World) -> None:
 
 @pytest.mark.parametrize("act", [Drop(), Drop(after=True), Answer(500, b"?"), Answer(200, {"version": 1})])
 def test_an_answer_that_says_nothing_leads_to_a_reload(world: World, act: Any) -> None:
-    world.engine.script(f"{DOOR}/apply", act)
+    world.engine.script(f"{DOOR}/update", act)
     world.follow()
     assert world.serves(1)
     assert world.engine.reloaded == 2 and world.live.because["in-doubt"] == 1
@@ -181,7 +221,7 @@ def test_an_answer_that_says_nothing_leads_to_a_reload(world: World, act: Any) -
 
 def test_a_hanging_patch_is_given_up_and_its_late_effect_is_undone(site: Site) -> None:
     world = World(site, timeouts=replace(QUICK, reload=0.5))
-    world.engine.script(f"{DOOR}/apply", Hang())
+    world.engine.script(f"{DOOR}/update", Hang())
     world.engine.script(f"{DOOR}/reload", lambda call: _late(world, call))
     world.follow()
     assert world.serves(1)
@@ -194,7 +234,7 @@ def _late(world: World, call: Call) -> Answer:
 
 
 def test_an_engine_replaced_in_the_pause_is_reloaded(world: World) -> None:
-    world.engine.script(f"{DOOR}/apply", world.engine.dies)
+    world.engine.script(f"{DOOR}/update", world.engine.dies)
     world.follow()
     world.host.retry()
     assert world.serves(1)
@@ -202,7 +242,7 @@ def test_an_engine_replaced_in_the_pause_is_reloaded(world: World) -> None:
     assert world.serves(2) and world.engine.applied == 1
 
 
-@pytest.mark.parametrize("moment", ["check", "pause"])
+@pytest.mark.parametrize("moment", ["check", "update"])
 def test_an_engine_that_started_since_is_reloaded_once(world: World, moment: str) -> None:
     world.engine.script(
         f"{DOOR}/{moment}", lambda call: (world.engine.restart(), world.engine.behave(call))[1]
@@ -291,7 +331,7 @@ def test_a_tensor_that_is_refused_reloads_only_the_versions_that_change_it(world
 
 
 def test_after_failures_in_the_pause_versions_are_reloaded_for_a_while(world: World) -> None:
-    world.engine.script(f"{DOOR}/apply", *([world.engine.rolls_back] * 2))
+    world.engine.script(f"{DOOR}/update", *([world.engine.rolls_back] * 2))
     ways = []
     for _ in range(5):
         world.follow()
@@ -366,7 +406,7 @@ def test_several_engines_of_a_host(site: Site, order: str) -> None:
     world.follow()
     assert world.serves(1) and second.held == world.run.digest(1)
     assert [engine.applied for engine in (world.engine, second)] == [1, 1]
-    world.engine.script(f"{DOOR}/apply", world.engine.rolls_back)
+    world.engine.script(f"{DOOR}/update", world.engine.rolls_back)
     world.follow()
     assert world.serves(2) and (world.engine.applied, second.applied) == (1, 2)
     ways = {
@@ -435,3 +475,5 @@ def test_a_group_is_patched_when_every_host_stages_the_patch(
     live = leader.status.engines[0].live
     assert live is not None
     assert (live.patches, live.because) == (0 if because else 2, {"align": 1, **because})
+    # the group is asked whether it stood, before the engine goes on
+    assert "update" not in engine.doors()

@@ -173,7 +173,7 @@ def staged(stepped: Stepped) -> Path:
 
 
 def test_a_file_that_is_another_after_its_check_is_not_read_again(stepped: Stepped) -> None:
-    before(stepped, "apply", lambda: staged(stepped).write_bytes(b"another patch"))
+    before(stepped, "update", lambda: staged(stepped).write_bytes(b"another patch"))
     stepped.follow()
     assert stepped.serves() and stepped.live.patches == 1
 
@@ -186,7 +186,7 @@ def test_a_file_that_is_removed_before_its_check_means_a_reload(stepped: Stepped
     assert stepped.serves() and stepped.live.patches == 1
 
 
-@pytest.mark.parametrize("door", ["check", "pause", "apply"])
+@pytest.mark.parametrize("door", ["check", "update"])
 def test_an_engine_that_starts_anew_during_an_update_comes_to_the_version(
     stepped: Stepped, door: str
 ) -> None:

@@ -3,6 +3,7 @@
     GET  /v1/weightcast           what the engine holds, and whether it can be patched
     POST /v1/weightcast/holds     what a confirmed reload, or a fresh start, gave it
     POST /v1/weightcast/check     a patch, while the engine serves
+    POST /v1/weightcast/update    pause, apply and resume in one order
     POST /v1/weightcast/pause, /apply, /reload, /resume
     POST /v1/weightcast/digest    lanes of the live words, while the engine serves
 
@@ -89,11 +90,19 @@ def _apply(body: Body) -> tuple[str, str]:
     return _file(found["file"]), _label(found["label"])
 
 
+def _update(body: Body) -> tuple[str, str, str]:
+    found = strict.members(body, {"file", "label", "policy"}, "body")
+    return _file(found["file"]), _label(found["label"]), _policy(found["policy"])
+
+
 def _pause(body: Body) -> tuple[str]:
-    policy = strict.members(body, {"policy"}, "body")["policy"]
-    if policy not in POLICIES:
+    return (_policy(strict.members(body, {"policy"}, "body")["policy"]),)
+
+
+def _policy(value: object) -> str:
+    if value not in POLICIES:
         raise ValueError(f"policy: one of {', '.join(POLICIES)}")
-    return (str(policy),)
+    return str(value)
 
 
 def _resume(body: Body) -> tuple[()]:
@@ -120,6 +129,7 @@ def _digest(body: Body) -> tuple[list[str] | None, int, int]:
 DOORS: Mapping[str, tuple[Callable[[Body], tuple[Any, ...]], Callable[..., Awaitable[Answer]]]] = {
     "holds": (_holds, Front.hold),
     "check": (_check, Front.check),
+    "update": (_update, Front.update),
     "pause": (_pause, Front.pause),
     "apply": (_apply, Front.apply),
     "reload": (_reload, Front.reload),

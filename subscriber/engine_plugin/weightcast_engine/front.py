@@ -180,18 +180,57 @@ class Front:
         async with self._lock:
             await self._require_paused()
             began = time.monotonic()
-            # a rank of its own has no other to wait for
-            alone = self._world is not None and len(self._world.keys) == 1
-            ended = label if alone else None
-            answers = await self._controls.ranks({"do": "apply", "file": file, "label": ended})
-            written = time.monotonic()
-            if any(answer["status"] != 200 for answer in answers):
-                await self._take_back(file)
-                raise _refusal(answers)
-            if not alone:
-                answers = await self._certain({"do": "commit", "file": file, "label": label})
-            await self._named(label)
-            named = time.monotonic()
+            return await self._finished(await self._written(file, label), label, began)
+
+    async def update(self, file: str, label: str, policy: str) -> Answer:
+        """Pause, `apply` and resume in one order, so that the engine waits for nobody in between, and goes on
+        though whoever sent it be gone. One that was paused before stays so, as does one in doubt; after any
+        other refusal it goes on with what it held. `still`: seconds that it computed nothing."""
+        async with self._lock:
+            was_paused = await self._paused_before(policy)
+            began = time.monotonic()
+            try:
+                answers = await self._written(file, label)
+            except Refusal:
+                if not was_paused and not (await self.held())["doubt"]:
+                    await self._controls.resume()
+                raise
+            told = await self._finished(answers, label, began)
+            resumed = not was_paused and await self._went_on()
+            told["seconds"]["still"] = time.monotonic() - began
+            return {**told, "resumed": resumed}
+
+    async def _paused_before(self, policy: str) -> bool:
+        """Pauses. Asked before it is told, at once: every answer waits for the end of a step."""
+        try:
+            was_paused, _ = await asyncio.gather(self._controls.paused(), self._controls.pause(policy))
+        except Exception as error:  # an engine's own, of any kind
+            raise NotPaused(f"the engine does not pause: {error}"[:300], remedy="see its log") from error
+        return was_paused
+
+    async def _went_on(self) -> bool:
+        """The weights are right: whoever sent the order may resume it again."""
+        try:
+            await self._controls.resume()
+        except Exception:  # an engine's own, of any kind
+            return False
+        return True
+
+    async def _written(self, file: str, label: str) -> Sequence[Answer]:
+        """What the ranks hold then. What any of them refuses is raised, and none has anything of it."""
+        # a rank of its own has no other to wait for
+        alone = self._world is not None and len(self._world.keys) == 1
+        ended = label if alone else None
+        answers = await self._controls.ranks({"do": "apply", "file": file, "label": ended})
+        if any(answer["status"] != 200 for answer in answers):
+            await self._take_back(file)
+            raise _refusal(answers)
+        return answers if alone else await self._certain({"do": "commit", "file": file, "label": label})
+
+    async def _finished(self, answers: Sequence[Answer], label: str, began: float) -> Answer:
+        written = time.monotonic()
+        await self._named(label)
+        named = time.monotonic()
         held = _held(answers)
         if held["doubt"]:
             raise InDoubt(held["doubt"], remedy=RELOAD_AND_TELL)
