@@ -6,12 +6,12 @@ from pathlib import Path
 
 from weightcast.publisher.fleet.figures import FleetFigures
 from weightcast.publisher.fleet.view import ChannelPage
-from weightcast.publisher.service.figures import Figures as PublisherFigures
+from weightcast.publisher.service.figures import PublisherFigures
 from weightcast.shared.service.disk import DiskFigures
 from weightcast.shared.service.facts import LoopStatus, Snapshot
 from weightcast.shared.service.fleet import Fleet
 from weightcast.shared.service.metrics import Labels, MetricDoc, Metrics, watch_loop
-from weightcast.subscriber.service.figures import Figures as SubscriberFigures
+from weightcast.subscriber.service.figures import SubscriberFigures
 
 HEAD = """\
 # Metrics

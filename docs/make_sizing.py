@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from weightcast.shared.service.doctor.findings import size_text
 from weightcast.shared.service.sizing.rules import (
     ROLES,
+    Amount,
     Asked,
-    Share,
     Weights,
     apply_seconds,
     change_bits,
@@ -71,10 +71,10 @@ def by_role() -> str:
     return table(["role", "memory", "page cache", "disk"], rows)
 
 
-def need(share: Share) -> str:
-    copies = f"{share.copies} x weights" if share.copies else ""
-    buffers = f"{share.fixed_bytes >> 20} MiB" if share.fixed_bytes else ""
-    return " + ".join(part for part in (copies, buffers, "a step" * share.steps) if part)
+def need(amount: Amount) -> str:
+    copies = f"{amount.copies} x weights" if amount.copies else ""
+    buffers = f"{amount.fixed_bytes >> 20} MiB" if amount.fixed_bytes else ""
+    return " + ".join(part for part in (copies, buffers, "a step" * amount.steps) if part)
 
 
 def by_model() -> str:

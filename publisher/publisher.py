@@ -18,7 +18,7 @@ from weightcast.publisher.care.upkeep import Background, Upkeep, UpkeepOptions
 from weightcast.publisher.resume import Resumed, position, resumed
 from weightcast.publisher.submit import Handle, Hold, Submissions, WhenBusy
 from weightcast.publisher.version.commit import PostWrite
-from weightcast.publisher.version.member import Member
+from weightcast.publisher.version.member import MemberRank
 from weightcast.publisher.version.owner import Owner
 from weightcast.publisher.version.rendezvous import Rank
 from weightcast.publisher.version.report import PublishReport
@@ -69,7 +69,7 @@ class Publisher:
         self._owner = None if claimed is None else Owner(follower, claimed, rank, options)
         self._lone = None if claimed is None else Owner(follower, claimed, Rank(0, 1), options)
         """what rank 0 publishes without the other ranks"""
-        self._member = Member(follower, rank, options)
+        self._member = MemberRank(follower, rank, options)
         self._heart = None if claimed is None else _Heart(claimed)
         self._closed = False
         # the field's encodings need all new words on the host, whatever changed

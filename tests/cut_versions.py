@@ -8,7 +8,7 @@ from pathlib import Path
 
 from weightcast.shared.channel.chunk_step import ChunkStep
 from weightcast.shared.channel.delta_writer import ShardWriter, open_shard_writer
-from weightcast.shared.channel.index import Index, Totals, write_index
+from weightcast.shared.channel.index import Index, VersionTotals, write_index
 from weightcast.shared.channel.layout import INDEX_NAME, Layout
 from weightcast.shared.channel.pointer import write_pointer
 from weightcast.shared.channel.tensor_records import TensorRecords
@@ -73,7 +73,7 @@ def _index(
         tensors=TensorRecords.numbered(table, sums.changed, lanes, sums.words),
         parts=tuple(parts),
         chunks=tuple(chunks),
-        totals=Totals(0, table.elements, table.nbytes, sum(file.size for file in files)),
+        totals=VersionTotals(0, table.elements, table.nbytes, sum(file.size for file in files)),
     )
 
 

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from weightcast.publisher.care.retention import Held, Situation, Verdict
+from weightcast.publisher.care.retention import HeldVersion, Situation, Verdict
 from weightcast.publisher.version.commit import PRUNED, PUT_AWAY
 from weightcast.shared.channel import marks
 from weightcast.shared.channel.channel_file import write_channel_file
@@ -30,7 +30,7 @@ from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
 from weightcast.shared.files.entries import is_directory, is_own_directory
 from weightcast.shared.files.strict_json import parse_object
-from weightcast.shared.local.host import Host
+from weightcast.shared.local.boot import Boot
 
 GRACE_SECONDS = 3600.0
 _NOTE, _NOTE_LIMIT = "pruned.json", 4096
@@ -45,7 +45,7 @@ def situation(channel: Channel, pointer: Pointer, hosts: Collection[int], now: f
         with contextlib.suppress(FileNotFoundError):
             created = (channel.layout.index(version)).stat().st_mtime
             whole = shown.nbytes >= full and _is_whole(channel, pointer, version)
-            versions[version] = Held(shown, created, whole)
+            versions[version] = HeldVersion(shown, created, whole)
     wanted = {*marks.kept(channel.directory), *marks.tags(channel.directory).values()}
     return Situation(pointer.version, versions, now, hosts, wanted)
 
@@ -124,7 +124,7 @@ class Uptime:
 
     @classmethod
     def here(cls) -> Uptime:
-        return cls(Host.here().boot_id, time.clock_gettime(time.CLOCK_BOOTTIME))
+        return cls(Boot.here().boot_id, time.clock_gettime(time.CLOCK_BOOTTIME))
 
 
 def _noted(grave: Path, uptime: Uptime) -> float | None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from weightcast.shared.channel.chain import Entry, entries, verify
+from weightcast.shared.channel.chain import ChainEntry, entries, verify
 from weightcast.shared.channel.index import INDEX_NAME, Index
 from weightcast.shared.channel.keys import PrivateKey
 from weightcast.shared.channel.shown import look
@@ -54,7 +54,7 @@ def _statements(channel: Channel) -> Iterator[tuple[Path, Statement]]:
             yield directory / INDEX_NAME, stated_by(index, index.digest, main.digest)
 
 
-def _beside(channel: Channel, entry: Entry, table: TensorTable) -> Iterator[tuple[Path, Index]]:
+def _beside(channel: Channel, entry: ChainEntry, table: TensorTable) -> Iterator[tuple[Path, Index]]:
     anchor, shown = channel.anchor(entry.version, table), look(entry.directory)
     if anchor is not None:
         yield channel.layout.anchor_dir(entry.version), anchor

@@ -33,7 +33,7 @@ class Retention:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldVersion:
     """A version that lies in the channel. `whole`: it is full weights itself; `created`: unix time."""
 
     shown: Shown
@@ -55,7 +55,7 @@ class Situation:
     """`hosts`: versions of the hosts that live; `wanted`: versions that were kept or tagged by name."""
 
     pointer: int
-    versions: Mapping[int, Held]
+    versions: Mapping[int, HeldVersion]
     now: float
     hosts: Collection[int] = ()
     wanted: Collection[int] = ()
@@ -86,7 +86,7 @@ class Hop:
 
 
 @dataclass(frozen=True)
-class Way:
+class CheapestWay:
     """What is read on the way of the fewest bytes, in order."""
 
     nbytes: int
@@ -163,16 +163,18 @@ class _Trail:
     def then(self, hop: Hop, nbytes: int) -> _Trail:
         return _Trail(self.nbytes + nbytes, hop, self)
 
-    def unrolled(self) -> Way:
+    def unrolled(self) -> CheapestWay:
         hops: list[Hop] = []
         at: _Trail | None = self
         while at is not None and at.hop is not None:
             hops.append(at.hop)
             at = at.before
-        return Way(self.nbytes, tuple(reversed(hops)))
+        return CheapestWay(self.nbytes, tuple(reversed(hops)))
 
 
-def cheapest(versions: Mapping[int, Held], target: int, start: Mapping[int, int]) -> Way | None:
+def cheapest(
+    versions: Mapping[int, HeldVersion], target: int, start: Mapping[int, int]
+) -> CheapestWay | None:
     """From full weights in the channel, or from a version that is held at the price given in `start`."""
     best = {version: _Trail(price) for version, price in start.items()}
     for version in sorted(version for version in versions if version <= target):

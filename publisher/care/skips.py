@@ -19,7 +19,7 @@ from weightcast.shared.channel.chunk_step import ChunkStep
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.delta_reader import open_delta
 from weightcast.shared.channel.delta_writer import PartFiles, ShardWriter, open_shard_writer
-from weightcast.shared.channel.index import INDEX_NAME, Index, Totals, parse_index, write_index
+from weightcast.shared.channel.index import INDEX_NAME, Index, VersionTotals, parse_index, write_index
 from weightcast.shared.channel.keys import PrivateKey
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.tensor_records import TensorRecords
@@ -171,7 +171,7 @@ def _index(
         tensors=tensors,
         parts=main.parts,
         chunks=files.chunks,
-        totals=Totals(int(tensors.changed.sum()), table.elements, table.nbytes, nbytes),
+        totals=VersionTotals(int(tensors.changed.sum()), table.elements, table.nbytes, nbytes),
         main=main.digest,
     )
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightcast.publisher.care.retention import Held
+from weightcast.publisher.care.retention import HeldVersion
 from weightcast.shared.channel import marks
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.pointer import Pointer
@@ -47,7 +47,7 @@ class Page:
     will be."""
 
     pointer: int = 0
-    versions: Mapping[int, Held] | None = None
+    versions: Mapping[int, HeldVersion] | None = None
     stated: Mapping[int, Stated] | None = None
     kept: frozenset[int] = frozenset()
     tags: Mapping[str, int] | None = None
@@ -58,7 +58,7 @@ class Ledger:
     def __init__(self, channel: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory, self._clock = channel, clock
         self._channel: Channel | None = None
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, HeldVersion] = {}
         self._stated: dict[int, Stated] = {}
         self._pointer = self._lay_there = 0
         self._looked_until = self._newest_until = self._read_until = -1.0
@@ -98,7 +98,7 @@ class Ledger:
             with contextlib.suppress(FileNotFoundError):
                 created = channel.layout.index(version).stat().st_mtime
                 known = self._stated.get(version)
-                found[version] = Held(shown, created, known is not None and known.is_whole)
+                found[version] = HeldVersion(shown, created, known is not None and known.is_whole)
         if above:
             self._held = {version: held for version, held in self._held.items() if version <= above} | found
         else:
@@ -125,7 +125,7 @@ class Ledger:
             self._stated[version] = stated
             if stated.is_whole:
                 held = self._held[version]
-                self._held[version] = Held(held.shown, held.created, True)
+                self._held[version] = HeldVersion(held.shown, held.created, True)
             now = self._clock()
             self._read_until = max(self._read_until, began) + _SHARE * (now - began)
 

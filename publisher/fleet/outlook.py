@@ -6,7 +6,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from weightcast.publisher.care.retention import Hop, Retention, Situation, Way, cheapest, decide, window
+from weightcast.publisher.care.retention import (
+    CheapestWay,
+    Hop,
+    Retention,
+    Situation,
+    cheapest,
+    decide,
+    window,
+)
 from weightcast.publisher.fleet.ledger import Page
 from weightcast.shared.service.fleet import Host, UpdateLine
 from weightcast.shared.service.snapshot import Frozen
@@ -121,7 +129,7 @@ def version_rows(page: Page, publish_seconds: Mapping[int, float]) -> Versions:
 
 def catch_up(page: Page, hosts: Sequence[Host]) -> CatchUp:
     """For lags 1, 2, 4 and so on, and those that hosts have."""
-    held, pace = page.versions or {}, Pace.of(hosts)
+    held, pace = page.versions or {}, HostsPace.of(hosts)
     lags = {1 << power for power in range(20)} | {host.lag for host in hosts if host.lag}
     rows = []
     for lag in sorted(lag for lag in lags if 0 < lag <= page.pointer):
@@ -133,7 +141,7 @@ def catch_up(page: Page, hosts: Sequence[Host]) -> CatchUp:
     return CatchUp(rows=tuple(rows), joiner=_joiner(page, pace))
 
 
-def _joiner(page: Page, pace: Pace) -> Joiner:
+def _joiner(page: Page, pace: HostsPace) -> Joiner:
     held = page.versions or {}
     based, bare = cheapest(held, page.pointer, {0: 0}), cheapest(held, page.pointer, {})
     without = None if bare is None else WithoutBase(bytes=bare.nbytes, steps=steps(bare))
@@ -147,7 +155,7 @@ def _joiner(page: Page, pace: Pace) -> Joiner:
     )
 
 
-def steps(way: Way) -> tuple[str, ...]:
+def steps(way: CheapestWay) -> tuple[str, ...]:
     """`anchor 4`, `delta 4 to 8`, and runs of single steps as one: `steps 9 to 12`."""
     runs: list[list[Hop]] = []
     for hop in way.hops:
@@ -171,14 +179,14 @@ def _run_text(run: Sequence[Hop]) -> str:
     return f"step {last.version}" if len(run) == 1 else f"steps {first.version} to {last.version}"
 
 
-class Pace(Frozen):
+class HostsPace(Frozen):
     """What hosts took for deltas of late."""
 
     per_byte: float | None = None
     reload_seconds: float = 0.0
 
     @classmethod
-    def of(cls, hosts: Iterable[Host]) -> Pace:
+    def of(cls, hosts: Iterable[Host]) -> HostsPace:
         patches = [
             update for host in hosts for update in host.updates if update.kind == "patch" and update.bytes
         ]

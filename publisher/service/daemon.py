@@ -12,7 +12,7 @@ from weightcast.publisher.service.desk import Desk
 from weightcast.publisher.service.routes import publication_routes
 from weightcast.publisher.service.settings import PublisherSettings
 from weightcast.publisher.service.status import PublisherStatus, host_status
-from weightcast.publisher.service.watched import Arrivals
+from weightcast.publisher.service.watched import RenamedIn
 from weightcast.shared.service.daemon import Stop, Wakeup, run_daemon
 from weightcast.shared.service.facts import LoopStatus, Snapshot
 from weightcast.shared.service.fleet import REPORTS_PATH
@@ -28,12 +28,12 @@ def run_publisher(settings: PublisherSettings) -> None:
     registry, wakeup, stop = new_registry(), Wakeup(), Stop()
     loop = Snapshot(LoopStatus())
     watch_loop(registry, loop)
-    arrivals = Arrivals()
+    renamed = RenamedIn()
     view = FleetView(
         settings.channel, settings.upkeep.retention, settings.bounds, lambda: desk.publish_seconds
     )
     FleetFigures(registry, view.hosts, view.page)
-    desk = Desk(settings, registry, wakeup, stop, arrivals)
+    desk = Desk(settings, registry, wakeup, stop, renamed)
 
     def status() -> PublisherStatus:
         hosts = tuple(map(host_status, view.hosts().hosts))
@@ -59,7 +59,7 @@ def run_publisher(settings: PublisherSettings) -> None:
         view.start()
         around.callback(view.stop)
         if settings.watch is not None:
-            around.enter_context(Watcher(settings.watch, wakeup, arrivals.note))
+            around.enter_context(Watcher(settings.watch, wakeup, renamed.note))
         run_daemon(app, desk.step, wakeup, settings, desk.start, desk.close, loop, stop)
     if desk.superseded is not None:
         raise desk.superseded

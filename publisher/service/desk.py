@@ -15,7 +15,7 @@ from weightcast.publisher.care.upkeep import Background
 from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.fleet.ledger import ROWS_LIMIT
 from weightcast.publisher.publisher import Publisher
-from weightcast.publisher.service.figures import Figures
+from weightcast.publisher.service.figures import PublisherFigures
 from weightcast.publisher.service.inbox import Choice, InboxRules, Sighting, step_of
 from weightcast.publisher.service.looks import marks
 from weightcast.publisher.service.progress import Meter
@@ -34,7 +34,7 @@ from weightcast.publisher.service.status import (
     add,
     waiting_status,
 )
-from weightcast.publisher.service.watched import Arrivals, Watched
+from weightcast.publisher.service.watched import RenamedIn, Watched
 from weightcast.publisher.trainer.export import Handed
 from weightcast.publisher.version.commit import PostWrite
 from weightcast.publisher.version.report import Publication, publication, total_seconds
@@ -76,15 +76,15 @@ class Desk:
         registry: Metrics,
         wakeup: Wakeup,
         stop: Stop,
-        arrivals: Arrivals,
+        renamed: RenamedIn,
     ) -> None:
         self.queue: Queue | None = None
         """None until the channel is taken"""
         self.superseded: Refused | None = None
         """why this publisher may not go on"""
         self._settings = settings
-        self._wakeup, self._stop, self._arrivals = wakeup, stop, arrivals
-        self._meter, self._figures = Meter(), Figures(registry)
+        self._wakeup, self._stop, self._renamed = wakeup, stop, renamed
+        self._meter, self._figures = Meter(), PublisherFigures(registry)
         self.publish_seconds: Mapping[int, float] = {}
         """of what this process published; replaced as a whole"""
         self._publisher: Publisher | None = None
@@ -122,7 +122,7 @@ class Desk:
                 settings.consume,
             )
             memory = paths.room / _INBOX
-            self._watched = Watched(settings.watch, memory, rules, settings.consume, self._arrivals)
+            self._watched = Watched(settings.watch, memory, rules, settings.consume, self._renamed)
             ensure_room(paths)
             self._watched.ignore_existing()
         self._meter.begin("base", 0)

@@ -15,7 +15,7 @@ PHASES = ("recover", "read", "diff", "ranks", "copy", "stage", "commit", "patch"
 CAUSES = ("step", "skip", "anchor")
 
 
-class Figures:
+class PublisherFigures:
     """`show` is called with every status, `published` and `failed` once for each publication."""
 
     def __init__(self, registry: Metrics) -> None:

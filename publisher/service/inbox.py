@@ -61,7 +61,7 @@ class Sighting:
     """it is a link to a directory"""
 
 
-class Outcome(StrEnum):
+class InboxOutcome(StrEnum):
     PUBLISHING = "publishing"
     PUBLISHED = "published"
     PASSED_OVER = "passed over"
@@ -70,11 +70,11 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True)
-class Entry:
+class InboxEntry:
     """What became of a directory. `files`: its weights, or everything in it if it was refused. `version`: the
     one that it became; while publishing, the channel's version before."""
 
-    outcome: Outcome
+    outcome: InboxOutcome
     files: Marks
     version: int | None = None
     behind: str = ""
@@ -87,7 +87,7 @@ class Entry:
 
     def holds(self, files: Marks) -> bool:
         """Whether these are the weights that this entry is about."""
-        return self.outcome is not Outcome.REFUSED and bool(self.files) and self.files <= files
+        return self.outcome is not InboxOutcome.REFUSED and bool(self.files) and self.files <= files
 
 
 @dataclass(frozen=True)
@@ -135,20 +135,20 @@ class Inbox:
     on that."""
 
     rules: InboxRules
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[str, InboxEntry] = field(default_factory=dict)
     _since: dict[str, tuple[Marks, float]] = field(default_factory=dict)
     """per name: what was seen, and when first, on a monotonic clock"""
 
     def is_known(self, name: str, files: Marks) -> bool:
         own = self.entries.get(name)
-        if own is not None and own.outcome is Outcome.REFUSED and own.files == files:
+        if own is not None and own.outcome is InboxOutcome.REFUSED and own.files == files:
             return True
         others = self.entries.values()
         return any(entry.holds(files) for entry in (others if own is None else (own, *others)))
 
     def ignore_existing(self, sightings: Iterable[Sighting]) -> Sequence[str]:
         """At the very first start: what is complete now was there before. Returns the names."""
-        found = {each.name: _entry(Outcome.EXISTING, each) for each in sightings if each.weights}
+        found = {each.name: _entry(InboxOutcome.EXISTING, each) for each in sightings if each.weights}
         self.entries |= found
         return sorted(found)
 
@@ -216,20 +216,20 @@ class Inbox:
         if choice.chosen is None:
             return
         name = choice.chosen.name
-        begun = _entry(Outcome.PUBLISHING, choice.chosen)
+        begun = _entry(InboxOutcome.PUBLISHING, choice.chosen)
         self.entries[name] = replace(begun, version=version, request=request)
         for passed in choice.passed:
-            self.entries[passed.name] = replace(_entry(Outcome.PASSED_OVER, passed), behind=name)
+            self.entries[passed.name] = replace(_entry(InboxOutcome.PASSED_OVER, passed), behind=name)
 
     def succeed(self, name: str, version: int) -> None:
         begun = self.entries[name]
-        self.entries[name] = replace(begun, outcome=Outcome.PUBLISHED, version=version, request="")
+        self.entries[name] = replace(begun, outcome=InboxOutcome.PUBLISHED, version=version, request="")
         for other, entry in self.entries.items():
             if entry.behind == name:
                 self.entries[other] = replace(entry, behind="")
 
     def adopt(self, sighting: Sighting, version: int) -> None:
-        self.entries[sighting.name] = replace(_entry(Outcome.PUBLISHED, sighting), version=version)
+        self.entries[sighting.name] = replace(_entry(InboxOutcome.PUBLISHED, sighting), version=version)
 
     def give_up(self, name: str) -> None:
         """The publication did not happen: it and those passed over for it are new again."""
@@ -239,14 +239,14 @@ class Inbox:
 
     def refuse(self, sighting: Sighting, failure: Failure) -> None:
         self.give_up(sighting.name)
-        self.entries[sighting.name] = Entry(Outcome.REFUSED, sighting.files, failure=failure)
+        self.entries[sighting.name] = InboxEntry(InboxOutcome.REFUSED, sighting.files, failure=failure)
 
     def resume(self, made_for: Callable[[str, int], int | None]) -> list[str]:
         """After a kill. `made_for`: which version came of a request, if it is one after another version.
         Returns the names of what has become one."""
         published = []
         for name, entry in list(self.entries.items()):
-            if entry.outcome is Outcome.PUBLISHING and entry.version is not None:
+            if entry.outcome is InboxOutcome.PUBLISHING and entry.version is not None:
                 version = made_for(entry.request, entry.version)
                 if version is None:
                     self.give_up(name)
@@ -258,7 +258,7 @@ class Inbox:
     def consumable(self, name: str) -> Marks:
         """All files of a published checkpoint as it was when it was chosen; none of any other."""
         entry = self.entries.get(name)
-        if entry is None or entry.outcome is not Outcome.PUBLISHED:
+        if entry is None or entry.outcome is not InboxOutcome.PUBLISHED:
             return frozenset()
         return entry.files | entry.beside
 
@@ -271,7 +271,7 @@ class Inbox:
         self.entries = {name: entry for name, entry in self.entries.items() if name not in dropped}
 
     def _is_consumed(self, name: str) -> bool:
-        return self.rules.consume and self.entries[name].outcome is Outcome.PUBLISHED
+        return self.rules.consume and self.entries[name].outcome is InboxOutcome.PUBLISHED
 
     def refused(self) -> list[tuple[str, Failure]]:
         return [(name, entry.failure) for name, entry in self.entries.items() if entry.failure is not None]
@@ -287,9 +287,9 @@ def _without_second_names(sightings: Sequence[Sighting]) -> list[Sighting]:
     return [each for each in sightings if not each.link or each.files not in own]
 
 
-def _entry(outcome: Outcome, sighting: Sighting) -> Entry:
+def _entry(outcome: InboxOutcome, sighting: Sighting) -> InboxEntry:
     beside = (sighting.files | sighting.hidden) - sighting.weights
-    return Entry(outcome, sighting.weights, beside=beside)
+    return InboxEntry(outcome, sighting.weights, beside=beside)
 
 
 def _is_broken(sighting: Sighting) -> bool:
@@ -307,7 +307,7 @@ def _in_order(sighting: Sighting) -> tuple[int, list[tuple[int, str]]]:
     return sighting.completed_ns, [(int(p), "") if p.isascii() and p.isdigit() else (-1, p) for p in pieces]
 
 
-def pack_entries(entries: Mapping[str, Entry], watch: str = "") -> bytes:
+def pack_entries(entries: Mapping[str, InboxEntry], watch: str = "") -> bytes:
     """`watch`: the directory that they are of."""
     return write_object(
         {
@@ -334,14 +334,14 @@ def _row(mark: FileMark) -> list[object]:
     return [mark.name, mark.inode, mark.size, mark.mtime_ns]
 
 
-def parse_entries(data: bytes, what: str, watch: str = "") -> dict[str, Entry] | None:
+def parse_entries(data: bytes, what: str, watch: str = "") -> dict[str, InboxEntry] | None:
     """None where they are of another directory than `watch`. Raises DamagedFile."""
     members = Members(parse_object(data, what), what)
     if members.integer("format") != FORMAT:
         raise members.bad("format", str(FORMAT))
     if watch and "watch" in members and members.text("watch") != watch:
         return None
-    entries: dict[str, Entry] = {}
+    entries: dict[str, InboxEntry] = {}
     for row in members.array("entries"):
         each = Members(row, what)
         name = file_name(each.text("name"))
@@ -351,12 +351,12 @@ def parse_entries(data: bytes, what: str, watch: str = "") -> dict[str, Entry] |
     return entries
 
 
-def _parse_entry(members: Members, what: str) -> Entry:
+def _parse_entry(members: Members, what: str) -> InboxEntry:
     outcome = members.text("outcome")
-    if outcome not in [each.value for each in Outcome]:
+    if outcome not in [each.value for each in InboxOutcome]:
         raise members.bad("outcome", "a known outcome")
-    return Entry(
-        Outcome(outcome),
+    return InboxEntry(
+        InboxOutcome(outcome),
         _parse_marks(members, "files", what),
         members.optional_integer("version"),
         members.text("behind"),

@@ -25,7 +25,7 @@ _CONSUMED = ".weightcast-consumed-"
 
 
 @dataclass(frozen=True)
-class Look:
+class InboxLook:
     """`unknown`: of directories whose files are not known; `names`: of all that are there; `unreadable`:
     which of them could not be looked into."""
 
@@ -39,7 +39,7 @@ def look(
     marker: str | None,
     is_known: Callable[[str, Marks], bool],
     has_arrived: Callable[[str, Marks], bool],
-) -> Look:
+) -> InboxLook:
     """Reads the headers of unknown directories only. `has_arrived`: whether that was seen to be renamed into
     place. Raises RetryLater when `watch` is not there."""
     names, unknown, unreadable = set(), [], []
@@ -58,7 +58,7 @@ def look(
             # One that cannot be read is no reason to publish no other.
             names.add(directory.name)
             unreadable.append(Waiting(directory.name, failure_of(error).message))
-    return Look(tuple(unknown), frozenset(names), tuple(unreadable))
+    return InboxLook(tuple(unknown), frozenset(names), tuple(unreadable))
 
 
 def _candidates(watch: Path) -> list[os.DirEntry[str]]:

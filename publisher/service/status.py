@@ -31,7 +31,7 @@ class Progress(Frozen):
     """unix time of the publisher's clock"""
 
 
-class HostStatus(Frozen):
+class ReportedHost(Frozen):
     """A host as its report shows it; reports are not authenticated."""
 
     host: str
@@ -104,7 +104,7 @@ class PublisherStatus(Frozen):
     publications: tuple[Publication, ...] = ()
     """newest first"""
     totals: Totals = Totals()
-    hosts: tuple[HostStatus, ...] = ()
+    hosts: tuple[ReportedHost, ...] = ()
     report_error: str = ""
     """why what hosts posted does not get into the channel; empty when it does"""
     inbox: InboxStatus | None = None
@@ -136,8 +136,8 @@ def waiting_status(waiting: Iterable[Waiting]) -> tuple[WaitingStatus, ...]:
     return tuple(WaitingStatus(name=each.name, reason=each.reason) for each in waiting)[:WAITING_SHOWN]
 
 
-def host_status(host: Host) -> HostStatus:
-    return HostStatus(
+def host_status(host: Host) -> ReportedHost:
+    return ReportedHost(
         host=host.host,
         local=host.local[:TEXT_SHOWN],
         state=host.state,

@@ -12,8 +12,8 @@ from weightcast.publisher.service import looks
 from weightcast.publisher.service.inbox import (
     MEMORY_LIMIT,
     Choice,
-    Entry,
     Inbox,
+    InboxEntry,
     InboxRules,
     Marks,
     Sighting,
@@ -38,7 +38,7 @@ _NAMED = 5
 log = get_log("inbox")
 
 
-class Arrivals:
+class RenamedIn:
     """Names of directories that were seen to be renamed into place: told by one thread, taken by another."""
 
     def __init__(self) -> None:
@@ -64,14 +64,14 @@ class Watched:
         memory: Path,
         rules: InboxRules,
         consume: bool,
-        arrivals: Arrivals,
+        renamed: RenamedIn,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.directory = directory
         self.waiting: tuple[Waiting, ...] = ()
         self._memory = memory
         self._consume = consume
-        self._arrivals = arrivals
+        self._renamed = renamed
         self._arrived: dict[str, Marks | None] = {}
         """what was first seen of it after its arrival"""
         self._clock = clock
@@ -108,9 +108,9 @@ class Watched:
         if names:
             log.info("checkpoints left alone", checkpoints=names[:_NAMED], count=len(names))
 
-    def _look(self) -> looks.Look:
+    def _look(self) -> looks.InboxLook:
         # Being put back is no arrival: the writer may be at it.
-        self._arrived |= dict.fromkeys(self._arrivals.take() - self._not_consumed)
+        self._arrived |= dict.fromkeys(self._renamed.take() - self._not_consumed)
         found = looks.look(self.directory, self._inbox.rules.marker, self._inbox.is_known, self._has_arrived)
         # Nothing in it yet: what comes is written in its place.
         self._arrived = {
@@ -264,7 +264,7 @@ class Watched:
             self._stored = packed
 
 
-def _read(memory: Path, watch: str) -> dict[str, Entry] | None:
+def _read(memory: Path, watch: str) -> dict[str, InboxEntry] | None:
     try:
         return parse_entries(durable.read_file(memory, MEMORY_LIMIT), str(memory), watch)
     except FileNotFoundError:

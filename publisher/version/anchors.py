@@ -17,7 +17,7 @@ import numpy as np
 from weightcast.publisher.version.commit import commit, discard, new_beside
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.file_record import file_record
-from weightcast.shared.channel.index import INDEX_NAME, FileRecord, Index, Totals, write_index
+from weightcast.shared.channel.index import INDEX_NAME, FileRecord, Index, VersionTotals, write_index
 from weightcast.shared.channel.keys import PrivateKey
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.tensor_records import TensorRecords
@@ -140,7 +140,7 @@ def anchor_index(
         ),
         parts=(whole_part(table),),
         chunks=(),
-        totals=Totals(0, table.elements, table.nbytes, sum(file.size for file in files)),
+        totals=VersionTotals(0, table.elements, table.nbytes, sum(file.size for file in files)),
     )
 
 

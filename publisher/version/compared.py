@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.publisher.version.packing import Packed, Piece, pack
+from weightcast.publisher.version.packing import PackedChunk, PackedRun, pack
 from weightcast.publisher.version.rendezvous import Rank
 from weightcast.publisher.version.shards import Own, runs_in
 from weightcast.publisher.version.turn import given_names, holds_of
@@ -83,7 +83,7 @@ class ComparedWeights(NewWeights):
         self._numbers = {name: number for number, name in own.names.items()}
         self._stretches: dict[int, list[_Stretch]] = {number: [] for number in own.names}
         self._starts: Mapping[int, Sequence[int]] = {}
-        self._proofs: list[tuple[Packed, list[Lanes]]] = []
+        self._proofs: list[tuple[PackedChunk, list[Lanes]]] = []
 
     @classmethod
     def compared(cls, own: Own, threads: int) -> ComparedWeights:
@@ -111,7 +111,7 @@ class ComparedWeights(NewWeights):
                     )
         self._proofs.clear()
 
-    def _is_same(self, proof: tuple[Packed, list[Lanes]]) -> bool:
+    def _is_same(self, proof: tuple[PackedChunk, list[Lanes]]) -> bool:
         packed, full = proof
         words = Own(self._rank, self.local, self, self._names).pack_new(packed)
         return full == [
@@ -158,10 +158,10 @@ class ComparedWeights(NewWeights):
         )
 
 
-_Compared = tuple[Packed, list[tuple[int, _Stretch]], list[Lanes]]
+_Compared = tuple[PackedChunk, list[tuple[int, _Stretch]], list[Lanes]]
 
 
-def _compare(own: Own, chunk: Chunk, packed: Packed) -> _Compared:
+def _compare(own: Own, chunk: Chunk, packed: PackedChunk) -> _Compared:
     old = _closed(packed, packed.pieces[0].within(words := own.local.chunk_words(chunk)))
     old = packed.gather(words) if old is None else old
     new = _closed(packed, own.words(packed.pieces[0]))
@@ -171,21 +171,21 @@ def _compare(own: Own, chunk: Chunk, packed: Packed) -> _Compared:
     return packed, list(_stretches(packed, found.changes, new)), full
 
 
-def _closed(packed: Packed, piece: NDArray[np.unsignedinteger]) -> Words | None:
+def _closed(packed: PackedChunk, piece: NDArray[np.unsignedinteger]) -> Words | None:
     """The first piece's words, where they are all of the packed ones and lie as these do: no copy."""
     whole = len(packed.pieces) == 1 and piece.size == packed.chunk.words
     fits = whole and piece.flags.c_contiguous and piece.flags.aligned
     return piece.reshape(-1) if fits else None
 
 
-def _stretches(packed: Packed, changes: Changes, new: Words) -> Iterator[tuple[int, _Stretch]]:
+def _stretches(packed: PackedChunk, changes: Changes, new: Words) -> Iterator[tuple[int, _Stretch]]:
     edges = [edge for one in packed.pieces for edge in (one.place, one.place + one.run.words)]
     places = np.searchsorted(changes.index, edges).reshape(-1, 2).tolist()
     for piece, (low, high) in zip(packed.pieces, places, strict=True):
         yield piece.tensor, _stretch(piece, changes.index[low:high], changes.new[low:high], new)
 
 
-def _stretch(piece: Piece, index: NDArray[np.uint32], changed: Words, new: Words) -> _Stretch:
+def _stretch(piece: PackedRun, index: NDArray[np.uint32], changed: Words, new: Words) -> _Stretch:
     """Copies: what it is given is lent, or somebody else's."""
     end = piece.place + piece.run.words
     if len(index) * (_INDEX_BYTES + new.itemsize) > piece.run.words * new.itemsize:

@@ -17,7 +17,7 @@ from weightcast.shared.channel.index import (
     Encoding,
     FileRecord,
     Index,
-    Totals,
+    VersionTotals,
 )
 from weightcast.shared.channel.tensor_records import TensorRecords
 from weightcast.shared.digest.lanes import Lanes, LanesArray
@@ -65,8 +65,8 @@ def draft(frame: Frame, table: TensorTable, part: Part, difference: Difference) 
     )
 
 
-def _totals(table: TensorTable, difference: Difference) -> Totals:
-    return Totals(
+def _totals(table: TensorTable, difference: Difference) -> VersionTotals:
+    return VersionTotals(
         changed=int(difference.tensors.changed.sum()),
         elements=table.elements,
         nbytes=table.nbytes,
@@ -116,7 +116,7 @@ def assemble(
         chunks=tuple(
             _renamed(chunk, number, renamed) for number, one in enumerate(drafts) for chunk in one.chunks
         ),
-        totals=Totals(
+        totals=VersionTotals(
             changed=sum(one.totals.changed for one in drafts),
             elements=table.elements,
             nbytes=table.nbytes,

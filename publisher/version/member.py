@@ -33,7 +33,7 @@ _POLL_SECONDS = 0.05
 _PATIENCE = 1.25
 
 
-class Member:
+class MemberRank:
     """Publishes as a rank other than 0. An error is told in the attempt, where there is one, so that rank 0
     need not wait for its deadline; what was read of the tensors is not needed any more."""
 

@@ -16,7 +16,7 @@ Runs = Mapping[int, tuple[Run, ...]]
 
 
 @dataclass(frozen=True)
-class Piece:
+class PackedRun:
     """`run` of a tensor in the chunk: its words there count from `origin`; in the packed words they stand
     from `place`."""
 
@@ -31,11 +31,11 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedChunk:
     """`chunk` is what the codec sees: one span for each span of the chunk of which something is held."""
 
     chunk: Chunk
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PackedRun, ...]
 
     def gather(self, words: Words) -> Words:
         """Packed words of the chunk's, zero where padded."""
@@ -56,15 +56,15 @@ class Packed:
             )
 
 
-def pack(chunk: Chunk, held: Runs) -> Packed | None:
+def pack(chunk: Chunk, held: Runs) -> PackedChunk | None:
     """None where nothing of the chunk is held."""
     spans: list[Span] = []
-    pieces: list[Piece] = []
+    pieces: list[PackedRun] = []
     filled = 0
     for span in chunk.spans:
         place = filled
         for run in _clipped(held.get(span.tensor, ()), span):
-            pieces.append(Piece(span.tensor, run, span.start - span.offset, place))
+            pieces.append(PackedRun(span.tensor, run, span.start - span.offset, place))
             place += run.words
         if place > filled:
             # numbered from 0: the sums of packed words prove only that both sides have the same ones
@@ -72,7 +72,7 @@ def pack(chunk: Chunk, held: Runs) -> Packed | None:
             filled += padded(place - filled)
     if not spans:
         return None
-    return Packed(Chunk(chunk.part, chunk.dtype, chunk.number, tuple(spans), filled), tuple(pieces))
+    return PackedChunk(Chunk(chunk.part, chunk.dtype, chunk.number, tuple(spans), filled), tuple(pieces))
 
 
 def _clipped(runs: Sequence[Run], span: Span) -> Iterator[Run]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from weightcast.publisher.version.division import Division
 from weightcast.publisher.version.exchange import BlobFile, Sent, Share, blobs_name, read_blob
-from weightcast.publisher.version.packing import Packed, Piece, Runs, pack
+from weightcast.publisher.version.packing import PackedChunk, PackedRun, Runs, pack
 from weightcast.publisher.weights.boxes import Box, runs_of
 from weightcast.publisher.weights.tensors import NewWeights
 from weightcast.shared.codec.container import decode_step, encode_chunk
@@ -41,11 +41,11 @@ class Own:
     weights: NewWeights
     names: Mapping[int, str]
 
-    def words(self, piece: Piece) -> Words:
+    def words(self, piece: PackedRun) -> Words:
         run = piece.run
         return self.weights.words_in(self.names[piece.tensor], run.at, run.at + run.words)
 
-    def pack_new(self, packed: Packed) -> Words:
+    def pack_new(self, packed: PackedChunk) -> Words:
         words: Words = np.zeros(packed.chunk.words, packed.chunk.kind.numpy)
         for piece in packed.pieces:
             words[piece.place : piece.place + piece.run.words] = self.words(piece)
@@ -95,7 +95,7 @@ def send(own: Own, division: Division, directory: Path, threads: int) -> Mapping
     return shares
 
 
-def _concerned(own: Own, parts: Sequence[Part], mine: Runs) -> Iterator[tuple[Chunk, Packed]]:
+def _concerned(own: Own, parts: Sequence[Part], mine: Runs) -> Iterator[tuple[Chunk, PackedChunk]]:
     for part in parts:
         if part.number == own.rank or not any(segment.tensor in mine for segment in part.segments):
             continue
@@ -105,7 +105,7 @@ def _concerned(own: Own, parts: Sequence[Part], mine: Runs) -> Iterator[tuple[Ch
                 yield chunk, packed
 
 
-def _encoded(own: Own, chunk: Chunk, packed: Packed) -> tuple[ChunkKey, bytes, Lanes, Lanes]:
+def _encoded(own: Own, chunk: Chunk, packed: PackedChunk) -> tuple[ChunkKey, bytes, Lanes, Lanes]:
     old = packed.gather(own.local.chunk_words(chunk))
     new = own.pack_new(packed)
     changes, _ = changes_of(packed.chunk, old, new)
@@ -118,7 +118,7 @@ def _lanes(packed: Words) -> Lanes:
 
 
 @dataclass(frozen=True)
-class Received:
+class FromRank:
     """What another rank sent. `runs`: of what it answers for."""
 
     rank: int
@@ -155,7 +155,7 @@ class Merged:
 
     own: Own
     mine: Runs
-    received: Sequence[Received]
+    received: Sequence[FromRank]
 
     def __call__(self, chunk: Chunk) -> Words:
         """`chunk` is one of the rank's own part, numbered 0 there."""

@@ -11,7 +11,7 @@ from weightcast.publisher.version import rendezvous
 from weightcast.publisher.version.division import Division, Holds, divide
 from weightcast.publisher.version.exchange import Sent, blobs_name
 from weightcast.publisher.version.rendezvous import Attempt, Left
-from weightcast.publisher.version.shards import Merged, Own, Received, runs_in, send, senders
+from weightcast.publisher.version.shards import FromRank, Merged, Own, runs_in, send, senders
 from weightcast.publisher.version.work import PartWriter, Work
 from weightcast.publisher.weights.boxes import Box
 from weightcast.publisher.weights.match import Matched
@@ -106,12 +106,12 @@ class Turn:
         rendezvous.leave_sent(self._directory, self._rank, sent)
         return sent
 
-    def _received(self, division: Division) -> list[Received]:
+    def _received(self, division: Division) -> list[FromRank]:
         table = self._local.table
         ranks = senders(division, table, self._rank)
         sent = rendezvous.collect_sent(self._directory, self.attempt, ranks, self.deadline)
         return [
-            Received(
+            FromRank(
                 rank, runs_in(table, division.answers[rank]), sent[rank], self._directory / blobs_name(rank)
             )
             for rank in ranks

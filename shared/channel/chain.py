@@ -49,7 +49,7 @@ def flaw(error: WeightcastError | OSError) -> Flaw:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ChainEntry:
     """One version directory. `index` is None where it cannot be read: `problem` says why, `unread` that it is
     not known to be wrong."""
 
@@ -73,7 +73,7 @@ class Problem:
     unread: bool = False
 
 
-def entries(channel: Channel, pointer: Pointer | None) -> Iterator[Entry]:
+def entries(channel: Channel, pointer: Pointer | None) -> Iterator[ChainEntry]:
     """The versions up to the pointer that are there, in order. Beyond it nothing was announced."""
     if pointer is None:
         return
@@ -89,7 +89,7 @@ def _versions(prefix: Path) -> Iterator[tuple[int, Path]]:
             yield version, path
 
 
-def read_entry(channel: Channel, pointer: Pointer, version: int, directory: Path) -> Entry:
+def read_entry(channel: Channel, pointer: Pointer, version: int, directory: Path) -> ChainEntry:
     table = TensorTable(()) if channel.base is None else channel.base.table
     try:
         index = channel.index(pointer, version, table)
@@ -97,11 +97,11 @@ def read_entry(channel: Channel, pointer: Pointer, version: int, directory: Path
         found = flaw(error)
         # shards that a foreign index names are looked at with it: one that is not there is missing
         unread = found.unread and not (channel.foreign and isinstance(error, RetryLater))
-        return Entry(version, directory, None, found.message, unread)
+        return ChainEntry(version, directory, None, found.message, unread)
     if index is None:
         cut = exists(directory / INDEX_NAME)
-        return Entry(version, directory, None, f"its index is {'cut short' if cut else 'missing'}")
-    return Entry(version, directory, index, "")
+        return ChainEntry(version, directory, None, f"its index is {'cut short' if cut else 'missing'}")
+    return ChainEntry(version, directory, index, "")
 
 
 def verify(channel: Channel, advance: Advance | None = None) -> list[Problem]:
@@ -133,7 +133,7 @@ def verify_to(channel: Channel, pointer: Pointer | None, advance: Advance | None
     return sorted(problems, key=lambda problem: (problem.version or 0, problem.message))
 
 
-def _links(channel: Channel, pointer: Pointer | None, found: Sequence[Entry]) -> Iterator[Problem]:
+def _links(channel: Channel, pointer: Pointer | None, found: Sequence[ChainEntry]) -> Iterator[Problem]:
     known = {entry.version: entry.index for entry in found}
     if pointer is not None and pointer.version > 0 and pointer.version not in known:
         yield Problem(pointer.version, "the pointer names it, and it is not there")
@@ -170,7 +170,7 @@ def _link(channel: Channel, index: Index, known: Mapping[int, AnyIndex | None], 
             yield f"it starts from another root than that of version {base.version}"
 
 
-def _files(entry: Entry, advance: Advance | None) -> Iterator[Flaw]:
+def _files(entry: ChainEntry, advance: Advance | None) -> Iterator[Flaw]:
     if isinstance(entry.index, Index):
         yield from check_files(entry.directory, entry.index.files, advance)
     elif isinstance(entry.index, ForeignIndex):
@@ -179,7 +179,7 @@ def _files(entry: Entry, advance: Advance | None) -> Iterator[Flaw]:
                 yield Flaw(f"{name} is missing")
 
 
-def _anchor(channel: Channel, entry: Entry, advance: Advance | None) -> Iterator[Flaw]:
+def _anchor(channel: Channel, entry: ChainEntry, advance: Advance | None) -> Iterator[Flaw]:
     """Full weights beside a delta must be those of the same version."""
     if channel.base is None or not isinstance(entry.index, Index):
         return
@@ -216,7 +216,7 @@ def unlisted(directory: Path, index: Index) -> list[Path]:
 
 
 def _skips(
-    channel: Channel, entry: Entry, known: Mapping[int, Index], advance: Advance | None
+    channel: Channel, entry: ChainEntry, known: Mapping[int, Index], advance: Advance | None
 ) -> Iterator[Problem]:
     """Deltas from older versions lead to the same bytes, and start from versions of this chain."""
     main = known.get(entry.version)

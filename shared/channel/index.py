@@ -73,7 +73,7 @@ class ChunkRecord(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Totals:
+class VersionTotals:
     """Changed elements; elements and bytes of the model; bytes of the version's files. Information only."""
 
     changed: int
@@ -109,7 +109,7 @@ class Index:
     tensors: TensorRecords
     parts: tuple[Part, ...]
     chunks: tuple[ChunkRecord, ...]
-    totals: Totals
+    totals: VersionTotals
     checksums: Mapping[str, str] = field(default_factory=dict)
     """field encodings only: xxh3-128 hex of each changed tensor's new bytes, as in the shard's metadata"""
     main: str = ""
@@ -331,11 +331,11 @@ def _unknown(value: object, known: Iterable[str], what: str) -> UnknownFormat:
     )
 
 
-def _totals(facts: Members) -> Totals:
+def _totals(facts: Members) -> VersionTotals:
     totals = facts.array("totals")
     if len(totals) != 4 or any(type(n) is not int or not 0 <= n <= MAX_INTEGER for n in totals):
         raise facts.bad("totals", "four numbers")
-    return Totals(*cast(list[int], totals))
+    return VersionTotals(*cast(list[int], totals))
 
 
 def _tensor_records(rows: Mapping[str, object], what: str) -> TensorRecords:

@@ -196,7 +196,7 @@ def read_reports(channel: Path, limit: int = REPORTS_LIMIT) -> list[Report]:
 
 
 @dataclass(frozen=True)
-class Sighting:
+class StoredReport:
     """A report as it lies in the channel. `key`: its file's name without `.json`; `written`: when, by the
     clock of the channel's file system."""
 
@@ -231,7 +231,7 @@ class ReportReader:
         self._engine_members = engine_members
         self._known: dict[str, tuple[_Seen, Report | None]] = {}
 
-    def read(self) -> list[Sighting]:
+    def read(self) -> list[StoredReport]:
         """In the order of file names, at most `limit`; what is no report is left out. Raises OSError when the
         directory cannot be listed."""
         before, self._known = self._known, {}
@@ -246,7 +246,7 @@ class ReportReader:
                 # it changes just now, or is gone
                 continue
         return [
-            Sighting(name.removesuffix(_SUFFIX), report, seen.mtime_ns / 1e9)
+            StoredReport(name.removesuffix(_SUFFIX), report, seen.mtime_ns / 1e9)
             for name, (seen, report) in self._known.items()
             if report is not None
         ]
@@ -324,7 +324,7 @@ class Heard:
         self._clock = clock
         self._seen: dict[str, tuple[int, float]] = {}
 
-    def seconds_ago(self, sightings: Sequence[Sighting]) -> dict[str, float]:
+    def seconds_ago(self, sightings: Sequence[StoredReport]) -> dict[str, float]:
         now, before, self._seen = self._clock(), self._seen, {}
         newest = max((each.written for each in sightings), default=0.0)
         for each in sightings:

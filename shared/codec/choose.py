@@ -128,7 +128,7 @@ def _small(
     counted: Counted,
     kind: WordKind,
     measured: steps.Steps,
-    grouped: magnitudes.Grouped,
+    grouped: magnitudes.GroupedMagnitudes,
 ) -> bytes | None:
     most = counted.words * kind.width
     for exact in (False, True):

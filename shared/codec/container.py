@@ -26,7 +26,7 @@ from weightcast.shared.codec.changes import Changes, worth_masks
 from weightcast.shared.codec.choose import FetchWords, StepEncoding
 from weightcast.shared.codec.padding import Counted
 from weightcast.shared.codec.scan import all_of, changes_of, masked_changes
-from weightcast.shared.codec.sparse import Step
+from weightcast.shared.codec.sparse import DecodedStep
 from weightcast.shared.errors import DamagedFile, UnknownFormat
 from weightcast.shared.words import ByteArray, Chunk, Words
 
@@ -66,7 +66,7 @@ def decode_chunk(blob: bytes | memoryview, chunk: Chunk, old: Words) -> Changes:
     return decode_step(blob, chunk, old)[0]
 
 
-def decode_step(blob: bytes | memoryview, chunk: Chunk, old: Words) -> Step:
+def decode_step(blob: bytes | memoryview, chunk: Chunk, old: Words) -> DecodedStep:
     """What changes, and the sums over the touched words as `weightcast.shared.digest.touched.span_sums` has
     them. `old`: word[chunk.words] as when it was encoded; with other words the result is wrong without an
     error, which only the sums show. Raises DamagedFile, UnknownFormat."""
@@ -81,7 +81,9 @@ def decode_step(blob: bytes | memoryview, chunk: Chunk, old: Words) -> Step:
         raise DamagedFile(f"{_name(chunk)}: {error}", remedy=_REMEDY) from error
 
 
-def _step(mode: int, payload: ByteArray, chunk: Chunk, old: Words, counted: Counted, changed: int) -> Step:
+def _step(
+    mode: int, payload: ByteArray, chunk: Chunk, old: Words, counted: Counted, changed: int
+) -> DecodedStep:
     match mode:
         case choose.FAST:
             return sparse.decode_fast(payload, old, chunk, counted, changed)
@@ -106,7 +108,7 @@ def _step(mode: int, payload: ByteArray, chunk: Chunk, old: Words, counted: Coun
     return replace(changes, whole=after), sums
 
 
-def _shown(chunk: Chunk, old: Words, new: Words, counted: Counted, changed: int) -> Step:
+def _shown(chunk: Chunk, old: Words, new: Words, counted: Counted, changed: int) -> DecodedStep:
     """Listed where masks would take more than the list."""
     if _FEW_STAY * (counted.words - changed) <= counted.words:
         return all_of(chunk, old, new, counted)

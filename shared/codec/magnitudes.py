@@ -29,7 +29,7 @@ _WORTH_CONTEXTS = 1024
 
 
 @dataclass(frozen=True)
-class Grouped:
+class GroupedMagnitudes:
     """The magnitudes of `steps` in contexts. `contexts`: int64[n, 6], columns as `contexts` names them."""
 
     steps: Steps
@@ -58,10 +58,10 @@ _HEAD = np.dtype([("plan", np.uint8, 3), ("zero", np.uint8), ("size", "<u4")])
 """as CONTEXT"""
 
 
-def grouped(steps: Steps, kind: WordKind) -> Grouped:
+def grouped(steps: Steps, kind: WordKind) -> GroupedMagnitudes:
     many = kind.exponent_mask and len(steps) >= _WORTH_CONTEXTS
     contexts = np.zeros((MOST_CONTEXTS if many else 1, 6), np.int64)
-    return Grouped(steps, kernels().plan_contexts(steps.tallies, contexts), contexts)
+    return GroupedMagnitudes(steps, kernels().plan_contexts(steps.tallies, contexts), contexts)
 
 
 def _expected(count: int, total: int, longer: int) -> float:

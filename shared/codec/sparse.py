@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from weightcast.shared.codec import positions
 from weightcast.shared.codec.changes import Changes
 from weightcast.shared.codec.kernels import kernels
-from weightcast.shared.codec.magnitudes import CONTEXT, Grouped, read_contexts
+from weightcast.shared.codec.magnitudes import CONTEXT, GroupedMagnitudes, read_contexts
 from weightcast.shared.codec.padding import Counted, Index
 from weightcast.shared.codec.rice import MARGIN, SLACK
 from weightcast.shared.codec.scratch import scratch
@@ -32,7 +32,7 @@ from weightcast.shared.codec.steps import Steps
 from weightcast.shared.digest.touched import SpanSums, spans_in
 from weightcast.shared.words import ByteArray, Chunk, WordKind, Words
 
-Step = tuple[Changes, SpanSums]
+DecodedStep = tuple[Changes, SpanSums]
 """what changes, and the sums per span that prove it"""
 
 _HEAD = struct.Struct("<BBBBI")
@@ -47,7 +47,9 @@ class _Where:
     size: int
 
 
-def encode_fast(index: Index, counted: Counted, steps: Steps, grouped: Grouped, most: int) -> bytes | None:
+def encode_fast(
+    index: Index, counted: Counted, steps: Steps, grouped: GroupedMagnitudes, most: int
+) -> bytes | None:
     """`index`: positions with padding. None where the payload would be longer than `most` bytes."""
     out = _room(most)
     k, size = positions.put_gaps(counted.without_padding(index), counted.words, out, most)
@@ -60,7 +62,7 @@ def encode_small(
     counted: Counted,
     classes: positions.Classes,
     steps: Steps,
-    grouped: Grouped,
+    grouped: GroupedMagnitudes,
     kind: WordKind,
     most: int,
 ) -> bytes | None:
@@ -74,7 +76,9 @@ def _room(most: int) -> ByteArray:
     return scratch().take("out", np.uint8, most + MARGIN)
 
 
-def _joined(where: _Where, steps: Steps, grouped: Grouped, out: ByteArray, most: int) -> bytes | None:
+def _joined(
+    where: _Where, steps: Steps, grouped: GroupedMagnitudes, out: ByteArray, most: int
+) -> bytes | None:
     start = where.size
     done = grouped.put(out[start:], most - start)
     if done is None:
@@ -96,13 +100,13 @@ class _Layout:
     streams: NDArray[np.int64]
 
 
-def decode_fast(payload: ByteArray, old: Words, chunk: Chunk, counted: Counted, changed: int) -> Step:
+def decode_fast(payload: ByteArray, old: Words, chunk: Chunk, counted: Counted, changed: int) -> DecodedStep:
     layout = _layout(payload, changed, small=False)
     index = positions.take_gaps(payload, *layout.gaps, layout.first, changed, counted)
     return _step(payload, layout, old, index, chunk)
 
 
-def decode_small(payload: ByteArray, old: Words, chunk: Chunk, counted: Counted, changed: int) -> Step:
+def decode_small(payload: ByteArray, old: Words, chunk: Chunk, counted: Counted, changed: int) -> DecodedStep:
     if not chunk.kind.exponent_mask:
         raise ValueError("words without exponents have no classes")
     layout = _layout(payload, changed, small=True)
@@ -111,7 +115,7 @@ def decode_small(payload: ByteArray, old: Words, chunk: Chunk, counted: Counted,
     return _step(payload, layout, old, index, chunk)
 
 
-def _step(payload: ByteArray, layout: _Layout, old: Words, index: Index, chunk: Chunk) -> Step:
+def _step(payload: ByteArray, layout: _Layout, old: Words, index: Index, chunk: Chunk) -> DecodedStep:
     streams, first = layout.streams, layout.first_exponent
     found = kernels().take_steps(
         payload, layout.gaps[1], streams, first, old, index, chunk.kind, *spans_in(chunk)

@@ -85,7 +85,7 @@ def chosen_features() -> str | None:
     return cast("str | None", _numba.config.CPU_FEATURES)
 
 
-class Piece:
+class KernelPart:
     """Something that kernels call: known to numba only when one of them is compiled."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -98,29 +98,31 @@ class Piece:
         return self._made
 
 
-_RULES: dict[Any, Piece] = {}
+_RULES: dict[Any, KernelPart] = {}
 
 
 def kernel(function: Function, store: Store = STORE) -> Function:
     """Compiled at first call, called without the GIL; kept on disk where there is a place for it. It may be
     given arrays, integers, truth values and tuples of integers, and must not make arrays (`on_stack`)."""
-    made = Piece(lambda: _numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(_resolved(function)))
+    made = KernelPart(
+        lambda: _numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(_resolved(function))
+    )
     return cast(Function, Kernel(function, store, made, lambda arguments: _compiled(made.numba, arguments)))
 
 
 def inlined(function: Function) -> Function:
     """A piece of kernels: compiled into each of them."""
-    return cast(Function, Piece(lambda: _numba.njit(inline="always")(_resolved(function))))
+    return cast(Function, KernelPart(lambda: _numba.njit(inline="always")(_resolved(function))))
 
 
 def rule(function: Function) -> Function:
     """A plain function that kernels may call; for others it stays as it is."""
-    _RULES[function] = Piece(lambda: _numba.njit(_resolved(function)))
+    _RULES[function] = KernelPart(lambda: _numba.njit(_resolved(function)))
     return function
 
 
 def intrinsic(function: Callable[..., Any]) -> Any:
-    return Piece(lambda: _extending.intrinsic(function))
+    return KernelPart(lambda: _extending.intrinsic(function))
 
 
 def _resolved(function: Any) -> Any:
@@ -130,7 +132,7 @@ def _resolved(function: Any) -> Any:
         value = names.get(name)
         if isinstance(value, Kernel):
             names[name] = value.source.numba
-        elif isinstance(value, Piece):
+        elif isinstance(value, KernelPart):
             names[name] = value.numba
         elif isinstance(value, FunctionType) and value in _RULES:
             names[name] = _RULES[value].numba
@@ -333,7 +335,7 @@ def repeated(builder: Any, value: Any, bits: int, count: int) -> Any:
 
 
 def _prefers_literals(function: Callable[..., Any]) -> Any:
-    return Piece(lambda: _extending.intrinsic(prefer_literal=True)(function))
+    return KernelPart(lambda: _extending.intrinsic(prefer_literal=True)(function))
 
 
 @_prefers_literals

@@ -22,8 +22,8 @@ from weightcast.shared.digest.root import root
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater, UnknownFormat, WrongRun
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import open_checkpoint
+from weightcast.shared.local.boot import Boot
 from weightcast.shared.local.hashing import distance_from, hash_tensors
-from weightcast.shared.local.host import Host
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.local.seed import start_of
 from weightcast.shared.local.state import (
@@ -115,7 +115,7 @@ def _found(
         return None
     if checkpoint.table != base.table:
         return None
-    unknown = LocalState(base.run_id, start_of(base), Phase.DIRTY, host=Host.here())
+    unknown = LocalState(base.run_id, start_of(base), Phase.DIRTY, host=Boot.here())
     with LocalCheckpoint(paths, base, unknown, checkpoint) as local:
         lanes = hash_tensors(local.table, local, threads=threads, advance=advance)
         nearest, epoch = _nearest(channel, base, lanes)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from weightcast.shared.codec.parallel import SMALL_RESULTS, ordered
 from weightcast.shared.failpoints import failpoint
-from weightcast.shared.local.journal import JournalReader, Way
+from weightcast.shared.local.journal import Direction, JournalReader
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.records import PackedRecord
 
@@ -28,7 +28,7 @@ class UnexpectedWordError(Exception):
 
 
 def exchange(
-    local: LocalCheckpoint, journal: JournalReader, way: Way, *, again: bool, threads: int = 1
+    local: LocalCheckpoint, journal: JournalReader, way: Direction, *, again: bool, threads: int = 1
 ) -> None:
     """Every record, as `JournalReader.exchange`. Raises UnexpectedWordError once no thread writes any more;
     some words are written then."""
@@ -69,7 +69,11 @@ def _alike(local: LocalCheckpoint, batch: Sequence[PackedRecord]) -> Sequence[Se
 
 
 def _one_by_one(
-    local: LocalCheckpoint, journal: JournalReader, records: Sequence[PackedRecord], way: Way, again: bool
+    local: LocalCheckpoint,
+    journal: JournalReader,
+    records: Sequence[PackedRecord],
+    way: Direction,
+    again: bool,
 ) -> None:
     for record in records:
         words = local.words(record.tensor)
@@ -80,7 +84,7 @@ def _one_by_one(
 
 
 def _at_once(
-    local: LocalCheckpoint, journal: JournalReader, lists: Sequence[PackedRecord], way: Way, again: bool
+    local: LocalCheckpoint, journal: JournalReader, lists: Sequence[PackedRecord], way: Direction, again: bool
 ) -> None:
     words, _ = local.home(lists[0].tensor)
     places = [(local.home(one.tensor)[1], local.table.forms[one.tensor][1]) for one in lists]

@@ -23,7 +23,7 @@ from weightcast.shared.files.durable import open_regular, write_all
 from weightcast.shared.files.entries import exists, is_directory
 from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.spare import begin, make_room
-from weightcast.shared.local.spool import Arrivals, Spool
+from weightcast.shared.local.spool import Incoming, Spool
 from weightcast.shared.progress import Advance
 
 _BLOCK = 4 << 20
@@ -61,18 +61,18 @@ def fetch(
     spool: Spool,
     version_dir: Path,
     index: Index | ForeignIndex,
-    arrivals: Arrivals,
+    incoming: Incoming,
     *,
     visible_seconds: float,
     advance: Advance | None = None,
     wait: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Copies what `index` names from `version_dir`, telling `arrivals` block by block. Raises NotThere when
+    """Copies what `index` names from `version_dir`, telling `incoming` block by block. Raises NotThere when
     a file does not show within `visible_seconds`, DamagedFile when it does and is not what the index says,
     RetryLater when reading or writing fails."""
     target = spool.directory(index)
     target.mkdir(exist_ok=True)
-    copy = _Copy(index.version, arrivals, time.monotonic() + visible_seconds, advance, wait)
+    copy = _Copy(index.version, incoming, time.monotonic() + visible_seconds, advance, wait)
     for number, record in enumerate(_records(index)):
         path = target / record.name
         if not spool.has(path):
@@ -80,7 +80,7 @@ def fetch(
             spool.verified(path)
         elif advance is not None:
             advance(record.size if record.size >= 0 else path.stat().st_size)
-    arrivals.complete()
+    incoming.complete()
 
 
 def _records(index: Index | ForeignIndex) -> list[FileRecord]:
@@ -95,7 +95,7 @@ class _Copy:
     """Into the spool, again and again until a file is right or the deadline has passed."""
 
     version: int
-    arrivals: Arrivals
+    incoming: Incoming
     deadline: float
     advance: Advance | None
     wait: Callable[[float], None]
@@ -120,7 +120,7 @@ class _Copy:
             if time.monotonic() + pause > self.deadline or not is_directory(source.parent):
                 raise failure from cause
             # short, stale and torn reads of network file systems heal by themselves
-            self.arrivals.restart(target.name)
+            self.incoming.restart(target.name)
             self.wait(pause)
             pause = min(2 * pause, _RETRY_MOST)
 
@@ -139,7 +139,7 @@ class _Copy:
                     break
                 digest.update(block)
                 write_all(write.fileno(), block)
-                self.arrivals.extend(target.name, size)
+                self.incoming.extend(target.name, size)
                 if self.advance is not None:
                     self.advance(count)
             os.ftruncate(write.fileno(), size)

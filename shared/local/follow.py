@@ -38,7 +38,7 @@ from weightcast.shared.local.plan import Patch, Plan, Refuse, Relabel, Seed, Sta
 from weightcast.shared.local.prepare import Fetching, Prefetch, PreRead, Shipment, prepare
 from weightcast.shared.local.repair import Repaired, Way, repair
 from weightcast.shared.local.route import Route, find_route
-from weightcast.shared.local.seed import Source, describe, seed, start_of
+from weightcast.shared.local.seed import SeedSource, describe, seed, start_of
 from weightcast.shared.local.spool import Spool
 from weightcast.shared.local.stage import Staged
 from weightcast.shared.local.state import LocalState, Phase, Position, pack_lanes, read_state
@@ -69,13 +69,13 @@ class _Anchor:
     index: Index
     directory: Path
 
-    def source(self, channel: Channel) -> Source:
+    def source(self, channel: Channel) -> SeedSource:
         _, base = channel.require_ours()
         main = self.main
         lanes = self.index.tensors.put(base.table, np.zeros((len(base.table), 2), np.uint64))
         position = Position(main.version, main.digest, main.root, main.epoch, pack_lanes(lanes))
         checkpoint = open_checkpoint(self.directory, follow_links=False)
-        return Source(checkpoint, position, base.run_id, base, anchor=self.index)
+        return SeedSource(checkpoint, position, base.run_id, base, anchor=self.index)
 
 
 class Follower:
@@ -340,7 +340,7 @@ class Follower:
             patching.drop_strays(self.local)
         self.state, self.trouble = self.local.state, ""
 
-    def _source(self, channel: Channel, route: Route, plan: Seed) -> Source:
+    def _source(self, channel: Channel, route: Route, plan: Seed) -> SeedSource:
         found = route.indexes.get(plan.version)
         with self.detours.full_weights(plan.version):
             if plan.version == 0:
@@ -356,13 +356,13 @@ class Follower:
         with self.detours.full_weights(plan.version):
             return anchor.source(channel)
 
-    def _base_source(self, channel: Channel, route: Route, plan: Seed) -> Source:
+    def _base_source(self, channel: Channel, route: Route, plan: Seed) -> SeedSource:
         if self.base_dir is None:
             raise Refused("no base checkpoint is known", remedy="give --base")
         checkpoint = open_base(self.base_dir)
         if channel.base is None:
             return _foreign_source(checkpoint, _foreign_run(route, plan), 0, "", self.options)
-        return Source(checkpoint, start_of(channel.base), channel.base.run_id, channel.base)
+        return SeedSource(checkpoint, start_of(channel.base), channel.base.run_id, channel.base)
 
     def _anchor(self, channel: Channel, route: Route, version: int) -> _Anchor:
         _, base = channel.require_ours()
@@ -550,7 +550,7 @@ def _foreign_run(route: Route, plan: Seed) -> str:
 
 def _foreign_source(
     checkpoint: Checkpoint, run: str, version: int, digest: str, options: FollowOptions
-) -> Source:
+) -> SeedSource:
     base = describe(checkpoint, run, threads=options.threads)
     position = replace(start_of(base), version=version, digest=digest)
-    return Source(checkpoint, position, run, base, foreign=True)
+    return SeedSource(checkpoint, position, run, base, foreign=True)

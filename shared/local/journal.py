@@ -60,7 +60,7 @@ class JournalHeader:
     target_digest: str
 
 
-class Way(Enum):
+class Direction(Enum):
     FORWARD = "forward"
     BACK = "back"
 
@@ -222,14 +222,14 @@ class JournalReader:
         return record
 
     def exchange(
-        self, record: PackedRecord, words: Words, way: Way, *, again: bool, begin: Begin = at_once
+        self, record: PackedRecord, words: Words, way: Direction, *, again: bool, begin: Begin = at_once
     ) -> int | None:
         """Writes new words over old ones of the record's tensor, or the way back, and reads them back.
         `begin` is called with the stretch of `words` that the record covers, and how many of it will change.
         Returns the first word that is none of those expected (`again`: or already written); some before it
         are written then. Raises DamagedFile with nothing of the record written. Safe in any thread."""
         kind = self._table[record.tensor].kind
-        payload, back = self._payload(record), way is Way.BACK
+        payload, back = self._payload(record), way is Direction.BACK
         try:
             return exchange(record, payload, kind, words, begin, back=back, again=again)
         except BadRecordError as error:
@@ -240,7 +240,7 @@ class JournalReader:
         records: Sequence[PackedRecord],
         words: Words,
         places: Sequence[tuple[int, int]],
-        way: Way,
+        way: Direction,
         *,
         again: bool,
         begin: Begin = at_once,
@@ -254,7 +254,9 @@ class JournalReader:
         for record, payload in zip(records, payloads, strict=True):
             self._check(record, payload)
         try:
-            return exchange_many(records, payloads, words, places, begin, back=way is Way.BACK, again=again)
+            return exchange_many(
+                records, payloads, words, places, begin, back=way is Direction.BACK, again=again
+            )
         except BadRecordError as error:
             raise self._bad(str(error)) from error
 

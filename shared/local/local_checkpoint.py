@@ -37,7 +37,7 @@ from weightcast.shared.files.mounts import file_system
 from weightcast.shared.files.paging import populate, ready_to_write
 from weightcast.shared.files.space import taken_bytes
 from weightcast.shared.files.unshare import unshare_blocks
-from weightcast.shared.local.host import Host
+from weightcast.shared.local.boot import Boot
 from weightcast.shared.local.locks import FileLock, Wait, holder, owner_text
 from weightcast.shared.local.state import LANES_BYTES, LocalState, check_roots, read_state, write_state
 from weightcast.shared.words import BLOCK_WORDS, ByteArray, Chunk, TensorTable, Words
@@ -170,7 +170,7 @@ class LocalCheckpoint:
         self.base = base
         self.state = state
         self.checkpoint = checkpoint
-        self.host = Host.here()
+        self.host = Boot.here()
         self._maps: dict[Path, _Mapped] = {}
         self._words: dict[int, Words] = {}
         self._home_of: dict[int, tuple[Words, int]] = {}

@@ -14,7 +14,7 @@ from weightcast.shared.local import spare
 from weightcast.shared.local.engine_patch import drop_engine_patches
 from weightcast.shared.local.exchange import UnexpectedWordError, exchange
 from weightcast.shared.local.hashing import Differs, differing, full_hash, nearest
-from weightcast.shared.local.journal import JournalReader, Way
+from weightcast.shared.local.journal import Direction, JournalReader
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, empty_spool
 from weightcast.shared.local.state import LocalState, Phase, Position, Step
 from weightcast.shared.progress import Advance
@@ -33,7 +33,7 @@ def patch(local: LocalCheckpoint, step: Step, *, way_back: bool = True, threads:
     require_readable(local)
     local.save(local.state.but(phase=Phase.PATCHING, active=step))
     failpoint("patch.begun", local.directory)
-    _write_all(local, step, Way.FORWARD, replay=False, threads=threads)
+    _write_all(local, step, Direction.FORWARD, replay=False, threads=threads)
     failpoint("patch.written", local.directory)
     require_files(local)
     before = local.state.undo
@@ -76,7 +76,7 @@ def undo(local: LocalCheckpoint, *, threads: int = 1) -> None:
         require_files(local)
         local.save(local.state.but(phase=Phase.UNDOING, active=step))
         failpoint("undo.begun", local.directory)
-        _write_all(local, step, Way.BACK, replay=False, threads=threads)
+        _write_all(local, step, Direction.BACK, replay=False, threads=threads)
         failpoint("undo.written", local.directory)
         require_files(local)
         local.save(_arrived(local, step.base, local.state.undo[:-1]))
@@ -113,7 +113,7 @@ def _arrived(local: LocalCheckpoint, position: Position, undo_steps: tuple[Step,
     )
 
 
-def _write_all(local: LocalCheckpoint, step: Step, way: Way, *, replay: bool, threads: int) -> None:
+def _write_all(local: LocalCheckpoint, step: Step, way: Direction, *, replay: bool, threads: int) -> None:
     with JournalReader(local.paths.journal(step.journal), local.table) as journal:
         header = journal.header
         named = (header.run_id, header.journal, header.base_version, header.base_root, header.target_digest)
@@ -167,7 +167,9 @@ def _replay(local: LocalCheckpoint, threads: int, advance: Advance | None) -> No
         raise NeedsReseed(f"{local.directory}: its state names no journal")
     forward = local.state.phase is Phase.PATCHING
     try:
-        _write_all(local, step, Way.FORWARD if forward else Way.BACK, replay=True, threads=threads)
+        _write_all(
+            local, step, Direction.FORWARD if forward else Direction.BACK, replay=True, threads=threads
+        )
     except DamagedFile as error:
         local.save(local.state.but(phase=Phase.DIRTY))
         raise NeedsReseed(error.message, remedy="the next sync seeds it again") from error

@@ -52,7 +52,7 @@ class Here:
 
 
 @dataclass(frozen=True)
-class Facts:
+class PlanFacts:
     """`links`: main indexes read so far; a version mapped to None does not exist (pruned or never published).
     `skips`: indexes of deltas from older versions read so far, by version and base version. `shown`: what
     directories show, of the versions above `looked`; one that shows nothing is missing. `base`: the digest of
@@ -163,7 +163,7 @@ class _Way:
     hops: tuple[_Hop, ...]
 
 
-def plan(facts: Facts) -> Plan:
+def plan(facts: PlanFacts) -> Plan:
     here = facts.here
     reached = facts.reached if here is None else here.version
     if facts.target < reached and not facts.exact and (here is not None or facts.signed):
@@ -186,7 +186,7 @@ def plan(facts: Facts) -> Plan:
     return _patch(facts, here)
 
 
-def _refusal(facts: Facts, target: Link) -> Refuse | None:
+def _refusal(facts: PlanFacts, target: Link) -> Refuse | None:
     if target.digest in facts.blocked:
         return Refuse(
             f"version {target.version} was refused by the engines", "publish a newer version", waits=True
@@ -201,7 +201,7 @@ def _refusal(facts: Facts, target: Link) -> Refuse | None:
     return None
 
 
-def _lowest_epoch(facts: Facts) -> int:
+def _lowest_epoch(facts: PlanFacts) -> int:
     """Of a target. Versions asked for by number may be of earlier publishers, unless they would continue what
     lies here."""
     here = facts.here
@@ -210,7 +210,7 @@ def _lowest_epoch(facts: Facts) -> int:
     return max(facts.epoch, here.epoch if here is not None else 0)
 
 
-def _same_version(facts: Facts, here: Here) -> Plan:
+def _same_version(facts: PlanFacts, here: Here) -> Plan:
     if here.version == 0:
         if facts.base is not None and facts.base != here.digest:
             return _forked(facts, "the local base is another run's")
@@ -223,13 +223,13 @@ def _same_version(facts: Facts, here: Here) -> Plan:
     return Stay()
 
 
-def _forked(facts: Facts, reason: str) -> Plan:
+def _forked(facts: PlanFacts, reason: str) -> Plan:
     """Two histories of one run. Unsigned, the channel is right: it may have been restored. Signed, somebody
     may be replaying what its publisher once wrote."""
     return _replayed(reason) if facts.signed else _seed(facts, reason)
 
 
-def _rewound(facts: Facts, reached: int) -> Plan:
+def _rewound(facts: PlanFacts, reached: int) -> Plan:
     """Nothing goes back on the pointer's word. Unsigned, it may be a stale mount's or an operator's."""
     reason = (
         f"the channel was rewound: latest names version {facts.target}, "
@@ -246,7 +246,7 @@ def _replayed(reason: str) -> Refuse:
     )
 
 
-def _patch(facts: Facts, here: Here) -> Plan:
+def _patch(facts: PlanFacts, here: Here) -> Plan:
     if facts.looked > here.version:
         return Look(here.version)
     way = _search(facts, here)
@@ -264,7 +264,7 @@ def _patch(facts: Facts, here: Here) -> Plan:
     return then if way.source == "here" else Relabel(way.version, then)
 
 
-def _seed(facts: Facts, reason: str) -> Plan:
+def _seed(facts: PlanFacts, reason: str) -> Plan:
     if facts.looked > 0:
         return Look(0)
     way = _search(facts, None)
@@ -281,7 +281,7 @@ def _seed(facts: Facts, reason: str) -> Plan:
     return Seed(way.version, _legs(facts, way), reason or "no local checkpoint yet")
 
 
-def _legs(facts: Facts, way: _Way) -> Patch:
+def _legs(facts: PlanFacts, way: _Way) -> Patch:
     legs: list[list[int]] = []
     grid: str | None = None
     for hop in way.hops:
@@ -295,7 +295,7 @@ def _legs(facts: Facts, way: _Way) -> Patch:
     return Patch(tuple(tuple(leg) for leg in legs), sum(hop.nbytes for hop in way.hops), skips)
 
 
-def _search(facts: Facts, here: Here | None) -> _Way | Need | None:
+def _search(facts: PlanFacts, here: Here | None) -> _Way | Need | None:
     """The way of the fewest bytes to the target, from `here` or full weights, its indexes all read. None:
     there is no way."""
     reached: set[int] = set()
@@ -322,7 +322,7 @@ def _search(facts: Facts, here: Here | None) -> _Way | Need | None:
     return _full_weights(facts, reached)
 
 
-def _full_weights(facts: Facts, reached: Collection[int]) -> Need | None:
+def _full_weights(facts: PlanFacts, reached: Collection[int]) -> Need | None:
     """Where nothing leads on: a version taken for a step may hold full weights. Largest first."""
     unread = [version for version in reached if version in facts.shown and version not in facts.links]
     if not unread:
@@ -349,7 +349,7 @@ def _beyond(here: Here | None, version: int) -> bool:
     return version > (0 if here is None else here.version)
 
 
-def _sources(facts: Facts, here: Here | None, version: int) -> Iterator[tuple[_Source, int]]:
+def _sources(facts: PlanFacts, here: Here | None, version: int) -> Iterator[tuple[_Source, int]]:
     """Where a way may begin at `version`, and the bytes of that."""
     link, shown = facts.links.get(version), facts.shown.get(version)
     if here is not None and version == here.version:
@@ -368,7 +368,7 @@ def _sources(facts: Facts, here: Here | None, version: int) -> Iterator[tuple[_S
         yield "anchor", shown.anchor
 
 
-def _hops(facts: Facts, here: Here | None, version: int) -> Iterator[_Hop]:
+def _hops(facts: PlanFacts, here: Here | None, version: int) -> Iterator[_Hop]:
     """Deltas that lead to `version`, as far as nothing that was read speaks against them."""
     shown, lowest = facts.shown.get(version), 0 if here is None else here.version
     known = version in facts.links
@@ -380,7 +380,7 @@ def _hops(facts: Facts, here: Here | None, version: int) -> Iterator[_Hop]:
             yield hop
 
 
-def _main_hop(facts: Facts, version: int) -> Sequence[_Hop]:
+def _main_hop(facts: PlanFacts, version: int) -> Sequence[_Hop]:
     link, shown = facts.links.get(version), facts.shown.get(version)
     if link is None:
         # an unread one is taken for a step
@@ -395,13 +395,13 @@ def _skips(shown: Shown | None, version: int) -> Iterator[_Hop]:
         yield _Hop(version, base_version, nbytes, True)
 
 
-def _link(facts: Facts, hop: _Hop) -> Link | None:
+def _link(facts: PlanFacts, hop: _Hop) -> Link | None:
     if hop.beside:
         return facts.skips.get((hop.version, hop.base_version))
     return facts.links.get(hop.version)
 
 
-def _holds(facts: Facts, here: Here | None, hop: _Hop) -> bool:
+def _holds(facts: PlanFacts, here: Here | None, hop: _Hop) -> bool:
     link, main = _link(facts, hop), facts.links.get(hop.version)
     if link is None:
         return not hop.beside or (hop.version, hop.base_version) not in facts.skips
@@ -410,7 +410,7 @@ def _holds(facts: Facts, here: Here | None, hop: _Hop) -> bool:
     return _starts_from(facts, here, link)
 
 
-def _starts_from(facts: Facts, here: Here | None, link: Link) -> bool:
+def _starts_from(facts: PlanFacts, here: Here | None, link: Link) -> bool:
     """Whether the base that a delta names is the one that is there."""
     base = facts.links.get(link.base_version)
     if here is not None and link.base_version == here.version:
@@ -425,7 +425,7 @@ def _starts_from(facts: Facts, here: Here | None, link: Link) -> bool:
     return base is None or link.parent == base.digest
 
 
-def _unread(facts: Facts, here: Here | None, way: _Way) -> Need | None:
+def _unread(facts: PlanFacts, here: Here | None, way: _Way) -> Need | None:
     """What of the way was not read yet, from the target back."""
     needs = [need for hop in reversed(way.hops) for need in _unread_of(facts, here, hop)]
     if way.source == "anchor" and way.version not in facts.links:
@@ -433,7 +433,7 @@ def _unread(facts: Facts, here: Here | None, way: _Way) -> Need | None:
     return replace(needs[0], also=tuple(needs[1:])) if needs else None
 
 
-def _unread_of(facts: Facts, here: Here | None, hop: _Hop) -> Iterator[Need]:
+def _unread_of(facts: PlanFacts, here: Here | None, hop: _Hop) -> Iterator[Need]:
     if hop.version not in facts.links:
         yield Need(hop.version)
     if hop.beside and (hop.version, hop.base_version) not in facts.skips:
@@ -445,7 +445,7 @@ def _unread_of(facts: Facts, here: Here | None, hop: _Hop) -> Iterator[Need]:
         yield Need(hop.base_version)
 
 
-def _why_not(facts: Facts, here: Here | None) -> str:
+def _why_not(facts: PlanFacts, here: Here | None) -> str:
     """Where the steps from the target back to `here`, or to full weights, break off; empty if they do not."""
     stop_at = 0 if here is None else here.version
     version, expected = facts.target, None
@@ -469,7 +469,7 @@ def _why_not(facts: Facts, here: Here | None) -> str:
     return "no full weights to start from" if here is None and facts.base is None else ""
 
 
-def _fork(facts: Facts, here: Here) -> str:
+def _fork(facts: PlanFacts, here: Here) -> str:
     """Empty unless a step that was read continues another version than the one that lies here."""
     for link in facts.links.values():
         continues = link is not None and link.kind == "delta" and link.base_version == here.version

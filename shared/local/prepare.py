@@ -18,7 +18,7 @@ from weightcast.shared.errors import DamagedFile, RetryLater, WeightcastError
 from weightcast.shared.local.fetch import check_space, fetch
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.local.patch import drop_journal
-from weightcast.shared.local.spool import Arrivals, Spool
+from weightcast.shared.local.spool import Incoming, Spool
 from weightcast.shared.local.stage import Fetched, Staged, files_of, stage
 from weightcast.shared.progress import Advance
 
@@ -45,14 +45,14 @@ class Fetching:
     wait: Callable[[float], None]
     advance: Advance | None = None
 
-    def fetch(self, shipment: Shipment, arrivals: Arrivals) -> None:
+    def fetch(self, shipment: Shipment, incoming: Incoming) -> None:
         if self.pre_read is not None:
             self.pre_read(shipment.index.version, shipment.directory)
         fetch(
             self.spool,
             shipment.directory,
             shipment.index,
-            arrivals,
+            incoming,
             visible_seconds=self.visible_seconds,
             advance=self.advance,
             wait=self.wait,
@@ -74,14 +74,14 @@ def prepare(
     check_space(local.paths, [shipment.index for shipment in shipments])
     on_phase("fetch")
     fetched = [
-        Fetched(shipment.index, fetching.spool.directory(shipment.index), Arrivals())
+        Fetched(shipment.index, fetching.spool.directory(shipment.index), Incoming())
         for shipment in shipments
     ]
     try:
         with _staging(local, fetched, threads) as staging:
             for shipment, one in zip(shipments, fetched, strict=True):
                 with files_of(shipment.index.version):
-                    fetching.fetch(shipment, _arrivals(one))
+                    fetching.fetch(shipment, _incoming(one))
             on_phase("stage")
             try:
                 return _staged(local, fetched, threads, staging)
@@ -101,7 +101,7 @@ def _staging(local: LocalCheckpoint, fetched: Sequence[Fetched], threads: int) -
             yield pool.submit(stage, local, fetched, threads=threads)
         except BaseException as failure:
             for one in fetched:
-                _arrivals(one).fail(failure)
+                _incoming(one).fail(failure)
             raise
 
 
@@ -122,11 +122,11 @@ def _staged(
 
 
 def _were_copied_again(fetched: Sequence[Fetched]) -> bool:
-    return any(_arrivals(one).restarted for one in fetched)
+    return any(_incoming(one).restarted for one in fetched)
 
 
-def _arrivals(fetched: Fetched) -> Arrivals:
-    return Arrivals(complete=True) if fetched.arrivals is None else fetched.arrivals
+def _incoming(fetched: Fetched) -> Incoming:
+    return Incoming(complete=True) if fetched.incoming is None else fetched.incoming
 
 
 class Prefetch:
@@ -145,7 +145,7 @@ class Prefetch:
             shipment = self._find()
             if shipment is not None:
                 check_space(self._paths, [shipment.index])
-                self._fetching.fetch(shipment, Arrivals())
+                self._fetching.fetch(shipment, Incoming())
 
     def _wait(self, seconds: float) -> None:
         if self._stop.wait(seconds):

@@ -18,13 +18,13 @@ from weightcast.shared.channel.store import Channel, FullVersion
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater
 from weightcast.shared.files.entries import exists
 from weightcast.shared.local.plan import (
-    Facts,
     Here,
     Link,
     Look,
     Need,
     Patch,
     Plan,
+    PlanFacts,
     Refuse,
     Relabel,
     Seed,
@@ -89,9 +89,9 @@ def find_route(
 ) -> Route:
     """`base`: digest of version 0 when its weights are at hand; `table`: None while a foreign run's tensors
     are unknown; `beside`: whether anchors and deltas from older versions, which lie beside versions, count;
-    `avoid`: what was found damaged, as `Facts` has it. An index that the pointer implies and that does not
-    show within `visible_seconds` is RetryLater for the target, and taken as pruned below it."""
-    facts = Facts(
+    `avoid`: what was found damaged, as `PlanFacts` has it. An index that the pointer implies and that does
+    not show within `visible_seconds` is RetryLater for the target, and taken as pruned below it."""
+    facts = PlanFacts(
         here=_here(state),
         target=target,
         links={},
@@ -115,7 +115,7 @@ def find_route(
     return route
 
 
-def _answered(facts: Facts, route: Route, reader: _IndexReader) -> Facts:
+def _answered(facts: PlanFacts, route: Route, reader: _IndexReader) -> PlanFacts:
     """`facts` and what the plan asked for; indexes go into the route's too."""
     asked = route.plan
     if isinstance(asked, Look):

@@ -36,8 +36,8 @@ from weightcast.shared.files.checkpoint import Checkpoint, Place
 from weightcast.shared.files.entries import exists, is_file, is_link
 from weightcast.shared.files.leased import LeasedFile, is_open_elsewhere
 from weightcast.shared.files.space import taken_bytes
+from weightcast.shared.local.boot import Boot
 from weightcast.shared.local.hashing import differing, hash_tensors
-from weightcast.shared.local.host import Host
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.local.spare import make_room
 from weightcast.shared.local.state import LocalState, Phase, Position, pack_lanes, write_state
@@ -50,7 +50,7 @@ _RESERVE = 1 << 20
 
 
 @dataclass(frozen=True)
-class Source:
+class SeedSource:
     """Full weights at `position`. `base` describes the run: tensor table and the files beside the weights.
     `anchor`: the index that lists the files, for weights that come out of the channel."""
 
@@ -71,7 +71,7 @@ class Source:
 
 def seed(
     paths: LocalPaths,
-    source: Source,
+    source: SeedSource,
     *,
     threads: int = 1,
     advance: Advance | None = None,
@@ -105,13 +105,13 @@ def seed(
     return opened
 
 
-def _seeding_state(source: Source, keep: LocalState | None) -> LocalState:
+def _seeding_state(source: SeedSource, keep: LocalState | None) -> LocalState:
     state = LocalState(
         run_id=source.run_id,
         position=source.position,
         phase=Phase.SEEDING,
         epoch=source.position.epoch,
-        host=Host.here(),
+        host=Boot.here(),
         foreign=source.foreign,
     )
     if keep is None:
@@ -124,7 +124,7 @@ def _seeding_state(source: Source, keep: LocalState | None) -> LocalState:
     )
 
 
-def check_source(source: Source, *, threads: int = 1, advance: Advance | None = None) -> None:
+def check_source(source: SeedSource, *, threads: int = 1, advance: Advance | None = None) -> None:
     """Tensors, then config and tokenizer files, then all bytes against `source.position`. Raises WrongRun,
     and DamagedFile where an anchor is the source: nobody gave it."""
     try:
@@ -135,7 +135,7 @@ def check_source(source: Source, *, threads: int = 1, advance: Advance | None = 
         raise DamagedFile(error.message, remedy=MEND_CHANNEL) from error
 
 
-def _check_source(source: Source, threads: int, advance: Advance | None) -> None:
+def _check_source(source: SeedSource, threads: int, advance: Advance | None) -> None:
     where = source.checkpoint.directory
     check_table(where, source.checkpoint.table, source.base.table)
     _check_listed(source)
@@ -151,7 +151,7 @@ def _check_source(source: Source, threads: int, advance: Advance | None) -> None
         )
 
 
-def _check_listed(source: Source) -> None:
+def _check_listed(source: SeedSource) -> None:
     if source.anchor is None:
         return
     listed = {file.name: file.size for file in source.anchor.files}
@@ -248,7 +248,7 @@ class ReadCheckpoint:
         return self._files[place.file].view(place.offset, place.nbytes)
 
 
-def _check_room(paths: LocalPaths, source: Source) -> None:
+def _check_room(paths: LocalPaths, source: SeedSource) -> None:
     """Raises Refused for a target that is not a file of this directory alone, RetryLater when what is to be
     written does not fit beside what is not written over. Nothing is changed."""
     wanted = _RESERVE
@@ -274,7 +274,7 @@ def _given_back(stray: Path, device: int) -> int:
     return taken_bytes(found) if alone and found.st_dev == device else 0
 
 
-def _strays(paths: LocalPaths, source: Source) -> list[Path]:
+def _strays(paths: LocalPaths, source: SeedSource) -> list[Path]:
     """Of an earlier run, or of full weights in other files: engines would read them."""
     wanted = {path.name for path in (*source.checkpoint.weight_files, *_small_files(source))}
     return [
@@ -284,7 +284,7 @@ def _strays(paths: LocalPaths, source: Source) -> list[Path]:
     ]
 
 
-def _small_files(source: Source) -> list[Path]:
+def _small_files(source: SeedSource) -> list[Path]:
     """What lies beside the weights: config, tokenizer, index."""
     checkpoint, digests = source.checkpoint, source.digests
     index = () if checkpoint.index_file is None else (checkpoint.index_file,)
@@ -301,7 +301,7 @@ def _errors_of(directory: Path) -> Iterator[None]:
         ) from error
 
 
-def _copy_files(paths: LocalPaths, source: Source, advance: Advance | None) -> None:
+def _copy_files(paths: LocalPaths, source: SeedSource, advance: Advance | None) -> None:
     checkpoint, digests = source.checkpoint, source.digests
     for stray in _strays(paths, source):
         stray.unlink()

@@ -15,7 +15,7 @@ from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.spare import keep_shards
 
 
-class Arrivals:
+class Incoming:
     """How much of each file of one version has arrived. One writer; readers wait in any thread."""
 
     def __init__(self, *, complete: bool = False) -> None:

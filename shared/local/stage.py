@@ -27,7 +27,7 @@ from weightcast.shared.files.space import NoRoom, lacks_room
 from weightcast.shared.local.journal import JournalHeader, JournalWriter
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.records import Packed, pack_changes, pack_whole
-from weightcast.shared.local.spool import Arrivals
+from weightcast.shared.local.spool import Incoming
 from weightcast.shared.local.state import Position, Step, pack_lanes, unpack_lanes
 from weightcast.shared.words import Chunk, Part, TensorTable, Words, grid, whole_part
 
@@ -50,11 +50,11 @@ def files_of(version: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Fetched:
-    """A delta whose shards lie in `directory`, verified, or are on their way there (`arrivals`)."""
+    """A delta whose shards lie in `directory`, verified, or are on their way there (`incoming`)."""
 
     index: Index | ForeignIndex
     directory: Path
-    arrivals: Arrivals | None = None
+    incoming: Incoming | None = None
 
     @property
     def parts(self) -> tuple[Part, ...] | None:
@@ -112,8 +112,8 @@ def stage(
                 reader.finish()
         target = _settle(local, base, versions, sums)
         for version in versions:
-            if version.arrivals is not None:
-                version.arrivals.wait("", None)
+            if version.incoming is not None:
+                version.incoming.wait("", None)
         writer.close()
     except OSError as error:
         writer.abandon()
@@ -129,7 +129,7 @@ def stage(
 
 
 def _reader(local: LocalCheckpoint, version: Fetched) -> DeltaReader:
-    arrived = None if version.arrivals is None else version.arrivals.wait
+    arrived = None if version.incoming is None else version.incoming.wait
     with files_of(version.index.version):
         return open_delta(version.index, local.table, version.directory, arrived)
 

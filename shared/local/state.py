@@ -20,7 +20,7 @@ from weightcast.shared.errors import DamagedFile, UnknownFormat
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import FileIdentity
 from weightcast.shared.files.strict_json import parse_object
-from weightcast.shared.local.host import UNKNOWN_HOST, Host
+from weightcast.shared.local.boot import UNKNOWN_BOOT, Boot
 from weightcast.shared.words import TensorTable
 
 STATE_FORMAT = 1
@@ -106,7 +106,7 @@ class LocalState:
     """the highest that was ever followed here; seeding does not lower it"""
     files: tuple[FileIdentity, ...] = ()
     """the weight files when their bytes were last known to be those of `position`"""
-    host: Host = UNKNOWN_HOST
+    host: Boot = UNKNOWN_BOOT
     foreign: bool = False
     engines: Mapping[str, EngineState] = field(default_factory=dict)
     unanswered: frozenset[str] = frozenset()
@@ -219,7 +219,7 @@ def _from_json(data: Mapping[str, Any]) -> LocalState:
         generation=int(data["generation"]),
         epoch=int(data["epoch"]),
         files=tuple(FileIdentity(str(name), *map(int, numbers)) for name, *numbers in data["files"]),
-        host=Host(str(data["boot_id"]), str(data["machine_id"])),
+        host=Boot(str(data["boot_id"]), str(data["machine_id"])),
         foreign=bool(data["foreign"]),
         engines={name: _engine(engine) for name, engine in data["engines"].items()},
         unanswered=frozenset(map(str, data.get("unanswered", ()))),

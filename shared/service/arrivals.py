@@ -18,7 +18,7 @@ _MOST_ERROR = 200
 
 
 @dataclass(frozen=True)
-class Situation:
+class Turnout:
     """Hosts that are not lost, in the order of their reports. `behind`: with what they say of themselves."""
 
     arrived: tuple[str, ...]
@@ -32,7 +32,7 @@ class Situation:
         return len(self.arrived) >= wanted
 
 
-def judge(version: int, hosts: Iterable[Host]) -> Situation:
+def judge(version: int, hosts: Iterable[Host]) -> Turnout:
     """Only a host that is ready, and was heard from lately, has arrived."""
     arrived, behind = [], []
     shown = tuple(hosts)
@@ -43,7 +43,7 @@ def judge(version: int, hosts: Iterable[Host]) -> Situation:
             arrived.append(names[host.key])
         else:
             behind.append(f"{names[host.key]} ({_standing(host)})")
-    return Situation(tuple(arrived), tuple(behind))
+    return Turnout(tuple(arrived), tuple(behind))
 
 
 def _standing(host: Host) -> str:
@@ -95,7 +95,7 @@ class Arrivals:
                 raise _late(version, found, timeout) if trouble is None else trouble
             self._pause(self._poll_seconds)
 
-    def _situation(self, version: int) -> tuple[Situation | None, WeightcastError | None]:
+    def _situation(self, version: int) -> tuple[Turnout | None, WeightcastError | None]:
         """What cannot be read now may be read in a moment; what is wrong for good is raised."""
         try:
             return judge(version, of_run(self._look())), None
@@ -123,7 +123,7 @@ def wait_for_hosts(
     return Arrivals.in_channel(Path(channel)).wait(version, min_hosts, fraction, timeout)
 
 
-def _late(version: int, found: Situation | None, timeout: float) -> NotInTime:
+def _late(version: int, found: Turnout | None, timeout: float) -> NotInTime:
     arrived, behind = ((), ()) if found is None else (found.arrived, found.behind)
     some = ", ".join(behind[:_SHOWN]) + (", ..." if len(behind) > _SHOWN else "")
     return NotInTime(

@@ -75,7 +75,7 @@ class Wakeup:
         return woken
 
 
-Step = Callable[[Stop], None]
+LoopStep = Callable[[Stop], None]
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Loop:
     """Runs `step` again and again in one thread until the stop is requested."""
 
     def __init__(
-        self, step: Step, wakeup: Wakeup, stop: Stop, poll_seconds: float, status: Snapshot[LoopStatus]
+        self, step: LoopStep, wakeup: Wakeup, stop: Stop, poll_seconds: float, status: Snapshot[LoopStatus]
     ) -> None:
         self._step = step
         self._wakeup = wakeup
@@ -244,7 +244,7 @@ class _Work:
 
 def run_daemon(
     app: FastAPI,
-    step: Step,
+    step: LoopStep,
     wakeup: Wakeup,
     settings: ServiceSettings,
     on_start: Callable[[], None] = lambda: None,

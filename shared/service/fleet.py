@@ -15,7 +15,7 @@ from typing import Literal
 from weightcast.shared.channel.channel_file import ChannelFile, parse_channel_file
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.pointer import read_pointer
-from weightcast.shared.channel.reports import CAUSES, UPDATES_LIMIT, Heard, Report, ReportReader, Sighting
+from weightcast.shared.channel.reports import CAUSES, UPDATES_LIMIT, Heard, Report, ReportReader, StoredReport
 from weightcast.shared.errors import RetryLater
 from weightcast.shared.files.durable import read_file
 from weightcast.shared.files.entries import is_directory
@@ -161,7 +161,7 @@ class Fleet(Frozen):
 
 
 @dataclass(frozen=True)
-class Run:
+class RunHead:
     """What hosts are held against."""
 
     run_id: str | None
@@ -205,7 +205,7 @@ class FleetReader:
             bounds=self._bounds,
         )
 
-    def _host(self, sighting: Sighting, heard_seconds_ago: float, run: Run) -> Host:
+    def _host(self, sighting: StoredReport, heard_seconds_ago: float, run: RunHead) -> Host:
         known = self._shown.get(sighting.key)
         # a report that was not read again is the same object
         host = known[1] if known is not None and known[0] is sighting.report else as_host(sighting)
@@ -223,13 +223,13 @@ class FleetReader:
         return shown
 
 
-def _run_of(channel: Path) -> Run:
+def _run_of(channel: Path) -> RunHead:
     if not is_directory(channel):
         raise RetryLater(f"{channel} is not a directory", remedy="mount it, or correct --channel")
     pointer, file = read_pointer(channel), _channel_file(channel)
     if pointer is None:
-        return Run(None if file is None else file.run_id, None if file is None else 0)
-    return Run(pointer.run if file is None else file.run_id, pointer.version)
+        return RunHead(None if file is None else file.run_id, None if file is None else 0)
+    return RunHead(pointer.run if file is None else file.run_id, pointer.version)
 
 
 def _channel_file(channel: Path) -> ChannelFile | None:
@@ -239,7 +239,7 @@ def _channel_file(channel: Path) -> ChannelFile | None:
         return None
 
 
-def as_host(sighting: Sighting) -> Host:
+def as_host(sighting: StoredReport) -> Host:
     """As it says itself: presence, standing and lag are not judged yet."""
     report = sighting.report
     return Host(
@@ -290,19 +290,19 @@ def presence_of(heard_seconds_ago: float, bounds: Bounds) -> Presence:
     return "stale" if heard_seconds_ago >= bounds.stale_seconds else "live"
 
 
-def lag_of(host: Host, run: Run) -> int | None:
+def lag_of(host: Host, run: RunHead) -> int | None:
     """A host that stands still does not know how far the others went."""
     if host.target != _LATEST or run.latest is None or _is_other(host, run):
         return host.lag
     return None if host.served_version is None else run.latest - host.served_version
 
 
-def _is_other(host: Host, run: Run) -> bool:
+def _is_other(host: Host, run: RunHead) -> bool:
     """A host that is not seeded yet is of no run."""
     return run.run_id is not None and host.run_id not in ("", run.run_id)
 
 
-def standing_of(host: Host, presence: Presence, run: Run) -> Standing:
+def standing_of(host: Host, presence: Presence, run: RunHead) -> Standing:
     if presence != "live":
         return presence
     engine_failed = any(engine.state == "failed" for engine in host.engines)

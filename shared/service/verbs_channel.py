@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from weightcast.shared.channel.chain import Entry, Problem, entries, read_entry
+from weightcast.shared.channel.chain import ChainEntry, Problem, entries, read_entry
 from weightcast.shared.channel.faults import faults
 from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.channel.layout import version_name
@@ -83,7 +83,7 @@ def log(
         raise typer.Exit(Untrusted.exit_code)
 
 
-def row_of(entry: Entry, anchored: bool, trust: Trust | None = None) -> Row:
+def row_of(entry: ChainEntry, anchored: bool, trust: Trust | None = None) -> Row:
     index = entry.index
     if isinstance(index, Index):
         totals = index.totals

@@ -41,7 +41,7 @@ _RIGHT = ("served", "local", "lag", "heard")
 _FRAME_ROWS = 6
 """of the screen, around the hosts"""
 
-Look = Callable[[], Fleet]
+LookAtFleet = Callable[[], Fleet]
 
 AnyChannelOption = Annotated[
     Path | None, typer.Option("--channel", envvar="WEIGHTCAST_CHANNEL", help="The channel's directory.")
@@ -102,7 +102,7 @@ def wait(
 
 
 @contextmanager
-def _looking(channel: Path | None, url: str | None, token: str | None, updates: int) -> Iterator[Look]:
+def _looking(channel: Path | None, url: str | None, token: str | None, updates: int) -> Iterator[LookAtFleet]:
     """`--url` wins: the channel may come from the environment. `updates`: of each host that are needed."""
     if url is not None:
         with Daemon(url, token) as daemon:
@@ -128,7 +128,7 @@ def _parsed(body: bytes, address: str) -> Fleet:
         ) from None
 
 
-def _watch(look: Look, as_json: bool) -> None:
+def _watch(look: LookAtFleet, as_json: bool) -> None:
     if as_json:
         _repeat(look, lambda found: print(to_json(found), flush=True))
         return
@@ -145,7 +145,7 @@ def _watch(look: Look, as_json: bool) -> None:
 
 
 def _repeat(
-    look: Look,
+    look: LookAtFleet,
     show: Callable[[Fleet], None],
     tell: Callable[[WeightcastError], None] = lambda error: print(error, file=sys.stderr, flush=True),
 ) -> None:

@@ -23,14 +23,14 @@ from weightcast.subscriber.engines.base import (
     Engine,
     EngineFacts,
     EngineSpec,
-    Held,
+    HeldWeights,
     Intact,
     NotSent,
     Suspect,
 )
-from weightcast.subscriber.engines.roster import EngineResult, EngineState, PhaseSeconds, reload_order
+from weightcast.subscriber.engines.roster import EngineResult, PhaseSeconds, ResultState, reload_order
 
-Mark = Literal["pausing", "served", "refused", "suspect"]
+AlignMark = Literal["pausing", "served", "refused", "suspect"]
 """What must be durable before the next call: `pausing` before the first, `suspect` when a reload went wrong
 and before one whose label the engine shows already, `served` or `refused` after the engine resumed."""
 
@@ -40,7 +40,7 @@ class NotPatched(WeightcastError):
 
 
 @dataclass(frozen=True)
-class Pace:
+class RetryPace:
     """How often and how long a doubtful engine is tried again. Times in seconds."""
 
     attempts: int = 3
@@ -63,7 +63,7 @@ class Pace:
             self.sleep(delay)
 
 
-def pace_of(spec: EngineSpec, usual: Pace) -> Pace:
+def pace_of(spec: EngineSpec, usual: RetryPace) -> RetryPace:
     """An engine's own, where it is given a deadline of its own."""
     return usual if spec.deadline is None else replace(usual, total=spec.deadline)
 
@@ -72,11 +72,11 @@ def align(
     engine: Engine,
     version: int,
     *,
-    marks: Callable[[Mark], None],
+    marks: Callable[[AlignMark], None],
     before_reload: Callable[[], None] | None = None,
     suspect: bool = False,
     keeps_pause: bool = False,
-    pace: Pace | None = None,
+    pace: RetryPace | None = None,
 ) -> EngineResult:
     """Brings an engine to the weights of `version` under its `spec.path` and says what came of it.
 
@@ -87,7 +87,7 @@ def align(
     reload resumes it. `keeps_pause`: one that is found paused stays so, whatever it then holds: somebody else
     paused it. Raises nothing else for what an engine does.
     """
-    own_pace = pace_of(engine.spec, Pace() if pace is None else pace)
+    own_pace = pace_of(engine.spec, RetryPace() if pace is None else pace)
     run = _Alignment(engine, version, marks, suspect, own_pace)
     facts = engine.probe()
     run.process = facts.process
@@ -126,9 +126,9 @@ def silence(engine: Engine, facts: EngineFacts) -> str:
 class _Alignment:
     engine: Engine
     version: int
-    marks: Callable[[Mark], None]
+    marks: Callable[[AlignMark], None]
     suspect: bool
-    pace: Pace
+    pace: RetryPace
     process: str | None = None
     source: str | None = None
     began: float = 0.0
@@ -155,7 +155,7 @@ class _Alignment:
             spent = getattr(self.phases, phase) + self.pace.clock() - start
             self.phases = replace(self.phases, **{phase: spent})
 
-    def result(self, state: EngineState, reason: str, confirmed: Confirmation | None = None) -> EngineResult:
+    def result(self, state: ResultState, reason: str, confirmed: Confirmation | None = None) -> EngineResult:
         return EngineResult(
             name=self.engine.spec.name,
             state=state,
@@ -314,10 +314,10 @@ def align_all(
     version: int,
     *,
     patch: Callable[[], None] | None,
-    marks: Callable[[str, Mark], None],
+    marks: Callable[[str, AlignMark], None],
     suspects: Collection[str] = (),
     keep_pause: Collection[str] = (),
-    pace: Pace | None = None,
+    pace: RetryPace | None = None,
 ) -> Alignment:
     """Patches the files and brings all engines of a host to them, one after the other.
 
@@ -379,7 +379,7 @@ class _Unpaused(Exception):
     """Another engine that maps the files was not paused, so that nothing was patched."""
 
 
-def resume_if_it_names(engine: Engine, weights: Held) -> bool:
+def resume_if_it_names(engine: Engine, weights: HeldWeights) -> bool:
     """At start, for an engine that a killed run may have left paused; whether it was resumed.
 
     `weights`: the local checkpoint's, whose files are known to be right. Whatever else the engine names, only

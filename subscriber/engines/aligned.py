@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weightcast.shared.local.state import Blocked, EngineState, Mark, Position
-from weightcast.subscriber.engines.base import EngineFacts, Held
-from weightcast.subscriber.engines.roster import EngineResult, Order, needs_reload
+from weightcast.subscriber.engines.base import EngineFacts, HeldWeights
+from weightcast.subscriber.engines.roster import EngineResult, ReloadOrder, needs_reload
 
 ROLL_BACK_AFTER = 3
 """reloads in a row that leave no engine on the version"""
@@ -24,9 +24,9 @@ def label_of(version: int) -> str:
     return str(version)
 
 
-def weights_of(position: Position) -> Held:
+def weights_of(position: Position) -> HeldWeights:
     """What an engine states that holds a local checkpoint's version."""
-    return Held(position.version, position.root)
+    return HeldWeights(position.version, position.root)
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Sight:
     source: str | None = None
 
 
-def is_aligned(record: EngineState | None, sight: Sight, weights: Held) -> bool:
+def is_aligned(record: EngineState | None, sight: Sight, weights: HeldWeights) -> bool:
     """Whether the engine holds `weights`, the local checkpoint's, because of a reload of ours, in this
     process."""
     if record is None or record.mark is not Mark.SERVED or record.version != weights.version:
@@ -53,13 +53,13 @@ def is_aligned(record: EngineState | None, sight: Sight, weights: Held) -> bool:
     return sight.steady or None not in (facts.process, record.process)
 
 
-def states(facts: EngineFacts, weights: Held) -> bool:
+def states(facts: EngineFacts, weights: HeldWeights) -> bool:
     """Whether what the engine states to hold, if it does, is `weights`: another run has versions of the same
     numbers, and other roots."""
     return facts.held is None or facts.held == weights
 
 
-def is_taken(record: EngineState | None, sight: Sight, weights: Held) -> bool:
+def is_taken(record: EngineState | None, sight: Sight, weights: HeldWeights) -> bool:
     """Whether the process that served `weights` since a reload of ours was loaded with something else: by
     another subscriber or tool, as an engine does not do that itself."""
     if record is None or record.mark is not Mark.SERVED or record.version != weights.version:
@@ -70,7 +70,7 @@ def is_taken(record: EngineState | None, sight: Sight, weights: Held) -> bool:
     return not states(facts, weights) or needs_reload(facts, None, _label(record), sight.source)
 
 
-def may_relabel(record: EngineState | None, sight: Sight, weights: Held) -> bool:
+def may_relabel(record: EngineState | None, sight: Sight, weights: HeldWeights) -> bool:
     """Whether the engine itself says that it is the process that took `weights` and still holds them: of one
     that tells less, nobody would see that it holds something else."""
     facts = sight.facts
@@ -126,7 +126,7 @@ def is_confirmed(records: Records, names: Iterable[str], version: int) -> bool:
     return any(r is not None and r.mark is Mark.SERVED and r.version == version for r in found)
 
 
-def rolls_back(results: Sequence[EngineResult], failures: int, order: Order = "together") -> bool:
+def rolls_back(results: Sequence[EngineResult], failures: int, order: ReloadOrder = "together") -> bool:
     """Whether a version that no engine confirmed is at fault rather than an engine. `failures`: reloads in a
     row, with this one, that left no engine on it. In a rolling reload it takes two, mostly two engines: one
     alone may be at fault, a third shall not be lost to the version."""

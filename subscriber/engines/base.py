@@ -95,7 +95,7 @@ class EngineSpec:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldWeights:
     """The weights that an engine states to hold."""
 
     version: int
@@ -118,7 +118,7 @@ class EngineFacts:
     software: str | None = None
     source: str | None = None
     """the directory that it says it loaded last"""
-    held: Held | None = None
+    held: HeldWeights | None = None
     in_doubt: bool = False
     """it says itself that its weights are none that may be served"""
     unpatchable: str = ""

@@ -23,7 +23,7 @@ from weightcast.subscriber.engines.base import (
     Engine,
     EngineFacts,
     EngineSpec,
-    Held,
+    HeldWeights,
     Intact,
     ReloadOutcome,
     Suspect,
@@ -81,12 +81,12 @@ def lanes_of(fields: Mapping[str, object]) -> EngineLanes:
     )
 
 
-def held_of(fields: Mapping[str, object]) -> Held | None:
+def held_of(fields: Mapping[str, object]) -> HeldWeights | None:
     """What the plugin says that the engine holds; None where it does not know."""
     version, root = fields.get("version"), fields.get("root")
     if type(version) is not int or not isinstance(root, str) or len(root) > QUOTED:
         return None
-    return Held(version, root)
+    return HeldWeights(version, root)
 
 
 def _texts(value: object) -> dict[str, str]:
@@ -115,7 +115,7 @@ class Patchable(Protocol):
     def reload(self, path: str, label: str) -> ReloadOutcome:
         """From disk. The engine then holds nothing that it has a name for, until `hold`."""
 
-    def hold(self, held: Held, label: str) -> None:
+    def hold(self, held: HeldWeights, label: str) -> None:
         """Tells the engine what it has loaded from disk. Raises EngineFailed."""
 
     def check(self, patch: PatchFile) -> None:
@@ -125,7 +125,7 @@ class Patchable(Protocol):
         """Sent once. `pausing`: with a pause of its own, as part of the order; else it is paused. Intact:
         nothing of it is in the weights."""
 
-    def confirm(self, held: Held | None, label: str) -> Confirmation:
+    def confirm(self, held: HeldWeights | None, label: str) -> Confirmation:
         """Asks what it holds. EngineFailed when it names other weights."""
 
     def relabel(self, label: str) -> Confirmation: ...
@@ -139,7 +139,7 @@ class Aim:
     """Where a reload leads. `patch`: checked by the engine; without one, `why` and `reason` say so.
     `watched`: others are asked while the engine stands still, so that only the caller may resume it."""
 
-    held: Held
+    held: HeldWeights
     patch: PatchFile | None = None
     why: Why = "align"
     reason: str = ALIGNED

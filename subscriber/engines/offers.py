@@ -15,7 +15,7 @@ from weightcast.shared.local.engine_patch import drop_engine_patches, write_engi
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.state import EngineState, Mark, Position, Step
 from weightcast.subscriber.engines.aligned import Sight, is_aligned, weights_of
-from weightcast.subscriber.engines.base import Held
+from weightcast.subscriber.engines.base import HeldWeights
 from weightcast.subscriber.engines.guarded import guarded
 from weightcast.subscriber.engines.live import ALIGNED, Aim, Live, PatchFile, Why
 
@@ -31,7 +31,7 @@ class Offer:
     def aim(self, target: Position) -> Aim:
         """Towards the local checkpoint's version; a patch that leads elsewhere is none."""
         held = weights_of(target)
-        if self.patch is not None and Held(self.patch.version, self.patch.root) != held:
+        if self.patch is not None and HeldWeights(self.patch.version, self.patch.root) != held:
             return Aim(held)
         return Aim(held, self.patch, self.why, self.reason)
 
@@ -58,7 +58,7 @@ def start_of(one: Candidate, steps: Sequence[Step]) -> int | Offer:
     served = None if record is None or record.mark is not Mark.SERVED else record.version
     held = facts.held
     # what it holds is found among the steps by its root
-    if served is None or held is None or not is_aligned(record, one.sight, Held(served, held.root)):
+    if served is None or held is None or not is_aligned(record, one.sight, HeldWeights(served, held.root)):
         return Offer(None, "unknown", "it was started, or its weights were changed, since the last version")
     for number, step in enumerate(steps):
         if held.root == step.base.root:

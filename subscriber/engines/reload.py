@@ -21,7 +21,7 @@ from weightcast.shared.local.engine_patch import drop_engine_patches
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.state import EngineState, LocalState, Mark, Phase, Step
 from weightcast.subscriber.engines import align as alignment
-from weightcast.subscriber.engines.align import NotPatched, Pace
+from weightcast.subscriber.engines.align import NotPatched, RetryPace
 from weightcast.subscriber.engines.aligned import (
     Sight,
     after,
@@ -34,12 +34,12 @@ from weightcast.subscriber.engines.aligned import (
     noted,
     weights_of,
 )
-from weightcast.subscriber.engines.base import Engine, EngineFacts, Held
+from weightcast.subscriber.engines.base import Engine, EngineFacts, HeldWeights
 from weightcast.subscriber.engines.grouped import is_grouped
 from weightcast.subscriber.engines.guarded import Guarded
 from weightcast.subscriber.engines.live import Live, live_of
 from weightcast.subscriber.engines.offers import Candidate, Offer, make_offers
-from weightcast.subscriber.engines.roster import EngineResult, Order, goes_on, reload_order
+from weightcast.subscriber.engines.roster import EngineResult, ReloadOrder, goes_on, reload_order
 
 _RETRY_FIRST, _RETRY_MOST, _RETRY_FAILED = 1.0, 60.0, 600.0
 LOOK_JITTER = 0.2
@@ -97,9 +97,9 @@ class Engines:
         self,
         engines: Sequence[Engine] = (),
         *,
-        pace: Pace | None = None,
+        pace: RetryPace | None = None,
         clock: Callable[[], float] = time.monotonic,
-        order: Order = "together",
+        order: ReloadOrder = "together",
         failed_after: int = FAILED_AFTER,
         look_seconds: float = 0.0,
         jitter: Callable[[], float] = random.random,
@@ -111,7 +111,7 @@ class Engines:
         process is to end: a roll then ends with the engine it is at."""
         self.engines = tuple(map(Guarded, engines))
         self.order = order
-        self._pace = Pace() if pace is None else pace
+        self._pace = RetryPace() if pace is None else pace
         self._clock = clock
         self._failed_after = failed_after
         self._look_seconds = look_seconds
@@ -289,7 +289,7 @@ class Engines:
             if record is None or record.mark is not Mark.SERVED or record.version != before:
                 continue
             del records[name]
-            if not may_relabel(record, known.sight(), Held(before, position.root)):
+            if not may_relabel(record, known.sight(), HeldWeights(before, position.root)):
                 continue
             label = label_of(position.version)
             with contextlib.suppress(EngineFailed):
@@ -511,7 +511,7 @@ class _Ledger:
         self._report = report
         self._lock = threading.Lock()
 
-    def note(self, name: str, mark: alignment.Mark) -> None:
+    def note(self, name: str, mark: alignment.AlignMark) -> None:
         # What an engine came to is recorded with its result; killed before, the older note is the safer one.
         if mark not in ("pausing", "suspect"):
             return

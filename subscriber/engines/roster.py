@@ -15,8 +15,8 @@ from typing import Literal
 
 from weightcast.subscriber.engines.base import Confirmation, Engine, EngineFacts
 
-EngineState = Literal["served", "refused", "suspect", "failed"]
-Order = Literal["together", "rolling"]
+ResultState = Literal["served", "refused", "suspect", "failed"]
+ReloadOrder = Literal["together", "rolling"]
 """All engines of a host at the same time, or one after the other confirmed."""
 
 
@@ -36,7 +36,7 @@ class EngineResult:
     """What one alignment came to."""
 
     name: str
-    state: EngineState
+    state: ResultState
     version: int
     label: str
     reason: str = ""
@@ -60,7 +60,7 @@ class EngineResult:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class EnginesVerdict:
     """A host's engines sorted by state, and what the host may do now."""
 
     served: tuple[str, ...]
@@ -76,14 +76,14 @@ class Verdict:
     """each engine confirmed, or needs a full reload anyway"""
 
 
-def judge(results: Sequence[EngineResult]) -> Verdict:
+def judge(results: Sequence[EngineResult]) -> EnginesVerdict:
     """`results`: one per engine of the host; none: nothing to wait for."""
 
-    def of(state: EngineState) -> tuple[str, ...]:
+    def of(state: ResultState) -> tuple[str, ...]:
         return tuple(result.name for result in results if result.state == state)
 
     served, refused = of("served"), of("refused")
-    return Verdict(
+    return EnginesVerdict(
         served=served,
         refused=refused,
         suspect=of("suspect"),

@@ -25,7 +25,7 @@ from weightcast.subscriber.engines.base import (
     Done,
     EngineFacts,
     EngineSpec,
-    Held,
+    HeldWeights,
     Intact,
     ReloadOutcome,
     Suspect,
@@ -81,7 +81,7 @@ class SGLangLive:
         self._plain = SGLang(spec, wire, timeouts)
         self._wire = wire
         self._timeouts = timeouts
-        self._held: Held | None = None
+        self._held: HeldWeights | None = None
         """told or patched by this process; the hook compares it with what it has, at every patch"""
         self._process: str | None = None
         self._unfit: str | None = None
@@ -137,14 +137,14 @@ class SGLangLive:
         held, self._held = self._held, None
         confirmed = self._plain.relabel(label)
         if held is not None:
-            self.hold(Held(int(label), held.root), label)
+            self.hold(HeldWeights(int(label), held.root), label)
         return confirmed
 
     def reload(self, path: str, label: str) -> ReloadOutcome:
         self._held = None
         return self._plain.reload(path, int(label), label)
 
-    def hold(self, held: Held, label: str) -> None:
+    def hold(self, held: HeldWeights, label: str) -> None:
         order = {"version": held.version, "root": held.root, "label": label}
         told = self._beside("holds", order, self._timeouts.control)
         if not told.says():
@@ -177,7 +177,7 @@ class SGLangLive:
                 self._end()
             return Suspect(str(failure))
         if isinstance(outcome, Done):
-            self._held = Held(patch.version, patch.root)
+            self._held = HeldWeights(patch.version, patch.root)
         return outcome
 
     def _apply(self, patch: PatchFile, label: str) -> ReloadOutcome:
@@ -188,7 +188,7 @@ class SGLangLive:
             Done() if told.says(version=patch.version, root=patch.root, label=label) else Suspect(told.text)
         )
 
-    def confirm(self, held: Held | None, label: str) -> Confirmation:
+    def confirm(self, held: HeldWeights | None, label: str) -> Confirmation:
         confirmed = self._plain.read_back(label)
         if held is not None and held != self._held:
             raise EngineFailed(f"{self.spec.shown_url} was not told to hold {held}", remedy="it is reloaded")

@@ -17,7 +17,7 @@ from weightcast.subscriber.engines.base import (
     Done,
     EngineFacts,
     EngineSpec,
-    Held,
+    HeldWeights,
     Intact,
     NobodyListens,
     NoReply,
@@ -53,7 +53,7 @@ class VLLMLive:
         self.spec = spec
         self._wire = wire
         self._timeouts = timeouts
-        self._told: tuple[Held, str] | None = None
+        self._told: tuple[HeldWeights, str] | None = None
         """what all ranks said to hold, in the answer to the last patch"""
 
     @property
@@ -107,7 +107,7 @@ class VLLMLive:
             return Intact(_said(reply))
         return Done() if _says(reply, label=label) else Suspect(_said(reply))
 
-    def hold(self, held: Held, label: str) -> None:
+    def hold(self, held: HeldWeights, label: str) -> None:
         order = {"version": held.version, "root": held.root, "label": label}
         self._post("holds", order, self._timeouts.control).require_ok(LOG)
 
@@ -133,10 +133,10 @@ class VLLMLive:
             return Intact(_said(reply))
         if not _says(reply, version=patch.version, root=patch.root, label=label):
             return Suspect(_said(reply))
-        self._told = (Held(patch.version, patch.root), label)
+        self._told = (HeldWeights(patch.version, patch.root), label)
         return Done(resumed=pausing and reply.fields().get("resumed") is True, still=_still(reply))
 
-    def confirm(self, held: Held | None, label: str) -> Confirmation:
+    def confirm(self, held: HeldWeights | None, label: str) -> Confirmation:
         """After a patch no second question, which the pause would wait for."""
         told, self._told = self._told, None
         if told == (held, label):
@@ -157,7 +157,7 @@ class VLLMLive:
         found = held_of(self._wire.get(DOOR, self._timeouts.control).require_ok(LOG).fields())
         if found is None:
             raise EngineFailed(f"{self.spec.shown_url} does not know what it holds", remedy="it is reloaded")
-        held = Held(int(label), found.root)
+        held = HeldWeights(int(label), found.root)
         self.hold(held, label)
         return self.confirm(held, label)
 

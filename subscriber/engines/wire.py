@@ -82,7 +82,7 @@ class Reply:
         return self
 
 
-class Place(Protocol):
+class CallPlace(Protocol):
     """Where to call; as in EngineSpec."""
 
     @property
@@ -98,7 +98,7 @@ class Place(Protocol):
 class Wire:
     """Calls to one engine. Raises NotSent (NobodyListens), NoReply; a reply of any status is returned."""
 
-    def __init__(self, spec: Place, timeouts: Timeouts, api_key: str | None = None) -> None:
+    def __init__(self, spec: CallPlace, timeouts: Timeouts, api_key: str | None = None) -> None:
         self._url, self._shown_url = spec.url, without_query(spec.url)
         self._timeouts = timeouts
         self._headers = {"Accept": "*/*", "Accept-Encoding": "identity"}
@@ -173,7 +173,7 @@ _START = "start the engine or correct its URL"
 _LOOK = "see the engine's log; restart it if it hangs"
 
 
-def _trust(spec: Place) -> ssl.SSLContext:
+def _trust(spec: CallPlace) -> ssl.SSLContext:
     """The system's certificates take a tenth of a second to load, so plain http trusts nobody. Raises
     BadEngineOption for certificates that cannot be read."""
     if not spec.url.startswith("https:"):

@@ -19,7 +19,7 @@ MOST_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Address:
+class MemberPlace:
     url: str
     ca: Path | None = None
     verify: bool = True
@@ -34,7 +34,7 @@ class MemberDoor:
         self.url = url.rstrip("/")
         # an answer that comes when the lease is over is of no use
         self._seconds = min(MOST_SECONDS, lease / 3)
-        self._wire = Wire(Address(self.url), Timeouts(connect=self._seconds), token)
+        self._wire = Wire(MemberPlace(self.url), Timeouts(connect=self._seconds), token)
 
     def order(self, order: Order, seconds: float) -> Hold:
         request = HoldRequest(

@@ -18,7 +18,7 @@ NUMBER_LIMIT = 1 << 62
 LEASE_LIMIT = 3600.0
 HOLD_PATH, RELEASE_PATH = "/v1/hold", "/v1/release"
 
-Phase = Literal["prepare", "hold"]
+OrderPhase = Literal["prepare", "hold"]
 HoldState = Literal["free", "working", "prepared", "held", "refused", "failed"]
 """free: no order. refused: this version is not taken here. failed: it is tried again."""
 
@@ -37,7 +37,7 @@ class Order:
 
     leader: str
     term: int
-    phase: Phase
+    phase: OrderPhase
     version: int
     run_id: str = ""
     """empty: of a foreign channel"""

@@ -52,7 +52,7 @@ class Member(Protocol):
 
 
 @dataclass(frozen=True)
-class Pace:
+class GroupPace:
     """Seconds. `lease`: that followers keep still without word of the leader. `deadline`: that they may take
     to come to a version. `patience`: for one that does not answer."""
 
@@ -112,7 +112,7 @@ class Lead:
         members: Sequence[Member] = (),
         *,
         name: str = "leader",
-        pace: Pace | None = None,
+        pace: GroupPace | None = None,
         wait: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
         first_term: int = 0,
@@ -122,7 +122,7 @@ class Lead:
         """a reload of the present gathering did not count, or was not begun, for a member's sake"""
         self.wait = wait
         self._name, self._clock = name, clock
-        self._pace = Pace() if pace is None else pace
+        self._pace = GroupPace() if pace is None else pace
         self._term = first_term
         self._most_term = first_term + TERM_ROOM
         self._served = False

@@ -13,7 +13,7 @@ from weightcast.subscriber.groups.group import (
     REASON_LIMIT,
     HoldState,
     Order,
-    Phase,
+    OrderPhase,
 )
 
 
@@ -25,7 +25,7 @@ class _Request(BaseModel):
 
 
 class HoldRequest(_Request):
-    phase: Phase
+    phase: OrderPhase
     version: int = Field(ge=0, le=NUMBER_LIMIT)
     run_id: str = Field("", max_length=NAME_LIMIT)
     digest: str = Field("", max_length=NAME_LIMIT)
@@ -57,7 +57,7 @@ class Hold(Frozen):
     leader: str = Field("", max_length=NAME_LIMIT)
     """whose order it has, or had last"""
     term: int = Field(0, ge=0, le=NUMBER_LIMIT)
-    phase: Phase | None = None
+    phase: OrderPhase | None = None
     version: int | None = Field(None, ge=0, le=NUMBER_LIMIT)
     """ordered; null when free"""
     reason: str = Field("", max_length=REASON_LIMIT)

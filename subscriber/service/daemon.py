@@ -20,7 +20,7 @@ from weightcast.shared.service.watch import Watcher
 from weightcast.subscriber.engines.verify import EngineVerify
 from weightcast.subscriber.service.board import Board, group_status
 from weightcast.subscriber.service.failed import FailedEngines
-from weightcast.subscriber.service.figures import Figures
+from weightcast.subscriber.service.figures import SubscriberFigures
 from weightcast.subscriber.service.report import Reporting, open_reporter
 from weightcast.subscriber.service.routes import group_routes
 from weightcast.subscriber.service.settings import SubscriberSettings
@@ -44,7 +44,7 @@ class Subscriber:
         self.board = Board(self.options)
         self.registry = new_registry()
         watch_loop(self.registry, self.loop)
-        self.figures = Figures(self.registry)
+        self.figures = SubscriberFigures(self.registry)
         self.disk = DiskFigures(self.registry, {"channel": settings.channel, "local": settings.local})
         self._troubles: tuple[str, ...] = ()
         self.failed = FailedEngines(settings.on_engine_failed, settings.hook_seconds, self.stop.request)

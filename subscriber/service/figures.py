@@ -41,7 +41,7 @@ _ENGINE = "as --engine names it"
 _NAN = float("nan")
 
 
-class Figures:
+class SubscriberFigures:
     """`show` is called with every status; updates are counted once each."""
 
     def __init__(self, registry: Metrics) -> None:

@@ -25,7 +25,7 @@ from weightcast.subscriber.engines.base import (
     parse_engine,
     parse_engines,
 )
-from weightcast.subscriber.engines.roster import Order
+from weightcast.subscriber.engines.roster import ReloadOrder
 from weightcast.subscriber.groups.group import LEASE_LIMIT, is_member_url
 from weightcast.subscriber.step.target import BadTarget, parse_target
 
@@ -58,7 +58,7 @@ class SubscriberSettings(ServiceSettings):
         allow_inf_nan=False,
         description="Seconds that an engine may take to reload.",
     )
-    reload: Order = Field(
+    reload: ReloadOrder = Field(
         "together", description="Engines at the same time, or the next once the one before is confirmed."
     )
     engine_check_seconds: float = Field(

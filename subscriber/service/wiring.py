@@ -14,7 +14,7 @@ from weightcast.shared.local.prepare import PreRead
 from weightcast.shared.local.state import read_state
 from weightcast.shared.service.hooks import run_hook
 from weightcast.shared.service.threads import working_threads
-from weightcast.subscriber.engines.align import Pace
+from weightcast.subscriber.engines.align import RetryPace
 from weightcast.subscriber.engines.base import (
     BadEngineOption,
     Engine,
@@ -24,10 +24,9 @@ from weightcast.subscriber.engines.base import (
 )
 from weightcast.subscriber.engines.grouped import Grouped
 from weightcast.subscriber.engines.reload import Engines
-from weightcast.subscriber.engines.roster import Order
+from weightcast.subscriber.engines.roster import ReloadOrder
 from weightcast.subscriber.groups.group import NAME_LIMIT
-from weightcast.subscriber.groups.lead import PATIENCE, Lead, Member
-from weightcast.subscriber.groups.lead import Pace as GroupPace
+from weightcast.subscriber.groups.lead import PATIENCE, GroupPace, Lead, Member
 from weightcast.subscriber.service.settings import SubscriberSettings
 from weightcast.subscriber.step.host import SyncOptions
 from weightcast.subscriber.step.target import parse_target
@@ -85,7 +84,7 @@ def open_engines(
     Raises BadEngineOption."""
     specs = parse_engines(settings.engine, settings.local)
     limits = Timeouts(reload=settings.engine_deadline)
-    pace = Pace(attempts=ATTEMPTS, total=settings.engine_deadline)
+    pace = RetryPace(attempts=ATTEMPTS, total=settings.engine_deadline)
     _require_one_mapping(specs, settings.reload)
     engines = [_open_engine(spec, settings.local, limits) for spec in specs]
     if lead is not None and lead.members:
@@ -107,7 +106,7 @@ def _open_engine(spec: EngineSpec, local: Path, limits: Timeouts) -> Engine:
     return open_engine(spec, run_id=lambda: _run_id(local), timeouts=limits)
 
 
-def _require_one_mapping(specs: Sequence[EngineSpec], order: Order) -> None:
+def _require_one_mapping(specs: Sequence[EngineSpec], order: ReloadOrder) -> None:
     mapping = [spec.name for spec in specs if not spec.copies_weights]
     if order == "rolling" and len(mapping) > 1:
         raise BadEngineOption(

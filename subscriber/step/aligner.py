@@ -13,7 +13,7 @@ from weightcast.subscriber.engines.aligned import is_confirmed, needs_undo, roll
 from weightcast.subscriber.engines.base import Engine
 from weightcast.subscriber.engines.roster import EngineResult
 from weightcast.subscriber.step.blocklist import Blocklist
-from weightcast.subscriber.step.host import Host
+from weightcast.subscriber.step.host import StepHost
 from weightcast.subscriber.step.stopwatch import Stopwatch
 
 MOST_UNDO_STEPS = 8
@@ -23,7 +23,7 @@ MOST_UNDO_STEPS = 8
 class Aligner:
     """Brings the engines to the local version, and the host back from one that they do not take."""
 
-    def __init__(self, host: Host, blocklist: Blocklist) -> None:
+    def __init__(self, host: StepHost, blocklist: Blocklist) -> None:
         self._host, self._blocklist = host, blocklist
         self._engines, self._lead, self._follower = host.engines, host.lead, host.follower
         self._failures: dict[str, int] = {}

@@ -57,7 +57,7 @@ def _no_bytes() -> dict[Cause, int]:
 
 
 @dataclass
-class View:
+class StepView:
     """What a step knows, for the status. Only the step writes it."""
 
     state: State = "starting"
@@ -104,13 +104,13 @@ class Calls:
     clock: Callable[[], float]
 
 
-class Host:
+class StepHost:
     """Shared by the parts of a step, used by one thread."""
 
     def __init__(self, options: SyncOptions, engines: Engines, lead: Lead, calls: Calls) -> None:
         self.options, self.engines, self.lead, self.calls = options, engines, lead, calls
         lead.wait = self.wait
-        self.view = View()
+        self.view = StepView()
         self.watch = Stopwatch()
         self.usable = False
         """the local checkpoint is a version of this run, although it may be closed after an error"""

@@ -11,15 +11,15 @@ from weightcast.shared.local.stage import Staged
 from weightcast.subscriber.engines.offers import Offer, write_patch
 from weightcast.subscriber.groups.group import Order
 from weightcast.subscriber.step.aligner import Aligner
-from weightcast.subscriber.step.host import Host
+from weightcast.subscriber.step.host import StepHost
 from weightcast.subscriber.step.mover import Mover
 from weightcast.subscriber.step.opener import Opener
 
 
-class Member:
+class GroupMember:
     """Changes what a step does, by `order`; without one it changes nothing."""
 
-    def __init__(self, host: Host, opener: Opener, aligner: Aligner, mover: Mover) -> None:
+    def __init__(self, host: StepHost, opener: Opener, aligner: Aligner, mover: Mover) -> None:
         self._host, self._opener, self._aligner, self._mover = host, opener, aligner, mover
         self._follower, self._view, self._options = host.follower, host.view, host.options
         self.order: Order | None = None

@@ -15,7 +15,7 @@ from weightcast.shared.local.stage import Staged
 from weightcast.subscriber.groups.group import Order
 from weightcast.subscriber.step.aligner import Aligner
 from weightcast.subscriber.step.blocklist import Blocklist
-from weightcast.subscriber.step.host import Host
+from weightcast.subscriber.step.host import StepHost
 from weightcast.subscriber.step.opener import Opener
 from weightcast.subscriber.step.target import Target, resolve
 
@@ -24,7 +24,7 @@ class Mover:
     """Brings the local checkpoint to a version, by the plan of a route. An error leaves it at a version, or
     in a phase that the next load finishes or takes back."""
 
-    def __init__(self, host: Host, opener: Opener, aligner: Aligner, blocklist: Blocklist) -> None:
+    def __init__(self, host: StepHost, opener: Opener, aligner: Aligner, blocklist: Blocklist) -> None:
         self._host, self._opener, self._aligner, self._blocklist = host, opener, aligner, blocklist
         self._engines, self._lead, self._follower = host.engines, host.lead, host.follower
         self._options, self._view = host.options, host.view

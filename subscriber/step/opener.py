@@ -7,14 +7,14 @@ from weightcast.shared.errors import WeightcastError
 from weightcast.shared.local.access import let_read
 from weightcast.shared.local.state import read_state
 from weightcast.subscriber.engines.aligned import unaligned
-from weightcast.subscriber.step.host import Host
+from weightcast.subscriber.step.host import StepHost
 
 
 class Opener:
     """Before a step: the local checkpoint is open, recovered and right afterwards, or `host.usable` is
     False."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: StepHost) -> None:
         self._host = host
         self._follower, self._engines, self._view = host.follower, host.engines, host.view
         self.reads_all = False

@@ -20,8 +20,8 @@ from weightcast.subscriber.groups.group import Order
 from weightcast.subscriber.groups.lead import Lead
 from weightcast.subscriber.step.aligner import Aligner
 from weightcast.subscriber.step.blocklist import Blocklist
-from weightcast.subscriber.step.host import Calls, Host, Outcome, SyncOptions, known
-from weightcast.subscriber.step.member import Member
+from weightcast.subscriber.step.host import Calls, Outcome, StepHost, SyncOptions, known
+from weightcast.subscriber.step.member import GroupMember
 from weightcast.subscriber.step.mover import Mover
 from weightcast.subscriber.step.opener import Opener
 
@@ -51,13 +51,13 @@ class Sync:
         self.engines = Engines() if engines is None else engines
         self.lead = Lead() if lead is None else lead
         calls = Calls(lambda: show(self), stop, advance, now, clock)
-        self.host = Host(options, self.engines, self.lead, calls)
+        self.host = StepHost(options, self.engines, self.lead, calls)
         self.view, self.follower = self.host.view, self.host.follower
         blocklist = Blocklist(clock)
         self._opener = Opener(self.host)
         self._aligner = Aligner(self.host, blocklist)
         self._mover = Mover(self.host, self._opener, self._aligner, blocklist)
-        self._member = Member(self.host, self._opener, self._aligner, self._mover)
+        self._member = GroupMember(self.host, self._opener, self._aligner, self._mover)
 
     @property
     def order(self) -> Order | None:

@@ -16,7 +16,7 @@ from weightcast.shared.channel.index import (
     FileRecord,
     ForeignIndex,
     Index,
-    Totals,
+    VersionTotals,
     describe,
     parse_foreign,
     parse_index,
@@ -66,7 +66,7 @@ DELTA = Index(
         ChunkRecord(ChunkKey(0, "BF16", 0), SHARD, 500, 100, 3, Lanes(5, 6), Lanes(7, 8)),
         ChunkRecord(ChunkKey(0, "F32", 0), SHARD, 600, 40, 1, Lanes(9, 10), Lanes(11, 12)),
     ),
-    totals=Totals(4, 211, 432, 1005),
+    totals=VersionTotals(4, 211, 432, 1005),
 )
 FIELD = replace(
     DELTA,
@@ -87,7 +87,9 @@ ANCHOR = replace(
     parts=(),
     chunks=(),
 )
-EMPTY = replace(DELTA, weight_map={}, tensors=records(), chunks=(), files=(), totals=Totals(0, 211, 432, 0))
+EMPTY = replace(
+    DELTA, weight_map={}, tensors=records(), chunks=(), files=(), totals=VersionTotals(0, 211, 432, 0)
+)
 PIECES = replace(
     DELTA,
     parts=(

@@ -25,7 +25,7 @@ from crash_processes import Child, NotReached, Order, fork, wait_for
 from crash_world import World
 
 from weightcast.publisher import Publisher
-from weightcast.shared.local.host import Host
+from weightcast.shared.local.boot import Boot
 
 Side = Literal["publisher", "host", "member", "rank 1"]
 """rank 0 is a publisher like any other"""
@@ -195,7 +195,7 @@ def _age_the_trash(world: World) -> None:
     """What was pruned lies there since the boot, so that it is deleted."""
     note = world.root / "pruned.json"
     for grave in (world.channel / ".trash").glob("*.pruned"):
-        note.write_text(json.dumps({"boot": Host.here().boot_id, "seconds": 0.0}))
+        note.write_text(json.dumps({"boot": Boot.here().boot_id, "seconds": 0.0}))
         with contextlib.suppress(FileNotFoundError):
             note.rename(grave / note.name)  # whole, whoever reads it meanwhile
 

@@ -35,7 +35,7 @@ SHOWN: tuple[type[BaseModel | Facts], ...] = (
     host_status.LastError,
     publisher_status.PublisherStatus,
     publisher_status.Progress,
-    publisher_status.HostStatus,
+    publisher_status.ReportedHost,
     publisher_status.InboxStatus,
     publisher_status.Totals,
     Publication,

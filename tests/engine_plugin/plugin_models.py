@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from weightcast_engine.front import Front
-from weightcast_engine.rank import Answer, Order, Rank
+from weightcast_engine.rank import Answer, EngineRank, Order
 
 HIDDEN, HEADS, KV_HEADS, HEAD, INNER, VOCABULARY = 16, 4, 2, 8, 24, 20
 PADDED = 24
@@ -189,7 +189,7 @@ class ToyEngine:
 class Ranks:
     """`front.Controls` over ranks in this process."""
 
-    def __init__(self, ranks: Sequence[Rank]) -> None:
+    def __init__(self, ranks: Sequence[EngineRank]) -> None:
         self._ranks = ranks
         self.is_paused = False
         self.labels: list[str] = []
@@ -245,7 +245,7 @@ class ToyHost:
         self.engines = [ToyEngine(model, self.directory) for model in models]
         for engine in self.engines:
             engine.reload()
-        self.controls = Ranks([Rank(engine, self.patches, 1 << 24) for engine in self.engines])
+        self.controls = Ranks([EngineRank(engine, self.patches, 1 << 24) for engine in self.engines])
         self.front = Front(self.controls)
 
     def run(self, name: str, *arguments: Any) -> Any:

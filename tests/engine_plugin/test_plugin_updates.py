@@ -16,7 +16,7 @@ from patch_writer import bytes_of, lanes, root, some_changed, write_patch
 from plugin_models import Llama, Mixture, ToyHost, checkpoint
 from weightcast_engine import live_words
 from weightcast_engine.blocks import Block
-from weightcast_engine.live_words import Update
+from weightcast_engine.live_words import LiveUpdate
 from weightcast_engine.patch_file import read_patch
 from weightcast_engine.piece import Piece
 from weightcast_engine.rank import Answer, Order
@@ -203,10 +203,10 @@ def test_a_rank_of_its_own_is_asked_once_in_the_pause(tmp_path: Path, ranks: int
 
 def test_what_an_update_needed_is_given_back_after_its_pause(tmp_path: Path) -> None:
     gc.collect()
-    others = [one for one in gc.get_objects() if type(one) is Update]
+    others = [one for one in gc.get_objects() if type(one) is LiveUpdate]
 
     def held() -> int:
-        updates = [one for one in gc.get_objects() if type(one) is Update]
+        updates = [one for one in gc.get_objects() if type(one) is LiveUpdate]
         return sum(one.nbytes > 0 for one in updates if not any(one is other for other in others))
 
     host, base = llama_host(tmp_path), checkpoint()
@@ -263,7 +263,7 @@ def test_an_update_is_the_same_whatever_of_it_is_ready_before_the_pause(
     }
     live = {"w": base["w"].clone(), "rows": base["rows"][:, 4:].clone()}
     places = {"w": Block(0, 0, 1, 300_000, 300_000, 300_000), "rows": Block(4, 0, 8, 8, 4, 4)}
-    update = Update(budget)
+    update = LiveUpdate(budget)
     for name, change in changes.items():
         flat = live[name].view(-1).view(INTEGERS[change.form.width])
         assert all(part.changes for part in update.touched(Piece(flat, places[name]), change))
@@ -340,7 +340,7 @@ def test_short_parts_are_written_together_as_far_as_memory_is_bounded(
         before, after = live.clone(), live.clone()
         for name, start in starts.items():
             after[start : start + len(base[name])] = target[name]
-        update = Update(budget)
+        update = LiveUpdate(budget)
         for change in changes:
             size = change.form.elements
             piece = Piece(live, Block(0, starts[change.name], 1, size, size, size))

@@ -17,7 +17,7 @@ from plugin_models import Ranks
 from torch import Tensor, nn
 from weightcast_engine import vllm_worker
 from weightcast_engine.front import Front
-from weightcast_engine.rank import Answer, Order, Rank
+from weightcast_engine.rank import Answer, EngineRank, Order
 from weightcast_engine.refusals import BadPatch, InDoubt, OtherBase
 from weightcast_engine.vllm_doors import VllmControls
 from weightcast_engine.vllm_worker import VllmEngine
@@ -108,7 +108,7 @@ class Vllm:
         runner = SimpleNamespace(get_model=lambda: model)
         worker = SimpleNamespace(vllm_config=vllm_config, model_runner=runner)
         self.engine = VllmEngine(worker)
-        self.rank = Rank(self.engine, self.patches, 1 << 24)
+        self.rank = EngineRank(self.engine, self.patches, 1 << 24)
         self.controls = Ranks([self.rank])
         self.front = Front(self.controls)
 
@@ -269,7 +269,7 @@ def test_what_vllm_loads_itself_is_known_by_nobody(tmp_path: Path, monkeypatch: 
 class Replicas:
     """vLLM's client of several replicas of an engine: a call comes to all, the first one's answer back."""
 
-    def __init__(self, ranks: Sequence[Rank]) -> None:
+    def __init__(self, ranks: Sequence[EngineRank]) -> None:
         self.replicas = {bytes([number, 0]): rank for number, rank in enumerate(ranks)}
         self.engine_core = SimpleNamespace(core_engines=list(self.replicas), _call_utility_async=self._call)
 

@@ -21,7 +21,7 @@ from weightcast.shared.channel.claims import Claimant, ClaimRecord, parse_claim,
 from weightcast.shared.channel.index import (
     ChunkRecord,
     Index,
-    Totals,
+    VersionTotals,
     parse_foreign,
     parse_index,
     write_index,
@@ -95,7 +95,7 @@ INDEX = write_index(
         tensors=TensorRecords(("a",), np.array([[9, 9]], np.uint64), np.array([2])),
         parts=PARTS,
         chunks=(ChunkRecord(ChunkKey(1, "BF16", 0), "s", 10, 20, 2, Lanes(1, 1), Lanes(2, 2)),),
-        totals=Totals(2, 308, 629, 100),
+        totals=VersionTotals(2, 308, 629, 100),
     ),
     TABLE,
 )

@@ -12,7 +12,7 @@ from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.choose import StepEncoding
 from weightcast.shared.codec.container import decode_step, encode_chunk
 from weightcast.shared.digest.touched import span_sums
-from weightcast.shared.local.journal import JournalHeader, JournalReader, JournalWriter, Way
+from weightcast.shared.local.journal import Direction, JournalHeader, JournalReader, JournalWriter
 from weightcast.shared.local.records import Packed, pack_changes, pack_whole
 from weightcast.shared.words import Chunk, TensorSpec, TensorTable, Words, grid, kind_of
 
@@ -84,7 +84,7 @@ def there_and_back(path: Path, table: TensorTable, chunk: Chunk, old: Words, new
     words = {tensor: its.copy() for tensor, its in before.items()}
     with JournalReader(path, table) as journal:
         packed = list(journal.packed())
-        for way, target, source in ((Way.FORWARD, after, before), (Way.BACK, before, after)):
+        for way, target, source in ((Direction.FORWARD, after, before), (Direction.BACK, before, after)):
             for one in packed:
                 assert journal.exchange(one, words[one.tensor], way, again=False) is None
             assert all(np.array_equal(words[tensor], target[tensor]) for tensor in words)

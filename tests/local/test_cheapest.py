@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from weightcast.shared.channel.shown import Shown
 from weightcast.shared.local.plan import (
-    Facts,
     Here,
     Link,
     Look,
     Need,
     Patch,
     Plan,
+    PlanFacts,
     Refuse,
     Relabel,
     Seed,
@@ -54,7 +54,7 @@ def world(
     return World(shown, links or {}, skips or {})
 
 
-def answer(start: Facts, of: World) -> tuple[Plan, list[Need]]:
+def answer(start: PlanFacts, of: World) -> tuple[Plan, list[Need]]:
     """As a reader finds out; every index that it read."""
     facts, read = start, []
     while isinstance(asked := plan(facts), Need | Look):
@@ -72,9 +72,9 @@ def answer(start: Facts, of: World) -> tuple[Plan, list[Need]]:
     return asked, read
 
 
-def asking(here: int | None, target: int, base: str | None = "d0") -> Facts:
+def asking(here: int | None, target: int, base: str | None = "d0") -> PlanFacts:
     at = None if here is None else Here(here, f"d{here}", f"r{here}", 1)
-    return Facts(at, target, {}, base, looked=target)
+    return PlanFacts(at, target, {}, base, looked=target)
 
 
 def steps(last: int, nbytes: int = 10) -> dict[int, Shown]:

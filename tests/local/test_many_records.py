@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightcast.shared.errors import DamagedFile
-from weightcast.shared.local.journal import JournalHeader, JournalReader, JournalWriter, Way
+from weightcast.shared.local.journal import Direction, JournalHeader, JournalReader, JournalWriter
 from weightcast.shared.local.records import PackedRecord, Record
 from weightcast.shared.words import TensorSpec, TensorTable, Words
 
@@ -31,12 +31,12 @@ class Case:
     records: list[PackedRecord]
     places: list[tuple[int, int]]
 
-    def exchange(self, words: Words, way: Way = Way.FORWARD, *, again: bool = False) -> object:
+    def exchange(self, words: Words, way: Direction = Direction.FORWARD, *, again: bool = False) -> object:
         with JournalReader(self.path, self.table) as journal:
             failed = journal.exchange_many(self.records, words, self.places, way, again=again)
         return failed if failed is None else (self.records.index(failed[0]), failed[1])
 
-    def one_by_one(self, words: Words, way: Way = Way.FORWARD) -> None:
+    def one_by_one(self, words: Words, way: Direction = Direction.FORWARD) -> None:
         with JournalReader(self.path, self.table) as journal:
             for record, (start, size) in zip(self.records, self.places, strict=True):
                 assert journal.exchange(record, words[start : start + size], way, again=False) is None
@@ -80,12 +80,12 @@ def test_as_if_one_by_one(
     assert made.exchange(made.words) is None and np.array_equal(made.words, single)
     assert np.array_equal(single, made.target)
     assert made.exchange(made.words) is not None and np.array_equal(made.words, single)
-    assert made.exchange(made.words, Way.BACK) is None and np.array_equal(made.words, before)
+    assert made.exchange(made.words, Direction.BACK) is None and np.array_equal(made.words, before)
     # killed half way
     half = np.where(np.arange(len(before)) % 3 == 0, made.target, before)
     there = half.copy()
     assert made.exchange(there, again=True) is None and np.array_equal(there, made.target)
-    assert made.exchange(half, Way.BACK, again=True) is None and np.array_equal(half, before)
+    assert made.exchange(half, Direction.BACK, again=True) is None and np.array_equal(half, before)
 
 
 @pytest.mark.parametrize("again", [False, True])

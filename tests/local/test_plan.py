@@ -8,12 +8,12 @@ import pytest
 
 from weightcast.shared.channel.shown import Shown
 from weightcast.shared.local.plan import (
-    Facts,
     Here,
     Link,
     Need,
     Patch,
     Plan,
+    PlanFacts,
     Refuse,
     Relabel,
     Seed,
@@ -40,19 +40,19 @@ def here(version: int, **changes: object) -> Here:
     return replace(Here(version, digest(version), f"r{version}", 1), **changes)  # type: ignore[arg-type]
 
 
-def facts(at: Here | None, target: int, *links: Link, **changes: object) -> Facts:
+def facts(at: Here | None, target: int, *links: Link, **changes: object) -> PlanFacts:
     known = {link.version: link for link in links}
-    return replace(Facts(at, target, known, digest(0)), **changes)  # type: ignore[arg-type]
+    return replace(PlanFacts(at, target, known, digest(0)), **changes)  # type: ignore[arg-type]
 
 
-def gone(known: Facts, *versions: int) -> Facts:
+def gone(known: PlanFacts, *versions: int) -> PlanFacts:
     return replace(known, links={**known.links, **dict.fromkeys(versions)})
 
 
 THREE = (delta(1), delta(2), delta(3))
 SPLIT = (delta(1), delta(2, grid="two parts"), delta(3, grid="two parts"))
 
-ROWS: list[tuple[str, Facts, Plan]] = [
+ROWS: list[tuple[str, PlanFacts, Plan]] = [
     ("at the base before the first version", facts(here(0), 0), Stay()),
     ("the target's index is unread", facts(here(0), 3), Need(3)),
     ("an index on the way is unread", facts(here(0), 3, delta(3)), Need(2)),
@@ -149,7 +149,7 @@ ROWS: list[tuple[str, Facts, Plan]] = [
 
 
 @pytest.mark.parametrize(("known", "expected"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
-def test_plan(known: Facts, expected: Plan) -> None:
+def test_plan(known: PlanFacts, expected: Plan) -> None:
     assert plan(known) == expected
 
 
@@ -185,7 +185,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("known", REFUSED.values(), ids=REFUSED.keys())
-def test_no_way_is_a_refusal_with_a_remedy(known: Facts) -> None:
+def test_no_way_is_a_refusal_with_a_remedy(known: PlanFacts) -> None:
     answer = plan(known)
     assert isinstance(answer, Refuse) and answer.reason and answer.remedy and not answer.waits
 
@@ -204,7 +204,7 @@ def test_a_refusal_names_the_target_and_why() -> None:
 
 
 OTHER = {"digest": "another history's"}
-SIGNED_ROWS: list[tuple[str, Facts, type[Plan]]] = [
+SIGNED_ROWS: list[tuple[str, PlanFacts, type[Plan]]] = [
     ("a step that fits", facts(here(2), 3, *THREE), Patch),
     ("the version that lies here, under another digest", facts(here(3, **OTHER), 3, *THREE), Refuse),
     ("a step that continues another version", facts(here(2, **OTHER), 3, *THREE), Refuse),
@@ -221,7 +221,7 @@ SIGNED_ROWS: list[tuple[str, Facts, type[Plan]]] = [
 
 
 @pytest.mark.parametrize(("known", "kind"), [row[1:] for row in SIGNED_ROWS], ids=[r[0] for r in SIGNED_ROWS])
-def test_signed_history_does_not_branch(known: Facts, kind: type[Plan]) -> None:
+def test_signed_history_does_not_branch(known: PlanFacts, kind: type[Plan]) -> None:
     assert isinstance(plan(replace(known, signed=True)), kind)
     if kind is Refuse:
         unsigned = plan(known)

@@ -16,7 +16,7 @@ from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import DamagedFile, RetryLater
 from weightcast.shared.local.follow import Follower, FollowOptions
-from weightcast.shared.local.spool import Arrivals
+from weightcast.shared.local.spool import Incoming
 from weightcast.shared.local.stage import Fetched, stage
 
 WAIT = 20.0
@@ -45,7 +45,7 @@ def test_chunks_are_staged_while_others_are_still_on_their_way(run: Run, tmp_pat
     index, path = index_of(run, 1), shard(run, 1)
     chunks = sorted(index.chunks, key=lambda chunk: chunk.offset)
     data, first_end = path.read_bytes(), chunks[0].offset + chunks[0].length
-    arrived, arrivals, staged_one = tmp_path / "spool", Arrivals(), threading.Event()
+    arrived, incoming, staged_one = tmp_path / "spool", Incoming(), threading.Event()
     arrived.mkdir()
     with following(run, tmp_path / "local") as follower:
         step_to(follower, 0)
@@ -54,28 +54,28 @@ def test_chunks_are_staged_while_others_are_still_on_their_way(run: Run, tmp_pat
             staging = pool.submit(
                 stage,
                 follower.local,
-                [Fetched(index, arrived, arrivals)],
+                [Fetched(index, arrived, incoming)],
                 advance=lambda nbytes: staged_one.set(),
             )
             (arrived / path.name).write_bytes(data[:first_end])
-            arrivals.extend(path.name, first_end)
+            incoming.extend(path.name, first_end)
             assert staged_one.wait(WAIT)
             (arrived / path.name).write_bytes(data)
-            arrivals.extend(path.name, len(data))
+            incoming.extend(path.name, len(data))
             assert not staging.done()
-            arrivals.complete()
+            incoming.complete()
             assert staging.result(WAIT).step.target.root == index.root
 
 
 def test_a_journal_is_not_complete_before_the_shard_is_verified(run: Run, tmp_path: Path) -> None:
-    index, path, arrivals = index_of(run, 1), shard(run, 1), Arrivals()
+    index, path, incoming = index_of(run, 1), shard(run, 1), Incoming()
     with following(run, tmp_path / "local") as follower:
         step_to(follower, 0)
         assert follower.local is not None
-        arrivals.extend(path.name, path.stat().st_size)
-        arrivals.fail(DamagedFile("another digest"))
+        incoming.extend(path.name, path.stat().st_size)
+        incoming.fail(DamagedFile("another digest"))
         with pytest.raises(DamagedFile, match="another digest"):
-            stage(follower.local, [Fetched(index, path.parent, arrivals)])
+            stage(follower.local, [Fetched(index, path.parent, incoming)])
         assert list(follower.paths.journals.iterdir()) == []
 
 

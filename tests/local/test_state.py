@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.errors import DamagedFile, UnknownFormat
-from weightcast.shared.local.host import UNKNOWN_HOST, Host
+from weightcast.shared.local.boot import UNKNOWN_BOOT, Boot
 from weightcast.shared.local.state import (
     Blocked,
     EngineState,
@@ -47,7 +47,7 @@ STATES = st.builds(
     active=st.none() | STEPS,
     undo=st.lists(STEPS, max_size=2).map(tuple),
     generation=st.integers(0, 10**6),
-    host=st.builds(Host, TEXT, TEXT),
+    host=st.builds(Boot, TEXT, TEXT),
     foreign=st.booleans(),
     engines=st.dictionaries(TEXT, ENGINES, max_size=2),
     blocked=st.lists(st.builds(Blocked, st.integers(0, 9), TEXT, TEXT, st.integers(1, 9)), max_size=2).map(
@@ -55,7 +55,7 @@ STATES = st.builds(
     ),
     last_full_hash=st.none() | st.floats(0, 2e9),
 )
-PLAIN = LocalState("run-1", Position(3, "d", "r", 1, bytes(32)), Phase.PATCHING, host=Host("boot", "machine"))
+PLAIN = LocalState("run-1", Position(3, "d", "r", 1, bytes(32)), Phase.PATCHING, host=Boot("boot", "machine"))
 
 
 @settings(max_examples=60, deadline=None)
@@ -136,11 +136,11 @@ def test_duplicate_members_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_boot_is_never_the_same() -> None:
-    here = Host.here()
-    assert here.same_boot(Host.here())
-    assert not UNKNOWN_HOST.same_boot(UNKNOWN_HOST)
-    assert not Host("other", here.machine_id).same_boot(here)
-    assert not Host(here.boot_id, "other").same_boot(here)
+    here = Boot.here()
+    assert here.same_boot(Boot.here())
+    assert not UNKNOWN_BOOT.same_boot(UNKNOWN_BOOT)
+    assert not Boot("other", here.machine_id).same_boot(here)
+    assert not Boot(here.boot_id, "other").same_boot(here)
 
 
 def test_packed_lanes() -> None:

@@ -14,7 +14,7 @@ from disk_errors import Disk, watched
 
 from weightcast.publisher.service.desk import Desk
 from weightcast.publisher.service.settings import PublisherSettings
-from weightcast.publisher.service.watched import Arrivals
+from weightcast.publisher.service.watched import RenamedIn
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.local.follow import Follower
@@ -52,7 +52,7 @@ def desk(places: Places) -> Iterator[Desk]:
         settle_seconds=0.0,
         consume=True,
     )
-    made = Desk(settings, Metrics(), Wakeup(), Stop(), Arrivals())
+    made = Desk(settings, Metrics(), Wakeup(), Stop(), RenamedIn())
     made.start()
     yield made
     made.close()

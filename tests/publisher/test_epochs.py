@@ -12,7 +12,7 @@ from publisher_cases import Place, make_place, numpy_model
 
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import Refused
-from weightcast.shared.local.plan import Facts, Here, Link, Refuse, Seed, plan
+from weightcast.shared.local.plan import Here, Link, PlanFacts, Refuse, Seed, plan
 
 
 @pytest.fixture
@@ -89,5 +89,5 @@ def link(version: int, epoch: int) -> Link:
 def test_whose_versions_are_followed(here: Here | None, target: int, exact: bool, refused: bool) -> None:
     """All links are of epoch 2; epoch 3 was followed before."""
     links = {version: link(version, 2) for version in (1, 2, 3)}
-    answer = plan(Facts(here, target, links, base="d0", exact=exact, epoch=3))
+    answer = plan(PlanFacts(here, target, links, base="d0", exact=exact, epoch=3))
     assert isinstance(answer, Refuse) == refused

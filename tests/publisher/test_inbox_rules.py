@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightcast.publisher.service.inbox import (
-    Entry,
     FileMark,
     Inbox,
+    InboxEntry,
+    InboxOutcome,
     InboxRules,
-    Outcome,
     Sighting,
     is_candidate,
     pack_entries,
@@ -193,8 +193,8 @@ failures = st.builds(Failure, error=st.text(max_size=9), message=st.text(max_siz
 entries = st.dictionaries(
     st.text("abc_019é", min_size=1, max_size=8),
     st.builds(
-        Entry,
-        st.sampled_from(Outcome),
+        InboxEntry,
+        st.sampled_from(InboxOutcome),
         st.frozensets(marks, max_size=3),
         st.none() | st.integers(0, 1 << 40),
         st.just("") | st.just("other"),
@@ -207,12 +207,14 @@ entries = st.dictionaries(
 
 
 @given(entries)
-def test_memory_survives_its_file(some: dict[str, Entry]) -> None:
+def test_memory_survives_its_file(some: dict[str, InboxEntry]) -> None:
     assert parse_entries(pack_entries(some), "memory") == some
 
 
 def test_memory_golden_bytes() -> None:
-    packed = pack_entries({"step_1": Entry(Outcome.PUBLISHED, frozenset({FileMark("m", 2, 3, 4)}), 8)})
+    packed = pack_entries(
+        {"step_1": InboxEntry(InboxOutcome.PUBLISHED, frozenset({FileMark("m", 2, 3, 4)}), 8)}
+    )
     assert packed == (
         b'{"format":1,"entries":[{"name":"step_1","outcome":"published","files":[["m",2,3,4]],'
         b'"version":8,"behind":"","failure":null}]}'
@@ -236,7 +238,9 @@ def test_memory_golden_bytes() -> None:
     ],
 )
 def test_a_damaged_memory_is_refused(old: bytes, new: bytes) -> None:
-    packed = pack_entries({"step_1": Entry(Outcome.PUBLISHED, frozenset({FileMark("m", 2, 3, 4)}), 8)})
+    packed = pack_entries(
+        {"step_1": InboxEntry(InboxOutcome.PUBLISHED, frozenset({FileMark("m", 2, 3, 4)}), 8)}
+    )
     assert old in packed
     with pytest.raises(DamagedFile):
         parse_entries(packed.replace(old, new), "memory")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from publisher_cases import Place, make_place
 
-from weightcast.publisher.care.retention import Held, Hop, Retention, Situation, Way
+from weightcast.publisher.care.retention import CheapestWay, HeldVersion, Hop, Retention, Situation
 from weightcast.publisher.fleet.ledger import Ledger, Page
 from weightcast.publisher.fleet.outlook import catch_up, prune_plan, steps, version_rows
 from weightcast.publisher.fleet.posted import (
@@ -31,8 +31,8 @@ from weightcast.shared.errors import Refused, RetryLater, WrongRun
 from weightcast.shared.service.fleet import Host
 
 
-def held(nbytes: int = 10, skips: dict[int, int] | None = None, anchor: int | None = None) -> Held:
-    return Held(Shown(nbytes, skips or {}, anchor), 0.0)
+def held(nbytes: int = 10, skips: dict[int, int] | None = None, anchor: int | None = None) -> HeldVersion:
+    return HeldVersion(Shown(nbytes, skips or {}, anchor), 0.0)
 
 
 def host(**facts: Any) -> Host:
@@ -59,8 +59,14 @@ def patch(nbytes: int, **seconds: float) -> dict[str, Any]:
 
 def test_steps_in_words() -> None:
     hops = (Hop(4, None), Hop(8, 4), Hop(9, 8), Hop(10, 9), Hop(12, 10), Hop(13, 12))
-    assert steps(Way(0, hops)) == ("anchor 4", "delta 4 to 8", "steps 9 to 10", "delta 10 to 12", "step 13")
-    assert steps(Way(0, ())) == ()
+    assert steps(CheapestWay(0, hops)) == (
+        "anchor 4",
+        "delta 4 to 8",
+        "steps 9 to 10",
+        "delta 10 to 12",
+        "step 13",
+    )
+    assert steps(CheapestWay(0, ())) == ()
 
 
 def test_the_way_of_the_fewest_bytes_for_every_lag() -> None:

@@ -34,7 +34,7 @@ from weightcast.publisher.care.orders import order_rollback
 from weightcast.publisher.service.desk import Desk
 from weightcast.publisher.service.settings import PublisherSettings
 from weightcast.publisher.service.status import REFUSED_SHOWN
-from weightcast.publisher.service.watched import Arrivals
+from weightcast.publisher.service.watched import RenamedIn
 from weightcast.shared import failpoints
 from weightcast.shared.channel import marks
 from weightcast.shared.channel.claims import claim, this_process
@@ -47,7 +47,7 @@ class Office:
     """A desk with its places."""
 
     def __init__(self, places: Places, **settings: Any) -> None:
-        self.places, self.stop, self.arrivals = places, Stop(), Arrivals()
+        self.places, self.stop, self.renamed = places, Stop(), RenamedIn()
         self.registry = Metrics()
         values: dict[str, Any] = {
             "channel": places.channel,
@@ -58,7 +58,7 @@ class Office:
             "settle_seconds": 0.0,
             **settings,
         }
-        self.desk = Desk(PublisherSettings(**values), self.registry, Wakeup(), self.stop, self.arrivals)
+        self.desk = Desk(PublisherSettings(**values), self.registry, Wakeup(), self.stop, self.renamed)
 
     def step(self) -> None:
         self.desk.step(self.stop)
@@ -136,7 +136,7 @@ def test_a_rename_that_was_seen_needs_no_second_look(places: Places, opened: Ope
     write(places.watch / "step_1", weights(1))
     office.step()
     assert places.latest() == ""
-    office.arrivals.note("step_1")
+    office.renamed.note("step_1")
     office.step()
     assert places.latest() == "000001"
 
@@ -144,7 +144,7 @@ def test_a_rename_that_was_seen_needs_no_second_look(places: Places, opened: Ope
 def test_an_arrival_counts_until_the_directory_changes(places: Places, opened: Opening) -> None:
     office = opened(settle_seconds=3600.0, marker=None)
     (places.watch / "step_1").mkdir()
-    office.arrivals.note("step_1")
+    office.renamed.note("step_1")
     office.step()
     write(places.watch / "step_1", weights(1))
     office.step()
@@ -398,7 +398,7 @@ def test_put_back_while_it_is_saved_over_is_no_arrival(places: Places, opened: O
     rename_in(places.watch / "policy", weights(1))
     with watched(save_over):
         office.step()
-    office.arrivals.note("policy")
+    office.renamed.note("policy")
     office.step()
     assert places.latest() == "000001"
     assert (places.watch / "policy" / shards[0]).read_bytes() == new[shards[0]]
@@ -550,7 +550,7 @@ def test_damaged_checkpoints_change_nothing(places: Places, opened: Opening, dam
         case "config":
             (hidden / "config.json").write_bytes(b'{"hidden_size": ')
     hidden.rename(places.watch / "step_1")
-    office.arrivals.note("step_1")
+    office.renamed.note("step_1")
     office.settle()
     assert snapshot(places.channel) == channel
     assert [each.name for each in office.desk.status().inbox.refused] == ["step_1"]  # type: ignore[union-attr]
@@ -898,7 +898,7 @@ def test_all_refused_checkpoints_are_counted_as_long_as_they_lie_there(
         write(places.watch / ".damaged", weights(1))
         (places.watch / ".damaged" / INDEX).write_bytes(b"junk")
         (places.watch / ".damaged").rename(directory)
-        office.arrivals.note(directory.name)
+        office.renamed.note(directory.name)
     (places.watch / "growing").mkdir()
     (places.watch / "growing" / INDEX).write_bytes(b"{")
     office.step()

@@ -5,15 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightcast.publisher.care.retention import Held, Retention, Situation, cheapest, decide, window
+from weightcast.publisher.care.retention import HeldVersion, Retention, Situation, cheapest, decide, window
 from weightcast.shared.channel.shown import Shown
 
 
-def held(anchor: int | None = None, skips: dict[int, int] | None = None, created: float = 0.0) -> Held:
-    return Held(Shown(10, skips or {}, anchor), created)
+def held(anchor: int | None = None, skips: dict[int, int] | None = None, created: float = 0.0) -> HeldVersion:
+    return HeldVersion(Shown(10, skips or {}, anchor), created)
 
 
-def steps(last: int, anchors: tuple[int, ...] = ()) -> dict[int, Held]:
+def steps(last: int, anchors: tuple[int, ...] = ()) -> dict[int, HeldVersion]:
     return {v: held(100 if v in anchors else None) for v in range(1, last + 1)}
 
 
@@ -43,14 +43,14 @@ def test_by_age() -> None:
 YEAR = 365 * 24 * 3600.0
 
 
-def every_minute(last: int, jump_at: int | None = None, jump: float = YEAR) -> dict[int, Held]:
+def every_minute(last: int, jump_at: int | None = None, jump: float = YEAR) -> dict[int, HeldVersion]:
     """A day and more of versions; from `jump_at` on the clock shows another time."""
     late = {v: jump if jump_at is not None and v >= jump_at else 0.0 for v in range(1, last + 1)}
     anchors = range(1, last, 10)
     return {v: held(100 if v in anchors else None, created=60.0 * v + late[v]) for v in range(1, last + 1)}
 
 
-def kept_from(versions: dict[int, Held], now: float, hosts: tuple[int, ...] = ()) -> int:
+def kept_from(versions: dict[int, HeldVersion], now: float, hosts: tuple[int, ...] = ()) -> int:
     return window(Situation(max(versions), versions, now, hosts), Retention(keep_hours=24.0))
 
 
@@ -107,7 +107,7 @@ def situations(draw: st.DrawFn) -> Situation:
         full = draw(st.integers(0, 3)) == 0
         shown = Shown(draw(st.integers(1, 30)), skips, draw(st.integers(30, 90)) if full else None)
         whole = full and draw(st.integers(0, 5)) == 0
-        versions[version] = Held(shown, 3600.0 * version, whole)
+        versions[version] = HeldVersion(shown, 3600.0 * version, whole)
     numbers = st.lists(st.integers(0, last), max_size=3)
     return Situation(last, versions, 3600.0 * last, draw(numbers), draw(numbers))
 
@@ -130,7 +130,7 @@ def test_nobody_s_way_gets_longer(before: Situation, bound: Retention) -> None:
     assert max(removed) < verdict.horizon <= before.pointer and before.pointer in after
     first = window(before, bound)
 
-    def price(versions: dict[int, Held], target: int, start: dict[int, int]) -> int | None:
+    def price(versions: dict[int, HeldVersion], target: int, start: dict[int, int]) -> int | None:
         way = cheapest(versions, target, start)
         return None if way is None else way.nbytes
 

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 from waiting import wait_until
 
-from weightcast.shared.service.daemon import Step, Stop, Wakeup, run_daemon
+from weightcast.shared.service.daemon import LoopStep, Stop, Wakeup, run_daemon
 from weightcast.shared.service.facts import LoopStatus, Readiness, Snapshot
 from weightcast.shared.service.http import make_app
 from weightcast.shared.service.logs import setup_logs
@@ -70,7 +70,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     running: list[Served] = []
 
     def start(
-        step: Step = _nothing,
+        step: LoopStep = _nothing,
         token: str | None = None,
         poll_seconds: float = 0.01,
         prepare: Callable[[FastAPI], None] = lambda app: None,

@@ -30,7 +30,7 @@ from weightcast.shared.service.doctor.places import (
     answered,
     look_into_local,
 )
-from weightcast.shared.service.doctor.trials import TRIALS, Outcome, try_all
+from weightcast.shared.service.doctor.trials import TRIALS, TrialOutcome, try_all
 
 GB = 10**9
 
@@ -227,7 +227,7 @@ PLACE = PlaceFacts(
     space=Space(1000 * GB, 500 * GB, 10**6),
     open_to_all=False,
     left="",
-    trials=dict.fromkeys(TRIALS, Outcome(0.001)),
+    trials=dict.fromkeys(TRIALS, TrialOutcome(0.001)),
 )
 RUN = RunFacts(version=3, full_bytes=20 * GB, elements=10 * GB, delta_bytes=100_000_000, changed=10**8)
 NEW = LocalFacts(seeded=False, strange=False, files=0)
@@ -243,7 +243,7 @@ def mounted(kind: str, *options: str) -> PlaceFacts:
 
 
 def tried(name: str, problem: str = "odd", figure: float = 0.0) -> PlaceFacts:
-    return replace(PLACE, trials={**PLACE.trials, name: Outcome(figure, problem)})
+    return replace(PLACE, trials={**PLACE.trials, name: TrialOutcome(figure, problem)})
 
 
 def free(nbytes: int, kind: str = "ext4") -> PlaceFacts:

@@ -21,7 +21,7 @@ from weightcast.shared.channel.reports import (
     WHOLE_BYTES,
     Heard,
     Report,
-    Sighting,
+    StoredReport,
     Update,
     pack_report,
     write_report,
@@ -34,7 +34,7 @@ from weightcast.shared.service.fleet import (
     Fleet,
     FleetReader,
     Host,
-    Run,
+    RunHead,
     lag_of,
     standing_of,
 )
@@ -118,7 +118,7 @@ def host(**facts: Any) -> Host:
     return Host.model_validate(known | facts)
 
 
-RUN = Run("run", 5)
+RUN = RunHead("run", 5)
 FAILED = {"name": "e", "kind": "vllm", "state": "failed", "version": None, "confirmed_by": ""}
 
 
@@ -152,7 +152,7 @@ def test_a_report_is_never_older_than_the_reader(steps: list[tuple[int, float, b
     for _, written, changes in steps:
         counter += changes
         now += 1.0
-        ages = heard.seconds_ago([Sighting("a", replace(REPORT, counter=counter), written)])
+        ages = heard.seconds_ago([StoredReport("a", replace(REPORT, counter=counter), written)])
         assert 0 <= ages["a"] <= now
         assert not changes or ages["a"] == 0
 

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from weightcast.publisher.service.figures import Figures as PublisherFigures
+from weightcast.publisher.service.figures import PublisherFigures
 from weightcast.publisher.service.inbox import Waiting
 from weightcast.publisher.service.status import InboxStatus, PublisherStatus, waiting_status
 from weightcast.publisher.version.report import Publication
@@ -20,7 +20,7 @@ from weightcast.shared.service.daemon import begun, next_status
 from weightcast.shared.service.disk import DiskFigures
 from weightcast.shared.service.facts import LoopStatus, Snapshot
 from weightcast.shared.service.metrics import Metrics
-from weightcast.subscriber.service.figures import Figures
+from weightcast.subscriber.service.figures import SubscriberFigures
 from weightcast.subscriber.status import EngineStatus, HostStatus, LiveStatus, UpdateStatus
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -157,7 +157,7 @@ def host(**facts: object) -> HostStatus:
 
 def test_a_host_is_shown() -> None:
     registry = Metrics()
-    figures = Figures(registry)
+    figures = SubscriberFigures(registry)
     figures.show(host())
     found = series(registry)
     assert found["weightcast_local_version"] == -1 and found["weightcast_follows_latest"] == 1
@@ -257,8 +257,8 @@ def test_the_document_is_the_codes() -> None:
     assert (DOCS / "metrics.md").read_text() == f"{made}\n", message
 
 
-@pytest.mark.parametrize("side", [PublisherFigures, Figures])
-def test_what_is_shown_is_documented(side: type[PublisherFigures] | type[Figures]) -> None:
+@pytest.mark.parametrize("side", [PublisherFigures, SubscriberFigures])
+def test_what_is_shown_is_documented(side: type[PublisherFigures] | type[SubscriberFigures]) -> None:
     registry = Metrics()
     side(registry)
     metrics.watch_loop(registry, Snapshot(LoopStatus()))

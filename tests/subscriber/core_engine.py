@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from weightcast_engine import doors
 from weightcast_engine.front import Front
-from weightcast_engine.rank import Rank
+from weightcast_engine.rank import EngineRank
 from weightcast_engine.words import misplaced
 
 Tensors = Mapping[str, Tensor]
@@ -78,7 +78,9 @@ class CoreEngine(Double):
         for rank in self.ranks:
             if rank.files():
                 rank.reload()
-        self.controls = Ranks([Rank(rank, self._patches(rank.directory), PATCH_LIMIT) for rank in self.ranks])
+        self.controls = Ranks(
+            [EngineRank(rank, self._patches(rank.directory), PATCH_LIMIT) for rank in self.ranks]
+        )
         self.front = Front(self.controls)
 
     def _patches(self, local: Path) -> Path:

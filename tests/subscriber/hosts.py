@@ -19,7 +19,7 @@ from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.publisher import Publisher
 from weightcast.publisher.version.report import PublishReport
 from weightcast.shared.local.state import LocalState, read_state
-from weightcast.subscriber.engines.align import Pace
+from weightcast.subscriber.engines.align import RetryPace
 from weightcast.subscriber.engines.base import Timeouts, parse_engines
 from weightcast.subscriber.engines.kinds import open_engine
 from weightcast.subscriber.engines.reload import Engines
@@ -257,7 +257,7 @@ class Host:
     def start(self) -> None:
         specs = parse_engines(self.urls, self.options.local)
         engines = [open_engine(spec, timeouts=self.timeouts) for spec in specs]
-        pace = Pace(attempts=2, first=0.0, longest=0.0)
+        pace = RetryPace(attempts=2, first=0.0, longest=0.0)
         self.board = Board(self.options)
         self.sync = Sync(
             self.options,

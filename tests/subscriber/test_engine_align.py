@@ -20,8 +20,15 @@ from doubles import (
     serve,
 )
 
-from weightcast.subscriber.engines.align import Mark, NotPatched, Pace, align, align_all, resume_if_it_names
-from weightcast.subscriber.engines.base import Engine, Held, Timeouts, parse_engine
+from weightcast.subscriber.engines.align import (
+    AlignMark,
+    NotPatched,
+    RetryPace,
+    align,
+    align_all,
+    resume_if_it_names,
+)
+from weightcast.subscriber.engines.base import Engine, HeldWeights, Timeouts, parse_engine
 from weightcast.subscriber.engines.kinds import open_engine
 from weightcast.subscriber.engines.roster import EngineResult
 
@@ -34,7 +41,7 @@ PAUSE = {"sglang": "/pause_generation", "vllm": "/pause", "webhook": "/"}
 RELOAD = {"sglang": "/update_weights_from_disk", "vllm": "/collective_rpc", "webhook": "/"}
 RESUME = {"sglang": "/continue_generation", "vllm": "/resume", "webhook": "/"}
 LOOKING = ("/update_weight_version",)
-EIGHT = Held(8, "r")
+EIGHT = HeldWeights(8, "r")
 PATIENCE = 60.0
 IMPATIENCE = 2.0
 """seconds, for engines that do not answer"""
@@ -70,7 +77,7 @@ class Host:
     def patch(self) -> None:
         self.weights.write_text("v8")
 
-    def mark(self, name: str, mark: Mark) -> None:
+    def mark(self, name: str, mark: AlignMark) -> None:
         self.marks.append((name, mark))
 
     def align(
@@ -89,8 +96,8 @@ class Host:
             pace=self.pace(total),
         )
 
-    def pace(self, total: float = 600) -> Pace:
-        return Pace(sleep=self.sleep, clock=self.clock, jitter=lambda: 0.5, total=total)
+    def pace(self, total: float = 600) -> RetryPace:
+        return RetryPace(sleep=self.sleep, clock=self.clock, jitter=lambda: 0.5, total=total)
 
     def sleep(self, seconds: float) -> None:
         self.sleeps.append(seconds)

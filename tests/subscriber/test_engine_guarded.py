@@ -10,7 +10,7 @@ from hosts import QUICK, Host, SGLang, Site
 from sglang_plugin import SGLangPlugin
 
 from weightcast.shared.local.state import Mark
-from weightcast.subscriber.engines.align import Pace
+from weightcast.subscriber.engines.align import RetryPace
 from weightcast.subscriber.engines.base import parse_engines
 from weightcast.subscriber.engines.kinds import open_engine
 from weightcast.subscriber.engines.live import Live, live_of
@@ -37,7 +37,7 @@ class Unprepared:
 
 def speak_through(site: Site, host: Host, *adapters: Any) -> None:
     """The host's engines are asked by these adapters from here on."""
-    pace = Pace(attempts=2, first=0.0, longest=0.0)
+    pace = RetryPace(attempts=2, first=0.0, longest=0.0)
     host.sync.close()
     show: Callable[[Sync], None] = host.board.show
     host.sync = Sync(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from weightcast.subscriber.engines.base import EngineFacts
-from weightcast.subscriber.engines.roster import EngineResult, EngineState, judge, needs_reload
+from weightcast.subscriber.engines.roster import EngineResult, ResultState, judge, needs_reload
 
 
-def result(name: str, state: EngineState, attempts: int = 1) -> EngineResult:
+def result(name: str, state: ResultState, attempts: int = 1) -> EngineResult:
     return EngineResult(name, state, 8, "8", attempts=attempts)
 
 

@@ -26,8 +26,8 @@ from weightcast.shared.local.scrub import Scrub
 from weightcast.shared.local.state import LocalState, Position
 from weightcast.shared.service.settings import BadSettings, load_settings
 from weightcast.subscriber.groups.door import MemberDoor
-from weightcast.subscriber.groups.group import HOLD_PATH, RELEASE_PATH, HoldState, Order, Phase
-from weightcast.subscriber.groups.lead import Lead, Member, Pace
+from weightcast.subscriber.groups.group import HOLD_PATH, RELEASE_PATH, HoldState, Order, OrderPhase
+from weightcast.subscriber.groups.lead import GroupPace, Lead, Member
 from weightcast.subscriber.groups.messages import Hold, HoldRequest
 from weightcast.subscriber.service.settings import SubscriberSettings
 from weightcast.subscriber.step.held import GroupFollower, Post
@@ -36,7 +36,7 @@ AT = Position(7, "d7", "r7", 1, b"")
 NEXT = Position(8, "d8", "r8", 1, b"")
 STATE = LocalState("run", AT)
 ORDER = Order("boss", 5, "hold", 7, "run", "d7", "r7")
-QUICK = Pace(lease=1.0, deadline=5.0, patience=0.2)
+QUICK = GroupPace(lease=1.0, deadline=5.0, patience=0.2)
 
 
 def post(clock: Clock) -> Post:
@@ -407,7 +407,7 @@ def test_settings_that_make_no_group(flags: dict[str, object], told: str) -> Non
     assert "secret" not in str(refusal.value)
 
 
-def ordered(run: Run, phase: Phase, version: int, term: int) -> Order:
+def ordered(run: Run, phase: OrderPhase, version: int, term: int) -> Order:
     channel = Channel.open(run.channel)
     pointer, base = channel.pointer(), channel.base
     assert pointer is not None and base is not None and channel.file is not None

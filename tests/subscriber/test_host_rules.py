@@ -30,9 +30,9 @@ from weightcast.subscriber.engines.aligned import (
     rolls_back,
     unaligned,
 )
-from weightcast.subscriber.engines.base import EngineFacts, Held
+from weightcast.subscriber.engines.base import EngineFacts, HeldWeights
 from weightcast.subscriber.engines.roster import EngineResult
-from weightcast.subscriber.engines.roster import EngineState as Came
+from weightcast.subscriber.engines.roster import ResultState as Came
 from weightcast.subscriber.service.report import (
     CHANGE_SECONDS,
     EVERY_SECONDS,
@@ -71,21 +71,21 @@ def result(state: Came, attempts: int = 1) -> EngineResult:
         (SERVED, replace(FACTS, process=None), True, True),
         (replace(SERVED, process=None), FACTS, False, False),
         (replace(SERVED, confirmed_by="status-only"), replace(FACTS, label="x"), False, True),
-        (SERVED, replace(FACTS, held=Held(7, "r")), False, True),
-        (SERVED, replace(FACTS, held=Held(7, "another run's")), True, False),
-        (SERVED, replace(FACTS, held=Held(6, "r")), True, False),
+        (SERVED, replace(FACTS, held=HeldWeights(7, "r")), False, True),
+        (SERVED, replace(FACTS, held=HeldWeights(7, "another run's")), True, False),
+        (SERVED, replace(FACTS, held=HeldWeights(6, "r")), True, False),
     ],
 )
 def test_who_is_aligned(record: EngineState | None, facts: EngineFacts, steady: bool, aligned: bool) -> None:
-    assert is_aligned(record, Sight(facts, steady), Held(7, "r")) is aligned
+    assert is_aligned(record, Sight(facts, steady), HeldWeights(7, "r")) is aligned
 
 
 @pytest.mark.parametrize(
     ("record", "facts", "allowed"),
     [
         (SERVED, FACTS, True),
-        (SERVED, replace(FACTS, held=Held(7, "r")), True),
-        (SERVED, replace(FACTS, held=Held(7, "another run's")), False),
+        (SERVED, replace(FACTS, held=HeldWeights(7, "r")), True),
+        (SERVED, replace(FACTS, held=HeldWeights(7, "another run's")), False),
         (SERVED, replace(FACTS, process=None), False),
         (SERVED, replace(FACTS, process="p2"), False),
         (SERVED, replace(FACTS, label=None), False),
@@ -96,7 +96,7 @@ def test_who_is_aligned(record: EngineState | None, facts: EngineFacts, steady: 
     ],
 )
 def test_who_gets_a_new_label(record: EngineState, facts: EngineFacts, allowed: bool) -> None:
-    assert may_relabel(record, Sight(facts, steady=True), Held(7, "r")) is allowed
+    assert may_relabel(record, Sight(facts, steady=True), HeldWeights(7, "r")) is allowed
 
 
 @given(st.lists(states, max_size=4), st.integers(0, 1), st.integers(0, 5))

@@ -17,7 +17,7 @@ from waiting import wait_until
 
 from weightcast.shared.local.state import Mark
 from weightcast.subscriber.engines.align import resume_if_it_names
-from weightcast.subscriber.engines.base import Held, parse_engines
+from weightcast.subscriber.engines.base import HeldWeights, parse_engines
 from weightcast.subscriber.engines.kinds import open_engine
 from weightcast.subscriber.status import LiveStatus
 
@@ -288,7 +288,7 @@ def test_another_run_s_version_of_the_same_number_is_not_this_one(world: World) 
 
 def test_an_engine_left_paused_with_another_run_s_version_is_not_resumed(world: World) -> None:
     world.follow()
-    here = Held(1, world.host.state.position.root)
+    here = HeldWeights(1, world.host.state.position.root)
     [spec] = parse_engines([world.option], world.host.local)
     with closing(open_engine(spec)) as engine:
         engine.pause()

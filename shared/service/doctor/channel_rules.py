@@ -8,7 +8,7 @@ from dataclasses import replace
 from weightcast.shared.service.doctor.findings import Finding, Role, size_text
 from weightcast.shared.service.doctor.place_rules import (
     IN_MEMORY,
-    Need,
+    TrialRule,
     judge_access,
     judge_clock,
     judge_pace,
@@ -23,37 +23,39 @@ CHANNEL = "channel"
 _LEAST_FREE = 256 << 20
 _DELTAS = 20
 _SHARED = "keep the channel on a file system that does: NFS, a parallel file system, a local disk"
-_NEEDS = (
-    Need(
+_TRIAL_RULES = (
+    TrialRule(
         "rename",
         "rename",
         "failure",
         "a rename replaces a file at once; who has the old one open keeps it",
         _SHARED,
     ),
-    Need(
+    TrialRule(
         "rename, seen",
         "readers",
         "warning",
         "readers find a whole file while it is replaced",
         "hosts read the pointer again, so this costs looks; index and shards are never replaced",
     ),
-    Need(
+    TrialRule(
         "exclusive create",
         "exclusive",
         "failure",
         "of several that make a file one is told so (seen from this machine)",
         "without it a publisher cannot claim the channel and versions cannot be committed; " + _SHARED,
     ),
-    Need(
+    TrialRule(
         "visibility",
         "visible",
         "failure",
         "a new file is seen whole, by size, by name and in its directory",
         "mount without attribute and name caches (NFS: lookupcache=positive, actimeo=1)",
     ),
-    Need("lock", "lock", "note", "flock excludes; a channel needs none", "nothing: a channel needs no locks"),
-    Need(
+    TrialRule(
+        "lock", "lock", "note", "flock excludes; a channel needs none", "nothing: a channel needs no locks"
+    ),
+    TrialRule(
         "mmap",
         "map",
         "note",
@@ -71,7 +73,7 @@ def judge_channel(facts: PlaceFacts, run: RunFacts, role: Role | None) -> Iterat
         return
     yield from _kind(facts)
     yield from _rights(facts, role)
-    yield from judge_trials(CHANNEL, facts, _NEEDS)
+    yield from judge_trials(CHANNEL, facts, _TRIAL_RULES)
     yield from judge_pace(CHANNEL, facts)
     yield from judge_clock(CHANNEL, facts)
     yield from _space(facts, run, role)

@@ -9,7 +9,7 @@ from weightcast.shared.service.doctor.findings import Finding, size_text
 from weightcast.shared.service.doctor.machine import MachineFacts
 from weightcast.shared.service.doctor.place_rules import (
     IN_MEMORY,
-    Need,
+    TrialRule,
     is_network,
     judge_access,
     judge_clock,
@@ -24,13 +24,13 @@ _GUESSED_SHARE = 0.05
 """of the elements, changed by the largest step that space is kept for while none has been seen"""
 _BYTES_PER_GUESSED_CHANGE = 2
 _ELSEWHERE = "put --local on a local disk (ext4, xfs) or in /dev/shm"
-_NEEDS = (
-    Need("rename", "rename", "failure", "a rename replaces a file at once", _ELSEWHERE),
-    Need("lock", "lock", "failure", "flock excludes a second writer", _ELSEWHERE),
-    Need("mmap", "map", "failure", "mapped and read bytes agree", _ELSEWHERE),
-    Need("allocation", "allocate", "failure", "space can be taken before it is written", _ELSEWHERE),
-    Need("visibility", "visible", "failure", "a new file is seen whole at once", _ELSEWHERE),
-    Need(
+_TRIAL_RULES = (
+    TrialRule("rename", "rename", "failure", "a rename replaces a file at once", _ELSEWHERE),
+    TrialRule("lock", "lock", "failure", "flock excludes a second writer", _ELSEWHERE),
+    TrialRule("mmap", "map", "failure", "mapped and read bytes agree", _ELSEWHERE),
+    TrialRule("allocation", "allocate", "failure", "space can be taken before it is written", _ELSEWHERE),
+    TrialRule("visibility", "visible", "failure", "a new file is seen whole at once", _ELSEWHERE),
+    TrialRule(
         "exclusive create",
         "exclusive",
         "note",
@@ -55,7 +55,7 @@ def judge_local(
         )
     yield from _kind(facts)
     yield from _rights(facts)
-    yield from judge_trials(LOCAL, facts, _NEEDS)
+    yield from judge_trials(LOCAL, facts, _TRIAL_RULES)
     yield from judge_clock(LOCAL, facts)
     yield from _space(facts, inside, run)
     if kind_of(facts) in IN_MEMORY:

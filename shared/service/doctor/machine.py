@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightcast.shared.files.space import space_of
-from weightcast.shared.local.host import Host
+from weightcast.shared.local.boot import Boot
 from weightcast.shared.service.kernels import kernel_status
 from weightcast.shared.service.threads import usable_cores
 
@@ -53,7 +53,7 @@ def look_at_machine() -> MachineFacts:
     rows = _meminfo()
     memory, available = (rows.get(name, _NONE) for name in ("MemTotal", "MemAvailable"))
     limit, used = _control_group()
-    host, kernels = Host.here(), kernel_status()
+    host, kernels = Boot.here(), kernel_status()
     open_files, open_files_most = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MachineFacts(
         cores=usable_cores(),

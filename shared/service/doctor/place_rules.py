@@ -18,7 +18,7 @@ _NOT_REMOVED = "a file system that shows removed files does not do for weightcas
 
 
 @dataclass(frozen=True)
-class Need:
+class TrialRule:
     """How one trial counts in one place."""
 
     check: str
@@ -29,16 +29,16 @@ class Need:
     remedy: str
 
 
-def judge_trials(place: str, facts: PlaceFacts, needs: Sequence[Need]) -> Iterator[Finding]:
+def judge_trials(place: str, facts: PlaceFacts, rules: Sequence[TrialRule]) -> Iterator[Finding]:
     """One finding for each trial that was made."""
-    for need in needs:
-        outcome = facts.trials.get(need.trial)
+    for rule in rules:
+        outcome = facts.trials.get(rule.trial)
         if outcome is None:
             continue
         if outcome.problem:
-            yield Finding(place, need.check, need.level, outcome.problem, need.remedy)
+            yield Finding(place, rule.check, rule.level, outcome.problem, rule.remedy)
         else:
-            yield Finding(place, need.check, "ok", need.good)
+            yield Finding(place, rule.check, "ok", rule.good)
 
 
 def judge_clock(place: str, facts: PlaceFacts) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ from weightcast.shared.files.mounts import Mount, mount_of
 from weightcast.shared.files.space import Space, nearest_directory, space_of
 from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.spare import spare_bytes
-from weightcast.shared.service.doctor.trials import Outcome, Tried, try_all
+from weightcast.shared.service.doctor.trials import TrialOutcome, Tried, try_all
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ class PlaceFacts:
     """everybody on the machine may replace files"""
     left: str
     """why something of the trials is still there; empty: nothing is"""
-    trials: Mapping[str, Outcome] = field(default_factory=dict)
+    trials: Mapping[str, TrialOutcome] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

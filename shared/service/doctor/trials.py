@@ -41,7 +41,7 @@ class Odd(Exception):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """`problem` is empty where all went as it must; `figure`: what the trial measures."""
 
     figure: float = 0.0
@@ -55,7 +55,7 @@ Trial = Callable[[Path], float]
 class Tried:
     """`left`: why something of ours is still there; empty: nothing is."""
 
-    outcomes: Mapping[str, Outcome]
+    outcomes: Mapping[str, TrialOutcome]
     left: str = ""
 
 
@@ -87,15 +87,15 @@ def _remove(room: Path) -> str:
         time.sleep(_LOOK_EVERY)
 
 
-def _outcome(trial: Trial, room: Path) -> Outcome:
+def _outcome(trial: Trial, room: Path) -> TrialOutcome:
     try:
-        return Outcome(trial(room))
+        return TrialOutcome(trial(room))
     except Odd as odd:
-        return Outcome(problem=str(odd))
+        return TrialOutcome(problem=str(odd))
     except WeightcastError as error:
-        return Outcome(problem=error.message.replace(f"{room}{os.sep}", ""))
+        return TrialOutcome(problem=error.message.replace(f"{room}{os.sep}", ""))
     except OSError as error:
-        return Outcome(problem=error.strerror or str(error))
+        return TrialOutcome(problem=error.strerror or str(error))
 
 
 def _rename(room: Path) -> float:

@@ -100,7 +100,7 @@ class PerVersion:
 
 
 @dataclass(frozen=True)
-class Share:
+class Amount:
     """`copies` of the weights, buffers, and room for `steps`: a version with its journal."""
 
     copies: int = 0
@@ -117,9 +117,9 @@ class Role:
     of it the publisher's history of journals as much as the weights at most (`--history-share`)."""
 
     name: str
-    memory: Share
-    cache: Share = Share()
-    disk: Share = Share()
+    memory: Amount
+    cache: Amount = Amount()
+    disk: Amount = Amount()
 
 
 @dataclass(frozen=True)
@@ -131,17 +131,17 @@ class RoleBytes:
 
 
 ROLES: Sequence[Role] = (
-    Role("trainer, Publisher in process", Share(0, SCRATCH_BYTES), Share(1), Share(2, 0, 1)),
-    Role("trainer, hand-over", Share(2)),
-    Role("publisher's daemon", Share(0, DAEMON_BYTES), Share(1), Share(2, 0, 1)),
-    Role("host, --local on disk", Share(0, DAEMON_BYTES), Share(1), Share(1, 0, 1)),
-    Role("host, --local in /dev/shm", Share(1, DAEMON_BYTES, 1)),
+    Role("trainer, Publisher in process", Amount(0, SCRATCH_BYTES), Amount(1), Amount(2, 0, 1)),
+    Role("trainer, hand-over", Amount(2)),
+    Role("publisher's daemon", Amount(0, DAEMON_BYTES), Amount(1), Amount(2, 0, 1)),
+    Role("host, --local on disk", Amount(0, DAEMON_BYTES), Amount(1), Amount(1, 0, 1)),
+    Role("host, --local in /dev/shm", Amount(1, DAEMON_BYTES, 1)),
 )
 """Buffers: tests/publisher/test_core_memory.py; copies: docs/trainers.md, What it costs"""
 
 
 @dataclass(frozen=True)
-class CatchUp:
+class CatchUpCost:
     """Of a host that was away, and of a new one that has nothing."""
 
     versions: int
@@ -166,7 +166,7 @@ class Sizing:
     """so that a version is fetched in a tenth of the interval"""
     server_link: float
     """what the shared file system hands out to all hosts, on average"""
-    catch_up: CatchUp
+    catch_up: CatchUpCost
     roles: tuple[RoleBytes, ...]
     behind: bool
     """a host cannot keep up: link or patching take longer than the interval"""
@@ -250,12 +250,12 @@ def missed_bytes(delta_bytes: int, versions: int, full_bytes: int, skips: bool) 
     return min(ways)
 
 
-def catch_up(weights: Weights, one: PerVersion, asked: Asked) -> CatchUp:
+def catch_up(weights: Weights, one: PerVersion, asked: Asked) -> CatchUpCost:
     """A host folds what it missed and patches once; a new one reads the base, or an anchor, first."""
     versions = math.ceil(asked.away / asked.interval)
     missed = missed_bytes(one.delta_bytes, versions, weights.nbytes, asked.skips)
     seconds = fetch_seconds(missed, asked.link) + apply_seconds(one, missed, asked.threads)
-    return CatchUp(
+    return CatchUpCost(
         versions=versions,
         bytes=missed,
         seconds=seconds,

@@ -20,14 +20,14 @@ def live_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-Place = tuple[str, int, torch.Size, tuple[int, ...], torch.dtype]
+WeightPlace = tuple[str, int, torch.Size, tuple[int, ...], torch.dtype]
 """of a weight: its name in its module, address, shape, strides, dtype"""
 
 
-def places_of(model: nn.Module) -> list[Place]:
+def places_of(model: nn.Module) -> list[WeightPlace]:
     """Differ when a parameter or buffer lies elsewhere. Asked in a pause: without what torch's own
     iterators, and engines' subclasses of tensors, take for each weight."""
-    found: list[Place] = []
+    found: list[WeightPlace] = []
     seen, left = {model}, [model]
     with torch._C.DisableTorchFunctionSubclass():
         while left:
@@ -49,7 +49,7 @@ def storages_of(model: nn.Module) -> set[int]:
 
 
 @dataclass(frozen=True)
-class Own:
+class OwnTensor:
     """A tensor that a module keeps beside its registered ones."""
 
     name: str
@@ -68,7 +68,7 @@ class Own:
         return kept is self.tensor and kept.data_ptr() == self.address
 
 
-def own_tensors(model: nn.Module) -> Iterator[Own]:
+def own_tensors(model: nn.Module) -> Iterator[OwnTensor]:
     registered = storages_of(model)
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
@@ -76,10 +76,10 @@ def own_tensors(model: nn.Module) -> Iterator[Own]:
                 continue
             for tensor in _tensors(value):
                 if _is_own(tensor, registered):
-                    yield Own(name, module, attribute, tensor, tensor.data_ptr(), tensor is not value)
+                    yield OwnTensor(name, module, attribute, tensor, tensor.data_ptr(), tensor is not value)
 
 
-def private_copies(own: Iterable[Own], mirrored: Collection[int] = ()) -> Mapping[int, str]:
+def private_copies(own: Iterable[OwnTensor], mirrored: Collection[int] = ()) -> Mapping[int, str]:
     """Storage to reason: weights of modules that keep a tensor of their own, as MLA does with parts of
     kv_b_proj. Which weights it is made of can't be seen, unless it is `mirrored`: all of the module's are
     taken."""
@@ -92,7 +92,7 @@ def private_copies(own: Iterable[Own], mirrored: Collection[int] = ()) -> Mappin
     return found
 
 
-def late_copies(model: nn.Module, known: Iterable[Own]) -> Mapping[int, str]:
+def late_copies(model: nn.Module, known: Iterable[OwnTensor]) -> Mapping[int, str]:
     """As `private_copies`, of those that came after `known` was listed, such as in a first forward."""
     before = {(one.name, one.attribute) for one in known}
     return private_copies(one for one in own_tensors(model) if (one.name, one.attribute) not in before)

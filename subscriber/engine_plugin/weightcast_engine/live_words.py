@@ -94,7 +94,7 @@ class _Left:
         return _Ready(flat, places, words, flat.gather(0, places))
 
 
-class Update:
+class LiveUpdate:
     """All that a patch writes on a rank: looked up beside an engine that serves, so that the pause has little
     left to do but to write it."""
 

@@ -67,7 +67,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Patch:
+class ReadPatch:
     name: str
     base: Stand
     target: Stand
@@ -79,7 +79,7 @@ class Patch:
         return sum(len(change) for change in self.changes)
 
 
-def read_patch(directory: Path, name: str, limit: int = LIMIT) -> Patch:
+def read_patch(directory: Path, name: str, limit: int = LIMIT) -> ReadPatch:
     """Raises BadPatch for a file that is missing, too large, of another digest or wrong in any part."""
     if not NAME.fullmatch(name):
         raise BadPatch(
@@ -106,7 +106,7 @@ def _content(directory: Path, name: str, limit: int) -> bytearray:
     return data
 
 
-def parse_patch(name: str, data: bytearray) -> Patch:
+def parse_patch(name: str, data: bytearray) -> ReadPatch:
     """Raises ValueError. The tensors of the result share `data`."""
     end = len(data) - _DIGEST
     if end < len(MAGIC) + 8 or data[: len(MAGIC)] != MAGIC:
@@ -124,7 +124,7 @@ def parse_patch(name: str, data: bytearray) -> Patch:
     strict.text(header["run_id"], "run_id")
     changes = tuple(_changes(header["tensors"], data, start, end))
     base, target = _stand(header["base"], set(), "base"), _stand(header["target"], {"digest"}, "target")
-    return Patch(name, base, target, changes, len(data))
+    return ReadPatch(name, base, target, changes, len(data))
 
 
 def _stand(value: object, more: set[str], what: str) -> Stand:

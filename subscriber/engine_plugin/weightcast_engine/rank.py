@@ -1,6 +1,6 @@
 """One rank's part of an update: a small state machine around its live weights. Engine-free.
 
-`Rank` carries out the orders of `front`. Orders and answers are dicts of JSON's types, for they cross
+`EngineRank` carries out the orders of `front`. Orders and answers are dicts of JSON's types, for they cross
 processes; what an order comes to is told in its answer, which is never an exception.
 
     stage ─> sums ─> passed ─> apply ─> commit          rollback: after apply, also when it failed
@@ -23,8 +23,8 @@ from torch import nn
 from weightcast_engine import FORMAT, VERSION
 from weightcast_engine.blocks import on_whole_words
 from weightcast_engine.derived import (
-    Own,
-    Place,
+    OwnTensor,
+    WeightPlace,
     late_copies,
     live_tensors,
     own_tensors,
@@ -34,8 +34,8 @@ from weightcast_engine.derived import (
 )
 from weightcast_engine.guard import unchanged
 from weightcast_engine.kept import copies_kept
-from weightcast_engine.live_words import Update, resident
-from weightcast_engine.patch_file import Change, Patch, Stand
+from weightcast_engine.live_words import LiveUpdate, resident
+from weightcast_engine.patch_file import Change, ReadPatch, Stand
 from weightcast_engine.piece import storage
 from weightcast_engine.refusals import RELOAD, RELOAD_AND_TELL, BadPatch, InDoubt, OtherBase, Refusal
 from weightcast_engine.stage import Stage
@@ -52,7 +52,7 @@ _MOST_ROWS = 128
 """of an answer: a row of a few changes takes as long as one of a thousand, and the engine waits meanwhile"""
 
 
-class Engine(Protocol):
+class EngineHere(Protocol):
     """What an adapter knows of the engine around it."""
 
     @property
@@ -82,10 +82,10 @@ class Engine(Protocol):
         """All weights from `directory`."""
 
 
-class Rank:
+class EngineRank:
     """`patches`: the directory of patches; `limit`: bytes of one. For one thread at a time."""
 
-    def __init__(self, engine: Engine, patches: Path, limit: int) -> None:
+    def __init__(self, engine: EngineHere, patches: Path, limit: int) -> None:
         self._engine, self._patches, self._limit = engine, patches, limit
         self._process = uuid.uuid4().hex
         self._held: Stand | None = None
@@ -96,8 +96,8 @@ class Rank:
         self._residence = _Residence(engine, self._process, self._hindrance)
         self._stage: Stage | None = None
         self._passed = _NOTHING
-        self._update = Update()
-        self._undo: Update | None = None
+        self._update = LiveUpdate()
+        self._undo: LiveUpdate | None = None
         self._spent: tuple[object, ...] = ()
         """of the update that was committed last: let go with the next order, for it takes milliseconds"""
         self._work: Iterator[tuple[int, Row]] = iter(())
@@ -172,7 +172,7 @@ class Rank:
 
     def _begin(self, order: Order) -> Answer:
         self._require_certain()
-        self._update, self._passed = Update(), _NOTHING
+        self._update, self._passed = LiveUpdate(), _NOTHING
         self._stage = Stage(self._patches, order["file"], self._limit)
         return self._staged(order)
 
@@ -194,7 +194,7 @@ class Rank:
             raise OtherBase(f"{order['file']} was not checked", remedy="check it before it is applied")
         return self._stage
 
-    def _patch(self, order: Order) -> Patch:
+    def _patch(self, order: Order) -> ReadPatch:
         patch = self._require_stage(order).patch()
         if patch.base != self._held:
             raise OtherBase(f"{patch.name} starts from version {patch.base.version}", remedy=RELOAD_AND_TELL)
@@ -203,7 +203,7 @@ class Rank:
     def _sum_touched(self, order: Order) -> Answer:
         """Begins the sums over the touched words, before and after, and the update. Nothing is written."""
         patch, found = self._patch(order), self._residence.current()
-        update = self._update = Update()
+        update = self._update = LiveUpdate()
         late = self._residence.late()
         for change in patch.changes:
             self._residence.require(change, found, late)
@@ -275,7 +275,7 @@ class Rank:
             except BaseException as error:
                 self._doubt = f"an update could not be taken back: {error}"[:300]
                 raise InDoubt(self._doubt, remedy=RELOAD_AND_TELL) from error
-            self._undo, self._update = None, Update()
+            self._undo, self._update = None, LiveUpdate()
         return {}
 
     def _commit(self, order: Order) -> Answer:
@@ -284,7 +284,7 @@ class Rank:
         self._held, self._label = patch.target, order["label"]
         self._spent = (stage, patch, self._undo, self._update, self._work)
         self._undo = self._stage = None
-        self._work, self._update = iter(()), Update()
+        self._work, self._update = iter(()), LiveUpdate()
         return self._look(order)
 
     def _reload(self, order: Order) -> Answer:
@@ -304,14 +304,14 @@ class Rank:
         self._doubt = self._doubt if doubt is None else doubt
         self._changes += 1
         self._held = self._label = self._undo = self._stage = None
-        self._work, self._update = iter(()), Update()
+        self._work, self._update = iter(()), LiveUpdate()
         self._residence.forget()
 
 
 class _Residence:
     """Where the checkpoint's tensors lie on this rank, for as long as they stay there."""
 
-    def __init__(self, engine: Engine, process: str, hindrance: Callable[[], str | None]) -> None:
+    def __init__(self, engine: EngineHere, process: str, hindrance: Callable[[], str | None]) -> None:
         self._engine, self._process, self._hindrance = engine, process, hindrance
         self.barred = ""
         """why this model is never traced again"""
@@ -319,9 +319,9 @@ class _Residence:
 
     def forget(self) -> None:
         self._map: Map | None = None
-        self._places: Sequence[Place] = ()
-        self._own: Sequence[Own] = ()
-        self._mirrors: Sequence[Own] = ()
+        self._places: Sequence[WeightPlace] = ()
+        self._own: Sequence[OwnTensor] = ()
+        self._mirrors: Sequence[OwnTensor] = ()
         self.forms: Mapping[str, Form] = {}
         self.print = ""
 
@@ -379,7 +379,7 @@ class _Residence:
             raise BadPatch(f"{change.name} {reason}", tensor=change.name, remedy=RELOAD)
 
 
-def _mapped(engine: Engine, forms: Mapping[str, Form]) -> tuple[Map, Sequence[Own]]:
+def _mapped(engine: EngineHere, forms: Mapping[str, Form]) -> tuple[Map, Sequence[OwnTensor]]:
     """And what the modules keep beside their weights. Raises InDoubt."""
     with engine.at_rest(), unchanged(engine.model):
         load: Any = engine.model.load_weights

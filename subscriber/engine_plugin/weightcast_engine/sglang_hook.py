@@ -33,9 +33,9 @@ from weightcast_engine import doors, strict
 from weightcast_engine.front import Front
 from weightcast_engine.patch_file import LIMIT
 from weightcast_engine.piece import storage
-from weightcast_engine.rank import NOT_ENDED, Answer, Order, Rank
+from weightcast_engine.rank import NOT_ENDED, Answer, EngineRank, Order
 from weightcast_engine.refusals import BadPatch
-from weightcast_engine.steps import Steps, at_once, end_of_step
+from weightcast_engine.steps import OrderSteps, at_once, end_of_step
 
 LOADER = "weightcast_engine.sglang_hook.load"
 ACTION = "weightcast "
@@ -160,10 +160,10 @@ class _Part:
     def __init__(self, engine: SglangEngine, group: Any) -> None:
         limit = int(os.environ.get("WEIGHTCAST_PATCH_LIMIT", LIMIT))
         self.engine, self._group = engine, group
-        self._rank = Rank(engine, Path(os.environ["WEIGHTCAST_PATCH_DIR"]), limit)
+        self._rank = EngineRank(engine, Path(os.environ["WEIGHTCAST_PATCH_DIR"]), limit)
         self._controls = SglangControls(self._rank, group)
         self._front = Front(self._controls)
-        self._steps: Steps[doors.Reply] = Steps()
+        self._steps: OrderSteps[doors.Reply] = OrderSteps()
         self._stepped = 0.0
 
     def forget(self, doubt: str | None = None) -> None:
@@ -224,7 +224,7 @@ def _not_an_order(error: ValueError) -> doors.Reply:
 class SglangControls:
     """`front.Controls` of one rank among all: each carries the order out and tells the others."""
 
-    def __init__(self, rank: Rank, group: Any) -> None:
+    def __init__(self, rank: EngineRank, group: Any) -> None:
         self._rank, self._group = rank, group
         self.spent = 0.0
         """seconds of this step"""

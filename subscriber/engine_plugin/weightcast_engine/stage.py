@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from weightcast_engine.patch_file import Patch, read_patch
+from weightcast_engine.patch_file import ReadPatch, read_patch
 from weightcast_engine.refusals import BadPatch
 
 
@@ -14,7 +14,7 @@ class Stage:
 
     def __init__(self, directory: Path, name: str, limit: int) -> None:
         self.name = name
-        self._found: Patch | BadPatch | None = None
+        self._found: ReadPatch | BadPatch | None = None
         self._thread = threading.Thread(target=self._read, args=(directory, limit), daemon=True)
         self._thread.start()
 
@@ -31,7 +31,7 @@ class Stage:
         self._thread.join(seconds)
         return self._found is not None
 
-    def patch(self) -> Patch:
+    def patch(self) -> ReadPatch:
         if self._found is None:
             raise BadPatch(f"{self.name} is still being read")
         if isinstance(self._found, BadPatch):

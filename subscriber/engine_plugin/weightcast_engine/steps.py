@@ -20,7 +20,7 @@ def end_of_step(seconds: float = 0.0) -> Generator[float, None, None]:
     yield seconds
 
 
-class Steps(Generic[_T]):
+class OrderSteps(Generic[_T]):
     """Of one order at a time, which is known by its text."""
 
     def __init__(self) -> None:

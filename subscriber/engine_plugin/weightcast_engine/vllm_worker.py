@@ -18,7 +18,7 @@ import torch
 
 from weightcast_engine.patch_file import LIMIT
 from weightcast_engine.piece import storage
-from weightcast_engine.rank import NOT_ENDED, Answer, Order, Rank
+from weightcast_engine.rank import NOT_ENDED, Answer, EngineRank, Order
 from weightcast_engine.words import misplaced
 
 METHOD = "weightcast"
@@ -50,20 +50,22 @@ def obey(worker: Any, order: Order) -> Answer:
     rank = vars(worker).get("_weightcast")
     if rank is None:
         limit = int(os.environ.get("WEIGHTCAST_PATCH_LIMIT", LIMIT))
-        rank = worker._weightcast = Rank(VllmEngine(worker), Path(os.environ["WEIGHTCAST_PATCH_DIR"]), limit)
+        rank = worker._weightcast = EngineRank(
+            VllmEngine(worker), Path(os.environ["WEIGHTCAST_PATCH_DIR"]), limit
+        )
         _watch(worker, rank)
     answer: Answer = rank.obey(order)
     return answer
 
 
-def _watch(worker: Any, rank: Rank) -> None:
+def _watch(worker: Any, rank: EngineRank) -> None:
     """This worker's own ways to other weights, whoever asks for them."""
     for name in (_RELOAD, *_LOADS):
         if hasattr(worker, name):
             setattr(worker, name, _watched(getattr(worker, name), rank, whole=name == _RELOAD))
 
 
-def _watched(original: Callable[..., Any], rank: Rank, *, whole: bool) -> Callable[..., Any]:
+def _watched(original: Callable[..., Any], rank: EngineRank, *, whole: bool) -> Callable[..., Any]:
     @functools.wraps(original)
     def load(*arguments: Any, **named: Any) -> Any:
         rank.forget(NOT_ENDED if whole else None)

@@ -11,21 +11,21 @@ _MACHINE_ID = Path("/etc/machine-id")
 
 
 @dataclass(frozen=True)
-class Host:
+class Boot:
     """Empty strings where the system does not tell: then nothing unsynced is trusted after a restart."""
 
     boot_id: str
     machine_id: str
 
     @classmethod
-    def here(cls) -> Host:
+    def here(cls) -> Boot:
         return cls(_line(_BOOT_ID), _line(_MACHINE_ID) or socket.gethostname())
 
-    def same_boot(self, other: Host) -> bool:
+    def same_boot(self, other: Boot) -> bool:
         return bool(self.boot_id) and self == other
 
 
-UNKNOWN_HOST = Host("", "")
+UNKNOWN_BOOT = Boot("", "")
 
 
 def _line(path: Path) -> str:
