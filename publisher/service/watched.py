@@ -27,7 +27,7 @@ from weightcast.shared.errors import DamagedFile, Refused
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
 from weightcast.shared.files.entries import is_directory
-from weightcast.shared.service.daemon import Backoff
+from weightcast.shared.service.backoff import Backoff
 from weightcast.shared.service.facts import Failure
 from weightcast.shared.service.logs import get_log
 

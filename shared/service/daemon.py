@@ -5,13 +5,11 @@ The loop knows nothing of the step. After any error the next step starts from wh
 
 from __future__ import annotations
 
-import random
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -20,6 +18,7 @@ from fastapi import FastAPI
 
 from weightcast.shared.errors import EngineFailed, NotInTime, Refused, RetryLater, WeightcastError
 from weightcast.shared.files import durable
+from weightcast.shared.service.backoff import Backoff, jittered
 from weightcast.shared.service.connections import Connection, backlog, drop_unread, most_connections
 from weightcast.shared.service.facts import Failure, LoopStatus, Snapshot
 from weightcast.shared.service.hooks import end_hooks
@@ -28,7 +27,6 @@ from weightcast.shared.service.logs import get_log
 from weightcast.shared.service.metrics import error_kind
 from weightcast.shared.service.settings import ServiceSettings
 
-JITTER = 0.2
 MIN_PAUSE_SECONDS = 0.05
 """no storm of events makes the loop spin faster"""
 HOOK_SECONDS = 5.0
@@ -76,17 +74,6 @@ class Wakeup:
 
 
 LoopStep = Callable[[Stop], None]
-
-
-@dataclass(frozen=True)
-class Backoff:
-    """Pauses after failures in a row: `first` seconds, doubled up to `longest`."""
-
-    first: float
-    longest: float
-
-    def pause(self, failures: int) -> float:
-        return min(self.first * 2.0 ** min(failures - 1, 30), self.longest)
 
 
 def backoff_for(error: Exception) -> Backoff:
@@ -175,7 +162,7 @@ class Loop:
 
     def _pause(self, seconds: float) -> None:
         if not self._stop.wait(MIN_PAUSE_SECONDS):
-            self._wakeup.wait(seconds * random.uniform(1 - JITTER, 1 + JITTER))
+            self._wakeup.wait(jittered(seconds))
 
 
 class _Server(uvicorn.Server):

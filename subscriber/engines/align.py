@@ -16,6 +16,7 @@ from typing import Literal
 
 from weightcast.shared.errors import EngineFailed, WeightcastError
 from weightcast.shared.failpoints import failpoint
+from weightcast.shared.service.backoff import Backoff
 from weightcast.subscriber.engines.aligned import label_of, states
 from weightcast.subscriber.engines.base import (
     Confirmation,
@@ -55,9 +56,10 @@ class RetryPace:
 
     def tries(self, began: float) -> Iterator[int]:
         """Yields 1, 2, ... and sleeps between them."""
+        backoff = Backoff(self.first, self.longest)
         for number in range(1, self.attempts + 1):
             yield number
-            delay = min(self.longest, self.first * 2 ** (number - 1)) * (0.5 + self.jitter())
+            delay = backoff.pause(number) * (0.5 + self.jitter())
             if number == self.attempts or self.clock() + delay - began > self.total:
                 return
             self.sleep(delay)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weightcast.shared.local.state import Blocked, EngineState, Mark, Position
+from weightcast.shared.service.backoff import Backoff
 from weightcast.subscriber.engines.base import EngineFacts, HeldWeights
 from weightcast.subscriber.engines.roster import EngineResult, ReloadOrder, needs_reload
 
@@ -14,7 +15,7 @@ ROLL_BACK_AFTER = 3
 ROLL_BACK_AFTER_ROLLING = 2
 MOST_BLOCKED = 63
 REASON_LIMIT = 2000
-RETRY_FIRST, RETRY_MOST = 60.0, 6 * 3600.0
+_REFUSED = Backoff(60.0, 6 * 3600.0, factor=4.0)
 DOUBTFUL = (Mark.PAUSING, Mark.SUSPECT)
 Records = Mapping[str, EngineState]
 
@@ -150,4 +151,4 @@ def block(blocked: Sequence[Blocked], refused: Blocked) -> tuple[Blocked, ...]:
 
 def retry_delay(attempts: int) -> float:
     """Seconds until a refused version is tried again: the engine may have been at fault."""
-    return min(RETRY_FIRST * 4.0 ** min(attempts - 1, 30), RETRY_MOST)
+    return _REFUSED.pause(attempts)

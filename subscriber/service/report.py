@@ -5,7 +5,6 @@ In a thread of its own, so that a host in a long step is heard from, and one who
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.reports import UPDATES_LIMIT, Report, Update, pack_report, write_report
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.files.entries import exists
+from weightcast.shared.service.backoff import Backoff, jittered
 from weightcast.shared.service.client import Daemon, parsed
 from weightcast.shared.service.fleet import REPORTS_PATH
 from weightcast.shared.service.logs import get_log
@@ -24,13 +24,13 @@ from weightcast.subscriber.service.settings import SubscriberSettings
 from weightcast.subscriber.status import EngineStatus, HostStatus, UpdateStatus
 
 EVERY_SECONDS = 30.0
-JITTER = 0.2
 CHANGE_SECONDS = 1.0
 """between two reports, however much changes"""
 PHASE_SECONDS = 5.0
 """before a phase is worth a report of its own"""
 LONGEST_PAUSE = 60.0
 """before the next try where reports cannot be delivered"""
+_UNDELIVERED = Backoff(CHANGE_SECONDS, LONGEST_PAUSE)
 _LOOK_SECONDS = 0.25
 _STOP_SECONDS = 2.0
 _POST_SECONDS = 5.0
@@ -170,15 +170,14 @@ class Reporter:
             self._offset = offset
         self.error, self._last, self._failures = "", report, 0
         self._told, self._free = now, now + CHANGE_SECONDS
-        self._due = now + self._every * random.uniform(1 - JITTER, 1 + JITTER)
+        self._due = now + jittered(self._every)
 
     def _fail(self, error: str, now: float) -> None:
         if error != self.error:
             log.warning("no report", reason=error)
         self.error = error
-        pause = min(CHANGE_SECONDS * 2.0 ** min(self._failures, 10), LONGEST_PAUSE, self._every)
         self._failures += 1
-        self._free = now + pause * random.uniform(1 - JITTER, 1 + JITTER)
+        self._free = now + jittered(min(_UNDELIVERED.pause(self._failures), self._every))
 
 
 class Reporting:
