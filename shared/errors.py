@@ -31,6 +31,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def disk_text(error: OSError, where: object) -> str:
+    """For messages: the file that the system names, else `where`, and what is the matter with it."""
+    return f"{error.filename or where}: {error.strerror or error}"
+
+
 class WeightcastError(Exception):
     """`message` says what is wrong and names the file or tensor; `remedy` says what to do about it."""
 

@@ -44,7 +44,7 @@ from weightcast.shared.channel.claims import current_epoch
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import NeedsReseed, NotInTime, Refused, RetryLater
+from weightcast.shared.errors import NeedsReseed, NotInTime, Refused, RetryLater, disk_text
 from weightcast.shared.files.entries import exists
 from weightcast.shared.local.follow import open_base
 from weightcast.shared.local.local_checkpoint import LocalPaths, ensure_room
@@ -448,7 +448,7 @@ def open_asked(publisher: Publisher, directory: Path) -> NewWeights:
         if error.errno not in _CLOSED:
             raise
         raise Refused(
-            f"{error.filename or directory}: {error.strerror}",
+            disk_text(error, directory),
             remedy="let the publisher's user read the checkpoint and its files, and ask again",
         ) from error
 

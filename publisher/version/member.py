@@ -22,7 +22,7 @@ from weightcast.shared.channel.channel_file import ChannelFile
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import NeedsReseed, NotInTime, Refused, RetryLater, WeightcastError
+from weightcast.shared.errors import NeedsReseed, NotInTime, Refused, RetryLater, WeightcastError, disk_text
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.local.follow import Follower
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
@@ -49,7 +49,7 @@ class MemberRank:
         except OSError as error:
             self._follower.release()
             raise RetryLater(
-                f"{error.filename or self._follower.channel_dir}: {error.strerror or error}",
+                disk_text(error, self._follower.channel_dir),
                 remedy="check the mounts and the space on them; rank 0 may have given up",
             ) from error
 

@@ -54,6 +54,7 @@ from weightcast.shared.errors import (
     Untrusted,
     WeightcastError,
     WrongRun,
+    disk_text,
 )
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.entries import exists
@@ -179,7 +180,7 @@ class Owner:
         except OSError as error:
             self._follower.release()
             raise RetryLater(
-                f"{error.filename or self._follower.channel_dir}: {error.strerror or error}",
+                disk_text(error, self._follower.channel_dir),
                 remedy="check the mounts and the space on them",
             ) from error
         except BaseException:

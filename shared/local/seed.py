@@ -29,6 +29,7 @@ from weightcast.shared.errors import (
     RetryLater,
     WrongRun,
     counted,
+    disk_text,
 )
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
@@ -296,9 +297,7 @@ def _errors_of(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RetryLater(
-            f"{error.filename or directory}: {error.strerror}", remedy="check the local disk and its space"
-        ) from error
+        raise RetryLater(disk_text(error, directory), remedy="check the local disk and its space") from error
 
 
 def _copy_files(paths: LocalPaths, source: SeedSource, advance: Advance | None) -> None:

@@ -16,7 +16,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from weightcast.shared.errors import EngineFailed, NotInTime, Refused, RetryLater, WeightcastError
+from weightcast.shared.errors import EngineFailed, NotInTime, Refused, RetryLater, WeightcastError, disk_text
 from weightcast.shared.files import durable
 from weightcast.shared.service.backoff import Backoff, jittered
 from weightcast.shared.service.connections import Connection, backlog, drop_unread, most_connections
@@ -122,9 +122,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def _of_disk(trouble: OSError) -> RetryLater:
-    return RetryLater(
-        f"{trouble.filename or 'a file'}: {trouble.strerror or trouble}", remedy="check disks and mounts"
-    )
+    return RetryLater(disk_text(trouble, "a file"), remedy="check disks and mounts")
 
 
 class Loop:

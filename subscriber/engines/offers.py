@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from weightcast.shared.errors import EngineFailed, WeightcastError
+from weightcast.shared.errors import EngineFailed, WeightcastError, disk_text
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.local.access import Readers, let_read_patches
 from weightcast.shared.local.engine_patch import drop_engine_patches, write_engine_patch
@@ -122,7 +122,7 @@ def write_patch(
     except WeightcastError as error:
         return Offer(None, "patch", error.message)
     except OSError as error:
-        return Offer(None, "patch", f"{error.filename or local.paths.room}: {error.strerror or error}")
+        return Offer(None, "patch", disk_text(error, local.paths.room))
     failpoint("engine.staged")
     return PatchFile(made.name, made.version, made.root, made.changes)
 

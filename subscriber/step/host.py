@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import get_args
 
 from weightcast.shared.channel.signing import Trust
-from weightcast.shared.errors import RetryLater, Stopped, WeightcastError
+from weightcast.shared.errors import RetryLater, Stopped, WeightcastError, disk_text
 from weightcast.shared.files.space import lacks_room
 from weightcast.shared.local.access import Readers
 from weightcast.shared.local.follow import Follower, FollowOptions
@@ -268,7 +268,7 @@ def known(error: BaseException) -> WeightcastError:
     if isinstance(error, WeightcastError):
         return error
     if isinstance(error, OSError):
-        return RetryLater(f"{error.filename or 'a file'}: {error.strerror or error}", remedy=_remedy(error))
+        return RetryLater(disk_text(error, "a file"), remedy=_remedy(error))
     return WeightcastError(f"{type(error).__name__}: {error}", remedy="see the log for the traceback")
 
 
