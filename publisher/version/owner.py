@@ -320,10 +320,7 @@ class Owner:
             staged = self._prove(local, index, assembled.sources, made)
             check_root(work, index)
         failpoint("publish.proven", made)
-        with work.phase("commit"):
-            directory = commit_version(channel.layout, made, index, data, self._claim, self._options.key)
-            work.is_committed = True
-            advance_pointer(channel.layout, index.version, self._claim, self._options.post_write)
+        directory = self._put_out(channel, made, index, data, work)
         report = report_of(index, local.table, work, directory)
         work.tell_out(report)
         with work.phase("patch"):
@@ -331,6 +328,14 @@ class Owner:
         drop_parts(channel.layout, self._claim.epoch)
         problem = self._anchor_if_due(channel, local, work)
         return replace(report, seconds=dict(work.seconds), anchor_problem=problem)
+
+    def _put_out(self, channel: Channel, made: Path, index: Index, data: bytes, work: Work) -> Path:
+        """Commits what lies in `made` as a version and tells the fleet. Returns its directory."""
+        with work.phase("commit"):
+            directory = commit_version(channel.layout, made, index, data, self._claim, self._options.key)
+            work.is_committed = True
+            advance_pointer(channel.layout, index.version, self._claim, self._options.post_write)
+        return directory
 
     def _anchor_if_due(self, channel: Channel, local: LocalCheckpoint, work: Work) -> str:
         """Returns why there is none. The version is out whatever becomes of its anchor; one that could not be
@@ -489,10 +494,7 @@ class Owner:
             raise
         self._claim.check()
         made = move_shards(parts, {file.name: file.name for file in index.files})
-        with work.phase("commit"):
-            data = write_index(index, base.table)
-            directory = commit_version(channel.layout, made, index, data, self._claim, self._options.key)
-            advance_pointer(channel.layout, version, self._claim, self._options.post_write)
+        directory = self._put_out(channel, made, index, write_index(index, base.table), work)
         drop_parts(channel.layout, self._claim.epoch)
         with work.phase("patch"):
             self.recover(work.advance)

@@ -621,6 +621,34 @@ def test_a_local_file_replaced_behind_the_pointer_costs_no_second_version(
     place.arrives(place.model, 2)
 
 
+def test_full_weights_that_cannot_be_brought_home_are_published_once(
+    place: Place, rng: np.random.Generator
+) -> None:
+    """The disk gives back other bytes than were written, twice, once the version is out."""
+    committed(place, rng)
+    shutil.rmtree(place.pub)
+    (place.channel / "weight_v000001" / INDEX).write_text("{}")
+    left = [2]
+
+    def damage(name: str, where: Path | None) -> None:
+        if name == "seed.synced" and pointer(place) == 3 and left[0]:
+            left[0] -= 1
+            assert where is not None
+            data = bytearray(where.read_bytes())
+            data[-1] ^= 1
+            where.write_bytes(data)
+
+    model = all_changed(place.model, rng)
+    with place.publisher(visible_seconds=0.5) as publisher:
+        with watched(damage), pytest.raises(NeedsReseed, match="not what was read"):
+            publisher.publish_checkpoint(place.new(model))
+        assert (pointer(place), left) == (3, [0])
+        place.arrives(model, 3)
+        later = some_changed(model, rng)
+        assert publisher.publish_checkpoint(place.new(later)).kind == "delta"
+    place.arrives(later, 4)
+
+
 def test_a_disk_error_while_catching_up_costs_no_copy_of_the_model(
     place: Place, rng: np.random.Generator
 ) -> None:
