@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -147,24 +147,20 @@ def collect_holds(directory: Path, attempt: Attempt, table: TensorTable, deadlin
 
 def await_plan(directory: Path, attempt: Attempt, table: TensorTable, deadline: float) -> list[Holds]:
     """All ranks' holds as rank 0 told them."""
-    plans: list[list[Holds]] = []
     path = directory / exchange.PLAN
-
-    def there() -> bool:
+    for _ in _looks(deadline):
         _raise_over(directory)
         data = _read(path, exchange.LIMIT)
-        if data is not None:
-            plans.append(exchange.parse_plan(data, table, str(path)))
-        return bool(plans)
-
-    if not _until(there, deadline):
-        raise NotInTime(
-            f"version {attempt.version}: rank 0 did not tell in time what the ranks hold",
-            remedy="is rank 0 alive? nothing was published",
-        )
-    if len(plans[0]) != attempt.world_size:
-        raise DamagedFile(f"{path}: {len(plans[0])} ranks in a world of {attempt.world_size}")
-    return plans[0]
+        if data is None:
+            continue
+        plan = exchange.parse_plan(data, table, str(path))
+        if len(plan) != attempt.world_size:
+            raise DamagedFile(f"{path}: {len(plan)} ranks in a world of {attempt.world_size}")
+        return plan
+    raise NotInTime(
+        f"version {attempt.version}: rank 0 did not tell in time what the ranks hold",
+        remedy="is rank 0 alive? nothing was published",
+    )
 
 
 def collect_sent(directory: Path, attempt: Attempt, ranks: Sequence[int], deadline: float) -> dict[int, Sent]:
@@ -209,24 +205,21 @@ def collect(
     why rank 0 gave up; NeedsReseed where that was a drifted local checkpoint, RetryLater where the attempt
     was cleared away."""
     found: dict[int, Found] = {}
-
-    def complete() -> bool:
+    for _ in _looks(deadline):
         _raise_over(directory)
         for rank in ranks:
             _raise_failure(directory, rank)
             one = None if rank in found else read(rank)
             if one is not None:
                 found[rank] = one
-        return len(found) == len(ranks)
-
-    if not _until(complete, deadline):
-        missing = [str(rank) for rank in ranks if rank not in found]
-        raise NotInTime(
-            f"version {attempt.version}: rank{'s' if len(missing) > 1 else ''} {', '.join(missing)} of "
-            f"{attempt.world_size} left no part in time",
-            remedy="are all ranks alive, and do they publish the same step? nothing was published",
-        )
-    return [found[rank] for rank in ranks]
+        if len(found) == len(ranks):
+            return [found[rank] for rank in ranks]
+    missing = [str(rank) for rank in ranks if rank not in found]
+    raise NotInTime(
+        f"version {attempt.version}: rank{'s' if len(missing) > 1 else ''} {', '.join(missing)} of "
+        f"{attempt.world_size} left no part in time",
+        remedy="are all ranks alive, and do they publish the same step? nothing was published",
+    )
 
 
 def _checked(draft: Index, attempt: Attempt, rank: int, division: Division) -> Index:
@@ -298,35 +291,35 @@ def find_attempt(
     """The newest open attempt at a version above `above` for this step, where the rank took no part yet.
     Raises Refused when rank 0 gave up one that is not in `seen`, which is then added there; in the end for
     one in `seen` too: this rank came late."""
-    found: list[tuple[Path, Attempt]] = []
-    fitting: list[tuple[Path, Attempt]] = []
-
-    def look() -> bool:
-        fitting[:] = sorted(
+    closed: list[Path] = []
+    for _ in _looks(deadline):
+        fitting = sorted(
             (one for one in _attempts(layout, rank.number) if one[1].version > above and one[1].step == step),
             key=lambda one: (one[1].epoch, one[1].created),
         )
-        found[:] = [one for one in fitting if not exists(one[0] / _CLOSED)]
-        for directory, _ in fitting if not found else ():
+        found = [one for one in fitting if not exists(one[0] / _CLOSED)]
+        if found:
+            _raise_other_world(found[-1][1], rank)
+            return found[-1]
+        closed = [directory for directory, _ in fitting]
+        for directory in closed:
             if directory not in seen:
                 seen.add(directory)
                 _raise_closed(directory)
-        return bool(found)
+    for directory in reversed(closed):
+        _raise_closed(directory)
+    raise NotInTime(
+        f"rank 0 opened no version above {above} for step {step} in time",
+        remedy="is rank 0 alive, and does it publish the same step?",
+    )
 
-    if not _until(look, deadline):
-        for directory, _ in reversed(fitting):
-            _raise_closed(directory)
-        raise NotInTime(
-            f"rank 0 opened no version above {above} for step {step} in time",
-            remedy="is rank 0 alive, and does it publish the same step?",
-        )
-    directory, attempt = found[-1]
+
+def _raise_other_world(attempt: Attempt, rank: Rank) -> None:
     if attempt.world_size != rank.world_size:
         raise Refused(
             f"rank 0 publishes with {attempt.world_size} ranks, this rank with {rank.world_size}",
             remedy="give all ranks the same world_size",
         )
-    return directory, attempt
 
 
 def _attempts(layout: Layout, rank: int) -> list[tuple[Path, Attempt]]:
@@ -362,35 +355,30 @@ def wait_for_commit(
     directory: Path, attempt: Attempt, committed: Callable[[], Index | None], deadline: float
 ) -> Index:
     """Success is the version's index seen, with this attempt's step, and the pointer at it."""
-    seen: list[Index] = []
-
-    def done() -> bool:
+    for _ in _looks(deadline):
         index = committed()
-        if index is not None:
-            seen[:] = [index]
-            return True
-        _raise_closed(directory)
-        return False
-
-    if not _until(done, deadline):
-        raise NotInTime(
-            f"version {attempt.version} was not committed in time",
-            remedy="look at rank 0; this rank catches up by itself at the next publish",
-        )
-    if (seen[0].parent, seen[0].step) != (attempt.base_digest, attempt.step):
-        raise Refused(
-            f"version {attempt.version} was committed by another attempt (step {seen[0].step})",
-            remedy="publish again",
-        )
-    return seen[0]
+        if index is None:
+            _raise_closed(directory)
+            continue
+        if (index.parent, index.step) != (attempt.base_digest, attempt.step):
+            raise Refused(
+                f"version {attempt.version} was committed by another attempt (step {index.step})",
+                remedy="publish again",
+            )
+        return index
+    raise NotInTime(
+        f"version {attempt.version} was not committed in time",
+        remedy="look at rank 0; this rank catches up by itself at the next publish",
+    )
 
 
-def _until(done: Callable[[], bool], deadline: float) -> bool:
-    while not done():
+def _looks(deadline: float) -> Iterator[None]:
+    """One step for each look: one at least, the last one about at the deadline."""
+    while True:
+        yield
         if time.monotonic() >= deadline:
-            return False
+            return
         time.sleep(_POLL_SECONDS)
-    return True
 
 
 def _members(path: Path) -> Members | None:
