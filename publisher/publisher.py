@@ -328,8 +328,13 @@ class Publisher:
             # not before the one in flight has let go of its own
             self._submissions.make_way(when_busy)
             weights = weights.copied()
-        work = Work(lambda: weights, step, allowed=self._raise_held)
-        work.copied, work.on_device = hold == "copy", weights.on_device
+        work = Work(
+            lambda: weights,
+            step,
+            allowed=self._raise_held,
+            on_device=weights.on_device,
+            copied=hold == "copy",
+        )
         return self._submissions.submit(work, when_busy)
 
     def wait(

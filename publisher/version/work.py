@@ -64,34 +64,38 @@ class PublishOptions:
 
 @dataclass
 class Work:
-    """`read` opens the new weights; `seconds` collects the time of each phase. `root`: what the version's
-    root must be, where that is known before."""
+    """`read` opens the new weights. `root`: what the version's root must be, where that is known before."""
 
     read: Callable[[], NewWeights]
     step: int | None
     advance: Advance | None = None
     watching: Watching | None = None
     root: str | None = None
-    compared: Callable[[], None] | None = None
-    """called when the new weights are read for the last time: their owner may change them"""
-    seconds: dict[str, float] = field(default_factory=dict)
-    mapped: Mapping[str, int] = field(default_factory=dict)
-    """what was done to given names, and to how many"""
-    non_finite: Mapping[str, int] = field(default_factory=dict)
-    """elements by tensor that became NaN or infinite, where this rank compared"""
     allowed: Callable[[], None] | None = None
     """called before anything is written to the channel; raises what forbids it"""
     on_device: bool = False
     """they are compared where they live, not on the host"""
     copied: bool = False
     """the new weights are a copy: their owner may change them from the start"""
-    changeable: bool = False
-    """they may have changed since: never to be read again"""
-    out: Callable[[PublishReport], None] | None = None
-    """called when the pointer names the version; what is left to do concerns the publisher's own files"""
     request: str = ""
     """written into the version's index: by it whoever asked for the version knows it again"""
-    is_committed: bool = False
+
+    compared: Callable[[], None] | None = field(default=None, init=False)
+    """set by who waits for it: called when the new weights are read for the last time, and their owner may
+    change them"""
+    out: Callable[[PublishReport], None] | None = field(default=None, init=False)
+    """set by who waits for it: called when the pointer names the version; what is left to do concerns the
+    publisher's own files"""
+
+    seconds: dict[str, float] = field(default_factory=dict, init=False)
+    """by phase, up to now"""
+    mapped: Mapping[str, int] = field(default_factory=dict, init=False)
+    """what was done to given names, and to how many"""
+    non_finite: Mapping[str, int] = field(default_factory=dict, init=False)
+    """elements by tensor that became NaN or infinite, where this rank compared"""
+    changeable: bool = field(default=False, init=False)
+    """the new weights may have changed since they were compared: never to be read again"""
+    is_committed: bool = field(default=False, init=False)
     """its version exists: never to be published again"""
 
     def tell_out(self, report: PublishReport) -> None:
