@@ -19,6 +19,7 @@ from weightcast.shared.channel.records import FORMAT, check_format
 from weightcast.shared.errors import DamagedFile, Refused
 from weightcast.shared.files import durable
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
+from weightcast.shared.files.system_files import BOOT_ID, system_text
 
 PATIENCE_SECONDS = 60.0
 _POLL_SECONDS = 1.0
@@ -47,17 +48,10 @@ def this_process() -> Claimant:
     return Claimant(
         socket.gethostname(),
         os.getpid(),
-        _kernel_text(Path("/proc/sys/kernel/random/boot_id")),
+        system_text(BOOT_ID),
         _pid_namespace(),
         _process_start(os.getpid()),
     )
-
-
-def _kernel_text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def _pid_namespace() -> str:
@@ -70,7 +64,7 @@ def _pid_namespace() -> str:
 def _process_start(pid: int) -> str:
     """Empty where it cannot be read, and for a process that has ended but was not waited for."""
     # The command's name stands in parentheses and may hold spaces and parentheses itself.
-    fields = _kernel_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    fields = system_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     return fields[19] if len(fields) > 19 and fields[0] not in ("Z", "X") else ""
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
-from pathlib import Path
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_MACHINE_ID = Path("/etc/machine-id")
+from weightcast.shared.files.system_files import BOOT_ID, MACHINE_ID, system_text
 
 
 @dataclass(frozen=True)
@@ -19,17 +17,10 @@ class Boot:
 
     @classmethod
     def here(cls) -> Boot:
-        return cls(_line(_BOOT_ID), _line(_MACHINE_ID) or socket.gethostname())
+        return cls(system_text(BOOT_ID), system_text(MACHINE_ID) or socket.gethostname())
 
     def same_boot(self, other: Boot) -> bool:
         return bool(self.boot_id) and self == other
 
 
 UNKNOWN_BOOT = Boot("", "")
-
-
-def _line(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
