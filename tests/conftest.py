@@ -3,9 +3,12 @@
 import os
 import tempfile
 
+import pytest
 from hypothesis import HealthCheck, settings
+from in_process import Command
 
 from weightcast.shared.files.mounts import file_system
+from weightcast.shared.service.cli import run
 
 # how fast inputs are drawn says more about the machine's other work than about a strategy
 settings.register_profile("shared-machine", suppress_health_check=[HealthCheck.too_slow], deadline=None)
@@ -20,3 +23,16 @@ for name in ("COLUMNS", "LINES"):
 if "TMPDIR" not in os.environ and file_system(os.stat(tempfile.gettempdir()).st_dev) == "tmpfs":
     os.environ["TMPDIR"] = "/var/tmp"
     tempfile.tempdir = None
+
+
+@pytest.fixture
+def weightcast(capsys: pytest.CaptureFixture[str]) -> Command:
+    """The command in this process."""
+
+    def call(*words: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = run([*map(str, words)])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 SECONDS = 120.0
@@ -30,3 +31,11 @@ def wait_until(
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {seconds:g} s{': ' if what else ''}{what}")
         pause.wait(every)
+
+
+def is_running(pid: int) -> bool:
+    """False for one that has ended, waited for or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

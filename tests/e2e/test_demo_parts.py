@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -21,7 +20,7 @@ import pytest
 import torch
 import uvicorn
 from safetensors import safe_open
-from waiting import wait_until
+from waiting import is_running, wait_until
 
 from examples import checkpoint, observe, processes, summary, trainer
 from examples.checkpoint import Config
@@ -647,7 +646,7 @@ class TestProcesses:
         pid_file = tmp_path / "pid"
         wait_until(lambda: pid_file.exists() and pid_file.read_text().isdigit())
         children.stop()
-        wait_until(lambda: not is_alive(int(pid_file.read_text())))
+        wait_until(lambda: not is_running(int(pid_file.read_text())))
 
     def test_groups_are_killed_when_the_pipe_ends(self) -> None:
         child = subprocess.Popen(
@@ -663,14 +662,6 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 pathlib.Path("pid").write_text(str(child.pid))
 time.sleep(60)
 """
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
 class TestRunDirectory:

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 from core_cases import bytes_of, read_checkpoint, snapshot
+from in_process import Command
 from local_cases import Run, catch_up, following, make_run, patch_keeping_undo, step_to
-
-from weightcast.shared.service.cli import run as weightcast
 
 ROOM = ".weightcast"
 KINDS = ["state", "base", "weights", "index", "config", "tokenizer", "journal"]
@@ -90,11 +89,11 @@ def plant(hosts: Hosts, local: Path, kind: str, damage: str) -> Path:
 
 
 @pytest.fixture
-def verify(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, dict[str, Any]]]:
+def verify(
+    weightcast: Command,
+) -> Callable[..., tuple[int, dict[str, Any]]]:
     def call(*arguments: str | Path) -> tuple[int, dict[str, Any]]:
-        capsys.readouterr()
-        code = weightcast(["local", "verify", "--json", *map(str, arguments)])
-        out = capsys.readouterr().out
+        code, out, _ = weightcast("local", "verify", "--json", *arguments)
         return code, json.loads(out) if out else {}
 
     return call

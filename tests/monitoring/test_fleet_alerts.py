@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from faultkit import Place, fill, until
+from in_process import Command
 from promkit import Prometheus
 from tabs import OpenTab, chromium, tabs
 from worldkit import Host, World, get
-
-from weightcast.shared.service.cli import run as run_command
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
@@ -91,11 +90,11 @@ def open_tab() -> Iterator[OpenTab]:
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+def command(weightcast: Command) -> Callable[..., dict[str, Any]]:
     def call(*arguments: str) -> dict[str, Any]:
-        capsys.readouterr()
-        assert run_command(list(arguments)) == 0
-        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        code, out, _ = weightcast(*arguments)
+        assert code == 0
+        found: dict[str, Any] = json.loads(out)
         return found
 
     return call

@@ -6,18 +6,18 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from daemonkit import Daemon, Places, base_tensors, changed, rename_in
+from in_process import Command
 from waiting import wait_until
 
 from weightcast.shared.channel.reports import read_reports
 from weightcast.shared.service.arrivals import wait_for_hosts
-from weightcast.shared.service.cli import run as run_command
 
 COMMAND = [sys.executable, "-m", "weightcast.shared.service.cli"]
 
@@ -75,20 +75,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
         publisher.kill()
 
 
-@pytest.fixture
-def weightcast(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """The command in this process: exit code, stdout, stderr."""
-
-    def call(*words: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = run_command([*map(str, words)])
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return call
-
-
-def test_hosts_appear_stop_and_recover(fleet: Fleet, weightcast: Callable[..., tuple[int, str, str]]) -> None:
+def test_hosts_appear_stop_and_recover(fleet: Fleet, weightcast: Command) -> None:
     fleet.publish(1)
     fleet.start("one")
     fleet.start("posts", "--report-to", fleet.url)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from core_cases import Model, bytes_of, read_checkpoint, rot, snapshot, some_changed, tensor, write_checkpoint
+from in_process import Command
 from publisher_cases import Place, make_place
 from waiting import wait_until
 
@@ -28,7 +29,6 @@ from weightcast.shared.channel.reports import Report, write_report
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater
 from weightcast.shared.local.follow import Follower
-from weightcast.shared.service.cli import run
 
 INDEX = "model.safetensors.index.json"
 KEEP_TWO = UpkeepOptions(skip_span=4, history_share=1000.0, retention=Retention(2, host_versions=3))
@@ -170,12 +170,11 @@ Verb = Callable[..., tuple[int, dict[str, Any]]]
 
 
 @pytest.fixture
-def verb(capsys: pytest.CaptureFixture[str]) -> Verb:
+def verb(weightcast: Command) -> Verb:
     """The command in this process: exit code, what it says as JSON."""
 
     def call(*words: object) -> tuple[int, dict[str, Any]]:
-        code = run([*map(str, words), "--json"])
-        said = capsys.readouterr().out
+        code, said, _ = weightcast(*words, "--json")
         return code, json.loads(said) if said.startswith("{") else {}
 
     return call

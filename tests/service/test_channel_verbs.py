@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from in_process import Command
 
 from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.publisher import Publisher
-from weightcast.shared.service.cli import run
 
 INDEX = "model.safetensors.index.json"
 
@@ -63,14 +63,12 @@ class Done:
 
 
 @pytest.fixture
-def weightcast(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Done]]:
-    def call(*arguments: str | Path) -> Done:
-        capsys.readouterr()
-        code = run([str(each) for each in arguments])
-        printed = capsys.readouterr()
-        return Done(code, printed.out + printed.err if code and not printed.out else printed.out)
+def weightcast(weightcast: Command) -> Callable[..., Done]:
+    def call(*words: object) -> Done:
+        code, out, err = weightcast(*words)
+        return Done(code, out or (err if code else ""))
 
-    yield call
+    return call
 
 
 def test_log_lists_versions(channel: Path, weightcast: Callable[..., Done]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from in_process import Command
 
 from weightcast.publisher.service.settings import PublisherSettings
 from weightcast.shared.service.cli import run
@@ -18,11 +19,11 @@ Shown = dict[str, dict[str, Any]]
 
 
 @pytest.fixture
-def show(capsys: pytest.CaptureFixture[str]) -> Callable[..., Shown]:
+def show(weightcast: Command) -> Callable[..., Shown]:
     def call(*arguments: str) -> Shown:
-        assert run(["config", "show", *arguments, "--json"]) == 0
-        settings = json.loads(capsys.readouterr().out)["settings"]
-        return {one["name"]: one for one in settings}
+        code, out, _ = weightcast("config", "show", *arguments, "--json")
+        assert code == 0
+        return {one["name"]: one for one in json.loads(out)["settings"]}
 
     return call
 

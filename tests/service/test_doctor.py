@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from in_process import Command
 
 from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.publisher import Publisher
@@ -52,14 +53,13 @@ Doctor = Callable[..., Told]
 
 
 @pytest.fixture
-def doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Doctor]:
+def doctor(weightcast: Command, monkeypatch: pytest.MonkeyPatch) -> Iterator[Doctor]:
     for name in ("CHANNEL", "LOCAL", "ENGINE"):
         monkeypatch.delenv(f"WEIGHTCAST_{name}", raising=False)
 
     def call(*arguments: str | Path) -> Told:
-        capsys.readouterr()
-        code = run(["doctor", *map(str, arguments), "--json"])
-        return Told(code, json.loads(capsys.readouterr().out))
+        code, out, _ = weightcast("doctor", *arguments, "--json")
+        return Told(code, json.loads(out))
 
     yield call
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from in_process import Command
 from rich.console import Console
 
 from weightcast.shared.channel.channel_file import ChannelFile, write_channel_file
@@ -27,7 +27,6 @@ from weightcast.shared.channel.reports import (
     write_report,
 )
 from weightcast.shared.errors import RetryLater
-from weightcast.shared.service.cli import run as run_command
 from weightcast.shared.service.fleet import (
     PAGE_BYTES,
     Bounds,
@@ -41,7 +40,6 @@ from weightcast.shared.service.fleet import (
 from weightcast.shared.service.verbs_fleet import MOST, table
 
 REPORT = Report("a", "/l", "run", "ready", 3, 3, "latest", 0, "", (), 1, "weightcast 0", phase="idle")
-Command = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -51,17 +49,6 @@ def channel(tmp_path: Path) -> Path:
     layout.channel_json.write_bytes(write_channel_file(ChannelFile("run", 0.0)))
     layout.latest.write_text("000005")
     return layout.channel
-
-
-@pytest.fixture
-def weightcast(capsys: pytest.CaptureFixture[str]) -> Command:
-    def call(*words: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = run_command([*map(str, words)])
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return call
 
 
 def age(channel: Path, report: Report, seconds: float) -> None:

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
+from in_process import Command
 
 from weightcast.shared.channel.keys import load_private_key, trusted_keys
-from weightcast.shared.service.cli import run
 
 
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Any:
-    def run_verb(*arguments: object) -> tuple[int, str, str]:
-        code = run([str(each) for each in arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run_verb
-
-
-def test_a_key_for_the_publisher_and_one_for_the_hosts(tmp_path: Path, call: Any) -> None:
-    code, out, _ = call("keygen", "--out", tmp_path / "run.key")
+def test_a_key_for_the_publisher_and_one_for_the_hosts(tmp_path: Path, weightcast: Command) -> None:
+    code, out, _ = weightcast("keygen", "--out", tmp_path / "run.key")
     assert code == 0 and out.startswith("ed25519:") and out.count("\n") == 1
     private, public = tmp_path / "run.key", tmp_path / "run.key.pub"
     assert private.stat().st_mode & 0o777 == 0o600 and public.read_text() == out
@@ -31,8 +20,8 @@ def test_a_key_for_the_publisher_and_one_for_the_hosts(tmp_path: Path, call: Any
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.key", "run.key.pub"]
 
 
-def test_a_directory_gets_both_files(tmp_path: Path, call: Any) -> None:
-    code, out, _ = call("keygen", "--out", tmp_path, "--json")
+def test_a_directory_gets_both_files(tmp_path: Path, weightcast: Command) -> None:
+    code, out, _ = weightcast("keygen", "--out", tmp_path, "--json")
     facts = json.loads(out)
     key = load_private_key(Path(facts["sign_key"]))
     assert code == 0 and facts["key_id"] == key.public.id and facts["public_key"] == str(key.public)
@@ -40,20 +29,20 @@ def test_a_directory_gets_both_files(tmp_path: Path, call: Any) -> None:
     assert "PRIVATE" not in out
 
 
-def test_the_public_key_signs_nothing(tmp_path: Path, call: Any) -> None:
-    assert call("keygen", "--out", tmp_path / "k.key")[0] == 0
-    code, _, err = call("channel", "sign", "--channel", tmp_path, "--sign-key", tmp_path / "k.key.pub")
+def test_the_public_key_signs_nothing(tmp_path: Path, weightcast: Command) -> None:
+    assert weightcast("keygen", "--out", tmp_path / "k.key")[0] == 0
+    code, _, err = weightcast("channel", "sign", "--channel", tmp_path, "--sign-key", tmp_path / "k.key.pub")
     assert code == 3 and "k.key.pub is the public key" in err and "without .pub" in err
 
 
 @pytest.mark.parametrize("present", ["run.key", "run.key.pub"])
-def test_nothing_is_overwritten(tmp_path: Path, call: Any, present: str) -> None:
+def test_nothing_is_overwritten(tmp_path: Path, weightcast: Command, present: str) -> None:
     (tmp_path / present).write_text("precious")
-    code, out, err = call("keygen", "--out", tmp_path / "run.key")
+    code, out, err = weightcast("keygen", "--out", tmp_path / "run.key")
     assert code == 3 and out == "" and "is there already" in err
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(present, "precious")]
 
 
-def test_a_directory_that_is_not_there(tmp_path: Path, call: Any) -> None:
-    code, _, err = call("keygen", "--out", tmp_path / "nowhere" / "run.key")
+def test_a_directory_that_is_not_there(tmp_path: Path, weightcast: Command) -> None:
+    code, _, err = weightcast("keygen", "--out", tmp_path / "nowhere" / "run.key")
     assert code == 3 and "nowhere" in err

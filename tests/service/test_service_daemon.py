@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
-from waiting import wait_until
+from waiting import is_running, wait_until
 
 from weightcast.shared.errors import (
     EngineFailed,
@@ -167,13 +167,6 @@ def test_a_hook_ends_with_the_daemon(
     assert process.wait(20) == 0 and notes(tmp_path)[-1] == "end"
     wait_until(lambda: not any(is_running(int(pid)) for pid in pids.read_text().split()))
     assert "was ended: this process ends" in (tmp_path / "log").read_text()
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_a_crowd_of_idle_connections_keeps_no_file_from_the_steps(

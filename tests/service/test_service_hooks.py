@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from waiting import wait_until
+from waiting import is_running, wait_until
 
 from weightcast.publisher.service.settings import PublisherSettings
 from weightcast.shared.errors import NotInTime, Refused, RetryLater
@@ -102,13 +102,6 @@ def message_of_the_killed(command: str, seconds: float) -> str:
     with pytest.raises(NotInTime) as late:
         run(command, seconds)
     return late.value.message
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_a_child_left_behind_holds_nobody_up(hook: Callable[[str], str], tmp_path: Path) -> None:

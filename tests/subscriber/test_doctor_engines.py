@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from doubles import Answer, Double, SGLangDouble, VLLMDouble, WebhookDouble, nobody, serve
+from in_process import Command
 from plugin_double import PluginDouble
 
 from weightcast.shared.service.cli import run
@@ -18,15 +19,13 @@ Ask = Callable[[str], tuple[int, dict[str, dict[str, Any]]]]
 
 
 @pytest.fixture
-def ask(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Ask:
+def ask(weightcast: Command, monkeypatch: pytest.MonkeyPatch) -> Ask:
     for name in ("CHANNEL", "LOCAL", "ENGINE"):
         monkeypatch.delenv(f"WEIGHTCAST_{name}", raising=False)
 
     def call(option: str) -> tuple[int, dict[str, dict[str, Any]]]:
-        capsys.readouterr()
-        code = run(["doctor", "--engine", f"{option},name=e", "--json"])
-        findings = json.loads(capsys.readouterr().out)["findings"]
-        return code, {f["check"]: f for f in findings if f["place"] == "e"}
+        code, out, _ = weightcast("doctor", "--engine", f"{option},name=e", "--json")
+        return code, {f["check"]: f for f in json.loads(out)["findings"] if f["place"] == "e"}
 
     return call
 

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hosts import Host, Run, SGLang, Site, on_disk
+from in_process import Command
 
 from weightcast.shared.channel.index import INDEX_NAME
 from weightcast.shared.channel.keys import PrivateKey, write_private_key
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.errors import Refused, Untrusted
-from weightcast.shared.service.cli import run as run_command
 from weightcast.subscriber.step.target import parse_target
-
-Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -26,16 +23,6 @@ def key(tmp_path: Path) -> PrivateKey:
     key = PrivateKey.generate()
     write_private_key(tmp_path / "run.key", key)
     return key
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    def run_verb(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = run_command([str(each) for each in arguments])
-        return (code, *capsys.readouterr())
-
-    return run_verb
 
 
 def signature(run: Run, version: int) -> Path:
@@ -112,23 +99,25 @@ def test_a_rewound_pointer_is_an_error_and_engines_keep_serving(site: Site, key:
     assert host.step().ready and host.at(run, 1) and engine.held == run.digest(1)
 
 
-def test_sync_tells_of_a_rewound_pointer(tmp_path: Path, site: Site, key: PrivateKey, call: Call) -> None:
+def test_sync_tells_of_a_rewound_pointer(
+    tmp_path: Path, site: Site, key: PrivateKey, weightcast: Command
+) -> None:
     run = site.run(sign_key=tmp_path / "run.key")
     run.publish()
     run.publish()
     host = tmp_path / "host"
     sync = ("sync", "--channel", run.channel, "--local", host, "--base", run.base_dir)
     keys = ("--trusted-key", str(key.public))
-    assert call(*sync, *keys)[0] == 0
+    assert weightcast(*sync, *keys)[0] == 0
     Layout(run.channel).latest.write_text("000001")
     before = on_disk(host)
-    code, _, err = call(*sync, *keys)
+    code, _, err = weightcast(*sync, *keys)
     assert code == 3 and "latest names version 1" in " ".join(err.split()) and on_disk(host) == before
-    code, out, _ = call(*sync)
+    code, out, _ = weightcast(*sync)
     assert code == 0 and "rewound: latest names version 1" in " ".join(out.split())
     assert on_disk(host) == before
-    assert "latest names version 1" in json.loads(call(*sync, "--json")[1])["degraded"][0]
-    assert call(*sync, *keys, "--target", 1)[0] == 0 and on_disk(host) != before
+    assert "latest names version 1" in json.loads(weightcast(*sync, "--json")[1])["degraded"][0]
+    assert weightcast(*sync, *keys, "--target", 1)[0] == 0 and on_disk(host) != before
 
 
 def test_what_is_fetched_ahead_is_checked_too(site: Site, key: PrivateKey) -> None:
@@ -144,67 +133,71 @@ def test_what_is_fetched_ahead_is_checked_too(site: Site, key: PrivateKey) -> No
     assert host.at(run, 1)
 
 
-def test_from_keygen_to_a_verified_host(tmp_path: Path, site: Site, call: Call) -> None:
+def test_from_keygen_to_a_verified_host(tmp_path: Path, site: Site, weightcast: Command) -> None:
     plain = site.run("plain")
     channel, host, private = tmp_path / "channel", tmp_path / "host", tmp_path / "made.key"
-    code, public, _ = call("keygen", "--out", private)
+    code, public, _ = weightcast("keygen", "--out", private)
     assert code == 0
-    code, out, _ = call(
+    code, out, _ = weightcast(
         *("channel", "init", "--channel", channel, "--base", plain.base_dir, "--sign-key", private, "--json")
     )
     key_id = json.loads(out)["signed_by"]
     new = plain.base.changed(1).write(tmp_path / "new")
     publish = ("publish", new, "--channel", channel, "--local", tmp_path / "pub", "--base", plain.base_dir)
-    code, out, _ = call(*publish, "--json")
+    code, out, _ = weightcast(*publish, "--json")
     assert code == 3 and "--sign-key" in json.loads(out)["remedy"]
-    assert call(*publish, "--sign-key", private)[0] == 0
+    assert weightcast(*publish, "--sign-key", private)[0] == 0
 
     sync = ("sync", "--channel", channel, "--local", host, "--base", plain.base_dir, "--json")
-    code, out, _ = call(*sync, "--trusted-key", f"{private}.pub")
+    code, out, _ = weightcast(*sync, "--trusted-key", f"{private}.pub")
     status = json.loads(out)
     assert code == 0 and (status["local_version"], status["signed"]) == (1, f"verified by {key_id}")
-    assert call("channel", "verify", "--channel", channel, "--trusted-key", public.strip())[0] == 0
+    assert weightcast("channel", "verify", "--channel", channel, "--trusted-key", public.strip())[0] == 0
 
     before = on_disk(host)
     (channel / "weight_v000001" / f"{INDEX_NAME}.sig").unlink()
-    code, out, _ = call(*sync, "--trusted-key", f"{private}.pub")
+    code, out, _ = weightcast(*sync, "--trusted-key", f"{private}.pub")
     assert (code, json.loads(out)["error"]) == (3, "Untrusted") and on_disk(host) == before
-    code, out, _ = call("channel", "verify", "--channel", channel, "--trusted-key", public.strip())
+    code, out, _ = weightcast("channel", "verify", "--channel", channel, "--trusted-key", public.strip())
     assert code == 3 and "is not signed" in out
-    assert call("channel", "verify", "--channel", channel)[0] == 0
+    assert weightcast("channel", "verify", "--channel", channel)[0] == 0
 
-    code, out, _ = call("channel", "sign", "--channel", channel, "--sign-key", private, "--json")
+    code, out, _ = weightcast("channel", "sign", "--channel", channel, "--sign-key", private, "--json")
     assert code == 0 and json.loads(out)["signed_by"] == key_id
-    assert call(*sync, "--trusted-key", f"{private}.pub")[0] == 0
+    assert weightcast(*sync, "--trusted-key", f"{private}.pub")[0] == 0
 
 
 def test_keys_from_the_environment(
-    tmp_path: Path, site: Site, key: PrivateKey, call: Call, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, site: Site, key: PrivateKey, weightcast: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = site.run(sign_key=tmp_path / "run.key")
     run.publish()
     other = PrivateKey.generate().public
     sync = ("sync", "--channel", run.channel, "--local", tmp_path / "host", "--base", run.base_dir, "--json")
     monkeypatch.setenv("WEIGHTCAST_TRUSTED_KEY", str(other))
-    assert json.loads(call(*sync)[1])["error"] == "Untrusted"
-    assert call("channel", "verify", "--channel", run.channel)[0] == 3
+    assert json.loads(weightcast(*sync)[1])["error"] == "Untrusted"
+    assert weightcast("channel", "verify", "--channel", run.channel)[0] == 3
     monkeypatch.setenv("WEIGHTCAST_TRUSTED_KEY", f"{other} {key.public}")
-    assert json.loads(call(*sync)[1])["signed"] == f"verified by {key.public.id}"
-    assert call("channel", "verify", "--channel", run.channel)[0] == 0
+    assert json.loads(weightcast(*sync)[1])["signed"] == f"verified by {key.public.id}"
+    assert weightcast("channel", "verify", "--channel", run.channel)[0] == 0
 
 
 @pytest.mark.parametrize("wrong", ["ed25519:AAAA", "", "/nowhere/key"])
-def test_a_wrong_key_is_an_error_and_never_no_key(tmp_path: Path, site: Site, call: Call, wrong: str) -> None:
+def test_a_wrong_key_is_an_error_and_never_no_key(
+    tmp_path: Path, site: Site, weightcast: Command, wrong: str
+) -> None:
     run = site.run()
     run.publish()
     sync = ("sync", "--channel", run.channel, "--local", tmp_path / "host", "--base", run.base_dir)
-    assert call(*sync, "--trusted-key", wrong)[0] == 3
-    assert call("channel", "verify", "--channel", run.channel, "--trusted-key", wrong)[0] == 3
+    assert weightcast(*sync, "--trusted-key", wrong)[0] == 3
+    assert weightcast("channel", "verify", "--channel", run.channel, "--trusted-key", wrong)[0] == 3
     assert not (tmp_path / "host").exists()
 
 
-def test_a_publisher_that_trusts_signs(tmp_path: Path, site: Site, key: PrivateKey, call: Call) -> None:
+def test_a_publisher_that_trusts_signs(
+    tmp_path: Path, site: Site, key: PrivateKey, weightcast: Command
+) -> None:
     run = site.run()
     directories = ("--channel", run.channel, "--base", run.base_dir, "--local", tmp_path / "pub")
-    code, _, err = call("publisher", "run", *directories, "--trusted-key", str(key.public))
+    code, _, err = weightcast("publisher", "run", *directories, "--trusted-key", str(key.public))
     assert code == 2 and "sign_key" in err

@@ -17,11 +17,11 @@ import httpx
 import pytest
 from doubles import Drop, Hang
 from hosts import Run, SGLang, Site, on_disk
+from in_process import Command
 from waiting import wait_until
 
 from weightcast.shared.channel.keys import PrivateKey
 from weightcast.shared.channel.reports import read_reports
-from weightcast.shared.service.cli import run as run_command
 
 COMMAND = [sys.executable, "-m", "weightcast.shared.service.cli"]
 TOKEN = "correct-horse"
@@ -93,16 +93,9 @@ class Done:
 
 
 @pytest.fixture
-def weightcast(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
-    """The command, in this process: its start would take longer than what it does."""
-
-    def call(*arguments: str) -> Done:
-        capsys.readouterr()
-        code = run_command(list(arguments))
-        printed = capsys.readouterr()
-        return Done(code, printed.out, printed.err)
-
-    return call
+def weightcast(weightcast: Command) -> Callable[..., Done]:
+    """In this process: the command's start would take longer than what it does."""
+    return lambda *words: Done(*weightcast(*words))
 
 
 def test_a_daemon_follows_tells_and_ends(site: Site, run: Run, weightcast: Callable[..., Done]) -> None:
