@@ -96,7 +96,7 @@ def _files(facts: MachineFacts, run: RunFacts | None, inside: LocalFacts | None)
 
 
 def _identity(facts: MachineFacts) -> Iterator[Finding]:
-    """What a restart is told by: shared/local/host.py."""
+    """What a restart is told by: shared/local/boot.py."""
     if not facts.boot_id:
         yield Finding(
             MACHINE,
