@@ -20,6 +20,7 @@ from weightcast.shared.local.access import Readers
 from weightcast.shared.local.engine_patch import drop_engine_patches
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.state import EngineState, LocalState, Mark, Phase, Step
+from weightcast.shared.service.backoff import Backoff
 from weightcast.subscriber.engines import align as alignment
 from weightcast.subscriber.engines.align import NotPatched, RetryPace
 from weightcast.subscriber.engines.aligned import (
@@ -444,7 +445,7 @@ class Engines:
         known.taken = 1 if now - known.taken_at > _PEACE else known.taken + 1
         known.taken_at = now
         if known.taken >= TAKEN_AT_ONCE:
-            wait = min(_RETRY_MOST * 2.0 ** min(known.taken - TAKEN_AT_ONCE, 30), _RETRY_FAILED)
+            wait = Backoff(_RETRY_MOST, _RETRY_FAILED).pause(known.taken - TAKEN_AT_ONCE + 1)
             known.next_try = now + wait * (0.5 + 0.5 * self._jitter())
 
     def _each(self, engines: Sequence[E], work: Callable[[E], T]) -> list[T]:
@@ -473,7 +474,7 @@ class Engines:
     def _delay(self, failures: int) -> float:
         longest = _RETRY_FAILED if failures >= self._failed_after else _RETRY_MOST
         first = longest if failures >= self._failed_after else _RETRY_FIRST
-        return min(first * 2.0 ** min(failures - 1, 30), longest) * (0.5 + 0.5 * self._jitter())
+        return Backoff(first, longest).pause(failures) * (0.5 + 0.5 * self._jitter())
 
 
 def _contested(taken: int) -> str:
