@@ -13,6 +13,7 @@ from core_cases import read_checkpoint
 from crash_model import Bytes, ChannelSeen, EngineSeen, LocalSeen, Truth, VersionSeen
 
 INDEX = "model.safetensors.index.json"
+_LOOKS = 20
 
 
 def digest_of(tensors: Bytes) -> str:
@@ -27,12 +28,9 @@ def see_channel(channel: Path) -> ChannelSeen:
     for entry in sorted(channel.glob("weight_v*")):
         number = entry.name.removeprefix("weight_v")
         if number.isdigit() and (entry / INDEX).exists():
-            try:
-                versions[int(number)] = _see_version(entry)
-            except FileNotFoundError:
-                # pruned just now; the horizon, which is read last, says so
-                if entry.exists():
-                    raise
+            found = _see_standing(entry)
+            if found is not None:
+                versions[int(number)] = found
     claims = [int(path.stem) for path in (channel / "publishers").glob("*.json") if path.stem.isdigit()]
     base = blake3((channel / "base.json").read_bytes()).hexdigest()
     horizon = json.loads((channel / "channel.json").read_bytes())["horizon"]
@@ -51,6 +49,18 @@ def see_step(channel: Path, version: int) -> int:
     except FileNotFoundError:
         return 0
     return json.loads(data)["weightcast"]["step"] or 0
+
+
+def _see_standing(directory: Path) -> VersionSeen | None:
+    """Not in the moment in which a file beside it goes. None: pruned just now; the horizon, which is read
+    last, says so."""
+    for _ in range(_LOOKS):
+        try:
+            return _see_version(directory)
+        except FileNotFoundError:
+            if not directory.exists():
+                return None
+    return _see_version(directory)
 
 
 def _see_version(directory: Path) -> VersionSeen:
