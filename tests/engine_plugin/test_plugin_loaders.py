@@ -65,6 +65,10 @@ MADE: dict[str, Callable[[Any], object]] = {
     "as one number's tensor": lambda m: m.table.__setitem__("t", m.first.w.abs().max()),
     "as a number": lambda m: setattr(m, "number", m.first.w.abs().max().item()),
     "as numbers": lambda m: m.table.__setitem__("t", m.first.w.tolist()),
+    "as a decision": lambda m: (m.first.w > 48).any() and m.second.w.zero_(),
+    "as a comparison": lambda m: setattr(m, "number", torch.equal(m.first.w, m.second.w)),
+    "as an index": lambda m: setattr(m, "number", range(m.first.w.max().long())),
+    "as another's memory": lambda m: torch.from_dlpack(m.first.w).clamp_(max=48),
     "as an array": lambda m: m.table.__setitem__("t", m.first.w.numpy().copy()),
     "at the weight": lambda m: setattr(m.first.w, "cache", m.first.w.bfloat16()),
     "in a function": lambda m: setattr(m, "act", lambda x, t=m.first.w * 2: t @ x),
@@ -73,6 +77,7 @@ MADE: dict[str, Callable[[Any], object]] = {
     "by an operator's form": lambda m: torch.ops.aten.copy_.default(m.second.w, m.first.w),
     "by an operator": lambda m: torch.ops.aten.copy_(m.second.w, m.first.w),
     "by an operator's out": lambda m: torch.ops.aten.mul.out(m.first.w, m.first.w, out=m.second.w),
+    "in a list, each in its place": lambda m: torch._foreach_clamp_max_([m.second.w, m.first.w], 48),
     "in its place": lambda m: nn.functional.relu(m.first.w, inplace=True),
     "as raw memory": lambda m: m.second.w.untyped_storage().copy_(m.first.w.untyped_storage()),
 }
@@ -92,7 +97,7 @@ def test_what_a_loader_makes_and_drops_refuses_nothing(tmp_path: Path) -> None:
         made = model.first.w * 2
         ring = [made]
         ring.append(ring)  # type: ignore[arg-type]
-        assert (made != 0).any()
+        made.sign_()
         del made, ring
         model.plain.scratch = [torch.full((6, 8), 7.0) for _ in range(64)]
 

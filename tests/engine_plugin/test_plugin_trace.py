@@ -52,6 +52,19 @@ REFUSED: dict[str, tuple[Callable[[nn.Module, str, Tensor], object], Tensor, str
     "cast by the copy": (lambda m, n, t: m.w.data.copy_(t), W.bfloat16(), "is converted"),
     "cast before it": (lambda m, n, t: m.w.data.copy_(t.float()), W.bfloat16(), "computed from it"),
     "cast by to": (lambda m, n, t: m.w.data.copy_(t.to(m.w.dtype)), W.bfloat16(), "computed from it"),
+    "cast by Python's name": (lambda m, n, t: m.w.data.copy_(t.to(int)), W, "computed from it"),
+    "with another sign": (lambda m, n, t: m.w.data.copy_(torch._neg_view(t)), W, "another sign"),
+    "half of its halves": (
+        lambda m, n, t: m.w.data.view(torch.int16)[:3].copy_(t.view(torch.int16)[:3]),
+        W,
+        "another width",
+    ),
+    "by its strides": (
+        lambda m, n, t: m.w.data.copy_(t.t().contiguous().as_strided((6, 8), (8, 1))),
+        W.view(8, 6),
+        "places in memory",
+    ),
+    "by its storage": (lambda m, n, t: t.untyped_storage() and m.w.data.copy_(t), W, "looked into"),
     "transposed in part": (
         lambda m, n, t: m.w.data[:, :5].copy_(t.t()),
         W.t()[:5].contiguous(),

@@ -30,11 +30,13 @@ MOST_RUNS = 400
 _COMPUTED = "is also part of what the model's loader computes for another tensor"
 _LEAVES_TORCH = frozenset(
     {
-        *("item", "tolist", "numpy", "__array__", "__float__", "__int__", "__complex__"),
+        *("item", "tolist", "numpy", "__array__", "__dlpack__"),
         *("untyped_storage", "storage", "_typed_storage"),
+        *("__float__", "__int__", "__complex__", "__index__"),
+        *("__bool__", "is_nonzero", "equal", "allclose", "__contains__"),
     }
 )
-"""calls that make of a tensor what can be followed no further"""
+"""calls that make of a tensor what can be followed no further, a decision too"""
 _SAME = frozenset({"to", "cpu", "cuda", "type_as", "contiguous", "clone"})
 """calls that change where a tensor lies, and no value unless a dtype is asked for"""
 
@@ -259,14 +261,18 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
         if func is Tensor.copy_:
             return self._copied(*args[:2])
         tensors = list(_tensors((args, kwargs)))
-        written = list(_written_by(func, name, tensors, kwargs))
+        written = list(_written_by(func, name, args, kwargs))
         if written:
             return self._written(name, written, func, args, kwargs)
         if name in _LEAVES_TORCH:
-            # what becomes of a number nobody sees; and numpy would write into live memory
+            # what becomes of it nobody sees; and numpy would write into live memory
             self.computed |= self._origins.of(tensors)
-            return func(args[0].clone(), *args[1:], **kwargs)
+            left = func(args[0].clone(), *args[1:], **kwargs)
+            self.refuse(self._names(tensors), "is looked into by the loader")
+            return left
         names = self._names(tensors)
+        if name == "as_strided":
+            self.refuse(names, "is seen by places in memory, and not by its form")
         if names and name in _SAME and _keeps_dtype(args, kwargs):
             return args[0]
         result = func(*args, **kwargs)
@@ -284,6 +290,12 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
         elif live.dtype != source.dtype:
             self.refuse([name], f"is converted from {source.dtype} to {live.dtype}")
             self._fill(live, [])
+        elif _is_turned(live) or _is_turned(source):
+            self.refuse([name], "is put in its place with another sign")
+            self._fill(live, [])
+        elif source.element_size() != self.sources[name].element_size():
+            self.refuse([name], "is seen as elements of another width")
+            self._fill(live, [])
         elif live.shape != source.shape:
             self.refuse([name], f"is spread from {tuple(source.shape)} to {tuple(live.shape)}")
             self._fill(live, [])
@@ -294,7 +306,7 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
     def _unknown(self, live: Tensor, source: Tensor) -> None:
         names = self._names([source])
         self.refuse(names, "is not loaded itself, but what is computed from it")
-        seen = None if names else self._origins.seen_through(source)
+        seen = None if names or _is_turned(live) or _is_turned(source) else self._origins.seen_through(source)
         if seen is None or live.dtype != source.dtype or live.shape != source.shape:
             self._fill(live, [source])
         elif storage(live) not in self._known.kept:
@@ -362,19 +374,24 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(list(value.values()))
 
 
-def _written_by(
-    func: Any, name: str, tensors: Sequence[Tensor], kwargs: Mapping[str, Any]
-) -> Iterable[Tensor]:
+def _is_turned(tensor: Tensor) -> bool:
+    """Whether its elements are its memory's with another sign."""
+    return bool(tensor.is_neg() or tensor.is_conj())
+
+
+def _written_by(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Iterable[Tensor]:
     """Those of the tensors of a call that it may change. An operator says by its schema that it does; which
-    of them is not asked."""
+    of them is not asked. A list that comes first is written as a whole."""
     if kwargs.get("out") is not None:
         return _tensors(kwargs["out"])
     forms = [func] if isinstance(func, torch._ops.OpOverload) else []
     if isinstance(func, torch._ops.OpOverloadPacket):
         forms = [getattr(func, form) for form in func.overloads()]
     if forms:
-        return tensors if any(form._schema.is_mutable for form in forms) else ()
-    return tensors[:1] if _writes(name) or kwargs.get("inplace") is True else ()
+        return _tensors((args, kwargs)) if any(form._schema.is_mutable for form in forms) else ()
+    if _writes(name) or kwargs.get("inplace") is True:
+        return _tensors(args[:1] if args else kwargs)
+    return ()
 
 
 def _writes(name: str) -> bool:
@@ -392,8 +409,10 @@ def _writes(name: str) -> bool:
 
 
 def _keeps_dtype(args: Any, kwargs: Mapping[str, Any]) -> bool:
-    wanted = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.dtype | Tensor)]
-    return all(
+    """A dtype may be asked for by Python's own types too."""
+    given = (*args[1:], *kwargs.values())
+    wanted = [value for value in given if isinstance(value, torch.dtype | Tensor)]
+    return not any(isinstance(value, type) for value in given) and all(
         (value if isinstance(value, torch.dtype) else value.dtype) == args[0].dtype for value in wanted
     )
 
