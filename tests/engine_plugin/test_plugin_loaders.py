@@ -227,6 +227,65 @@ def test_weights_that_a_loader_replaces_are_put_back(tmp_path: Path, case: str) 
     assert host.live() == before and not any(one.is_meta for one in model.parameters())
 
 
+class Keeps(Loaded):
+    """Keeps something at each load, besides copying: `keep` of itself, the name and the tensor."""
+
+    def __init__(self, keep: Callable[[Any, str, Tensor], object]) -> None:
+        super().__init__(lambda m: None)
+        self.cached: Any = torch.zeros(6, 8)
+        self.loads = 0
+        self.names = list[Any]()
+        self._keep = keep
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            self.get_submodule(name).w.data.copy_(tensor)  # type: ignore[operator, union-attr]
+            self._keep(self, name, tensor)
+
+    def kept(self) -> list[object]:
+        plain = [one.tolist() for one in (self.cached, self.plain.t, self.table["t"])]
+        return [*plain, *self.children(), self.loads, len(self.names), vars(self.plain).get("number")]
+
+
+LEFT: dict[str, Callable[[Any, str, Tensor], object]] = {
+    "the tensor": lambda m, n, t: setattr(m, "cached", t),
+    "what is made of the tensor": lambda m, n, t: setattr(m, "cached", t * 2),
+    "a copy of the tensor": lambda m, n, t: setattr(m, "cached", torch.empty(6, 8).copy_(t)),
+    "a copy of the weight": lambda m, n, t: setattr(m, "cached", torch.empty(6, 8).copy_(m.first.w)),
+    "in a dict": lambda m, n, t: m.table.__setitem__("t", t),
+    "in a list": lambda m, n, t: m.names.append(t),
+    "a count": lambda m, n, t: setattr(m, "loads", m.loads + 1),
+    "a module": lambda m, n, t: m.add_module("third", nn.Module()),
+    "in an object, of the weight": lambda m, n, t: setattr(m.plain, "t", torch.empty(6, 8).copy_(m.first.w)),
+    "a number of the tensor": lambda m, n, t: setattr(
+        m.plain, "number", torch.empty(6, 8).copy_(t).max().item()
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_what_a_model_keeps_is_as_before_a_look_at_its_loader(tmp_path: Path, case: str) -> None:
+    model = Keeps(LEFT[case])
+    host = ToyHost([model], {"first": W, "second": W}, tmp_path)
+    before = model.kept()
+    told = host.run("state")
+    assert not told["in_doubt"] and told["patchable"]
+    assert model.kept() == before
+
+
+def test_a_loader_that_keeps_what_it_is_given_where_nobody_can_put_it_back_leaves_a_doubt(
+    tmp_path: Path,
+) -> None:
+    host = ToyHost([Keeps(lambda m, n, t: setattr(m.plain, "t", t))], {"first": W, "second": W}, tmp_path)
+    host.run("hold", 0, root(0), "0")
+    told = host.run("state")
+    assert told["in_doubt"] and not told["patchable"] and "keeps what it was given" in told["reason"]
+    host.run("pause", "wait")
+    host.run("reload", "0")
+    told = host.run("state")
+    assert not told["in_doubt"] and not told["patchable"] and "keeps what it was given" in told["reason"]
+
+
 def test_a_loader_that_changes_weights_unseen_is_asked_once_and_then_never(tmp_path: Path) -> None:
     """The engine is in doubt until a reload, and no weight of it is patched any more."""
 

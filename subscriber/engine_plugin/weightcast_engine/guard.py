@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock, Thread, get_ident
@@ -13,33 +15,49 @@ from weightcast_engine.derived import live_tensors, places_of
 from weightcast_engine.refusals import RELOAD_AND_TELL, InDoubt
 
 _STARTING = Lock()
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
 
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Parameters and buffers that a loader replaces are put back. Raises InDoubt where it wrote into them all
-    the same, in a way that is not seen while it happens."""
+    """Parameters, buffers and whatever else a loader replaces in the model's modules are put back, and in
+    dicts, lists and sets there. Raises InDoubt where it wrote into weights all the same, in a way that is not
+    seen while it happens."""
+    modules = [(vars(module), dict(vars(module))) for module in model.modules()]
     kept = [
-        (tensors, dict(tensors))
-        for module in model.modules()
-        for tensors in (module._parameters, module._buffers)
+        (value, value.copy()) for _, own in modules for value in own.values() if type(value) in _CONTAINERS
     ]
     before = _marks(model)
     try:
         yield
     finally:
-        for tensors, were in kept:
-            _put_back(tensors, were)
+        for own, were in modules:
+            _put_back_each(own, were)
+        for value, copy in kept:
+            _put_back(value, copy)
         if _marks(model) != before:
             raise InDoubt(
                 "the model's loader changed its weights while it was looked at", remedy=RELOAD_AND_TELL
             )
 
 
-def _put_back(tensors: dict[str, Any], were: dict[str, Any]) -> None:
-    if len(tensors) != len(were) or any(tensors.get(name) is not one for name, one in were.items()):
-        tensors.clear()
-        tensors.update(were)
+def _put_back_each(own: dict[str, Any], were: dict[str, Any]) -> None:
+    """Other threads may look at a module meanwhile."""
+    for name in own.keys() - were.keys():
+        del own[name]
+    for name, one in were.items():
+        if own.get(name) is not one:
+            own[name] = one
+
+
+def _put_back(value: Any, were: Any) -> None:
+    if isinstance(value, dict):
+        same = value.keys() == were.keys() and all(value[name] is one for name, one in were.items())
+    else:
+        same = len(value) == len(were) and all(map(operator.is_, value, were))
+    if not same:
+        value.clear()
+        (value.extend if isinstance(value, list) else value.update)(were)
 
 
 def _marks(model: nn.Module) -> list[tuple[object, ...]]:

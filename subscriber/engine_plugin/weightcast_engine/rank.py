@@ -40,6 +40,7 @@ from weightcast_engine.piece import storage
 from weightcast_engine.refusals import RELOAD, RELOAD_AND_TELL, BadPatch, InDoubt, OtherBase, Refusal
 from weightcast_engine.stage import Stage
 from weightcast_engine.trace import Map, trace
+from weightcast_engine.unfilled import are_left
 from weightcast_engine.words import Form, checkpoint_forms
 
 Order = Mapping[str, Any]
@@ -385,6 +386,10 @@ def _mapped(engine: EngineHere, forms: Mapping[str, Form]) -> tuple[Map, Sequenc
         load: Any = engine.model.load_weights
         live = [tensor for _, tensor in live_tensors(engine.model)]
         found = trace(load, forms, live, [own.tensor for own in own_tensors(engine.model)])
+    if are_left(found.unfilled):
+        raise InDoubt(
+            "the model's loader keeps what it was given while it was looked at", remedy=RELOAD_AND_TELL
+        )
     # asked again: a loader may have made others
     own = list(own_tensors(engine.model))
     stored = {

@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from weightcast_engine.blocks import Key, Scattered, View, blocks_of, disjoint
 from weightcast_engine.guard import Unseen, no_threads
 from weightcast_engine.mirrors import Mirror, Origins, is_whole, with_mirrors
 from weightcast_engine.piece import Piece, flat_of, storage, view_of
+from weightcast_engine.unfilled import Made
 from weightcast_engine.words import DTYPES, Form
 
 Loader = Callable[[Iterable[tuple[str, Tensor]]], object]
@@ -51,6 +53,8 @@ class Map:
     """storages that the loader puts anything into, refused or not"""
     mirrored: set[int] = field(default_factory=set)
     """storages that hold copies of pieces, and nothing else"""
+    unfilled: list[StorageWeakRef] = field(default_factory=list)
+    """what the loader made and did not get to fill: none of it may be left"""
 
     def refuse(self, name: str, reason: str) -> None:
         self.pieces.pop(name, None)
@@ -67,13 +71,15 @@ def trace(load: Loader, forms: Mapping[str, Form], live: Iterable[Tensor], own: 
     weights = {storage(tensor) for tensor in live}
     known = _Known(weights, weights | {storage(tensor) for tensor in own})
     with torch.no_grad():
-        records = _Runs(load, forms, known).all()
+        runs = _Runs(load, forms, known)
+        records = runs.all()
         for name in forms:
             _find(found, name, records, weights)
         filled = [place for record in records for place in record.filled]
         filled += _mirror(found, records)
         filled += _refused_places(found, records, weights)
         found.reached |= {storage(place) for place in filled}
+        found.unfilled = runs.unfilled
     _refuse_shared_places(found, filled)
     return found
 
@@ -184,6 +190,7 @@ class _Runs:
 
     def __init__(self, load: Loader, forms: Mapping[str, Form], known: _Known) -> None:
         self._load, self._forms, self._known, self._left = load, forms, known, MOST_RUNS
+        self.unfilled: list[StorageWeakRef] = []
 
     def all(self) -> list[_Record]:
         names = list(self._forms)
@@ -218,6 +225,7 @@ class _Runs:
         except Exception as error:  # a loader may raise anything
             record.failure = f"{type(error).__name__}: {error}"
             record.is_hopeless = isinstance(error, Unseen)
+        self.unfilled += record.made.unfilled()
         return record
 
 
@@ -231,11 +239,12 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
 
     def __init__(self, forms: Mapping[str, Form], known: _Known) -> None:
         super().__init__()
-        self._known, self._origins = known, Origins(known.kept)
+        self._known, self._origins, self.made = known, Origins(known.kept), Made(known.kept)
         self.sources = {
             name: torch.empty(form.shape, dtype=DTYPES[form.dtype], device="meta")
             for name, form in forms.items()
         }
+        self.made.came("empty", [], self.sources.values())
         self.copies: dict[str, list[_Copy]] = {}
         self.refused: dict[str, str] = {}
         self.filled: list[Tensor] = []
@@ -265,6 +274,8 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
         if written:
             return self._written(name, written, func, args, kwargs)
         if name in _LEAVES_TORCH:
+            if self.made.is_unfilled(tensor for tensor in tensors if not tensor.is_meta):
+                raise RuntimeError(f"{name} of what is not loaded yet")
             # what becomes of it nobody sees; and numpy would write into live memory
             self.computed |= self._origins.of(tensors)
             left = func(args[0].clone(), *args[1:], **kwargs)
@@ -277,6 +288,7 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
             return args[0]
         result = func(*args, **kwargs)
         self._origins.made(name, tensors, _tensors(result))
+        self.made.came(name, tensors, _tensors(result))
         return self._looked(result, names) if names else result
 
     def _copied(self, live: Tensor, source: Tensor) -> Tensor:
@@ -284,6 +296,8 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
             self._origins.changed(live, [source])
             self._derive(live, self._names([live, source]))
             return live
+        if self.made.takes([live], [source]):
+            live.copy_(source)
         name = self._whole.get(storage(source)) if source.device.type == "meta" else None
         if name is None:
             self._unknown(live, source)
@@ -330,10 +344,14 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
             for one in written:
                 self._origins.changed(one, tensors)
                 self._derive(one, names)
-            return self._looked(func(*args, **kwargs), names)
+            result = func(*args, **kwargs)
+            self.made.came(name, tensors, _tensors(result))
+            return self._looked(result, names)
         self.refuse(names, f"is put in its place by {name}, and not by a plain copy")
         for one in written:
             self._fill(one, [tensor for tensor in tensors if tensor is not one])
+        if self.made.takes(written, tensors):
+            return func(*args, **kwargs)
         if kwargs.get("out") is not None:
             return kwargs["out"]
         return None if name.startswith("__set") else written[0]
