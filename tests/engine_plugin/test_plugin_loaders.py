@@ -4,6 +4,7 @@ a look at a loader changes nothing."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -14,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from patch_writer import lanes, root, some_changed, write_patch
+from patch_writer import bytes_of, lanes, root, some_changed, write_patch
 from plugin_models import ToyHost
 from torch import Tensor, nn
 from weightcast_engine.front import Front
-from weightcast_engine.refusals import BadPatch, OtherBase
+from weightcast_engine.refusals import BadPatch, OtherBase, Refusal
 
 W = torch.arange(48, dtype=torch.float32).reshape(6, 8) + 1
 
@@ -392,6 +393,37 @@ def test_two_servers_before_one_engine_never_take_each_others_sums(tmp_path: Pat
         if late.answer is not None:
             assert late.answer["lanes"] == {name: lanes(tensor) for name, tensor in base.items()}
     assert came_between > 0
+
+
+@pytest.mark.parametrize("begun", range(2, 7))
+def test_a_check_of_another_server_between_check_and_apply_takes_nothing_of_the_update(
+    tmp_path: Path, begun: int
+) -> None:
+    """Whichever of its orders come before the one server's check, and which after it."""
+    base = {"first": W, "second": W}
+    host = ToyHost([Loaded(lambda m: None)], base, tmp_path)
+    host.run("hold", 0, root(0), "0")
+    target = some_changed(base, 1, 0.3)
+    file = write_patch(host.patches, base, target, 1)
+    mine = Front(host.controls)
+    for steps in range(1, 5):
+
+        async def checked() -> None:
+            await mine.check(file)
+
+        async def applied() -> object:
+            await mine.pause("wait")
+            return await mine.apply(file, "1")
+
+        before = host.live()
+        others = Late(Late(host.controls, begun, checked), begun + steps, applied)
+        with contextlib.suppress(Refusal):
+            asyncio.run(Front(others).check(file))
+        if others.answer is not None:
+            held = {name: bytes_of(tensor).tobytes() for name, tensor in target.items()}
+            assert host.live() == [{f"{name}.w": data for name, data in held.items()}]
+            return
+        assert host.live() == before
 
 
 @pytest.fixture(autouse=True)

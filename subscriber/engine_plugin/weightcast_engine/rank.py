@@ -98,6 +98,8 @@ class EngineRank:
         self._stage: Stage | None = None
         self._passed = _NOTHING
         self._update = LiveUpdate()
+        self._summed: LiveUpdate | None = None
+        """the update of which all touched words were told"""
         self._undo: LiveUpdate | None = None
         self._spent: tuple[object, ...] = ()
         """of the update that was committed last: let go with the next order, for it takes milliseconds"""
@@ -173,7 +175,7 @@ class EngineRank:
 
     def _begin(self, order: Order) -> Answer:
         self._require_certain()
-        self._update, self._passed = LiveUpdate(), _NOTHING
+        self._update, self._passed, self._summed = LiveUpdate(), _NOTHING, None
         self._stage = Stage(self._patches, order["file"], self._limit)
         return self._staged(order)
 
@@ -204,7 +206,9 @@ class EngineRank:
     def _sum_touched(self, order: Order) -> Answer:
         """Begins the sums over the touched words, before and after, and the update. Nothing is written."""
         patch, found = self._patch(order), self._residence.current()
-        update = self._update = LiveUpdate()
+        # what was checked before is gone with its update
+        update, self._passed, self._summed = LiveUpdate(), _NOTHING, None
+        self._update = update
         late = self._residence.late()
         for change in patch.changes:
             self._residence.require(change, found, late)
@@ -215,6 +219,7 @@ class EngineRank:
                     for part in update.touched(piece, change):
                         yield part.changes, [number, at, *part.old, *part.new]
             update.join()
+            self._summed = update
 
         self._work, self._turn = work(), order["turn"]
         return {}
@@ -246,7 +251,10 @@ class EngineRank:
         return {"rows": rows, "done": False}
 
     def _pass(self, order: Order) -> Answer:
-        self._passed = (self._require_stage(order).name, self._changes, self._residence.print)
+        stage = self._require_stage(order)
+        if self._summed is not self._update:
+            raise OtherBase("another order came between", remedy="ask again")
+        self._passed = (stage.name, self._changes, self._residence.print)
         return {}
 
     # a paused engine
@@ -276,7 +284,8 @@ class EngineRank:
             except BaseException as error:
                 self._doubt = f"an update could not be taken back: {error}"[:300]
                 raise InDoubt(self._doubt, remedy=RELOAD_AND_TELL) from error
-            self._undo, self._update = None, LiveUpdate()
+            self._undo = self._summed = None
+            self._update = LiveUpdate()
         return {}
 
     def _commit(self, order: Order) -> Answer:
@@ -284,7 +293,7 @@ class EngineRank:
         patch = stage.patch()
         self._held, self._label = patch.target, order["label"]
         self._spent = (stage, patch, self._undo, self._update, self._work)
-        self._undo = self._stage = None
+        self._undo = self._stage = self._summed = None
         self._work, self._update = iter(()), LiveUpdate()
         return self._look(order)
 
@@ -304,7 +313,7 @@ class EngineRank:
         there was."""
         self._doubt = self._doubt if doubt is None else doubt
         self._changes += 1
-        self._held = self._label = self._undo = self._stage = None
+        self._held = self._label = self._undo = self._stage = self._summed = None
         self._work, self._update = iter(()), LiveUpdate()
         self._residence.forget()
 
