@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -319,12 +321,33 @@ def test_what_a_first_step_keeps_refuses_the_weight_from_then_on(tmp_path: Path)
     assert host.run("digest", ["second"], 0, 1)["lanes"] == {"second": lanes(alone["second"])}
 
 
+class Slotted:
+    __slots__ = ("t",)
+
+    def __init__(self, t: Tensor) -> None:
+        self.t = t
+
+    def get(self) -> Tensor:
+        return self.t
+
+
+class Own(Tensor):
+    pass
+
+
 KEPT: dict[str, Callable[[Any, Tensor], object]] = {
     "an object": lambda m, t: setattr(m.plain, "t", t),
     "an object of an object": lambda m, t: setattr(m.plain, "t", SimpleNamespace(inner=[t])),
     "a dict": lambda m, t: m.table.__setitem__("t", t),
     "a private dict": lambda m, t: setattr(m, "_cache", {"t": t}),
     "a function": lambda m, t: setattr(m, "act", lambda x: t @ x),
+    "a function's default": lambda m, t: setattr(m, "act", lambda x, t=t: t @ x),
+    "a function's named default": lambda m, t: setattr(m, "act", lambda x, *, t=t: t @ x),
+    "a call with it": lambda m, t: setattr(m, "act", functools.partial(torch.add, t)),
+    "a call of it": lambda m, t: setattr(m, "act", Slotted(t).get),
+    "an object with slots": lambda m, t: setattr(m, "act", Slotted(t)),
+    "a queue": lambda m, t: setattr(m, "act", deque([t])),
+    "a tensor of another class": lambda m, t: setattr(m.plain, "t", t.as_subclass(Own)),
     "the weight": lambda m, t: setattr(m.first.w, "cache", t),
     "a buffer of another module": lambda m, t: m.second.register_buffer("t", t),
 }
@@ -341,6 +364,30 @@ def test_a_copy_that_the_engine_made_is_known_by_what_it_holds(
     KEPT[case](model, model.first.w.detach().to(dtype).clone())
     found = host.run("state")["refused"]
     assert "first" in found and ("second" not in found or "buffer" in case)
+
+
+@pytest.mark.parametrize("kind", ["integers", "no numbers", "one storage"])
+def test_a_copy_is_known_whatever_the_weight_is(tmp_path: Path, kind: str) -> None:
+    model = Loaded(lambda m: None)
+    first = W.int() if kind == "integers" else W.clone()
+    if kind == "integers":
+        model.first.w = weight(first)
+    elif kind == "no numbers":
+        first[1, 2] = float("nan")
+    else:
+        both = torch.zeros(2, 6, 8)
+        model.first.w, model.second.w = (nn.Parameter(one, requires_grad=False) for one in both)
+    host = ToyHost([model], {"first": first, "second": -W}, tmp_path)
+    model.plain.t = model.first.w.detach().clone()
+    assert "kept a second time" in host.run("state")["refused"]["first"]
+
+
+def test_tensors_without_memory_of_their_own_are_passed_by(tmp_path: Path) -> None:
+    model = Loaded(lambda m: m.first.w.double())
+    host = ToyHost([model], {"first": W, "second": -W}, tmp_path)
+    model.plain.t = W.to_sparse()
+    told = host.run("state")
+    assert told["refused"] == {} and told["patchable"] and not told["in_doubt"]
 
 
 def test_other_tensors_that_an_engine_keeps_refuse_nothing(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weightcast_engine.blocks import Block, Key, Scattered, View, blocks_of, tile
-from weightcast_engine.piece import Piece, flat_of, storage, view_of
+from weightcast_engine.piece import Piece, flat_of, has_memory, storage, view_of
 
 _COPIES = frozenset({"contiguous", "clone"})
 """calls that copy a tensor as it is"""
@@ -120,7 +120,7 @@ def living_tensors() -> list[Tensor]:
     if frozen:
         gc.unfreeze()
     try:
-        return [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+        return [one for one in gc.get_objects() if issubclass(type(one), Tensor) and has_memory(one)]
     finally:
         if frozen:
             gc.freeze()

@@ -25,6 +25,15 @@ def storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Whether its elements lie in a storage: not those of sparse ones, or of what only stands for others.
+    Types are asked, not objects: some of an engine's answer in their own way."""
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def view_of(tensor: Tensor) -> View:
     return View(tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
 
