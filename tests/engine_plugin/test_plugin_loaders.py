@@ -390,6 +390,38 @@ def test_tensors_without_memory_of_their_own_are_passed_by(tmp_path: Path) -> No
     assert told["refused"] == {} and told["patchable"] and not told["in_doubt"]
 
 
+BESIDE: dict[str, Callable[[nn.Module, Tensor], object]] = {
+    "in a dict": lambda m, w: setattr(m, "made", {"wide": w * 2}),
+    "in a dict of lists": lambda m, w: setattr(m, "_made", {"wide": [w * 2]}),
+    "as complex numbers": lambda m, w: setattr(m, "made", torch.view_as_complex(w.view(6, 4, 2) * 2)),
+    "as 8-bit integers": lambda m, w: setattr(m, "made", (w * 2).to(torch.int8)),
+    "as 4-bit integers": lambda m, w: setattr(m, "made", w[:, :1].to(torch.int32)),
+    "as a buffer of integers": lambda m, w: m.register_buffer("made", (w * 2).to(torch.int8)),
+}
+
+
+@pytest.mark.parametrize("buffer", [False, True])
+@pytest.mark.parametrize("case", BESIDE)
+def test_what_a_module_keeps_beside_its_weights_refuses_these(
+    tmp_path: Path, case: str, buffer: bool
+) -> None:
+    model = Loaded(lambda m: None)
+    if buffer:
+        del model.first.w
+        model.first.register_buffer("w", torch.zeros(6, 8))
+    host = ToyHost([model], {"first": W, "second": W}, tmp_path)
+    BESIDE[case](model.first, model.first.w.detach())  # type: ignore[arg-type, operator]
+    assert list(host.run("state")["refused"]) == ["first"]
+
+
+def test_indices_and_flags_beside_weights_refuse_nothing(tmp_path: Path) -> None:
+    model = Loaded(lambda m: None)
+    host = ToyHost([model], {"first": W, "second": W}, tmp_path)
+    model.first.register_buffer("places", torch.arange(6))
+    model.first.experts, model.first.mask = torch.zeros(9, dtype=torch.int32), W > 3
+    assert host.run("state")["refused"] == {}
+
+
 def test_other_tensors_that_an_engine_keeps_refuse_nothing(tmp_path: Path) -> None:
     model = Loaded(lambda m: None)
     host = ToyHost([model], {"first": W, "second": -W}, tmp_path)

@@ -8,10 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from weightcast_engine.piece import storage
+from weightcast_engine.piece import has_memory, storage
 
 NOT_WEIGHTS = frozenset({"kv_cache"})
 """attributes that hold no weights"""
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""attributes of every module, what is registered among them"""
+_PACKED, _BITS = (torch.int8, torch.uint8, torch.int16, torch.int32), (2, 4, 8)
+"""integers that may hold a weight in so many bits an element; others are indices and flags"""
 
 
 def live_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -59,7 +63,9 @@ class OwnTensor:
     tensor: Tensor
     address: int
     listed: bool
-    """in a list or tuple"""
+    """in a list, tuple or dict"""
+    deep: bool
+    """in a dict, or one of these in another: of weights of the module's own alone"""
 
     @property
     def stands(self) -> bool:
@@ -72,11 +78,13 @@ def own_tensors(model: nn.Module) -> Iterator[OwnTensor]:
     registered = storages_of(model)
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
-            if attribute in NOT_WEIGHTS or (attribute.startswith("_") and isinstance(value, dict)):
+            if attribute in NOT_WEIGHTS or attribute in _OF_TORCH:
                 continue
+            flat = [value] if isinstance(value, Tensor) else value if isinstance(value, list | tuple) else []
             for tensor in _tensors(value):
-                if _is_own(tensor, registered):
-                    yield OwnTensor(name, module, attribute, tensor, tensor.data_ptr(), tensor is not value)
+                deep = not any(tensor is one for one in flat)
+                if _is_own(tensor, registered, module, recurse=not deep):
+                    yield OwnTensor(name, module, attribute, tensor, tensor.data_ptr(), tensor is not value, deep)
 
 
 def private_copies(own: Iterable[OwnTensor], mirrored: Collection[int] = ()) -> Mapping[int, str]:
@@ -88,7 +96,8 @@ def private_copies(own: Iterable[OwnTensor], mirrored: Collection[int] = ()) -> 
         if storage(one.tensor) not in mirrored or one.listed:
             name = one.name or "the model"
             reason = f"{name} computes with a tensor {one.attribute} that may be made of it"
-            found = {storage(weight): reason for weight in one.module.parameters()} | found
+            weights = _weights_of(one.module, recurse=not one.deep)
+            found = {storage(weight): reason for weight in weights} | found
     return found
 
 
@@ -101,26 +110,37 @@ def late_copies(model: nn.Module, known: Iterable[OwnTensor]) -> Mapping[int, st
 def unloaded(model: nn.Module, reached: Collection[int]) -> Mapping[int, str]:
     """Storage to reason: weights of modules with a registered weight that no loader fills. It may be made of
     the others when a model is loaded, and would stay as it is when they are patched. A buffer is taken to be
-    made of its own module's parameters only. `reached`: the storages that the loader puts anything into."""
+    made of its own module's weights only. `reached`: the storages that the loader puts anything into."""
     found = dict[int, str]()
     for name, module in model.named_modules():
         for recurse, registered in ((True, module._parameters), (False, module._buffers)):
             for own, weight in registered.items():
-                if weight is not None and _is_own(weight, reached):
+                if weight is not None and _is_own(weight, reached, module, recurse=recurse):
                     where = name or "the model"
                     reason = f"{where} computes with {own}, which is not loaded but may be made of it"
-                    others = module.parameters(recurse=recurse)
-                    found |= {storage(other): reason for other in others}
+                    found |= {storage(other): reason for other in _weights_of(module, recurse=recurse)}
     return found
 
 
-def _is_own(tensor: Tensor, registered: Collection[int]) -> bool:
+def _weights_of(module: nn.Module, *, recurse: bool) -> list[Tensor]:
+    return [*module.parameters(recurse=recurse), *module.buffers(recurse=recurse)]
+
+
+def _is_own(tensor: Tensor, registered: Collection[int], module: nn.Module, *, recurse: bool) -> bool:
+    """`module`: of whose weights it may be made."""
     # a single number is a scale or a flag
-    return tensor.numel() > 1 and tensor.is_floating_point() and storage(tensor) not in registered
+    if tensor.numel() < 2 or not has_memory(tensor) or storage(tensor) in registered:
+        return False
+    if tensor.dtype not in _PACKED:
+        return bool(tensor.is_floating_point() or tensor.is_complex())
+    counts = {8 * tensor.nbytes // bits for bits in _BITS}
+    weights = _weights_of(module, recurse=recurse)
+    return any(weight.numel() in counts for weight in weights if weight is not tensor)
 
 
-def _tensors(value: object) -> Iterator[Tensor]:
+def _tensors(value: object, depth: int = 3) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, list | tuple):
-        yield from (item for item in value if isinstance(item, Tensor))
+    elif depth and isinstance(value, list | tuple | dict):
+        for item in list(value.values() if isinstance(value, dict) else value):
+            yield from _tensors(item, depth - 1)
