@@ -366,6 +366,13 @@ def test_a_copy_that_the_engine_made_is_known_by_what_it_holds(
     assert "first" in found and ("second" not in found or "buffer" in case)
 
 
+def test_eight_bit_scales_that_are_kept_are_compared(tmp_path: Path) -> None:
+    model = Loaded(lambda m: None)
+    host = ToyHost([model], {"first": W, "second": -W}, tmp_path)
+    model.plain.t = torch.ones(48).to(torch.float8_e8m0fnu)
+    assert host.run("state")["refused"] == {}
+
+
 @pytest.mark.parametrize("kind", ["integers", "no numbers", "one storage"])
 def test_a_copy_is_known_whatever_the_weight_is(tmp_path: Path, kind: str) -> None:
     model = Loaded(lambda m: None)

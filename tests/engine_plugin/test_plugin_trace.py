@@ -137,6 +137,39 @@ def test_copies_of_narrow_views_are_taken(tmp_path: Path, case: str) -> None:
     assert host.run("digest", None, 0, 9)["lanes"] == {"w": lanes(target["w"])}
 
 
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64", "complex64", "float8_e8m0fnu"])
+def test_a_tensor_of_any_dtype_is_given_to_the_loader_and_patched(tmp_path: Path, dtype: str) -> None:
+    """One that it did not get could be a scale of others."""
+
+    def load(model: nn.Module, name: str, given: Tensor) -> None:
+        place = model.w if name == "w" else model.s
+        place.data.copy_(given)  # type: ignore[operator, union-attr]
+        if name == "z":
+            model.w.data.clamp_(max=40)  # type: ignore[operator, union-attr]
+
+    scale = torch.arange(1, 9).to(getattr(torch, dtype))
+    host = ToyHost([Loads(load, s=torch.zeros_like(scale))], {"w": W, "s": scale}, tmp_path / "a")
+    host.run("hold", 0, root(0), "0")
+    assert host.run("state")["refused"] == {}
+    words = scale.clone().view(torch.uint8)
+    words[:: scale.element_size()] ^= 1
+    target = {"w": W + 1, "s": words.view(scale.dtype)}
+    host.update(write_patch(host.patches, {"w": W, "s": scale}, target, 1))
+    assert host.run("digest", None, 0, 9)["lanes"] == {name: lanes(one) for name, one in target.items()}
+
+    model = Loads(load, s=torch.zeros_like(scale))
+    told = ToyHost([model], {"w": W, "z": scale}, tmp_path / "b").run("state")["refused"]
+    assert "shares its place" in told["w"]
+
+
+def test_a_dtype_without_a_name_here_is_a_reason_to_patch_nothing(tmp_path: Path) -> None:
+    host = ToyHost([Loads(put(lambda t: t))], {"w": W}, tmp_path)
+    file = host.directory / "model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b'"F32"', b'"F4" '))
+    told = host.run("state")
+    assert not told["patchable"] and "w has a dtype that is not known here" in told["reason"]
+
+
 def test_padding_beside_a_tensor_is_no_part_of_it(tmp_path: Path) -> None:
     """As SGLang pads slices of tensor-parallel ranks on a CPU: columns and rows that the checkpoint lacks."""
 

@@ -52,7 +52,11 @@ def _equal(weight: Tensor, tensor: Tensor) -> bool:
     if not (tensor.is_floating_point() or tensor.dtype == weight.dtype) or tensor.device != weight.device:
         return False
     own, other = weight.detach().reshape(-1), tensor.detach().reshape(-1)
-    return all(_same(own[:most].to(other.dtype), other[:most]) for most in (_FIRST, own.numel()))
+    # not every torch compares 8-bit floats
+    wide = torch.float32 if other.is_floating_point() and other.element_size() == 1 else other.dtype
+    return all(
+        _same(own[:most].to(other.dtype).to(wide), other[:most].to(wide)) for most in (_FIRST, own.numel())
+    )
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -188,7 +188,7 @@ def _check_index(name: str, index: Index, elements: int) -> None:
 
 def _check_finite(name: str, form: Form, words: torch.Tensor) -> None:
     dtype = DTYPES[form.dtype]
-    if not dtype.is_floating_point:
+    if not (dtype.is_floating_point or dtype.is_complex):
         return
     for piece in words.split(1 << 20):
         values = piece.view(dtype)

@@ -27,6 +27,15 @@ DTYPES: Mapping[str, torch.dtype] = {
     "F32": torch.float32,
     "I64": torch.int64,
     "F64": torch.float64,
+    "C64": torch.complex64,
+    **{
+        code: getattr(torch, name)
+        for code, name in (
+            *(("U16", "uint16"), ("U32", "uint32"), ("U64", "uint64")),
+            ("F8_E8M0", "float8_e8m0fnu"),
+        )
+        if hasattr(torch, name)  # an engine's torch may be older
+    },
 }
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Of a width in bytes: the dtype in which words are moved, so that nothing is rounded."""
@@ -57,8 +66,8 @@ class Form:
 
 
 def checkpoint_forms(directory: Path) -> dict[str, Form]:
-    """All tensors of the safetensors files in `directory`; dtypes that torch has no name for are left out.
-    Raises BadPatch where the directory can't be read."""
+    """All tensors of the safetensors files in `directory`. Raises BadPatch where the directory can't be read,
+    and for a dtype that torch has no name for: what a loader does with such a tensor can't be seen."""
     found: dict[str, Form] = {}
     try:
         for path in sorted(directory.glob("*.safetensors")):
@@ -86,8 +95,9 @@ def _header_forms(path: Path) -> dict[str, Form]:
 
 def _forms(entries: Mapping[str, object]):  # type: ignore[no-untyped-def]
     for name, entry in entries.items():
-        if type(entry) is dict and entry.get("dtype") in DTYPES:
-            yield name, Form(str(entry["dtype"]), strict.shape(entry.get("shape"), name))
+        if type(entry) is not dict or entry.get("dtype") not in DTYPES:
+            raise ValueError(f"{name[:200]} has a dtype that is not known here")
+        yield name, Form(str(entry["dtype"]), strict.shape(entry.get("shape"), name))
 
 
 def misplaced(directory: Path, patches: Path) -> str | None:
