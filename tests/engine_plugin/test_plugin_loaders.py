@@ -187,6 +187,60 @@ def test_what_else_lies_in_the_place_of_a_tensor_that_is_refused_is_refused_too(
     assert set(refused(tmp_path / "b", Columns(), w=W, column=W[:, 2].contiguous())) == {"w", "column"}
 
 
+class Clamped(nn.Parameter):
+    """At most 40, whoever copies into it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_:
+            args = (args[0], args[1].clamp(max=40.0))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Counted(nn.Parameter):
+    """As it is; vLLM's parameters are such."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Elsewhere(Tensor):
+    """Stands for another tensor."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Any:
+        made = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inner = func(*(one.inner if isinstance(one, cls) else one for one in args), **(kwargs or {}))
+        return args[0] if func is torch.ops.aten.copy_.default else cls(inner)
+
+
+class Itself(Loaded):
+    """Copies into the weights, and not into their `data`."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            self.get_submodule(name).w.copy_(tensor)  # type: ignore[operator, union-attr]
+
+
+def test_parameters_of_other_classes_are_loaded_in_their_own_way(tmp_path: Path) -> None:
+    model = Itself(lambda m: None)
+    model.first.w, model.second.w = (kind(torch.zeros(6, 8), False) for kind in (Clamped, Counted))
+    found = refused(tmp_path / "a", model, first=W, second=W)
+    assert list(found) == ["first"] and "computed from it" in found["first"]
+
+    model.first.w = nn.Parameter(Elsewhere(torch.zeros(6, 8)), False)
+    found = refused(tmp_path / "b", model, first=W, second=-W)
+    assert list(found) == ["first"] and "Elsewhere" in found["first"]
+
+
 class Pool(Loaded):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         def load(pair: tuple[str, Tensor]) -> None:
@@ -194,16 +248,20 @@ class Pool(Loaded):
             target.zero_()  # type: ignore[operator]
             target.copy_(pair[1])  # type: ignore[operator]
 
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(load, weights))
+        list(self.pool.map(load, weights))
 
 
-def test_a_loader_with_threads_is_refused_and_none_is_started(tmp_path: Path) -> None:
+@pytest.mark.parametrize("started", [False, True])
+def test_a_loader_with_threads_is_refused_and_none_is_started(tmp_path: Path, started: bool) -> None:
     model = Pool(lambda m: None)
+    model.pool = ThreadPoolExecutor(2)
     host = ToyHost([model], {"first": W, "second": W}, tmp_path)
+    if not started:
+        model.pool = ThreadPoolExecutor(2)
     before = host.live()
     found = host.run("state")["refused"]
     assert set(found) == {"first", "second"} and "loads in threads" in found["first"]
+    assert len(model.pool._threads) == (2 if started else 0)
     assert host.live() == before
     thread = threading.Thread(target=lambda: None)
     thread.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Lock, Thread, get_ident
 from typing import Any
@@ -73,17 +74,26 @@ class Unseen(RuntimeError):
 
 @contextmanager
 def no_threads() -> Iterator[None]:
-    """This one may start none. Others of the process may."""
+    """This one may start none, and give those of a pool nothing to do. Others of the process may."""
     with _STARTING:
-        own, start = get_ident(), Thread.start
+        own, start, submit = get_ident(), Thread.start, ThreadPoolExecutor.submit
 
-        def checked(self: Thread) -> None:
+        def check() -> None:
             if get_ident() == own:
                 raise Unseen("it loads in threads, which cannot be followed")
+
+        def checked_start(self: Thread) -> None:
+            check()
             start(self)
 
-        Thread.start = checked  # type: ignore[method-assign]
+        def checked_submit(self: ThreadPoolExecutor, /, *args: Any, **kwargs: Any) -> Any:
+            check()
+            return submit(self, *args, **kwargs)
+
+        Thread.start = checked_start  # type: ignore[method-assign]
+        ThreadPoolExecutor.submit = checked_submit  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
             Thread.start = start  # type: ignore[method-assign]
+            ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]

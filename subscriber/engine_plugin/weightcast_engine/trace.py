@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from weightcast_engine.blocks import Key, Scattered, View, blocks_of, disjoint
 from weightcast_engine.guard import Unseen, no_threads
 from weightcast_engine.mirrors import Mirror, Origins, is_whole, with_mirrors
-from weightcast_engine.piece import Piece, flat_of, storage, view_of
+from weightcast_engine.piece import Piece, flat_of, has_memory, storage, view_of
 from weightcast_engine.unfilled import Made
 from weightcast_engine.words import DTYPES, Form
 
@@ -266,6 +266,10 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if types and torch._C._is_torch_function_enabled():
+            # a tensor of a class of its own may do something else; what it comes to passes through here again
+            with self:
+                return self._as_its_class(func, types, args, kwargs)
         name = getattr(func, "__name__", "")
         if func is Tensor.copy_:
             return self._copied(*args[:2])
@@ -291,6 +295,14 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
         self.made.came(name, tensors, _tensors(result))
         return self._looked(result, names) if names else result
 
+    @staticmethod
+    def _as_its_class(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        for kind in types:
+            result = kind.__torch_function__(func, types, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        raise TypeError(f"no class of {[kind.__name__ for kind in types]} takes {func}")
+
     def _copied(self, live: Tensor, source: Tensor) -> Tensor:
         if live.device.type == "meta":
             self._origins.changed(live, [source])
@@ -301,6 +313,8 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
         name = self._whole.get(storage(source)) if source.device.type == "meta" else None
         if name is None:
             self._unknown(live, source)
+        elif not has_memory(live):
+            self.refuse([name], f"is put into a {type(live).__name__}, which keeps its elements elsewhere")
         elif live.dtype != source.dtype:
             self.refuse([name], f"is converted from {source.dtype} to {live.dtype}")
             self._fill(live, [])
