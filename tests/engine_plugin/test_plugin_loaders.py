@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from patch_writer import bytes_of, lanes, root, some_changed, write_patch
@@ -159,6 +160,19 @@ def test_a_loader_that_fails_for_one_tensor_is_seen_with_all_others_at_once(
     tensors = {name: torch.ones(1) if name == "s" else W for name in order.split()}
     found = refused(tmp_path, Looks(), **tensors)
     assert set(found) == {"a", "b", "s"} and "is not taken by the model's loader" in found["s"]
+
+
+@pytest.mark.parametrize("rows", [0, 5, 6])
+def test_weights_that_share_memory_in_another_way_than_views_are_refused(tmp_path: Path, rows: int) -> None:
+    """What was loaded last lies in both."""
+    model, memory = Loaded(lambda m: None), np.zeros((12, 8), np.float32)
+    model.first.w, model.second.w = (
+        nn.Parameter(torch.from_numpy(part), False) for part in (memory[:6], memory[rows : rows + 6])
+    )
+    ones = torch.ones(6, 8)
+    found = refused(tmp_path, model, first=ones, second=ones)
+    assert set(found) == (set() if rows == 6 else {"first", "second"})
+    assert all("shares its memory" in reason for reason in found.values())
 
 
 def test_what_else_lies_in_the_place_of_a_tensor_that_is_refused_is_refused_too(tmp_path: Path) -> None:

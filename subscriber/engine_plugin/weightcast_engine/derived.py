@@ -122,6 +122,24 @@ def unloaded(model: nn.Module, reached: Collection[int]) -> Mapping[int, str]:
     return found
 
 
+def memory_shared(model: nn.Module) -> Mapping[int, str]:
+    """Storage to reason: weights whose memory another storage holds too, as two arrays over one buffer do.
+    What is loaded last lies in both."""
+    held = {storage(weight): weight for _, weight in live_tensors(model) if has_memory(weight)}
+    spans = []
+    for key, weight in held.items():
+        memory = weight.untyped_storage()
+        if memory.nbytes() and not weight.is_meta:
+            spans.append((str(weight.device), memory.data_ptr(), memory.data_ptr() + memory.nbytes(), key))
+    found, widest = dict[int, str](), ("", 0, 0, 0)
+    for span in sorted(spans):
+        if span[0] == widest[0] and span[1] < widest[2]:
+            found |= dict.fromkeys((span[3], widest[3]), "shares its memory with another weight")
+        if span[0] != widest[0] or span[2] > widest[2]:
+            widest = span
+    return found
+
+
 def _weights_of(module: nn.Module, *, recurse: bool) -> list[Tensor]:
     return [*module.parameters(recurse=recurse), *module.buffers(recurse=recurse)]
 

@@ -27,6 +27,7 @@ from weightcast_engine.derived import (
     WeightPlace,
     late_copies,
     live_tensors,
+    memory_shared,
     own_tensors,
     places_of,
     private_copies,
@@ -405,6 +406,7 @@ def _mapped(engine: EngineHere, forms: Mapping[str, Form]) -> tuple[Map, Sequenc
         **private_copies(own, found.mirrored),
         **unloaded(engine.model, found.reached | found.mirrored),
         **copies_kept(engine.model, found.reached, found.mirrored),
+        **memory_shared(engine.model),
         **engine.refusals(),
     }
     for name, pieces in list(found.pieces.items()):
