@@ -103,6 +103,9 @@ def dtype_of(name: str, tensor: Any) -> str:
     """Its safetensors name. Raises Refused."""
     if isinstance(tensor, RawTensor | CastTensor):
         return tensor.dtype
+    layout = str(getattr(tensor, "layout", "torch.strided")).removeprefix("torch.")
+    if layout != "strided" or getattr(tensor, "is_nested", False):
+        raise Refused(f"{name} is no dense tensor ({layout})", remedy="give tensor.to_dense()")
     if not hasattr(tensor, "dtype") or not hasattr(tensor, "shape"):
         raise Refused(
             f"{name} is no tensor but of type {type(tensor).__name__}",

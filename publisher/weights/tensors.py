@@ -273,7 +273,8 @@ def _flat(tensor: Any) -> Any:
         return tensor.flat.view(f"<u{DTYPES[tensor.dtype][0]}")
     if isinstance(tensor, np.ndarray):
         return np.ascontiguousarray(tensor).reshape(-1)
-    return tensor.detach().contiguous().reshape(-1)
+    # views may negate or conjugate what lies in memory
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
 
 
 def _host_words(flat: Any, spec: TensorSpec, start: int, stop: int) -> Words:

@@ -196,6 +196,38 @@ def test_tensors_that_lie_oddly_in_memory(tmp_path: Path, rng: np.random.Generat
     run.device[0].arrives(model, 2)
 
 
+def test_views_that_turn_signs_are_published_as_what_they_show(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    def given_as_views(model: Model) -> dict[str, Any]:
+        real, pairs = as_torch(model["f"]), as_torch(Tensor("F32", (60, 2), model["c"].data))
+        turned = torch.view_as_complex(pairs).conj_physical()
+        return {"f": torch._neg_view(-real), "c": turned.conj()}
+
+    floats = {name: tensor(rng, "F32", 120) for name in "fc"}
+    complexes = [{**floats, "c": Tensor("C64", (60,), floats["c"].data)}]
+    for _ in range(2):
+        floats = all_changed(floats, rng)
+        complexes.append({**floats, "c": Tensor("C64", (60,), floats["c"].data)})
+    with both(tmp_path, complexes[0], HELD) as run:
+        for model in complexes[1:]:
+            run.publish(given_as_views(model))
+    run.device[0].arrives(model, 2)
+
+
+@pytest.mark.parametrize("on_device", ["never", "always"])
+def test_tensors_that_are_not_dense_are_refused_by_name(
+    tmp_path: Path, rng: np.random.Generator, on_device: str
+) -> None:
+    model: Model = {"a": tensor(rng, "F32", 40, 3)}
+    place = make_place(tmp_path, model)
+    dense = as_torch(model["a"])
+    with place.publisher(on_device=on_device) as publisher:
+        for odd in (dense.to_sparse(), torch.nested.nested_tensor([dense], layout=torch.jagged)):
+            with pytest.raises(Refused, match="a is no dense tensor"):
+                publisher.publish({"a": odd})
+
+
 def test_a_tensor_of_several_chunks_that_starts_between_8_byte_words(
     tmp_path: Path, rng: np.random.Generator
 ) -> None:
