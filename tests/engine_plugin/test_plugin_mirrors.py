@@ -262,6 +262,38 @@ def test_what_is_made_of_a_weight_in_another_way_refuses_it(tmp_path: Path, case
         host.run("check", write_patch(host.patches, {"w": W}, some_changed({"w": W}, 1), 1))
 
 
+EARLY: dict[str, Callable[[nn.Module, Tensor], object]] = {
+    "at once": lambda m, t: (m.second.w.data.copy_(m.first.w), m.first.w.data.copy_(t)),
+    "by a copy": lambda m, t: [
+        m.second.w.data.copy_(one) for one in [m.first.w.clone()] if m.first.w.data.copy_(t) is not None
+    ],
+}
+
+
+@pytest.mark.parametrize("case", EARLY)
+def test_a_copy_of_what_was_there_before_is_none_of_what_is_loaded(tmp_path: Path, case: str) -> None:
+    class Before(Keeps):
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+            for _, tensor in weights:
+                EARLY[case](self, tensor)
+
+    host = ToyHost([Before(lambda m: None)], {"w": W}, tmp_path)
+    host.engines[0].reload()
+    assert "before it is loaded" in host.run("state")["refused"]["w"]
+
+
+def test_a_copy_that_is_made_again_after_each_part_is_patched(tmp_path: Path) -> None:
+    class Parts(Keeps):
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+            for name, tensor in weights:
+                self.first.w.data.narrow(0, 3 * "ab".index(name), 3).copy_(tensor)  # type: ignore[operator, union-attr]
+                for at in (0, 3):
+                    self.second.w.data[at : at + 3].copy_(self.first.w[at : at + 3])  # type: ignore[index, operator, union-attr]
+
+    host = ToyHost([Parts(lambda m: None)], {"a": W[:3].clone(), "b": W[3:].clone()}, tmp_path)
+    assert host.run("state")["refused"] == {}
+
+
 def test_a_place_that_is_copied_to_and_loaded_belongs_to_neither(tmp_path: Path) -> None:
     def load(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in weights:

@@ -29,6 +29,8 @@ class Mirror:
     live: Tensor
     weight: Tensor
     source: View
+    loads: int
+    """how many copies into weights had come when `source` was read"""
 
     @property
     def place(self) -> tuple[int, View, int, View]:
@@ -49,8 +51,10 @@ class Origins:
     def __init__(self, weights: Collection[int]) -> None:
         self._weights = weights
         self._made_of: dict[int, frozenset[int]] = {}
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-        """storage of the last copy to itself and what it is of: one is enough, and bounds the memory"""
+        self._copies: dict[int, Mirror] = {}
+        """by storage, of the last copy: one is enough, and bounds the memory"""
+        self.loads = 0
+        """copies into weights until now"""
 
     def of(self, tensors: Iterable[Tensor]) -> frozenset[int]:
         found = frozenset[int]()
@@ -71,7 +75,7 @@ class Origins:
             if made_of:
                 self._made_of[key] = made_of
                 if call in _COPIES and _same_form(result, given[0]) and result.is_contiguous():
-                    self._copies = {key: (result, given[0])}
+                    self._copies = {key: Mirror(result, given[0], view_of(given[0]), self.loads)}
 
     def changed(self, tensor: Tensor, others: Iterable[Tensor]) -> None:
         """`tensor`, none of the weights, has something of `others` in it now."""
@@ -100,18 +104,17 @@ class Origins:
         self._made_of.pop(key, None)
         self._copies.pop(key, None)
 
-    def seen_through(self, tensor: Tensor) -> tuple[Tensor, View] | None:
-        """A weight, and the elements of its storage that a tensor holds in this order; None where it holds
-        anything else."""
+    def mirror(self, live: Tensor, tensor: Tensor) -> Mirror | None:
+        """Of a copy of `tensor` into `live`; None where it holds anything but elements of one weight."""
         if storage(tensor) in self._weights:
-            return tensor, view_of(tensor)
-        copy, original = self._copies.get(storage(tensor), (None, None))
-        if copy is None or original is None or original.dtype != tensor.dtype:
+            return Mirror(live, tensor, view_of(tensor), self.loads)
+        copied = self._copies.get(storage(tensor))
+        if copied is None or copied.weight.dtype != tensor.dtype:
             return None
-        if storage(original) not in self._weights:
+        if storage(copied.weight) not in self._weights:
             return None
-        found = _through(view_of(tensor), view_of(copy), view_of(original))
-        return None if found is None else (original, found)
+        found = _through(view_of(tensor), view_of(copied.live), copied.source)
+        return None if found is None else replace(copied, live=live, source=found)
 
 
 def living_tensors() -> list[Tensor]:

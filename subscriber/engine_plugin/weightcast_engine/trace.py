@@ -29,6 +29,7 @@ Loader = Callable[[Iterable[tuple[str, Tensor]]], object]
 """a model's `load_weights`"""
 MOST_RUNS = 400
 """of a loader that fails, to find the tensors that it fails for"""
+_EARLY = "is copied beside it before it is loaded"
 _COMPUTED = "is also part of what the model's loader computes for another tensor"
 _LEAVES_TORCH = frozenset(
     {
@@ -145,6 +146,7 @@ def _mirror(found: Map, records: Sequence[_Record]) -> list[Tensor]:
     for mirror in mirrors:
         by_weight.setdefault(storage(mirror.weight), []).append(mirror)
     refused = {key: _COMPUTED for record in records for key in record.computed}
+    refused |= {key: _EARLY for record in records for key in record.early()}
     for key, some in by_weight.items():
         names = [name for name in lie.get(key, []) if name in found.pieces]
         try:
@@ -251,6 +253,8 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
         self.mirrors: list[Mirror] = []
         self.computed: set[int] = set()
         """storages of weights of which something else is made that is kept"""
+        self._loads: dict[int, list[tuple[int, Key]]] = {}
+        """by storage: the number of each copy of a checkpoint's tensor there, and its place"""
         self._whole = {storage(tensor): name for name, tensor in self.sources.items()}
         self._derived: dict[int, set[str]] = {}
         self._kept: list[Tensor] = []
@@ -263,6 +267,13 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
     def ended(self) -> None:
         """The loader is done: what it computed from weights and still lives is kept by somebody."""
         self.computed |= self._origins.outlived(self._known.kept)
+
+    def early(self) -> Iterator[int]:
+        """Storages of which something was copied elsewhere before it was loaded, and not again after it."""
+        for mirror in {mirror.place: mirror for mirror in self.mirrors}.values():
+            key, seen = storage(mirror.weight), _extent(mirror.source)
+            if any(at > mirror.loads and not disjoint([seen, one]) for at, one in self._loads.get(key, ())):
+                yield key
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -329,18 +340,20 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
             self._fill(live, [])
         else:
             self.copies.setdefault(name, []).append(_Copy(live, view_of(source)))
+            self._origins.loads += 1
+            self._loads.setdefault(storage(live), []).append((self._origins.loads, _extent(view_of(live))))
         return live
 
     def _unknown(self, live: Tensor, source: Tensor) -> None:
         names = self._names([source])
         self.refuse(names, "is not loaded itself, but what is computed from it")
-        seen = None if names or _is_turned(live) or _is_turned(source) else self._origins.seen_through(source)
+        seen = None if names or _is_turned(live) or _is_turned(source) else self._origins.mirror(live, source)
         if seen is None or live.dtype != source.dtype or live.shape != source.shape:
             self._fill(live, [source])
         elif storage(live) not in self._known.kept:
             self._origins.changed(live, [source])
-        elif (storage(live), view_of(live)) != (storage(seen[0]), seen[1]):
-            self.mirrors.append(Mirror(live, *seen))
+        elif (storage(live), view_of(live)) != (storage(seen.weight), seen.source):
+            self.mirrors.append(seen)
 
     def _fill(self, live: Tensor, others: Sequence[Tensor]) -> None:
         """With what is no checkpoint's tensor, but may be made of the weights in `others`."""
@@ -469,14 +482,14 @@ def _filled(tensor: Tensor) -> list[Key]:
     try:
         return [block.place for block in blocks_of(view, view)]
     except Scattered:
-        return [_extent(tensor)]
+        return [_extent(view)]
 
 
-def _extent(tensor: Tensor) -> Key:
-    if tensor.numel() == 0:
-        return (tensor.storage_offset(), 1, 0, 0)
-    last = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (tensor.storage_offset(), 1, last + 1, last + 1)
+def _extent(view: View) -> Key:
+    if 0 in view.shape:
+        return (view.offset, 1, 0, 0)
+    last = sum((length - 1) * step for length, step in zip(view.shape, view.strides, strict=True))
+    return (view.offset, 1, last + 1, last + 1)
 
 
 def _shared(places: list[tuple[str, Key]]) -> Iterator[tuple[str, str]]:
