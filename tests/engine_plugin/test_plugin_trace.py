@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -160,6 +161,13 @@ def test_a_tensor_of_any_dtype_is_given_to_the_loader_and_patched(tmp_path: Path
     model = Loads(load, s=torch.zeros_like(scale))
     told = ToyHost([model], {"w": W, "z": scale}, tmp_path / "b").run("state")["refused"]
     assert "shares its place" in told["w"]
+
+
+def test_a_pipe_among_the_files_of_a_checkpoint_is_not_waited_for(tmp_path: Path) -> None:
+    host = ToyHost([Loads(put(lambda t: t))], {"w": W}, tmp_path)
+    os.mkfifo(host.directory / "another.safetensors")
+    told = host.run("state")
+    assert not told["patchable"] and "no regular file" in told["reason"]
 
 
 def test_a_dtype_without_a_name_here_is_a_reason_to_patch_nothing(tmp_path: Path) -> None:

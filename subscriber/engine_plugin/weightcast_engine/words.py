@@ -84,13 +84,26 @@ def checkpoint_forms(directory: Path) -> dict[str, Form]:
 
 
 def _header_forms(path: Path) -> dict[str, Form]:
-    with path.open("rb") as file:
+    with open(path, "rb", opener=_without_waiting) as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(HEADER_LIMIT, os.fstat(file.fileno()).st_size):
             raise ValueError(f"{path.name}: no safetensors header")
         entries = strict.json_object(file.read(length))
     entries.pop("__metadata__", None)
     return dict(_forms(entries))
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """As a pipe would be waited for."""
+    file = os.open(path, flags | os.O_NONBLOCK)
+    _require_regular(file, path)
+    return file
+
+
+def _require_regular(file: int, name: str) -> None:
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(f"{name} is no regular file")
 
 
 def _forms(entries: Mapping[str, object]):  # type: ignore[no-untyped-def]
@@ -122,7 +135,5 @@ def open_regular(directory: Path, name: str) -> int:
         file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
     finally:
         os.close(folder)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise OSError(f"{name} is no regular file")
+    _require_regular(file, name)
     return file
