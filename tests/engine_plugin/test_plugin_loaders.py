@@ -361,12 +361,40 @@ def test_a_loader_that_keeps_what_it_is_given_where_nobody_can_put_it_back_leave
     assert not told["in_doubt"] and not told["patchable"] and "keeps what it was given" in told["reason"]
 
 
+def compiled(model: Any) -> None:
+    with torch._C.DisableTorchFunction():  # as compiled code
+        model.first.w.clamp_(max=40)
+
+
+def caught(model: Any) -> None:
+    with contextlib.suppress(RuntimeError):
+        compiled(model)
+
+
+BELOW: dict[str, Callable[[Any], object]] = {
+    "compiled": compiled,
+    "within a call": lambda m: nn.functional.embedding(torch.arange(6), m.first.w, max_norm=9.0),
+    "of the data": lambda m: nn.functional.embedding(torch.arange(6), m.first.w.data, max_norm=9.0),
+    "caught": caught,
+}
+
+
+@pytest.mark.parametrize("case", BELOW)
+def test_a_write_below_torchs_calls_is_not_carried_out(tmp_path: Path, case: str) -> None:
+    host = ToyHost([Loaded(BELOW[case])], {"first": W / 40, "second": -W}, tmp_path)
+    # a load would change these
+    host.engines[0].model.first.w.copy_(W)
+    before = host.live()
+    told = host.run("state")
+    assert "first" in told["refused"] and not told["in_doubt"]
+    assert host.live() == before
+
+
 def test_a_loader_that_changes_weights_unseen_is_asked_once_and_then_never(tmp_path: Path) -> None:
     """The engine is in doubt until a reload, and no weight of it is patched any more."""
 
     def then(model: Any) -> None:
-        with torch._C.DisableTorchFunction():  # as compiled code
-            model.first.w.relu_()
+        torch.utils.swap_tensors(model.first.w, nn.Parameter(model.first.w.clone(), False))
 
     host = ToyHost([Loaded(then)], {"first": W, "second": W}, tmp_path)
     host.run("hold", 0, root(0), "0")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from threading import Lock, Thread, get_ident
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightcast_engine.derived import live_tensors, places_of
+from weightcast_engine.piece import storage
 from weightcast_engine.refusals import RELOAD_AND_TELL, InDoubt
 
 _STARTING = Lock()
@@ -70,6 +73,42 @@ def _marks(model: nn.Module) -> list[tuple[object, ...]]:
 
 class Unseen(RuntimeError):
     """What a loader does in another thread does not pass through here: it would be carried out."""
+
+
+class NoWrites(TorchDispatchMode):  # type: ignore[misc]
+    """Whatever of a loader reaches torch's operators in another way than its calls may write into none of
+    the storages `kept`: what it would have written to is added to `written`."""
+
+    def __init__(self, kept: Collection[int], written: set[int]) -> None:
+        super().__init__()
+        self._kept, self._written = kept, written
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        written = _written_by(func)
+        if written:
+            given = [args[place] if place < len(args) else kwargs.get(name) for place, name in written]
+            keys = {storage(one) for one in _tensors(given)}.intersection(self._kept)
+            if keys:
+                self._written |= keys
+                raise Unseen(f"{func} would change weights in a way that cannot be followed")
+        return func(*args, **kwargs)
+
+
+@cache
+def _written_by(func: Any) -> list[tuple[int, str]]:
+    """Number and name of each argument that an operator writes to."""
+    schema = getattr(func, "_schema", None)  # operators of a higher order have none
+    arguments = enumerate(() if schema is None else schema.arguments)
+    return [(place, one.name) for place, one in arguments if one.alias_info and one.alias_info.is_write]
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _tensors(value)
+        elif value is not None:
+            yield value
 
 
 @contextmanager

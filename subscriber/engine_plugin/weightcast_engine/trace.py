@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from weightcast_engine.blocks import Key, Scattered, View, blocks_of, disjoint
-from weightcast_engine.guard import Unseen, no_threads
+from weightcast_engine.guard import NoWrites, Unseen, no_threads
 from weightcast_engine.mirrors import Mirror, Origins, is_whole, with_mirrors
 from weightcast_engine.piece import Piece, flat_of, has_memory, storage, view_of
 from weightcast_engine.unfilled import Made
@@ -222,7 +222,7 @@ class _Runs:
         self._left -= 1
         record = _Record({name: self._forms[name] for name in names}, self._known)
         try:
-            with no_threads(), record:
+            with no_threads(), NoWrites(self._known.kept, record.computed), record:
                 self._load(iter([(name, record.sources[name]) for name in names]))
         except Exception as error:  # a loader may raise anything
             record.failure = f"{type(error).__name__}: {error}"
