@@ -272,10 +272,10 @@ def test_a_loader_with_threads_is_refused_and_none_is_started(tmp_path: Path, st
     host = ToyHost([model], {"first": W, "second": W}, tmp_path)
     if not started:
         model.pool = ThreadPoolExecutor(2)
-    before = host.live()
+    before, threads = host.live(), len(model.pool._threads)
     found = host.run("state")["refused"]
     assert set(found) == {"first", "second"} and "loads in threads" in found["first"]
-    assert len(model.pool._threads) == (2 if started else 0)
+    assert len(model.pool._threads) == threads and started is (threads > 0)
     assert host.live() == before
     thread = threading.Thread(target=lambda: None)
     thread.start()
