@@ -84,7 +84,9 @@ def own_tensors(model: nn.Module) -> Iterator[OwnTensor]:
             for tensor in _tensors(value):
                 deep = not any(tensor is one for one in flat)
                 if _is_own(tensor, registered, module, recurse=not deep):
-                    yield OwnTensor(name, module, attribute, tensor, tensor.data_ptr(), tensor is not value, deep)
+                    yield OwnTensor(
+                        name, module, attribute, tensor, tensor.data_ptr(), tensor is not value, deep
+                    )
 
 
 def private_copies(own: Iterable[OwnTensor], mirrored: Collection[int] = ()) -> Mapping[int, str]:
