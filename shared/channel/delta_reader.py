@@ -17,7 +17,7 @@ from weightcast.shared.codec.container import decode_step
 from weightcast.shared.codec.field import PayloadReader, digest_stream, open_payload
 from weightcast.shared.digest.touched import SpanSums, span_sums
 from weightcast.shared.errors import MEND_CHANNEL, DamagedFile, UnknownFormat
-from weightcast.shared.files.durable import open_regular
+from weightcast.shared.files.durable import named, open_regular
 from weightcast.shared.files.safetensors import Header, read_header
 from weightcast.shared.words import ByteArray, Chunk, ChunkKey, TensorTable, Words
 
@@ -56,7 +56,8 @@ class _ShardFiles:
             self._arrived(name, offset + length)
         fd = open_regular(self._directory / name)
         try:
-            return self._read(fd, name, offset, length)
+            with named(self._directory / name):
+                return self._read(fd, name, offset, length)
         finally:
             os.close(fd)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from weightcast.shared.errors import RetryLater
-from weightcast.shared.files.durable import open_regular
+from weightcast.shared.files.durable import named, open_regular
 from weightcast.shared.words import ByteArray
 
 _BREAK_TIME = Path("/proc/sys/fs/lease-break-time")
@@ -105,7 +105,8 @@ class LeasedFile:
         data = np.empty(nbytes, np.uint8)
         view = data.data
         while view:
-            got = os.preadv(self._fd, [view], offset)
+            with named(self.path):
+                got = os.preadv(self._fd, [view], offset)
             if not got:
                 raise RetryLater(
                     f"{self.path} was cut short while it was read", remedy="is something writing it?"

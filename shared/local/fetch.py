@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from io import BufferedWriter
+from io import BufferedWriter, FileIO
 from pathlib import Path
 
 from blake3 import blake3
@@ -19,7 +19,7 @@ from blake3 import blake3
 from weightcast.shared.channel.index import FileRecord, ForeignIndex, Index
 from weightcast.shared.errors import DamagedFile, RetryLater
 from weightcast.shared.failpoints import failpoint
-from weightcast.shared.files.durable import open_regular, write_all
+from weightcast.shared.files.durable import named, open_regular, write_all
 from weightcast.shared.files.entries import exists, is_directory
 from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.spare import begin, make_room
@@ -112,9 +112,7 @@ class _Copy:
             except DamagedFile as error:
                 failure = cause = error
             except OSError as error:
-                failure = RetryLater(
-                    f"{source}: {error.strerror}", remedy="check the mount and the local disk"
-                )
+                failure = _of_disk(error, source)
                 cause = error
             # a directory whose index was read is no longer late but gone: another way is planned
             if time.monotonic() + pause > self.deadline or not is_directory(source.parent):
@@ -129,11 +127,12 @@ class _Copy:
         size = 0
         with (
             os.fdopen(open_regular(source), "rb", buffering=0) as read,
+            named(target),
             _opened(target, spare) as write,
         ):
             failpoint("fetch.begun", target)
-            while count := read.readinto(room):
-                block = room[:count]
+            while block := _read(read, source, room):
+                count = len(block)
                 size += count
                 if 0 <= record.size < size:
                     break
@@ -150,6 +149,18 @@ class _Copy:
                 f"the index says {record.size} bytes and {record.blake3[:16]}",
                 remedy="the file is damaged or not wholly visible yet; run `weightcast channel verify`",
             )
+
+
+def _read(file: FileIO, source: Path, room: memoryview) -> memoryview:
+    """What comes next of `source`, in `room`; empty at its end."""
+    with named(source):
+        return room[: file.readinto(room) or 0]
+
+
+def _of_disk(error: OSError, source: Path) -> RetryLater:
+    there = str(error.filename) == str(source)
+    remedy = "check the channel's mount" if there else "check the local disk and its space"
+    return RetryLater(f"{error.filename}: {error.strerror}", remedy=remedy)
 
 
 def _opened(target: Path, spare: Path) -> BufferedWriter:

@@ -23,7 +23,7 @@ from weightcast.shared.codec.plain import Begin, at_once
 from weightcast.shared.codec.scratch import scratch
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.failpoints import failpoint
-from weightcast.shared.files.durable import open_regular
+from weightcast.shared.files.durable import named, open_regular
 from weightcast.shared.files.strict_json import Members, parse_object
 from weightcast.shared.local import spare as spares
 from weightcast.shared.local.records import (
@@ -84,8 +84,9 @@ class JournalWriter:
         self.write(pack_record(record))
 
     def write(self, packed: Packed) -> None:
-        self._file.flush()
-        self._write(packed.buffers)
+        with named(self._path):
+            self._file.flush()
+            self._write(packed.buffers)
         self._records += packed.records
         self.changes += packed.changes
         failpoint("journal.record", self._path)
@@ -100,10 +101,11 @@ class JournalWriter:
                 left[0] = left[0][done:]
 
     def close(self) -> None:
-        self._file.flush()
-        self._file.truncate(os.lseek(self._file.fileno(), 0, os.SEEK_CUR))
-        self._file.write(HEAD.pack(_FOOTER_TENSOR, 0, self._records, 0, 0, 0) + _END)
-        self._file.close()
+        with named(self._path):
+            self._file.flush()
+            self._file.truncate(os.lseek(self._file.fileno(), 0, os.SEEK_CUR))
+            self._file.write(HEAD.pack(_FOOTER_TENSOR, 0, self._records, 0, 0, 0) + _END)
+            self._file.close()
         failpoint("journal.complete", self._path)
 
     def abandon(self) -> None:

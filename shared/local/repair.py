@@ -182,6 +182,7 @@ class _Scratch:
         self._table = table
         sizes = [-(-spec.nbytes // 8) * 8 for spec in table]
         self._places = np.concatenate([[0], np.cumsum(sizes)]).tolist()
+        self._path = path
         path.unlink(missing_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         self._fd = os.open(path, flags, 0o600)
@@ -197,7 +198,8 @@ class _Scratch:
         view = memoryview(words.view(np.uint8))  # type: ignore[arg-type]
         at = self._places[tensor] + start * kind.width
         while view:
-            got = os.preadv(self._fd, [view], at)
+            with durable.named(self._path):
+                got = os.preadv(self._fd, [view], at)
             if not got:
                 raise DamagedFile(f"{self._table[tensor].name} was not built to its end")
             view, at = view[got:], at + got
@@ -207,7 +209,8 @@ class _Scratch:
         view = memoryview(np.ascontiguousarray(words).view(np.uint8))  # type: ignore[arg-type]
         at = self._places[tensor] + start * self._table[tensor].kind.width
         while view:
-            done = os.pwrite(self._fd, view, at)
+            with durable.named(self._path):
+                done = os.pwrite(self._fd, view, at)
             view, at = view[done:], at + done
 
 
@@ -310,7 +313,7 @@ def _build(
         except Stopped:
             raise
         except (WeightcastError, OSError) as error:
-            reasons.append(f"{walk.way.directory}: {error}")
+            reasons.append(f"{walk.way.directory}: {_told(error)}")
             continue
         if not wrong:
             return walk
@@ -330,6 +333,10 @@ def _check_room(local: LocalCheckpoint, walk: Walk) -> None:
 
 def _no_room(local: LocalCheckpoint, error: OSError) -> RetryLater:
     return RetryLater(f"{local.paths.spool}: {error.strerror}", remedy="check the local disk and its space")
+
+
+def _told(error: WeightcastError | OSError) -> str:
+    return str(error) if isinstance(error, WeightcastError) else f"{error.filename}: {error.strerror}"
 
 
 def _follow(table: TensorTable, scratch: _Scratch, walk: Walk, advance: Advance | None) -> None:

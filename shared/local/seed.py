@@ -88,7 +88,7 @@ def seed(
     _check_room(paths, source)
     state = _seeding_state(source, keep)
     failpoint("seed.checked", paths.directory)
-    with _errors_of(paths.directory):
+    with _errors_of(paths):
         durable.replace(paths.base, write_base(source.base))
         write_state(paths.state, state)
         _copy_files(paths, source, advance)
@@ -293,11 +293,15 @@ def _small_files(source: SeedSource) -> list[Path]:
 
 
 @contextmanager
-def _errors_of(directory: Path) -> Iterator[None]:
+def _errors_of(paths: LocalPaths) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RetryLater(disk_text(error, directory), remedy="check the local disk and its space") from error
+        where = Path(error.filename or paths.directory)
+        remedy = "check the local disk and its space"
+        if not where.is_relative_to(paths.directory):
+            remedy = "check the mount that it is read from"
+        raise RetryLater(disk_text(error, paths.directory), remedy=remedy) from error
 
 
 def _copy_files(paths: LocalPaths, source: SeedSource, advance: Advance | None) -> None:
@@ -306,7 +310,8 @@ def _copy_files(paths: LocalPaths, source: SeedSource, advance: Advance | None) 
         stray.unlink()
         failpoint("seed.stray", stray)
     for path in _small_files(source):
-        data = path.read_bytes()
+        with durable.named(path):
+            data = path.read_bytes()
         _check_digest(path, blake3(data), digests)
         durable.replace(paths.directory / path.name, data)
     for path in checkpoint.weight_files:
@@ -338,21 +343,24 @@ def _copy_into(source: Path, target: Path, hasher: blake3 | None, advance: Advan
     try:
         write = os.open(target, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
-            _copy_all(read, write, target, hasher, advance)
+            with durable.named(target):
+                _copy_all(read, source, write, target, hasher, advance)
         finally:
             os.close(write)
     finally:
         os.close(read)
 
 
-def _copy_all(read: int, write: int, target: Path, hasher: blake3 | None, advance: Advance | None) -> None:
+def _copy_all(
+    read: int, source: Path, write: int, target: Path, hasher: blake3 | None, advance: Advance | None
+) -> None:
     size = os.fstat(read).st_size
     os.ftruncate(write, size)
     if size:
         os.posix_fallocate(write, 0, size)
     failpoint("seed.allocated", target)
     at = 0
-    while block := os.pread(read, _BLOCK, at):
+    while block := _read_block(read, source, at):
         at += _write_block(write, block, at)
         if hasher is not None:
             hasher.update(block)
@@ -361,6 +369,11 @@ def _copy_all(read: int, write: int, target: Path, hasher: blake3 | None, advanc
     failpoint("seed.copied", target)
     os.fsync(write)
     failpoint("seed.synced", target)
+
+
+def _read_block(fd: int, source: Path, at: int) -> bytes:
+    with durable.named(source):
+        return os.pread(fd, _BLOCK, at)
 
 
 def _write_block(fd: int, block: bytes, at: int) -> int:

@@ -119,7 +119,8 @@ def stage(
         writer.abandon()
         kind = NoRoom if lacks_room(error) else RetryLater
         raise kind(
-            f"{local.paths.room}: {error.strerror}", remedy="check the local disk and its space"
+            f"{error.filename or local.paths.room}: {error.strerror}",
+            remedy="check the local disk and its space",
         ) from error
     except BaseException:
         writer.abandon()

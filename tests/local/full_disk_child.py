@@ -1,17 +1,22 @@
-"""Run inside user and mount namespaces of its own: full_disk_child.py WHAT CHANNEL BASE MOUNT MEBIBYTES FREE.
+"""Run inside user and mount namespaces of its own:
+full_disk_child.py WHAT CHANNEL BASE MOUNT MEBIBYTES FREE MOMENT.
 
-Mounts a small tmpfs, brings a local checkpoint there to version 0 (WHAT `stage`, or `spare`: with one) or not
-(`seed`), fills it up to FREE KiB, tries to follow, prints what happened; then makes room and tries again.
+Mounts a small tmpfs, brings a local checkpoint there to version 0 (WHAT `stage`; `spare`: with one; `repair`:
+with a wrong byte, found by reading) or not (`seed`), fills it up to FREE KiB, at once or at the failpoint
+MOMENT (for `repair` files may then have FREE KiB), tries to follow, prints what happened; then makes room and
+tries again.
 """
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
 from core_cases import snapshot
 
+from weightcast.shared import failpoints
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import RetryLater
 from weightcast.shared.local import follow
@@ -19,6 +24,7 @@ from weightcast.shared.local.plan import Seed
 
 what, channel_dir, base, mount = sys.argv[1], *map(Path, sys.argv[2:5])
 size, free = int(sys.argv[5]), int(sys.argv[6])
+moment = sys.argv[7]
 subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}m", "tmpfs", str(mount)], check=True)
 local = mount / "local"
 follower = follow.Follower(channel_dir, local, base, follow.FollowOptions(visible_seconds=0.2))
@@ -32,18 +38,47 @@ if what != "seed":
     follower.seed(channel, route, route.plan)
 if what == "spare":
     follower.paths.spare.write_bytes(bytes(6 << 20))
+if what == "repair":
+    weights = local / "model.safetensors"
+    with weights.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read()
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    follower.rehash()
 filler = mount / "filler"
-left = os.statvfs(mount)
-filler.write_bytes(bytes(max(0, left.f_bavail * left.f_frsize - free * 1024)))
+
+
+def fill(name: str, where: Path | None) -> None:
+    if what == "repair" and name == moment:
+        # its look at the room comes right before it writes
+        resource.setrlimit(resource.RLIMIT_FSIZE, (free * 1024, resource.RLIM_INFINITY))
+        return
+    left = os.statvfs(mount)
+    if name == moment and not filler.exists():
+        filler.write_bytes(bytes(max(0, left.f_bavail * left.f_frsize - free * 1024)))
+
+
+if moment:
+    failpoints.watch(fill)
+else:
+    fill("", None)
 before = snapshot(local)
 try:
-    follower.catch_up(channel)
-    outcome = "no error"
+    if what == "repair":
+        follower.repair(channel)
+        outcome = follower.trouble
+    else:
+        follower.catch_up(channel)
+        outcome = "no error"
 except RetryLater as error:
     outcome = str(error)
 same = snapshot(local) == before
 follower.release()
-filler.unlink()
+failpoints.watch(None)
+if what == "repair":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+filler.unlink(missing_ok=True)
 follower.catch_up(channel)
 assert follower.local is not None
 print(json.dumps([outcome, same, follower.local.state.position.version]))

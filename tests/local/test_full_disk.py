@@ -40,10 +40,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def on_a_full_disk(run: Run, mount: Path, what: str, *, free_kib: int) -> tuple[str, bool, int]:
+def on_a_full_disk(
+    run: Run, mount: Path, what: str, *, free_kib: int, moment: str = ""
+) -> tuple[str, bool, int]:
     """What the attempt raised, whether the local checkpoint was left as it was, and the version reached once
-    there was room."""
-    outcome, same, version = in_namespaces(CHILD, what, run.channel, run.base, mounted(mount), 24, free_kib)
+    there was room. `moment`: the failpoint at which the disk is filled."""
+    where = what, run.channel, run.base, mounted(mount)
+    outcome, same, version = in_namespaces(CHILD, *where, 24, free_kib, moment)
     return outcome, same, version
 
 
@@ -72,6 +75,22 @@ def test_seeding(run: Run, tmp_path: Path, free_kib: int) -> None:
 def test_staging(run: Run, tmp_path: Path, free_kib: int) -> None:
     outcome, same, version = on_a_full_disk(run, tmp_path / "mount", "stage", free_kib=free_kib)
     assert "free" in outcome and same and version == 1
+
+
+LATE = {
+    "seed": ("seed.checked", "/local/model.safetensors: No space left"),
+    "stage": ("fetch.begun", "/model-00000-of-00001.safetensors: No space left"),
+    "repair": ("repair.noted", "/local/.weightcast/spool/repair: File too large"),
+}
+
+
+@pytest.mark.parametrize("what", LATE)
+def test_a_disk_that_fills_up_after_the_look_at_its_room(run: Run, tmp_path: Path, what: str) -> None:
+    """The file that could not be written is named."""
+    moment, told = LATE[what]
+    outcome, _, version = on_a_full_disk(run, tmp_path / "mount", what, free_kib=100, moment=moment)
+    assert told in outcome and version == 1
+    assert str(tmp_path / "mount" / "local") in outcome
 
 
 def test_a_spare_gives_way(run: Run, tmp_path: Path) -> None:
