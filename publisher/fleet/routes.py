@@ -10,7 +10,6 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response, StreamingResponse
-from starlette.exceptions import HTTPException
 
 from weightcast.publisher.fleet.ledger import ROWS_LIMIT
 from weightcast.publisher.fleet.outlook import CatchUp, PrunePlan, Versions
@@ -20,6 +19,7 @@ from weightcast.shared.channel.reports import REPORT_LIMIT
 from weightcast.shared.errors import RetryLater
 from weightcast.shared.service.facts import Failure
 from weightcast.shared.service.fleet import REPORTS_PATH, Fleet, Host
+from weightcast.shared.service.http import Answer
 from weightcast.shared.service.snapshot import Frozen
 
 MOST_STREAMS = 64
@@ -28,6 +28,7 @@ REFRESH_SECONDS = 10.0
 _LOOK_SECONDS = 0.2
 _PIECE_BYTES = 64 << 10
 """of an answer: whoever does not read it keeps no more than that in a buffer of its own"""
+_REPORT_LATER = "send the newest once the time of Retry-After has passed"
 _EVENT_SECONDS = 1.0
 """between two events of a kind"""
 
@@ -56,7 +57,7 @@ def fleet_routes(
         for each in view.fleet().fleet.hosts:
             if each.key == key:
                 return each
-        raise HTTPException(404, "no host of this key reports")
+        raise Answer(404, "no host of this key reports", "/v1/fleet has the keys of all that report")
 
     @router.get("/v1/versions")
     async def versions(limit: Annotated[int, Query(ge=1, le=ROWS_LIMIT)] = 200) -> Versions:
@@ -84,11 +85,11 @@ def fleet_routes(
         """A host's report, as docs/FORMAT.md has it, of a host that cannot write to the channel."""
         body = await request.body()
         if len(body) > REPORT_LIMIT:
-            raise HTTPException(413, f"a report has at most {REPORT_LIMIT} bytes")
+            raise Answer(413, f"a report has at most {REPORT_LIMIT} bytes", "leave its oldest updates out")
         try:
             await run_in_threadpool(view.posted.take, body, run_id())
         except TooMany as error:
-            raise HTTPException(429, "too many reports", {"Retry-After": "1"}) from error
+            raise Answer(429, "too many reports", _REPORT_LATER, {"Retry-After": "1"}) from error
         return Taken(now=time.time())
 
     return router

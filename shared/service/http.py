@@ -166,7 +166,7 @@ def _add_error_answers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     def by_framework(request: Request, error: HTTPException) -> Response:
         code = error.status_code
-        remedy = getattr(error, "remedy", "") or (_NO_ROUTE if code in (404, 405) else "")
+        remedy = getattr(error, "remedy", "") or _NO_ROUTE
         return _failure(code, _phrase(code), str(error.detail), remedy, error.headers)
 
     @app.exception_handler(RequestValidationError)
@@ -218,7 +218,11 @@ class _Gate:
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         if _header_bytes(scope) > HEADER_LIMIT:
             answer = _failure(
-                431, _phrase(431), f"headers above {HEADER_LIMIT} bytes", "", {"Connection": "close"}
+                431,
+                _phrase(431),
+                f"headers above {HEADER_LIMIT} bytes",
+                "send shorter headers, or a shorter query",
+                {"Connection": "close"},
             )
             await answer(scope, receive, send)
             return
@@ -230,7 +234,11 @@ class _Gate:
         body = await _read_body(headers, receive)
         if body is None:
             answer = _failure(
-                413, _phrase(413), f"the body is larger than {BODY_LIMIT} bytes", "", {"Connection": "close"}
+                413,
+                _phrase(413),
+                f"the body is larger than {BODY_LIMIT} bytes",
+                "send less: /docs has what each route takes",
+                {"Connection": "close"},
             )
             await answer(scope, receive, send)
             return

@@ -167,7 +167,8 @@ def test_headers_have_a_limit(serve: Serve) -> None:
         assert answer == b"" or b" 400 " in answer.splitlines()[0], "the end never came"
     with served.client() as client:
         for wrong in ({"X-Long": "x" * HEADER_LIMIT}, {f"X-{number}": "x" * 99 for number in range(200)}):
-            assert client.get("/v1/status", headers=wrong).status_code == 431
+            refused = client.get("/v1/status", headers=wrong)
+            assert refused.status_code == 431 and refused.json()["remedy"]
         assert client.get("/v1/status?" + "x" * HEADER_LIMIT).status_code == 431
         fitting = {"X-Long": "x" * (HEADER_LIMIT - 1024)}
         assert client.get("/v1/status", headers=fitting).status_code == 200
@@ -190,7 +191,7 @@ def test_bodies_have_a_limit_with_and_without_a_length(serve: Serve) -> None:
         chunked = iter([b" " * 65536] * 40)
         answer = client.post("/v1/order", content=chunked)
         assert answer.status_code == 413
-        assert str(BODY_LIMIT) in answer.json()["message"]
+        assert str(BODY_LIMIT) in answer.json()["message"] and answer.json()["remedy"]
 
 
 @pytest.mark.parametrize(
