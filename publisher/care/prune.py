@@ -24,6 +24,7 @@ from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.index import INDEX_NAME, Index
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.pointer import Pointer
+from weightcast.shared.channel.reports import forgotten
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import RetryLater, WeightcastError
 from weightcast.shared.failpoints import failpoint
@@ -164,6 +165,18 @@ def _resting(layout: Layout) -> Iterator[Path]:
         named = _PRUNED.fullmatch(entry.name) is not None or entry.name.endswith(PUT_AWAY)
         if named and is_own_directory(entry):
             yield entry
+
+
+def forget_hosts(channel: Path, claim: Claim, now: float) -> None:
+    """Deletes reports of hosts that are no more. One that comes back writes its report again. Raises OSError
+    where they cannot be listed."""
+    old = forgotten(channel, now)
+    if old:
+        claim.check()
+    for path in old:
+        # another user's file, in a directory where only he may delete it: it does no harm
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def empty_trash(layout: Layout, grace_seconds: float = GRACE_SECONDS, uptime: Uptime | None = None) -> int:

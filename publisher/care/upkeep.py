@@ -20,7 +20,7 @@ from weightcast.publisher.care.living import Living
 from weightcast.publisher.care.orders import standing
 from weightcast.publisher.care.pace import Pace, fewest_bytes
 from weightcast.publisher.care.past import Past
-from weightcast.publisher.care.prune import GRACE_SECONDS, empty_trash, prune, situation
+from weightcast.publisher.care.prune import GRACE_SECONDS, empty_trash, forget_hosts, prune, situation
 from weightcast.publisher.care.retention import Retention, decide
 from weightcast.publisher.care.skips import due_skips, existing_skips, write_skip
 from weightcast.publisher.version.anchors import Full, write_anchor
@@ -41,9 +41,12 @@ from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.spare import drop as drop_spares
 from weightcast.shared.local.spare import make_ready, spare_bytes
 from weightcast.shared.local.state import Step
+from weightcast.shared.service.due import Due
 
 _ESTIMATE_EVERY = 16
 """versions"""
+_HOSTS_EVERY = 3600.0
+"""seconds"""
 _SHORTEST_REST = 1.0
 """seconds"""
 
@@ -116,7 +119,7 @@ class Upkeep:
         """bytes of the last journal, where none is left that the next one is written over"""
         self._stop = threading.Event()
         self.way = GiveWay()
-        self._living = Living()
+        self._living, self._hosts_due = Living(), Due(_HOSTS_EVERY)
         self._swept = False
         self._chain = Chain()
         self._pace, self._estimated = Pace(), 0
@@ -172,6 +175,8 @@ class Upkeep:
         try:
             # first: on a full disk nothing can be made before
             empty_trash(Layout(self._channel), self._options.grace_seconds)
+            if self._hosts_due.take():
+                forget_hosts(self._channel, self._claim, time.time())
         finally:
             made = "" if self._options.idle else self._make_or_prune()
         return made

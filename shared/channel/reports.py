@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from math import isfinite
 from pathlib import Path
 from typing import cast
@@ -25,6 +27,10 @@ from weightcast.shared.files.strict_json import Members, parse_object, write_obj
 REPORT_LIMIT = 64 << 10
 """bytes"""
 REPORTS_LIMIT = 4096
+_NAMES_LIMIT = 16 * REPORTS_LIMIT
+"""files that are looked at for the youngest"""
+FORGOTTEN_SECONDS = 30 * 86400.0
+"""after which a report may be deleted"""
 UPDATES_LIMIT = 20
 CAUSES = ("step", "skip", "anchor", "repair")
 """what bytes of the channel are read for"""
@@ -190,8 +196,8 @@ def _seconds(row: Members) -> dict[str, float]:
 
 
 def read_reports(channel: Path, limit: int = REPORTS_LIMIT) -> list[Report]:
-    """In the order of file names, at most `limit`. What cannot be read as a report is left out: one bad host
-    must not hide the others."""
+    """In the order of file names, the youngest `limit` of them. What cannot be read as a report is left out:
+    one bad host must not hide the others."""
     return [sighting.report for sighting in ReportReader(channel, limit).read()]
 
 
@@ -232,8 +238,7 @@ class ReportReader:
         self._known: dict[str, tuple[_Seen, Report | None]] = {}
 
     def read(self) -> list[StoredReport]:
-        """In the order of file names, at most `limit`; what is no report is left out. Raises OSError when the
-        directory cannot be listed."""
+        """As `read_reports`. Raises OSError when the directory cannot be listed."""
         before, self._known = self._known, {}
         for name, seen in self._listed():
             known = before.get(name)
@@ -258,21 +263,37 @@ class ReportReader:
         return report if report is None or not seen.brief else _brief(report)
 
     def _listed(self) -> Sequence[tuple[str, _Seen]]:
-        try:
-            with os.scandir(self._hosts) as scan:
-                entries = [each for each in scan if _is_report(each.name)]
-        except FileNotFoundError:
-            return ()
-        entries.sort(key=lambda each: each.name)
-        found: list[tuple[str, os.stat_result]] = []
-        for entry in entries[: self._limit]:
-            with contextlib.suppress(OSError):
-                found.append((entry.name, entry.stat(follow_symlinks=False)))
+        # of hosts that are no more, there may be any number
+        found = sorted(_there(self._hosts), key=lambda each: each[1].st_mtime_ns, reverse=True)
+        found = sorted(found[: self._limit], key=lambda each: each[0])
         longest = _longest_whole([stat.st_size for _, stat in found])
         return [
             (name, _Seen(stat.st_ino, stat.st_mtime_ns, stat.st_size, stat.st_size > longest))
             for name, stat in found
         ]
+
+
+def _there(hosts: Path) -> list[tuple[str, os.stat_result]]:
+    """Raises OSError when the directory cannot be listed."""
+    found: list[tuple[str, os.stat_result]] = []
+    try:
+        with os.scandir(hosts) as scan:
+            for entry in islice((each for each in scan if _is_report(each.name)), _NAMES_LIMIT):
+                with contextlib.suppress(OSError):
+                    found.append((entry.name, entry.stat(follow_symlinks=False)))
+    except FileNotFoundError:
+        pass
+    return found
+
+
+def forgotten(channel: Path, now: float) -> list[Path]:
+    """Reports that nobody needs any more: both by this machine's clock, at `now`, and by the newest report
+    they are older than FORGOTTEN_SECONDS, whichever of the two is wrong. Raises OSError."""
+    hosts = Layout(channel).hosts_dir
+    files = [(name, found.st_mtime) for name, found in _there(hosts) if stat.S_ISREG(found.st_mode)]
+    newest = max((written for _, written in files), default=0.0)
+    before = min(now, newest) - FORGOTTEN_SECONDS
+    return [hosts / name for name, written in files if written < before]
 
 
 def _longest_whole(sizes: Sequence[int]) -> int:

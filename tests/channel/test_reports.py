@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,10 +68,12 @@ def test_bad_reports_do_not_hide_good_ones(tmp_path: Path) -> None:
     assert read_reports(tmp_path) == [REPORT]
 
 
-def test_the_number_of_reports_is_capped(tmp_path: Path) -> None:
+def test_of_too_many_reports_the_youngest_count(tmp_path: Path) -> None:
     for number in range(5):
         write_report(tmp_path, replace(REPORT, host=f"node-{number}"))
-    assert [report.host for report in read_reports(tmp_path, limit=2)] == ["node-0", "node-1"]
+    for file, age in zip(sorted((tmp_path / "hosts").iterdir()), [9, 0, 8, 1, 7], strict=True):
+        os.utime(file, (1e9 - age, 1e9 - age))
+    assert [report.host for report in read_reports(tmp_path, limit=2)] == ["node-1", "node-3"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -283,6 +284,40 @@ def test_a_living_publisher_empties_the_trash_itself(pruned: Place, verb: Verb) 
     with pruned.publisher():
         code, said = verb(*words, 5, "--grace-seconds", 0)
     assert (code, said["removals"], said["deleted"], len(trash(pruned))) == (0, [], 0, 2)
+
+
+DAY = 86400
+
+
+def test_reports_of_hosts_that_are_no_more_are_deleted(place: Place) -> None:
+    for name in ("gone", "away", "alive"):
+        write_report(place.channel, replace(report(place, 0), host=name))
+    ages = {"gone": 31 * DAY, "away": 29 * DAY, "alive": 0}
+    write_ages(place, ages)
+    with place.publisher() as publisher:
+        publisher.make_due()
+    assert reporting(place) == ["alive", "away"]
+
+
+@pytest.mark.parametrize("ages", [{"gone": 31, "alive": 31}, {"alive": 0, "future": -4000}])
+def test_a_clock_that_is_wrong_deletes_no_report(place: Place, ages: dict[str, int]) -> None:
+    """The publisher's own, or that of a machine that wrote a report."""
+    for name in ages:
+        write_report(place.channel, replace(report(place, 0), host=name))
+    write_ages(place, {name: days * DAY for name, days in ages.items()})
+    with place.publisher() as publisher:
+        publisher.make_due()
+    assert reporting(place) == sorted(ages)
+
+
+def write_ages(place: Place, ages: dict[str, int]) -> None:
+    for name, seconds in ages.items():
+        (file,) = (place.channel / "hosts").glob(f"{name}-*.json")
+        os.utime(file, (time.time() - seconds,) * 2)
+
+
+def reporting(place: Place) -> list[str]:
+    return sorted(file.name.partition("-")[0] for file in (place.channel / "hosts").iterdir())
 
 
 def test_a_living_publisher_is_not_pruned_under(pruned: Place, verb: Verb) -> None:
