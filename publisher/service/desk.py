@@ -56,7 +56,7 @@ from weightcast.shared.service.due import Due
 from weightcast.shared.service.facts import Failure, Snapshot
 from weightcast.shared.service.hooks import run_hook
 from weightcast.shared.service.logs import get_log
-from weightcast.shared.service.metrics import Metrics
+from weightcast.shared.service.metrics import Metrics, error_kind
 from weightcast.shared.service.threads import working_threads
 from weightcast.shared.service.verify import verify_status
 
@@ -252,7 +252,7 @@ class Desk:
         choice = watched.next()
         for broken in choice.refused:
             if broken.problem is not None:
-                self._note(broken.problem)
+                self._failed(broken.problem.error, broken.problem)
         if choice.chosen is not None:
             self._publish_chosen(publisher, watched, choice, choice.chosen)
             self._wakeup.set()
@@ -328,13 +328,17 @@ class Desk:
         if made is not None:
             return self._done(self._read_back(publisher, made, source))
         failure = failure_of(error)
-        self._figures.failed(error)
-        self._note(failure)
+        self._failed(error_kind(error), failure)
         log.warning("not published", checkpoint=source, **failure.by_name())
+        return failure
+
+    def _failed(self, kind: str, failure: Failure) -> None:
+        """A publication. `kind`: the error's class."""
+        self._figures.failed(kind)
+        self._note(failure)
         status = self._status.get()
         totals = status.totals.model_copy(update={"failures": status.totals.failures + 1})
         self._status.set(status.model_copy(update={"totals": totals}))
-        return failure
 
     def _read_back(self, publisher: Publisher, index: Index, source: str) -> Publication:
         """Of a version whose publication did not live to report."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from weightcast.publisher.service.status import PublisherStatus
 from weightcast.publisher.version.report import Publication, total_seconds
 from weightcast.shared.service import metrics
-from weightcast.shared.service.metrics import OTHER, Metrics, error_kind, error_kinds, one_of
+from weightcast.shared.service.metrics import CRASH, OTHER, Metrics, error_kinds, one_of
 from weightcast.shared.service.software import SOFTWARE
 from weightcast.shared.service.verify_figures import VerifyFigures
 
@@ -16,7 +16,8 @@ CAUSES = ("step", "skip", "anchor")
 
 
 class PublisherFigures:
-    """`show` is called with every status, `published` and `failed` once for each publication."""
+    """`show` is called with every status, `published` and `failed` once for each publication: a checkpoint
+    that was refused unread is one that failed."""
 
     def __init__(self, registry: Metrics) -> None:
         self._run = metrics.facts(
@@ -53,8 +54,9 @@ class PublisherFigures:
         """The local checkpoint is at the last publication, so many seconds after its pointer moved."""
         self._publications.followed(seconds)
 
-    def failed(self, error: BaseException) -> None:
-        self._publications.failed(error)
+    def failed(self, kind: str) -> None:
+        """`kind`: the error's class."""
+        self._publications.failed(kind)
 
     def show_written(self, beside: Mapping[str, int]) -> None:
         """`beside`: bytes of what was made beside the versions, since the start, by cause."""
@@ -125,6 +127,6 @@ class _Publications:
     def followed(self, seconds: float) -> None:
         self._phases.labels("patch").observe(seconds)
 
-    def failed(self, error: BaseException) -> None:
+    def failed(self, kind: str) -> None:
         self._ended.labels("failed").inc()
-        self._errors.labels(error_kind(error)).inc()
+        self._errors.labels(kind if kind in error_kinds() else CRASH).inc()

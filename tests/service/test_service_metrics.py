@@ -215,7 +215,7 @@ def test_a_publisher_is_shown() -> None:
         )
     )  # fmt: skip
     figures.published(Publication(version=5, kind="anchor", delta_bytes=1000, full_bytes=1000))
-    figures.failed(DamagedFile("x"))
+    figures.failed("DamagedFile")
     figures.show_written({"skip": 60, "anchor": 0})
     figures.show_written({"skip": 90, "anchor": 0})
     found = series(registry)
