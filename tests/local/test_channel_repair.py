@@ -229,3 +229,20 @@ def test_as_verbs(runs: Runs, run: Run, capsys: pytest.CaptureFixture[str]) -> N
     plant(runs, run, "shard", "removed")
     assert weightcast(["channel", "repair", "--channel", str(run.channel)]) == 3
     assert "stay where they are" in capsys.readouterr().out
+
+
+def test_what_is_lost_is_told_until_it_is_pruned(
+    runs: Runs, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant(runs, run, "shard", "flipped")
+    shutil.rmtree(file_of(run.channel, "anchor shard").parent)
+    here = ("--channel", str(run.channel))
+    assert weightcast(["channel", "repair", *here, "--local", str(run.root / "pub")]) == 3
+    assert "an anchor of version 3 is written" in capsys.readouterr().out
+    assert weightcast(["channel", "verify", *here]) == 3
+    assert "leads over it" in capsys.readouterr().out
+    model = some_changed(run.models[3], np.random.default_rng(3))
+    with Publisher.open(run.channel, local=run.root / "pub") as publisher:
+        publisher.publish_checkpoint(write_checkpoint(tmp_path / "new", model))
+    assert weightcast(["channel", "prune", *here, "--keep-versions", "1", "--host-versions", "0"]) == 0
+    assert weightcast(["channel", "verify", *here]) == 0

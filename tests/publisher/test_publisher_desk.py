@@ -911,7 +911,7 @@ def test_all_refused_checkpoints_are_counted_as_long_as_they_lie_there(
     assert inbox is not None and len(inbox.refused) == REFUSED_SHOWN
     assert counts() == ("weightcast_inbox_waiting 1.0", f"weightcast_inbox_refused {REFUSED_SHOWN + 5}.0")
     failed = f'weightcast_publications_total{{outcome="failed"}} {REFUSED_SHOWN + 5}.0'
-    assert failed in generate_latest(office.registry).decode(), "the alert on failed publications counts these"
+    assert failed in generate_latest(office.registry).decode(), "what the alert counts"
     assert office.desk.status().totals.failures == REFUSED_SHOWN + 5
     for number in range(REFUSED_SHOWN):
         shutil.rmtree(places.watch / f"step_{number}")
