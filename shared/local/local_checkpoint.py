@@ -148,16 +148,21 @@ def empty_spool(paths: LocalPaths) -> None:
         failpoint("spool.removed", path)
 
 
+class HasWriter(RetryLater):
+    """Another process has the local checkpoint."""
+
+
 def own(paths: LocalPaths) -> FileLock:
-    """The owner lock, taken; RetryLater when another writer lives."""
+    """The owner lock, taken; HasWriter when another writer lives."""
     ensure_room(paths)
     lock = FileLock(paths.owner)
     try:
         lock.acquire(text=owner_text())
     except RetryLater as error:
-        raise RetryLater(
-            f"{paths.directory} already has a writer ({holder(paths.owner)})",
-            remedy="one publisher or subscriber per local checkpoint; ask the daemon with POST /v1/wake",
+        raise HasWriter(
+            f"{paths.directory} already has a writer ({holder(paths.owner) or 'it does not say which'})",
+            remedy="one publisher or subscriber per local checkpoint: stop one of the two, or give each a "
+            "--local of its own; a daemon looks at once on POST /v1/wake",
         ) from error
     return lock
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from fastapi import FastAPI
 
+from weightcast.shared.local.local_checkpoint import HasWriter
 from weightcast.shared.local.scrub import Scrub
 from weightcast.shared.service.daemon import Stop, Wakeup, run_daemon
 from weightcast.shared.service.disk import DiskFigures
@@ -112,7 +113,10 @@ class Subscriber:
             else:
                 log.info("all engines serve", version=outcome.version)
 
-    def _reported(self) -> HostStatus:
+    def _reported(self) -> HostStatus | None:
+        """A report is a local checkpoint's: that of its writer."""
+        if isinstance(self.sync.view.error, HasWriter):
+            return None
         return self.board.status.get().but(loop=self.loop.get())
 
     def on_start(self) -> None:

@@ -181,9 +181,10 @@ class Reporter:
 
 
 class Reporting:
-    """A thread that reports what `status` says. `start` and `stop` belong to one thread."""
+    """A thread that reports what `status` says; None: nothing, as another process speaks for this host.
+    `start` and `stop` belong to one thread."""
 
-    def __init__(self, reporter: Reporter, status: Callable[[], HostStatus]) -> None:
+    def __init__(self, reporter: Reporter, status: Callable[[], HostStatus | None]) -> None:
         self._reporter, self._status = reporter, status
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="report", daemon=True)
@@ -206,12 +207,16 @@ class Reporting:
         pause = _LOOK_SECONDS
         while not self._ending.wait(pause):
             try:
-                self._reporter.report(self._status())
+                status = self._status()
+                if status is not None:
+                    self._reporter.report(status)
                 pause = _LOOK_SECONDS
             except Exception:
                 log.exception("reporting crashed")
                 pause = min(2 * pause, LONGEST_PAUSE)
-        self._reporter.last(self._status())
+        status = self._status()
+        if status is not None:
+            self._reporter.last(status)
         self._reporter.close()
 
 

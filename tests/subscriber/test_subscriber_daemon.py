@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -37,10 +38,11 @@ class Daemon:
         options: tuple[str, ...] = (),
         stderr: IO[bytes] | None = None,
         of_engines: str = "",
+        port: str = "port",
     ) -> None:
-        """`of_engines`: more of the option of each."""
+        """`of_engines`: more of the option of each; `port`: name of the file with it."""
         self.local = site.root / "host"
-        self.port_file = site.root / "port"
+        self.port_file = site.root / port
         self.port_file.unlink(missing_ok=True)
         self.log = (site.root / "log").open("ab")
         self.token = token
@@ -137,6 +139,23 @@ def test_a_daemon_follows_tells_and_ends(site: Site, run: Run, weightcast: Calla
     assert not daemon.port_file.exists()
     [report] = read_reports(run.channel)
     assert report.counter > before
+
+
+def test_a_second_daemon_on_one_local_checkpoint_says_who_has_it(site: Site, run: Run) -> None:
+    engine = SGLang()
+    first = Daemon(site, run, engine)
+    wait_until(lambda: first.serves(0))
+    wait_until(lambda: [report.state for report in read_reports(run.channel)] == ["ready"])
+    second = Daemon(site, run, engine, port="second")
+    wait_until(lambda: second.port_file.exists() and second.status()["loop"]["failures"] >= 4)
+    error, holder = second.status()["last_error"], f"(pid {first.process.pid} on {socket.gethostname()})"
+    assert error["error"] == "HasWriter" and holder in error["message"] and "--local" in error["remedy"]
+    assert second.get("/readyz").status_code == 503 and holder in (site.root / "log").read_text()
+    [report] = read_reports(run.channel)
+    assert (report.state, report.last_error) == ("ready", ""), "that of the one which has it"
+    assert first.term() == 0
+    wait_until(lambda: second.serves(0))
+    wait_until(lambda: [report.state for report in read_reports(run.channel)] == ["ready"])
 
 
 @pytest.mark.parametrize(
