@@ -37,7 +37,7 @@ from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.marks import Rollback
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import DamagedFile, NeedsReseed, Refused, Untrusted
-from weightcast.shared.files.apart import require_places
+from weightcast.shared.files.apart import require_apart, require_places
 from weightcast.shared.local.follow import Follower, FollowOptions
 from weightcast.shared.local.scrub import Scrub
 from weightcast.shared.progress import Advance
@@ -141,6 +141,7 @@ class Publisher:
         if rank == 0:
             vouching.check_owner(Layout(directory))
         Channel.open(directory, vouching.trust).require_ours()
+        require_apart("--local", Path(local), "--channel", directory)
         follower = Follower(
             directory,
             Path(local),

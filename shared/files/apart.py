@@ -10,13 +10,23 @@ from weightcast.shared.files.entries import exists, is_directory
 
 
 def is_within(path: Path, directory: Path) -> bool:
-    """Whether `path` is that directory or lies somewhere in it, links followed."""
+    """Whether `path` is that directory or lies somewhere in it, links followed, under whatever name it is
+    mounted."""
     inner, outer = Path(os.path.realpath(path)), Path(os.path.realpath(directory))
-    return inner.is_relative_to(outer)
+    return inner.is_relative_to(outer) or any(_is_one(above, outer) for above in (inner, *inner.parents))
 
 
 def is_same(path: Path, other: Path) -> bool:
-    return os.path.realpath(path) == os.path.realpath(other)
+    """As `is_within`."""
+    return os.path.realpath(path) == os.path.realpath(other) or _is_one(path, other)
+
+
+def _is_one(path: Path, other: Path) -> bool:
+    """Whether both are there, and the same: a directory may be mounted under several names."""
+    try:
+        return os.path.samefile(path, other)
+    except OSError:
+        return False
 
 
 def require_apart(one: str, path: Path, other: str, another: Path) -> None:
@@ -37,7 +47,8 @@ def _not_apart(one: str, path: Path, other: str, another: Path, same: bool) -> R
 
 def require_places(channel: Path, local: Path) -> None:
     """Raises Refused where a run's local checkpoint is no directory, or one of the two is the other or lies
-    in it, by their names: a channel whose mount hangs or fails is not touched."""
+    in it, by their names: a channel whose mount hangs or fails is not touched. Before anything is made there
+    it is looked at with `require_apart`."""
     require_directory("--local", local)
     here, there = Path(os.path.abspath(local)), Path(os.path.abspath(channel))
     if here.is_relative_to(there):

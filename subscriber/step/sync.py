@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 from weightcast.shared.errors import NeedsReseed, Refused, Stopped, WeightcastError
 from weightcast.shared.failpoints import failpoint
+from weightcast.shared.files.apart import require_apart
+from weightcast.shared.files.entries import is_directory
 from weightcast.shared.local.scrub import Scrub
 from weightcast.shared.local.state import Position
 from weightcast.subscriber.engines.aligned import in_doubt
@@ -156,6 +158,9 @@ class Sync:
         return faults
 
     def _step(self) -> None:
+        if not is_directory(self.follower.paths.room):
+            # the first time: nothing is made in a channel, whatever it is called here
+            require_apart("--local", self.follower.paths.directory, "--channel", self.host.options.channel)
         self.follower.own()
         if self._opener.reads_all:
             self._opener.adopt()

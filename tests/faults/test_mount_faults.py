@@ -166,6 +166,15 @@ def test_a_host_needs_no_right_to_write_to_the_channel(fleet: Fleet) -> None:
     host.arrives(fleet.run.publish())
 
 
+def test_a_channel_under_two_names_is_one(fleet: Fleet) -> None:
+    before = sorted(path.name for path in fleet.run.channel.iterdir())
+    for channel, local in ((fleet.run.channel, fleet.channel), (fleet.channel, fleet.run.channel)):
+        places = ("--channel", channel, "--local", local / "host", "--base", fleet.run.base_dir)
+        code, told = fleet.place.verb("sync", *places)
+        assert code == 3 and f"--local {local / 'host'} lies inside --channel {channel}" in told
+    assert sorted(path.name for path in fleet.run.channel.iterdir()) == before
+
+
 def test_a_full_channel(place: Place, site: Site) -> None:
     mount = place.root / "mounted"
     seen = place.tmpfs(mount, 2)
