@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 test: install
 	$(BIN)/python -m pytest -q -n 2 --dist loadscope
 
-# Real engines, in environments of their own (3.4 GB each). Four starts for the reload, ten for patches in memory; full: all sixteen and more, twice.
+# Real engines, in environments of their own (3.4 GB each). Full: more of its starts, and with both releases.
 ENGINES := .venv-vllm
 ENGINES_OLD := .venv-vllm-0.27.1
 

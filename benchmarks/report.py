@@ -6,6 +6,7 @@ machine from benchmarks/results-MACHINE.json; the README keeps the figures of th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -145,7 +146,7 @@ def _machine(results: Results) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in at.versions.items() if name != "weightcast")
     return (
         f"{at.cores} cores ({at.cpu}), {at.memory_bytes / (1 << 30):.0f} GiB of memory, files on "
-        f"{at.file_system}, {at.system}, {versions}"
+        f"{at.file_system}, {_system(at.system)}, {versions}"
     )
 
 
@@ -441,6 +442,11 @@ def _is_typical(density: float) -> bool:
 
 def _name(encoding: str) -> str:
     return f"`{encoding}`"
+
+
+def _system(text: str) -> str:
+    """A kernel by its major and minor number: what comes after them names builds of somebody's own."""
+    return re.sub(r"^(\S+ \d+\.\d+)[^,\s]*", r"\1", text)
 
 
 def _gb(nbytes: int) -> str:

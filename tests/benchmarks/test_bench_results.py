@@ -178,6 +178,13 @@ def test_pages_have_every_part_and_are_the_same_each_time() -> None:
     assert "**no**" in pages[PAGE] and "memcpy" in pages[PAGE]
 
 
+def test_a_kernel_is_named_by_its_version_alone() -> None:
+    found = results()
+    machine = found.machine.model_copy(update={"system": "Linux 6.18.44-ours-7, Python 3.11.7"})
+    page = render(found.model_copy(update={"machine": machine}))[PAGE].replace("\n", " ")
+    assert "ext4, Linux 6.18, Python 3.11.7, numpy 2" in page
+
+
 def test_pages_of_an_empty_run() -> None:
     bare = results(chunks=(), files=(), floors=(), reads=())
     assert list(render(bare)) == [PAGE]
