@@ -44,11 +44,17 @@ def make_key(path: Path) -> PrivateKey:
     try:
         _refuse_present(public)
         write_private_key(path, key)
-        durable.create(public, f"{key.public}\n".encode())
+        try:
+            durable.create(public, f"{key.public}\n".encode())
+        except BaseException:
+            # nobody has it yet, and the next try is not to find it
+            path.unlink()
+            raise
     except FileExistsError as error:
         raise Refused(f"{path} is there already", remedy="keys are never overwritten") from error
     except OSError as error:
-        raise Refused(f"{path}: {error.strerror}", remedy="check the directory") from error
+        where = error.filename or path
+        raise Refused(f"{where}: {error.strerror}", remedy="check the directory and its space") from error
     return key
 
 
