@@ -24,6 +24,9 @@ KEY_LIMIT = 64 << 10
 SIGNATURE_BYTES = 64
 _PREFIX = "ed25519:"
 _PUBLIC_BYTES = 32
+_FIELD = 2**255 - 19
+_CURVE_D = -121665 * pow(121666, -1, _FIELD)
+"""-x^2 + y^2 = 1 + d x^2 y^2 (RFC 8032)"""
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
@@ -132,7 +135,19 @@ def parse_public_key(text: str, where: str) -> PublicKey:
     if len(raw) != _PUBLIC_BYTES:
         # not quoted: a private key in the wrong place must not reach a log
         raise Refused(f"{where}: not a public key", remedy="a key is one line: ed25519:<base64 of 32 bytes>")
+    if _is_of_small_order(raw):
+        raise Refused(
+            f"{where}: a key with which anybody can sign (of small order, as all zeros are)",
+            remedy="give a key that `weightcast keygen` made",
+        )
     return PublicKey(raw)
+
+
+def _is_of_small_order(raw: bytes) -> bool:
+    """Whether eight times the point is nothing: such a key takes signatures that no private key made."""
+    y = int.from_bytes(raw, "little") % (1 << 255)
+    # y of the points of order 1 and 2, of order 4, and, from x^2 = -y^2 in the curve's equation, of order 8
+    return (y * y - 1) * y * (_CURVE_D * y**4 + 2 * y * y - 1) % _FIELD == 0
 
 
 def _read(path: Path, *, private: bool) -> bytes:

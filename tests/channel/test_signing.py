@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from weightcast.shared.channel.keys import (
     PrivateKey,
+    PublicKey,
     load_private_key,
     parse_public_key,
     trusted_keys,
@@ -229,3 +230,18 @@ def test_what_is_no_public_key_is_refused_and_not_quoted(tmp_path: Path) -> None
         assert "PRIVATE" not in str(raised.value)
     with pytest.raises(Refused, match="here"):
         parse_public_key("rsa:AAAA", "here")
+
+
+SMALL = ["00" * 32, "01" + "00" * 31, "01" + "00" * 30 + "80"]
+SMALL += [f"{low}{'ff' * 30}7f" for low in ("ec", "ed", "ee")]
+SMALL += ["26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05"]
+SMALL += ["c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a"]
+
+
+@pytest.mark.parametrize("raw", SMALL)
+def test_a_key_for_which_anybody_can_sign_is_refused(raw: str) -> None:
+    """With the second one of these every signature of one form fits every message."""
+    anybodys = b"\x01" + bytes(63)
+    assert PublicKey(bytes.fromhex(SMALL[1])).verifies(anybodys, b"a version")
+    with pytest.raises(Refused, match="anybody can sign"):
+        trusted_keys(f"ed25519:{base64.b64encode(bytes.fromhex(raw)).decode()}")
