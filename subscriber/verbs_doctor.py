@@ -20,6 +20,9 @@ from weightcast.shared.service.sizing.rules import DEFAULT_THREADS, Asked, Encod
 from weightcast.shared.service.sizing.shown import plan_facts, show_plan
 from weightcast.subscriber.engines.findings import judge_engines
 
+_MOST_SECONDS, _MOST = 1e9, 1_000_000
+"""that a plan is made for: what it says stays a number"""
+
 
 def register(app: typer.Typer) -> None:
     app.command("doctor")(doctor)
@@ -54,14 +57,20 @@ def doctor(
         typer.Option("--density", min=0, max=1, help="Plan: share of elements that a version changes."),
     ] = 0.01,
     interval: Annotated[
-        float, typer.Option("--interval", min=0.001, help="Plan: seconds between two versions.")
+        float,
+        typer.Option("--interval", min=0.001, max=_MOST_SECONDS, help="Plan: seconds between two versions."),
     ] = 30.0,
-    hosts: Annotated[int, typer.Option("--hosts", min=1, help="Plan: rollout hosts.")] = 1,
-    away: Annotated[float, typer.Option("--away", min=0, help="Plan: seconds that a host misses.")] = 600.0,
+    hosts: Annotated[int, typer.Option("--hosts", min=1, max=_MOST, help="Plan: rollout hosts.")] = 1,
+    away: Annotated[
+        float, typer.Option("--away", min=0, max=_MOST_SECONDS, help="Plan: seconds that a host misses.")
+    ] = 600.0,
     link: Annotated[
-        float, typer.Option("--link", min=0.001, help="Plan: a host's link to the channel, Gbit/s.")
+        float,
+        typer.Option("--link", min=0.001, max=_MOST, help="Plan: a host's link to the channel, Gbit/s."),
     ] = 10.0,
-    threads: Annotated[int, typer.Option("--threads", min=1, help="Plan: of a host.")] = DEFAULT_THREADS,
+    threads: Annotated[
+        int, typer.Option("--threads", min=1, max=_MOST, help="Plan: of a host.")
+    ] = DEFAULT_THREADS,
     encoding: Annotated[Encoding, typer.Option("--encoding", help="Plan: of the deltas.")] = "fast",
     as_json: JsonOption = False,
 ) -> None:

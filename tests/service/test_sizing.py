@@ -161,6 +161,29 @@ def test_plans_that_cannot_be(world: World, tmp_path: Path, capsys: pytest.Captu
     assert run(["doctor", "--plan", str(tmp_path / "missing")]) == 3
 
 
+@pytest.mark.parametrize("wrong", ["inf", "nan", "1e308", "-1"])
+@pytest.mark.parametrize("option", ["--density", "--interval", "--hosts", "--away", "--link", "--threads"])
+def test_plans_are_made_of_numbers(
+    world: World, capsys: pytest.CaptureFixture[str], option: str, wrong: str
+) -> None:
+    assert run(["doctor", "--plan", str(world.root / "base"), option, wrong, "--json"]) == 2
+    assert option in json.loads(capsys.readouterr().out)["message"]
+
+
+@pytest.mark.parametrize("encoding", ["fast", "small"])
+@pytest.mark.parametrize("density", ["0", "1e-300", "1"])
+def test_plans_at_the_limits_are_json(
+    world: World, capsys: pytest.CaptureFixture[str], density: str, encoding: str
+) -> None:
+    limits = ("--interval", "1e9", "--away", "1e9", "--link", "1000000", "--hosts", "1000000")
+    words = ["doctor", "--plan", str(world.root / "base"), "--density", density, "--encoding", encoding]
+    assert run([*words, *limits, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["plan"]
+    assert plan["per_version"]["delta_bytes"] > 0 and plan["catch_up"]["versions"] == 1
+    assert run([*words, *limits]) == 0
+    assert ("no less than the weights" in capsys.readouterr().out) == (plan["ratio"] < 1.5)
+
+
 def test_the_page_has_the_code_s_tables() -> None:
     made = subprocess.run(
         [sys.executable, "docs/make_sizing.py"], cwd=ROOT, capture_output=True, text=True, check=True

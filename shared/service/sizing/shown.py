@@ -49,7 +49,8 @@ def show_plan(console: Console, weights: Weights, asked: Asked, found: Sizing) -
 
 def plan_rows(weights: Weights, asked: Asked, found: Sizing) -> Iterator[Row]:
     one, late = found.per_version, found.catch_up
-    yield "a version", f"{size_text(one.delta_bytes)}, {found.ratio:,.0f} times less than the weights"
+    less = f"{found.ratio:,.0f} times less than" if found.ratio >= 1.5 else "no less than"
+    yield "a version", f"{size_text(one.delta_bytes)}, {less} the weights"
     sizes = (f"{size} at {density:.0%}" for density, size in _journal_texts(weights))
     yield "journal of a step", f"{size_text(one.journal_bytes)} ({', '.join(sizes)})"
     yield (
