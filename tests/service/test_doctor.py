@@ -96,6 +96,16 @@ def test_a_good_machine_and_nothing_stays(doctor: Doctor, channel: Path, tmp_pat
     assert sum(counts.values()) == len(told.facts["findings"]) and counts["failure"] == 0
 
 
+@pytest.mark.parametrize("local", ["channel", "channel/host", "link/host", "."])
+def test_a_local_checkpoint_must_lie_apart_from_the_channel(
+    doctor: Doctor, channel: Path, tmp_path: Path, local: str
+) -> None:
+    (tmp_path / "link").symlink_to(channel)
+    told = doctor("--channel", channel, "--local", tmp_path / local)
+    found = told.finding("local", "apart")
+    assert told.code == 3 and found["level"] == "failure" and "a directory of its own" in found["remedy"]
+
+
 def test_a_local_checkpoint_in_use_is_tried_where_no_engine_looks(
     doctor: Doctor, channel: Path, tmp_path: Path
 ) -> None:

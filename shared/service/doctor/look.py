@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from weightcast.shared.errors import NotInTime
+from weightcast.shared.errors import NotInTime, Refused
+from weightcast.shared.files.apart import require_apart
 from weightcast.shared.service.doctor.channel_rules import CHANNEL, judge_channel
 from weightcast.shared.service.doctor.findings import Finding, Role
 from weightcast.shared.service.doctor.local_rules import LOCAL, judge_local
@@ -64,7 +65,17 @@ def _local(
         return None
     facts, inside = looked
     findings += judge_local(facts, inside, run, machine)
+    if run is not None and what.channel is not None:
+        findings += _apart(local, what.channel)
     return inside
+
+
+def _apart(local: Path, channel: Path) -> Iterator[Finding]:
+    """Of two places that answered."""
+    try:
+        require_apart("--local", local, "--channel", channel)
+    except Refused as error:
+        yield Finding(LOCAL, "apart", "failure", error.message, error.remedy)
 
 
 def _seen(place: str, path: Path, seconds: float, look: Callable[[], T]) -> T | Finding:
