@@ -59,6 +59,8 @@ class Store:
 
     def __init__(self, directory: Path | None) -> None:
         self.directory = directory
+        self.problem = ""
+        """why something could not be kept"""
 
     def _path(self, directory: Path, name: str) -> Path:
         return directory / f"{blake2b(name.encode(), digest_size=16).hexdigest()}.kernel"
@@ -80,7 +82,8 @@ class Store:
         try:
             temporary.write_bytes(_packed(code))
             temporary.rename(path)
-        except OSError:  # a full disk, a read-only one: the next process compiles it again
+        except OSError as error:  # a full disk, a read-only one: the next process compiles it again
+            self.problem = f"{self.directory}: {error.strerror}"
             with contextlib.suppress(OSError):
                 temporary.unlink()
 
@@ -90,8 +93,12 @@ class Store:
         return self.directory is not None and exists(self.directory / COMPLETE)
 
     def completed(self) -> None:
-        if self.directory is not None and not self.complete:
+        if self.directory is None or self.problem or self.complete:
+            return
+        try:
             (self.directory / COMPLETE).touch()
+        except OSError as error:
+            self.problem = f"{self.directory}: {error.strerror}"
 
 
 def _packed(code: Code) -> bytes:

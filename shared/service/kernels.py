@@ -44,10 +44,11 @@ def kernel_status() -> KernelStatus:
     """Compiles a first kernel if none is."""
     if kernels() == "numpy":
         return KernelStatus(kind="numpy", problem=why_not_compiled())
-    from weightcast.shared.digest.native import CACHE
+    from weightcast.shared.digest.native import CACHE, STORE
 
     if CACHE is None:
         return KernelStatus(
             kind="numba", problem="no private directory to keep kernels in: set WEIGHTCAST_CACHE"
         )
-    return KernelStatus(kind="numba", cached_in=str(CACHE))
+    lost = f"not all can be kept, so that every process compiles some: {STORE.problem}"
+    return KernelStatus(kind="numba", cached_in=str(CACHE), problem=lost if STORE.problem else "")

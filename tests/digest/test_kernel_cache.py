@@ -117,6 +117,28 @@ def test_a_kernel_that_is_damaged_on_disk_is_compiled_again(tmp_path: Path) -> N
         assert path.stat().st_size == len(whole)
 
 
+_NO_ROOM = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+"""
+_ALL = """
+from weightcast.shared.digest.hash import all_compiled
+all_compiled()
+print(kernel_status().problem)
+"""
+
+
+def test_a_cache_without_room_is_told_and_not_taken_for_complete(tmp_path: Path) -> None:
+    """Who believed it would begin without a compiler, and need one in the midst of a version."""
+    own = tmp_path / "own"
+    environment = {**os.environ, "WEIGHTCAST_CACHE": str(own), "NUMBA_DISABLE_JIT": "0"}
+    command = [sys.executable, "-c", _NO_ROOM + _HASH + _ALL]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    told, problem = done.stdout.splitlines()
+    assert '"numba"' in told and problem.startswith("not all can be kept") and str(own) in problem
+    assert [path.name for path in own.rglob("*") if path.is_file()] == []
+
+
 def test_status_says_why_kernels_are_not_compiled(tmp_path: Path) -> None:
     environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
     done = subprocess.run(

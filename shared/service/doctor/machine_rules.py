@@ -14,6 +14,7 @@ _OTHER_FILES = 256
 """descriptors of a daemon besides weight files: connections, locks, logs, libraries"""
 _FILES_OF_A_PIECE = 2
 """a weight file may be open in the local checkpoint and in its source"""
+_PRIVATE = "give WEIGHTCAST_CACHE a private directory with room, or free space in the one that is told"
 _SMALL_SHM = 1 << 30
 
 
@@ -35,7 +36,7 @@ def _kernels(facts: MachineFacts) -> Iterator[Finding]:
             "install numba and llvmlite as this release asks for them",
         )
     elif facts.kernel_problem:
-        yield Finding(MACHINE, "kernels", "warning", facts.kernel_problem, "give a private directory")
+        yield Finding(MACHINE, "kernels", "warning", facts.kernel_problem, _PRIVATE)
     else:
         yield Finding(MACHINE, "kernels", "ok", f"compiled; {facts.cores} cores")
 
