@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -13,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from in_process import Command
+from waiting import wait_until
 
 from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.publisher import Publisher
@@ -133,6 +137,16 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert lines[0].split() == ["place", "check", "found"]
     assert lines[-1].split(",")[0].endswith(" ok")
     assert any("exclusive create" in line for line in lines)
+
+
+def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    doctor = [sys.executable, "-m", "weightcast.shared.service.cli", "doctor", "--local"]
+    command = [*doctor, str(tmp_path / "x")]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        wait_until(lambda: any(tmp_path.iterdir()) or process.poll() is not None)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) in (130, 0), "0: it was done by then"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_only_what_is_given_is_looked_at(doctor: Doctor) -> None:

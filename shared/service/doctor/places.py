@@ -22,6 +22,7 @@ from weightcast.shared.local.spare import spare_bytes
 from weightcast.shared.service.doctor.trials import TrialOutcome, Tried, try_all
 
 T = TypeVar("T")
+_END_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -75,16 +76,24 @@ def answered(look: Callable[[], T], seconds: float) -> T | None:
     end it. Raises what `look` raises."""
     results: list[T] = []
     failures: list[Exception] = []
+    # not `join`: once it is interrupted, Python takes the thread for ended
+    ended = threading.Event()
 
     def run() -> None:
         try:
             results.append(look())
         except Exception as error:  # for the thread that waits
             failures.append(error)
+        finally:
+            ended.set()
 
-    thread = threading.Thread(target=run, name="doctor", daemon=True)
-    thread.start()
-    thread.join(seconds)
+    try:
+        threading.Thread(target=run, name="doctor", daemon=True).start()
+        ended.wait(seconds)
+    except KeyboardInterrupt:
+        # what it made it removes by itself, unless the place hangs
+        ended.wait(min(seconds, _END_SECONDS))
+        raise
     if failures:
         raise failures[0]
     return results[0] if results else None
