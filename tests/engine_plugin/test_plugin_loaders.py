@@ -581,6 +581,36 @@ def test_two_servers_before_one_engine_never_take_each_others_sums(tmp_path: Pat
     assert came_between > 0
 
 
+def test_sums_of_another_server_are_not_passed_by_this_one(tmp_path: Path) -> None:
+    """It staged another file under the same name, and was not yet told what its sums are worth."""
+    base = {"first": W, "second": W}
+    host = ToyHost([Loaded(lambda m: None)], base, tmp_path)
+    host.run("hold", 0, root(0), "0")
+    file = write_patch(host.patches, base, some_changed(base, 1, 0.3), 1)
+    before = host.live()
+
+    async def other_sums() -> None:
+        write_patch(host.patches, dict.fromkeys(base, W + 1), some_changed(base, 2, 0.3), 1)
+        for order in (
+            {"do": "stage", "file": file, "seconds": 60.0},
+            {"do": "sums", "file": file, "turn": "theirs"},
+            {"do": "more", "turn": "theirs", "budget": 1 << 20},
+        ):
+            [answer] = await host.controls.ranks(order)
+            assert answer["status"] == 200
+        assert answer["done"]
+
+    orders = len(host.controls.orders)
+    host.run("check", file)
+    passed = host.controls.orders[orders:].index("passed") + 1
+    host.run("pause", "wait")
+    with pytest.raises(OtherBase, match="another order came between"):
+        asyncio.run(Front(Late(host.controls, passed, other_sums)).check(file))
+    with pytest.raises(OtherBase):
+        host.run("apply", file, "1")
+    assert host.live() == before
+
+
 @pytest.mark.parametrize("begun", range(2, 7))
 def test_a_check_of_another_server_between_check_and_apply_takes_nothing_of_the_update(
     tmp_path: Path, begun: int

@@ -122,17 +122,17 @@ def test_channel_and_local_checkpoint_lie_apart(
 
 @pytest.mark.parametrize(("channel", "local"), [("link", "c/pub"), ("c", "link/pub"), ("l/c", "link")])
 def test_links_do_not_bring_channel_and_local_checkpoint_together(
-    places: Places, call: Any, channel: str, local: str
+    places: Places, weightcast: Command, channel: str, local: str
 ) -> None:
     there = "l" if channel == "l/c" else "c"
     (places.root / there).mkdir()
     (places.root / "link").symlink_to(places.root / there)
     given = ("--channel", places.root / channel, "--local", places.root / local, "--base", places.base)
-    assert call("channel", "init", "--channel", places.root / channel, "--base", places.base)[0] == 0
+    assert weightcast("channel", "init", "--channel", places.root / channel, "--base", places.base)[0] == 0
     one = write(places.root / "one", changed(base_tensors(), 1))
     before = snapshot(places.root)
     for verb in (("publish", one), ("sync",)):
-        code, _, err = call(*verb, *given)
+        code, _, err = weightcast(*verb, *given)
         assert code == 3 and "a directory of its own" in err
     assert snapshot(places.root) == before
 

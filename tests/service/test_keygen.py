@@ -50,12 +50,12 @@ def test_a_directory_that_is_not_there(tmp_path: Path, weightcast: Command) -> N
     assert code == 3 and "nowhere" in err
 
 
-def test_a_full_disk_leaves_no_half_of_a_pair(tmp_path: Path, call: Any) -> None:
+def test_a_full_disk_leaves_no_half_of_a_pair(tmp_path: Path, weightcast: Command) -> None:
     """The next try is not to find a private key without its public one in its way."""
     disk = Disk(2, 0, ("file.written", "file.synced", "file.linked", "directory."), errno.ENOSPC)
     with watched(disk):
-        code, out, err = call("keygen", "--out", tmp_path / "run.key")
+        code, out, err = weightcast("keygen", "--out", tmp_path / "run.key")
     assert disk.failed_at == ["file.begun run.key.pub"]
     assert code == 3 and out == "" and "check the directory and its space" in err
     assert list(tmp_path.iterdir()) == []
-    assert call("keygen", "--out", tmp_path / "run.key")[0] == 0
+    assert weightcast("keygen", "--out", tmp_path / "run.key")[0] == 0

@@ -145,10 +145,11 @@ class Front:
             world, [staged, *_] = await self._look_around(), await self._stage(file)
             for name, *_ in staged["tensors"]:
                 _require_whole(world, name)
-            order = {"do": "sums", "file": file}
+            order = {"do": "sums", "file": file, "turn": uuid.uuid4().hex}
             sums = await self._gather(order, world, [name for name, *_ in staged["tensors"]], CHANGES)
             _require_base(staged["tensors"], sums)
-            await self._all({"do": "passed", "file": file})
+            # other sums than these were judged by another server, if at all
+            await self._all({**order, "do": "passed"})
         return {
             "tensors": len(staged["tensors"]),
             "changes": staged["changes"],
@@ -281,7 +282,8 @@ class Front:
             unknown = {name: UNKNOWN for name in asked if name not in world.elements}
             refused = unknown | {name: world.refused[name] for name in asked if name in world.refused}
             summed = [name for name in asked if name not in refused]
-            sums = await self._gather({"do": "digest", "names": summed}, world, summed, WORDS)
+            order = {"do": "digest", "names": summed, "turn": uuid.uuid4().hex}
+            sums = await self._gather(order, world, summed, WORDS)
             after = await self._all({"do": "look"})
         return {
             "version": after[0]["version"],
@@ -313,12 +315,11 @@ class Front:
     async def _gather(self, order: Order, world: World, names: Sequence[str], budget: int) -> Sums:
         """All that the ranks sum for this order, in steps between which the engine serves. Raises OtherBase
         where ranks hold different words of the same elements, or another server's order came between."""
-        turn = uuid.uuid4().hex
-        await self._all({**order, "turn": turn})
+        await self._all(order)
         found: dict[tuple[int, int, int], list[int]] = {}
         done = False
         while not done:
-            answers = await self._all({"do": "more", "turn": turn, "budget": budget})
+            answers = await self._all({"do": "more", "turn": order["turn"], "budget": budget})
             done = all(answer["done"] for answer in answers)
             for rank, answer in enumerate(answers):
                 for number, piece, *lanes in answer["rows"]:

@@ -253,7 +253,7 @@ class EngineRank:
 
     def _pass(self, order: Order) -> Answer:
         stage = self._require_stage(order)
-        if self._summed is not self._update:
+        if self._summed is not self._update or self._turn != order["turn"]:
             raise OtherBase("another order came between", remedy="ask again")
         self._passed = (stage.name, self._changes, self._residence.print)
         return {}
