@@ -20,9 +20,10 @@ from weightcast.shared.codec.changes import Changes, compare
 from weightcast.shared.codec.choose import FetchWords
 from weightcast.shared.codec.parallel import ordered
 from weightcast.shared.codec.scan import Scan, scan
+from weightcast.shared.digest.hash import hash_bytes
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.step_sums import StepSums
-from weightcast.shared.errors import NeedsReseed, Refused
+from weightcast.shared.errors import NeedsReseed, Refused, RetryLater
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, gather
 from weightcast.shared.local.state import unpack_lanes
 from weightcast.shared.progress import Advance
@@ -201,11 +202,17 @@ def refuse_moved(table: TensorTable, moved: Sequence[int]) -> None:
 
 def _check_baseline(local: LocalCheckpoint, book: _Book, split: Iterable[int]) -> None:
     """The full hash of the new bytes must be what arithmetic on the recorded lanes gives: else the local
-    checkpoint has drifted from what the channel says."""
-    expected = book.step.after(unpack_lanes(local.state.position.lanes))
-    drifted_from = book.seen & (expected != book.full).any(axis=1)
+    checkpoint has drifted from what the channel says, or somebody wrote into the weights meanwhile."""
+    recorded = unpack_lanes(local.state.position.lanes)
+    drifted_from = book.seen & (book.step.after(recorded) != book.full).any(axis=1)
     drifted_from[list(split)] = False
     for tensor in np.flatnonzero(drifted_from)[:1].tolist():
+        own = hash_bytes(local.words_in(tensor, 0, local.table[tensor].words).view(np.uint8))
+        if own == Lanes(*recorded[tensor].tolist()):
+            raise RetryLater(
+                f"{local.table[tensor].name} changed while it was published; nothing was published",
+                remedy="publish again, and write into no weights until that has returned",
+            )
         raise NeedsReseed(
             f"{local.directory}: {local.table[tensor].name} has drifted from version "
             f"{local.state.position.version}; nothing was published",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from core_cases import Model, all_changed, snapshot, some_changed, tensor, write_checkpoint
+from core_cases import Model, Tensor, all_changed, snapshot, some_changed, tensor, write_checkpoint
 from publisher_cases import ENCODINGS, Place, make_place
 
 from weightcast.publisher import Publisher, RawTensor, init_channel
@@ -399,3 +401,37 @@ def test_a_closed_publisher_publishes_nothing(place: Place, rng: np.random.Gener
         with pytest.raises(Refused, match="this publisher is closed"):
             change()
     assert snapshot(place.channel) == before
+
+
+def test_weights_that_somebody_writes_while_they_are_published(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """Nothing wrong goes out, and the local checkpoint, which is right, is not seeded again for it."""
+    place = make_place(tmp_path, {"w": tensor(rng, "F32", 1 << 21)})
+    words, ended, refused = place.model["w"].data.view(np.uint32).copy(), threading.Event(), 0
+    places = np.arange(0, len(words), 64)
+
+    def train() -> None:
+        while not ended.is_set():
+            words[places] ^= 1
+
+    trainer = threading.Thread(target=train)
+    with place.publisher() as publisher:
+        publisher.publish({"w": words.view(np.float32)})
+        seeded = (place.pub / "model.safetensors").stat().st_ino
+        trainer.start()
+        try:
+            deadline = time.monotonic() + 240
+            while not refused and time.monotonic() < deadline:
+                try:
+                    publisher.publish({"w": words.view(np.float32)})
+                except RetryLater as error:
+                    assert "w changed while it was published" in error.message and error.remedy
+                    refused += 1
+        finally:
+            ended.set()
+            trainer.join()
+        assert refused, "the writer was never in time"
+        version = publisher.publish({"w": words.view(np.float32)}).version
+    assert (place.pub / "model.safetensors").stat().st_ino == seeded
+    place.arrives({"w": Tensor("F32", (len(words),), words.view(np.uint8))}, version)
