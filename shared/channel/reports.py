@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,6 +22,7 @@ from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.records import FORMAT, check_format
 from weightcast.shared.errors import DamagedFile, UnknownFormat, WeightcastError
 from weightcast.shared.files import durable
+from weightcast.shared.files.entries import is_own_directory
 from weightcast.shared.files.paths import is_plain
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
 
@@ -42,6 +44,8 @@ _BRIEF_ENGINES, _BRIEF_TEXT = 16, 256
 _ERROR_LIMIT = 4096
 _PHASES_LIMIT = 32
 _SUFFIX = ".json"
+_NAME = re.compile(r".+-[0-9a-f]{8}\.json", re.DOTALL)
+"""as `Layout.report` makes them"""
 
 
 @dataclass(frozen=True)
@@ -288,12 +292,15 @@ def _there(hosts: Path) -> list[tuple[str, os.stat_result]]:
 
 def forgotten(channel: Path, now: float) -> list[Path]:
     """Reports that nobody needs any more: both by this machine's clock, at `now`, and by the newest report
-    they are older than FORGOTTEN_SECONDS, whichever of the two is wrong. Raises OSError."""
+    they are older than FORGOTTEN_SECONDS, whichever of the two is wrong. None where the directory is a link:
+    what lies there is not the channel's. Raises OSError."""
     hosts = Layout(channel).hosts_dir
+    if not is_own_directory(hosts):
+        return []
     files = [(name, found.st_mtime) for name, found in _there(hosts) if stat.S_ISREG(found.st_mode)]
     newest = max((written for _, written in files), default=0.0)
     before = min(now, newest) - FORGOTTEN_SECONDS
-    return [hosts / name for name, written in files if written < before]
+    return [hosts / name for name, written in files if written < before and _NAME.fullmatch(name)]
 
 
 def _longest_whole(sizes: Sequence[int]) -> int:

@@ -310,6 +310,26 @@ def test_a_clock_that_is_wrong_deletes_no_report(place: Place, ages: dict[str, i
     assert reporting(place) == sorted(ages)
 
 
+def test_of_old_files_beside_reports_none_is_deleted(place: Place, tmp_path: Path) -> None:
+    """What is no report by its name, and reports of another place."""
+    for name in ("gone", "alive"):
+        write_report(place.channel, replace(report(place, 0), host=name))
+    write_ages(place, {"gone": 31 * DAY, "alive": 0})
+    hosts, elsewhere = place.channel / "hosts", tmp_path / "elsewhere"
+    hosts.rename(elsewhere)
+    hosts.symlink_to(elsewhere)
+    with place.publisher() as publisher:
+        publisher.make_due()
+    assert reporting(place) == ["alive", "gone"]
+    hosts.unlink()
+    elsewhere.rename(hosts)
+    (hosts / "notes.json").write_text("{}")
+    os.utime(hosts / "notes.json", (time.time() - 31 * DAY,) * 2)
+    with place.publisher() as publisher:
+        publisher.make_due()
+    assert reporting(place) == ["alive", "notes.json"]
+
+
 def write_ages(place: Place, ages: dict[str, int]) -> None:
     for name, seconds in ages.items():
         (file,) = (place.channel / "hosts").glob(f"{name}-*.json")
