@@ -178,7 +178,9 @@ class _Alignment:
     def paused_for(self) -> float | None:
         if self.resumed is None:
             return None
-        return self.resumed - self.began if self.done.still is None else self.done.still
+        if self.done.resumed and self.done.still is not None:
+            return self.done.still
+        return self.resumed - self.began
 
     def unreachable(self, facts: EngineFacts, before_reload: Callable[[], None] | None) -> EngineResult:
         hindrance = None

@@ -136,7 +136,7 @@ class EngineFacts:
 @dataclass(frozen=True)
 class Done:
     """The engine answered that it has the new weights. `resumed`: it paused for them by itself, and goes on;
-    `still`: seconds that it says it stood still then."""
+    `still`: seconds that it says it stood still by then."""
 
     resumed: bool = False
     still: float | None = None

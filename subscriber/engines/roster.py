@@ -56,7 +56,8 @@ class EngineResult:
     paused: bool = False
     """it said so at the end"""
     pause_seconds: float | None = None
-    """from the first pause call until resume returned; None: not resumed, or never paused"""
+    """from the first pause call until resume returned, or as an engine says that pauses itself; None: not
+    resumed, or never paused"""
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,7 @@ def test_an_engine_that_patched_and_did_not_resume_is_resumed(world: World) -> N
     world.follow()
     assert world.serves(1) and world.engine.doors() == ["check", "update", "resume"]
     assert world.live.patches == 1
+    assert world.host.status.updates[-1].pause_seconds != 0.125, "it stood still until it was resumed"
 
 
 def test_an_engine_that_does_not_pause_serves_on_and_the_version_is_not_blamed(world: World) -> None:
