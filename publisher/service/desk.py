@@ -45,6 +45,7 @@ from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import NeedsReseed, NotInTime, Refused, RetryLater, disk_text
+from weightcast.shared.files.apart import require_apart
 from weightcast.shared.files.entries import exists
 from weightcast.shared.local.follow import open_base
 from weightcast.shared.local.local_checkpoint import LocalPaths, ensure_room
@@ -113,6 +114,8 @@ class Desk:
     def start(self) -> None:
         """Makes or checks the channel, takes it, seeds the local checkpoint. Raises what ends the daemon."""
         settings, paths = self._settings, LocalPaths(self._settings.local)
+        # before anything is made in one of them
+        require_apart("--local", settings.local, "--channel", settings.channel)
         if settings.watch is not None:
             rules = InboxRules(
                 settings.every,

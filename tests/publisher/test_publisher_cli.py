@@ -131,7 +131,8 @@ def test_links_do_not_bring_channel_and_local_checkpoint_together(
     assert weightcast("channel", "init", "--channel", places.root / channel, "--base", places.base)[0] == 0
     one = write(places.root / "one", changed(base_tensors(), 1))
     before = snapshot(places.root)
-    for verb in (("publish", one), ("sync",)):
+    daemon = ("publisher", "run", "--watch", places.watch, "--port", "0")
+    for verb in (("publish", one), ("sync",), daemon):
         code, _, err = weightcast(*verb, *given)
         assert code == 3 and "a directory of its own" in err
     assert snapshot(places.root) == before
