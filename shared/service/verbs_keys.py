@@ -10,7 +10,7 @@ import typer
 from weightcast.shared.channel.keys import PrivateKey, write_private_key
 from weightcast.shared.errors import Refused
 from weightcast.shared.files import durable
-from weightcast.shared.files.entries import exists, is_directory, is_link
+from weightcast.shared.files.entries import exists, is_directory, is_file, is_link
 from weightcast.shared.service.common_options import JsonOption
 from weightcast.shared.service.output import Output
 
@@ -44,11 +44,14 @@ def make_key(path: Path) -> PrivateKey:
     try:
         _refuse_present(public)
         write_private_key(path, key)
+        line = f"{key.public}\n".encode()
         try:
-            durable.create(public, f"{key.public}\n".encode())
+            durable.create(public, line)
         except BaseException:
-            # nobody has it yet, and the next try is not to find it
+            # nobody has it yet, and the next try is to find neither of the two
             path.unlink()
+            if is_file(public) and public.read_bytes() == line:
+                public.unlink()
             raise
     except FileExistsError as error:
         raise Refused(f"{path} is there already", remedy="keys are never overwritten") from error

@@ -59,3 +59,13 @@ def test_a_full_disk_leaves_no_half_of_a_pair(tmp_path: Path, weightcast: Comman
     assert code == 3 and out == "" and "check the directory and its space" in err
     assert list(tmp_path.iterdir()) == []
     assert weightcast("keygen", "--out", tmp_path / "run.key")[0] == 0
+
+
+def test_a_disk_that_fails_last_leaves_no_half_of_a_pair(tmp_path: Path, weightcast: Command) -> None:
+    disk = Disk(2, 0, ("file.begun", "file.written", "file.synced", "directory."), errno.EIO)
+    with watched(disk):
+        code, out, _ = weightcast("keygen", "--out", tmp_path / "run.key")
+    assert disk.failed_at == ["file.linked run.key.pub"]
+    assert code == 3 and out == ""
+    assert list(tmp_path.iterdir()) == []
+    assert weightcast("keygen", "--out", tmp_path / "run.key")[0] == 0
