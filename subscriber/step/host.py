@@ -14,7 +14,7 @@ from weightcast.shared.errors import RetryLater, Stopped, WeightcastError, disk_
 from weightcast.shared.files.space import lacks_room
 from weightcast.shared.local.access import Readers
 from weightcast.shared.local.follow import Follower, FollowOptions
-from weightcast.shared.local.local_checkpoint import LocalCheckpoint
+from weightcast.shared.local.local_checkpoint import HasWriter, LocalCheckpoint
 from weightcast.shared.local.prepare import PreRead
 from weightcast.shared.local.scrub import ScrubStatus
 from weightcast.shared.local.state import LocalState, Mark, Phase, Position, write_state
@@ -135,7 +135,9 @@ class StepHost:
         """A step."""
         self.watch = Stopwatch()
         self.around = ()
-        self.view.moves, self.view.degraded, self.view.error = [], (), None
+        self.view.moves, self.view.degraded = [], ()
+        if not isinstance(self.view.error, HasWriter):
+            self.view.error = None
 
     def outcome(self) -> Outcome:
         """As of the last step."""

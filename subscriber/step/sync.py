@@ -162,6 +162,8 @@ class Sync:
             # the first time: nothing is made in a channel, whatever it is called here
             require_apart("--local", self.follower.paths.directory, "--channel", self.host.options.channel)
         self.follower.own()
+        # not before: reports are its writer's
+        self.view.error = None
         if self._opener.reads_all:
             self._opener.adopt()
         self.engines.look_if_due(self.host.state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,33 @@ def test_before_the_first_version_a_host_is_seeded_and_ready(site: Site) -> None
     assert host.at(run, 0)
     assert (engine.held, engine.label, engine.paused) == (run.digest(0), "0", False)
     assert (host.status.served_version, host.status.confirmed_by, host.status.ready) == (0, "label", True)
+
+
+def test_who_waits_for_another_writer_says_so_until_that_has_ended(site: Site) -> None:
+    """Also while it asks again: reports are the writer's."""
+    run = site.run()
+    writer, waiting = site.host(run), site.host(run)
+    writer.step()
+    seen, ended = set[str](), threading.Event()
+
+    def look() -> None:
+        while not ended.is_set():
+            seen.add(type(waiting.sync.view.error).__name__)
+
+    with pytest.raises(RetryLater, match="already has a writer"):
+        waiting.step()
+    watching = threading.Thread(target=look)
+    watching.start()
+    try:
+        for _ in range(300):
+            with pytest.raises(RetryLater, match="already has a writer"):
+                waiting.step()
+    finally:
+        ended.set()
+        watching.join()
+    assert seen == {"HasWriter"}
+    writer.sync.close()
+    assert waiting.step().ready and waiting.status.last_error is None
 
 
 def test_three_versions_are_followed_one_by_one(site: Site) -> None:
