@@ -267,7 +267,7 @@ def test_a_hold_that_was_lost_is_taken_again_for_the_next_attempt() -> None:
     ],
 )
 def test_nothing_goes_on_without_every_member(twin: Twin, error: type[Exception], told: str) -> None:
-    one = Lead([Twin("http://b"), twin], name="boss", pace=replace(QUICK, deadline=0.5))
+    one = Lead([Twin("http://b"), twin], name="boss", pace=replace(QUICK, deadline=5.0))
     with pytest.raises(error, match=told), one.gathering(7, STATE):
         one.await_prepared()
 
