@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -22,6 +21,7 @@ import numpy as np
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.choose import StepEncoding
 from weightcast.shared.codec.container import decode_step, encode_chunk
+from weightcast.shared.codec.parallel import ordered
 from weightcast.shared.codec.scan import scan
 from weightcast.shared.digest.hash import hash_bytes
 from weightcast.shared.errors import WeightcastError
@@ -37,7 +37,9 @@ RATES = (2e-7, 5e-7, 1e-6, 3e-6, 1e-5)
 """learning rates of the trained traces"""
 
 CHUNKS = 8
-"""per thread: more than caches hold, and enough that the end, where one thread waits, counts little"""
+"""per thread: more than caches hold"""
+_PASSES = 4
+"""over them in a row, so that the begin and the end, where one thread waits, count little"""
 
 Job = Callable[[], object]
 Trace = Literal["simulated", "trained", "unrelated"]
@@ -112,17 +114,18 @@ _CONTENDERS: dict[str, _Contender] = {
 }
 
 
-def _times(jobs: Mapping[str, Sequence[Job]], threads: int, rounds: int) -> dict[str, Spread]:
-    """Seconds of each for all of its jobs."""
+def _times(jobs: Mapping[str, list[Job]], threads: int, rounds: int) -> dict[str, Spread]:
+    """Seconds of each for all of its jobs, which run in threads as the daemons' do."""
     taken: dict[str, list[float]] = {name: [] for name in jobs}
     order = deque(jobs.items())
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(rounds + 1):
-            order.rotate(-1)
-            for name, mine in order:
-                began = perf_counter()
-                list(pool.map(lambda job: job(), mine))
-                taken[name].append(perf_counter() - began)
+    for _ in range(rounds + 1):
+        order.rotate(-1)
+        for name, mine in order:
+            # a job comes again only when it is over
+            passes = _PASSES if len(mine) > 2 * threads else 1
+            began = perf_counter()
+            deque(ordered(lambda job: job(), passes * mine, threads), maxlen=0)
+            taken[name].append((perf_counter() - began) / passes)
     return {name: Spread.of(seconds[1:]) for name, seconds in taken.items()}
 
 

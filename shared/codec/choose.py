@@ -48,7 +48,8 @@ _DENSE = 1 / 4
 def encode(
     changes: Changes, old: Words, new: FetchWords, counted: Counted, kind: WordKind, encoding: StepEncoding
 ) -> tuple[int, bytes | memoryview]:
-    """Mode and payload, never longer than the raw words of the spans. `old`: with padding."""
+    """Mode and payload, never longer than the raw words of the spans; good until the thread encodes again.
+    `old`: with padding."""
     mode = None
     if len(changes) > _DENSE * counted.words and counted.words >= _WORTH_FRAMES:
         mode = _dense(changes, old, new, counted, kind, encoding)
@@ -69,7 +70,7 @@ def _bytes_of(words: Words) -> memoryview:
     return np.ascontiguousarray(words).view(np.uint8).data
 
 
-_Found = tuple[int, bytes] | None
+_Found = tuple[int, bytes | memoryview] | None
 
 
 def _dense(
@@ -111,26 +112,18 @@ def _magnitude_bits(changes: Changes, kind: WordKind) -> float:
 def _changewise(
     changes: Changes, old: Words, counted: Counted, kind: WordKind, encoding: StepEncoding
 ) -> _Found:
-    measured = steps.measure(changes, kind)
-    grouped = magnitudes.grouped(measured, kind)
+    most = counted.words * kind.width
     if encoding == "small" and kind.exponent_mask and len(changes) >= _WORTH_CLASSES:
-        small = _small(changes, old, counted, kind, measured, grouped)
+        small = _small(changes, old, counted, kind, most)
         if small is not None:
             return SMALL, small
-    most = counted.words * kind.width
-    fast = sparse.encode_fast(changes.index, counted, measured, grouped, most)
+    fast = sparse.encode_fast(changes, counted, kind, most)
     return None if fast is None else (FAST, fast)
 
 
-def _small(
-    changes: Changes,
-    old: Words,
-    counted: Counted,
-    kind: WordKind,
-    measured: steps.Steps,
-    grouped: magnitudes.GroupedMagnitudes,
-) -> bytes | None:
-    most = counted.words * kind.width
+def _small(changes: Changes, old: Words, counted: Counted, kind: WordKind, most: int) -> bytes | None:
+    measured = steps.measure(changes, kind)
+    grouped = magnitudes.grouped(measured, kind)
     for exact in (False, True):
         classes = positions.classify(measured, old, counted, kind, exact=exact)
         payload = sparse.encode_small(changes.index, old, counted, classes, measured, grouped, kind, most)

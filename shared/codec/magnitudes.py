@@ -49,9 +49,14 @@ class GroupedMagnitudes:
         )
         if sizes is None:
             return None
-        heads = np.zeros(len(sizes), _HEAD)
-        heads["plan"], heads["size"] = self.contexts[:, CODING:], sizes
-        return heads.tobytes(), int(sizes.sum())
+        return heads_of(self.contexts, sizes), int(sizes.sum())
+
+
+def heads_of(contexts: NDArray[np.int64], sizes: NDArray[np.int64]) -> bytes:
+    """CONTEXT of each, with the bytes of its stream."""
+    heads = np.zeros(len(sizes), _HEAD)
+    heads["plan"], heads["size"] = contexts[:, CODING:], sizes
+    return heads.tobytes()
 
 
 _HEAD = np.dtype([("plan", np.uint8, 3), ("zero", np.uint8), ("size", "<u4")])
@@ -59,9 +64,14 @@ _HEAD = np.dtype([("plan", np.uint8, 3), ("zero", np.uint8), ("size", "<u4")])
 
 
 def grouped(steps: Steps, kind: WordKind) -> GroupedMagnitudes:
-    many = kind.exponent_mask and len(steps) >= _WORTH_CONTEXTS
-    contexts = np.zeros((MOST_CONTEXTS if many else 1, 6), np.int64)
+    contexts = unplanned(len(steps), kind)
     return GroupedMagnitudes(steps, kernels().plan_contexts(steps.tallies, contexts), contexts)
+
+
+def unplanned(changes: int, kind: WordKind) -> NDArray[np.int64]:
+    """`GroupedMagnitudes.contexts` before anything is known of them."""
+    many = kind.exponent_mask and changes >= _WORTH_CONTEXTS
+    return np.zeros((MOST_CONTEXTS if many else 1, 6), np.int64)
 
 
 def _expected(count: int, total: int, longer: int) -> float:

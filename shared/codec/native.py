@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weightcast.shared.codec.native_classes import exponents_of_all, put_classes, take_classes
-from weightcast.shared.codec.native_codes import take_gaps, take_values
+from weightcast.shared.codec.native_codes import take_values
 from weightcast.shared.codec.native_contexts import plan_contexts
 from weightcast.shared.codec.native_dense import add_steps, escaped, join_planes, split_planes, step_bytes
 from weightcast.shared.codec.native_exchange import (
@@ -13,8 +13,9 @@ from weightcast.shared.codec.native_exchange import (
     masks_of,
     pack_gaps,
 )
-from weightcast.shared.codec.native_rice import put_gaps, put_magnitudes, put_values
+from weightcast.shared.codec.native_rice import put_magnitudes, put_values
 from weightcast.shared.codec.native_scan import compared, masked, scanned, scatter, split, sums_of_all
+from weightcast.shared.codec.native_sparse import put_fast, take_fast
 from weightcast.shared.codec.native_steps import take_steps
 
 __all__ = [
@@ -31,7 +32,7 @@ __all__ = [
     "pack_gaps",
     "plan_contexts",
     "put_classes",
-    "put_gaps",
+    "put_fast",
     "put_magnitudes",
     "put_values",
     "scanned",
@@ -41,7 +42,7 @@ __all__ = [
     "step_bytes",
     "sums_of_all",
     "take_classes",
-    "take_gaps",
+    "take_fast",
     "take_steps",
     "take_values",
 ]

@@ -20,8 +20,6 @@ from weightcast.shared.digest.native import (
 from weightcast.shared.words import ByteArray
 
 Array32 = NDArray[np.uint32]
-Counts = NDArray[np.int64]
-
 _NO_VALUE = 1 << 40
 """greater than any gap, step or run may be: readers refuse what comes of it without looking for it"""
 _WHOLE_BITS = 57
@@ -80,14 +78,9 @@ def take_codes(data: Any, at: Any, end: Any, k: Any, placing: Any, values: Any) 
     return (at if most <= U64(GREATEST) else I64(-1)), I64(least)
 
 
-def _take_all(data: ByteArray, start: int, stop: int, k: int, placing: Any, values: Array32) -> int:
-    """The least position that may follow, -1 where bytes [start, stop) are no stream of so many values."""
-    behind, least = take_codes(frozen(data), start << 3, stop << 3, U64(k), placing, values)
-    return int(least) if behind >= 0 and (behind + 7) >> 3 == stop else -1
-
-
 def take_values(data: ByteArray, start: int, stop: int, k: int, values: Array32) -> bool:
-    return _take_all(data, start, stop, k, U64(0), values) >= 0
+    behind, _ = take_codes(frozen(data), start << 3, stop << 3, U64(k), U64(0), values)
+    return bool(behind >= 0 and (behind + 7) >> 3 == stop)
 
 
 @kernel
@@ -108,10 +101,12 @@ def _spread(index: Any, borders: Any, shifts: Any) -> None:
         first = low
 
 
-def take_gaps(
-    data: ByteArray, start: int, stop: int, k: int, borders: Counts, shifts: Counts, index: Array32
-) -> int:
-    end = _take_all(data, start, stop, k, ~U64(0), index)
-    if end >= 0 and shifts.any():
+@kernel
+def read_gaps(data: Any, start: Any, stop: Any, k: Any, borders: Any, shifts: Any, index: Any) -> Any:
+    """As `plain.take_gaps`."""
+    behind, least = take_codes(data, start << 3, stop << 3, k, ~U64(0), index)
+    if behind < 0 or (behind + 7) >> 3 != stop:
+        return I64(-1)
+    if shifts.size > 1 or shifts[0] != 0:
         _spread(index, borders, shifts)
-    return end
+    return least

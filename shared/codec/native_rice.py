@@ -18,7 +18,6 @@ from weightcast.shared.digest.native import (
     reaching64,
     store64,
     trailing_zeros,
-    unwritable,
 )
 from weightcast.shared.words import ByteArray
 
@@ -48,21 +47,61 @@ def _put(out: Any, at: Any, bits: Any, used: Any, code: Any, length: Any) -> Any
 
 
 @kernel
-def _put_gaps(index: Any, k: Any, out: Any, most: Any) -> Any:
+def write_gaps(index: Any, k: Any, out: Any, most: Any) -> Any:
+    """Rice codes of the distances between positions, less one; the first is counted from 0. Returns bytes, or
+    -1 where they are more than `most`."""
+    codes, lengths = on_stack(_BLOCK, U64(0)), on_stack(_BLOCK, U64(0))
     at, bits, used = I64(0), U64(0), U64(0)
-    least = U64(0)
-    for i in range(index.size):
+    least, i, count = U64(0), U64(0), U64(index.size)
+    while i < count:
         if at > most:
             return I64(-1)
-        position = U64(index[i])
-        code, length = _code(position - least, k)
-        least = position + U64(1)
-        at, bits, used = _put(out, at, bits, used, code, length)
+        if i > U64(0) and i + U64(_BLOCK) <= count and _code_block(index, i, k, codes, lengths):
+            at, bits, used = _put_block(codes, lengths, out, at, most, bits, used)
+            i += U64(_BLOCK)
+        else:
+            code, length = _code(U64(index[i]) - least, k)
+            at, bits, used = _put(out, at, bits, used, code, length)
+            i += U64(1)
+        least = U64(index[i - U64(1)]) + U64(1)
     return at + I64((used + U64(7)) >> U64(3))
 
 
-def put_gaps(index: Array32, k: int, out: ByteArray, most: int) -> int:
-    return int(_put_gaps(unwritable(index), U64(k), out, most))
+_BLOCK = 32
+"""codes that are made in vectors before they are put one behind the other"""
+_AT_ONCE = 56
+"""bits that fit behind those that do not fill a byte yet"""
+
+
+@kernel
+def _code_block(index: Any, first: Any, k: Any, codes: Any, lengths: Any) -> Any:
+    """Of the gaps before _BLOCK positions from `first` on. False where one of them must be escaped."""
+    most, mask = U64(0), (U64(1) << k) - U64(1)
+    for j in range(U64(_BLOCK)):
+        gap = U64(index[first + j]) - U64(index[first + j - U64(1)]) - U64(1)
+        zeros, low = gap >> k, gap & mask
+        codes[j], lengths[j] = (low + low + U64(1)) << (zeros & U64(63)), zeros + k + U64(1)
+        most = max(most, zeros)
+    return most < U64(ESCAPE)
+
+
+@kernel
+def _put_block(codes: Any, lengths: Any, out: Any, at: Any, most: Any, bits: Any, used: Any) -> Any:
+    """Four at once where they are short: each put waits for the one before."""
+    for j in range(U64(0), U64(_BLOCK), U64(4)):
+        if at > most:
+            break
+        low, lows = codes[j] | (codes[j + U64(1)] << lengths[j]), lengths[j] + lengths[j + U64(1)]
+        high = codes[j + U64(2)] | (codes[j + U64(3)] << lengths[j + U64(2)])
+        length = lows + lengths[j + U64(2)] + lengths[j + U64(3)]
+        if length <= U64(_AT_ONCE):
+            at, bits, used = _put(out, at, bits, used, low | (high << lows), length)
+        else:
+            for each in range(j, j + U64(4)):
+                if at > most:
+                    break
+                at, bits, used = _put(out, at, bits, used, codes[each], lengths[each])
+    return at, bits, used
 
 
 @kernel
@@ -108,22 +147,33 @@ def _put_runs(values: Any, k_run: Any, k_rest: Any, out: Any, most: Any) -> Any:
 
 @kernel
 def _group(magnitude: Any, exponents: Any, first: Any, contexts: Any, grouped: Any) -> None:
+    """From both ends at once: a neighbour in the same context waits for the one before."""
     last = contexts.shape[0] - 1
     places = on_stack(EXPONENTS, U64(0))  # as subscripts, unsigned ones are quicker
-    places[0] = U64(0)
-    for context in range(last):
-        places[context + 1] = places[context] + U64(contexts[context, COUNT])
+    behind = on_stack(EXPONENTS, U64(0))
+    end = U64(0)
+    for context in range(last + 1):
+        places[context] = end
+        end += U64(contexts[context, COUNT])
+        behind[context] = end
     table = on_stack(EXPONENTS, U64(0))
     for power in range(EXPONENTS):
         table[power] = min(max(power - first, 0), last)
-    for i in range(magnitude.size):
+    half = U64(magnitude.size >> 1)
+    for i in range(half):
         context = table[exponents[i]]
         grouped[places[context]] = magnitude[i]
         places[context] += U64(1)
+        j = U64(magnitude.size) - U64(1) - i
+        context = table[exponents[j]]
+        behind[context] -= U64(1)
+        grouped[behind[context]] = magnitude[j]
+    if magnitude.size & 1:
+        grouped[places[table[exponents[half]]]] = magnitude[half]
 
 
 @kernel
-def _put_magnitudes(
+def write_magnitudes(
     magnitude: Any, exponents: Any, first: Any, contexts: Any, grouped: Any, out: Any, most: Any, sizes: Any
 ) -> Any:
     _group(magnitude, exponents, first, contexts, grouped)
@@ -153,5 +203,5 @@ def put_magnitudes(
     most: int,
 ) -> Table | None:
     sizes = np.zeros(len(contexts), np.int64)
-    done = _put_magnitudes(magnitude, exponents, first, contexts, grouped, out, most, sizes)
+    done = write_magnitudes(magnitude, exponents, first, contexts, grouped, out, most, sizes)
     return sizes if done >= 0 else None

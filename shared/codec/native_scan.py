@@ -287,9 +287,11 @@ def masked(
 
 @kernel
 def _scatter(words: Any, index: Any, new: Any) -> None:
-    last = index.size - 1
-    for i in range(index.size):
-        prefetch(words, I64(index[min(i + _AHEAD, last)]), new)
+    asking = U64(max(index.size - _AHEAD, 0))
+    for i in range(asking):
+        prefetch(words, I64(index[i + U64(_AHEAD)]), new)
+        set_word(words, I64(index[i]), new[i])
+    for i in range(asking, U64(index.size)):
         set_word(words, I64(index[i]), new[i])
 
 
@@ -320,7 +322,9 @@ _FOUR = 4 * 256 * 2
 
 
 @kernel
-def _split(old: Any, new: Any, kind: Any, magnitude: Any, exponents: Any, signs: Any, tallies: Any) -> None:
+def split_all(
+    old: Any, new: Any, kind: Any, magnitude: Any, exponents: Any, signs: Any, tallies: Any
+) -> None:
     """`four`: tables of 256 pairs, how many (and 2**32 times how many are not 0), sum. Four, so that equal
     neighbours do not wait for each other."""
     four, whole = on_stack(_FOUR, U64(0)), old.size & ~15
@@ -355,5 +359,5 @@ def split(
 ) -> Tallies:
     tallies = np.zeros((256, 3), np.int64)
     pairs = signs[: (len(old) + 15) // 16 * 2].view(np.uint16)
-    _split(unwritable(old), unwritable(new), facts(kind), magnitude, exponents, pairs, tallies)
+    split_all(unwritable(old), unwritable(new), facts(kind), magnitude, exponents, pairs, tallies)
     return tallies

@@ -15,6 +15,7 @@ from weightcast.shared.codec.native_codes import take, take_codes
 from weightcast.shared.codec.native_ordinals import HALF, excess, facts, ordinal, word_of
 from weightcast.shared.codec.native_ordinals import MASK as EXPONENT_MASK
 from weightcast.shared.codec.native_ordinals import SHIFT as EXPONENT_SHIFT
+from weightcast.shared.codec.plain import Taken
 from weightcast.shared.codec.rice import GREATEST, NOTHING, RUNS
 from weightcast.shared.codec.scratch import scratch
 from weightcast.shared.digest.native import (
@@ -25,7 +26,6 @@ from weightcast.shared.digest.native import (
     kernel,
     load64,
     on_stack,
-    on_zen,
     prefetch,
     unwritable,
 )
@@ -36,22 +36,14 @@ Array32 = NDArray[np.uint32]
 Counts = NDArray[np.int64]
 
 _CONTEXTS = 16
-_EXPONENTS = 256
-_ROW_BITS = 10
+_ROW_BITS = 9
 _ROWS = _CONTEXTS << _ROW_BITS
 _BLOCK = (1 << _ROW_BITS) - 8
 """changes of a block: up to 7 more lie in the 8-byte word of its last"""
 _SIGNS = 32
 """sign bits read at once"""
-_SPREAD = on_zen()
-"""Whether the next block's cache lines are asked for between all that is done to this one, a few at a time,
-so that memory is never idle. Else all are where old words are fetched."""
-_AHEAD = _BLOCK if _SPREAD else 200
-"""changes between asking for a cache line and using it"""
 _SLICE = 64
 """changes that pass through the stages behind reading together"""
-_FEW = _SLICE // 4
-"""cache lines asked for between two of these stages"""
 _ROOM = (1 << _ROW_BITS) + _SIGNS + MARGIN
 
 
@@ -65,36 +57,43 @@ def _opened(data: Any, streams: Any, book: Any) -> None:
 
 
 @kernel
-def _context_table(kind: Any, first: Any, most: Any, table: Any) -> Any:
-    for power in range(kind[EXPONENT_MASK] + 1):
-        table[power] = min(max(power - first, 0), most)
-
-
-@kernel
 def _gathered(
-    old: Any, index: Any, kind: Any, shift: Any, table: Any, ahead: Any, wide: Any, order: Any, ends: Any
+    old: Any,
+    index: Any,
+    kind: Any,
+    shift: Any,
+    first_exponent: Any,
+    most: Any,
+    ahead: Any,
+    wide: Any,
+    contexts: Any,
+    order: Any,
+    ends: Any,
 ) -> None:
-    """Of each change its 8-byte word; its number in the block behind its context's others. Asks for the words
-    of as many changes `ahead`, unless `_SPREAD`."""
+    """Of each change its 8-byte word; its number in the block behind its context's others."""
     in_word, bits = (U64(1) << shift) - U64(1), U64(6) - shift
     power, mask = U64(kind[EXPONENT_SHIFT]), U64(kind[EXPONENT_MASK])
-    for j in range(U64(index.size)):
-        position = U64(index[j])
-        whole = load64(old, I64((position >> shift) << U64(3)))
-        if not _SPREAD:
-            prefetch(old, I64(U64(ahead[j]) >> shift), wide)
-        wide[j] = whole
-        c = U64(table[(whole >> (((position & in_word) << bits) + power)) & mask])
-        slot = ends[c]
-        order[slot] = j
-        ends[c] = slot + U64(1)
+    count = U64(index.size)
+    for first in range(U64(0), count, U64(_SLICE)):
+        last = min(first + U64(_SLICE), count)
+        for j in range(first, last):
+            wide[j] = load64(old, I64((U64(index[j]) >> shift) << U64(3)))
+        _asked(old, ahead, first, last, 1, shift, wide)
+        for j in range(first, last):
+            exponent = (wide[j] >> (((U64(index[j]) & in_word) << bits) + power)) & mask
+            contexts[j] = min(max(exponent, first_exponent) - first_exponent, most)
+        for j in range(first, last):
+            slot = ends[contexts[j]]
+            order[slot] = j
+            ends[contexts[j]] = slot + U64(1)
+        _asked(old, ahead, first, last, 3, shift, wide)
 
 
 @kernel
-def _asked(old: Any, ahead: Any, first: Any, last: Any, shift: Any, like: Any) -> None:
-    if _SPREAD:
-        for j in range(U64(first), U64(min(first + _FEW, last))):
-            prefetch(old, I64(U64(ahead[j]) >> shift), like)
+def _asked(old: Any, ahead: Any, first: Any, last: Any, part: Any, shift: Any, like: Any) -> None:
+    """For the lines of a part of `ahead`: of every eighth of them, from number `part` on."""
+    for j in range(U64(first) + U64(part), U64(last), U64(8)):
+        prefetch(old, I64(U64(ahead[j]) >> shift), like)
 
 
 @kernel
@@ -217,13 +216,12 @@ def _behind_reading(
     over = U64(0)
     for first in range(0, index.size, _SLICE):
         last = min(first + _SLICE, index.size)
-        _asked(old, ahead, first, last, shift, wide)
+        _asked(old, ahead, first, last, 0, shift, wide)
         _placed(index, first, last, shift, wide, words, places)
-        _asked(old, ahead, first + _FEW, last, shift, wide)
+        _asked(old, ahead, first, last, 2, shift, wide)
         _signed(data, signs, U64(start), first, last, steps)
-        _asked(old, ahead, first + 2 * _FEW, last, shift, wide)
+        _asked(old, ahead, first, last, 4, shift, wide)
         over |= _stepped(first, last, words, steps, kind, before, after)
-        _asked(old, ahead, first + 3 * _FEW, last, shift, wide)
         _flipped(index, first, last, shift, words, flips, merged)
     return over
 
@@ -243,9 +241,24 @@ def _merged(count: Any, shift: Any, places: Any, flips: Any, merged: Any) -> Non
 
 
 @kernel
-def _summed(number: Any, count: Any, wide: Any, merged: Any, places: Any, touched: Any, sums: Any) -> None:
+def _summed(
+    old: Any,
+    ahead: Any,
+    shift: Any,
+    number: Any,
+    count: Any,
+    wide: Any,
+    merged: Any,
+    places: Any,
+    touched: Any,
+    sums: Any,
+) -> None:
     empty(touched)
     for j in range(U64(0), U64(count), U64(8)):
+        last = min(j + U64(8), U64(count))
+        _asked(old, ahead, j, last, 5, shift, wide)
+        _asked(old, ahead, j, last, 6, shift, wide)
+        _asked(old, ahead, j, last, 7, shift, wide)
         add8(wide, merged, places, j, U64(number), touched)
     a, b = closed(touched, 0)
     c, d = closed(touched, 2)
@@ -256,7 +269,7 @@ def _summed(number: Any, count: Any, wide: Any, merged: Any, places: Any, touche
 
 
 @kernel
-def _take_steps(
+def read_steps(
     data: Any,
     signs: Any,
     streams: Any,
@@ -276,11 +289,11 @@ def _take_steps(
     wide, flips, merged = on_stack(_ROOM, U64(0)), on_stack(_ROOM, U64(0)), on_stack(_ROOM, U64(0))
     words, steps, places = on_stack(_ROOM, I64(0)), on_stack(_ROOM, I64(0)), on_stack(_ROOM, U64(0))
     order, values = on_stack(_ROWS, np.uint32(0)), on_stack(_ROOM, np.uint32(0))
-    ends_of, table = on_stack(_CONTEXTS, U64(0)), on_stack(_EXPONENTS, I64(0))
+    ends_of, contexts = on_stack(_CONTEXTS, U64(0)), on_stack(_ROOM, U64(0))
+    most = U64(streams.shape[1] - 1)
     touched = on_stack(SUMS, U64(0))
     for j in range(U64(MARGIN)):
         places[j] = ~U64(0)
-    _context_table(kind, first, I64(streams.shape[1]) - 1, table)
     _opened(data, streams, book)
     over, start, span = U64(0), I64(0), 0
     while start < index.size:
@@ -294,12 +307,12 @@ def _take_steps(
         while stop < index.size and U64(index[stop]) >> shift == U64(index[stop - 1]) >> shift:
             stop += 1
         here, count = index[start:stop], stop - start
-        ahead = index[min(start + _AHEAD, index.size - count) :]
+        ahead = index[min(start + _BLOCK, index.size - count) :]
         for c in range(U64(_CONTEXTS)):
             ends_of[c] = c << U64(_ROW_BITS)
         for j in range(U64(count + _SIGNS)):
             steps[j] = 0
-        _gathered(old, here, kind, shift, table, ahead, wide, order, ends_of)
+        _gathered(old, here, kind, shift, U64(first), most, ahead, wide, contexts, order, ends_of)
         if not _take_rows(data, streams, order, ends_of, book, values, steps):
             return False
         over |= _behind_reading(
@@ -307,7 +320,7 @@ def _take_steps(
             before[start:stop], after[start:stop], flips, merged,
         )  # fmt: skip
         _merged(U64(count), shift, places, flips, merged)
-        _summed(numbers_of[span], count, wide, merged, places, touched, sums[span])
+        _summed(old, ahead, shift, numbers_of[span], count, wide, merged, places, touched, sums[span])
         changed[span] += count
         start = stop
     return _ended(streams, book) and over < U64(2 * kind[HALF])
@@ -323,25 +336,18 @@ def take_steps(
     kind: WordKind,
     ends: Counts,
     numbers: Counts,
-) -> tuple[Words, Words, NDArray[np.uint64], Counts] | None:
-    before, after = (scratch().lend(f"steps {side}", old.dtype, len(index)) for side in ("before", "after"))
-    sums, changed = np.zeros((len(ends), 4), np.uint64), np.zeros(len(ends), np.int64)
+) -> Taken | None:
+    taken, book = room_for(len(index), len(ends), streams.shape[1], old)
     shift = U64(SHIFTS[old.itemsize])
-    good = _take_steps(
-        frozen(data),
-        U64(signs),
-        streams,
-        np.empty((3, streams.shape[1]), np.int64),
-        first,
-        frozen(old),
-        unwritable(index),
-        facts(kind),
-        shift,
-        ends,
-        numbers,
-        before,
-        after,
-        sums,
-        changed,
-    )
-    return (before, after, sums, changed) if good else None
+    good = read_steps(
+        frozen(data), U64(signs), streams, book, first, frozen(old), unwritable(index), facts(kind), shift,
+        ends, numbers, *taken,
+    )  # fmt: skip
+    return taken if good else None
+
+
+def room_for(changes: int, spans: int, contexts: int, old: Words) -> tuple[Taken, Counts]:
+    """What `read_steps` fills, and what it keeps of contexts meanwhile."""
+    before, after = (scratch().lend(f"steps {side}", old.dtype, changes) for side in ("before", "after"))
+    taken = before, after, np.zeros((spans, 4), np.uint64), np.zeros(spans, np.int64)
+    return taken, np.empty((3, contexts), np.int64)

@@ -256,6 +256,31 @@ def _stepped(old: Words, steps: Counts, kind: WordKind) -> Words | None:
     return below.astype(old.dtype)
 
 
+def put_fast(
+    near: Array32,
+    before: Words,
+    after: Words,
+    kind: WordKind,
+    k: int,
+    contexts: Table,
+    out: ByteArray,
+    most: int,
+) -> tuple[int, Counts, int, int] | None:
+    """What changes from `before` to `after` at `near`, positions without padding: gaps with parameter `k`,
+    signs and magnitudes, one behind the other. Fills `contexts` as `plan_contexts` does. Returns the first
+    exponent, bytes per context, of the gaps, of all."""
+    start = put_gaps(near, k, out, most)
+    magnitude, exponents = np.empty(len(near), np.uint32), np.empty(len(near), np.uint8)
+    behind = start + (len(near) + 7) // 8
+    if start < 0 or behind > most:
+        return None
+    tallies = split(before, after, kind, magnitude, exponents, out[start:])
+    first = plan_contexts(tallies, contexts)
+    grouped, room = np.empty(len(near), np.uint32), out[behind:]
+    sizes = put_magnitudes(magnitude, exponents, first, contexts, grouped, room, most - behind)
+    return None if sizes is None else (first, sizes, start, behind + int(sizes.sum()))
+
+
 def put_gaps(index: Array32, k: int, out: ByteArray, most: int) -> int:
     """Rice codes of the distances between positions, less one; the first is counted from 0. Returns bytes."""
     gaps = index.copy()
@@ -336,6 +361,37 @@ def _packed(codes: NDArray[np.uint64], lengths: Counts) -> ByteArray:
     return packed.view(np.uint8)[: (bits + 7) >> 3]
 
 
+GOOD, BAD_GAPS, BAD_PLACE, BAD_STEPS = range(4)
+"""What a reader of `fast` finds: no stream of gaps, a position behind the last word, no steps"""
+
+Taken = tuple[Words, Words, NDArray[np.uint64], Counts]
+"""old and new words, then what `touched` in the digest's kernels makes of them"""
+
+
+def take_fast(
+    data: ByteArray,
+    gaps: tuple[int, int],
+    k: int,
+    index: Array32,
+    words: int,
+    borders: Counts,
+    shifts: Counts,
+    streams: Counts,
+    first: int,
+    old: Words,
+    kind: WordKind,
+    ends: Counts,
+    numbers: Counts,
+) -> Taken | int:
+    """`take_gaps` of bytes `gaps` into `index`, in a chunk of so many `words` without padding, then
+    `take_steps` of what follows. Returns what is wrong where something is."""
+    end = take_gaps(data, *gaps, k, borders, shifts, index)
+    if not 0 <= end <= words:
+        return BAD_GAPS if end < 0 else BAD_PLACE
+    taken = take_steps(data, gaps[1], streams, first, old, index, kind, ends, numbers)
+    return BAD_STEPS if taken is None else taken
+
+
 def take_gaps(
     data: ByteArray, start: int, stop: int, k: int, borders: Counts, shifts: Counts, index: Array32
 ) -> int:
@@ -399,10 +455,10 @@ def take_steps(
     kind: WordKind,
     ends: Counts,
     numbers: Counts,
-) -> tuple[Words, Words, NDArray[np.uint64], Counts] | None:
-    """Old and new words at `index`, then what `touched` in the digest's kernels makes of them with `ends` and
-    `numbers`. `signs`: where their bits begin. `streams`: int64[5, contexts], coding, k, k of what ends a
-    run, start, stop. The context of a word is its exponent - `first`, within bounds."""
+) -> Taken | None:
+    """Of the words at `index`, with `ends` and `numbers` as `touched` takes them. `signs`: where their bits
+    begin. `streams`: int64[5, contexts], coding, k, k of what ends a run, start, stop. The context of a word
+    is its exponent - `first`, within bounds."""
     before = old[index]
     exponents = ((before >> kind.exponent_shift) & kind.exponent_mask).astype(np.int64)
     context = np.clip(exponents - first, 0, streams.shape[1] - 1)

@@ -40,25 +40,6 @@ def expected_gap_bits(changed: int, words: int) -> float:
     return expected_bits(words - changed, changed)
 
 
-def put_gaps(near: Index, words: int, out: ByteArray, most: int) -> tuple[int, int]:
-    """k, bytes written (-1: more than `most`). `near`: positions without padding."""
-    k = rice_parameter(words - len(near), len(near))
-    return k, kernels().put_gaps(near, k, out, most)
-
-
-def take_gaps(payload: ByteArray, start: int, stop: int, k: int, count: int, counted: Counted) -> Index:
-    """`count` positions with padding. Raises ValueError."""
-    if k > K_LIMIT or count > 8 * (stop - start):
-        raise ValueError("the payload is shorter than its header says")
-    index = scratch().lend("positions", np.uint32, count)
-    end = kernels().take_gaps(payload, start, stop, k, counted.borders, counted.shifts, index)
-    if end < 0:
-        raise ValueError("the stream of gaps is damaged")
-    if end > counted.words:
-        raise ValueError("a position lies behind the chunk's last word")
-    return index
-
-
 @dataclass(frozen=True)
 class _Class:
     """Words from exponent `lowest` on. `words` is an estimate where exponents were sampled."""

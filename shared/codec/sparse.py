@@ -24,9 +24,16 @@ from numpy.typing import NDArray
 from weightcast.shared.codec import positions
 from weightcast.shared.codec.changes import Changes
 from weightcast.shared.codec.kernels import kernels
-from weightcast.shared.codec.magnitudes import CONTEXT, GroupedMagnitudes, read_contexts
+from weightcast.shared.codec.magnitudes import (
+    CONTEXT,
+    GroupedMagnitudes,
+    heads_of,
+    read_contexts,
+    unplanned,
+)
 from weightcast.shared.codec.padding import Counted, Index
-from weightcast.shared.codec.rice import MARGIN, SLACK
+from weightcast.shared.codec.plain import BAD_GAPS, BAD_PLACE, BAD_STEPS, Taken
+from weightcast.shared.codec.rice import K_LIMIT, MARGIN, SLACK, rice_parameter
 from weightcast.shared.codec.scratch import scratch
 from weightcast.shared.codec.steps import Steps
 from weightcast.shared.digest.touched import SpanSums, spans_in
@@ -47,13 +54,24 @@ class _Where:
     size: int
 
 
-def encode_fast(
-    index: Index, counted: Counted, steps: Steps, grouped: GroupedMagnitudes, most: int
-) -> bytes | None:
-    """`index`: positions with padding. None where the payload would be longer than `most` bytes."""
-    out = _room(most)
-    k, size = positions.put_gaps(counted.without_padding(index), counted.words, out, most)
-    return _joined(_Where(k, b"", size), steps, grouped, out, most) if 0 <= size <= most else None
+def encode_fast(changes: Changes, counted: Counted, kind: WordKind, most: int) -> memoryview | None:
+    """None where the streams would be longer than `most` bytes. In the thread's scratch: good until it
+    encodes again."""
+    contexts = unplanned(len(changes), kind)
+    k = rice_parameter(counted.words - len(changes), len(changes))
+    start = _HEAD.size + len(contexts) * CONTEXT.size
+    out = scratch().take("payload", np.uint8, start + most + MARGIN)
+    near = counted.without_padding(changes.index)
+    done = kernels().put_fast(near, changes.old, changes.new, kind, k, contexts, out[start:], most)
+    if done is None:
+        return None
+    first, sizes, gap_bytes, size = done
+    stop = start + size + SLACK
+    payload = out[:stop].data
+    payload[: _HEAD.size] = _HEAD.pack(k, len(contexts), first, 0, gap_bytes)
+    payload[_HEAD.size : start] = heads_of(contexts, sizes)
+    payload[-SLACK:] = bytes(SLACK)
+    return payload
 
 
 def encode_small(
@@ -66,14 +84,11 @@ def encode_small(
     kind: WordKind,
     most: int,
 ) -> bytes | None:
-    """As `encode_fast`; also None where `classes` come from a sample that misled."""
-    out = _room(most)
+    """`index`: positions with padding. None where the streams would be longer than `most` bytes, or `classes`
+    come from a sample that misled."""
+    out = scratch().take("out", np.uint8, most + MARGIN)
     done = positions.put_classes(classes, index, old, counted, kind, out, most)
     return None if done is None else _joined(_Where(len(classes.each), *done), steps, grouped, out, most)
-
-
-def _room(most: int) -> ByteArray:
-    return scratch().take("out", np.uint8, most + MARGIN)
 
 
 def _joined(
@@ -102,8 +117,35 @@ class _Layout:
 
 def decode_fast(payload: ByteArray, old: Words, chunk: Chunk, counted: Counted, changed: int) -> DecodedStep:
     layout = _layout(payload, changed, small=False)
-    index = positions.take_gaps(payload, *layout.gaps, layout.first, changed, counted)
-    return _step(payload, layout, old, index, chunk)
+    start, stop = layout.gaps
+    if layout.first > K_LIMIT or changed > 8 * (stop - start):
+        raise ValueError("the payload is shorter than its header says")
+    index = scratch().lend("positions", np.uint32, changed)
+    found = kernels().take_fast(
+        payload,
+        layout.gaps,
+        layout.first,
+        index,
+        counted.words,
+        counted.borders,
+        counted.shifts,
+        layout.streams,
+        layout.first_exponent,
+        old,
+        chunk.kind,
+        *spans_in(chunk),
+    )
+    if isinstance(found, int):
+        raise ValueError(_DAMAGE[found])
+    return _decoded(chunk, index, found)
+
+
+_NO_STEPS = "a stream of steps is damaged, or a step leaves the range of its word"
+_DAMAGE = {
+    BAD_GAPS: "the stream of gaps is damaged",
+    BAD_PLACE: "a position lies behind the chunk's last word",
+    BAD_STEPS: _NO_STEPS,
+}
 
 
 def decode_small(payload: ByteArray, old: Words, chunk: Chunk, counted: Counted, changed: int) -> DecodedStep:
@@ -112,17 +154,17 @@ def decode_small(payload: ByteArray, old: Words, chunk: Chunk, counted: Counted,
     layout = _layout(payload, changed, small=True)
     place = (layout.classes_at, layout.first, *layout.gaps)
     index = positions.take_classes(payload, *place, old, counted, chunk.kind, changed)
-    return _step(payload, layout, old, index, chunk)
-
-
-def _step(payload: ByteArray, layout: _Layout, old: Words, index: Index, chunk: Chunk) -> DecodedStep:
     streams, first = layout.streams, layout.first_exponent
     found = kernels().take_steps(
         payload, layout.gaps[1], streams, first, old, index, chunk.kind, *spans_in(chunk)
     )
     if found is None:
-        raise ValueError("a stream of steps is damaged, or a step leaves the range of its word")
-    before, after, sums, changed = found
+        raise ValueError(_NO_STEPS)
+    return _decoded(chunk, index, found)
+
+
+def _decoded(chunk: Chunk, index: Index, taken: Taken) -> DecodedStep:
+    before, after, sums, changed = taken
     return Changes(index, before, after), SpanSums.of(chunk, sums, changed)
 
 

@@ -247,9 +247,10 @@ def _word_address(context: Any, builder: Any, signature: Any, args: Any, like: A
 
 _NEAREST, _SECOND = 3, 2
 """caches that a line is asked into, with all farther ones; llvm.prefetch's numbers"""
-_EARLY = _SECOND if on_zen() else _NEAREST
+_FOR_WORDS = _SECOND if processor() == "znver4" else _NEAREST
+_FOR_RUNS = _SECOND if on_zen() else _NEAREST
 """Zen 4 has few places for lines that wait for the nearest cache, and all else stands behind those that find
-none (docs/adr/0017)"""
+none (docs/adr/0017, 0019)"""
 
 
 @intrinsic
@@ -258,7 +259,7 @@ def prefetch(typing: Any, data: Any, position: Any, like: Any) -> Any:
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         offset = builder.mul(args[1], ir.Constant(ir.IntType(64), signature.args[2].dtype.bitwidth // 8))
-        _asked(builder, address(context, builder, signature.args[0], args[0], offset, 8), _EARLY)
+        _asked(builder, address(context, builder, signature.args[0], args[0], offset, 8), _FOR_WORDS)
         return context.get_dummy_value()
 
     return types.none(data, types.int64, like), build
@@ -279,7 +280,7 @@ def _asking64(cache: int) -> Any:
     return intrinsic(asking64)
 
 
-prefetch64, prefetch64_early = _asking64(_NEAREST), _asking64(_EARLY)
+prefetch64, prefetch64_early = _asking64(_NEAREST), _asking64(_FOR_RUNS)
 """Ask for the cache lines of 64 words from `first` on; those may lie behind the array's end. What computes
 more than it waits wants them in the nearest cache."""
 
