@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import codec_cases as cases
 import numpy as np
@@ -113,6 +114,19 @@ def test_long_gaps(places: list[int]) -> None:
     new = old.copy()
     new[places] ^= np.uint16(1)
     assert len(assert_round_trip(chunk, old, new)) < 64
+
+
+@pytest.mark.parametrize(
+    "places",
+    [[*range(0, 400, 2), 290_000, *range(290_002, 290_200, 2)], range(5, 4_000_000, 60_000)],
+    ids=["one that is escaped among short ones", "four longer than a load"],
+)
+def test_many_long_gaps(places: Sequence[int]) -> None:
+    chunk = cases.chunk_of("BF16", [places[-1] + 1000])
+    old = cases.weights(chunk, np.random.default_rng(4))
+    new = old.copy()
+    new[places] ^= np.uint16(1)
+    assert assert_round_trip(chunk, old, new)[0] == FAST
 
 
 def test_classes_of_a_large_chunk_come_from_a_sample_that_may_mislead() -> None:
