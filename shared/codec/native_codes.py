@@ -20,6 +20,7 @@ from weightcast.shared.digest.native import (
 from weightcast.shared.words import ByteArray
 
 Array32 = NDArray[np.uint32]
+
 _NO_VALUE = 1 << 40
 """greater than any gap, step or run may be: readers refuse what comes of it without looking for it"""
 _WHOLE_BITS = 57

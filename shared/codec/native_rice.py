@@ -48,8 +48,7 @@ def _put(out: Any, at: Any, bits: Any, used: Any, code: Any, length: Any) -> Any
 
 @kernel
 def write_gaps(index: Any, k: Any, out: Any, most: Any) -> Any:
-    """Rice codes of the distances between positions, less one; the first is counted from 0. Returns bytes, or
-    -1 where they are more than `most`."""
+    """As `plain.put_gaps`; what is hardly too long may be told instead of -1."""
     codes, lengths = on_stack(_BLOCK, U64(0)), on_stack(_BLOCK, U64(0))
     at, bits, used = I64(0), U64(0), U64(0)
     least, i, count = U64(0), U64(0), U64(index.size)

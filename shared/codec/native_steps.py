@@ -91,7 +91,7 @@ def _gathered(
 
 @kernel
 def _asked(old: Any, ahead: Any, first: Any, last: Any, part: Any, shift: Any, like: Any) -> None:
-    """For the lines of a part of `ahead`: of every eighth of them, from number `part` on."""
+    """For the lines of every eighth of `ahead`, from number `part` on; `_summed` asks for 5 to 7."""
     for j in range(U64(first) + U64(part), U64(last), U64(8)):
         prefetch(old, I64(U64(ahead[j]) >> shift), like)
 
@@ -255,10 +255,8 @@ def _summed(
 ) -> None:
     empty(touched)
     for j in range(U64(0), U64(count), U64(8)):
-        last = min(j + U64(8), U64(count))
-        _asked(old, ahead, j, last, 5, shift, wide)
-        _asked(old, ahead, j, last, 6, shift, wide)
-        _asked(old, ahead, j, last, 7, shift, wide)
+        for i in range(j + U64(5), min(j + U64(8), U64(count))):
+            prefetch(old, I64(U64(ahead[i]) >> shift), wide)
         add8(wide, merged, places, j, U64(number), touched)
     a, b = closed(touched, 0)
     c, d = closed(touched, 2)

@@ -362,7 +362,7 @@ def _packed(codes: NDArray[np.uint64], lengths: Counts) -> ByteArray:
 
 
 GOOD, BAD_GAPS, BAD_PLACE, BAD_STEPS = range(4)
-"""What a reader of `fast` finds: no stream of gaps, a position behind the last word, no steps"""
+"""What a reader of `fast` finds: nothing wrong, no gaps, a position behind the last word, no steps"""
 
 Taken = tuple[Words, Words, NDArray[np.uint64], Counts]
 """old and new words, then what `touched` in the digest's kernels makes of them"""

@@ -1,6 +1,7 @@
 """Where words change: as gaps between changes (`fast`), or as gaps within classes of words (`small`).
 
-`fast`: a Rice code for the unchanged words before each changed one. Decoding touches changed words only.
+`fast`: a Rice code for the unchanged words before each changed one, written and read with the rest of a
+payload (`sparse`). Decoding touches changed words only.
 
 `small` uses what both sides know: old words of small exponents change more often. Words fall into up to 8
 classes of adjacent old exponents; a gap counts the words of the same class in between. Where more than half

@@ -60,7 +60,7 @@ def encode_fast(changes: Changes, counted: Counted, kind: WordKind, most: int) -
     contexts = unplanned(len(changes), kind)
     k = rice_parameter(counted.words - len(changes), len(changes))
     start = _HEAD.size + len(contexts) * CONTEXT.size
-    out = scratch().take("payload", np.uint8, start + most + MARGIN)
+    out = scratch().take("out", np.uint8, start + most + MARGIN)
     near = counted.without_padding(changes.index)
     done = kernels().put_fast(near, changes.old, changes.new, kind, k, contexts, out[start:], most)
     if done is None:
