@@ -5,6 +5,12 @@ import tempfile
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if os.environ.get("WEIGHTCAST_TEST_ORACLE"):  # before anything imports the kernels
+    import numpy_kernels
+
+    numpy_kernels.install()
+
 from in_process import Command
 
 from weightcast.shared.files.mounts import file_system

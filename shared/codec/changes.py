@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from weightcast.shared.codec.kernels import kernels
 from weightcast.shared.codec.padding import Counted
-from weightcast.shared.codec.plain import places_under
+from weightcast.shared.codec.places import places_under
 from weightcast.shared.words import Words
 
 _LISTED_BITS = 8

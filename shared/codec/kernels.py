@@ -1,19 +1,17 @@
-"""Which kernels the codec runs on."""
+"""The compiled kernels of the codec, imported at their first use."""
 
 from __future__ import annotations
 
 from functools import cache
 from types import ModuleType
 
-from weightcast.shared.codec import plain
-from weightcast.shared.digest.hash import kernels as digest_kernels
+from weightcast.shared.digest.hash import compiled
 
 
 @cache
 def kernels() -> ModuleType:
-    """`native`, or `plain` where the digest runs on numpy too."""
-    if digest_kernels() == "numpy":
-        return plain
+    """The module `native`. Raises Refused where kernels cannot be compiled."""
+    compiled()
     from weightcast.shared.codec import native
 
     return native

@@ -1,4 +1,4 @@
-"""Positions by class of the old exponent. The doors are explained in `plain`."""
+"""Positions by class of the old exponent."""
 
 from __future__ import annotations
 
@@ -61,6 +61,8 @@ def _tally_exponents(old: Any, spans: Any, every: Any, kind: Any, like: Any, tal
 
 
 def exponents_of_all(old: Words, spans: Counts, every: int, kind: WordKind) -> Counts:
+    """How many words of the spans (int64[n, 2], offset and words) have each of 256 exponents; of their blocks
+    of 64 words only one of `every` is looked at."""
     tallies = np.zeros((4, 256), np.int64)
     _tally_exponents(frozen(old), spans, every, facts(kind), np.empty(0, old.dtype), tallies)
     summed: Counts = tallies.sum(axis=0)
@@ -130,6 +132,10 @@ def put_classes(
     room: Counts,
     gaps: Array32,
 ) -> Counts | None:
+    """Per class of the words of the spans, ranks within the class of its events, as gaps: of changed words,
+    of unchanged ones where `inverted`. `least` (8 long): the lowest word of each class without its sign;
+    `table`: classes by exponent. `gaps` has `room[c]` for class c, one class behind the other; None where
+    that is not enough. Returns how many there are of each."""
     ends = np.cumsum(room)
     book = np.stack([ends - room, ends])
     like = np.empty(0, old.dtype)
@@ -230,6 +236,9 @@ def take_classes(
     ends: Counts,
     index: Array32,
 ) -> int:
+    """The positions that `put_classes` was given. `gaps`: class after class, an unused one behind each;
+    `ends`: where those lie. `index` has room for 64 more than may come. Returns how many there are, -1 for
+    more than that or events behind the last word of a class."""
     flipped = np.where(inverted != 0, np.uint64(_ALL), np.uint64(0))
     like = np.empty(0, old.dtype)
     return int(

@@ -1,4 +1,4 @@
-"""Rice codes read: values, positions. The doors are explained in `plain`."""
+"""Rice codes read: values, positions."""
 
 from __future__ import annotations
 

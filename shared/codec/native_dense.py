@@ -1,4 +1,4 @@
-"""A byte for the step of every word. The doors are explained in `plain`."""
+"""A byte for the step of every word."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def _step_bytes(old: Any, new: Any, kind: Any, out: Any) -> Any:
 
 
 def step_bytes(old: Words, new: Words, kind: WordKind, out: ByteArray) -> int:
+    """Of every word: 2 |step|, less one for a step down, or 255 for all that are longer; how many are."""
     return int(_step_bytes(unwritable(old), unwritable(new), facts(kind), out))
 
 
@@ -56,6 +57,7 @@ def _escaped(steps: Any, new: Any, like: Any, kept: Any) -> None:
 
 
 def escaped(steps: ByteArray, new: Words, count: int) -> Words:
+    """The new words whose step byte is 255."""
     kept = np.empty(count, new.dtype)
     _escaped(frozen(steps), unwritable(new), np.empty(0, np.uint8), kept)
     return kept
@@ -95,6 +97,7 @@ def _put_escaped(steps: Any, like: Any, kept: Any, new: Any) -> None:
 
 
 def add_steps(old: Words, steps: ByteArray, kept: Words, kind: WordKind) -> Words | None:
+    """New words after step bytes and the words that `escaped` gave."""
     new = scratch().lend("dense words", old.dtype, len(old))
     if _add_steps(unwritable(old), unwritable(steps), facts(kind), new) != len(kept):
         return None
@@ -118,6 +121,7 @@ def _split_planes(words: Any, planes: Any) -> None:
 
 
 def split_planes(words: Words, planes: ByteArray) -> None:
+    """`planes`: uint8[width, words], all first bytes, all second bytes and so on."""
     _split_planes(unwritable(words), planes)
 
 

@@ -1,4 +1,4 @@
-"""A journal's words: packed; compared, written, read back. The doors are explained in `plain`."""
+"""A journal's words: packed; compared, written, read back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.shared.codec.native_lanes import differing_under64, exchange64, moves_lanes
-from weightcast.shared.codec.plain import ESCAPED_GAP, OUT_OF_ORDER, Begin, Masks, at_once, check_masks
+from weightcast.shared.codec.places import ESCAPED_GAP, OUT_OF_ORDER, Begin, Masks, at_once, check_masks
 from weightcast.shared.digest.native import (
     I64,
     U64,
@@ -51,6 +51,9 @@ def _pack_gaps(index: Any, starts: Any, gaps: Any, escapes: Any, counts: Any) ->
 
 
 def pack_gaps(index: Array32, starts: Counts, gaps: ByteArray) -> tuple[Array32, Counts]:
+    """Of records that begin at `starts` (the last is where all end): into `gaps` the distance of each change
+    from the one before in its record, at most ESCAPED_GAP; returned are those from there on, and how many of
+    them each record has."""
     escapes, counts = np.empty(len(index) + 1, np.uint32), np.empty(len(starts) - 1, np.int64)
     found = _pack_gaps(unwritable(index), starts, gaps, escapes, counts)
     return escapes[:found], counts
@@ -126,6 +129,11 @@ def exchange_packed(
     again: bool,
     begin: Begin = at_once,
 ) -> int | None:
+    """Writes `after` where `words` holds `before` (or, `again`, already `after`) and reads it back, from word
+    `first` on at distances as `pack_gaps` makes them, one change at least. `begin` is called first, once the
+    places are known to be good. Returns the first word at which that fails; some of those before it are
+    written then. Raises ValueError, with nothing written, for places that do not ascend, or lie past the
+    end."""
     steps, longer, like = unwritable(gaps), frozen(escapes), np.empty(0, np.uint32)
     distance = _distance(steps, longer, like)
     if distance < 0 or first + distance >= len(words):
@@ -159,6 +167,7 @@ def _masks_of(index: Any, masks: Any) -> None:
 
 
 def masks_of(index: Array32, words: int) -> Masks:
+    """Bits of positions. `words`: a multiple of 64, more than the last position."""
     masks = np.zeros(words >> 6, np.uint64)
     _masks_of(unwritable(index), masks)
     return masks
@@ -235,6 +244,9 @@ def exchange_masked(
     again: bool,
     begin: Begin = at_once,
 ) -> int | None:
+    """As `exchange_packed`, of those of `length` words from `first` on, all of them there, whose bits are
+    set. Raises ValueError, with nothing written, for bits of no words, or another number of them than `after`
+    has words."""
     check_masks(length, masks, len(after))
     begin(words[first : first + length], len(after))
     old, new = frozen(before), frozen(after)
@@ -285,6 +297,7 @@ def _exchange_all(words: Any, before: Any, after: Any, count: Any, like: Any) ->
 
 
 def exchange_all(words: Words, before: Words, after: Words) -> int | None:
+    """As `exchange_packed`, of all words."""
     like = np.empty(0, words.dtype)
     failed = _exchange_all(words.view(np.uint8), frozen(before), frozen(after), len(words), like)
     return None if failed < 0 else int(failed)

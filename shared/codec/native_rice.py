@@ -1,4 +1,4 @@
-"""Rice codes written: gaps, values, magnitudes. The doors are explained in `plain`."""
+"""Rice codes written: gaps, values, magnitudes."""
 
 from __future__ import annotations
 
@@ -201,6 +201,11 @@ def put_magnitudes(
     out: ByteArray,
     most: int,
 ) -> Table | None:
+    """`magnitude` by ascending context (that of an exponent is its distance from `first`, within bounds), in
+    their order within each, coded as `contexts` plans. `grouped`: room for them. Returns bytes per context.
+
+    RUNS are for values that are mostly 0: the length of a run of zeros, then alternately the value - 1 that
+    ends it and the length of the next; the last run has no such value."""
     sizes = np.zeros(len(contexts), np.int64)
     done = write_magnitudes(magnitude, exponents, first, contexts, grouped, out, most, sizes)
     return sizes if done >= 0 else None

@@ -1,4 +1,4 @@
-"""From words to changes, and from changes to steps in their contexts. The doors are explained in `plain`."""
+"""From words to changes, and from changes to steps in their contexts."""
 
 from __future__ import annotations
 
@@ -80,6 +80,7 @@ def _compared(old: Any, new: Any, size: Any, index: Any, before: Any, after: Any
 
 
 def compared(old: Words, new: Words) -> tuple[Array32, Words, Words]:
+    """Positions where two arrays differ, and the words there."""
     room = scratch()
     index = room.take("index", np.uint32, len(old) + 3)
     before, after = room.take("before", old.dtype, len(old)), room.take("after", old.dtype, len(old))
@@ -211,6 +212,10 @@ def _scanned(
 def scanned(
     old: Words, new: Words, spans: NDArray[np.int64], book: NDArray[np.uint64], *, whole: bool = True
 ) -> tuple[Array32, Words, Words]:
+    """As `compared`. `spans`: int64[n, 3], offset, words, number of the chunk's 8-byte word 0 in the tensor's
+    count. Into `book`, uint64[n, 7], zeros, per span: lanes of its new words; lanes of the old and the new
+    8-byte words that hold changes; how many words change. What lies between spans is equal zeros. Lanes of
+    all new words only if `whole`."""
     room, most = scratch(), len(old) + _ROOM
     index = room.lend("scanned index", np.uint32, most)
     index[0] = _NO_POSITION
@@ -239,6 +244,7 @@ def _sums_of_all(old: Any, new: Any, spans: Any, shift: Any, like: Any, book: An
 
 
 def sums_of_all(old: Words, new: Words, spans: NDArray[np.int64], book: NDArray[np.uint64]) -> None:
+    """As `scanned`, with no list and no lanes of all new words."""
     shift = SHIFTS[old.itemsize]
     _sums_of_all(frozen(old), frozen(new), spans, shift, unwritable(old[:0]), book)
 
@@ -276,6 +282,8 @@ def _masked(
 def masked(
     old: Words, new: Words, spans: NDArray[np.int64], book: NDArray[np.uint64]
 ) -> tuple[NDArray[np.uint64], Words, Words]:
+    """As `scanned` without lanes of all new words, with a bit per word instead of positions: for where many
+    differ."""
     room, most = scratch(), len(old) + 64
     masks = room.lend("masks", np.uint64, len(old) >> 6)
     masks[:] = 0
@@ -357,6 +365,9 @@ def split_all(
 def split(
     old: Words, new: Words, kind: WordKind, magnitude: Array32, exponents: ByteArray, signs: ByteArray
 ) -> Tallies:
+    """Steps from `old` to `new` into |step| - 1, the exponent of the old word, and bits that say step < 0
+    (room for 2 bytes more). Returns int64[256, 3], of old words with each exponent: how many, the sum of
+    |step| - 1, how many of those are not 0."""
     tallies = np.zeros((256, 3), np.int64)
     pairs = signs[: (len(old) + 15) // 16 * 2].view(np.uint16)
     split_all(unwritable(old), unwritable(new), facts(kind), magnitude, exponents, pairs, tallies)

@@ -1,4 +1,4 @@
-"""Payloads of `fast`, written and read in one call each. The doors are explained in `plain`.
+"""Payloads of `fast`, written and read in one call each.
 
 Between two calls a thread asks for the interpreter again, and waits while another thread has it.
 """
@@ -17,7 +17,7 @@ from weightcast.shared.codec.native_ordinals import facts
 from weightcast.shared.codec.native_rice import write_gaps, write_magnitudes
 from weightcast.shared.codec.native_scan import split_all
 from weightcast.shared.codec.native_steps import read_steps, room_for
-from weightcast.shared.codec.plain import BAD_GAPS, BAD_PLACE, BAD_STEPS, GOOD, Taken
+from weightcast.shared.codec.places import BAD_GAPS, BAD_PLACE, BAD_STEPS, GOOD, Taken
 from weightcast.shared.codec.scratch import scratch
 from weightcast.shared.digest.native import I64, SHIFTS, U64, frozen, kernel, unwritable
 from weightcast.shared.words import ByteArray, WordKind, Words
@@ -70,6 +70,9 @@ def put_fast(
     out: ByteArray,
     most: int,
 ) -> tuple[int, Counts, int, int] | None:
+    """What changes from `before` to `after` at `near`, positions without padding: gaps with parameter `k`,
+    signs and magnitudes, one behind the other. Fills `contexts` as `plan_contexts` does. Returns the first
+    exponent, bytes per context, of the gaps, of all."""
     room, count = scratch(), len(near)
     sizes = np.zeros(len(contexts), np.int64)
     first, start, stop = _put_fast(
@@ -141,6 +144,8 @@ def take_fast(
     ends: Counts,
     numbers: Counts,
 ) -> Taken | int:
+    """`take_gaps` of bytes `gaps` into `index`, in a chunk of so many `words` without padding, then
+    `take_steps` of what follows. Returns what is wrong where something is."""
     taken, book = room_for(len(index), len(ends), streams.shape[1], old)
     shift = U64(SHIFTS[old.itemsize])
     found = _take_fast(

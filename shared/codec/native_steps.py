@@ -1,4 +1,4 @@
-"""Steps read, their words found, the sums over these words made. The doors are explained in `plain`.
+"""Steps read, their words found, the sums over these words made.
 
 A block of changes passes through one stage after the other, all that is kept of it in the nearest caches.
 Subscripts are unsigned, which spares the question whether they count from the end and keeps loops in vectors.
@@ -15,7 +15,7 @@ from weightcast.shared.codec.native_codes import take, take_codes
 from weightcast.shared.codec.native_ordinals import HALF, excess, facts, ordinal, word_of
 from weightcast.shared.codec.native_ordinals import MASK as EXPONENT_MASK
 from weightcast.shared.codec.native_ordinals import SHIFT as EXPONENT_SHIFT
-from weightcast.shared.codec.plain import Taken
+from weightcast.shared.codec.places import Taken
 from weightcast.shared.codec.rice import GREATEST, NOTHING, RUNS
 from weightcast.shared.codec.scratch import scratch
 from weightcast.shared.digest.native import (
@@ -335,6 +335,9 @@ def take_steps(
     ends: Counts,
     numbers: Counts,
 ) -> Taken | None:
+    """Of the words at `index`, with `ends` and `numbers` as `touched` takes them. `signs`: where their bits
+    begin. `streams`: int64[5, contexts], coding, k, k of what ends a run, start, stop. The context of a word
+    is its exponent - `first`, within bounds."""
     taken, book = room_for(len(index), len(ends), streams.shape[1], old)
     shift = U64(SHIFTS[old.itemsize])
     good = read_steps(

@@ -32,7 +32,7 @@ from weightcast.shared.codec.magnitudes import (
     unplanned,
 )
 from weightcast.shared.codec.padding import Counted, Index
-from weightcast.shared.codec.plain import BAD_GAPS, BAD_PLACE, BAD_STEPS, Taken
+from weightcast.shared.codec.places import BAD_GAPS, BAD_PLACE, BAD_STEPS, Taken
 from weightcast.shared.codec.rice import K_LIMIT, MARGIN, SLACK, rice_parameter
 from weightcast.shared.codec.scratch import scratch
 from weightcast.shared.codec.steps import Steps

@@ -4,58 +4,53 @@ from __future__ import annotations
 
 from functools import cache
 from types import ModuleType
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.shared.digest import lanes_plain
 from weightcast.shared.digest.lanes import Lanes, LanesArray
+from weightcast.shared.errors import Refused
 from weightcast.shared.words import ByteArray
+
+_PROBE = np.arange(81, dtype=np.uint8)
+"""vectors and a tail"""
+_PROBED = "f9a9f853a195b6ebd436d2077f9e0573"
 
 
 @cache
-def _chosen() -> tuple[ModuleType, str]:
-    """With why it is not the compiled one."""
+def compiled() -> ModuleType:
+    """The kernels of lanes, `lanes_native`, checked against known lanes. Imported late: numba is slow to
+    import. Raises Refused where kernels cannot be compiled or compute something else."""
     try:
         from weightcast.shared.digest import lanes_native
 
-        probe = np.arange(81, dtype=np.uint8)  # vectors and a tail
-        if lanes_native.hash_bytes(probe, 3) == lanes_plain.hash_bytes(probe, 3):
-            return lanes_native, ""
-        return lanes_plain, "compiled kernels compute other digests"
-    except Exception as error:  # numba, llvmlite and the linker fail in ways of their own; all mean the same
-        return lanes_plain, f"{type(error).__name__}: {error}"
-
-
-def implementation() -> ModuleType:
-    """`lanes_native` where it compiles, else `lanes_plain`. Chosen late: importing numba is slow."""
-    return _chosen()[0]
-
-
-def why_not_compiled() -> str:
-    """Empty where kernels are compiled."""
-    return _chosen()[1]
-
-
-def kernels() -> Literal["numba", "numpy"]:
-    """Which kernels digest and codec run on in this process."""
-    return "numpy" if implementation() is lanes_plain else "numba"
+        found = lanes_native.hash_bytes(_PROBE, 3).hex()
+    except Exception as error:  # numba, llvmlite and the linker each fail in their own way
+        raise Refused(
+            f"kernels cannot be compiled on this machine: {type(error).__name__}: {error}",
+            remedy="reinstall numba and llvmlite, unset NUMBA_DISABLE_JIT, and allow executable memory",
+        ) from error
+    if found != _PROBED:
+        raise Refused(
+            f"compiled kernels compute lanes {found} instead of {_PROBED}",
+            remedy="remove the kernel cache (WEIGHTCAST_CACHE) and unset all NUMBA_* variables",
+        )
+    return lanes_native
 
 
 def all_compiled() -> None:
     """To be called when every kernel was used: from then on processes need no compiler to begin."""
-    if kernels() == "numba":
-        from weightcast.shared.digest.native import STORE
+    compiled()
+    from weightcast.shared.digest.native import STORE
 
-        STORE.completed()
+    STORE.completed()
 
 
 def hash_bytes(data: ByteArray, first_word: int = 0) -> Lanes:
     """Raw lanes of contiguous bytes that begin at 8-byte word `first_word` of their tensor. A tail of less
     than 8 bytes counts as a word padded with zeros, so it must be the tensor's. Any alignment."""
     _check_contiguous(data)
-    lanes: Lanes = implementation().hash_bytes(data, first_word)
+    lanes: Lanes = compiled().hash_bytes(data, first_word)
     return lanes
 
 
@@ -65,7 +60,7 @@ def hash_pieces(data: ByteArray, pieces: NDArray[np.int64]) -> LanesArray:
     _check_contiguous(data)
     if len(pieces) and not 0 <= pieces[:, 0].min() <= pieces[:, 1].max() <= len(data):
         raise ValueError("pieces of other bytes")
-    lanes: LanesArray = implementation().hash_pieces(data, pieces)
+    lanes: LanesArray = compiled().hash_pieces(data, pieces)
     return lanes
 
 

@@ -1,4 +1,4 @@
-"""Lanes by compiled kernels. The same doors as `lanes_plain`."""
+"""Lanes by compiled kernels."""
 
 from __future__ import annotations
 

@@ -8,13 +8,15 @@ from functools import lru_cache
 
 import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
-from weightcast.shared.digest.lanes import Lanes, LanesArray
-from weightcast.shared.digest.lanes_plain import mix_a, mix_b
+from weightcast.shared.digest.lanes import MIX_A, MIX_B, Lanes, LanesArray
 from weightcast.shared.words import TensorSpec, TensorTable
 
 CONTEXT = "weightcast root 1"
 _NO_COMPONENT = bytes(4)
+
+Array64 = NDArray[np.uint64]
 
 
 def root(table: TensorTable, lanes: Sequence[Lanes] | LanesArray) -> str:
@@ -50,3 +52,17 @@ def _finalised(table: TensorTable, lanes: LanesArray) -> bytes:
     final = np.empty((len(lanes), 2), "<u8")
     final[:, 0], final[:, 1] = mix_a(lanes[:, 0], numbers), mix_b(lanes[:, 1], numbers)
     return final.tobytes()
+
+
+def _rounds(x: Array64, shifts: tuple[int, int, int], factors: tuple[int, int, int]) -> Array64:
+    x = (x ^ (x >> np.uint64(shifts[0]))) * np.uint64(factors[1])
+    x = (x ^ (x >> np.uint64(shifts[1]))) * np.uint64(factors[2])
+    return x ^ (x >> np.uint64(shifts[2]))
+
+
+def mix_a(words: Array64, numbers: Array64) -> Array64:
+    return _rounds(words ^ (numbers * np.uint64(MIX_A[0])), (32, 29, 32), MIX_A)
+
+
+def mix_b(words: Array64, numbers: Array64) -> Array64:
+    return _rounds(words + numbers * np.uint64(MIX_B[0]), (31, 33, 30), MIX_B)

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.shared.digest.hash import implementation
+from weightcast.shared.digest.hash import compiled
 from weightcast.shared.digest.lanes import ZERO, Lanes
 from weightcast.shared.words import Chunk, Words
 
@@ -69,7 +69,7 @@ def span_sums(chunk: Chunk, old: Words, changes: ChangedWords) -> SpanSums:
         return SpanSums.of(chunk, np.zeros((len(ends), 4), np.uint64), nothing)
     if len(old) != chunk.words or changes.index[-1] >= ends[-1]:
         raise ValueError("old words or changes of another chunk")
-    return SpanSums.of(chunk, *implementation().touched(old, changes.index, changes.new, ends, numbers))
+    return SpanSums.of(chunk, *compiled().touched(old, changes.index, changes.new, ends, numbers))
 
 
 def spans_in(chunk: Chunk) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -19,7 +19,7 @@ from types import TracebackType
 import numpy as np
 import xxhash
 
-from weightcast.shared.codec.plain import Begin, at_once
+from weightcast.shared.codec.places import Begin, at_once
 from weightcast.shared.codec.scratch import scratch
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.failpoints import failpoint

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from weightcast.shared.codec.changes import Changes, worth_masks
 from weightcast.shared.codec.kernels import kernels
-from weightcast.shared.codec.plain import (
+from weightcast.shared.codec.places import (
     Begin,
     check_masks,
     exchange_at,

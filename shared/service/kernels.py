@@ -6,7 +6,8 @@ import threading
 from typing import Literal
 
 from weightcast.shared.codec.warm_up import warm_up
-from weightcast.shared.digest.hash import kernels, why_not_compiled
+from weightcast.shared.digest.hash import compiled
+from weightcast.shared.errors import Refused
 from weightcast.shared.service.facts import Facts, Snapshot
 from weightcast.shared.service.logs import get_log
 
@@ -14,9 +15,9 @@ log = get_log("kernels")
 
 
 class KernelStatus(Facts):
-    """`kind`: what digest and codec run on; `numpy` gives the same bytes, many times slower."""
+    """`kind`: what digest and codec run on."""
 
-    kind: Literal["starting", "numba", "numpy"] = "starting"
+    kind: Literal["starting", "numba", "unusable"] = "starting"
     cached_in: str = ""
     """directory that keeps compiled kernels; empty: every process compiles them anew"""
     problem: str = ""
@@ -34,7 +35,8 @@ def warm_up_in_background() -> None:
 
 
 def _warm_up() -> None:
-    warm_up()
+    if kernel_status().kind == "numba":
+        warm_up()
     STATUS.set(kernel_status())
     if STATUS.get().problem:
         log.warning("kernels", **STATUS.get().by_name())
@@ -42,8 +44,10 @@ def _warm_up() -> None:
 
 def kernel_status() -> KernelStatus:
     """Compiles a first kernel if none is."""
-    if kernels() == "numpy":
-        return KernelStatus(kind="numpy", problem=why_not_compiled())
+    try:
+        compiled()
+    except Refused as error:
+        return KernelStatus(kind="unusable", problem=f"{error.message}; {error.remedy}")
     from weightcast.shared.digest.native import CACHE, STORE
 
     if CACHE is None:

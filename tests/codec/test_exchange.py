@@ -11,15 +11,15 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
+import numpy_kernels as oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightcast.shared.codec import plain
 from weightcast.shared.codec.kernels import kernels
 from weightcast.shared.words import Words
 
-KERNELS = [plain, kernels()]
+KERNELS = [oracle, kernels()]
 WIDTHS = ["<u1", "<u2", "<u4"]
 
 
@@ -40,7 +40,7 @@ class Case:
         self.first = int(self.index[0])
         self.gaps = np.empty(len(self.index), np.uint8)
         bounds = np.array([0, len(self.index)])
-        self.escapes, _ = plain.pack_gaps(self.index.astype(np.uint32), bounds, self.gaps)
+        self.escapes, _ = oracle.pack_gaps(self.index.astype(np.uint32), bounds, self.gaps)
 
     def exchange(self, room: ModuleType, *, again: bool = False, back: bool = False) -> int | None:
         pair = (self.after, self.before) if back else (self.before, self.after)
@@ -147,7 +147,7 @@ class Masked:
         self.first, self.length = 21, size
         density = np.repeat(draw.choice([0.0, 0.1, 0.6, 1.0], size // 64 + 1), 64)[:size]
         self.index = np.flatnonzero(draw.random(size) < density).astype(np.uint32)
-        self.masks = plain.masks_of(self.index, (size + 63) // 64 * 64)
+        self.masks = oracle.masks_of(self.index, (size + 63) // 64 * 64)
         self.places = self.index.astype(np.int64) + self.first
         self.before = self.words[self.places].copy()
         self.after = self.before ^ np.array(1, width)
@@ -278,7 +278,7 @@ def test_what_does_not_stay_written_is_told(room: ModuleType, width: str, door: 
     if door == "all":
         failed = room.exchange_all(words, before, after)
     elif door == "masked":
-        masks = plain.masks_of(np.arange(size, dtype=np.uint32), -(-size // 64) * 64)
+        masks = oracle.masks_of(np.arange(size, dtype=np.uint32), -(-size // 64) * 64)
         failed = room.exchange_masked(words, 0, size, masks, before, after, again=False)
     else:
         gaps = np.ones(size, np.uint8)
@@ -321,7 +321,7 @@ def test_masks_say_what_lists_say(places: set[int]) -> None:
     index = np.array(sorted(places), np.uint32)
     found = [room.masks_of(index, 640) for room in KERNELS]
     assert np.array_equal(found[0], found[1])
-    assert plain.places_under(found[0]).tolist() == index.tolist()
+    assert oracle.places_under(found[0]).tolist() == index.tolist()
 
 
 @settings(deadline=None)
@@ -339,6 +339,6 @@ def test_kernels_pack_the_same(records: list[list[int]]) -> None:
     for start, stop, count in zip(bounds, bounds[1:], packed[0][2], strict=False):
         gaps = np.array(packed[0][0][start:stop], np.uint8)
         escapes = np.array(packed[0][1][used : used + count], np.uint32)
-        found = plain.unpack_gaps(int(index[start]), gaps, escapes)
+        found = oracle.unpack_gaps(int(index[start]), gaps, escapes)
         assert found is not None and found.tolist() == index[start:stop].tolist()
         used += count

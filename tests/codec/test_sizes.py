@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import codec_cases as cases
 import numpy as np
+import numpy_kernels as oracle
 import pytest
 
 from weightcast.benchmarks.bounds import bounds
 from weightcast.benchmarks.steps import simulated
-from weightcast.shared.codec import plain
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.choose import FAST, PLANES, RAW, SMALL, STEPS
 from weightcast.shared.codec.container import decode_chunk, encode_chunk
@@ -82,5 +82,5 @@ def test_runs_of_words_that_stay_take_next_to_nothing() -> None:
 
 def step_bytes_of(old: Words, new: Words) -> ByteArray:
     steps = np.empty(len(old), np.uint8)
-    plain.step_bytes(old, new, kind_of("BF16"), steps)
+    oracle.step_bytes(old, new, kind_of("BF16"), steps)
     return steps

@@ -5,14 +5,14 @@ from __future__ import annotations
 from types import ModuleType
 
 import numpy as np
+import numpy_kernels as oracle
 import pytest
 from codec_cases import KINDS
 
-from weightcast.shared.codec import plain
 from weightcast.shared.codec.kernels import kernels
 from weightcast.shared.words import WordKind, Words, kind_of
 
-ROOMS = [plain, kernels()]
+ROOMS = [oracle, kernels()]
 LONG = 255
 
 

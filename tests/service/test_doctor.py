@@ -382,7 +382,7 @@ def test_a_tmpfs_counts_as_memory() -> None:
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        ({"kernels": "numpy", "kernel_problem": "no numba"}, {"kernels": "warning"}),
+        ({"kernels": "unusable", "kernel_problem": "no numba"}, {"kernels": "failure"}),
         ({"kernel_problem": "no directory"}, {"kernels": "warning"}),
         ({"available_bytes": 1 << 20}, {"memory": "failure"}),
         ({"shm_bytes": 64 << 20}, {"/dev/shm": "note"}),

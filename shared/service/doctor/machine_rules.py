@@ -31,9 +31,9 @@ def _kernels(facts: MachineFacts) -> Iterator[Finding]:
         yield Finding(
             MACHINE,
             "kernels",
-            "warning",
-            f"not compiled, many times slower: {facts.kernel_problem}",
-            "install numba and llvmlite as this release asks for them",
+            "failure",
+            f"not usable: {facts.kernel_problem}",
+            "install the numba and llvmlite releases that weightcast requires",
         )
     elif facts.kernel_problem:
         yield Finding(MACHINE, "kernels", "warning", facts.kernel_problem, _PRIVATE)

@@ -1,29 +1,94 @@
-"""The codec's kernels by numpy, for where numba is missing. The same doors as `native`.
+"""The kernels of digest and codec once more, in numpy: the oracle that compiled kernels are compared with.
 
-Positions are uint32 and ascend; `out` has room for `most` + rice.MARGIN bytes; what is written has to be at
-most `most` bytes long, else a writer returns -1 or None. Readers answer damage with -1, False or None.
+Names, arguments and results are those of `weightcast.shared.codec.native` and of
+`weightcast.shared.digest.lanes_native`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
 
 import numpy as np
 from numpy.typing import NDArray
 
+from weightcast.shared.codec import kernels
 from weightcast.shared.codec.contexts import CODING, COUNT, K_REST, K, Table
 from weightcast.shared.codec.contexts import plan_contexts as plan_contexts
+from weightcast.shared.codec.places import (
+    BAD_GAPS,
+    BAD_PLACE,
+    BAD_STEPS,
+    ESCAPED_GAP,
+    OUT_OF_ORDER,
+    Array32,
+    Begin,
+    Counts,
+    Masks,
+    Taken,
+    at_once,
+    check_masks,
+    exchange_at,
+    places_under,
+    unpack_gaps,
+)
 from weightcast.shared.codec.rice import ESCAPE, GREATEST, LONGEST, NOTHING, RICE, RUNS, SLACK
-from weightcast.shared.digest.lanes_plain import hash_bytes, touched
+from weightcast.shared.digest import hash
+from weightcast.shared.digest.lanes import ZERO, Lanes, LanesArray
+from weightcast.shared.digest.root import mix_a, mix_b
 from weightcast.shared.words import ByteArray, WordKind, Words
 
-Array32 = NDArray[np.uint32]
-Counts = NDArray[np.int64]
-Masks = NDArray[np.uint64]
-"""bit j of number n stands for word 64 n + j"""
 
-ESCAPED_GAP = 255
-"""what a journal has for this distance and all greater ones"""
+def install() -> None:
+    """Makes this process compute with this module, to test the oracle itself."""
+    hash.compiled = kernels.kernels = lambda: sys.modules[__name__]
+
+
+BLOCK = 1 << 17
+"""bytes hashed at once; a multiple of 8"""
+
+
+def _block(data: ByteArray, first_number: int) -> Lanes:
+    words = np.zeros(-(-len(data) // 8), "<u8")
+    words.view(np.uint8)[: len(data)] = data
+    numbers = np.arange(len(words), dtype=np.uint64) + np.uint64(first_number)
+    return Lanes(int(mix_a(words, numbers).sum()), int(mix_b(words, numbers).sum()))
+
+
+def hash_bytes(data: ByteArray, first_word: int) -> Lanes:
+    lanes = ZERO
+    for start in range(0, len(data), BLOCK):
+        lanes = lanes.plus(_block(data[start : start + BLOCK], first_word + start // 8 + 1))
+    return lanes
+
+
+def hash_pieces(data: ByteArray, pieces: NDArray[np.int64]) -> LanesArray:
+    lanes = [hash_bytes(data[start:stop], first) for start, stop, first in pieces.tolist()]
+    return np.array(lanes, np.uint64).reshape(-1, 2)
+
+
+def touched(
+    old: Words, index: NDArray[np.uint32], new: Words, ends: NDArray[np.int64], numbers: NDArray[np.int64]
+) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """Sums over the touched 8-byte words, uint64[spans, 4] (old a, b, new a, b), and changed words,
+    int64[spans]. `index`: positions in the chunk, ascending. `ends`, `numbers`: per span its end in the chunk
+    and the number of the chunk's 8-byte word 0 in its tensor's count."""
+    per_word = 8 // old.itemsize
+    place = index // per_word
+    starts = np.flatnonzero(np.diff(place, prepend=np.int64(-1)))
+    bits = (index % per_word).astype(np.uint64) * np.uint64(8 * old.itemsize)
+    flips = (old[index] ^ new).astype(np.uint64) << bits
+    before = old.view("<u8")[place[starts]]
+    after: NDArray[np.uint64] = np.bitwise_xor(before, np.bitwise_or.reduceat(flips, starts))
+    span = np.searchsorted(ends, index[starts], side="right")
+    counted = (place[starts] + numbers[span]).astype(np.uint64)
+    sums = np.zeros((len(ends), 4), np.uint64)
+    mixed = [mix(words, counted) for words in (before, after) for mix in (mix_a, mix_b)]
+    firsts = np.flatnonzero(np.diff(span, prepend=-1))
+    sums[span[firsts]] = np.stack([np.add.reduceat(lane, firsts) for lane in mixed], axis=1)
+    every = np.searchsorted(ends, index, side="right")
+    return sums, np.bincount(every, minlength=len(ends)).astype(np.int64)
+
+
 _LONG = 255
 
 
@@ -72,22 +137,8 @@ def masks_of(index: Array32, words: int) -> Masks:
     return np.packbits(bits, bitorder="little").view("<u8")
 
 
-def places_under(masks: Masks) -> NDArray[np.int64]:
-    """The words whose bits are set."""
-    return np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little"))
-
-
 def scatter(words: Words, index: Array32, new: Words) -> None:
     words[index] = new
-
-
-Begin = Callable[[Words, int], None]
-"""Called with a stretch of words and how many of them will be written."""
-OUT_OF_ORDER = "changes out of order, or past the end"
-
-
-def at_once(words: Words, changes: int) -> None:
-    """For words in memory: nothing is to be made ready."""
 
 
 def pack_gaps(index: Array32, starts: Counts, gaps: ByteArray) -> tuple[Array32, Counts]:
@@ -154,68 +205,6 @@ def exchange_all(words: Words, before: Words, after: Words) -> int | None:
             return int(np.argmax(wrong))
         words[:] = after
     return None
-
-
-def check_masks(words: int, masks: Masks, changes: int) -> None:
-    """ValueError for masks of other than so many words, of which so many change."""
-    inside = words & 63
-    beyond = inside and int(masks[-1]) >> inside
-    if beyond or len(masks) != (words + 63) >> 6 or int(np.bitwise_count(masks).sum()) != changes:
-        raise ValueError(OUT_OF_ORDER)
-
-
-def exchange_at(
-    words: Words, index: NDArray[np.int64], before: Words, after: Words, *, again: bool
-) -> int | None:
-    """As `exchange_packed`, of listed words. Returns which of `index` fails first; none is written where one
-    is not what it should be."""
-    found = words[index]
-    expected = found == before
-    if again:
-        expected |= found == after
-    if expected.all():
-        words[index] = after
-        expected = words[index] == after
-    return None if expected.all() else int(np.argmin(expected))
-
-
-def unpack_gaps(first: int, gaps: ByteArray, escapes: Array32) -> NDArray[np.int64] | None:
-    """The words of a record; None where they do not ascend, or escapes are missing or too many."""
-    distances = _distances(gaps, gaps == ESCAPED_GAP, escapes)
-    if distances is None or distances[0] or np.count_nonzero(distances) != len(distances) - 1:
-        return None
-    distances[0] = first
-    return np.cumsum(distances)
-
-
-def _distances(gaps: ByteArray, are_escaped: NDArray[np.bool_], escapes: Array32) -> Counts | None:
-    """None where escapes are missing, too many or too small."""
-    if np.count_nonzero(are_escaped) != len(escapes) or (escapes < ESCAPED_GAP).any():
-        return None
-    distances = gaps.astype(np.int64)
-    distances[are_escaped] = escapes
-    return distances
-
-
-def unpack_many_gaps(
-    firsts: Counts, counts: Counts, gaps: ByteArray, escaped: Counts, escapes: Array32
-) -> NDArray[np.int64] | None:
-    """As `unpack_gaps`, of records one behind the other: `counts` and `escaped` say how many gaps and escapes
-    are whose. None where one of them is wrong."""
-    heads = np.cumsum(counts) - counts
-    are_escaped = gaps == ESCAPED_GAP
-    if not np.array_equal(np.add.reduceat(are_escaped, heads, dtype=np.int64), escaped):
-        return None
-    distances = _distances(gaps, are_escaped, escapes)
-    if (
-        distances is None
-        or distances[heads].any()
-        or np.count_nonzero(distances) != len(distances) - len(counts)
-    ):
-        return None
-    reached: NDArray[np.int64] = np.cumsum(distances)
-    reached -= np.repeat(reached[heads] - firsts, counts)
-    return reached
 
 
 def split(
@@ -359,13 +348,6 @@ def _packed(codes: NDArray[np.uint64], lengths: Counts) -> ByteArray:
     np.bitwise_or.at(packed, word, codes << shift)
     np.bitwise_or.at(packed, word + 1, (codes >> np.uint64(1)) >> (np.uint64(63) - shift))
     return packed.view(np.uint8)[: (bits + 7) >> 3]
-
-
-GOOD, BAD_GAPS, BAD_PLACE, BAD_STEPS = range(4)
-"""What a reader of `fast` finds: nothing wrong, no gaps, a position behind the last word, no steps"""
-
-Taken = tuple[Words, Words, NDArray[np.uint64], Counts]
-"""old and new words, then what `touched` in the digest's kernels makes of them"""
 
 
 def take_fast(
