@@ -38,8 +38,8 @@ _NAMED = 3
 
 
 def init_channel(
-    channel: Path,
-    base: Path,
+    channel: str | Path,
+    base: str | Path,
     *,
     frozen: Sequence[str] = (),
     aliases: Mapping[str, str] | None = None,
@@ -55,6 +55,7 @@ def init_channel(
     Raises Refused for a directory that holds anything else or lies in the base, WrongRun for another base,
     Untrusted for a channel that is there and whose base neither that key nor one of `trusted_keys` signed.
     """
+    channel, base = Path(channel), Path(base)
     vouching = Vouching.load(sign_key, trusted_keys)
     checkpoint = open_base(base)
     layout = Layout(channel)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -340,13 +342,14 @@ class Publisher:
 
     def wait(
         self,
-        version: int,
+        version: SupportsIndex | Handle,
         *,
         min_hosts: int | None = None,
         fraction: float | None = None,
         timeout: float = 600.0,
     ) -> list[str]:
-        """Waits until that many hosts are ready and serve `version` or a later one; their names. `fraction`:
+        """Waits until that many hosts are ready and serve `version` or a later one; their names. A handle
+        of `submit` stands for the version that it becomes. `fraction`:
         of the hosts whose reports still change. Both: both must hold; neither: one host.
 
         Hosts say this of themselves in the channel, nobody authenticates it. Raises NotInTime that names the
@@ -355,9 +358,18 @@ class Publisher:
         # pydantic costs a fifth of a second that most publishers need not pay
         from weightcast.shared.service.arrivals import Arrivals
 
+        if isinstance(version, Handle):
+            began = time.monotonic()
+            version = version.result(timeout).version
+            timeout -= time.monotonic() - began
+        if not isinstance(version, SupportsIndex):
+            raise Refused(
+                f"version must be an integer or a handle, not {type(version).__name__}",
+                remedy="give the version of a report, or the handle that submit returned",
+            )
         if self._arrivals is None:
             self._arrivals = Arrivals.in_channel(self._follower.channel_dir)
-        return self._arrivals.wait(version, min_hosts, fraction, timeout)
+        return self._arrivals.wait(operator.index(version), min_hosts, fraction, timeout)
 
     def publish_checkpoint(
         self,
@@ -368,7 +380,7 @@ class Publisher:
         watching: Watching | None = None,
     ) -> PublishReport:
         """Publishes a complete HF checkpoint directory; Refused when it changes while it is read."""
-        read = functools.partial(self.open_checkpoint, Path(directory))
+        read = functools.partial(self.open_checkpoint, directory)
         return self.publish_weights(read, step=step, advance=advance, watching=watching)
 
     def publish_weights(
@@ -396,8 +408,9 @@ class Publisher:
                     return index
         return None
 
-    def open_checkpoint(self, directory: Path) -> NewWeights:
+    def open_checkpoint(self, directory: str | Path) -> NewWeights:
         """A checkpoint directory as new weights of this run, for `publish_weights`."""
+        directory = Path(directory)
         refuse_local(directory, self._follower.paths.directory)
         weights, local = CheckpointWeights(directory), self._follower.local
         own = self._follower.base_dir if local is None else local.checkpoint.directory

@@ -12,8 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from weightcast import publisher
+from weightcast.shared.service.software import VERSION
+
 ROOT = Path(__file__).parents[1]
 SIDES = ("benchmarks", "shared", "publisher", "subscriber")
+TOP = ROOT / "shared" / "top"
+"""the package `weightcast` itself; the sides are mapped into it"""
 OTHER_DISTRIBUTION = ROOT / "subscriber" / "engine_plugin"
 """what is installed into an engine's environment, where nothing else of weightcast is"""
 NEEDS_TORCH = {
@@ -24,10 +29,14 @@ NEEDS_TORCH = {
 }
 
 
+def package(path: Path) -> str:
+    """The name under which a folder of the sources is imported."""
+    return "weightcast" if path == TOP else "weightcast." + ".".join(path.relative_to(ROOT).parts)
+
+
 def folders() -> list[str]:
     """Every folder with an __init__.py, as the package that it is mapped to."""
-    found = [path.parent.relative_to(ROOT) for side in SIDES for path in sources(side, "__init__.py")]
-    return sorted("weightcast." + ".".join(path.parts) for path in found)
+    return sorted(package(path.parent) for side in SIDES for path in sources(side, "__init__.py"))
 
 
 def sources(side: str, pattern: str = "*.py") -> list[Path]:
@@ -36,8 +45,10 @@ def sources(side: str, pattern: str = "*.py") -> list[Path]:
 
 
 def modules(side: str) -> list[str]:
-    names = ["weightcast." + ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sources(side)]
-    return [name.removesuffix(".__init__") for name in names]
+    return [
+        package(path.parent) if path.name == "__init__.py" else f"{package(path.parent)}.{path.stem}"
+        for path in sources(side)
+    ]
 
 
 def settings() -> dict[str, object]:
@@ -48,6 +59,14 @@ def settings() -> dict[str, object]:
 
 def test_the_package_list_is_the_folders() -> None:
     assert settings()["packages"] == folders()
+
+
+def test_the_public_names_can_be_discovered(tmp_path: Path) -> None:
+    code = "import weightcast, weightcast.publisher as p; print(*dir(p)); print(*dir(weightcast)); help(p)"
+    names, top, *text = run(code, cwd=tmp_path).splitlines()
+    assert names.split() == sorted(publisher.__all__) and "__version__" in top.split()
+    shown = "\n".join(text)
+    assert all(f" {name}(" in shown for name in publisher.__all__)
 
 
 def test_no_module_lies_outside_a_package() -> None:
@@ -139,11 +158,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_every_module(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {
-        f"weightcast/{path.relative_to(ROOT).as_posix()}"
+        f"{package(path.parent).replace('.', '/')}/{path.name}"
         for side in SIDES
         for path in [
             *sources(side),
-            ROOT / side / "py.typed",
+            *sources(side, "py.typed"),
             *(ROOT / side).glob("page/dist/*"),
         ]
         if "node_modules" not in path.parts
@@ -157,9 +176,11 @@ def test_the_wheel_s_command_runs_from_an_install_of_its_own(wheel: Path, tmp_pa
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target"]
     subprocess.run([*install, str(target), str(wheel)], check=True, timeout=120, capture_output=True)
     code = "import weightcast.publisher.service.desk, weightcast.subscriber.step.sync\n"
-    code += "import weightcast.shared as s; print(s.__file__)"
-    found = Path(run(code, cwd=tmp_path, path=str(target)).strip())
-    assert found.is_relative_to(target)
+    code += "import weightcast as top, weightcast.shared as s\n"
+    code += "print(s.__file__, top.__file__, top.__version__)"
+    *files, version = run(code, cwd=tmp_path, path=str(target)).split()
+    assert all(Path(file).is_relative_to(target) for file in files)
+    assert version == VERSION == next(target.glob("weightcast-*.dist-info")).name.split("-")[1][:-5]
     entries = next(target.glob("weightcast-*.dist-info")) / "entry_points.txt"
     assert "weightcast.shared.service.cli:main" in entries.read_text()
     command = "import sys; from weightcast.shared.service.cli import main; sys.argv[1:] = ['--help']; main()"

@@ -1,0 +1,38 @@
+"""The first calls of somebody who stays in Python: paths as text, a handle where a version is expected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from core_cases import tensor, write_checkpoint
+
+from weightcast.publisher import Publisher, init_channel
+from weightcast.shared.errors import NotInTime, Refused
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint(tmp_path / "base", {"w": tensor(np.random.default_rng(0), "F32", 9, 5)})
+    return "base"
+
+
+def test_every_path_may_be_text(base: str) -> None:
+    made = init_channel("channel", base)
+    assert init_channel(Path("channel"), Path(base)) == made
+    with Publisher.open("channel", local="local", base=base) as publisher:
+        publisher.open_checkpoint(base).close()
+        write_checkpoint(Path("export"), {"w": tensor(np.random.default_rng(1), "F32", 9, 5)})
+        assert publisher.publish_checkpoint("export").version == 1
+
+
+def test_a_handle_stands_for_its_version(base: str) -> None:
+    init_channel("channel", base)
+    with Publisher.open("channel", local="local", base=base) as publisher:
+        handle = publisher.submit({"w": np.ones((9, 5), np.float32)})
+        with pytest.raises(NotInTime, match="version 1 or later"):
+            publisher.wait(handle, timeout=0.1)
+        with pytest.raises(Refused, match="not str"):
+            publisher.wait("1", timeout=0.1)  # type: ignore[arg-type]
