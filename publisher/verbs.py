@@ -18,6 +18,7 @@ from weightcast.publisher.verbs_publish import show_facts
 from weightcast.shared.channel.keys import load_private_key
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.files.paths import printable
+from weightcast.shared.local.follow import open_base
 from weightcast.shared.service.app import group
 from weightcast.shared.service.common_options import (
     ChannelOption,
@@ -125,6 +126,7 @@ def init(
             sign_key=sign_key,
         )
     _, described = Channel.open(channel).require_ours()
+    notes = open_base(base).notes
     facts = {
         "channel": str(channel),
         "run_id": made.run_id,
@@ -136,12 +138,14 @@ def init(
         "full_bytes": described.table.nbytes,
         "root": described.root,
         "signed_by": None if sign_key is None else load_private_key(sign_key).public.id,
+        "notes": list(notes),
     }
     shown = facts | {
         "created": time_text(made.created),
         "frozen": ", ".join(made.frozen) or "-",
         "signed_by": facts["signed_by"] or "-",
         "aliases": ", ".join(f"{name}={target}" for name, target in made.aliases.items()) or "-",
+        "notes": "; ".join(notes) or "-",
     }
     output.result(facts, lambda console: show_facts(console, shown))
 

@@ -150,6 +150,7 @@ def _show(console: Console, done: Publication, seconds: float) -> None:
                 else {}
             ),
             **({"names": ", ".join(f"{r}: {n}" for r, n in done.mapped.items())} if done.mapped else {}),
+            **({"notes": "; ".join(done.notes)} if done.notes else {}),
         },
     )
 

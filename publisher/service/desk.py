@@ -366,6 +366,8 @@ class Desk:
         self.publish_seconds = dict(list(known.items())[-ROWS_LIMIT:])
         status = self._status.get()
         self._status.set(status.model_copy(update={"totals": add(status.totals, done)}))
+        for note in done.notes:
+            log.info("publication note", version=done.version, source=done.source, note=note)
         log.info(
             "version published",
             version=done.version,
@@ -492,6 +494,8 @@ def ready_channel(settings: PublisherSettings, meter: Meter) -> int:
         )
     _, base = Channel.open(settings.channel).require_ours()
     checkpoint = open_base(settings.base)
+    for note in checkpoint.notes:
+        log.info("small fault in the base, tolerated", base=str(settings.base), note=note)
     check_table(settings.base, checkpoint.table, base.table)
     check_other_files(settings.base, checkpoint.other_files, base.files)
     return base.table.nbytes

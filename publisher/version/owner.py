@@ -58,6 +58,7 @@ from weightcast.shared.errors import (
 )
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.entries import exists
+from weightcast.shared.files.open_files import too_many_files
 from weightcast.shared.files.space import NoRoom, lacks_room, nearest_directory, space_of
 from weightcast.shared.local.fetch import ROOM_BYTES, journal_bytes
 from weightcast.shared.local.follow import Follower, open_base
@@ -179,7 +180,7 @@ class Owner:
             raise
         except OSError as error:
             self._follower.release()
-            raise RetryLater(
+            raise too_many_files(error) or RetryLater(
                 disk_text(error, self._follower.channel_dir),
                 remedy="check the mounts and the space on them",
             ) from error

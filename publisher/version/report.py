@@ -32,6 +32,8 @@ class PublishReport:
     seconds: Mapping[str, float] = field(default_factory=dict)
     mapped: Mapping[str, int] = field(default_factory=dict)
     """what was done to the names that were given, and to how many: `{"-module.": 291}`"""
+    notes: tuple[str, ...] = ()
+    """what was tolerated in the checkpoint, and options that had no effect on it"""
     non_finite: Mapping[str, int] = field(default_factory=dict)
     """elements by tensor that became NaN or infinite with this version, of what this rank compared; empty for
     an anchor, which is compared with nothing"""
@@ -73,6 +75,8 @@ class Publication(Facts):
     seconds: dict[str, float] = field(default_factory=dict)
     mapped: dict[str, int] = field(default_factory=dict)
     """what was done to the names that were given, and to how many"""
+    notes: tuple[str, ...] = ()
+    """what was tolerated in the checkpoint, and options that had no effect on it"""
     non_finite_elements: int = 0
     """that became NaN or infinite with this version"""
     at: float = 0.0
@@ -93,6 +97,7 @@ def publication(report: PublishReport, source: str) -> Publication:
         bits_per_change=report.bits_per_change,
         seconds=dict(report.seconds),
         mapped=dict(report.mapped),
+        notes=report.notes,
         non_finite_elements=report.non_finite_elements,
         at=time.time(),
     )

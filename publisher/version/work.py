@@ -91,6 +91,8 @@ class Work:
     """by phase, up to now"""
     mapped: Mapping[str, int] = field(default_factory=dict, init=False)
     """what was done to given names, and to how many"""
+    notes: tuple[str, ...] = field(default=(), init=False)
+    """of the new weights"""
     non_finite: Mapping[str, int] = field(default_factory=dict, init=False)
     """elements by tensor that became NaN or infinite, where this rank compared"""
     changeable: bool = field(default=False, init=False)
@@ -146,7 +148,7 @@ def matched_to_run(channel: Channel, weights: NewWeights, rank: Rank, work: Work
 def matched_to(file: ChannelFile, table: TensorTable, weights: NewWeights, rank: Rank, work: Work) -> Matched:
     matched = match(weights.table, table, frozen=file.frozen, aliases=file.aliases, partial=not rank.alone)
     check_ties(weights, matched, table)
-    work.mapped = matched.mapped
+    work.mapped, work.notes = matched.mapped, weights.notes
     if rank.alone:
         _check_whole(weights)
     return matched
@@ -235,6 +237,7 @@ def report_of(index: Index, table: TensorTable, work: Work, directory: Path) -> 
         tensors_changed=len(index.tensors),
         seconds=dict(work.seconds),
         mapped=dict(work.mapped),
+        notes=work.notes,
         non_finite=dict(work.non_finite),
     )
 

@@ -18,6 +18,7 @@ from blake3 import blake3
 from weightcast.shared.channel.records import FileRecord
 from weightcast.shared.errors import DamagedFile, Refused, WrongRun
 from weightcast.shared.files import durable
+from weightcast.shared.files.magic import START, check_kind
 
 CONFIG = "config.json"
 Place = tuple[str, ...]
@@ -69,6 +70,7 @@ def _parsed(data: bytes, path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         said = None
     if not isinstance(said, dict):
+        check_kind(data[:START], path)
         raise Refused(f"{path} is not a JSON object", remedy="give an HF checkpoint directory")
     return said
 

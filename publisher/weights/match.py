@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from weightcast.publisher.weights.names import Resolved, resolve
 from weightcast.shared.errors import Refused
+from weightcast.shared.files.checkpoint import adapter_refused, is_adapter_tensor
 from weightcast.shared.local.seed import listing
 from weightcast.shared.words import TensorTable
 
@@ -73,12 +74,19 @@ def _matched(
             problems.append(f"{spec.name}{_MISSING}")
     ties = _ties(problems, given, names, by_run, table, aliases)
     if problems:
+        _refuse_adapter(given, names, table)
         problems = _grouped(problems, given, table, sources)
         raise Refused(
             f"the weights do not fit the run: {listing(problems)}",
             remedy=_remedy(given, table, sources, any(one.endswith(_MISSING) for one in problems)),
         )
     return Matched(sources, tuple(absent), tuple(ties), still, names.rules)
+
+
+def _refuse_adapter(given: TensorTable, names: Resolved, table: TensorTable) -> None:
+    for spec in given:
+        if is_adapter_tensor(spec.name) and names.run_names[spec.name] not in table.numbers:
+            raise adapter_refused("what is published", spec.name)
 
 
 def _grouped(

@@ -37,6 +37,8 @@ class NewWeights(ABC):
 
     table: TensorTable
     """of whole tensors, also where only a piece is given"""
+    notes: tuple[str, ...] = ()
+    """what was tolerated or had no effect, for whoever publishes them"""
 
     @abstractmethod
     def words_in(self, name: str, start: int, stop: int) -> Words:
@@ -90,7 +92,7 @@ class CheckpointWeights(NewWeights):
             raise Refused(
                 f"{error.filename or directory} is not there", remedy="give a checkpoint directory"
             ) from error
-        self.table = self.checkpoint.table
+        self.table, self.notes = self.checkpoint.table, self.checkpoint.notes
 
     def words_in(self, name: str, start: int, stop: int) -> Words:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 from weightcast.shared.errors import DamagedFile, Refused
 from weightcast.shared.files.durable import read_file
+from weightcast.shared.files.magic import START, check_kind
 from weightcast.shared.files.paths import file_name, printable
 from weightcast.shared.files.safetensors import Header, read_header_of, tensor_spec
 from weightcast.shared.files.strict_json import Members, parse_object
@@ -26,6 +28,9 @@ _OTHER_WEIGHTS = re.compile(r"\.(bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|npz|safete
 """Weights in other formats, and safetensors that belong to no `model` (`consolidated.safetensors`)."""
 
 
+_ADAPTER = re.compile(r"[._](lora_|hada_w|lokr_w|oft_r|ia3_l|vera_lambda)")
+_MERGE = "merge it into its base (peft: `merge_and_unload`) and export the full weights"
+_SAVE_AGAIN = "safetensors and engines refuse it too: save the checkpoint again with `save_pretrained`"
 _Spot = tuple[int, int, int]
 """of a tensor: number of its shard, offset, bytes"""
 
@@ -70,6 +75,8 @@ class Checkpoint:
     index_file: Path | None
     links: bool
     """whether links were followed"""
+    notes: tuple[str, ...] = ()
+    """small faults in its files that safetensors and engines tolerate"""
 
 
 @dataclass(frozen=True)
@@ -109,17 +116,24 @@ def open_checkpoint(directory: Path, *, follow_links: bool) -> Checkpoint:
     except DamagedFile as error:
         if error.remedy:
             raise
-        raise DamagedFile(error.message, remedy="save or fetch the checkpoint again, whole") from error
+        raise DamagedFile(error.message, remedy=_SAVE_AGAIN) from error
 
 
 def _opened(directory: Path, names: Sequence[str], follow_links: bool) -> Checkpoint:
-    weight_map = _weight_map(directory, names, follow_links)
-    shards = sorted(set(weight_map.values())) if weight_map is not None else [_single(directory, names)]
-    _check_present(directory, names, shards)
-    headers = {name: read_header_of(directory / name, follow_links=follow_links) for name in shards}
-    if weight_map is not None:
-        _check_complete(directory, weight_map, headers)
+    _refuse_adapter(directory, names)
+    index = _weight_index(directory, names, follow_links)
+    shards = [_single(directory, names)] if index is None else sorted(set(index.weight_map.values()))
+    notes = _check_present(directory, names, shards, follow_links)
+    headers = {
+        name: read_header_of(directory / name, follow_links=follow_links, tolerant=True) for name in shards
+    }
+    if index is not None:
+        notes += [f"{_INDEX}: {note}" for note in (*index.notes, *_index_notes(index.weight_map, headers))]
+    notes += [f"{name}: {note}" for name, header in headers.items() for note in header.notes]
+    _check_doubles(directory, headers)
     table, spots = _laid_out(tuple(headers.values()))
+    if len(table) and all(is_adapter_tensor(spec.name) for spec in table):
+        raise adapter_refused(str(directory), table[0].name)
     files = [directory / name for name in headers]
     return Checkpoint(
         directory,
@@ -129,7 +143,32 @@ def _opened(directory: Path, names: Sequence[str], follow_links: bool) -> Checkp
         tuple(directory / name for name in names if name not in shards and not _is_weights(name)),
         directory / _INDEX if _INDEX in names else None,
         follow_links,
+        tuple(notes),
     )
+
+
+def _refuse_adapter(directory: Path, names: Sequence[str]) -> None:
+    """Of peft, as it saves them; some bases hold one beside their own weights."""
+    found = [name for name in names if name.startswith("adapter_model.") or name == "adapter_config.json"]
+    if found and _SINGLE not in names and _INDEX not in names:
+        raise adapter_refused(str(directory), found[0])
+
+
+def is_adapter_tensor(name: str) -> bool:
+    return _ADAPTER.search(name) is not None
+
+
+def adapter_refused(what: str, shown_by: str) -> Refused:
+    return Refused(f"{what} holds a LoRA adapter ({shown_by}), not full weights", remedy=_MERGE)
+
+
+def check_pointers(checkpoint: Checkpoint) -> None:
+    """Raises DamagedFile where a file that is not weights is a Git LFS pointer: a tokenizer, mostly."""
+    for path in checkpoint.other_files:
+        if path.stat().st_size <= 2 * START:
+            start = read_file(path, 2 * START, follow_links=checkpoint.links)
+            if start.startswith(b"version https://"):
+                check_kind(start, path)
 
 
 def surplus_weights(checkpoint: Checkpoint) -> Iterator[Path]:
@@ -163,33 +202,51 @@ def _is_regular(directory: Path, entry: os.DirEntry[str]) -> bool:
     try:
         return stat.S_ISREG(entry.stat().st_mode)
     except OSError as error:
-        raise DamagedFile(f"{directory / entry.name} vanished, or is a link to nothing") from error
+        raise DamagedFile(
+            f"{directory / entry.name} vanished, or is a link to nothing",
+            remedy="download the file that it leads to, or remove the link",
+        ) from error
 
 
-def _weight_map(directory: Path, names: Sequence[str], follow_links: bool) -> Mapping[str, str] | None:
-    """Tensor name to shard; None without an index."""
+class _WeightIndex(NamedTuple):
+    weight_map: Mapping[str, str]
+    """tensor name to shard"""
+    notes: tuple[str, ...]
+
+
+def _weight_index(directory: Path, names: Sequence[str], follow_links: bool) -> _WeightIndex | None:
+    """None without an index."""
     if _INDEX not in names:
         return None
     data = read_file(directory / _INDEX, _INDEX_LIMIT, follow_links=follow_links)
+    check_kind(data[:START], directory / _INDEX)
     try:
-        weight_map = _parsed_map(data)
+        index = _parsed_index(data)
     except DamagedFile as error:
         raise DamagedFile(f"{directory}{os.sep}{error.message}", remedy=error.remedy) from error
-    if weight_map is None:
+    if index is None:
         raise Refused(f"{directory} is a delta, not a checkpoint", remedy="give one with full weights")
-    return weight_map
+    return index
 
 
 @lru_cache(maxsize=2)
-def _parsed_map(data: bytes) -> Mapping[str, str] | None:
-    """None for a delta's index. Remembered by its bytes, as headers are."""
-    index = Members(parse_object(data, _INDEX), _INDEX)
-    if "metadata" in index and "delta_encoding" in index.object("metadata"):
+def _parsed_index(data: bytes) -> _WeightIndex | None:
+    """None for a delta's index. Remembered by its bytes, as headers are. Engines read the names of the files
+    alone: `metadata` may be anything."""
+    twice: list[str] = []
+    members = parse_object(data, _INDEX, twice)
+    metadata = members.get("metadata")
+    if isinstance(metadata, dict) and "delta_encoding" in metadata:
         return None
-    weight_map = index.text_map("weight_map")
+    notes = [f"{name!r} is given twice" for name in twice]
+    if "metadata" in members and not isinstance(metadata, dict):
+        notes.append(f"metadata is {json.dumps(metadata)[:40]}")
+    weight_map = Members(members, _INDEX).text_map("weight_map")
+    if not weight_map:
+        raise DamagedFile(f"{_INDEX}: weight_map names no file")
     for shard in set(weight_map.values()):
         file_name(shard)
-    return weight_map
+    return _WeightIndex(weight_map, tuple(notes))
 
 
 def _single(directory: Path, names: Iterable[str]) -> str:
@@ -206,36 +263,61 @@ def _is_shard(name: str) -> bool:
     return name.startswith("model-") and name.endswith(".safetensors")
 
 
-def _check_present(directory: Path, names: Iterable[str], shards: Sequence[str]) -> None:
-    """Engines read all `model*.safetensors`: one that the index does not name is an error."""
+def _check_present(
+    directory: Path, names: Iterable[str], shards: Sequence[str], follow_links: bool
+) -> list[str]:
+    """Notes on shards that the index does not name: engines ignore them. A local checkpoint has none."""
     missing = sorted(set(shards) - set(names))
     if missing:
-        raise DamagedFile(f"{directory / printable(missing[0])} is missing; the index names it")
+        raise DamagedFile(
+            f"{directory / printable(missing[0])} is missing; the index names it",
+            remedy="copy, download or save that file too; or correct the index",
+        )
     surplus = sorted({name for name in names if name == _SINGLE or _is_shard(name)} - set(shards))
-    if surplus:
+    if _SINGLE in surplus or (surplus and not follow_links):
         raise DamagedFile(
             f"{directory / surplus[0]} is not named by {_INDEX}",
             remedy="left over from another checkpoint? remove it or the index",
         )
+    return [f"{_INDEX}: does not name {name}, which engines ignore" for name in surplus]
 
 
-def _check_complete(directory: Path, weight_map: Mapping[str, str], headers: Mapping[str, Header]) -> None:
+def _index_notes(weight_map: Mapping[str, str], headers: Mapping[str, Header]) -> Iterator[str]:
+    """Engines load what the named files hold, whatever the index says of single tensors."""
+    held = {name: shard for shard, header in headers.items() for name in header.entries}
+    if held == weight_map:
+        return
+    for faulty, problem in (
+        ([name for name in weight_map if name not in held], "names tensors that no file holds"),
+        ([name for name in held if name not in weight_map], "does not name tensors that a file holds"),
+        (
+            [name for name in held if weight_map.get(name, held[name]) != held[name]],
+            "names another file for tensors",
+        ),
+    ):
+        if faulty:
+            yield f"{problem}: {faulty[0]}" + (f" and {len(faulty) - 1} more" if faulty[1:] else "")
+
+
+def _check_doubles(directory: Path, headers: Mapping[str, Header]) -> None:
+    """Names within one file are unique already."""
+    if len(headers) < 2:
+        return
+    seen: dict[str, str] = {}
     for shard, header in headers.items():
         for name in header.entries:
-            if weight_map.get(name) != shard:
-                raise DamagedFile(f"{directory / shard} holds {name!r}, which the index does not place there")
-    held = sum(len(header.entries) for header in headers.values())
-    if held != len(weight_map):
-        missing = next(name for name, shard in weight_map.items() if name not in headers[shard].entries)
-        raise DamagedFile(
-            f"{directory / weight_map[missing]} lacks {missing!r}, which the index places there"
-        )
+            other = seen.setdefault(name, shard)
+            if other != shard:
+                raise DamagedFile(
+                    f"{directory / other} and {shard} both hold {name!r}",
+                    remedy="remove it from one of them: which one an engine loads is not defined",
+                )
 
 
 @lru_cache(maxsize=2)
 def _laid_out(headers: tuple[Header, ...]) -> tuple[TensorTable, tuple[_Spot, ...]]:
-    """Names are unique: within a header by its parser, across shards because the index places each once.
-    Remembered, so that checkpoints with the same headers have one table."""
+    """Names are unique, within a header and across shards. Remembered, so that checkpoints with the same
+    headers have one table."""
     specs: list[TensorSpec] = []
     spots: dict[str, _Spot] = {}
     for shard, header in enumerate(headers):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater
 from weightcast.shared.failpoints import failpoint
+from weightcast.shared.files.open_files import too_many_files
 
 _TEMPORARY_PREFIX = ".weightcast-tmp-"
 _BLOCK = 1 << 20
@@ -137,7 +138,8 @@ def read_file(path: Path, limit: int, *, follow_links: bool = False) -> bytes:
 
 
 def open_regular(path: Path, *, follow_links: bool = False) -> int:
-    """A descriptor for reading. Raises FileNotFoundError; DamagedFile for links and irregular files."""
+    """A descriptor for reading. Raises FileNotFoundError; DamagedFile for links and irregular files;
+    RetryLater at the limit of open files."""
     # O_NONBLOCK: opening a FIFO put in the file's place must not hang the daemon.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
     try:
@@ -145,6 +147,9 @@ def open_regular(path: Path, *, follow_links: bool = False) -> int:
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise _irregular(path) from error
+        limited = too_many_files(error)
+        if limited is not None:
+            raise limited from error
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)

@@ -1,5 +1,8 @@
 """Headers of safetensors files, read strictly and written so that any reader takes them.
 
+Checkpoints that others wrote are read as the safetensors library reads them (`tolerant`): it takes a null
+`__metadata__`, unknown members of a tensor, a name given twice and leading white space.
+
 A file is 8 bytes of header length (little-endian), the header (a JSON object, padded with spaces), and the
 tensors' bytes without holes. https://huggingface.co/docs/safetensors
 """
@@ -16,6 +19,7 @@ from typing import NamedTuple, cast
 
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.files.durable import open_regular
+from weightcast.shared.files.magic import START, check_kind
 from weightcast.shared.files.paths import is_plain
 from weightcast.shared.files.strict_json import parse_object, write_object
 from weightcast.shared.words import DTYPES, TensorSpec
@@ -27,6 +31,7 @@ _MEMBERS = {"dtype", "shape", "data_offsets"}
 _NAME_LIMIT = 4096
 _RANK_LIMIT = 64
 _OFFSET_LIMIT = 1 << 62
+_CUT = "copy, download or save it again, and wait until that has ended"
 
 
 class Entry(NamedTuple):
@@ -45,11 +50,13 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """`entries` in the order of the header; `data_start`: the file offset of the first tensor byte."""
+    """`entries` in the order of the header; `data_start`: the file offset of the first tensor byte; `notes`:
+    the small faults that were tolerated."""
 
     entries: Mapping[str, Entry]
     metadata: Mapping[str, str]
     data_start: int
+    notes: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
         """What is laid out by headers is remembered by them; there are few, and they are long."""
@@ -68,18 +75,18 @@ def read_header(file: int | Path) -> Header:
     return read_header_of(file, follow_links=False)
 
 
-def read_header_of(path: Path, *, follow_links: bool) -> Header:
+def read_header_of(path: Path, *, follow_links: bool, tolerant: bool = False) -> Header:
     fd = open_regular(path, follow_links=follow_links)
     try:
-        return _read(fd, str(path))
+        return _read(fd, str(path), tolerant)
     finally:
         os.close(fd)
 
 
-def _read(fd: int, what: str) -> Header:
+def _read(fd: int, what: str, tolerant: bool = False) -> Header:
     size = os.fstat(fd).st_size
-    length = _header_length(_read_exactly(fd, 8, 0, what), size, what)
-    return parse_header(_read_exactly(fd, 8 + length, 0, what), size, what=what)
+    length = _header_length(_read_exactly(fd, min(size, START), 0, what), size, what)
+    return parse_header(_read_exactly(fd, 8 + length, 0, what), size, what=what, tolerant=tolerant)
 
 
 def _read_exactly(fd: int, length: int, offset: int, what: str) -> bytes:
@@ -94,35 +101,61 @@ def _read_exactly(fd: int, length: int, offset: int, what: str) -> bytes:
 
 def _header_length(prefix: bytes, file_size: int, what: str) -> int:
     length = int.from_bytes(prefix[:8], "little")
-    if len(prefix) < 8 or length < 2 or length > HEADER_LIMIT or 8 + length > file_size:
+    if len(prefix) >= 8 and 2 <= length <= HEADER_LIMIT and 8 + length <= file_size:
+        return length
+    check_kind(prefix, what)
+    if len(prefix) >= 8 and 2 <= length <= HEADER_LIMIT:
         raise DamagedFile(
-            f"{what}: no safetensors file: {file_size} bytes, header length {length}",
-            remedy="the file is cut short or of another kind",
+            f"{what} is cut short: {file_size} bytes, its header alone needs {8 + length}", remedy=_CUT
         )
-    return length
+    kind = "JSON text" if prefix.lstrip()[:1] == b"{" else f"{file_size} bytes, header length {length}"
+    raise DamagedFile(f"{what} is not a safetensors file: {kind}", remedy="give the file with the weights")
 
 
-def parse_header(prefix: bytes, file_size: int, *, what: str = "safetensors file") -> Header:
+def parse_header(
+    prefix: bytes, file_size: int, *, what: str = "safetensors file", tolerant: bool = False
+) -> Header:
     """`prefix`: at least the length field and the header; `file_size` in bytes. Raises DamagedFile, with
     `what` naming the file, unless the tensors fill the rest of the file exactly."""
     length = _header_length(prefix, file_size, what)
-    if len(prefix) < 8 + length or prefix[8:9] != b"{":
-        raise DamagedFile(f"{what}: its safetensors header is cut short or no JSON object")
+    text = prefix[8 : 8 + length]
+    if len(prefix) < 8 + length or (text.lstrip() if tolerant else text)[:1] != b"{":
+        raise DamagedFile(f"{what}: its safetensors header is not a JSON object")
     try:
-        return _parsed(prefix[8 : 8 + length], file_size)
+        return _parsed(text, file_size, tolerant)
     except DamagedFile as error:
         raise DamagedFile(f"{what}: {error.message}", remedy=error.remedy) from error
 
 
 @lru_cache(maxsize=256)
-def _parsed(text: bytes, file_size: int) -> Header:
+def _parsed(text: bytes, file_size: int, tolerant: bool) -> Header:
     """Remembered by its bytes: a run's checkpoints have the same headers version after version, of several
     100,000 tensors."""
-    members = parse_object(text, "header")
+    twice: list[str] | None = [] if tolerant else None
+    members = parse_object(text, "header", twice)
+    for name in twice or ():
+        if name == _METADATA or name in _MEMBERS:
+            raise DamagedFile(f"header: {name!r} is given twice in one object")
+    notes = [f"{name!r} is given twice" for name in twice or ()]
+    if tolerant and members.get(_METADATA, ...) is None:
+        members[_METADATA] = {}
+        notes.append(f"{_METADATA} is null")
     metadata = _metadata(members.pop(_METADATA, {}))
+    if tolerant and (extra := _drop_unknown(members)):
+        notes.append(f"unknown members: {', '.join(sorted(extra))[:80]}")
     entries = {name: _entry(name, value) for name, value in members.items()}
-    _check_filled(entries.values(), file_size - 8 - len(text))
-    return Header(entries, metadata, 8 + len(text))
+    _check_filled(entries.values(), 8 + len(text), file_size)
+    return Header(entries, metadata, 8 + len(text), tuple(notes))
+
+
+def _drop_unknown(members: dict[str, object]) -> set[str]:
+    """Takes away what the format does not know from the tensors' entries; its names."""
+    extra: set[str] = set()
+    for name, value in members.items():
+        if isinstance(value, dict) and not value.keys() <= _MEMBERS:
+            extra.update(value.keys() - _MEMBERS)
+            members[name] = {key: value[key] for key in value if key in _MEMBERS}
+    return extra
 
 
 def _metadata(value: object) -> dict[str, str]:
@@ -171,17 +204,20 @@ def check_nbytes(spec: TensorSpec, where: str) -> None:
         raise DamagedFile(f"{where}: {spec.dtype} {list(spec.shape)} does not have {spec.nbytes} bytes")
 
 
-def _check_filled(entries: Iterable[Entry], data_bytes: int) -> None:
+def _check_filled(entries: Iterable[Entry], data_start: int, file_size: int) -> None:
     end = 0
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
         if entry.begin != end:
             problem = "overlaps another tensor" if entry.begin < end else "leaves a hole before it"
             raise DamagedFile(f"tensor {entry.name!r} {problem}")
         end = entry.end
-    if end != data_bytes:
+    expected = data_start + end
+    if expected > file_size:
+        raise DamagedFile(f"cut short: {file_size} bytes, its header describes {expected}", remedy=_CUT)
+    if expected < file_size:
         raise DamagedFile(
-            f"its tensors have {end} bytes, the file has {data_bytes} for them",
-            remedy="the file is cut short, or still being written",
+            f"longer than its header says: {file_size} bytes, the last tensor ends at {expected}",
+            remedy=f"engines refuse it too: save it again, or cut it to {expected} bytes if padding follows",
         )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from typing import cast
 
 from weightcast.shared.errors import DamagedFile
@@ -24,15 +26,19 @@ _NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 _NO_BRACKETS_OR_QUOTES = bytes(byte for byte in _NO_BRACKETS if byte not in b'"')
 
 
-def parse_object(data: bytes, what: str) -> dict[str, object]:
+def parse_object(data: bytes, what: str, twice: list[str] | None = None) -> dict[str, object]:
     """The JSON object in `data`. Raises DamagedFile, with `what` naming the file, for anything else, for
     duplicate keys at any depth, NaN and infinities, strings that are not Unicode text, and more than
-    `MOST_DEPTH` values in each other; before anything is built of it for more than `MOST_VALUES` values."""
+    `MOST_DEPTH` values in each other; before anything is built of it for more than `MOST_VALUES` values.
+    `twice`: takes up the keys of duplicates, of which the last one counts, instead of an error."""
     if _most_values(data) > MOST_VALUES:
         raise DamagedFile(f"{what}: more than {MOST_VALUES} values")
     try:
         value = json.loads(
-            data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
+            data.decode(),
+            object_pairs_hook=_unique if twice is None else partial(_last, twice),
+            parse_constant=_no_constant,
+            parse_float=_finite,
         )
         if _is_deep(data):
             raise ValueError(f"more than {MOST_DEPTH} values in each other")
@@ -75,6 +81,14 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     members = dict(pairs)
     if len(members) != len(pairs):
         raise ValueError("a key stands twice in one object")
+    return members
+
+
+def _last(twice: list[str], pairs: list[tuple[str, object]]) -> dict[str, object]:
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        twice.extend(key for key, count in counts.items() if count > 1)
     return members
 
 

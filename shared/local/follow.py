@@ -26,7 +26,7 @@ from weightcast.shared.errors import (
     RetryLater,
     WrongRun,
 )
-from weightcast.shared.files.checkpoint import Checkpoint, open_checkpoint
+from weightcast.shared.files.checkpoint import Checkpoint, check_pointers, open_checkpoint
 from weightcast.shared.local import patch as patching
 from weightcast.shared.local import spare
 from weightcast.shared.local.adopt import adopt, is_lost, sound_state
@@ -533,7 +533,9 @@ def _as_here(state: LocalState | None, known: LocalState | None) -> LocalState |
 
 def open_base(directory: Path) -> Checkpoint:
     try:
-        return open_checkpoint(directory, follow_links=True)
+        checkpoint = open_checkpoint(directory, follow_links=True)
+        check_pointers(checkpoint)
+        return checkpoint
     except FileNotFoundError as error:
         raise Refused(
             f"{directory} is not there", remedy="give an HF checkpoint directory as --base"

@@ -36,6 +36,7 @@ from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import Checkpoint, Place
 from weightcast.shared.files.entries import exists, is_file, is_link
 from weightcast.shared.files.leased import LeasedFile, is_open_elsewhere
+from weightcast.shared.files.open_files import too_many_files
 from weightcast.shared.files.space import taken_bytes
 from weightcast.shared.local.boot import Boot
 from weightcast.shared.local.hashing import differing, hash_tensors
@@ -301,7 +302,9 @@ def _errors_of(paths: LocalPaths) -> Iterator[None]:
         remedy = "check the local disk and its space"
         if not where.is_relative_to(paths.directory):
             remedy = "check the mount that it is read from"
-        raise RetryLater(disk_text(error, paths.directory), remedy=remedy) from error
+        raise (
+            too_many_files(error) or RetryLater(disk_text(error, paths.directory), remedy=remedy)
+        ) from error
 
 
 def _copy_files(paths: LocalPaths, source: SeedSource, advance: Advance | None) -> None:

@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
 from weightcast.shared.errors import USAGE, NotInTime, Refused, WeightcastError
+from weightcast.shared.files.open_files import raise_limit, too_many_files
 from weightcast.shared.files.paths import printable
 from weightcast.shared.files.space import NoRoom, lacks_room
 from weightcast.shared.service.output import Output
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Console entry point. Exit codes: docs of `weightcast.shared.errors`, and 130 after Ctrl-C."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     gc.set_threshold(*_COLLECTED)
+    raise_limit()
     if os.getpid() == 1:
         # the first process of a container gets no signal that it does not handle; some verbs will
         signal.signal(signal.SIGTERM, _terminated)
@@ -134,6 +136,8 @@ def _command(
 
 
 def _of_disk(error: OSError) -> WeightcastError:
+    if (limited := too_many_files(error)) is not None:
+        return limited
     if lacks_room(error):
         where = f"on the file system of {error.filename}" if error.filename else "where it writes"
         return NoRoom(str(error), remedy=f"free space {where}, then run it again")

@@ -18,6 +18,7 @@ from fastapi import FastAPI
 
 from weightcast.shared.errors import EngineFailed, NotInTime, Refused, RetryLater, WeightcastError, disk_text
 from weightcast.shared.files import durable
+from weightcast.shared.files.open_files import too_many_files
 from weightcast.shared.service.backoff import Backoff, jittered
 from weightcast.shared.service.connections import Connection, backlog, drop_unread, most_connections
 from weightcast.shared.service.facts import Failure, LoopStatus, Snapshot
@@ -122,7 +123,9 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def _of_disk(trouble: OSError) -> RetryLater:
-    return RetryLater(disk_text(trouble, "a file"), remedy="check disks and mounts")
+    return too_many_files(trouble) or RetryLater(
+        disk_text(trouble, "a file"), remedy="check disks and mounts"
+    )
 
 
 class Loop:

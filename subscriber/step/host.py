@@ -11,6 +11,7 @@ from typing import get_args
 
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.errors import RetryLater, Stopped, WeightcastError, disk_text
+from weightcast.shared.files.open_files import too_many_files
 from weightcast.shared.files.space import lacks_room
 from weightcast.shared.local.access import Readers
 from weightcast.shared.local.follow import Follower, FollowOptions
@@ -270,7 +271,7 @@ def known(error: BaseException) -> WeightcastError:
     if isinstance(error, WeightcastError):
         return error
     if isinstance(error, OSError):
-        return RetryLater(disk_text(error, "a file"), remedy=_remedy(error))
+        return too_many_files(error) or RetryLater(disk_text(error, "a file"), remedy=_remedy(error))
     return WeightcastError(f"{type(error).__name__}: {error}", remedy="see the log for the traceback")
 
 

@@ -107,13 +107,10 @@ def test_identities_tell_a_rewritten_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("weight_map", "complaint"),
     [
-        ({"z": SHARDS[0], "b": SHARDS[1]}, f"{SHARDS[1]} holds 'B'"),
         ({"z": SHARDS[1], "b": SHARDS[1], "B": SHARDS[1]}, f"{SHARDS[0]} is not named"),
-        ({"z": SHARDS[1], "b": SHARDS[0], "B": SHARDS[1]}, f"{SHARDS[0]} holds 'z'|{SHARDS[1]} holds 'b'"),
-        ({"z": SHARDS[0], "b": SHARDS[1], "B": SHARDS[1], "q": SHARDS[1]}, f"{SHARDS[1]} lacks 'q'"),
         ({"z": SHARDS[0], "b": SHARDS[1], "B": "model-3.safetensors"}, "model-3.safetensors is missing"),
         ({"z": "../model.safetensors"}, "not a plain file name"),
-        ({}, "not named"),
+        ({}, "names no file"),
     ],
 )
 def test_index_and_shards_must_agree(tmp_path: Path, weight_map: Mapping[str, str], complaint: str) -> None:
@@ -121,11 +118,97 @@ def test_index_and_shards_must_agree(tmp_path: Path, weight_map: Mapping[str, st
         open_checkpoint(sharded(tmp_path, weight_map), follow_links=False)
 
 
+WHOLE = {"z": SHARDS[0], "b": SHARDS[1], "B": SHARDS[1]}
+INDEXES = {
+    "metadata null": ({"metadata": None, "weight_map": WHOLE}, "metadata is null"),
+    "metadata a list": ({"metadata": [], "weight_map": WHOLE}, "metadata is []"),
+    "no metadata": ({"weight_map": WHOLE}, ""),
+    "total_size a text": ({"metadata": {"total_size": "28"}, "weight_map": WHOLE}, ""),
+    "total_size wrong": ({"metadata": {"total_size": 1}, "weight_map": WHOLE}, ""),
+    "unlisted tensor": ({"weight_map": {"z": SHARDS[0], "b": SHARDS[1]}}, "a file holds: B"),
+    "moved tensor": (
+        {"weight_map": {**WHOLE, "z": SHARDS[1], "B": SHARDS[0]}},
+        "another file for tensors",
+    ),
+    "absent tensor": (
+        {"weight_map": {**WHOLE, "lm_head.weight": SHARDS[1]}},
+        "no file holds: lm_head",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", INDEXES)
+def test_an_index_is_read_as_engines_read_it(tmp_path: Path, case: str) -> None:
+    written, note = INDEXES[case]
+    (sharded(tmp_path) / INDEX).write_text(json.dumps(written) + "\n")
+    for follow_links in (False, True):
+        checkpoint = open_checkpoint(tmp_path, follow_links=follow_links)
+        assert [spec.name for spec in checkpoint.table] == ["B", "b", "z"]
+        assert [note in each for each in checkpoint.notes] == ([True] if note else [])
+
+
+def test_a_shard_that_the_index_does_not_name_is_ignored_where_engines_ignore_it(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    save_file({"z": A}, tmp_path / "model-00003-of-00003.safetensors")
+    checkpoint = open_checkpoint(tmp_path, follow_links=True)
+    assert [path.name for path in checkpoint.weight_files] == list(SHARDS) and len(checkpoint.table) == 3
+    assert checkpoint.other_files == () and "model-00003-of-00003" in checkpoint.notes[0]
+
+
 def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
     sharded(tmp_path)
     save_file({"z": A, "b": B}, tmp_path / SHARDS[0])
-    with pytest.raises(DamagedFile, match=f"{SHARDS[0]} holds 'b'"):
+    with pytest.raises(DamagedFile, match=f"{SHARDS[0]} and {SHARDS[1]} both hold 'b'"):
         open_checkpoint(tmp_path, follow_links=False)
+
+
+def foreign(start: bytes) -> bytes:
+    return start + bytes(600)
+
+
+TAR = bytes(257) + b"ustar" + bytes(300)
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 4976698672\n"
+FOREIGN = {
+    "LFS": (LFS, "is a Git LFS pointer", "git lfs pull"),
+    "page": (b"\n<!DOCTYPE html><html>" + b"x" * 100, "HTML or XML page", "download it again"),
+    "zip": (foreign(b"PK\x03\x04"), "a zip archive, as torch.save writes", "save_pretrained"),
+    "pickle": (foreign(b"\x80\x02}q"), "torch or pickle", "save_pretrained"),
+    "GGUF": (foreign(b"GGUF\x03"), "a GGUF file", "safetensors checkpoint"),
+    "gzip": (foreign(b"\x1f\x8b\x08"), "compressed", "decompress"),
+    "tar": (TAR, "tar archive", "unpack"),
+    "empty": (b"", "is empty", "again"),
+    "zeros": (bytes(4096), "begins with zeros", "again"),
+    "JSON": (b'{"error": "Repository not found"}', "not a safetensors file: JSON text", "weights"),
+    "text": (b"Invalid username or password.", "not a safetensors file: 29 bytes", "weights"),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_other_files_under_a_shards_name_are_named_for_what_they_are(tmp_path: Path, case: str) -> None:
+    data, message, remedy = FOREIGN[case]
+    (single(tmp_path) / "model.safetensors").write_bytes(data)
+    with pytest.raises(DamagedFile, match=message) as refused:
+        open_checkpoint(tmp_path, follow_links=True)
+    assert remedy in refused.value.remedy and "model.safetensors" in refused.value.message
+
+
+def test_an_index_that_is_a_pointer_is_named_for_it(tmp_path: Path) -> None:
+    (sharded(tmp_path) / INDEX).write_bytes(LFS)
+    with pytest.raises(DamagedFile, match=rf"{INDEX} is a Git LFS pointer"):
+        open_checkpoint(tmp_path, follow_links=True)
+
+
+def test_too_long_and_too_short_are_two_faults(tmp_path: Path) -> None:
+    path = single(tmp_path) / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data + bytes(8))
+    with pytest.raises(DamagedFile, match=f"longer .* {len(data) + 8} bytes, .* ends at {len(data)}"):
+        open_checkpoint(tmp_path, follow_links=True)
+    for length in (len(data) - 1, 20):
+        path.write_bytes(data[:length])
+        with pytest.raises(DamagedFile, match=f"cut short: {length} bytes, its header") as refused:
+            open_checkpoint(tmp_path, follow_links=True)
+        assert "again" in refused.value.remedy
 
 
 def test_a_short_shard_is_named(tmp_path: Path) -> None:

@@ -135,6 +135,32 @@ def test_bad_headers_are_refused(case: str) -> None:
         parse_header(BAD[case], len(BAD[case]))
 
 
+ENTRY = '{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
+TOLERATED = {
+    "null metadata": (file_of({"__metadata__": None, "a": tensor("U8", [1], 0, 1)}, b"x"), "is null"),
+    "unknown member": (file_of({"a": tensor("U8", [1], 0, 1) | {"crc": [1]}}, b"x"), "members: crc"),
+    "the same entry twice": (file_of(f'{{"a":{ENTRY},"a":{ENTRY}}}'.encode(), b"x"), "'a' is given twice"),
+    "metadata twice": (file_of(f'{{"__metadata__":{{"k":"1","k":"2"}},"a":{ENTRY}}}'.encode(), b"x"), "'k'"),
+    "leading space": (file_of(f' \n{{"a":{ENTRY}}}'.encode(), b"x"), ""),
+    "odd length": (file_of(f'{{"a":{ENTRY}}} \n'.encode(), b"x"), ""),
+}
+
+
+@pytest.mark.parametrize("case", TOLERATED)
+def test_what_the_library_takes_is_taken_of_others_with_a_note(case: str) -> None:
+    data, note = TOLERATED[case]
+    assert load(data).keys() == {"a"}
+    header = parse_header(data, len(data), tolerant=True)
+    assert header.entries == {"a": Entry("a", "U8", (1,), 0, 1)}
+    assert [note in each for each in header.notes] == ([True] if note else [])
+
+
+@pytest.mark.parametrize("case", sorted(BAD.keys() - {"leading space", "unknown member"}))
+def test_what_the_library_refuses_is_refused_of_others_too(case: str) -> None:
+    with pytest.raises(DamagedFile):
+        parse_header(BAD[case], len(BAD[case]), tolerant=True)
+
+
 def test_unknown_dtypes_are_bytes() -> None:
     data = file_of({"a": tensor("F4", [7], 0, 4)}, b"wxyz")
     spec = tensor_spec(parse_header(data, len(data)).entries["a"])

@@ -181,14 +181,20 @@ def test_an_index_that_names_a_short_shard(place: Place, tmp_path: Path) -> None
     refuses(place, new, DamagedFile, "model-00003-of-00003.safetensors")
 
 
-def test_an_index_that_places_a_tensor_wrongly(place: Place, tmp_path: Path) -> None:
-    new = write_checkpoint(tmp_path / "split", place.model, files=2)
+def test_an_index_that_places_a_tensor_wrongly_is_read_as_engines_read_it(
+    place: Place, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    model = all_changed(place.model, rng)
+    new = write_checkpoint(tmp_path / "split", model, files=2)
     index = new / "model.safetensors.index.json"
     text = index.read_text()
     found = json.loads(text)["weight_map"]["long"]
     other = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"} - {found}
     index.write_text(text.replace(f'"long": "{found}"', f'"long": "{other.pop()}"'))
-    refuses(place, new, DamagedFile, "long")
+    with place.publisher() as publisher:
+        report = publisher.publish_checkpoint(new)
+    assert any("names another file for tensors: long" in note for note in report.notes)
+    place.arrives(model, 2)
 
 
 def test_a_checkpoint_without_config_is_taken(place: Place, rng: np.random.Generator) -> None:
