@@ -104,6 +104,22 @@ class EngineStatus(Facts):
     """null without `via=live`"""
 
 
+class ReloadProof(Facts):
+    """What was proven of the local checkpoint's bytes before the last reload of engines."""
+
+    bound_seconds: float
+    """bytes last hashed longer ago are hashed again before a reload; 0: all bytes, before every reload"""
+    age_seconds: float | None = None
+    """of the oldest hash when the last reload began; null: none since the start"""
+    at: float | None = None
+    """unix time of that reload"""
+    faults: int = 0
+    """damaged tensors found before reloads since the start; each was repaired before an engine loaded it"""
+    last_fault: str = ""
+    last_fault_at: float | None = None
+    """unix time"""
+
+
 class UpdateStatus(Facts):
     """One move of the local checkpoint, or one reload of engines."""
 
@@ -118,8 +134,8 @@ class UpdateStatus(Facts):
     """words changed"""
     seconds: Mapping[str, float]
     """by phase: plan, seed, fetch, stage, offer (a patch for engines' memory, made and checked), group
-    (waiting for its hosts), lock, patch, pause, reload, read_back, resume, total; of several engines the
-    slowest"""
+    (waiting for its hosts), lock, patch, verify (hashing before a reload), pause, reload, read_back, resume,
+    total; of several engines the slowest"""
     pause_seconds: float | None
     """longest time that an engine was paused"""
     around: tuple[str, ...] = ()
@@ -196,6 +212,8 @@ class HostStatus(Facts):
     last_full_hash_age_seconds: float | None = None
     verify: VerifyStatus | None = None
     """null until it first read"""
+    reload_proof: ReloadProof | None = None
+    """null until an engine was reloaded"""
     assurance: Assurance = "full"
     signed: str = ""
     """whose signature the local version bears: `verified by` and the key's id; `not verified` since the

@@ -117,6 +117,7 @@ def _found(
         return None
     unknown = LocalState(base.run_id, start_of(base), Phase.DIRTY, host=Boot.here())
     with LocalCheckpoint(paths, base, unknown, checkpoint) as local:
+        began = time.time()
         lanes = hash_tensors(local.table, local, threads=threads, advance=advance)
         nearest, epoch = _nearest(channel, base, lanes)
         exact = nearest.root == root(base.table, lanes)
@@ -126,7 +127,7 @@ def _found(
             epoch=epoch,
             generation=1,
             files=local.file_identities(),
-            last_full_hash=time.time() if exact else None,
+            last_full_hash=began if exact else None,
         )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -43,15 +44,23 @@ class _Run(NamedTuple):
 
 
 def hash_tensors(
-    table: TensorTable, read: Readable, *, threads: int = 1, advance: Advance | None = None
+    table: TensorTable,
+    read: Readable,
+    *,
+    only: Iterable[int] | None = None,
+    threads: int = 1,
+    advance: Advance | None = None,
 ) -> LanesArray:
-    """Raw lanes of every tensor, in table order, from all of its bytes."""
+    """Raw lanes of every tensor, in table order, from all of its bytes. `only`: of these tensors, zero for
+    all others."""
     lanes = np.zeros((len(table), 2), np.uint64)
 
     def work(run: _Run) -> tuple[_Run, LanesArray]:
         return run, hash_pieces(read.bytes_at(run.place), run.pieces)
 
-    for run, found in ordered(work, _runs(read.places), threads, each=SMALL_RESULTS):
+    for run, found in ordered(
+        work, _runs(read.places, range(len(table)) if only is None else only), threads, each=SMALL_RESULTS
+    ):
         lanes[run.tensors] += found
         if advance is not None:
             advance(run.place.nbytes)
@@ -67,11 +76,11 @@ def hash_tensor(spec: TensorSpec, tensor: int, words_in: WordsIn) -> Lanes:
     return lanes
 
 
-def _runs(places: Sequence[Place]) -> Iterator[_Run]:
-    """Every byte of every tensor once, each file from its begin on."""
+def _runs(places: Sequence[Place], numbers: Iterable[int]) -> Iterator[_Run]:
+    """Every byte of the tensors once, each file from its begin on."""
     tensors_in: dict[Path, list[int]] = {}
-    for tensor, place in enumerate(places):
-        tensors_in.setdefault(place.file, []).append(tensor)
+    for tensor in numbers:
+        tensors_in.setdefault(places[tensor].file, []).append(tensor)
     for file, tensors in tensors_in.items():
         rows = np.array([(places[tensor].offset, places[tensor].nbytes) for tensor in tensors], np.int64)
         # an empty tensor begins where another does, and ends before that
@@ -108,6 +117,8 @@ class HashReport:
     root: str
     expected_root: str
     differing: tuple[str, ...]
+    began: float = field(compare=False)
+    """unix time"""
     lanes: LanesArray = field(repr=False, compare=False)
     """found"""
 
@@ -120,15 +131,19 @@ def full_hash(
     local: LocalCheckpoint, *, threads: int = 1, advance: Advance | None = None, expected: bytes | None = None
 ) -> HashReport:
     """Hashes all bytes and compares them with the recorded position (or with packed lanes `expected`)."""
-    position = local.state.position
+    position, began = local.state.position, time.time()
     found = hash_tensors(local.table, local, threads=threads, advance=advance)
     names = differing(local.table, found, position.lanes if expected is None else expected)
-    return HashReport(position.version, root(local.table, found), position.root, tuple(names), found)
+    return HashReport(position.version, root(local.table, found), position.root, tuple(names), began, found)
 
 
-def differing(table: TensorTable, found: LanesArray, expected: bytes) -> list[str]:
-    """Names of the tensors whose lanes are not those `expected` (packed)."""
-    return [table[number].name for number in np.flatnonzero(_differ(found, expected)).tolist()]
+def differing(
+    table: TensorTable, found: LanesArray, expected: bytes, only: NDArray[np.int64] | None = None
+) -> list[str]:
+    """Names of the tensors, or of `only` these, whose lanes are not those `expected` (packed)."""
+    differ = np.flatnonzero(_differ(found, expected))
+    differ = differ if only is None else np.intersect1d(differ, only)
+    return [table[number].name for number in differ.tolist()]
 
 
 def _differ(found: LanesArray, expected: bytes) -> NDArray[np.bool_]:
@@ -157,3 +172,7 @@ class Differs(NeedsReseed):
         self.position = position
         self.tensors = tuple(tensors)
         self.whole = whole
+
+
+class Damaged(Differs):
+    """Found while engines were to load the bytes, before any of them did."""

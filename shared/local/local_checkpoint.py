@@ -39,6 +39,7 @@ from weightcast.shared.files.space import taken_bytes
 from weightcast.shared.files.unshare import unshare_blocks
 from weightcast.shared.local.boot import Boot
 from weightcast.shared.local.locks import FileLock, Wait, holder, owner_text
+from weightcast.shared.local.proof import Proofs
 from weightcast.shared.local.state import LANES_BYTES, LocalState, check_roots, read_state, write_state
 from weightcast.shared.words import BLOCK_WORDS, ByteArray, Chunk, TensorTable, Words
 
@@ -176,6 +177,7 @@ class LocalCheckpoint:
         self.state = state
         self.checkpoint = checkpoint
         self.host = Boot.here()
+        self.proofs = Proofs(len(base.table))
         self._maps: dict[Path, _Mapped] = {}
         self._words: dict[int, Words] = {}
         self._home_of: dict[int, tuple[Words, int]] = {}

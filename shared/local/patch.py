@@ -13,7 +13,7 @@ from weightcast.shared.failpoints import failpoint
 from weightcast.shared.local import spare
 from weightcast.shared.local.engine_patch import drop_engine_patches
 from weightcast.shared.local.exchange import UnexpectedWordError, exchange
-from weightcast.shared.local.hashing import Differs, differing, full_hash, nearest
+from weightcast.shared.local.hashing import Damaged, Differs, differing, full_hash, hash_tensors, nearest
 from weightcast.shared.local.journal import Direction, JournalReader
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, empty_spool
 from weightcast.shared.local.state import LocalState, Phase, Position, Step
@@ -175,10 +175,10 @@ def _replay(local: LocalCheckpoint, threads: int, advance: Advance | None) -> No
         raise NeedsReseed(error.message, remedy="the next sync seeds it again") from error
     failpoint("replay.written", local.directory)
     position = step.target if forward else step.base
-    _require_bytes(local, position, threads, advance)
+    began = _require_bytes(local, position, threads, advance)
     kept = tuple(known for known in local.state.undo if known != step)
     arrived = _arrived(local, position, (*kept, step) if forward else kept)
-    local.save(arrived.but(last_full_hash=time.time()))
+    local.save(arrived.but(last_full_hash=began))
 
 
 def _after_reboot(local: LocalCheckpoint, threads: int, advance: Advance | None) -> None:
@@ -187,7 +187,7 @@ def _after_reboot(local: LocalCheckpoint, threads: int, advance: Advance | None)
     report = full_hash(local, threads=threads, advance=advance)
     for position in positions:
         if report.root == position.root:
-            local.save(_arrived(local, position, ()).but(last_full_hash=time.time()))
+            local.save(_arrived(local, position, ()).but(last_full_hash=report.began))
             return
     # no way back leads over a journal that was not synced, once this boot counts as the state's
     local.save(local.state.but(phase=Phase.DIRTY, undo=()))
@@ -213,7 +213,10 @@ def repairable(state: LocalState) -> tuple[Position, ...]:
     return tuple(position for position in known if position.digest not in blocked) or known
 
 
-def _require_bytes(local: LocalCheckpoint, position: Position, threads: int, advance: Advance | None) -> None:
+def _require_bytes(
+    local: LocalCheckpoint, position: Position, threads: int, advance: Advance | None
+) -> float:
+    """Returns the unix time at which it began to read."""
     report = full_hash(local, threads=threads, advance=advance, expected=position.lanes)
     if report.root != position.root:
         local.save(local.state.but(phase=Phase.DIRTY))
@@ -223,14 +226,38 @@ def _require_bytes(local: LocalCheckpoint, position: Position, threads: int, adv
             position,
             names,
         )
+    return report.began
 
 
 def rehash(local: LocalCheckpoint, *, threads: int = 1, advance: Advance | None = None) -> None:
     """Reads every byte and records that it agrees. Raises NeedsReseed, with state `dirty`, when it does not.
     The caller holds the patch lock."""
     require_files(local)
-    _require_bytes(local, local.state.position, threads, advance)
-    local.save(local.state.but(last_full_hash=time.time(), files=local.file_identities()))
+    began = _require_bytes(local, local.state.position, threads, advance)
+    local.save(local.state.but(last_full_hash=began, files=local.file_identities()))
+
+
+def prove(
+    local: LocalCheckpoint, seconds: float, *, threads: int = 1, advance: Advance | None = None
+) -> None:
+    """Hashes every tensor whose last hash is more than `seconds` old. Raises Damaged, with state `dirty`,
+    when one is not the version's. The time is not made durable here: the next save of the state does that."""
+    proofs, began = local.proofs, local.proofs.clock()
+    proofs.add_full_hash(local.state.last_full_hash)
+    stale = proofs.before(began - seconds)
+    if not stale.size:
+        return
+    found = hash_tensors(local.table, local, only=stale.tolist(), threads=threads, advance=advance)
+    position = local.state.position
+    wrong = differing(local.table, found, position.lanes, only=stale)
+    # the path may lead to another file by now than the one that was hashed
+    require_files(local)
+    if wrong:
+        local.save(local.state.but(phase=Phase.DIRTY))
+        message = f"{local.directory}: damaged bytes in {', '.join(wrong[:3])} of version {position.version}"
+        raise Damaged(message, position, wrong, whole=stale.size == len(local.table))
+    proofs.add(stale, began)
+    local.state = local.state.but(last_full_hash=time.time() - proofs.age)
 
 
 def drop_strays(local: LocalCheckpoint) -> None:

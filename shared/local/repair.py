@@ -229,6 +229,7 @@ def repair(
     in doubt afterwards, and noted so before anything else. Raises NeedsReseed, with state `dirty`, when no
     way leads there."""
     require_files(local)
+    began = time.time()
     damage = _damage(local, threads, advance) if found is None else found
     if damage is None:
         return Repaired(local.state.position, (), 0, "")
@@ -246,7 +247,7 @@ def repair(
     finally:
         scratch.close()
     failpoint("repair.written", local.directory)
-    _settle(local, damage, tensors)
+    _settle(local, damage, tensors, began)
     return Repaired(damage.position, damage.tensors, words, str(walk.way.directory), walk.nbytes)
 
 
@@ -257,7 +258,7 @@ def _damage(local: LocalCheckpoint, threads: int, advance: Advance | None) -> Di
     names = differing(local.table, report.lanes, position.lanes)
     if names or report.root != position.root:
         return Differs(f"{local.directory}: other bytes in {counted(len(names), 'tensor')}", position, names)
-    _arrive(local, position, hashed=True)
+    _arrive(local, position, hashed=report.began)
     return None
 
 
@@ -277,7 +278,8 @@ def _doubted(engine: EngineState, reason: str) -> EngineState:
     return replace(engine, mark=Mark.SUSPECT, reason=reason) if engine.mark is Mark.SERVED else engine
 
 
-def _arrive(local: LocalCheckpoint, position: Position, *, hashed: bool) -> None:
+def _arrive(local: LocalCheckpoint, position: Position, *, hashed: float | None) -> None:
+    """`hashed`: unix time at which every byte was last read, if all were."""
     state = local.state
     moved = position != state.position
     local.save(
@@ -289,7 +291,7 @@ def _arrive(local: LocalCheckpoint, position: Position, *, hashed: bool) -> None
             epoch=state.followed(position),
             files=local.file_identities(),
             generation=state.generation + 1,
-            last_full_hash=time.time() if hashed else state.last_full_hash,
+            last_full_hash=state.last_full_hash if hashed is None else hashed,
         )
     )
 
@@ -389,7 +391,7 @@ def _pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:
         yield at, min(at + _PIECE, stop)
 
 
-def _settle(local: LocalCheckpoint, damage: Differs, tensors: Sequence[int]) -> None:
+def _settle(local: LocalCheckpoint, damage: Differs, tensors: Sequence[int], began: float) -> None:
     """What lies there now is read once more before it is recorded."""
     lanes = lanes_list(damage.position.lanes)
     wrong = [t for t in tensors if hash_tensor(local.table[t], t, local.words_in) != lanes[t]]
@@ -397,7 +399,7 @@ def _settle(local: LocalCheckpoint, damage: Differs, tensors: Sequence[int]) -> 
         names = [local.table[tensor].name for tensor in wrong]
         raise Differs(f"{local.directory}: {', '.join(names[:3])} cannot be written", damage.position, names)
     require_files(local)
-    _arrive(local, damage.position, hashed=damage.whole)
+    _arrive(local, damage.position, hashed=began if damage.whole else None)
 
 
 def restore_base(paths: LocalPaths, base: Base) -> None:

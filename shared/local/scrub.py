@@ -48,6 +48,7 @@ class _Reading:
     tensor: int
     expected: Lanes
     generation: int
+    began: float
     word: int = 0
     found: Lanes = ZERO
     hurried: bool = False
@@ -134,7 +135,7 @@ class Scrub:
 
     def _begun(self, local: LocalCheckpoint, *, hurried: bool) -> _Reading:
         expected = _lanes_of(local.state.position, self._next)
-        return _Reading(self._next, expected, local.state.generation, hurried=hurried)
+        return _Reading(self._next, expected, local.state.generation, local.proofs.clock(), hurried=hurried)
 
     def _start_over(self, local: LocalCheckpoint, known: _Reading) -> None:
         self._done -= known.word * local.table[known.tensor].kind.width
@@ -146,7 +147,7 @@ class Scrub:
             return self._start_over(local, reading)
         self._reading, self._next = None, self._next + 1
         if reading.found == reading.expected:
-            return None
+            return local.proofs.add(reading.tensor, reading.began)
         name, position = local.table[reading.tensor].name, local.state.position
         message = f"{local.directory}: {name} is no longer that of version {position.version}"
         faults = self.status.faults + 1

@@ -96,6 +96,7 @@ def seed(
     opened = LocalCheckpoint.open(paths.directory)
     if opened is None:
         raise NeedsReseed(f"{paths.state} vanished while seeding")
+    began = time.time()
     found = hash_tensors(opened.table, opened, threads=threads, advance=advance)
     if pack_lanes(found) != source.position.lanes:
         opened.close()
@@ -103,7 +104,7 @@ def seed(
             f"{paths.directory}: what was written is not what was read", remedy="check the disk"
         )
     failpoint("seed.hashed", paths.directory)
-    opened.save(state.but(phase=Phase.CLEAN, last_full_hash=time.time(), files=opened.file_identities()))
+    opened.save(state.but(phase=Phase.CLEAN, last_full_hash=began, files=opened.file_identities()))
     return opened
 
 

@@ -329,16 +329,18 @@ class Engines:
         *,
         patch: Callable[[], None] | None = None,
         only: Sequence[Engine] | None = None,
+        prove: Callable[[], None] = lambda: None,
         report: Callable[[], None] = lambda: None,
     ) -> tuple[EngineResult, ...]:
         """Patches the files (None: they are right) and brings engines to `version`. The patch lock is held.
 
         Engines that map the files are paused together and patched under. `only`: these engines, else all that
-        are ready. `report` is called after every engine. Raises EngineFailed when an engine that maps the
-        files cannot be paused (nothing is patched then), and what `patch` raises.
+        are ready. `prove` checks the patched files before engines load them. `report` is called after every
+        engine. Raises EngineFailed when an engine that maps the files cannot be paused (nothing is patched
+        then), and what `patch` and `prove` raise.
         """
         try:
-            return self._reload(version, patch, only, _Ledger(local, report))
+            return self._reload(version, patch, only, prove, _Ledger(local, report))
         finally:
             if self._offers:
                 self._offers = {}
@@ -351,18 +353,20 @@ class Engines:
         version: int,
         patch: Callable[[], None] | None,
         only: Sequence[Engine] | None,
+        prove: Callable[[], None],
         ledger: _Ledger,
     ) -> tuple[EngineResult, ...]:
         chosen = list(self._ready() if only is None else only)
         results: list[EngineResult] = []
         if patch is not None:
             together = [engine for engine in self.mapping if not self._known[engine.spec.name].facts.absent]
-            results += self._patch_under(together, version, patch, ledger)
+            results += self._patch_under(together, version, patch, prove, ledger)
             chosen = [engine for engine in chosen if engine.copies_weights]
         doubtful = ledger.suspects | {name for name, known in self._known.items() if known.failures}
         if self.order == "rolling":
-            results += self._roll(reload_order(chosen, doubtful), version, ledger, doubtful, results)
-        else:
+            results += self._roll(reload_order(chosen, doubtful), version, prove, ledger, doubtful, results)
+        elif chosen:
+            prove()
             results += self._each(chosen, lambda engine: self._align(engine, version, ledger))
         return tuple(results)
 
@@ -370,6 +374,7 @@ class Engines:
         self,
         engines: Sequence[Engine],
         version: int,
+        prove: Callable[[], None],
         ledger: _Ledger,
         doubtful: Collection[str],
         before: Sequence[EngineResult],
@@ -381,11 +386,17 @@ class Engines:
             goes_wrong = not all(goes_on(one, one.name in doubtful) for one in (*before, *results))
             if goes_wrong or (results and self._stopping()):
                 break
+            prove()
             results.append(self._align(engine, version, ledger))
         return results
 
     def _patch_under(
-        self, engines: Sequence[Engine], version: int, patch: Callable[[], None], ledger: _Ledger
+        self,
+        engines: Sequence[Engine],
+        version: int,
+        patch: Callable[[], None],
+        prove: Callable[[], None],
+        ledger: _Ledger,
     ) -> list[EngineResult]:
         if not engines:
             patch()
@@ -394,7 +405,7 @@ class Engines:
             done = alignment.align_all(
                 engines,
                 version,
-                patch=_telling(patch, ledger.local),
+                patch=_telling(patch, prove, ledger.local),
                 marks=ledger.note,
                 suspects=ledger.suspects,
                 keep_pause=ledger.serving,
@@ -484,8 +495,10 @@ def _contested(taken: int) -> str:
     )
 
 
-def _telling(patch: Callable[[], None], local: LocalCheckpoint) -> Callable[[], None]:
-    """`patch`, with an error that says so when no word was written: then the engines may go on."""
+def _telling(
+    patch: Callable[[], None], prove: Callable[[], None], local: LocalCheckpoint
+) -> Callable[[], None]:
+    """`patch`, then `prove`. NotPatched when no word was written: then the engines may go on."""
 
     def told() -> None:
         try:
@@ -494,6 +507,7 @@ def _telling(patch: Callable[[], None], local: LocalCheckpoint) -> Callable[[], 
             if local.state.phase is Phase.CLEAN:
                 raise NotPatched(str(error)) from error
             raise
+        prove()
 
     return told
 

@@ -86,6 +86,7 @@ class Board:
                 ready=not view.not_ready,
                 not_ready_reasons=view.not_ready,
                 verify=verify_status(view.scrub),
+                reload_proof=view.proof,
                 **_of_state(state),
             )
         )

@@ -9,6 +9,7 @@ from weightcast.shared.service.metrics import (
     NONE,
     OTHER,
     Metrics,
+    age,
     byte_count,
     count,
     duration,
@@ -25,13 +26,14 @@ from weightcast.subscriber.status import (
     HostStatus,
     LiveStatus,
     MoveKind,
+    ReloadProof,
     UpdateStatus,
 )
 from weightcast.subscriber.step.target import FOLLOW_LATEST
 
 PHASES = (
-    "plan", "seed", "repair", "fetch", "stage", "offer", "group", "lock", "patch", "pause", "reload",
-    "read_back", "resume", OTHER,
+    "plan", "seed", "repair", "fetch", "stage", "offer", "group", "lock", "patch", "verify", "pause",
+    "reload", "read_back", "resume", OTHER,
 )  # fmt: skip
 CAUSES: tuple[str, ...] = get_args(Cause)
 CONDITIONS: tuple[str, ...] = get_args(EngineCondition)
@@ -82,6 +84,14 @@ class SubscriberFigures:
             "Files of the channel and tensors on disk that were not what their digests say.",
             {"place": ("channel", "local")},
         )
+        self._proof_age = age(
+            registry,
+            "reload_proof_age",
+            "Age of the oldest hash of the local weights when engines were last reloaded; NaN: never.",
+        )
+        self._proof_bound = age(
+            registry, "reload_proof_bound", "Age from which weights are hashed again before a reload."
+        )
         self._engines = _EngineFigures(registry)
         self._verify = VerifyFigures(registry)
         self._read: Mapping[Cause, int] = {}
@@ -99,11 +109,17 @@ class SubscriberFigures:
         self._blocked.set(len(status.blocked))
         self._engines.show(status.engines)
         self._verify.show(status.verify, status.last_full_hash)
+        self._show_proof(status.reload_proof)
         for cause, nbytes in status.bytes_by_cause.items():
             self._bytes.labels("read", cause).inc(nbytes - self._read.get(cause, 0))
         self._read = status.bytes_by_cause
         for update in self._unseen(status):
             self._count(update)
+
+    def _show_proof(self, proof: ReloadProof | None) -> None:
+        known = _NAN if proof is None or proof.age_seconds is None else proof.age_seconds
+        self._proof_age.set(known)
+        self._proof_bound.set(_NAN if proof is None else proof.bound_seconds)
 
     def _unseen(self, status: HostStatus) -> list[UpdateStatus]:
         found: list[UpdateStatus] = []

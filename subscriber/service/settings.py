@@ -83,6 +83,14 @@ class SubscriberSettings(ServiceSettings):
         description="Versions after which all of a patched engine's memory is verified at once; 0: at the "
         "pace of --verify-rate alone.",
     )
+    verified_within: float = Field(
+        600.0,
+        ge=0,
+        le=86400 * 365,
+        allow_inf_nan=False,
+        description="Before engines reload, weights last hashed more than this many seconds ago are hashed "
+        "again. 0, or up to 1 GiB of weights: all of them, before every reload.",
+    )
     readable_by: Readers | None = Field(
         None, description="Who may read the local checkpoint; unset: whom the umask lets."
     )

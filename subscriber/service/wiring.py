@@ -46,6 +46,7 @@ def options_of(settings: SubscriberSettings) -> SyncOptions:
         pre_read=None if settings.pre_read is None else _hook(settings.pre_read, settings.hook_seconds),
         trust=Trust.load(settings.trusted_key),
         readable_by=settings.readable_by,
+        verified_within=settings.verified_within,
         group_follower=settings.group_follower,
         group_patch=settings.group_patch,
     )

@@ -14,6 +14,7 @@ from weightcast.subscriber.engines.base import Engine
 from weightcast.subscriber.engines.roster import EngineResult
 from weightcast.subscriber.step.blocklist import Blocklist
 from weightcast.subscriber.step.host import StepHost
+from weightcast.subscriber.step.prover import Prover
 from weightcast.subscriber.step.stopwatch import Stopwatch
 
 MOST_UNDO_STEPS = 8
@@ -23,8 +24,8 @@ MOST_UNDO_STEPS = 8
 class Aligner:
     """Brings the engines to the local version, and the host back from one that they do not take."""
 
-    def __init__(self, host: StepHost, blocklist: Blocklist) -> None:
-        self._host, self._blocklist = host, blocklist
+    def __init__(self, host: StepHost, blocklist: Blocklist, prover: Prover) -> None:
+        self._host, self._blocklist, self._prover = host, blocklist, prover
         self._engines, self._lead, self._follower = host.engines, host.lead, host.follower
         self._failures: dict[str, int] = {}
         """reloads in a row that left no engine on the version with this digest"""
@@ -37,6 +38,7 @@ class Aligner:
             version,
             patch=patch,
             only=None if everyone else (),
+            prove=self._prover.now,
             report=self._host.tell_reload,
         )
         self._host.watch.take(results)
@@ -73,13 +75,16 @@ class Aligner:
         return seen.astray
 
     def _reload(self, local: LocalCheckpoint, due: Sequence[Engine]) -> None:
+        self._prover.ahead()
         self._host.enter("reloading")
         self._host.watch.enter("lock")
         with local.patching(wait=self._host.wait):
             self._host.watch.enter("")
             require_readable(local)
             version = local.state.position.version
-            results = self._engines.reload(local, version, only=due, report=self._host.tell_reload)
+            results = self._engines.reload(
+                local, version, only=due, prove=self._prover.now, report=self._host.tell_reload
+            )
             self._host.watch.take(results)
             taken = any(result.confirmed_by is not None for result in results)
             self._host.moved("reload", version, 0, taken)

@@ -23,7 +23,7 @@ from weightcast.subscriber.engines.aligned import noted
 from weightcast.subscriber.engines.reload import Engines
 from weightcast.subscriber.engines.verify import EngineVerifyFacts
 from weightcast.subscriber.groups.lead import Lead
-from weightcast.subscriber.status import Cause, MoveKind, State, UpdateStatus
+from weightcast.subscriber.status import Cause, MoveKind, ReloadProof, State, UpdateStatus
 from weightcast.subscriber.step.stopwatch import Stopwatch
 from weightcast.subscriber.step.target import FOLLOW_LATEST, Target
 
@@ -47,6 +47,8 @@ class SyncOptions:
     """whose versions are followed; None: anybody's"""
     readable_by: Readers | None = None
     """set by mode; None: as the umask has it"""
+    verified_within: float = 600.0
+    """seconds; bytes last hashed longer ago are hashed again before engines load them"""
     group_patch: bool = False
     """a follower also stages patches for the group's engines"""
     group_follower: bool = False
@@ -73,6 +75,7 @@ class StepView:
     """of the running step"""
     error: WeightcastError | None = None
     scrub: ScrubStatus | None = None
+    proof: ReloadProof | None = None
     engine_verify: dict[str, EngineVerifyFacts] = field(default_factory=dict)
     """by the engine's name"""
 

@@ -14,13 +14,17 @@ from weightcast.subscriber.step.aligner import Aligner
 from weightcast.subscriber.step.host import StepHost
 from weightcast.subscriber.step.mover import Mover
 from weightcast.subscriber.step.opener import Opener
+from weightcast.subscriber.step.prover import Prover
 
 
 class GroupMember:
     """Changes what a step does, by `order`; without one it changes nothing."""
 
-    def __init__(self, host: StepHost, opener: Opener, aligner: Aligner, mover: Mover) -> None:
+    def __init__(
+        self, host: StepHost, opener: Opener, aligner: Aligner, mover: Mover, prover: Prover
+    ) -> None:
         self._host, self._opener, self._aligner, self._mover = host, opener, aligner, mover
+        self._prover = prover
         self._follower, self._view, self._options = host.follower, host.view, host.options
         self.order: Order | None = None
         """what the leader wants"""
@@ -30,8 +34,10 @@ class GroupMember:
     def require_readable(self) -> None:
         """Engines elsewhere are about to read what lies here."""
         local = self._host.local()
+        self._prover.ahead()
         with local.patching(wait=self._host.wait):
             require_readable(local)
+            self._prover.now()
 
     def lies_as_ordered(self, order: Order) -> bool:
         """Then the channel need not be there."""

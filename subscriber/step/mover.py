@@ -17,6 +17,7 @@ from weightcast.subscriber.step.aligner import Aligner
 from weightcast.subscriber.step.blocklist import Blocklist
 from weightcast.subscriber.step.host import StepHost
 from weightcast.subscriber.step.opener import Opener
+from weightcast.subscriber.step.prover import Prover
 from weightcast.subscriber.step.target import Target, resolve
 
 
@@ -24,8 +25,11 @@ class Mover:
     """Brings the local checkpoint to a version, by the plan of a route. An error leaves it at a version, or
     in a phase that the next load finishes or takes back."""
 
-    def __init__(self, host: StepHost, opener: Opener, aligner: Aligner, blocklist: Blocklist) -> None:
+    def __init__(
+        self, host: StepHost, opener: Opener, aligner: Aligner, blocklist: Blocklist, prover: Prover
+    ) -> None:
         self._host, self._opener, self._aligner, self._blocklist = host, opener, aligner, blocklist
+        self._prover = prover
         self._engines, self._lead, self._follower = host.engines, host.lead, host.follower
         self._options, self._view = host.options, host.view
         self._pointer_seen = False
@@ -115,6 +119,8 @@ class Mover:
             kept, self.kept = self.kept, None
             return kept
         self.drop_kept()
+        if self._aligner.may_be_refused:
+            self._prover.ahead()
         before = self._view.bytes_read
         try:
             staged = self._follower.prepare(route, leg, self._host.advance_fetch)

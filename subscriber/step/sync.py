@@ -13,6 +13,7 @@ from weightcast.shared.errors import NeedsReseed, Refused, Stopped, WeightcastEr
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.apart import require_apart
 from weightcast.shared.files.entries import is_directory
+from weightcast.shared.local.hashing import Damaged
 from weightcast.shared.local.scrub import Scrub
 from weightcast.shared.local.state import Position
 from weightcast.subscriber.engines.aligned import in_doubt
@@ -26,6 +27,7 @@ from weightcast.subscriber.step.host import Calls, Outcome, StepHost, SyncOption
 from weightcast.subscriber.step.member import GroupMember
 from weightcast.subscriber.step.mover import Mover
 from weightcast.subscriber.step.opener import Opener
+from weightcast.subscriber.step.prover import Prover
 
 
 def _never(seconds: float) -> bool:
@@ -57,9 +59,10 @@ class Sync:
         self.view, self.follower = self.host.view, self.host.follower
         blocklist = Blocklist(clock)
         self._opener = Opener(self.host)
-        self._aligner = Aligner(self.host, blocklist)
-        self._mover = Mover(self.host, self._opener, self._aligner, blocklist)
-        self._member = GroupMember(self.host, self._opener, self._aligner, self._mover)
+        prover = Prover(self.host)
+        self._aligner = Aligner(self.host, blocklist, prover)
+        self._mover = Mover(self.host, self._opener, self._aligner, blocklist, prover)
+        self._member = GroupMember(self.host, self._opener, self._aligner, self._mover, prover)
 
     @property
     def order(self) -> Order | None:
@@ -171,6 +174,16 @@ class Sync:
         if self.follower.local is None and not self.lead.members:
             # an engine of a group is known again only by a reload: nobody saw what the other hosts did
             self._opener.resume_noted()
+        try:
+            self._bring()
+        except Damaged as error:
+            # repaired now: engines that were paused for the reload must not wait for the next step
+            self.follower.doubt(error)
+            self._mover.kept, self.host.usable = None, False
+            self._bring()
+
+    def _bring(self) -> None:
+        """The local checkpoint to the target, then engines to the local checkpoint."""
         try:
             self._follow()
         except NeedsReseed:

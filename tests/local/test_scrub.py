@@ -171,3 +171,14 @@ def test_it_steps_aside_for_a_patch(run: Run, follower: Follower) -> None:
     with opened(follower).patching():
         assert turn(scrub, follower, clock) == 0
     assert turn(scrub, follower, clock) > 0
+
+
+def test_what_it_read_counts_as_proof(follower: Follower) -> None:
+    """Before a reload only tensors that it did not read lately are hashed again."""
+    local, clock = opened(follower), Clock()
+    began = local.proofs.clock()
+    assert len(local.proofs.before(began)) == len(local.table)
+    scrub = Scrub(PIECE, clock=clock, now=clock)
+    while not scrub.status.passes:
+        turn(scrub, follower, clock)
+    assert not len(local.proofs.before(began)) and local.proofs.age < 60
