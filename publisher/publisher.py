@@ -15,17 +15,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, get_args
 
-from weightcast.publisher.care.orders import carry_out, held, is_carried_out, standing
+from weightcast.publisher.care.orders import carry_out, held, is_carried_out, root_of, standing
 from weightcast.publisher.care.upkeep import Background, Upkeep, UpkeepOptions
 from weightcast.publisher.resume import Resumed, position, resumed
 from weightcast.publisher.submit import Handle, Hold, Submissions, WhenBusy
 from weightcast.publisher.version.commit import PostWrite
+from weightcast.publisher.version.content import Content
 from weightcast.publisher.version.member import MemberRank
 from weightcast.publisher.version.owner import Owner
 from weightcast.publisher.version.rendezvous import Rank
 from weightcast.publisher.version.report import PublishReport
 from weightcast.publisher.version.vouching import Vouching
-from weightcast.publisher.version.work import PublishOptions, Until, Watching, Work
+from weightcast.publisher.version.work import PublishOptions, Until, Watching, Work, matched_to
 from weightcast.publisher.weights.config import CONFIG, check_config
 from weightcast.publisher.weights.finite import NonFinite
 from weightcast.publisher.weights.on_device import Baselines, OnDevice, When
@@ -38,7 +39,7 @@ from weightcast.shared.channel.index import STEP_ENCODINGS, Encoding, Index
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.marks import Rollback
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import DamagedFile, NeedsReseed, Refused, Untrusted
+from weightcast.shared.errors import DamagedFile, NeedsReseed, Refused, Untrusted, WeightcastError
 from weightcast.shared.files.apart import require_apart, require_places
 from weightcast.shared.local.follow import Follower, FollowOptions
 from weightcast.shared.local.scrub import Scrub
@@ -407,6 +408,27 @@ class Publisher:
                 if isinstance(index, Index) and index.request == request:
                     return index
         return None
+
+    def has_root(self, read: Callable[[], NewWeights], root: str, advance: Advance | None = None) -> bool:
+        """Whether what `read` opens has the content of the version with this root. Publishes nothing. Raises
+        Refused for weights that do not fit the run."""
+        self._check_open()
+        self._submissions.drain()
+        file, base = self.run
+        local = self._follower.local
+        position = None if local is None else local.state.position
+        with contextlib.closing(read()) as weights:
+            matched = matched_to(file, base.table, weights, Rank(0, 1), Work(read, None))
+            content = Content(weights, matched, base, self._follower.options.threads)
+            return content.has_root(root, position, advance)
+
+    def root_of(self, version: int) -> str:
+        """Of a version up to the newest; empty where the channel no longer says."""
+        channel = Channel.open(self._follower.channel_dir, self._trust)
+        pointer = channel.pointer()
+        with contextlib.suppress(WeightcastError):
+            return "" if pointer is None else root_of(channel, pointer, version)
+        return ""
 
     def open_checkpoint(self, directory: str | Path) -> NewWeights:
         """A checkpoint directory as new weights of this run, for `publish_weights`."""

@@ -19,7 +19,7 @@ from weightcast.publisher.service.figures import PublisherFigures
 from weightcast.publisher.service.inbox import Choice, InboxRules, Sighting, step_of
 from weightcast.publisher.service.looks import marks
 from weightcast.publisher.service.progress import Meter
-from weightcast.publisher.service.queue import Job, Queue
+from weightcast.publisher.service.queue import Job, Queue, unread
 from weightcast.publisher.service.received import Received
 from weightcast.publisher.service.routes import check_checkpoint
 from weightcast.publisher.service.settings import THREADS, PublisherSettings
@@ -30,6 +30,7 @@ from weightcast.publisher.service.status import (
     InboxStatus,
     PublisherStatus,
     RefusedStatus,
+    SkippedStatus,
     UpkeepStatus,
     add,
     waiting_status,
@@ -227,29 +228,62 @@ class Desk:
     def _run_job(self, publisher: Publisher, queue: Queue, job: Job) -> None:
         job = queue.change(job, state="running", before=publisher.version)
         try:
-            ended = self._publish_asked(publisher, job)
+            self._publish_asked(publisher, queue, job)
         except Exception as error:
             queue.change(job, error=failure_of(error))
             self._poison = "" if isinstance(error, RetryLater | NotInTime) else job.id
             raise
-        if isinstance(ended, Publication):
-            queue.change(job, state="done", report=ended, error=None)
-        else:
-            queue.change(job, state="failed", error=ended)
         self._wakeup.set()
 
-    def _publish_asked(self, publisher: Publisher, job: Job) -> Publication | Failure:
+    def _publish_asked(self, publisher: Publisher, queue: Queue, job: Job) -> None:
         try:
             directory = check_checkpoint(job.checkpoint, self._settings.roots)
         except Refused as error:
-            return failure_of(error)
+            if job.earlier is None:
+                queue.change(job, state="failed", error=failure_of(error))
+            else:
+                queue.change(job, state="done", report=job.earlier, note=unread(job.earlier))
+            return
+        ended = self._publish_directory(publisher, job, directory)
+        if isinstance(ended, Publication):
+            queue.succeed(job, ended)
+        else:
+            queue.change(job, state="failed", error=ended)
+
+    def _publish_directory(self, publisher: Publisher, job: Job, directory: Path) -> Publication | Failure:
         seen = None if self._watched is None else self._watched.see(directory)
-        ended = self._publish_read(
-            publisher, lambda: open_asked(publisher, directory), job.step, job.checkpoint, job.id
-        )
+
+        def read() -> NewWeights:
+            return open_asked(publisher, directory)
+
+        known = job.earlier
+        root = "" if known is None else known.root or publisher.root_of(known.version)
+        if known is not None and self._has_root(publisher, read, root, job.checkpoint):
+            log.info("retried publication is unchanged", key=job.key, version=known.version)
+            ended: Publication | Failure = known.but(root=root)
+        else:
+            ended = self._publish_read(publisher, read, job.step, job.checkpoint, job.id)
         if self._watched is not None and seen is not None and isinstance(ended, Publication):
-            self._watched.adopt(seen, ended.version)
+            self._watched.adopt(seen, ended.version, ended.root)
         return ended
+
+    def _has_root(self, publisher: Publisher, read: Callable[[], NewWeights], root: str, source: str) -> bool:
+        """Whether what `read` opens has the content of that version. False for what cannot be compared:
+        publishing it says what is wrong with it."""
+        if not root:
+            return False
+        self._meter.begin(source, self._full_bytes)
+        self._meter.phase("compare")
+        try:
+            return publisher.has_root(read, root, self._meter.advance)
+        except (Refused, NeedsReseed, FileNotFoundError):
+            return False
+        except OSError as error:
+            raise RetryLater(
+                f"{source}: {error}", remedy="look at disk and mounts of the publisher"
+            ) from error
+        finally:
+            self._meter.end()
 
     def _run_inbox(self, publisher: Publisher, watched: Watched) -> None:
         choice = watched.next()
@@ -263,17 +297,20 @@ class Desk:
     def _publish_chosen(
         self, publisher: Publisher, watched: Watched, choice: Choice, chosen: Sighting
     ) -> None:
-        request = watched.begin(choice, publisher.version)
         directory = watched.directory / chosen.name
-        ended = self._publish_read(
-            publisher,
-            lambda: open_chosen(publisher, directory, chosen),
-            step_of(chosen.name),
-            chosen.name,
-            request,
-        )
+
+        def read() -> NewWeights:
+            return open_chosen(publisher, directory, chosen)
+
+        known = watched.content(chosen, publisher.root_of)
+        if watched.has_sample(chosen, known.sample):
+            return watched.skip_unread(chosen)
+        if self._has_root(publisher, read, known.root, chosen.name):
+            return watched.skip_published(chosen, known)
+        request = watched.begin(choice, publisher.version)
+        ended = self._publish_read(publisher, read, step_of(chosen.name), chosen.name, request)
         if isinstance(ended, Publication):
-            watched.succeed(chosen, ended.version)
+            watched.succeed(chosen, ended.version, ended.root)
         else:
             watched.fail(chosen, ended)
 
@@ -359,6 +396,7 @@ class Desk:
             raise
 
     def _done(self, done: Publication) -> Publication:
+        same = self._version_with(done.root)
         self._ended.appendleft(done)
         self._figures.published(done)
         self._look_due.at_once()
@@ -373,12 +411,26 @@ class Desk:
             version=done.version,
             step=done.step,
             source=done.source,
+            root=done.root,
             density=round(done.density_elements, 6),
             delta_bytes=done.delta_bytes,
             full_bytes=done.full_bytes,
             **{f"{phase}_s": round(seconds, 4) for phase, seconds in done.seconds.items()},
         )
+        if done.resumed_from_step is not None:
+            log.warning(
+                "step went back: the trainer resumed from an earlier step",
+                version=done.version,
+                step=done.step,
+                resumed_from_step=done.resumed_from_step,
+            )
+        if same is not None:
+            log.info("content equals an earlier version", version=done.version, earlier=same)
         return done
+
+    def _version_with(self, root: str) -> int | None:
+        ended = next((each.version for each in self._ended if each.root == root), None)
+        return ended if ended is not None or self._watched is None else self._watched.version_with(root)
 
     def _note(self, failure: Failure) -> None:
         dated = DatedFailure(**failure.by_name(), at=time.time())
@@ -433,6 +485,10 @@ class Desk:
             ),
             waiting_count=len(self._watched.waiting),
             refused_count=len(refused),
+            skipped=tuple(
+                SkippedStatus(name=name, reason=reason) for name, reason in self._watched.skipped.items()
+            ),
+            skipped_count=self._watched.skips,
         )
 
 

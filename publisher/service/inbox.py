@@ -1,14 +1,15 @@
 """Which checkpoint directory of a watched directory is published next: rules without IO.
 
-A directory is known by the files that hold its weights, under whatever name: name, inode, size and time of
-change of each. A known one is never published again; other files under an old name are a new checkpoint.
+Name, inode, size and times of the files that hold the weights only tell whether a directory has to be looked
+at again. Its content is then compared with what was published, left alone or passed over under this name:
+other content is a new checkpoint, the same content is skipped.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 
 from weightcast.shared.errors import DamagedFile
@@ -20,7 +21,8 @@ FORMAT = 1
 MEMORY_LIMIT = 256 << 20
 """bytes of the inbox's memory on disk"""
 _VANISHED_KEPT = 4096
-_CONSUMED_KEPT = 64
+_CONSUMED_KEPT, _CONTENTS_KEPT = 64, 1024
+"""with their files, and with the digest of their content alone: a backup may bring them back"""
 _MIXED_TIMES = 60
 """the stillness after which a directory counts that was saved over in part, in times of the usual one"""
 _LOWEST = -(1 << 63)
@@ -37,9 +39,15 @@ class FileMark:
     inode: int
     size: int
     mtime_ns: int
+    ctime_ns: int = 0
+    """also changes when a writer puts the mtime back; 0 in memories of older releases"""
 
 
 Marks = frozenset[FileMark]
+
+
+def without_ctime(marks: Marks) -> Marks:
+    return frozenset(replace(mark, ctime_ns=0) for mark in marks)
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,17 @@ class InboxOutcome(StrEnum):
 
 
 @dataclass(frozen=True)
+class LastContent:
+    """Of the checkpoint that had a name last."""
+
+    version: int | None = None
+    root: str = ""
+    """of that version; empty where only the channel can say it"""
+    sample: str = ""
+    """of what was left alone or passed over, and so never read in full"""
+
+
+@dataclass(frozen=True)
 class InboxEntry:
     """What became of a directory. `files`: its weights, or everything in it if it was refused. `version`: the
     one that it became; while publishing, the channel's version before."""
@@ -84,6 +103,7 @@ class InboxEntry:
     """while publishing: what the version's index says if it came to be"""
     beside: Marks = frozenset()
     """all else that lay there when it was chosen, hidden files too"""
+    content: LastContent | None = None
 
     def holds(self, files: Marks) -> bool:
         """Whether these are the weights that this entry is about."""
@@ -140,15 +160,37 @@ class Inbox:
     """per name: what was seen, and when first, on a monotonic clock"""
 
     def is_known(self, name: str, files: Marks) -> bool:
-        own = self.entries.get(name)
-        if own is not None and own.outcome is InboxOutcome.REFUSED and own.files == files:
+        own, by_older_release = self.entries.get(name), without_ctime(files)
+        if own is not None and own.outcome is InboxOutcome.REFUSED and own.files in (files, by_older_release):
             return True
         others = self.entries.values()
-        return any(entry.holds(files) for entry in (others if own is None else (own, *others)))
+        candidates = others if own is None else (own, *others)
+        return any(entry.holds(files) or entry.holds(by_older_release) for entry in candidates)
+
+    def content(self, name: str) -> LastContent | None:
+        """What a checkpoint of this name is compared with before it is published."""
+        own = self.entries.get(name)
+        if own is None or own.content is not None or own.outcome is not InboxOutcome.PUBLISHED:
+            return None if own is None else own.content
+        return LastContent(own.version)
+
+    def unsampled(self) -> list[str]:
+        """Names of checkpoints that were not read and have no sample yet."""
+        return [
+            name
+            for name, entry in self.entries.items()
+            if entry.outcome in (InboxOutcome.EXISTING, InboxOutcome.PASSED_OVER)
+            and not entry.behind
+            and (entry.content is None or not entry.content.sample)
+        ]
+
+    def sampled(self, name: str, sample: str) -> None:
+        content = replace(self.content(name) or LastContent(), sample=sample)
+        self.entries[name] = replace(self.entries[name], content=content)
 
     def ignore_existing(self, sightings: Iterable[Sighting]) -> Sequence[str]:
         """At the very first start: what is complete now was there before. Returns the names."""
-        found = {each.name: _entry(InboxOutcome.EXISTING, each) for each in sightings if each.weights}
+        found = {each.name: self._entry(InboxOutcome.EXISTING, each) for each in sightings if each.weights}
         self.entries |= found
         return sorted(found)
 
@@ -202,44 +244,74 @@ class Inbox:
     def _is_mixed(self, sighting: Sighting) -> bool:
         """Whether a checkpoint seems to be saved over file by file: whole by its headers all the while."""
         own = self.entries.get(sighting.name)
-        return own is not None and not sighting.weights.isdisjoint(own.files)
+        if own is None:
+            return False
+        weights, before = without_ctime(sighting.weights), without_ctime(own.files)
+        return not weights.isdisjoint(before) and not weights <= before
 
     def _is_marked_as_before(self, sighting: Sighting) -> bool:
         """Whether it is saved over in part, and its marker is that of the save before, given a new ctime."""
         own = self.entries.get(sighting.name)
         if own is None or self.rules.marker is None or not self._is_mixed(sighting):
             return False
-        return any(mark.name == self.rules.marker for mark in sighting.files & (own.files | own.beside))
+        before = without_ctime(own.files | own.beside)
+        return any(mark.name == self.rules.marker for mark in without_ctime(sighting.files) & before)
 
     def begin(self, choice: Choice, version: int, request: str) -> None:
         """`version`: the channel's before the publication."""
         if choice.chosen is None:
             return
         name = choice.chosen.name
-        begun = _entry(InboxOutcome.PUBLISHING, choice.chosen)
+        begun = self._entry(InboxOutcome.PUBLISHING, choice.chosen)
         self.entries[name] = replace(begun, version=version, request=request)
         for passed in choice.passed:
-            self.entries[passed.name] = replace(_entry(InboxOutcome.PASSED_OVER, passed), behind=name)
+            self.entries[passed.name] = replace(self._entry(InboxOutcome.PASSED_OVER, passed), behind=name)
 
-    def succeed(self, name: str, version: int) -> None:
-        begun = self.entries[name]
-        self.entries[name] = replace(begun, outcome=InboxOutcome.PUBLISHED, version=version, request="")
+    def _entry(self, outcome: InboxOutcome, sighting: Sighting) -> InboxEntry:
+        beside = (sighting.files | sighting.hidden) - sighting.weights
+        last = self.content(sighting.name)
+        content = None if last is None else replace(last, sample="")
+        return InboxEntry(outcome, sighting.weights, beside=beside, content=content)
+
+    def succeed(self, name: str, version: int, root: str = "") -> None:
+        """`root`: empty where only the channel can say it."""
+        self.entries[name] = replace(
+            self.entries[name],
+            outcome=InboxOutcome.PUBLISHED,
+            version=version,
+            request="",
+            content=LastContent(version, root),
+        )
         for other, entry in self.entries.items():
             if entry.behind == name:
                 self.entries[other] = replace(entry, behind="")
 
-    def adopt(self, sighting: Sighting, version: int) -> None:
-        self.entries[sighting.name] = replace(_entry(InboxOutcome.PUBLISHED, sighting), version=version)
+    def adopt(self, sighting: Sighting, version: int, root: str = "") -> None:
+        self.entries[sighting.name] = self._entry(InboxOutcome.PUBLISHED, sighting)
+        self.succeed(sighting.name, version, root)
+
+    def skip(self, sighting: Sighting) -> None:
+        """It was not read in full before, and its sample is the same."""
+        own = self.entries[sighting.name]
+        kept = (InboxOutcome.EXISTING, InboxOutcome.PASSED_OVER)
+        outcome = own.outcome if own.outcome in kept else InboxOutcome.EXISTING
+        self.entries[sighting.name] = replace(self._entry(outcome, sighting), content=own.content)
 
     def give_up(self, name: str) -> None:
         """The publication did not happen: it and those passed over for it are new again."""
-        self.entries = {
-            other: entry for other, entry in self.entries.items() if other != name and entry.behind != name
-        }
+        kept = {}
+        for other, entry in self.entries.items():
+            is_new = other == name or entry.behind == name
+            left = content_alone(entry) if is_new else entry
+            if left is not None:
+                kept[other] = left
+        self.entries = kept
 
     def refuse(self, sighting: Sighting, failure: Failure) -> None:
+        content = self.content(sighting.name)
         self.give_up(sighting.name)
-        self.entries[sighting.name] = InboxEntry(InboxOutcome.REFUSED, sighting.files, failure=failure)
+        refused = InboxEntry(InboxOutcome.REFUSED, sighting.files, failure=failure, content=content)
+        self.entries[sighting.name] = refused
 
     def resume(self, made_for: Callable[[str, int], int | None]) -> list[str]:
         """After a kill. `made_for`: which version came of a request, if it is one after another version.
@@ -264,10 +336,16 @@ class Inbox:
 
     def forget_vanished(self, present: frozenset[str]) -> None:
         """Keeps the memory bounded. The latest vanished ones are kept: a mount may be away for a moment. What
-        was published and consumed does not come back."""
+        was published and consumed is known by its content before long."""
         vanished = [name for name in self.entries if name not in present]
         ended = [name for name in vanished if self._is_consumed(name)]
-        dropped = {*_but_last(vanished, _VANISHED_KEPT), *_but_last(ended, _CONSUMED_KEPT)}
+        dropped = {*_but_last(vanished, _VANISHED_KEPT), *_but_last(ended, _CONTENTS_KEPT)}
+        for name in set(_but_last(ended, _CONSUMED_KEPT)) - dropped:
+            left = content_alone(self.entries[name])
+            if left is None or left.content is None or not left.content.root:
+                dropped.add(name)
+            else:
+                self.entries[name] = left
         self.entries = {name: entry for name, entry in self.entries.items() if name not in dropped}
 
     def _is_consumed(self, name: str) -> bool:
@@ -287,9 +365,13 @@ def _without_second_names(sightings: Sequence[Sighting]) -> list[Sighting]:
     return [each for each in sightings if not each.link or each.files not in own]
 
 
-def _entry(outcome: InboxOutcome, sighting: Sighting) -> InboxEntry:
-    beside = (sighting.files | sighting.hidden) - sighting.weights
-    return InboxEntry(outcome, sighting.weights, beside=beside)
+def content_alone(entry: InboxEntry) -> InboxEntry | None:
+    """What is left of an entry whose files no longer count; None: nothing to compare with."""
+    content = entry.content
+    if content is None:
+        return None
+    outcome = InboxOutcome.EXISTING if content.version is None else InboxOutcome.PUBLISHED
+    return InboxEntry(outcome, frozenset(), content.version, content=content)
 
 
 def _is_broken(sighting: Sighting) -> bool:
@@ -322,6 +404,7 @@ def pack_entries(entries: Mapping[str, InboxEntry], watch: str = "") -> bytes:
                     "behind": entry.behind,
                     **({"request": entry.request} if entry.request else {}),
                     **({"beside": [_row(mark) for mark in sorted(entry.beside)]} if entry.beside else {}),
+                    **({"content": asdict(entry.content)} if entry.content is not None else {}),
                     "failure": None if entry.failure is None else entry.failure.by_name(),
                 }
                 for name, entry in entries.items()
@@ -331,7 +414,8 @@ def pack_entries(entries: Mapping[str, InboxEntry], watch: str = "") -> bytes:
 
 
 def _row(mark: FileMark) -> list[object]:
-    return [mark.name, mark.inode, mark.size, mark.mtime_ns]
+    row: list[object] = [mark.name, mark.inode, mark.size, mark.mtime_ns]
+    return [*row, mark.ctime_ns] if mark.ctime_ns else row
 
 
 def parse_entries(data: bytes, what: str, watch: str = "") -> dict[str, InboxEntry] | None:
@@ -363,7 +447,20 @@ def _parse_entry(members: Members, what: str) -> InboxEntry:
         parse_failure(members, "failure", what),
         members.hex("request", 16) if "request" in members else "",
         _parse_marks(members, "beside", what) if "beside" in members else frozenset(),
+        _parse_content(Members(members.object("content"), what)) if "content" in members else None,
     )
+
+
+def _parse_content(members: Members) -> LastContent:
+    return LastContent(
+        members.optional_integer("version"),
+        _digest(members, "root"),
+        _digest(members, "sample"),
+    )
+
+
+def _digest(members: Members, key: str) -> str:
+    return members.hex(key, 64) if members.text(key, 64) else ""
 
 
 def parse_failure(members: Members, key: str, what: str) -> Failure | None:
@@ -382,8 +479,8 @@ def _parse_marks(members: Members, key: str, what: str) -> Marks:
 
 
 def _mark(row: object, what: str) -> FileMark:
-    if type(row) is not list or len(row) != 4 or type(row[0]) is not str:
-        raise DamagedFile(f"{what}: a file is not [name, inode, bytes, time]")
+    if type(row) is not list or len(row) not in (4, 5) or type(row[0]) is not str:
+        raise DamagedFile(f"{what}: a file is not [name, inode, bytes, mtime, ctime]")
     if any(type(number) is not int or not _LOWEST <= number < 1 << 64 for number in row[1:]):
         raise DamagedFile(f"{what}: bad numbers of file {row[0][:80]!r}")
     return FileMark(file_name(row[0]), *row[1:])

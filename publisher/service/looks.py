@@ -5,23 +5,37 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from errno import EEXIST, ELOOP, ENOENT, ENOTEMPTY
 from pathlib import Path
 
-from weightcast.publisher.service.inbox import FileMark, Marks, Sighting, Waiting, holds_weights, is_candidate
+from blake3 import blake3
+
+from weightcast.publisher.service.inbox import (
+    FileMark,
+    Marks,
+    Sighting,
+    Waiting,
+    holds_weights,
+    is_candidate,
+    without_ctime,
+)
 from weightcast.shared.errors import Refused, RetryLater, WeightcastError
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.checkpoint import Checkpoint, open_checkpoint
 from weightcast.shared.files.entries import exists, is_link, is_own_directory, matching
 from weightcast.shared.files.paths import is_plain
+from weightcast.shared.local.seed import ReadCheckpoint
 from weightcast.shared.service.daemon import failure_of
 
 _ASIDE = ".weightcast-consuming-"
 """before a checkpoint's name: out of its writer's reach, not compared yet"""
 _CONSUMED = ".weightcast-consumed-"
 """compared with what was published: to be deleted"""
+_READ_WHOLE = 64 << 20
+_BLOCK, _BLOCKS = 16 << 10, 256
+"""bytes of a block of a larger checkpoint's sample, and how many"""
 
 
 @dataclass(frozen=True)
@@ -84,7 +98,7 @@ def _all_files(directory: Path) -> Marks:
         for entry in scan:
             at = _stat(entry)
             if at is not None and stat.S_ISREG(at.st_mode):
-                found.add(FileMark(entry.name, at.st_ino, at.st_size, at.st_mtime_ns))
+                found.add(FileMark(entry.name, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns))
     return frozenset(found)
 
 
@@ -151,6 +165,31 @@ def _completed_ns(directory: Path, names: set[str], finished: bool) -> int:
     return max([*times, directory.stat().st_ctime_ns] if finished else times, default=0)
 
 
+def sample(directory: Path) -> str:
+    """Digest of a checkpoint's tensors in whatever files: of all their bytes, or of blocks spread evenly over
+    them where they are many. Raises WeightcastError and OSError where it cannot be read."""
+    checkpoint = open_checkpoint(directory, follow_links=True)
+    table, digest, at = checkpoint.table, blake3(), 0
+    with ReadCheckpoint(checkpoint) as read:
+        for number in sorted(range(len(table)), key=lambda number: table[number].name):
+            spec, place = table[number], checkpoint.places[number]
+            digest.update(f"{spec.name}\0{spec.dtype}{list(spec.shape)}".encode())
+            for start, nbytes in _blocks(spec.nbytes, at, table.nbytes):
+                digest.update(read.bytes_at(place._replace(offset=place.offset + start, nbytes=nbytes)).data)
+            at += spec.nbytes
+    return digest.hexdigest()
+
+
+def _blocks(nbytes: int, at: int, total: int) -> Iterator[tuple[int, int]]:
+    """First byte and size of what is read of a tensor that begins at byte `at` of `total`."""
+    if total <= _READ_WHOLE:
+        yield 0, nbytes
+        return
+    stride = total // _BLOCKS
+    for start in range(-at % stride, nbytes, stride):
+        yield start, min(_BLOCK, nbytes - start)
+
+
 def consume(watch: Path, name: str, known: Marks) -> None:
     """Deletes a published directory if all files in it, hidden ones too, are `known`, and nothing else is in
     it. Raises Refused; it is then untouched, or set aside where something else has its name by now."""
@@ -198,7 +237,8 @@ def _reason_to_keep(directory: Path, known: Marks) -> str:
         return "it is a link"
     if not _only_files(directory):
         return "it holds links or directories"
-    return "" if _all_files(directory) == known else "it was changed after it was chosen"
+    found = _all_files(directory)
+    return "" if known in (found, without_ctime(found)) else "it was changed after it was chosen"
 
 
 def _put_back(aside: Path, directory: Path) -> bool:

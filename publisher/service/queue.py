@@ -1,4 +1,8 @@
-"""Publications asked for over HTTP: a bounded queue, on disk, one record per idempotency key."""
+"""Publications asked for over HTTP: a bounded queue, on disk, one record per idempotency key.
+
+A key answers for content, not for a path: a retry puts the record back into the queue, and the recorded
+answer counts again once the checkpoint was read and found to have the content of that version.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +37,18 @@ class Job(Frozen):
     before: int | None = None
     """the channel's version when it was started"""
     report: Publication | None = None
+    earlier: Publication | None = None
+    """what the key was answered with before the last request for it"""
+    repeat: bool = False
+    """requested again while it ran: the checkpoint may have changed since it was read"""
+    note: str = ""
+    """how the answer relates to the earlier one"""
     error: Failure | None = None
     """why it failed, or why its last try did not succeed"""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ("done", "failed")
 
 
 class _Stored(Frozen):
@@ -61,16 +75,16 @@ class Queue:
         self._jobs = {job.id: job for job in _read(path)}
 
     def ask(self, checkpoint: str, step: int | None, key: str | None) -> Job:
-        """The job, or the one that was made for this key. Raises QueueFull and KeyReused."""
+        """The job, or the one that was made for this key: queued once more if it has ended, since its
+        checkpoint has to be compared. Raises QueueFull and KeyReused."""
         with self._lock:
             known = self._of_key(checkpoint, step, key)
-            if known is not None:
-                return known
+            if known is not None and not known.has_ended:
+                return self._put(known.model_copy(update={"repeat": known.state == "running"}))
             if len(self._open()) >= QUEUE_LIMIT:
                 raise QueueFull
             job = Job(id=new_request(), checkpoint=checkpoint, step=step, key=key)
-            self._put(job)
-            return job
+            return self._put(job if known is None else _again(known))
 
     def known(self, checkpoint: str, step: int | None, key: str | None) -> Job | None:
         """What was asked with this key before. Raises KeyReused."""
@@ -84,12 +98,15 @@ class Queue:
         with self._lock:
             return self._open()
 
+    def succeed(self, job: Job, report: Publication) -> None:
+        self.change(job, state="done", report=report, error=None, note=_compared(job, report))
+
     def change(self, job: Job, **facts: object) -> Job:
         with self._lock:
-            # Validated: model_copy would take anything.
-            changed = Job.model_validate({**job.model_dump(), **facts})
-            self._put(changed)
-            return changed
+            # As it is by now: a request may have come meanwhile. Validated: model_copy would take anything.
+            now = self._jobs.get(job.id, job)
+            changed = Job.model_validate({**now.model_dump(), **facts})
+            return self._put(_again(changed) if changed.repeat and changed.has_ended else changed)
 
     def resume(self, ended: Callable[[Job], Publication | None]) -> None:
         """After a kill. `ended`: what a job that ran has become, if it has become a version."""
@@ -100,7 +117,7 @@ class Queue:
             if report is None:
                 self.change(job, state="queued")
             else:
-                self.change(job, state="done", report=report, error=None)
+                self.succeed(job, report)
 
     def _of_key(self, checkpoint: str, step: int | None, key: str | None) -> Job | None:
         known = next((job for job in self._jobs.values() if key is not None and job.key == key), None)
@@ -109,15 +126,49 @@ class Queue:
         return known
 
     def _open(self) -> tuple[Job, ...]:
-        return tuple(job for job in self._jobs.values() if job.state in ("queued", "running"))
+        return tuple(job for job in self._jobs.values() if not job.has_ended)
 
-    def _put(self, job: Job) -> None:
+    def _put(self, job: Job) -> Job:
+        known = self._jobs.get(job.id)
         jobs = {**self._jobs, job.id: job}
-        ended = [each.id for each in jobs.values() if each.state in ("done", "failed")]
+        if known is not None and known.has_ended:
+            # behind those that wait
+            jobs[job.id] = jobs.pop(job.id)
+        ended = [each.id for each in jobs.values() if each.has_ended]
         for id in ended[: max(0, len(ended) - self._remembered)]:
             del jobs[id]
-        durable.replace(self._path, _Stored(jobs=tuple(jobs.values())).model_dump_json().encode())
-        self._jobs = jobs
+        if jobs != self._jobs:
+            durable.replace(self._path, _Stored(jobs=tuple(jobs.values())).model_dump_json().encode())
+            self._jobs = jobs
+        return job
+
+
+def _again(job: Job) -> Job:
+    """To be compared with its earlier answer, if it has one."""
+    earlier = job.earlier if job.report is None else job.report
+    facts = {
+        "state": "queued",
+        "earlier": earlier,
+        "report": None,
+        "error": None,
+        "note": "",
+        "repeat": False,
+    }
+    return job.model_copy(update=facts)
+
+
+def _compared(job: Job, report: Publication) -> str:
+    if job.earlier is None:
+        return ""
+    if report.version == job.earlier.version:
+        return f"unchanged: the checkpoint has the content of version {report.version}"
+    return f"the content changed since version {job.earlier.version} was published with this key"
+
+
+def unread(answer: Publication) -> str:
+    """The note of an answer from memory."""
+    root = answer.root or "unknown (recorded by an older release)"
+    return f"not compared: the checkpoint cannot be read now; it was version {answer.version}, root {root}"
 
 
 def _read(path: Path) -> Iterable[Job]:

@@ -9,7 +9,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header
 from pydantic import BaseModel, ConfigDict, Field
 
-from weightcast.publisher.service.queue import QUEUE_LIMIT, Job, KeyReused, Queue, QueueFull
+from weightcast.publisher.service.queue import QUEUE_LIMIT, Job, KeyReused, Queue, QueueFull, unread
 from weightcast.shared.errors import Refused, RetryLater
 from weightcast.shared.files.entries import is_directory
 from weightcast.shared.files.paths import is_plain
@@ -49,15 +49,11 @@ def publication_routes(
         request: PublishRequest,
         idempotency_key: Annotated[str | None, Header(min_length=1, max_length=_KEY_LIMIT)] = None,
     ) -> Job:
-        """Queues a publication. The same key (header `Idempotency-Key`, or `key`) gives the same one."""
+        """Queues a publication. The same key (header `Idempotency-Key`, or `key`) gives the same one while
+        the checkpoint has the same content, which is compared first. Other content is a new version."""
         key = request.key if idempotency_key is None else idempotency_key
-        asked = request.checkpoint, request.step, key
         try:
-            # The checkpoint of an ended publication may be gone: its answer is the same all the same.
-            job = opened().known(*asked)
-            if job is None:
-                check_checkpoint(request.checkpoint, roots)
-                job = opened().ask(*asked)
+            job = _asked(opened(), request, key, roots)
         except QueueFull:
             raise Answer(
                 429,
@@ -87,6 +83,21 @@ def publication_routes(
         return job
 
     return router
+
+
+def _asked(queue: Queue, request: PublishRequest, key: str | None, roots: Sequence[Path]) -> Job:
+    """Raises Refused, QueueFull and KeyReused."""
+    asked = request.checkpoint, request.step, key
+    known = queue.known(*asked)
+    if known is None or known.has_ended:
+        try:
+            check_checkpoint(request.checkpoint, roots)
+        except Refused:
+            if known is None:
+                raise
+            # consumed, or pruned by the trainer
+            return known if known.report is None else queue.change(known, note=unread(known.report))
+    return queue.ask(*asked)
 
 
 def check_checkpoint(text: str, roots: Sequence[Path]) -> Path:

@@ -55,6 +55,13 @@ class RefusedStatus(Frozen):
     error: Failure
 
 
+class SkippedStatus(Frozen):
+    """A checkpoint whose files changed and whose content did not."""
+
+    name: str
+    reason: str
+
+
 class InboxStatus(Frozen):
     watch: str
     waiting: tuple[WaitingStatus, ...] = ()
@@ -62,6 +69,10 @@ class InboxStatus(Frozen):
     waiting_count: int = 0
     refused_count: int = 0
     """of all, shown or not"""
+    skipped: tuple[SkippedStatus, ...] = ()
+    """the latest, newest last"""
+    skipped_count: int = 0
+    """since the daemon started"""
 
 
 class UpkeepStatus(Frozen):

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from weightcast.publisher.service import looks
@@ -15,15 +16,17 @@ from weightcast.publisher.service.inbox import (
     Inbox,
     InboxEntry,
     InboxRules,
+    LastContent,
     Marks,
     Sighting,
     Waiting,
+    content_alone,
     is_candidate,
     pack_entries,
     parse_entries,
 )
 from weightcast.publisher.service.request import MadeFor, new_request
-from weightcast.shared.errors import DamagedFile, Refused
+from weightcast.shared.errors import DamagedFile, Refused, WeightcastError
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
 from weightcast.shared.files.entries import is_directory
@@ -34,6 +37,7 @@ from weightcast.shared.service.logs import get_log
 _CONSUMING = Backoff(0.5, 300.0)
 _NAMED = 5
 """checkpoints that a line of the log names"""
+_SKIPPED_KEPT = 20
 
 log = get_log("inbox")
 
@@ -86,15 +90,18 @@ class Watched:
         self._present: frozenset[str] | None = None
         """what the last look saw"""
         self._place = os.path.realpath(directory)
-        known = _read(memory, self._place)
-        self._is_known = known is not None
+        self.skipped: dict[str, str] = {}
+        """by name, newest last: known content whose files changed, and which content that is"""
+        self.skips = 0
+        self._is_known, known = _read(memory, self._place)
         """whether this directory was watched from here before"""
-        self._inbox = Inbox(rules, known or {})
+        self._inbox = Inbox(rules, known)
         self._stored = b""
 
     def start(self, made_for: MadeFor) -> None:
         """Once the local checkpoint is owned: keeps what construction saw, finishes what a kill left."""
         self.resume(made_for)
+        self._sample_unread()
         if self._consume and is_directory(self.directory):
             self._begin_consuming()
 
@@ -105,6 +112,7 @@ class Watched:
             return
         names = self._inbox.ignore_existing(self._look().unknown)
         self._store()
+        self._sample_unread()
         if names:
             log.info("checkpoints left alone", checkpoints=names[:_NAMED], count=len(names))
 
@@ -162,12 +170,66 @@ class Watched:
         failpoint("inbox.chosen", self.directory)
         return request
 
-    def succeed(self, sighting: Sighting, version: int) -> None:
+    def succeed(self, sighting: Sighting, version: int, root: str) -> None:
         failpoint("inbox.published", self.directory)
-        self._inbox.succeed(sighting.name, version)
+        self._inbox.succeed(sighting.name, version, root)
         # before it is noted as published: a kill in between is made up for by `resume`
         self._consume_published(sighting.name)
         self._store()
+        self._sample_unread()
+
+    def content(self, sighting: Sighting, root_of: Callable[[int], str]) -> LastContent:
+        """What it has to differ from to be published."""
+        content = self._inbox.content(sighting.name) or LastContent()
+        if content.root or content.version is None:
+            return content
+        return replace(content, root=root_of(content.version))
+
+    def has_sample(self, sighting: Sighting, sample: str) -> bool:
+        return bool(sample) and self._sample(sighting.name, sighting.weights) == sample
+
+    def skip_published(self, sighting: Sighting, content: LastContent) -> None:
+        """Its files changed, and it was read in full: its content did not."""
+        if content.version is not None:
+            self._inbox.adopt(sighting, content.version, content.root)
+            self._consume_published(sighting.name)
+            self._skipped(sighting.name, f"same content as version {content.version} of this name")
+
+    def skip_unread(self, sighting: Sighting) -> None:
+        """As `skip_published`, for what was left alone or passed over: by its sample."""
+        self._inbox.skip(sighting)
+        self._skipped(sighting.name, "same content as when it was left alone; POST /v1/publish publishes it")
+
+    def _skipped(self, name: str, reason: str) -> None:
+        self._store()
+        self.skips += 1
+        self.skipped.pop(name, None)
+        self.skipped = dict([*self.skipped.items(), (name, reason)][-_SKIPPED_KEPT:])
+        log.info("checkpoint skipped", checkpoint=name, reason=reason)
+
+    def version_with(self, root: str) -> int | None:
+        """An earlier version with this content, as far as it came from here."""
+        contents = [entry.content for entry in self._inbox.entries.values()]
+        return next((each.version for each in contents if each is not None and each.root == root), None)
+
+    def _sample_unread(self) -> None:
+        """Of what was left alone or passed over, so that a change of its files alone is seen as that."""
+        for name in self._inbox.unsampled():
+            if self._present is not None and name not in self._present:
+                continue
+            found = self._sample(name, self._inbox.entries[name].files)
+            if found:
+                self._inbox.sampled(name, found)
+        self._store()
+
+    def _sample(self, name: str, files: Marks) -> str:
+        """Empty unless these are the files before and after."""
+        directory = self.directory / name
+        try:
+            found = looks.sample(directory) if files <= looks.marks(directory) else ""
+            return found if files <= looks.marks(directory) else ""
+        except (OSError, WeightcastError):
+            return ""
 
     def see(self, directory: Path) -> Sighting | None:
         """A directory that is about to be published on request; None unless it is one of the watched."""
@@ -178,10 +240,10 @@ class Watched:
         except OSError:
             return None
 
-    def adopt(self, sighting: Sighting, version: int) -> None:
+    def adopt(self, sighting: Sighting, version: int, root: str) -> None:
         """It was published on request: not once more for lying here."""
         if sighting.weights:
-            self._inbox.adopt(sighting, version)
+            self._inbox.adopt(sighting, version, root)
             self._store()
 
     def fail(self, sighting: Sighting, failure: Failure) -> None:
@@ -264,11 +326,18 @@ class Watched:
             self._stored = packed
 
 
-def _read(memory: Path, watch: str) -> dict[str, InboxEntry] | None:
+def _read(memory: Path, watch: str) -> tuple[bool, dict[str, InboxEntry]]:
+    """Whether it is of this directory, and what it says: of another one, which may have been moved here, only
+    which content was published under which name."""
     try:
-        return parse_entries(durable.read_file(memory, MEMORY_LIMIT), str(memory), watch)
+        data = durable.read_file(memory, MEMORY_LIMIT)
+        found = parse_entries(data, str(memory), watch)
+        if found is not None:
+            return True, found
+        contents = {n: content_alone(entry) for n, entry in (parse_entries(data, str(memory)) or {}).items()}
+        return False, {name: entry for name, entry in contents.items() if entry is not None}
     except FileNotFoundError:
-        return None
+        return False, {}
     except DamagedFile as error:
         raise DamagedFile(
             error.message,

@@ -36,6 +36,7 @@ from weightcast.publisher.version.work import (
     matched_to,
     matched_to_run,
     report_of,
+    step_of_version,
 )
 from weightcast.publisher.weights.match import Matched
 from weightcast.publisher.weights.tensors import NewWeights
@@ -77,6 +78,9 @@ class Owner:
     def __init__(self, follower: Follower, claim: Claim, rank: Rank, options: PublishOptions) -> None:
         self._follower, self._claim, self._rank, self._options = follower, claim, rank, options
         self._anchor_due = False
+        self._has_published = False
+        self._step: int | None = None
+        """of the last version that has one, once this owner has published"""
         self._file: ChannelFile | None = None
         """as the last publication read it"""
 
@@ -322,7 +326,7 @@ class Owner:
             check_root(work, index)
         failpoint("publish.proven", made)
         directory = self._put_out(channel, made, index, data, work)
-        report = report_of(index, local.table, work, directory)
+        report = self._report(channel, index, local.table, work, directory)
         work.tell_out(report)
         with work.phase("patch"):
             local = self._patched(local, staged, work)
@@ -499,7 +503,17 @@ class Owner:
         drop_parts(channel.layout, self._claim.epoch)
         with work.phase("patch"):
             self.recover(work.advance)
-        return report_of(index, base.table, work, directory)
+        return self._report(channel, index, base.table, work, directory)
+
+    def _report(
+        self, channel: Channel, index: Index, table: TensorTable, work: Work, directory: Path
+    ) -> PublishReport:
+        """Remembers the step for the report of the next version."""
+        if not self._has_published:
+            self._step, self._has_published = step_of_version(channel, index.version - 1), True
+        report = report_of(index, table, work, directory, self._step)
+        self._step = self._step if index.step is None else index.step
+        return report
 
     def _free_number(self, channel: Channel) -> int:
         state = self._follower.state

@@ -37,6 +37,8 @@ class PublishReport:
     non_finite: Mapping[str, int] = field(default_factory=dict)
     """elements by tensor that became NaN or infinite with this version, of what this rank compared; empty for
     an anchor, which is compared with nothing"""
+    resumed_from_step: int | None = None
+    """the step of the version before, where this one's is lower: the trainer went back to an earlier step"""
     anchor_problem: str = ""
     """why an anchor that was due could not be written; it is tried again beside the next version"""
 
@@ -64,6 +66,10 @@ class Publication(Facts):
     kind: str = ""
     """delta or anchor"""
     step: int | None = None
+    resumed_from_step: int | None = None
+    """the step of the version before, where this one's is lower"""
+    root: str = ""
+    """digest of all tensors, by which a retry is compared; empty in records of older releases"""
     source: str = ""
     """the checkpoint's name or path"""
     changed_elements: int = 0
@@ -88,6 +94,8 @@ def publication(report: PublishReport, source: str) -> Publication:
         version=report.version,
         kind=report.kind,
         step=report.step,
+        resumed_from_step=report.resumed_from_step,
+        root=report.root,
         source=source,
         changed_elements=report.changed_elements,
         density_elements=report.density_elements,

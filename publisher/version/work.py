@@ -26,7 +26,7 @@ from weightcast.shared.channel.index import INDEX_NAME, Encoding, Index
 from weightcast.shared.channel.keys import PrivateKey
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import DamagedFile, Refused, RetryLater
+from weightcast.shared.errors import DamagedFile, Refused, RetryLater, WeightcastError
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.state import Step
 from weightcast.shared.progress import Advance
@@ -219,14 +219,27 @@ class Written:
     """elements by tensor that became NaN or infinite in this part"""
 
 
-def report_of(index: Index, table: TensorTable, work: Work, directory: Path) -> PublishReport:
-    """`directory`: the version's, for the size of its index."""
+def step_of_version(channel: Channel, version: int) -> int | None:
+    """None where the version's index has none, or cannot be read."""
+    pointer = channel.pointer()
+    with contextlib.suppress(WeightcastError, OSError):
+        index = None if pointer is None else channel.index(pointer, version, channel.require_ours()[1].table)
+        return index.step if isinstance(index, Index) else None
+    return None
+
+
+def report_of(
+    index: Index, table: TensorTable, work: Work, directory: Path, step_before: int | None = None
+) -> PublishReport:
+    """`directory`: the version's, for the size of its index. `step_before`: of the version before."""
+    resumed = step_before is not None and index.step is not None and index.step < step_before
     return PublishReport(
         run_id=index.run_id,
         version=index.version,
         base_version=index.base_version,
         kind=index.kind,
         step=index.step,
+        resumed_from_step=step_before if resumed else None,
         root=index.root,
         encoding=index.encoding,
         elements=table.elements,

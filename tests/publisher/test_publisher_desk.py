@@ -603,9 +603,13 @@ def test_a_job_and_its_key(places: Places, opened: Opening, tmp_path: Path) -> N
     assert (ended.report.version, ended.report.step) == (1, 4)
     office.desk.close()
     later = opened(allow=[tmp_path])
-    assert later.desk.queue is not None and later.desk.queue.ask(str(elsewhere), 4, "key") == ended
-    later.settle()
-    assert places.latest() == "000001"
+    assert later.desk.queue is not None
+    assert later.desk.queue.ask(str(elsewhere), 4, "key").state == "queued"
+    later.step()
+    again = later.desk.queue.get(job.id)
+    assert again is not None and (again.state, again.report) == ("done", ended.report)
+    assert again.note == "unchanged: the checkpoint has the content of version 1"
+    assert places.latest() == "000001" and later.published() == []
 
 
 def test_a_job_that_fails_says_why_and_the_next_one_runs(
