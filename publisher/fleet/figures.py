@@ -27,7 +27,7 @@ HOSTS = MetricDoc(
 BEHIND = MetricDoc(
     f"{PREFIX}_hosts_behind",
     "gauge",
-    "Hosts that are not lost, by versions behind.",
+    "Hosts that neither stopped nor are lost, by versions behind.",
     {"behind": (*LAGS, MORE, UNKNOWN)},
 )
 COST_BYTES = MetricDoc(
@@ -61,7 +61,7 @@ class FleetFigures(Collector):
     def collect(self) -> Iterator[Metric]:
         fleet, page = self._fleet(), self._page()
         yield _family(HOSTS, Counter(host.standing for host in fleet.hosts))
-        lags = (lag_label(host.lag) for host in fleet.hosts if host.presence != "lost")
+        lags = (lag_label(host.lag) for host in fleet.hosts if host.takes_part)
         yield _family(BEHIND, Counter(lags))
         yield from _costs(page.catch_up)
         yield from _chain(page.versions)

@@ -54,6 +54,16 @@ def fleet_routes(
     @router.get("/v1/hosts/{key}", responses={404: {"model": Failure}})
     async def host(key: str) -> Host:
         """One host with its last updates."""
+        return found(key)
+
+    @router.delete("/v1/hosts/{key}", responses={404: {"model": Failure}, 422: {"model": Failure}})
+    def forget(key: str) -> Host:
+        """Forgets a host that stopped or is lost: deletes its report, and answers with what it said last."""
+        host = found(key)
+        view.forget(host)
+        return host
+
+    def found(key: str) -> Host:
         for each in view.fleet().fleet.hosts:
             if each.key == key:
                 return each

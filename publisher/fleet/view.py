@@ -22,9 +22,10 @@ from weightcast.publisher.fleet.outlook import (
     version_rows,
 )
 from weightcast.publisher.fleet.posted import Posted
+from weightcast.shared.channel.reports import forget
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.service.facts import Snapshot
-from weightcast.shared.service.fleet import Bounds, Fleet, FleetReader
+from weightcast.shared.service.fleet import Bounds, Fleet, FleetReader, Host, PublisherLine, require_gone
 from weightcast.shared.service.logs import get_log
 from weightcast.shared.service.snapshot import Frozen
 
@@ -66,11 +67,12 @@ class FleetView:
         bounds: Bounds,
         publish_seconds: Callable[[], Mapping[int, float]] = dict,
         clock: Callable[[], float] = time.monotonic,
+        publisher: Callable[[], PublisherLine | None] = lambda: None,
     ) -> None:
         self.posted = Posted(channel)
         self._channel, self._retention, self._clock = channel, retention, clock
         self._publish_seconds = publish_seconds
-        self._reader, self._ledger = FleetReader(channel, bounds), Ledger(channel, clock)
+        self._reader, self._ledger = FleetReader(channel, bounds, publisher=publisher), Ledger(channel, clock)
         empty = Fleet(now=time.time(), channel=str(channel), run_id=None, latest=None, bounds=bounds)
         self._fleet = Snapshot(_page(empty, 0))
         self._versions = Snapshot(ChannelPage())
@@ -112,6 +114,11 @@ class FleetView:
         self._asked = self._clock()
         return self._versions.get()
 
+    def forget(self, host: Host) -> None:
+        """Deletes the report of a host that is gone: see `require_gone`. Raises Refused and OSError."""
+        require_gone(host)
+        forget(self._channel, host.key)
+
     def look_at_hosts(self) -> None:
         """One look. Raises WeightcastError and OSError when the channel cannot be read."""
         # a channel that is full can still be looked at
@@ -132,11 +139,11 @@ class FleetView:
     def _look_at_versions(self) -> None:
         page = self._ledger.read(look_around=self._is_watched())
         fleet = self._fleet.get().fleet
-        living = [host for host in fleet.hosts if host.heard_seconds_ago < LIVING_SECONDS]
+        living = [host for host in fleet.hosts if (host.heard_seconds_ago or 0.0) < LIVING_SECONDS]
         self._versions.set(
             ChannelPage(
                 versions=version_rows(page, self._publish_seconds()),
-                catch_up=catch_up(page, [host for host in fleet.hosts if host.presence != "lost"]),
+                catch_up=catch_up(page, [host for host in fleet.hosts if host.takes_part]),
                 prune_plan=prune_plan(
                     _situation(page, [h.local_version for h in living if h.local_version is not None]),
                     self._retention,
@@ -180,4 +187,8 @@ def _page(fleet: Fleet, serial: int) -> FleetPage:
 def _said(fleet: Fleet) -> object:
     """Everything but what only time changes."""
     hosts = [host.model_copy(update={"heard_seconds_ago": 0.0}) for host in fleet.hosts]
-    return fleet.run_id, fleet.latest, hosts
+    line = fleet.publisher
+    if line is not None and line.last_refused is not None:
+        refused = line.last_refused.model_copy(update={"seconds_ago": None})
+        line = line.model_copy(update={"last_refused": refused})
+    return fleet.run_id, fleet.latest, hosts, fleet.verdict, line

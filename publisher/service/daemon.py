@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 
 from weightcast.publisher.fleet.figures import FleetFigures
@@ -30,7 +31,11 @@ def run_publisher(settings: PublisherSettings) -> None:
     watch_loop(registry, loop)
     renamed = RenamedIn()
     view = FleetView(
-        settings.channel, settings.upkeep.retention, settings.bounds, lambda: desk.publish_seconds
+        settings.channel,
+        settings.upkeep.retention,
+        settings.bounds,
+        lambda: desk.publish_seconds,
+        publisher=lambda: desk.status().line(time.time()),
     )
     FleetFigures(registry, view.hosts, view.page)
     desk = Desk(settings, registry, wakeup, stop, renamed)

@@ -27,6 +27,7 @@ from weightcast.publisher.service.status import (
     PUBLICATIONS_SHOWN,
     REFUSED_SHOWN,
     DatedFailure,
+    DatedRefusal,
     InboxStatus,
     PublisherStatus,
     RefusedStatus,
@@ -289,7 +290,7 @@ class Desk:
         choice = watched.next()
         for broken in choice.refused:
             if broken.problem is not None:
-                self._failed(broken.problem.error, broken.problem)
+                self._failed(broken.problem.error, broken.problem, broken.name)
         if choice.chosen is not None:
             self._publish_chosen(publisher, watched, choice, choice.chosen)
             self._wakeup.set()
@@ -368,17 +369,18 @@ class Desk:
         if made is not None:
             return self._done(self._read_back(publisher, made, source))
         failure = failure_of(error)
-        self._failed(error_kind(error), failure)
+        self._failed(error_kind(error), failure, source)
         log.warning("not published", checkpoint=source, **failure.by_name())
         return failure
 
-    def _failed(self, kind: str, failure: Failure) -> None:
+    def _failed(self, kind: str, failure: Failure, source: str) -> None:
         """A publication. `kind`: the error's class."""
         self._figures.failed(kind)
         self._note(failure)
         status = self._status.get()
         totals = status.totals.model_copy(update={"failures": status.totals.failures + 1})
-        self._status.set(status.model_copy(update={"totals": totals}))
+        refused = DatedRefusal(**failure.by_name(), at=time.time(), source=source)
+        self._status.set(status.model_copy(update={"totals": totals, "last_refused": refused}))
 
     def _read_back(self, publisher: Publisher, index: Index, source: str) -> Publication:
         """Of a version whose publication did not live to report."""

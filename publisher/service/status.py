@@ -8,7 +8,7 @@ from weightcast.publisher.service.inbox import Waiting
 from weightcast.publisher.service.queue import Job
 from weightcast.publisher.version.report import Publication, total_seconds
 from weightcast.shared.service.facts import Failure, LoopStatus, Readiness
-from weightcast.shared.service.fleet import TEXT_SHOWN, Host
+from weightcast.shared.service.fleet import TEXT_SHOWN, Host, PublisherLine, RefusedCheckpoint
 from weightcast.shared.service.kernels import KernelStatus
 from weightcast.shared.service.snapshot import Frozen
 from weightcast.shared.service.verify import VerifyStatus
@@ -41,8 +41,8 @@ class ReportedHost(Frozen):
     served_version: int | None
     lag: int | None
     last_error: str
-    age_seconds: float
-    """since this publisher last saw the report change"""
+    age_seconds: float | None
+    """since the report last changed; null where that is not known"""
 
 
 class WaitingStatus(Frozen):
@@ -91,6 +91,11 @@ class DatedFailure(Failure):
     """unix time of the publisher's clock"""
 
 
+class DatedRefusal(DatedFailure):
+    source: str
+    """name or path of the checkpoint"""
+
+
 class Totals(Frozen):
     """Since the daemon started; sizes in bytes."""
 
@@ -121,6 +126,8 @@ class PublisherStatus(Frozen):
     inbox: InboxStatus | None = None
     verify: VerifyStatus | None = None
     last_error: DatedFailure | None = None
+    last_refused: DatedRefusal | None = None
+    """the last checkpoint that failed for good"""
     held: str | None = None
     upkeep: UpkeepStatus = UpkeepStatus()
     ready: bool = False
@@ -130,6 +137,37 @@ class PublisherStatus(Frozen):
 
     def readiness(self) -> Readiness:
         return Readiness(ready=self.ready, reasons=self.not_ready_reasons)
+
+    def line(self, now: float) -> PublisherLine:
+        """For the fleet. `now`: unix time of the publisher's clock."""
+        inbox = {} if self.inbox is None else self.inbox.model_dump()
+        counts = {name.removesuffix("_count"): n for name, n in inbox.items() if name.endswith("_count")}
+        doing = self.publishing
+        published = self.publications[0].at if self.publications else 0.0
+        return PublisherLine(
+            ready=self.ready,
+            reasons=self.not_ready_reasons,
+            publishing="" if doing is None else f"{doing.source}: {doing.phase}",
+            queue=len(self.queue),
+            inbox=counts,
+            held=self.held or "",
+            problem=self.upkeep.problem or self.report_error,
+            last_refused=self._refused(now),
+            refused_since_version=self.last_refused is not None and self.last_refused.at > published,
+        )
+
+    def _refused(self, now: float) -> RefusedCheckpoint | None:
+        last = self.last_refused
+        if last is not None:
+            ago = max(0.0, now - last.at)
+            return _refused(last.source, last, ago)
+        # refused before this process started
+        earlier = self.inbox.refused if self.inbox is not None else ()
+        return _refused(earlier[-1].name, earlier[-1].error, None) if earlier else None
+
+
+def _refused(source: str, failure: Failure, ago: float | None) -> RefusedCheckpoint:
+    return RefusedCheckpoint(source=source, message=failure.message, remedy=failure.remedy, seconds_ago=ago)
 
 
 def add(totals: Totals, done: Publication) -> Totals:

@@ -206,6 +206,26 @@ def _owner(channel: Path, epoch: int) -> str:
     return f"{'an unreadable claim' if record is None else record.claimant} (epoch {epoch})"
 
 
+@dataclass(frozen=True)
+class Owner:
+    """Who owns a channel, as its claim says. `ended`: the claim was released, or its process is known to be
+    gone; `written`: when it last showed that it lives, by the clock of the channel's file system."""
+
+    name: str
+    epoch: int
+    ended: bool
+    written: float
+
+
+def owner_of(channel: Path) -> Owner | None:
+    """None where nobody claimed the channel. Raises OSError."""
+    epoch = current_epoch(channel)
+    if epoch == 0:
+        return None
+    written = Layout(channel).claim(epoch).lstat().st_mtime
+    return Owner(_owner(channel, epoch), epoch, _is_over(channel, epoch, this_process()), written)
+
+
 def _is_over(channel: Path, epoch: int, claimant: Claimant) -> bool:
     record = _record(channel, epoch)
     return record is not None and (record.released or is_dead(record.claimant, claimant))

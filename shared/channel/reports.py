@@ -14,16 +14,16 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.records import FORMAT, check_format
 from weightcast.shared.errors import DamagedFile, UnknownFormat, WeightcastError
 from weightcast.shared.files import durable
 from weightcast.shared.files.entries import is_own_directory
-from weightcast.shared.files.paths import is_plain
+from weightcast.shared.files.paths import file_name, is_plain
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
 
 REPORT_LIMIT = 64 << 10
@@ -38,6 +38,10 @@ CAUSES = ("step", "skip", "anchor", "repair")
 """what bytes of the channel are read for"""
 WHOLE_BYTES = 32 << 20
 """of a fleet's reports: beyond them the longest are remembered in brief"""
+PROBE_SECONDS = 60.0
+_COARSE = 2.0
+"""seconds to which file times may be rounded"""
+TimeSource = Literal["channel", "local", "unknown"]
 _ENGINES_LIMIT = 64
 _ENGINE_TEXT = 64
 _BRIEF_ENGINES, _BRIEF_TEXT = 16, 256
@@ -303,6 +307,15 @@ def forgotten(channel: Path, now: float) -> list[Path]:
     return [hosts / name for name, written in files if written < before and _NAME.fullmatch(name)]
 
 
+def forget(channel: Path, key: str) -> bool:
+    """Deletes the report `key`. False where there is none. Raises OSError."""
+    try:
+        (Layout(channel).hosts_dir / file_name(key + _SUFFIX)).unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def _longest_whole(sizes: Sequence[int]) -> int:
     """The length up to which all reports together have no more than WHOLE_BYTES."""
     left, longest = WHOLE_BYTES, REPORT_LIMIT
@@ -342,20 +355,83 @@ def _brief(report: Report) -> Report:
     )
 
 
+@dataclass(frozen=True)
+class ChannelTime:
+    """`now`: unix time by the clock that dates the reports; None where no clock is known to agree with it."""
+
+    now: float | None
+    source: TimeSource
+
+
+class ChannelClock:
+    """The time of the channel's file system: read from a file created in `hosts/`, at most once in
+    PROBE_SECONDS, and counted on by this process's clock. Where none can be created this machine's time
+    serves, unless it is behind the newest report and thus proven wrong. For one thread."""
+
+    def __init__(self, channel: Path, clock: Callable[[], float], local: Callable[[], float]) -> None:
+        self._hosts, self._clock, self._local = Layout(channel).hosts_dir, clock, local
+        self._ahead: float | None = None
+        """of `clock`"""
+        self._due = -inf
+
+    def read(self, newest: float) -> ChannelTime:
+        """`newest`: when the newest report was written."""
+        if self._clock() >= self._due:
+            self._probe()
+        if self._ahead is not None:
+            return ChannelTime(self._clock() + self._ahead, "channel")
+        now = self._local()
+        return ChannelTime(None, "unknown") if now < newest - _COARSE else ChannelTime(now, "local")
+
+    def _probe(self) -> None:
+        try:
+            self._ahead = durable.file_system_time(self._hosts) - self._clock()
+        except OSError:
+            self._ahead = None
+        self._due = self._clock() + PROBE_SECONDS
+
+
+@dataclass(frozen=True)
+class Silence:
+    """Time since a report last changed; at least so long where it is not `exact`."""
+
+    seconds: float
+    exact: bool = True
+
+
+@dataclass(frozen=True)
+class _Heard:
+    counter: int
+    since: float
+    """by this process's clock"""
+    exact: bool
+
+
 class Heard:
     """How long ago each report last changed, by this process's clock.
 
-    When it is first met, by how much older it is than the newest report: both times are of the channel's
-    file system, so that no clocks are compared."""
+    The age of a report met for the first time comes from its file and the file system's time. Without that
+    time the report is at least as old as the newest one makes it, and its host is not known to be alive until
+    the counter rises."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._seen: dict[str, tuple[int, float]] = {}
+        self._seen: dict[str, _Heard] = {}
+        self._looked = -inf
 
-    def seconds_ago(self, sightings: Sequence[StoredReport]) -> dict[str, float]:
+    def silences(self, reports: Sequence[StoredReport], channel_now: float | None) -> dict[str, Silence]:
         now, before, self._seen = self._clock(), self._seen, {}
-        newest = max((each.written for each in sightings), default=0.0)
-        for each in sightings:
-            counter, since = before.get(each.key, (each.report.counter, now - (newest - each.written)))
-            self._seen[each.key] = each.report.counter, since if counter == each.report.counter else now
-        return {key: now - since for key, (_, since) in self._seen.items()}
+        newest = max((each.written for each in reports), default=0.0) if channel_now is None else channel_now
+        for each in reports:
+            age, known = max(0.0, newest - each.written), before.get(each.key)
+            if known is None or (channel_now is not None and not known.exact):
+                found = _Heard(each.report.counter, now - age, channel_now is not None)
+            elif known.counter == each.report.counter:
+                found = known
+            else:
+                # a look that hung in a mount must not make an old report look new
+                late = 0.0 if channel_now is None else min(age, now - self._looked)
+                found = _Heard(each.report.counter, now - late, True)
+            self._seen[each.key] = found
+        self._looked = now
+        return {key: Silence(now - heard.since, heard.exact) for key, heard in self._seen.items()}

@@ -61,6 +61,13 @@ def create(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     sync_directory(path.parent)
 
 
+def file_system_time(directory: Path) -> float:
+    """Unix time now by the clock of the file system that holds `directory`: that of a file created there and
+    removed again. Raises OSError."""
+    with _temporary(directory / "clock", b"", sync=False) as temporary:
+        return temporary.lstat().st_mtime
+
+
 def _no_links(path: Path) -> Refused:
     return Refused(
         f"{path}: the file system has no hard links, so nothing excludes a second publisher",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weightcast.shared.errors import NotInTime, Refused, RetryLater, WeightcastError, counted
@@ -19,10 +19,12 @@ _MOST_ERROR = 200
 
 @dataclass(frozen=True)
 class Turnout:
-    """Hosts that are not lost, in the order of their reports. `behind`: with what they say of themselves."""
+    """Hosts that take part, in the order of their reports. `behind`: with what they say of themselves;
+    `absent`: those that nobody waits for, with the reason."""
 
     arrived: tuple[str, ...]
     behind: tuple[str, ...]
+    absent: tuple[str, ...] = ()
 
     def satisfies(self, min_hosts: int | None, fraction: float | None) -> bool:
         wanted = 1 if min_hosts is None else min_hosts
@@ -44,6 +46,11 @@ def judge(version: int, hosts: Iterable[Host]) -> Turnout:
         else:
             behind.append(f"{names[host.key]} ({_standing(host)})")
     return Turnout(tuple(arrived), tuple(behind))
+
+
+def absent_of(fleet: Fleet) -> tuple[str, ...]:
+    names = names_of(fleet.hosts)
+    return tuple(f"{names[h.key]} ({h.standing})" for h in fleet.hosts if not h.takes_part)
 
 
 def _standing(host: Host) -> str:
@@ -77,7 +84,8 @@ class Arrivals:
 
     def wait(self, version: int, min_hosts: int | None, fraction: float | None, timeout: float) -> list[str]:
         """Names of the hosts that are ready and serve `version` or a later one, as soon as they are that
-        many. `fraction`: of the hosts of the run that are not lost. Both: both must hold; neither: one host.
+        many. `fraction`: of the hosts of the run that take part: not those that stopped, are lost, or fell
+        silent before they held a version. Both: both must hold; neither: one host.
 
         Raises NotInTime that names the hosts which are behind, Refused for what makes no sense."""
         if min_hosts is not None and min_hosts < 1:
@@ -98,7 +106,9 @@ class Arrivals:
     def _situation(self, version: int) -> tuple[Turnout | None, WeightcastError | None]:
         """What cannot be read now may be read in a moment; what is wrong for good is raised."""
         try:
-            return judge(version, of_run(self._look())), None
+            fleet = self._look()
+            turnout = judge(version, of_run(fleet))
+            return replace(turnout, absent=absent_of(fleet)), None
         except Refused:
             raise
         except WeightcastError as trouble:
@@ -124,12 +134,20 @@ def wait_for_hosts(
 
 
 def _late(version: int, found: Turnout | None, timeout: float) -> NotInTime:
-    arrived, behind = ((), ()) if found is None else (found.arrived, found.behind)
-    some = ", ".join(behind[:_SHOWN]) + (", ..." if len(behind) > _SHOWN else "")
+    found = Turnout((), ()) if found is None else found
+    waited = len(found.arrived) + len(found.behind)
+    absent = f"; not counted: {_some(found.absent)}" if found.absent else ""
+    behind = _some(found.behind) or ("none" if absent else "nobody reports")
     return NotInTime(
-        f"{len(arrived)} of {counted(len(arrived) + len(behind), 'host')} ready with version "
-        f"{version} or later after {timeout:g} s; behind: {some or 'nobody reports'}",
+        f"{len(found.arrived)} of {counted(waited, 'host')} ready with version {version} or later "
+        f"after {timeout:g} s; behind: {behind}{absent}",
         remedy="look at these hosts; `weightcast status` of each says more"
-        if arrived or behind
+        if waited
+        else "start the subscribers"
+        if absent
         else "does a subscriber follow this channel, and report to it (--report, --report-to)?",
     )
+
+
+def _some(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

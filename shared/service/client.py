@@ -62,6 +62,9 @@ class Daemon:
     def post_json(self, path: str, body: bytes) -> bytes:
         return self._ask("POST", path, body)
 
+    def delete(self, path: str) -> bytes:
+        return self._ask("DELETE", path, None)
+
     def _ask(self, method: str, path: str, body: bytes | None) -> bytes:
         address = self.url + path
         headers = {} if body is None else {"Content-Type": "application/json"}

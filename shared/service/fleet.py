@@ -1,4 +1,4 @@
-"""The fleet as its hosts' reports show it: presence by this process's own clock, versions, lag.
+"""The fleet as its hosts' reports show it: presence by the clock of the channel's file system, versions, lag.
 
 Reports are not authenticated: everything here is a hint.
 """
@@ -13,10 +13,21 @@ from pathlib import Path
 from typing import Literal
 
 from weightcast.shared.channel.channel_file import ChannelFile, parse_channel_file
+from weightcast.shared.channel.claims import PATIENCE_SECONDS, owner_of
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.pointer import read_pointer
-from weightcast.shared.channel.reports import CAUSES, UPDATES_LIMIT, Heard, Report, ReportReader, StoredReport
-from weightcast.shared.errors import RetryLater
+from weightcast.shared.channel.reports import (
+    CAUSES,
+    UPDATES_LIMIT,
+    ChannelClock,
+    Heard,
+    Report,
+    ReportReader,
+    Silence,
+    StoredReport,
+    TimeSource,
+)
+from weightcast.shared.errors import Refused, RetryLater, counted
 from weightcast.shared.files.durable import read_file
 from weightcast.shared.files.entries import is_directory
 from weightcast.shared.service.snapshot import Frozen
@@ -34,9 +45,16 @@ ENGINES_SHOWN, TEXT_SHOWN = 16, 512
 _BARE_TEXT = 64
 _CHANNEL_FILE_LIMIT = 16 << 20
 _LATEST = "latest"
+_MOST_PARTS = 64
+"""of a path in a host's short name"""
+_STOPPED = "stopped"
+_MOST_TEXT = 120
+"""characters of an error in the verdict"""
 
 Presence = Literal["live", "stale", "lost"]
-Standing = Literal["ready", "behind", "stale", "lost", "failed"]
+Standing = Literal["ready", "behind", "stale", "lost", "failed", "stopped"]
+WORST_FIRST: tuple[Standing, ...] = ("failed", "lost", "stale", "behind", "ready", "stopped")
+Level = Literal["good", "warning", "bad"]
 
 
 class EngineLine(Frozen):
@@ -68,8 +86,8 @@ class Host(Frozen):
     local: str
     run_id: str
     presence: Presence
-    heard_seconds_ago: float
-    """since its report last changed, by the clock of who reads it"""
+    heard_seconds_ago: float | None
+    """since its report last changed; null where the reader cannot know"""
     state: str
     """ready, or what it is at"""
     ready: bool
@@ -96,6 +114,26 @@ class Host(Frozen):
     updates: tuple[UpdateLine, ...]
     """newest first"""
 
+    @property
+    def takes_part(self) -> bool:
+        """Whether `wait` counts it: not when it stopped, is lost, or went silent without a version."""
+        return self.standing not in ("lost", "stopped") and not (self.standing == "stale" and self._is_empty)
+
+    @property
+    def is_ghost(self) -> bool:
+        """Lost without ever having held a version: mostly a start with wrong settings."""
+        return self.standing == "lost" and self._is_empty
+
+    @property
+    def _is_empty(self) -> bool:
+        return self.local_version is None and self.served_version is None
+
+    @property
+    def severity(self) -> tuple[int, int, str]:
+        """Worst first, ghosts last."""
+        at = len(WORST_FIRST) if self.is_ghost else WORST_FIRST.index(self.standing)
+        return at, -(self.lag or 0), self.key
+
     def in_brief(self) -> Host:
         return self._cut(TEXT_SHOWN, ENGINES_SHOWN)
 
@@ -119,6 +157,8 @@ class Counts(Frozen):
     lost: int = 0
     failed: int = 0
     """an engine failed, or an error keeps it from being ready"""
+    stopped: int = 0
+    """ended on request"""
 
 
 class LagCount(Frozen):
@@ -133,6 +173,48 @@ class Bounds(Frozen):
     lost_seconds: float = LOST_SECONDS
 
 
+class Owner(Frozen):
+    """The publisher that owns the channel, by its claim."""
+
+    name: str
+    state: Literal["alive", "silent", "stopped"]
+    heard_seconds_ago: float | None
+
+
+class RefusedCheckpoint(Frozen):
+    source: str
+    message: str
+    remedy: str
+    seconds_ago: float | None
+    """null where this process did not refuse it itself"""
+
+
+class PublisherLine(Frozen):
+    """What the publisher's daemon says of itself."""
+
+    ready: bool
+    reasons: tuple[str, ...] = ()
+    """why it is not ready"""
+    publishing: str = ""
+    """source and phase of the running publication"""
+    queue: int = 0
+    inbox: Mapping[str, int] = {}
+    """watched checkpoints, by what became of them: waiting, refused"""
+    held: str = ""
+    problem: str = ""
+    """of the work beside the versions"""
+    last_refused: RefusedCheckpoint | None = None
+    refused_since_version: bool = False
+    """no version was published after the last refusal"""
+
+
+class Verdict(Frozen):
+    """The answer to "is all well?"."""
+
+    level: Level = "good"
+    text: str = ""
+
+
 class Fleet(Frozen):
     now: float
     """unix time, of who looked"""
@@ -143,8 +225,16 @@ class Fleet(Frozen):
     hosts: tuple[Host, ...] = ()
     counts: Counts = Counts()
     lag: tuple[LagCount, ...] = ()
-    """of hosts that are not lost"""
+    """of hosts that take part"""
     bounds: Bounds = Bounds()
+    latest_age_seconds: float | None = None
+    """since the newest version was published"""
+    time_source: TimeSource = "channel"
+    """whose clock the ages are by: the channel's file system, or this machine where nothing can be written"""
+    owner: Owner | None = None
+    publisher: PublisherLine | None = None
+    """null where no daemon was asked"""
+    verdict: Verdict = Verdict()
 
     def page(self) -> bytes:
         """As JSON: all of it in small fleets, bounded in any."""
@@ -178,9 +268,11 @@ class FleetReader:
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
         updates: int = UPDATES_LIMIT,
+        publisher: Callable[[], PublisherLine | None] = lambda: None,
     ) -> None:
         """`updates`: so many of each host's are read; they are most of a report."""
-        self._channel, self._now = channel, now
+        self._channel, self._now, self._publisher = channel, now, publisher
+        self._channel_clock = ChannelClock(channel, clock, now)
         self._bounds = Bounds() if bounds is None else bounds
         members = EngineLine.model_fields.keys()
         self._reports = ReportReader(channel, updates=updates, engine_members=members)
@@ -190,11 +282,12 @@ class FleetReader:
     def read(self) -> Fleet:
         """Raises RetryLater when there is no channel, DamagedFile when its pointer cannot be read."""
         run = _run_of(self._channel)
-        sightings = self._reports.read()
-        heard = self._heard.seconds_ago(sightings)
-        hosts = tuple(self._host(each, heard[each.key], run) for each in sightings)
-        self._shown = {each.key: self._shown[each.key] for each in sightings}
-        return Fleet(
+        reports = self._reports.read()
+        clock = self._channel_clock.read(max((each.written for each in reports), default=0.0))
+        silences = self._heard.silences(reports, clock.now)
+        hosts = tuple(self._host(each, silences[each.key], run) for each in reports)
+        self._shown = {each.key: self._shown[each.key] for each in reports}
+        fleet = Fleet(
             now=self._now(),
             channel=str(self._channel),
             run_id=run.run_id,
@@ -203,24 +296,55 @@ class FleetReader:
             counts=count(hosts),
             lag=distribution(hosts),
             bounds=self._bounds,
+            latest_age_seconds=_version_age(self._channel, run.latest, clock.now),
+            time_source=clock.source,
+            owner=_owner(self._channel, clock.now),
+            publisher=self._publisher(),
         )
+        return fleet.model_copy(update={"verdict": verdict(fleet)})
 
-    def _host(self, sighting: StoredReport, heard_seconds_ago: float, run: RunHead) -> Host:
-        known = self._shown.get(sighting.key)
+    def _host(self, stored: StoredReport, silence: Silence, run: RunHead) -> Host:
+        known = self._shown.get(stored.key)
         # a report that was not read again is the same object
-        host = known[1] if known is not None and known[0] is sighting.report else as_host(sighting)
-        presence = presence_of(heard_seconds_ago, self._bounds)
-        standing = standing_of(host, presence, run)
+        host = known[1] if known is not None and known[0] is stored.report else as_host(stored)
+        presence = presence_of(silence, self._bounds)
         shown = host.model_copy(
             update={
-                "heard_seconds_ago": round(max(0.0, heard_seconds_ago), 3),
+                "heard_seconds_ago": round(max(0.0, silence.seconds), 3) if silence.exact else None,
                 "presence": presence,
                 "lag": lag_of(host, run),
-                "standing": standing,
+                "standing": standing_of(host, presence, run),
             }
         )
-        self._shown[sighting.key] = sighting.report, host
+        self._shown[stored.key] = stored.report, host
         return shown
+
+
+def _owner(channel: Path, now: float | None) -> Owner | None:
+    try:
+        found = owner_of(channel)
+    except OSError:
+        return None
+    if found is None:
+        return None
+    silent = None if now is None else round(max(0.0, now - found.written), 3)
+    late = silent is not None and silent >= PATIENCE_SECONDS
+    return Owner(
+        name=found.name,
+        state="stopped" if found.ended else "silent" if late else "alive",
+        heard_seconds_ago=silent,
+    )
+
+
+def _version_age(channel: Path, version: int | None, now: float | None) -> float | None:
+    layout = Layout(channel)
+    if now is None or version is None:
+        return None
+    try:
+        written = (layout.index(version) if version else layout.channel_json).stat().st_mtime
+    except OSError:
+        return None
+    return round(max(0.0, now - written), 3)
 
 
 def _run_of(channel: Path) -> RunHead:
@@ -284,10 +408,11 @@ def _engine(engine: Mapping[str, object]) -> EngineLine:
     )
 
 
-def presence_of(heard_seconds_ago: float, bounds: Bounds) -> Presence:
-    if heard_seconds_ago >= bounds.lost_seconds:
+def presence_of(silence: Silence, bounds: Bounds) -> Presence:
+    """A host whose age is not known counts as live once it is heard, not before."""
+    if silence.seconds >= bounds.lost_seconds:
         return "lost"
-    return "stale" if heard_seconds_ago >= bounds.stale_seconds else "live"
+    return "live" if silence.exact and silence.seconds < bounds.stale_seconds else "stale"
 
 
 def lag_of(host: Host, run: RunHead) -> int | None:
@@ -303,6 +428,8 @@ def _is_other(host: Host, run: RunHead) -> bool:
 
 
 def standing_of(host: Host, presence: Presence, run: RunHead) -> Standing:
+    if host.state == _STOPPED:
+        return "stopped"
     if presence != "live":
         return presence
     engine_failed = any(engine.state == "failed" for engine in host.engines)
@@ -312,13 +439,39 @@ def standing_of(host: Host, presence: Presence, run: RunHead) -> Standing:
     return "ready" if host.ready and lag is not None and lag <= 0 else "behind"
 
 
+def require_gone(host: Host) -> None:
+    """Raises Refused unless the host stopped or is lost."""
+    if host.standing in ("stopped", "lost"):
+        return
+    heard = "at an unknown time" if host.heard_seconds_ago is None else f"{age(host.heard_seconds_ago)} ago"
+    raise Refused(
+        f"{host.host} ({host.local}) is {host.standing}, heard {heard}; "
+        "only a stopped or lost host can be forgotten",
+        remedy="stop its subscriber, or wait until it is lost",
+    )
+
+
+@dataclass(frozen=True)
+class Trouble:
+    error: str
+    remedy: str
+
+
+def trouble_of(host: Host, run_id: str | None) -> Trouble:
+    """What is wrong with a host, and what to do about it."""
+    if not host.last_error and _is_other(host, RunHead(run_id, None)):
+        remedy = "give it this run's channel, or a local directory of its own"
+        return Trouble(f"follows another run, {host.run_id}", remedy)
+    return Trouble(host.last_error, host.remedy)
+
+
 def count(hosts: Iterable[Host]) -> Counts:
     found = Counter(str(host.standing) for host in hosts)
     return Counts(**found)
 
 
 def distribution(hosts: Iterable[Host]) -> tuple[LagCount, ...]:
-    found = Counter(host.lag for host in hosts if host.presence != "lost" and host.lag is not None)
+    found = Counter(host.lag for host in hosts if host.takes_part and host.lag is not None)
     return tuple(LagCount(lag=lag, hosts=hosts) for lag, hosts in sorted(found.items()))
 
 
@@ -329,10 +482,90 @@ def names_of(hosts: Iterable[Host]) -> dict[str, str]:
     return {h.key: h.host if count[h.host] == 1 else f"{h.host}:{h.local}" for h in shown}
 
 
+def short_names_of(hosts: Iterable[Host]) -> dict[str, str]:
+    """As `names_of`, with no more of each local checkpoint's path than tells them apart."""
+    shown = tuple(hosts)
+    names, left, parts = {h.key: h.host for h in shown}, _ambiguous({h.key: h.host for h in shown}), 0
+    while left and parts < _MOST_PARTS:
+        parts += 1
+        for host in (h for h in shown if h.key in left):
+            names[host.key] = f"{host.host}:{'/'.join(host.local.split('/')[-parts:])}"
+        left = _ambiguous(names)
+    return names
+
+
+def _ambiguous(names: Mapping[str, str]) -> set[str]:
+    count = Counter(names.values())
+    return {key for key, name in names.items() if count[name] > 1}
+
+
 def of_run(fleet: Fleet) -> Sequence[Host]:
-    """Hosts of the channel's run that are not lost."""
+    """Hosts of the channel's run that take part."""
     return [
         host
         for host in fleet.hosts
-        if host.presence != "lost" and (fleet.run_id is None or host.run_id in ("", fleet.run_id))
+        if host.takes_part and (fleet.run_id is None or host.run_id in ("", fleet.run_id))
     ]
+
+
+def verdict(fleet: Fleet) -> Verdict:
+    """One sentence: how many hosts serve the newest version, the worst of them, what the publisher lacks."""
+    findings = [*_publisher_findings(fleet), *_host_findings(fleet)]
+    levels = [level for level, _ in findings]
+    level: Level = "bad" if "bad" in levels else "warning" if "warning" in levels else "good"
+    return Verdict(level=level, text="; ".join([_turnout(fleet), *(text for _, text in findings)]))
+
+
+def _turnout(fleet: Fleet) -> str:
+    expected = [host for host in fleet.hosts if host.standing != "stopped" and not host.is_ghost]
+    ready = [host for host in expected if host.standing == "ready"]
+    if not expected:
+        return "no host is running" if fleet.counts.stopped else "no host has reported"
+    newest = fleet.latest is not None and all(host.served_version == fleet.latest for host in ready)
+    target = f"version {fleet.latest}" if newest else "the target version"
+    verb = "serves" if len(expected) == 1 else "serve"
+    return f"{len(ready)} of {counted(len(expected), 'host')} {verb} {target}"
+
+
+def _host_findings(fleet: Fleet) -> list[tuple[Level, str]]:
+    troubled = [h for h in fleet.hosts if h.standing not in ("ready", "stopped") and not h.is_ghost]
+    if not troubled:
+        return []
+    first, names = min(troubled, key=lambda host: host.severity), short_names_of(fleet.hosts)
+    same = sum(host.standing == first.standing for host in troubled) - 1
+    more = f" (and {same} more {first.standing})" if same else ""
+    bad = first.standing in ("failed", "lost")
+    why = short(trouble_of(first, fleet.run_id).error) or first.standing
+    return [("bad" if bad else "warning", f"{names[first.key]}: {why}{more}")]
+
+
+def _publisher_findings(fleet: Fleet) -> list[tuple[Level, str]]:
+    found: list[tuple[Level, str]] = []
+    owner, line = fleet.owner, fleet.publisher
+    if owner is not None and owner.state != "alive" and line is None:
+        since = "" if owner.heard_seconds_ago is None else f" for {age(owner.heard_seconds_ago)}"
+        found.append(("bad" if owner.state == "silent" else "warning", f"publisher {owner.state}{since}"))
+    if line is None:
+        return found
+    if not line.ready:
+        found.append(("bad", f"publisher not ready: {short('; '.join(line.reasons))}"))
+    if line.last_refused is not None and (line.refused_since_version or line.inbox.get("refused")):
+        said = f"{line.last_refused.source} refused: {short(line.last_refused.message)}"
+        found.append(("bad" if line.refused_since_version else "warning", said))
+    if line.held:
+        found.append(("warning", f"publisher held: {line.held}"))
+    return found
+
+
+def short(text: str) -> str:
+    return text[:_MOST_TEXT] + ("..." if len(text) > _MOST_TEXT else "")
+
+
+def age(seconds: float | None) -> str:
+    """For people: `5 s`, `22 min`, `3 h`, `4 days`; `?` where it is not known."""
+    if seconds is None:
+        return "?"
+    for unit, size, most in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172_800)):
+        if seconds < most:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86400:.0f} days"

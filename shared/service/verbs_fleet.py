@@ -4,42 +4,65 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import quote
 
 import typer
 from pydantic import ValidationError
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
+from rich.padding import Padding
 from rich.text import Text
 
 from weightcast.shared.channel.reports import UPDATES_LIMIT
+from weightcast.shared.channel.reports import forget as forget_report
 from weightcast.shared.channel.store import require_named
-from weightcast.shared.errors import Refused, WeightcastError, counted
+from weightcast.shared.errors import Refused, WeightcastError, counted, disk_text
 from weightcast.shared.files.paths import printable
 from weightcast.shared.service.arrivals import Arrivals
 from weightcast.shared.service.client import Daemon
 from weightcast.shared.service.common_options import JsonOption
-from weightcast.shared.service.fleet import Fleet, FleetReader, Host, names_of
+from weightcast.shared.service.fleet import (
+    WORST_FIRST,
+    Fleet,
+    FleetReader,
+    Host,
+    PublisherLine,
+    age,
+    names_of,
+    require_gone,
+    short_names_of,
+    trouble_of,
+    verdict,
+)
 from weightcast.shared.service.output import Output, to_json
 from weightcast.shared.service.streams import is_unread
 
 FLEET_PATH = "/v1/fleet"
 MOST = 50
-"""rows, unless all are wanted: a thousand take seconds to lay out, and nobody reads them"""
+"""hosts, unless all are wanted: a thousand take seconds to lay out, and nobody reads them"""
 _WATCH_SECONDS = 1.0
-_WORST_FIRST = ("failed", "lost", "stale", "behind", "ready")
-_STYLES = {"failed": "bold red", "lost": "red", "stale": "yellow", "behind": "cyan", "ready": "green"}
-_MOST_ERROR = 120
+_LEVELS = {"bad": "bold red", "warning": "yellow", "good": "green"}
+_STYLES = {
+    "failed": "bold red",
+    "lost": "red",
+    "stale": "yellow",
+    "behind": "cyan",
+    "ready": "green",
+    "stopped": "dim",
+}
+_MOST_ERROR = 400
+_NAMES_SHOWN = 10
 _UPDATES_SHOWN = 1
-_COLUMNS = ("host", "", "state", "served", "local", "lag", "target", "heard", "last update", "engines")
+_COLUMNS = ("host", "", "doing", "served", "local", "lag", "heard", "engines", "target", "last update")
 _RIGHT = ("served", "local", "lag", "heard")
-_FRAME_ROWS = 6
-"""of the screen, around the hosts"""
+_DROPPED_FIRST = ("last update", "local", "doing", "target")
+_GAP, _INDENT = 2, 4
 
 LookAtFleet = Callable[[], Fleet]
 
@@ -65,9 +88,16 @@ def fleet(
     token: TokenOption = None,
     watch: Annotated[bool, typer.Option("--watch", help="Go on, once a second, until Ctrl-C.")] = False,
     whole: Annotated[bool, typer.Option("--all", help=f"All hosts, not only the {MOST} worst.")] = False,
+    forget: Annotated[
+        list[str] | None,
+        typer.Option("--forget", help="Delete the report of this stopped or lost host. Repeatable."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the hosts of a run: who is behind, who is gone, and why. Hosts say this of themselves."""
+    if forget:
+        _forget(forget, channel, url, token, as_json)
+        return
     with _looking(channel, url, token, UPDATES_LIMIT if as_json else _UPDATES_SHOWN) as look:
         if watch:
             # the way in which it is meant to end
@@ -76,13 +106,18 @@ def fleet(
             return
         found = look()
         most = None if whole else MOST
-        Output(json=as_json).result(found, lambda console: console.print(table(found, most)))
+        Output(json=as_json).result(found, lambda console: console.print(table(found, console.width, most)))
 
 
 def wait(
     version: Annotated[int, typer.Option("--version", min=0, help="This version or a later one.")],
     fraction: Annotated[
-        float | None, typer.Option("--fraction", help="Share of the hosts that are not lost, up to 1.")
+        float | None,
+        typer.Option(
+            "--fraction",
+            help="Share of the hosts, up to 1. Hosts that stopped, are lost, or went silent without a "
+            "version do not count.",
+        ),
     ] = None,
     min_hosts: Annotated[int | None, typer.Option("--min-hosts", help="So many hosts at least.")] = None,
     timeout: Annotated[float, typer.Option("--timeout", min=0.0, help="Seconds.")] = 600.0,
@@ -99,6 +134,49 @@ def wait(
         facts,
         lambda console: console.print(f"{counted(len(hosts), 'host')} ready with version {version} or later"),
     )
+
+
+def _forget(
+    names: Sequence[str], channel: Path | None, url: str | None, token: str | None, as_json: bool
+) -> None:
+    """All of them or none."""
+    with _looking(channel, url, token, updates=0) as look:
+        fleet = look()
+        hosts = [_host_named(name, fleet) for name in dict.fromkeys(names)]
+        for host in hosts:
+            require_gone(host)
+        for host in hosts:
+            _delete_report(host, channel, url, token)
+    rows = [host.model_dump(include={"key", "host", "local", "standing"}) for host in hosts]
+    said = "\n".join(f"forgot {printable(h.host)} ({printable(h.local)}), {h.standing}" for h in hosts)
+    Output(json=as_json).result({"forgotten": rows}, lambda console: console.print(said))
+
+
+def _delete_report(host: Host, channel: Path | None, url: str | None, token: str | None) -> None:
+    if url is not None:
+        with Daemon(url, token) as daemon:
+            daemon.delete(f"/v1/hosts/{quote(host.key, safe='')}")
+    elif channel is not None:
+        try:
+            forget_report(channel, host.key)
+        except OSError as error:
+            raise Refused(
+                f"the report of {host.host} cannot be deleted: {disk_text(error, channel)}",
+                remedy="give --url of the publisher, or access to hosts/ in the channel",
+            ) from error
+
+
+def _host_named(name: str, fleet: Fleet) -> Host:
+    """By its name, a name with as much of its path as tells it apart, or its key."""
+    shorts, longs = short_names_of(fleet.hosts), names_of(fleet.hosts)
+    found = [h for h in fleet.hosts if name in (h.host, shorts[h.key], longs[h.key], h.key)]
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(sorted(printable(shorts[h.key]) for h in (found or fleet.hosts))[:_NAMES_SHOWN])
+    problem = (
+        f"{counted(len(found), 'host')} named {name[:100]!r}" if found else f"no host named {name[:100]!r}"
+    )
+    raise Refused(problem, remedy=f"give one of: {known}" if known else "no host has reported")
 
 
 @contextmanager
@@ -134,12 +212,12 @@ def _watch(look: LookAtFleet, as_json: bool) -> None:
         return
     console = Console(markup=False, highlight=False, emoji=False)
     if not sys.stdout.isatty():
-        _repeat(look, lambda found: console.print(table(found, MOST)))
+        _repeat(look, lambda found: console.print(table(found, console.width, MOST)))
         return
     with Live(console=console, auto_refresh=False, screen=True) as live:
         _repeat(
             look,
-            lambda found: live.update(table(found, console.height - _FRAME_ROWS), refresh=True),
+            lambda found: live.update(table(found, console.width, rows=console.height), refresh=True),
             lambda error: live.update(Text(printable(str(error)), style="red"), refresh=True),
         )
 
@@ -159,59 +237,133 @@ def _repeat(
         time.sleep(_WATCH_SECONDS)
 
 
-def table(fleet: Fleet, most: int | None = None) -> RenderableType:
-    """The worst first; at most so many hosts."""
-    hosts = sorted(
-        fleet.hosts, key=lambda host: (_WORST_FIRST.index(host.standing), -(host.lag or 0), host.key)
-    )
-    shown = hosts if most is None else hosts[: max(1, most)]
-    grid = Table(box=None, pad_edge=False)
-    for title in _COLUMNS:
-        grid.add_column(title, justify="right" if title in _RIGHT else "left", overflow="fold")
-    names = names_of(fleet.hosts)
-    for host in shown:
-        grid.add_row(printable(names[host.key]), *_cells(host))
-        if host.last_error and host.standing != "ready":
-            grid.add_row("", "", Text(_error(host), style="dim"))
-    lines: list[RenderableType] = [_head(fleet), grid]
-    if len(shown) < len(hosts):
-        lines.append(f"and {len(hosts) - len(shown)} more, none worse: --all, --json")
+def table(fleet: Fleet, width: int, most: int | None = None, rows: int | None = None) -> RenderableType:
+    """The verdict, then the hosts, worst first: at most `most`, and no more than fit into `rows` lines of
+    `width` columns."""
+    hosts = sorted(fleet.hosts, key=lambda host: host.severity)[:most]
+    names = short_names_of(fleet.hosts)
+    cells = [_COLUMNS, *((printable(names[host.key]), *_cells(host)) for host in hosts)]
+    columns = _fitting(cells, width)
+    lines: list[RenderableType] = list(_head(fleet, width if rows is not None else None))
+    lines.append(_row(cells[0], columns, "dim"))
+    shown = 0
+    for host, row in zip(hosts, cells[1:], strict=True):
+        block = [_row(row, columns, "", _STYLES[host.standing]), *_trouble(host, fleet, rows and width)]
+        if rows is not None and shown and len(lines) + len(block) >= rows:
+            break
+        lines, shown = lines + block, shown + 1
+    if shown < len(fleet.hosts):
+        lines.append(Text(f"and {len(fleet.hosts) - shown} more, none worse: --all, --json"))
+    elif rows is None and fleet.counts.lost:
+        lines.append(Text("for hosts that will not return: weightcast fleet --forget HOST", style="dim"))
     return Group(*lines)
 
 
-def _head(fleet: Fleet) -> str:
+def _head(fleet: Fleet, cut: int | None) -> list[Text]:
+    found = fleet.verdict if fleet.verdict.text else verdict(fleet)
+    lines = [(found.text, _LEVELS[found.level]), (_counts(fleet), "")]
+    lines += [(text, "dim") for text in _publisher(fleet)]
+    if fleet.time_source != "channel" and fleet.hosts:
+        unknown = "it is behind the reports, so ages are unknown (?)"
+        local = unknown if fleet.time_source == "unknown" else "ages are by this machine's clock"
+        lines.append((f"hosts/ cannot be written from here: {local}", "yellow"))
+    return [Text(printable(text)[:cut], style=style) for text, style in lines]
+
+
+def _counts(fleet: Fleet) -> str:
     counts = fleet.counts.model_dump()
-    said = ", ".join(f"{counts[standing]} {standing}" for standing in _WORST_FIRST[::-1])
-    lag = ", ".join(f"{row.lag}: {row.hosts}" for row in fleet.lag) or "-"
-    latest = "-" if fleet.latest is None else fleet.latest
-    return printable(
-        f"run {fleet.run_id or 'foreign'}, latest {latest};"
-        f" {counted(len(fleet.hosts), 'host')}: {said}; by lag {lag}"
-    )
+    said = ", ".join(f"{counts[standing]} {standing}" for standing in WORST_FIRST[::-1] if counts[standing])
+    latest = "-" if fleet.latest is None else str(fleet.latest)
+    if fleet.latest_age_seconds is not None:
+        latest += f" ({age(fleet.latest_age_seconds)} old)"
+    hosts = counted(len(fleet.hosts), "host")
+    return f"run {fleet.run_id or 'foreign'}, latest {latest}; {hosts}{': ' if said else ''}{said}"
 
 
-def _cells(host: Host) -> Sequence[RenderableType]:
-    """Beside its name."""
+def _publisher(fleet: Fleet) -> Iterator[str]:
+    owner, line = fleet.owner, fleet.publisher
+    if line is None:
+        if owner is not None:
+            yield f"publisher {owner.state}, heard {age(owner.heard_seconds_ago)} ago: {owner.name}"
+        return
+    inbox = [f"{number} {what}" for what, number in line.inbox.items() if number]
+    doing = [f"publishing {line.publishing}"] if line.publishing else []
+    yield f"publisher {'; '.join([*_state(line), *doing, f'queue {line.queue}', *inbox])}"
+    if line.problem:
+        yield f"publisher's maintenance: {line.problem}"
+    if line.last_refused is not None and (line.refused_since_version or line.inbox.get("refused")):
+        yield f"refused {line.last_refused.source}: {line.last_refused.message}"
+        yield f"    {line.last_refused.remedy}"
+
+
+def _state(line: PublisherLine) -> list[str]:
+    return [
+        "ready" if line.ready else f"not ready: {'; '.join(line.reasons)}",
+        *([line.held] if line.held else []),
+    ]
+
+
+def _fitting(cells: Sequence[Sequence[str]], width: int) -> dict[int, int]:
+    """The width of each column that is shown: those that say least go first where not all fit."""
+    widths = {at: max(cell_len(row[at]) for row in cells) for at in range(len(_COLUMNS))}
+    if all(row[_COLUMNS.index("target")] == "latest" for row in cells[1:]):
+        del widths[_COLUMNS.index("target")]
+    for name in _DROPPED_FIRST:
+        if sum(widths.values()) + _GAP * (len(widths) - 1) <= width:
+            break
+        widths.pop(_COLUMNS.index(name), None)
+    return widths
+
+
+def _row(cells: Sequence[str], columns: Mapping[int, int], style: str, standing: str = "") -> Text:
+    line = Text(style=style)
+    for at, width in columns.items():
+        space = " " * (width - cell_len(cells[at]))
+        cell = space + cells[at] if _COLUMNS[at] in _RIGHT else cells[at] + space
+        line.append(cell, style=standing if at == 1 else None).append(" " * _GAP)
+    line.rstrip()
+    return line
+
+
+def _trouble(host: Host, fleet: Fleet, cut: int | None) -> list[RenderableType]:
+    """The error and its remedy, each on lines of its own; in a live view on one line each."""
+    if host.standing == "ready":
+        return []
+    found = trouble_of(host, fleet.run_id)
+    texts = [text for text in (found.error, found.remedy) if text]
+    shown = [Text(_cut(printable(text), cut and cut - _INDENT), style="dim") for text in texts]
+    return [Padding(text, (0, 0, 0, _INDENT), expand=False) for text in shown]
+
+
+def _cut(text: str, most: int | None) -> str:
+    most = _MOST_ERROR if most is None else most
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _cells(host: Host) -> Sequence[str]:
+    """After its name."""
     return (
-        Text(host.standing, style=_STYLES[host.standing]),
-        printable(host.state if host.state != "ready" else host.phase or host.state),
+        host.standing,
+        _doing(host),
         _number(host.served_version),
         _number(host.local_version),
         _number(host.lag),
+        age(host.heard_seconds_ago),
+        _engines(host),
         printable(host.target),
-        f"{host.heard_seconds_ago:.0f} s",
         _last_update(host),
-        printable(", ".join(f"{engine.name} {engine.state}".strip() for engine in host.engines)) or "-",
     )
 
 
-def _error(host: Host) -> str:
-    """What to do is shown whatever the length of what went wrong."""
-    return printable(_cut(host.last_error) + (f" ({_cut(host.remedy)})" if host.remedy else ""))
+def _doing(host: Host) -> str:
+    if host.standing in ("stopped", "lost"):
+        return ""
+    return printable(host.state if host.state != "ready" else host.phase or host.state)
 
 
-def _cut(text: str) -> str:
-    return text[:_MOST_ERROR] + ("..." if len(text) > _MOST_ERROR else "")
+def _engines(host: Host) -> str:
+    others = [f"{one.name} {one.state}".strip() for one in host.engines if one.state != "serving"]
+    return printable(", ".join(others)) or (f"{len(host.engines)} serving" if host.engines else "-")
 
 
 def _number(value: int | None) -> str:

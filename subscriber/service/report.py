@@ -33,6 +33,7 @@ LONGEST_PAUSE = 60.0
 _UNDELIVERED = Backoff(CHANGE_SECONDS, LONGEST_PAUSE)
 _LOOK_SECONDS = 0.25
 _STOP_SECONDS = 2.0
+_LAST_PAUSE = 0.6
 _POST_SECONDS = 5.0
 _TICK = 0.05
 """seconds within which two clocks count as equal: file times are coarse"""
@@ -145,8 +146,12 @@ class Reporter:
             self._deliver(report, now)
 
     def last(self, status: HostStatus) -> None:
-        """As the process ends: now, whatever was told a moment ago."""
+        """As the process ends: now, whatever was reported a moment ago. One that failed is tried once more:
+        a publisher takes no two reports of a host within half a second."""
         self._deliver(describe(status), self._clock())
+        if self.error:
+            time.sleep(_LAST_PAUSE)
+            self._deliver(describe(status), self._clock())
 
     def close(self) -> None:
         self._door.close()

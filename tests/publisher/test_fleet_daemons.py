@@ -100,7 +100,7 @@ def test_hosts_appear_stop_and_recover(fleet: Fleet, weightcast: Command) -> Non
     code, out, _ = weightcast("fleet", "--url", fleet.url, "--json")
     said = json.loads(out)
     assert code == 0 and said["latest"] == 2
-    assert said["counts"] == {"ready": 1, "behind": 0, "stale": 0, "lost": 1, "failed": 0}
+    assert said["counts"] == {"ready": 1, "behind": 0, "stale": 0, "lost": 1, "failed": 0, "stopped": 0}
     assert {host["key"]: (host["served_version"], host["lag"]) for host in said["hosts"]} == {
         host["key"]: (host["served_version"], host["lag"])
         for host in fleet.publisher.get("/v1/fleet").json()["hosts"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -12,9 +14,11 @@ from typing import Any
 
 import httpx
 import pytest
-from daemonkit import Daemon, Places, base_tensors, changed, rename_in
+from daemonkit import Daemon, Places, base_tensors, changed, rename_in, unprivileged
+from in_process import Command
 from waiting import wait_until
 
+from weightcast.shared.channel.channel_file import ChannelFile, write_channel_file
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.marks import keep, set_tag
 from weightcast.shared.channel.reports import REPORT_LIMIT, Report, Update, pack_report, write_report
@@ -79,7 +83,7 @@ def test_hosts_are_shown_grow_old_and_come_back(places: Places, daemon: Daemon, 
         lambda: fleet if len((fleet := daemon.get("/v1/fleet").json())["hosts"]) == 3 else None
     )
     assert (fleet["channel"], fleet["run_id"], fleet["latest"]) == (str(places.channel), run_id, 0)
-    assert fleet["counts"] == {"ready": 1, "behind": 1, "stale": 0, "lost": 0, "failed": 1}
+    assert fleet["counts"] == {"ready": 1, "behind": 1, "stale": 0, "lost": 0, "failed": 1, "stopped": 0}
     assert fleet["lag"] == [{"lag": 0, "hosts": 2}]
     bad, one, two = fleet["hosts"]
     assert (one["host"], one["ready"], one["presence"], one["lag"]) == ("one", True, "live", 0)
@@ -291,3 +295,26 @@ def test_a_host_s_token_lets_it_report_and_nothing_else(
             assert daemon.get("/v1/fleet").status_code == shown
     finally:
         daemon.kill()
+
+
+def test_a_reader_without_rights_says_whose_clock_it_is(weightcast: Command) -> None:
+    with unprivileged() as channel:
+        layout = Layout(channel)
+        layout.channel_json.write_bytes(write_channel_file(ChannelFile("run", 0.0)))
+        layout.latest.write_text("000001")
+        write_report(channel, report("a", "run", 1))
+        layout.hosts_dir.chmod(0o555)
+        path, now = layout.report("a", "/data/policy"), time.time()
+        os.utime(path, (now - 1320, now - 1320))
+        code, out, _ = weightcast("fleet", "--channel", channel)
+        assert code == 0 and "ages are by this machine's clock" in out and "22 min" in out
+        # a host whose clock is ahead of this machine's
+        os.utime(path, (now + 1320, now + 1320))
+        code, out, _ = weightcast("fleet", "--channel", channel)
+        assert code == 0 and "ages are unknown (?)" in out and "a     stale" in out and " 0 s" not in out
+        code, _, err = weightcast("fleet", "--channel", channel, "--forget", "a")
+        assert code == 3 and "stale, heard at an unknown time" in err
+        os.utime(path, (now - 1320, now - 1320))
+        code, _, err = weightcast("fleet", "--channel", channel, "--forget", "a")
+        assert code == 3 and "cannot be deleted" in err and path.exists()
+        layout.hosts_dir.chmod(0o755)

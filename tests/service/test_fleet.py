@@ -16,11 +16,14 @@ from in_process import Command
 from rich.console import Console
 
 from weightcast.shared.channel.channel_file import ChannelFile, write_channel_file
+from weightcast.shared.channel.claims import Claimant, ClaimRecord, write_claim
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.reports import (
     WHOLE_BYTES,
+    ChannelClock,
     Heard,
     Report,
+    Silence,
     StoredReport,
     Update,
     pack_report,
@@ -35,6 +38,7 @@ from weightcast.shared.service.fleet import (
     Host,
     RunHead,
     lag_of,
+    presence_of,
     standing_of,
 )
 from weightcast.shared.service.verbs_fleet import MOST, table
@@ -62,11 +66,11 @@ def test_presence_is_judged_by_the_readers_clock(channel: Path) -> None:
     reader = FleetReader(channel, Bounds(stale_seconds=10, lost_seconds=20), lambda: now[0], lambda: 99.0)
     write_report(channel, REPORT)
     assert [host.presence for host in reader.read().hosts] == ["live"]
-    for passed, presence in ((9.9, "live"), (10.0, "stale"), (19.9, "stale"), (20.0, "lost")):
+    for passed, presence in ((9.0, "live"), (10.0, "stale"), (19.0, "stale"), (20.0, "lost")):
         now[0] = passed
         # the host's own times say nothing
         [host] = reader.read().hosts
-        assert (host.presence, host.heard_seconds_ago) == (presence, passed)
+        assert (host.presence, host.heard_seconds_ago) == (presence, pytest.approx(passed, abs=0.5))
     write_report(channel, replace(REPORT, counter=2))
     [host] = reader.read().hosts
     assert (host.presence, host.heard_seconds_ago) == ("live", 0.0)
@@ -122,26 +126,27 @@ FAILED = {"name": "e", "kind": "vllm", "state": "failed", "version": None, "conf
         ({"engines": (FAILED,)}, "failed", 0),
         ({"run_id": "another"}, "failed", 0),
         ({"run_id": "", "served_version": None, "ready": False}, "behind", None),
+        ({"state": "stopped", "ready": False, "last_error": "E: m", "engines": (FAILED,)}, "stopped", 0),
     ],
 )
 def test_where_a_host_stands(facts: dict[str, Any], standing: str, lag: int | None) -> None:
     assert standing_of(host(**facts), "live", RUN) == standing
     assert lag_of(host(**facts), RUN) == lag
-    assert standing_of(host(**facts), "lost", RUN) == "lost"
+    assert standing_of(host(**facts), "lost", RUN) == ("stopped" if standing == "stopped" else "lost")
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 1e6), st.booleans()), max_size=20))
 def test_a_report_is_never_older_than_the_reader(steps: list[tuple[int, float, bool]]) -> None:
-    """Whatever counters and times do, what changed was heard of now."""
+    """Whatever counters and times do, what changed was heard since the last look."""
     now = 0.0
     heard = Heard(lambda: now)
     counter = 0
     for _, written, changes in steps:
         counter += changes
         now += 1.0
-        ages = heard.seconds_ago([StoredReport("a", replace(REPORT, counter=counter), written)])
-        assert 0 <= ages["a"] <= now
-        assert not changes or ages["a"] == 0
+        silence = heard.silences([StoredReport("a", replace(REPORT, counter=counter), written)], now)["a"]
+        assert silence.exact and 0 <= silence.seconds <= now
+        assert not changes or silence.seconds <= 1.0
 
 
 def test_the_counts_are_those_of_the_hosts(channel: Path) -> None:
@@ -150,7 +155,14 @@ def test_the_counts_are_those_of_the_hosts(channel: Path) -> None:
     write_report(channel, replace(REPORT, host="c", state="fetching", served_version=None))
     write_report(channel, replace(REPORT, host="d", state="waiting", last_error="E: m"))
     fleet = FleetReader(channel).read()
-    assert fleet.counts.model_dump() == {"ready": 1, "behind": 2, "stale": 0, "lost": 0, "failed": 1}
+    assert fleet.counts.model_dump() == {
+        "ready": 1,
+        "behind": 2,
+        "stale": 0,
+        "lost": 0,
+        "failed": 1,
+        "stopped": 0,
+    }
     assert [(row.lag, row.hosts) for row in fleet.lag] == [(0, 1), (2, 2)]
     assert Fleet.model_validate_json(fleet.model_dump_json()) == fleet
 
@@ -213,10 +225,14 @@ def test_the_table_has_the_worst_first_and_no_control_characters(channel: Path, 
     path.write_bytes(path.read_bytes().replace(b'"bad"', b'"b\\u2028d"'))
     code, out, _ = weightcast("fleet", "--channel", channel)
     lines = out.splitlines()
-    assert code == 0 and "2 hosts: 1 ready, 0 behind, 0 stale, 0 lost, 1 failed" in lines[0]
-    assert (
-        lines[2].startswith("b\\u2028d") and "E: no space (free it)" in lines[3] and lines[4].startswith("a")
-    )
+    assert code == 0 and lines[0] == "1 of 2 hosts serve version 5; b\\u2028d: E: no space"
+    assert lines[1].endswith("2 hosts: 1 ready, 1 failed") and lines[2].split()[:3] == [
+        "host",
+        "doing",
+        "served",
+    ]
+    assert lines[3].startswith("b\\u2028d") and lines[6].startswith("a")
+    assert [line.strip() for line in lines[4:6]] == ["E: no space", "free it"]
     code, out, _ = weightcast("fleet", "--channel", channel, "--json")
     assert [host["host"] for host in json.loads(out)["hosts"]] == ["a", "b\u2028d"]
 
@@ -225,7 +241,7 @@ def test_a_long_error_does_not_push_out_its_remedy(channel: Path, weightcast: Co
     long = replace(REPORT, host="bad", state="waiting", last_error="E: " + "e" * 400, remedy="free it")
     write_report(channel, long)
     _, out, _ = weightcast("fleet", "--channel", channel)
-    assert "e... (free it)" in " ".join(out.split())
+    assert "e... " in out and "    free it" in out.splitlines()
 
 
 def test_the_worst_fifty_are_enough_unless_all_are_wanted(channel: Path, weightcast: Command) -> None:
@@ -233,7 +249,7 @@ def test_the_worst_fifty_are_enough_unless_all_are_wanted(channel: Path, weightc
         write_report(channel, replace(REPORT, host=f"host-{number:02}", served_version=5))
     write_report(channel, replace(REPORT, host="late"))
     code, out, _ = weightcast("fleet", "--channel", channel)
-    assert code == 0 and "late" in out.splitlines()[2] and out.splitlines()[-1].startswith("and 2 more")
+    assert code == 0 and "late" in out.splitlines()[3] and out.splitlines()[-1].startswith("and 2 more")
     code, out, _ = weightcast("fleet", "--channel", channel, "--all")
     assert code == 0 and f"host-{MOST}" in out and "more" not in out
 
@@ -243,7 +259,7 @@ def test_hosts_of_one_machine_are_told_apart(channel: Path, weightcast: Command)
     write_report(channel, replace(REPORT, local="/data/b", served_version=4))
     write_report(channel, replace(REPORT, host="other"))
     code, out, _ = weightcast("fleet", "--channel", channel)
-    assert code == 0 and {"a:/data/a", "a:/data/b", "other"} <= set(out.split())
+    assert code == 0 and {"a:a", "a:b", "other"} <= set(out.split())
     wait = ("wait", "--channel", channel, "--version", 5, "--timeout", 0)
     code, out, _ = weightcast(*wait, "--json")
     assert code == 0 and json.loads(out)["hosts"] == ["a:/data/a"]
@@ -271,7 +287,7 @@ def test_a_large_fleet_is_cut_to_the_screen(channel: Path) -> None:
     for number in range(30):
         write_report(channel, replace(REPORT, host=f"host-{number:02}"))
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(table(FleetReader(channel).read(), most=5))
+    console.print(table(FleetReader(channel).read(), console.width, most=5))
     said = console.export_text()
     assert "and 25 more" in said and "host-04" in said and "host-05" not in said
 
@@ -283,3 +299,165 @@ def test_the_last_update_is_shown_and_json_has_all(channel: Path, weightcast: Co
     assert code == 0 and "patch 5 in 1.25 s" in out
     code, out, _ = weightcast("fleet", "--channel", channel, "--json")
     assert [row["version"] for row in json.loads(out)["hosts"][0]["updates"]] == [5, 4, 3]
+
+
+GHOST = replace(REPORT, host="ghost", run_id="", state="starting", local_version=None, served_version=None)
+STOPPED = replace(REPORT, host="ended", state="stopped", served_version=5)
+
+
+def write_aged(channel: Path, report: Report, seconds: float) -> None:
+    write_report(channel, report)
+    age(channel, report, seconds)
+
+
+def claim_of(channel: Path, seconds: float, **facts: Any) -> None:
+    path = Layout(channel).claim(1)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(write_claim(ClaimRecord(Claimant("trainer", 12), 0.0, **facts)))
+    at = path.stat().st_mtime - seconds
+    os.utime(path, (at, at))
+
+
+def test_a_fleet_that_died_together_is_not_heard_now(channel: Path, weightcast: Command) -> None:
+    """One look, no publisher alive: ages are those of the files, by the file system's clock."""
+    for name in ("a", "b"):
+        write_aged(channel, replace(REPORT, host=name, served_version=5), 1320)
+    claim_of(channel, 1320)
+    _, out, _ = weightcast("fleet", "--channel", channel)
+    lines = out.splitlines()
+    assert lines[0] == "0 of 2 hosts serve version 5; publisher silent for 22 min; a: lost (and 1 more lost)"
+    assert lines[2].startswith("publisher silent, heard 22 min ago: process 12 on trainer")
+    assert [line.split()[:2] for line in lines[4:6]] == [["a", "lost"], ["b", "lost"]] and "22 min" in lines[
+        4
+    ]
+    assert [path.name[:2] for path in sorted(Layout(channel).hosts_dir.iterdir())] == ["a-", "b-"]
+    _, out, _ = weightcast("fleet", "--channel", channel, "--json")
+    said = json.loads(out)
+    assert said["time_source"] == "channel" and said["verdict"]["level"] == "bad"
+    assert all(1320 <= host["heard_seconds_ago"] < 1400 for host in said["hosts"])
+
+
+def test_a_publisher_that_stopped_is_not_one_that_is_silent(channel: Path) -> None:
+    assert FleetReader(channel).read().owner is None
+    claim_of(channel, 5)
+    assert FleetReader(channel).read().owner.state == "alive"
+    claim_of(channel, 500, released=True)
+    fleet = FleetReader(channel).read()
+    assert fleet.owner.state == "stopped" and "publisher stopped for 8 min" in fleet.verdict.text
+
+
+def test_a_report_read_after_a_long_pause_is_as_old_as_its_file(channel: Path) -> None:
+    """A mount that hung between two looks must not make hosts that died meanwhile look alive."""
+    now = [0.0]
+    reader = FleetReader(channel, clock=lambda: now[0])
+    write_report(channel, REPORT)
+    reader.read()
+    now[0] = 600.0
+    write_aged(channel, replace(REPORT, counter=2), 500)
+    [host] = reader.read().hosts
+    assert host.standing == "lost" and 500 <= host.heard_seconds_ago < 510
+
+
+@pytest.mark.parametrize("ahead", [5.0, -5000.0])
+def test_without_a_place_to_write_ages_are_plausible_or_unknown(tmp_path: Path, ahead: float) -> None:
+    """A clock behind the newest report is wrong, and says nothing; a host is live once it is heard."""
+    now, written = [0.0], 1e9
+    local = ChannelClock(tmp_path / "read-only", lambda: now[0], lambda: written + ahead + now[0])
+    heard = Heard(lambda: now[0])
+
+    def silence(counter: int) -> Silence:
+        reports = [StoredReport("a", replace(REPORT, counter=counter), written)]
+        return heard.silences(reports, local.read(written).now)["a"]
+
+    assert local.read(written).source == ("local" if ahead > 0 else "unknown")
+    assert silence(1) == Silence(max(ahead, 0.0), exact=ahead > 0)
+    assert presence_of(Silence(0.0, exact=False), Bounds()) == "stale"
+    now[0] = 200.0
+    assert presence_of(silence(1), Bounds()) == "lost"
+    now[0] = 201.0
+    assert presence_of(silence(2), Bounds()) == "live"
+
+
+def test_hosts_that_stopped_or_never_started_are_not_waited_for(channel: Path, weightcast: Command) -> None:
+    write_report(channel, replace(REPORT, served_version=5))
+    write_report(channel, STOPPED)
+    write_aged(channel, GHOST, 90)
+    write_aged(channel, replace(REPORT, host="gone"), 1000)
+    fleet = FleetReader(channel).read()
+    found = [(host.host, host.standing) for host in fleet.hosts]
+    assert found == [("a", "ready"), ("ended", "stopped"), ("ghost", "stale"), ("gone", "lost")]
+    assert [(row.lag, row.hosts) for row in fleet.lag] == [(0, 1)]
+    wait = ("wait", "--channel", channel, "--version", 5, "--fraction", 1.0, "--timeout", 0)
+    assert weightcast(*wait)[0] == 0
+    write_report(channel, replace(STOPPED, host="a"))
+    code, _, err = weightcast(*wait)
+    assert code == 4 and "not counted: a (stopped), ended (stopped), ghost (stale), gone (lost)" in err
+    assert "start the subscribers" in err
+
+
+def test_a_fleet_that_was_stopped_is_no_alarm(channel: Path, weightcast: Command) -> None:
+    write_aged(channel, STOPPED, 5000)
+    code, out, _ = weightcast("fleet", "--channel", channel)
+    assert code == 0 and out.splitlines()[0] == "no host is running"
+    assert FleetReader(channel).read().verdict.level == "good"
+
+
+def test_ghosts_come_last_and_problems_fit_into_the_screen(channel: Path) -> None:
+    for number in range(20):
+        write_aged(channel, replace(GHOST, host=f"ghost-{number:02}", last_error="E: m", remedy="r"), 4000)
+    write_report(
+        channel, replace(REPORT, host="bad", state="waiting", last_error="E: " + "m" * 300, remedy="r")
+    )
+    fleet = FleetReader(channel).read()
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(table(fleet, 80, rows=24))
+    lines = console.export_text().splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    assert lines[3].startswith("bad") and lines[6].startswith("ghost-00") and "more, none worse" in lines[-1]
+
+
+def test_eighty_columns_fit(channel: Path) -> None:
+    engines = tuple(
+        {"name": f"engine-{n}", "kind": "vllm", "state": "serving", "version": 5, "confirmed_by": "digest"}
+        for n in range(8)
+    )
+    updates = (Update(5, "patch", 1.5, {"total": 12.5}, 3, "done"),)
+    for name in ("one", "two"):
+        local = f"/mnt/a/long/way/down/{name}/policy"
+        write_report(channel, replace(REPORT, host="rollout", local=local, engines=engines, updates=updates))
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(table(FleetReader(channel).read(), 80))
+    lines = console.export_text().splitlines()
+    assert lines[3].startswith("rollout:one/policy  behind") and lines[3].endswith("8 serving")
+    assert max(map(len, lines)) <= 80
+
+
+def test_forget(channel: Path, weightcast: Command) -> None:
+    write_report(channel, replace(REPORT, served_version=5))
+    for local in ("/data/a", "/data/b"):
+        write_aged(channel, replace(GHOST, local=local), 4000)
+    write_report(channel, STOPPED)
+    forget = ("fleet", "--channel", channel, "--forget")
+
+    def hosts() -> list[str]:
+        return sorted(host.host for host in FleetReader(channel).read().hosts)
+
+    code, _, err = weightcast(*forget, "ended", "--forget", "a")
+    assert code == 3 and "a (/l) is ready, heard" in err and len(hosts()) == 4, "all or none"
+    code, _, err = weightcast(*forget, "ghost")
+    assert code == 3 and "2 hosts named 'ghost'" in err and "ghost:a, ghost:b" in err
+    code, _, err = weightcast(*forget, "nobody")
+    assert code == 3 and "no host named 'nobody'" in err and len(hosts()) == 4
+    code, out, _ = weightcast(*forget, "ghost:a", "--forget", "ended")
+    assert code == 0 and "forgot ghost (/data/a), lost" in out and "forgot ended (/l), stopped" in out
+    code, out, _ = weightcast(*forget, "ghost", "--json")
+    [row] = json.loads(out)["forgotten"]
+    assert code == 0 and (row["host"], row["local"], row["standing"]) == ("ghost", "/data/b", "lost")
+    assert hosts() == ["a"]
+
+
+def test_a_host_of_another_run_says_so(channel: Path, weightcast: Command) -> None:
+    write_report(channel, replace(REPORT, run_id="another"))
+    _, out, _ = weightcast("fleet", "--channel", channel)
+    assert "a: follows another run, another" in out.splitlines()[0]
+    assert "    give it this run's channel" in out
