@@ -106,7 +106,8 @@ def test_hosts_appear_stop_and_recover(fleet: Fleet, weightcast: Command) -> Non
         for host in fleet.publisher.get("/v1/fleet").json()["hosts"]
     }
     code, out, _ = weightcast("fleet", "--channel", fleet.places.channel)
-    assert code == 0 and "latest 2; 2 hosts" in out and "patch 2 in" in out
+    assert code == 0 and "latest 2 (" in out and "; 2 hosts" in out and "patch 2 in" in out
+    assert "publisher alive, heard" in out
     watching = subprocess.Popen(
         [*COMMAND, "fleet", "--channel", str(fleet.places.channel), "--watch", "--json"],
         stdout=subprocess.PIPE,
@@ -127,14 +128,31 @@ def test_hosts_appear_stop_and_recover(fleet: Fleet, weightcast: Command) -> Non
     wait_until(lambda: fleet.shown("one")["standing"] == "ready")
     assert fleet.shown("one")["lag"] == 0
 
+    name = f"{fleet.shown('one')['host']}:one"
+    code, _, err = weightcast("fleet", "--url", fleet.url, "--forget", name)
+    assert code == 3 and "only a stopped or lost host" in err
+    fleet.kill("one")
+    wait_until(lambda: fleet.shown("one")["standing"] == "lost")
+    code, out, _ = weightcast("fleet", "--url", fleet.url, "--forget", name)
+    assert code == 0 and out.startswith("forgot ")
+    wait_until(lambda: fleet.shown("one") == {})
+    assert fleet.publisher.client.delete("/v1/hosts/nobody").status_code == 404
+    assert fleet.publisher.client.delete(f"/v1/hosts/{fleet.shown('posts')['key']}").status_code == 422
+
 
 def test_a_host_that_ends_says_so_and_one_that_reports_to_nobody_writes_nothing(fleet: Fleet) -> None:
     fleet.start("ends")
     wait_until(lambda: fleet.shown("ends").get("standing") == "ready")
     fleet.hosts["ends"].terminate()
     assert fleet.hosts["ends"].wait(30) == 0
-    wait_until(lambda: fleet.shown("ends")["state"] == "stopped")
+    wait_until(lambda: fleet.shown("ends")["standing"] == "stopped")
     assert fleet.shown("ends")["ready"] is False
+    # posted a moment after another report, which the publisher takes no second one after
+    fleet.start("posts", "--report-to", fleet.url)
+    wait_until(lambda: fleet.shown("posts").get("standing") == "ready")
+    fleet.hosts["posts"].terminate()
+    assert fleet.hosts["posts"].wait(30) == 0
+    wait_until(lambda: fleet.shown("posts")["standing"] == "stopped")
 
     port_file = fleet.places.root / "far.port"
     fleet.start("far", "--report-to", "http://127.0.0.1:9", "--port-file", str(port_file))
@@ -145,4 +163,5 @@ def test_a_host_that_ends_says_so_and_one_that_reports_to_nobody_writes_nothing(
         return str(code.json()["report_error"])
 
     wait_until(lambda: "127.0.0.1:9" in report_error())
-    assert [report.local for report in read_reports(fleet.places.channel)] == [str(fleet.local("ends"))]
+    reported = {report.local for report in read_reports(fleet.places.channel)}
+    assert reported == {str(fleet.local("ends")), str(fleet.local("posts"))}
