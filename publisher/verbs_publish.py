@@ -21,6 +21,7 @@ from weightcast.shared.channel.channel_file import ChannelFile
 from weightcast.shared.channel.index import Encoding
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import WeightcastError
+from weightcast.shared.files.disk_errors import error_text
 from weightcast.shared.files.entries import exists
 from weightcast.shared.files.paths import printable
 from weightcast.shared.service.output import Output
@@ -125,7 +126,7 @@ def _beside(make: Callable[[], object]) -> None:
     try:
         make()
     except (WeightcastError, OSError) as error:
-        print(f"warning: beside the version: {printable(str(error))}", file=sys.stderr)
+        print(f"warning: beside the version: {printable(error_text(error))}", file=sys.stderr)
 
 
 VERB = Verb("publish", publish, _OPTIONS)

@@ -12,6 +12,8 @@ WeightcastError                 exit 1,  HTTP 500
 ├── EngineFailed                exit 5,  HTTP 502   the local checkpoint is right, an engine is not
 └── RetryLater                  exit 75, HTTP 503   busy, not visible yet, no space: try again later
     └── Stopped                                     this process ends
+
+An OSError leaves a command or a daemon as an error of `shared/files/disk_errors.py`.
 """
 
 from __future__ import annotations
@@ -29,11 +31,6 @@ MEND_CHANNEL = (
 def counted(number: int, noun: str) -> str:
     """For messages: "1 host", "2 hosts", "18,432 tensors"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def disk_text(error: OSError, where: object) -> str:
-    """For messages: the file that the system names, else `where`, and what is the matter with it."""
-    return f"{error.filename or where}: {error.strerror or error}"
 
 
 class WeightcastError(Exception):

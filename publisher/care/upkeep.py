@@ -36,6 +36,7 @@ from weightcast.shared.channel.store import Channel
 from weightcast.shared.codec.choose import StepEncoding
 from weightcast.shared.errors import DamagedFile, RetryLater, WeightcastError, counted
 from weightcast.shared.failpoints import failpoint
+from weightcast.shared.files.disk_errors import disk_error
 from weightcast.shared.files.entries import exists, is_own_directory
 from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.spare import drop as drop_spares
@@ -341,7 +342,8 @@ class Background:
             failpoint("upkeep.idle")
         except Exception as error:
             # what went wrong beside the versions is no reason to publish none
-            self.problem = f"{type(error).__name__}: {error}"
+            known = disk_error(error, "a file") if isinstance(error, OSError) else error
+            self.problem = f"{type(known).__name__}: {known}"
 
 
 def _give_way() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.reports import REPORTS_LIMIT, pack_report, parse_report, write_packed
 from weightcast.shared.errors import Refused, WrongRun
+from weightcast.shared.files.disk_errors import disk_text
 
 PER_HOST_SECONDS = 0.5
 """between two reports of a host"""
@@ -129,7 +130,7 @@ class Posted:
                 write_packed(one.path, one.packed)
             except OSError as error:
                 failed[key] = one
-                self._note(key, f"{one.host}: {error}")
+                self._note(key, f"{one.host}: {disk_text(error, one.path)}")
                 in_a_row += 1
             else:
                 self._failing.pop(key, None)

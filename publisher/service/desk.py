@@ -46,8 +46,9 @@ from weightcast.shared.channel.claims import current_epoch
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import NeedsReseed, NotInTime, Refused, RetryLater, disk_text
+from weightcast.shared.errors import NeedsReseed, NotInTime, Refused, RetryLater
 from weightcast.shared.files.apart import require_apart
+from weightcast.shared.files.disk_errors import disk_error, disk_text, error_text
 from weightcast.shared.files.entries import exists
 from weightcast.shared.local.follow import open_base
 from weightcast.shared.local.local_checkpoint import LocalPaths, ensure_room
@@ -167,7 +168,7 @@ class Desk:
         except Exception as error:
             self._recovered = False
             self._note(failure_of(error))
-            self._show(str(error))
+            self._show(error_text(error))
             raise
         self._show()
 
@@ -350,9 +351,7 @@ class Desk:
             self._recovered = False
             return self._done(self._read_back(publisher, made, source))
         except OSError as error:
-            raise RetryLater(
-                f"{source}: {error}", remedy="look at disk and mounts of the publisher"
-            ) from error
+            raise disk_error(error, source) from error
         finally:
             self._meter.end()
         if report.anchor_problem:

@@ -29,6 +29,7 @@ from weightcast.publisher.service.request import MadeFor, new_request
 from weightcast.shared.errors import DamagedFile, Refused, WeightcastError
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
+from weightcast.shared.files.disk_errors import disk_text
 from weightcast.shared.files.entries import is_directory
 from weightcast.shared.service.backoff import Backoff
 from weightcast.shared.service.facts import Failure
@@ -289,7 +290,9 @@ class Watched:
         except OSError as error:
             self._half_consumed.add(name)
             if name not in self._warned:
-                log.warning("checkpoint not consumed yet", checkpoint=name, reason=str(error))
+                log.warning(
+                    "checkpoint not consumed yet", checkpoint=name, reason=disk_text(error, self.directory)
+                )
                 self._warned.add(name)
 
     def _bury_leftovers(self) -> None:
@@ -301,7 +304,11 @@ class Watched:
         try:
             self._bury_leftovers()
         except OSError as error:
-            log.warning("consumed checkpoints left behind", directory=str(self.directory), reason=str(error))
+            log.warning(
+                "consumed checkpoints left behind",
+                directory=str(self.directory),
+                reason=disk_text(error, self.directory),
+            )
 
     def _finish_consuming(self) -> None:
         """In the look after an error, and ever more rarely while it lasts."""

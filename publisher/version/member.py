@@ -22,8 +22,9 @@ from weightcast.shared.channel.channel_file import ChannelFile
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import NeedsReseed, NotInTime, Refused, RetryLater, WeightcastError, disk_text
+from weightcast.shared.errors import NeedsReseed, NotInTime, Refused, RetryLater, WeightcastError
 from weightcast.shared.failpoints import failpoint
+from weightcast.shared.files.disk_errors import disk_error
 from weightcast.shared.local.follow import Follower
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.state import Phase, read_state
@@ -48,10 +49,7 @@ class MemberRank:
             return self._publish(work, last)
         except OSError as error:
             self._follower.release()
-            raise RetryLater(
-                disk_text(error, self._follower.channel_dir),
-                remedy="check the mounts and the space on them; rank 0 may have given up",
-            ) from error
+            raise disk_error(error, self._follower.channel_dir) from error
 
     def _publish(self, work: Work, last: _Last | None) -> PublishReport:
         began = self._compare_first(work, last)

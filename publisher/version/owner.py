@@ -55,12 +55,11 @@ from weightcast.shared.errors import (
     Untrusted,
     WeightcastError,
     WrongRun,
-    disk_text,
 )
 from weightcast.shared.failpoints import failpoint
+from weightcast.shared.files.disk_errors import NoRoom, disk_error, lacks_room
 from weightcast.shared.files.entries import exists
-from weightcast.shared.files.open_files import too_many_files
-from weightcast.shared.files.space import NoRoom, lacks_room, nearest_directory, space_of
+from weightcast.shared.files.space import nearest_directory, space_of
 from weightcast.shared.local.fetch import ROOM_BYTES, journal_bytes
 from weightcast.shared.local.follow import Follower, open_base
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
@@ -184,10 +183,7 @@ class Owner:
             raise
         except OSError as error:
             self._follower.release()
-            raise too_many_files(error) or RetryLater(
-                disk_text(error, self._follower.channel_dir),
-                remedy="check the mounts and the space on them",
-            ) from error
+            raise disk_error(error, self._follower.channel_dir) from error
         except BaseException:
             self._follower.release()
             raise

@@ -21,6 +21,7 @@ from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.shown import look
 from weightcast.shared.channel.store import Channel, FullVersion
 from weightcast.shared.errors import RetryLater, WeightcastError
+from weightcast.shared.files.disk_errors import disk_text
 from weightcast.shared.files.durable import open_regular
 from weightcast.shared.files.entries import exists, is_directory, is_file, is_own_directory, matching
 from weightcast.shared.progress import Advance
@@ -45,7 +46,7 @@ class Flaw:
 def flaw(error: WeightcastError | OSError) -> Flaw:
     if isinstance(error, WeightcastError):
         return Flaw(error.message, isinstance(error, RetryLater))
-    return Flaw(str(error), error.errno not in _OTHER_THAN_A_FILE)
+    return Flaw(disk_text(error, "a file"), error.errno not in _OTHER_THAN_A_FILE)
 
 
 @dataclass(frozen=True)

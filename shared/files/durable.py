@@ -12,7 +12,7 @@ from pathlib import Path
 
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater
 from weightcast.shared.failpoints import failpoint
-from weightcast.shared.files.open_files import too_many_files
+from weightcast.shared.files.disk_errors import disk_error
 
 _TEMPORARY_PREFIX = ".weightcast-tmp-"
 _BLOCK = 1 << 20
@@ -154,9 +154,8 @@ def open_regular(path: Path, *, follow_links: bool = False) -> int:
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise _irregular(path) from error
-        limited = too_many_files(error)
-        if limited is not None:
-            raise limited from error
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise disk_error(error, path) from error
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from errno import EDQUOT, ENOSPC
 from pathlib import Path
 
-from weightcast.shared.errors import RetryLater
+from weightcast.shared.files.disk_errors import NoRoom
 from weightcast.shared.files.entries import is_directory
 
 _BLOCK = 512
 """bytes in which stat counts what a file takes, whatever the file system's own blocks are"""
-
-
-class NoRoom(RetryLater):
-    """A file system takes no more."""
-
-
-def lacks_room(error: BaseException) -> bool:
-    return isinstance(error, NoRoom) or (isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater, WeightcastError
+from weightcast.shared.files.disk_errors import error_text
 from weightcast.shared.local.fetch import NotThere
 from weightcast.shared.local.plan import FULL
 from weightcast.shared.local.stage import BadDelta
@@ -81,5 +82,5 @@ class Detours:
             raise
 
     def _meet(self, stretch: Stretch, error: Exception) -> None:
-        self.damaged[stretch] = error.message if isinstance(error, WeightcastError) else str(error)
+        self.damaged[stretch] = error_text(error)
         self._met = stretch

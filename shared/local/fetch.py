@@ -19,6 +19,7 @@ from blake3 import blake3
 from weightcast.shared.channel.index import FileRecord, ForeignIndex, Index
 from weightcast.shared.errors import DamagedFile, RetryLater
 from weightcast.shared.failpoints import failpoint
+from weightcast.shared.files.disk_errors import disk_error
 from weightcast.shared.files.durable import named, open_regular, write_all
 from weightcast.shared.files.entries import exists, is_directory
 from weightcast.shared.local.local_checkpoint import LocalPaths
@@ -112,7 +113,7 @@ class _Copy:
             except DamagedFile as error:
                 failure = cause = error
             except OSError as error:
-                failure = _of_disk(error, source)
+                failure = disk_error(error, source)
                 cause = error
             # a directory whose index was read is no longer late but gone: another way is planned
             if time.monotonic() + pause > self.deadline or not is_directory(source.parent):
@@ -155,12 +156,6 @@ def _read(file: FileIO, source: Path, room: memoryview) -> memoryview:
     """What comes next of `source`, in `room`; empty at its end."""
     with named(source):
         return room[: file.readinto(room) or 0]
-
-
-def _of_disk(error: OSError, source: Path) -> RetryLater:
-    there = str(error.filename) == str(source)
-    remedy = "check the channel's mount" if there else "check the local disk and its space"
-    return RetryLater(f"{error.filename}: {error.strerror}", remedy=remedy)
 
 
 def _opened(target: Path, spare: Path) -> BufferedWriter:

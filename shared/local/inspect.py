@@ -11,6 +11,7 @@ from weightcast.shared.channel.chain import check_files
 from weightcast.shared.errors import DamagedFile, WeightcastError
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import open_checkpoint
+from weightcast.shared.files.disk_errors import error_text
 from weightcast.shared.files.entries import is_directory
 from weightcast.shared.local.hashing import HashReport, full_hash
 from weightcast.shared.local.journal import JournalReader
@@ -67,7 +68,7 @@ def _state(paths: LocalPaths) -> tuple[LocalState | None, list[Fault]]:
     try:
         state = read_state(paths.state)
     except (WeightcastError, OSError) as error:
-        return None, [Fault(_name(paths.state), _text(error), _STUCK)]
+        return None, [Fault(_name(paths.state), error_text(error), _STUCK)]
     if state is None:
         return None, [Fault(_name(paths.state), "is missing", "the host seeds it at its next start")]
     if state.phase is not Phase.CLEAN:
@@ -81,7 +82,7 @@ def _base(paths: LocalPaths, state: LocalState | None) -> tuple[Base | None, lis
     except FileNotFoundError:
         return None, [Fault(_name(paths.base), "is missing", _SEEDED)]
     except (WeightcastError, OSError) as error:
-        return None, [Fault(_name(paths.base), _text(error), _SEEDED)]
+        return None, [Fault(_name(paths.base), error_text(error), _SEEDED)]
     if state is not None and base.run_id != state.run_id:
         return base, [Fault(_name(paths.base), f"is of run {base.run_id}, state.json is not", _SEEDED)]
     if state is not None and len(state.position.lanes) != LANES_BYTES * len(base.table):
@@ -98,7 +99,7 @@ def _checkpoint(directory: Path, base: Base) -> Iterator[Fault]:
     try:
         checkpoint = open_checkpoint(directory, follow_links=False)
     except (WeightcastError, OSError) as error:
-        yield Fault("weights", _text(error), _SEEDED)
+        yield Fault("weights", error_text(error), _SEEDED)
         return
     for problem in table_problems(checkpoint.table, base.table)[:50]:
         yield Fault("weights", problem, _SEEDED)
@@ -140,7 +141,7 @@ def _journal(path: Path, step: Step, base: Base) -> str | None:
             for _ in journal.records():
                 pass
     except (WeightcastError, OSError) as error:
-        return _text(error)
+        return error_text(error)
     same = (header.journal, header.target_digest) == (step.journal, step.target.digest)
     return None if same else "is the journal of another step"
 
@@ -149,7 +150,7 @@ def _weights(directory: Path, threads: int, advance: Advance | None) -> tuple[Ha
     try:
         opened = LocalCheckpoint.open(directory)
     except (WeightcastError, OSError) as error:
-        return None, [Fault("weights", _text(error), _SEEDED)]
+        return None, [Fault("weights", error_text(error), _SEEDED)]
     if opened is None:
         return None, []
     with opened:
@@ -166,7 +167,3 @@ def _name(path: Path) -> str:
     """As seen from the checkpoint's directory."""
     room = next((parent for parent in path.parents if parent.name == ".weightcast"), path.parent)
     return str(path.relative_to(room.parent))
-
-
-def _text(error: Exception) -> str:
-    return error.message if isinstance(error, WeightcastError) else str(error)

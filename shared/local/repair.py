@@ -21,10 +21,11 @@ from weightcast.shared.channel.base import BASE_LIMIT, Base, parse_base, write_b
 from weightcast.shared.channel.chain import check_files
 from weightcast.shared.channel.delta_reader import open_delta
 from weightcast.shared.channel.index import STEP_ENCODINGS, FileRecord, ForeignIndex, Index
-from weightcast.shared.errors import DamagedFile, RetryLater, Stopped, WeightcastError, counted
+from weightcast.shared.errors import DamagedFile, Stopped, WeightcastError, counted
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import open_checkpoint
+from weightcast.shared.files.disk_errors import disk_error, error_text
 from weightcast.shared.local.hashing import Differs, differing, full_hash, hash_tensor, nearest
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths, gather
 from weightcast.shared.local.patch import repairable, require_files
@@ -239,7 +240,7 @@ def repair(
     try:
         scratch = _Scratch(local.paths.spool / "repair", local.table)
     except OSError as error:
-        raise _no_room(local, error) from error
+        raise disk_error(error, local.paths.spool) from error
     try:
         walk = _build(local, scratch, damage, ways(damage.position), tensors, advance)
         failpoint("repair.built", local.directory)
@@ -315,7 +316,7 @@ def _build(
         except Stopped:
             raise
         except (WeightcastError, OSError) as error:
-            reasons.append(f"{walk.way.directory}: {_told(error)}")
+            reasons.append(f"{walk.way.directory}: {error_text(error)}")
             continue
         if not wrong:
             return walk
@@ -331,14 +332,6 @@ def _build(
 def _check_room(local: LocalCheckpoint, walk: Walk) -> None:
     wanted = sum((run.stop - run.start) * local.table[run.tensor].kind.width for run in walk.words)
     make_room(local.paths, wanted, "repairing")
-
-
-def _no_room(local: LocalCheckpoint, error: OSError) -> RetryLater:
-    return RetryLater(f"{local.paths.spool}: {error.strerror}", remedy="check the local disk and its space")
-
-
-def _told(error: WeightcastError | OSError) -> str:
-    return str(error) if isinstance(error, WeightcastError) else f"{error.filename}: {error.strerror}"
 
 
 def _follow(table: TensorTable, scratch: _Scratch, walk: Walk, advance: Advance | None) -> None:

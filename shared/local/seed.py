@@ -21,22 +21,13 @@ from weightcast.shared.channel.base import Base, parse_base, write_base
 from weightcast.shared.channel.file_record import file_record
 from weightcast.shared.channel.index import INDEX_NAME, FileRecord, Index
 from weightcast.shared.digest.root import root
-from weightcast.shared.errors import (
-    MEND_CHANNEL,
-    DamagedFile,
-    NeedsReseed,
-    Refused,
-    RetryLater,
-    WrongRun,
-    counted,
-    disk_text,
-)
+from weightcast.shared.errors import MEND_CHANNEL, DamagedFile, NeedsReseed, Refused, WrongRun, counted
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import Checkpoint, Place
+from weightcast.shared.files.disk_errors import disk_error
 from weightcast.shared.files.entries import exists, is_file, is_link
 from weightcast.shared.files.leased import LeasedFile, is_open_elsewhere
-from weightcast.shared.files.open_files import too_many_files
 from weightcast.shared.files.space import taken_bytes
 from weightcast.shared.local.boot import Boot
 from weightcast.shared.local.hashing import differing, hash_tensors
@@ -299,13 +290,7 @@ def _errors_of(paths: LocalPaths) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        where = Path(error.filename or paths.directory)
-        remedy = "check the local disk and its space"
-        if not where.is_relative_to(paths.directory):
-            remedy = "check the mount that it is read from"
-        raise (
-            too_many_files(error) or RetryLater(disk_text(error, paths.directory), remedy=remedy)
-        ) from error
+        raise disk_error(error, paths.directory) from error
 
 
 def _copy_files(paths: LocalPaths, source: SeedSource, advance: Advance | None) -> None:

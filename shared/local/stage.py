@@ -22,8 +22,8 @@ from weightcast.shared.codec.parallel import ordered
 from weightcast.shared.digest.lanes import LanesArray
 from weightcast.shared.digest.root import root
 from weightcast.shared.digest.step_sums import StepSums
-from weightcast.shared.errors import MEND_CHANNEL, DamagedFile, Forked, RetryLater
-from weightcast.shared.files.space import NoRoom, lacks_room
+from weightcast.shared.errors import MEND_CHANNEL, DamagedFile, Forked
+from weightcast.shared.files.disk_errors import disk_error
 from weightcast.shared.local.journal import JournalHeader, JournalWriter
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.records import Packed, pack_changes, pack_whole
@@ -117,11 +117,7 @@ def stage(
         writer.close()
     except OSError as error:
         writer.abandon()
-        kind = NoRoom if lacks_room(error) else RetryLater
-        raise kind(
-            f"{error.filename or local.paths.room}: {error.strerror}",
-            remedy="check the local disk and its space",
-        ) from error
+        raise disk_error(error, local.paths.room) from error
     except BaseException:
         writer.abandon()
         raise

@@ -12,15 +12,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from errno import EROFS
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
-from weightcast.shared.errors import USAGE, NotInTime, Refused, WeightcastError
-from weightcast.shared.files.open_files import raise_limit, too_many_files
+from weightcast.shared.errors import USAGE, NotInTime, WeightcastError
+from weightcast.shared.files.disk_errors import disk_error
+from weightcast.shared.files.open_files import raise_limit
 from weightcast.shared.files.paths import printable
-from weightcast.shared.files.space import NoRoom, lacks_room
 from weightcast.shared.service.output import Output
 from weightcast.shared.service.streams import leave, steady_streams, unwritten
 from weightcast.shared.service.variables import unknown_variables
@@ -71,8 +70,8 @@ def _all_said(code: int) -> int:
         return Interrupted.exit_code
     if lost is None:
         return code
-    told = _of_disk(lost)
-    Output().error(type(told)(f"standard output: {told.message}", remedy=told.remedy))
+    told = disk_error(lost, "standard output")
+    Output().error(told)
     return code or told.exit_code
 
 
@@ -107,7 +106,7 @@ def run(arguments: list[str], sides: Sequence[EntryPoint] | None = None) -> int:
         output.error(error)
         return error.exit_code
     except OSError as error:
-        told = _of_disk(error)
+        told = disk_error(error, "a file")
         output.error(told)
         return told.exit_code
     except KeyboardInterrupt:
@@ -133,17 +132,6 @@ def _command(
     if verb is not None and given is not None:
         return partial(verb.body, **given)
     return _by_typer(arguments, verb, sides, missing, output)
-
-
-def _of_disk(error: OSError) -> WeightcastError:
-    if (limited := too_many_files(error)) is not None:
-        return limited
-    if lacks_room(error):
-        where = f"on the file system of {error.filename}" if error.filename else "where it writes"
-        return NoRoom(str(error), remedy=f"free space {where}, then run it again")
-    if isinstance(error, PermissionError) or error.errno == EROFS:
-        return Refused(str(error), remedy="look at its owner and mode, and at how its file system is mounted")
-    return WeightcastError(str(error))
 
 
 def _plain_verb(arguments: Sequence[str]) -> Verb | None:

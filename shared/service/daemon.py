@@ -16,9 +16,9 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from weightcast.shared.errors import EngineFailed, NotInTime, Refused, RetryLater, WeightcastError, disk_text
+from weightcast.shared.errors import EngineFailed, NotInTime, Refused, RetryLater, WeightcastError
 from weightcast.shared.files import durable
-from weightcast.shared.files.open_files import too_many_files
+from weightcast.shared.files.disk_errors import disk_error
 from weightcast.shared.service.backoff import Backoff, jittered
 from weightcast.shared.service.connections import Connection, backlog, drop_unread, most_connections
 from weightcast.shared.service.facts import Failure, LoopStatus, Snapshot
@@ -122,12 +122,6 @@ def failure_of(error: BaseException) -> Failure:
     return Failure(error=type(error).__name__, message=str(error), remedy="see the log for the traceback")
 
 
-def _of_disk(trouble: OSError) -> RetryLater:
-    return too_many_files(trouble) or RetryLater(
-        disk_text(trouble, "a file"), remedy="check disks and mounts"
-    )
-
-
 class Loop:
     """Runs `step` again and again in one thread until the stop is requested."""
 
@@ -154,7 +148,7 @@ class Loop:
             error = expected
             log.warning("step failed", **failure_of(expected).by_name())
         except OSError as trouble:
-            error = _of_disk(trouble)
+            error = disk_error(trouble, "a file")
             log.warning("step failed", **failure_of(error).by_name())
         except Exception as unexpected:
             error = unexpected

@@ -15,6 +15,7 @@ from typing import IO
 
 from weightcast.shared.errors import NotInTime, Refused, RetryLater
 from weightcast.shared.failpoints import failpoint
+from weightcast.shared.files.disk_errors import error_text
 from weightcast.shared.service.secrets import without_secrets
 
 RETRY = 75
@@ -128,7 +129,7 @@ def _start(arguments: list[str], environment: dict[str, str]) -> subprocess.Pope
         )
     except (OSError, ValueError) as error:
         raise Refused(
-            f"hook {arguments[0]} cannot be started: {error}", remedy="check its path and mode"
+            f"hook {arguments[0]} cannot be started: {error_text(error)}", remedy="check its path and mode"
         ) from error
 
 

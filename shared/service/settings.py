@@ -21,7 +21,8 @@ from pydantic_settings import (
 )
 
 from weightcast.shared.channel.signing import Trust
-from weightcast.shared.errors import USAGE, Refused, WeightcastError, disk_text
+from weightcast.shared.errors import USAGE, Refused, WeightcastError
+from weightcast.shared.files.disk_errors import disk_error
 from weightcast.shared.files.paths import at_home, is_utf8
 from weightcast.shared.service.addresses import is_host
 from weightcast.shared.service.secrets import hide_queries
@@ -153,7 +154,7 @@ def problem_of(read: Callable[[], object]) -> str:
     except WeightcastError as error:
         return str(error)
     except OSError as error:
-        return disk_text(error, "a file")
+        return str(disk_error(error, "a file"))
     return ""
 
 

@@ -21,6 +21,7 @@ from watchdog.events import (
 )
 from watchdog.observers import Observer
 
+from weightcast.shared.files.disk_errors import disk_text
 from weightcast.shared.service.daemon import Wakeup
 from weightcast.shared.service.logs import get_log
 
@@ -67,7 +68,7 @@ class Watcher:
             log.warning(
                 "directory cannot be watched: changes are seen at the next poll",
                 path=str(self._path),
-                reason=str(error),
+                reason=disk_text(error, self._path),
             )
 
     def __exit__(

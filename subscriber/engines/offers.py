@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from weightcast.shared.errors import EngineFailed, WeightcastError, disk_text
+from weightcast.shared.errors import EngineFailed, WeightcastError
 from weightcast.shared.failpoints import failpoint
+from weightcast.shared.files.disk_errors import disk_text
 from weightcast.shared.local.access import Readers, let_read_patches
 from weightcast.shared.local.engine_patch import drop_engine_patches, write_engine_patch
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint

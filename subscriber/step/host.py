@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from errno import EROFS
 from pathlib import Path
 from typing import get_args
 
 from weightcast.shared.channel.signing import Trust
-from weightcast.shared.errors import RetryLater, Stopped, WeightcastError, disk_text
-from weightcast.shared.files.open_files import too_many_files
-from weightcast.shared.files.space import lacks_room
+from weightcast.shared.errors import RetryLater, Stopped, WeightcastError
+from weightcast.shared.files.disk_errors import disk_error
 from weightcast.shared.local.access import Readers
 from weightcast.shared.local.follow import Follower, FollowOptions
 from weightcast.shared.local.local_checkpoint import HasWriter, LocalCheckpoint
@@ -274,15 +271,5 @@ def known(error: BaseException) -> WeightcastError:
     if isinstance(error, WeightcastError):
         return error
     if isinstance(error, OSError):
-        return too_many_files(error) or RetryLater(disk_text(error, "a file"), remedy=_remedy(error))
+        return disk_error(error, "a file")
     return WeightcastError(f"{type(error).__name__}: {error}", remedy="see the log for the traceback")
-
-
-def _remedy(error: OSError) -> str:
-    if lacks_room(error):
-        return "free space on its file system; nothing is lost, and it is tried again"
-    if error.errno == EROFS:
-        return "its file system is mounted read-only: mount it for writing, or give another --local"
-    if isinstance(error, PermissionError):
-        return f"give user {os.geteuid()}, as whom this runs, the right to it: look at its owner and mode"
-    return "nothing is lost; it is tried again"

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from weightcast.shared.files import space
-from weightcast.shared.files.space import NoRoom, Space, require_free
+from weightcast.shared.files.disk_errors import NoRoom
+from weightcast.shared.files.space import Space, require_free
 
 
 def test_what_is_needed_is_told_apart_from_what_is_free(

@@ -14,7 +14,7 @@ from local_cases import Run, following, publish, staged, step_to
 
 from weightcast.publisher import init_channel
 from weightcast.shared.errors import RetryLater
-from weightcast.shared.files.space import NoRoom
+from weightcast.shared.files.disk_errors import NoRoom
 from weightcast.shared.local.journal import JournalReader
 
 

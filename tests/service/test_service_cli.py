@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from errno import EIO, ENOSPC, EROFS
+from errno import EACCES, EIO, ENOSPC, EROFS
 from importlib.metadata import EntryPoint, version
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ def register_here(app: typer.Typer) -> None:
             raise error("latest\x1b[2J is torn", remedy="wait a little")
         if kind == "full at":
             raise OSError(ENOSPC, os.strerror(ENOSPC), "/data/policy")
-        number = {"full": ENOSPC, "read-only": EROFS, "disk": EIO}.get(kind)
+        number = {"full": ENOSPC, "read-only": EROFS, "disk": EIO, "denied": EACCES}.get(kind)
         raise error("by design") if number is None else error(number, os.strerror(number))
 
     @settings_command(group(app, "subscriber", "A host."), "run", DaemonSettings, "Runs.")
@@ -154,16 +154,20 @@ def test_an_interrupt_while_a_verb_is_imported(words: list[str], tmp_path: Path)
 
 def test_a_full_disk_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("channel", "fail", "full at") == 75
-    assert "remedy: free space on the file system of /data/policy" in capsys.readouterr().err
+    told = "/data/policy: No space left on device\nremedy: free space on its file system"
+    assert told in capsys.readouterr().err
 
 
 def test_interrupts_disks_and_bugs(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("channel", "fail", "interrupt") == 130
-    assert run("channel", "fail", "disk") == 1
+    assert run("channel", "fail", "disk") == 75
     assert "Input/output error" in capsys.readouterr().err
-    for kind, message in (("denied", "by design"), ("read-only", "Read-only file system")):
+    for kind, message in (
+        ("denied", f"Permission denied\nremedy: grant user {os.geteuid()} access"),
+        ("read-only", "Read-only file system\nremedy: mount the file system read-write"),
+    ):
         assert run("channel", "fail", kind) == 3
-        assert f"{message}\nremedy: look at its owner and mode" in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert run("channel", "fail", "full") == 75
     assert "No space left on device\nremedy: free space" in capsys.readouterr().err
     with pytest.raises(ZeroDivisionError):
@@ -418,8 +422,8 @@ def test_a_result_that_cannot_be_written_is_one_error(verb: str) -> None:
         )
     assert done.returncode == 75
     assert done.stderr.splitlines() == [
-        "error: standard output: [Errno 28] No space left on device",
-        "remedy: free space where it writes, then run it again",
+        "error: standard output: No space left on device",
+        "remedy: free space on its file system",
     ]
 
 
