@@ -22,7 +22,8 @@ from rich.text import Text
 from weightcast.shared.channel.reports import UPDATES_LIMIT
 from weightcast.shared.channel.reports import forget as forget_report
 from weightcast.shared.channel.store import require_named
-from weightcast.shared.errors import Refused, WeightcastError, counted, disk_text
+from weightcast.shared.errors import Refused, WeightcastError, counted
+from weightcast.shared.files.disk_errors import disk_text
 from weightcast.shared.files.paths import printable
 from weightcast.shared.service.arrivals import Arrivals
 from weightcast.shared.service.client import Daemon
