@@ -15,7 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, get_args
 
+from weightcast.publisher.care.channel_check import ChannelCheck
 from weightcast.publisher.care.orders import carry_out, held, is_carried_out, root_of, standing
+from weightcast.publisher.care.remake import remake
+from weightcast.publisher.care.repair import Repairs, repair
 from weightcast.publisher.care.upkeep import Background, Upkeep, UpkeepOptions
 from weightcast.publisher.resume import Resumed, position, resumed
 from weightcast.publisher.submit import Handle, Hold, Submissions, WhenBusy
@@ -32,6 +35,7 @@ from weightcast.publisher.weights.finite import NonFinite
 from weightcast.publisher.weights.on_device import Baselines, OnDevice, When
 from weightcast.publisher.weights.tensors import CheckpointWeights, GivenWeights, NewWeights, refuse_local
 from weightcast.publisher.weights.trainer_step import whole_step
+from weightcast.shared.channel import marks
 from weightcast.shared.channel.base import Base
 from weightcast.shared.channel.channel_file import ChannelFile
 from weightcast.shared.channel.claims import Claim, claim, this_process
@@ -486,6 +490,7 @@ class Publisher:
 
     def _obey_orders(self) -> Rollback | None:
         if self._lone is not None:
+            self._obey_repair()
             self._lone.hold_pointer()
         channel = Channel.open(self._follower.channel_dir)
         order = standing(channel)
@@ -497,6 +502,59 @@ class Publisher:
             if self._background is not None:
                 self._background.wake()
         return order
+
+    def repair(self, advance: Advance | None = None) -> Repairs:
+        """Repairs the channel: damaged and lost files are written again from this publisher's journals, an
+        anchor bridges lost deltas, files that no host can use move to `.trash`. Reads the whole channel.
+
+        Raises Refused on ranks other than 0."""
+        self._check_open()
+        self._submissions.drain()
+        return self._repair(advance)
+
+    def _repair(self, advance: Advance | None = None) -> Repairs:
+        if self._claim is None or self._lone is None:
+            raise Refused("only rank 0 repairs the channel", remedy="call it on rank 0")
+        self._claim.check()
+        lone, directory = self._lone, self._follower.channel_dir
+
+        def write_anchor() -> int | None:
+            return self.version if lone.write_anchor() else None
+
+        local = self._follower.paths.directory
+        return repair(directory, self._claim, local, write_anchor, advance=advance, trust=self._trust)
+
+    def obey_repair(self, advance: Advance | None = None) -> Repairs | None:
+        """Repairs the channel if an operator ordered it (`weightcast channel repair`, `POST /v1/repair`)."""
+        self._check_open()
+        self._submissions.drain()
+        return self._obey_repair(advance)
+
+    def _obey_repair(self, advance: Advance | None = None) -> Repairs | None:
+        directory = self._follower.channel_dir
+        if self._lone is None or not marks.repair_ordered(directory):
+            return None
+        try:
+            done = self._repair(advance)
+        except Refused:
+            marks.end_repair(directory)
+            raise
+        marks.end_repair(directory)
+        return done
+
+    def check_channel(self, check: ChannelCheck) -> Repairs | None:
+        """Reads some of the channel's files; those of a damaged version are written again at once."""
+        self._check_open()
+        self._submissions.drain()
+        local, layout = self._follower.local, Layout(self._follower.channel_dir)
+        version = None if self._claim is None or local is None else check.turn(layout, local)
+        if version is None or self._claim is None:
+            return None
+        there = range(version, version + 1)
+        done, lost = remake(layout, self._follower.paths.directory, self._claim, there, only=version)
+        if not done:
+            check.give_up(version)
+        return Repairs(done=done, notes=lost)
 
     def make_due(self) -> list[str]:
         """Makes what is due beside the versions, here and now; what was made, in words."""

@@ -9,12 +9,14 @@ import typer
 from rich.console import Console
 
 from weightcast.publisher import verbs_publish
+from weightcast.publisher.care.repair import Repairs
 from weightcast.publisher.care.resign import sign_channel
 from weightcast.publisher.channel_init import init_channel
-from weightcast.publisher.channel_repair import Repairs, repair_channel
+from weightcast.publisher.channel_repair import ask_for_repair, repair_channel
 from weightcast.publisher.service.settings import PublisherSettings
 from weightcast.publisher.verbs_care import register_care
 from weightcast.publisher.verbs_publish import show_facts
+from weightcast.shared.channel.claims import OwnerAlive
 from weightcast.shared.channel.keys import load_private_key
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.files.paths import printable
@@ -59,7 +61,8 @@ def _run(settings: PublisherSettings) -> None:
 def repair(
     channel: ChannelOption,
     local: Annotated[
-        Path | None, typer.Option("--local", help="The publisher's local checkpoint, to restore from.")
+        Path | None,
+        typer.Option("--local", help="Local checkpoint of the stopped publisher, to restore from."),
     ] = None,
     take_over: Annotated[
         bool, typer.Option("--take-over", help="Take the channel from a publisher that seems alive.")
@@ -68,17 +71,21 @@ def repair(
     trusted_key: TrustedKeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Bring right what can be in a channel; move what no host can use to .trash; say what is lost."""
-    output = Output(json=as_json)
+    """Repair a channel; move files that no host can use to .trash; list what is lost. A running publisher is
+    ordered to do it: the command waits for it."""
+    output, keys = Output(json=as_json), tuple(trusted_key or ())
     with output.progress(f"reading {channel}", None) as advance:
-        done = repair_channel(
-            channel,
-            local,
-            take_over=take_over,
-            advance=advance,
-            sign_key=sign_key,
-            trusted_keys=tuple(trusted_key or ()),
-        )
+        try:
+            done = repair_channel(
+                channel,
+                local,
+                take_over=take_over,
+                advance=advance,
+                sign_key=sign_key,
+                trusted_keys=keys,
+            )
+        except OwnerAlive:
+            done = ask_for_repair(channel, advance=advance, trusted_keys=keys)
     facts = {
         "channel": str(channel),
         "done": done.done,

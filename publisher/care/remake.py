@@ -46,12 +46,15 @@ class Remake:
     history: History
     claim: Claim
     there: range
+    only: int | None = None
     lost: list[str] = field(default_factory=list)
     """what could not be made, and why"""
 
     def versions(self) -> Iterator[str]:
         """Makes what can be made again, version by version; says what was."""
         for version, position in sorted(self.past.positions().items()):
+            if self.only not in (None, version):
+                continue
             if version in self.there or (version > 0 and is_directory(self.layout.version_dir(version))):
                 yield from self._version(position)
 
@@ -164,9 +167,11 @@ def _put(layout: Layout, made: Path, target: Path) -> None:
     durable.sync_directory(target.parent)
 
 
-def remake(layout: Layout, local: Path, claim: Claim, there: range) -> tuple[list[str], list[str]]:
-    """What was made, and what could not be. Raises RetryLater and NeedsReseed when the local checkpoint
-    cannot be read now."""
+def remake(
+    layout: Layout, local: Path, claim: Claim, there: range, *, only: int | None = None
+) -> tuple[list[str], list[str]]:
+    """What was made, and what could not be. `only`: the one version to look at. Raises RetryLater and
+    NeedsReseed when the local checkpoint cannot be read now."""
     with Past(local) as past:
-        run = Remake(layout, past, History(LocalPaths(local)), claim, there)
+        run = Remake(layout, past, History(LocalPaths(local)), claim, there, only)
         return list(run.versions()), run.lost

@@ -10,7 +10,7 @@ from weightcast.publisher.fleet.page_routes import PAGE_PATHS, page_routes
 from weightcast.publisher.fleet.routes import fleet_routes
 from weightcast.publisher.fleet.view import FleetView
 from weightcast.publisher.service.desk import Desk
-from weightcast.publisher.service.routes import publication_routes
+from weightcast.publisher.service.routes import publication_routes, repair_routes
 from weightcast.publisher.service.settings import PublisherSettings
 from weightcast.publisher.service.status import PublisherStatus, host_status
 from weightcast.publisher.service.watched import RenamedIn
@@ -58,6 +58,7 @@ def run_publisher(settings: PublisherSettings) -> None:
     )
     app.include_router(page_routes())
     app.include_router(publication_routes(lambda: desk.queue, settings.roots, wakeup.set))
+    app.include_router(repair_routes(settings.channel, wakeup.set))
     app.include_router(fleet_routes(view, lambda: desk.status().run_id, lambda: bool(app.state.stopping())))
     warm_up_in_background()
     with ExitStack() as around:

@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping
 from errno import EACCES, EISDIR, ELOOP, ENAMETOOLONG, ENOTDIR, EPERM
 from pathlib import Path
 
+from weightcast.publisher.care.channel_check import ChannelCheck
 from weightcast.publisher.care.orders import Held
+from weightcast.publisher.care.repair import Repairs
 from weightcast.publisher.care.upkeep import Background
 from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.fleet.ledger import ROWS_LIMIT
@@ -31,6 +33,7 @@ from weightcast.publisher.service.status import (
     InboxStatus,
     PublisherStatus,
     RefusedStatus,
+    RepairStatus,
     SkippedStatus,
     UpkeepStatus,
     add,
@@ -98,6 +101,7 @@ class Desk:
         self._disk = DiskFigures(registry, {"channel": settings.channel, "local": settings.local})
         self._look_due, self._owner_due = Due(_LOOK_SECONDS), Due(_LOOK_SECONDS)
         self._scrub = Scrub(int(settings.verify_rate), stop=lambda: stop.requested)
+        self._check = ChannelCheck(int(settings.verify_rate))
         self._held: str | None = None
         self._background: Background | None = None
         self._poison = ""
@@ -176,6 +180,8 @@ class Desk:
         publisher, queue = self._opened()
         if self._owner_due.take():
             self._check_owner(publisher)
+        # before recovery: that may fail for what a repair fixes
+        self._repaired(publisher.obey_repair())
         if not self._recovered:
             self._recover(publisher, queue)
         order = publisher.obey_orders()
@@ -192,6 +198,16 @@ class Desk:
             self._run_inbox(publisher, self._watched)
         self._settle(publisher)
         publisher.verify_some(self._scrub)
+        self._repaired(publisher.check_channel(self._check))
+
+    def _repaired(self, repairs: Repairs | None) -> None:
+        if repairs is None:
+            return
+        left = tuple(problem.message for problem in repairs.left)
+        result = RepairStatus(at=time.time(), done=tuple(repairs.done), left=left, notes=tuple(repairs.notes))
+        self._status.set(self._status.get().model_copy(update={"repair": result}))
+        report = log.warning if left or repairs.notes else log.info
+        report("channel repaired", done=repairs.done, left=list(left), notes=repairs.notes)
 
     def _settle(self, publisher: Publisher) -> None:
         """Those who asked are answered already; the local checkpoint follows."""

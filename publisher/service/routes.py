@@ -10,7 +10,8 @@ from fastapi import APIRouter, Header
 from pydantic import BaseModel, ConfigDict, Field
 
 from weightcast.publisher.service.queue import QUEUE_LIMIT, Job, KeyReused, Queue, QueueFull, unread
-from weightcast.shared.errors import Refused, RetryLater
+from weightcast.shared.channel import marks
+from weightcast.shared.errors import Refused, RetryLater, disk_text
 from weightcast.shared.files.entries import is_directory
 from weightcast.shared.files.paths import is_plain
 from weightcast.shared.service.facts import Failure
@@ -98,6 +99,26 @@ def _asked(queue: Queue, request: PublishRequest, key: str | None, roots: Sequen
             # consumed, or pruned by the trainer
             return known if known.report is None else queue.change(known, note=unread(known.report))
     return queue.ask(*asked)
+
+
+class RepairOrder(BaseModel):
+    ordered: bool = True
+
+
+def repair_routes(channel: Path, wake: Callable[[], None]) -> APIRouter:
+    router = APIRouter(route_class=StrictRoute)
+
+    @router.post("/v1/repair", status_code=202)
+    def repair() -> RepairOrder:
+        """Orders the publisher to repair its channel; `repair` in the status has the result."""
+        try:
+            marks.order_repair(channel)
+        except OSError as error:
+            raise RetryLater(disk_text(error, channel), remedy="check the channel's mount") from error
+        wake()
+        return RepairOrder()
+
+    return router
 
 
 def check_checkpoint(text: str, roots: Sequence[Path]) -> Path:

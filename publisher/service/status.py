@@ -86,6 +86,17 @@ class UpkeepStatus(Frozen):
     """why the last step made nothing; empty when all is well"""
 
 
+class RepairStatus(Frozen):
+    """The last repair of the channel, ordered or not."""
+
+    at: float
+    """unix time of the publisher's clock"""
+    done: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+    """what is still damaged"""
+    notes: tuple[str, ...] = ()
+
+
 class DatedFailure(Failure):
     at: float
     """unix time of the publisher's clock"""
@@ -129,6 +140,7 @@ class PublisherStatus(Frozen):
     last_refused: DatedRefusal | None = None
     """the last checkpoint that failed for good"""
     held: str | None = None
+    repair: RepairStatus | None = None
     upkeep: UpkeepStatus = UpkeepStatus()
     ready: bool = False
     not_ready_reasons: tuple[str, ...] = ("starting",)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from weightcast.shared.channel.records import FORMAT, check_format, run_id
 from weightcast.shared.errors import DamagedFile
+from weightcast.shared.files.durable import read_file
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
 
 _WHAT = "channel.json"
+_LIMIT = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -52,3 +55,8 @@ def parse_channel_file(data: bytes) -> ChannelFile:
         aliases,
         members.integer("horizon"),
     )
+
+
+def read_channel_file(path: Path) -> ChannelFile:
+    """Raises DamagedFile, UnknownFormat and OSError."""
+    return parse_channel_file(read_file(path, _LIMIT))

@@ -157,6 +157,10 @@ class Claim:
         self.record = record
 
 
+class OwnerAlive(Refused):
+    """Another process owns the channel and is alive."""
+
+
 def claim(
     channel: Path,
     claimant: Claimant,
@@ -257,7 +261,7 @@ def _outwait(
     while clock() < deadline:
         sleep(min(_POLL_SECONDS, patience))
         if _read(channel, epoch) != first:
-            raise Refused(
+            raise OwnerAlive(
                 f"{channel} belongs to {_owner(channel, epoch)}, which is alive",
                 remedy="stop that publisher, or take the channel from it with --take-over",
             )

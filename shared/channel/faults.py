@@ -91,8 +91,8 @@ def _lost(version: int, anchors: Sequence[int]) -> str:
     if over:
         return f"hosts below version {version} cannot take this step; the anchor of {over[0]} leads over it"
     return (
-        f"hosts below version {version} cannot take this step and stay where they are, until an anchor is "
-        f"written: `channel repair --local` of the publisher"
+        f"hosts below version {version} cannot take this step until an anchor is written: run `weightcast "
+        f"channel repair` (with the publisher's --local if it is stopped)"
     )
 
 

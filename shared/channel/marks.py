@@ -1,8 +1,9 @@
-"""What operators leave in a channel: versions to be kept (`keep/<version>`), tags (`tags/<name>`), an order
-to its owner (`orders/rollback.json`). docs/FORMAT.md, Marks."""
+"""What operators leave in a channel: versions to be kept (`keep/<version>`), tags (`tags/<name>`), orders
+to its owner (`orders/rollback.json`, `orders/repair`). docs/FORMAT.md, Marks."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from weightcast.shared.channel.layout import Layout, digits
 from weightcast.shared.channel.records import FORMAT, check_format
 from weightcast.shared.errors import DamagedFile, Refused
 from weightcast.shared.files import durable
-from weightcast.shared.files.entries import is_directory
+from weightcast.shared.files.entries import exists, is_directory
 from weightcast.shared.files.paths import file_name
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
 
@@ -19,6 +20,7 @@ _NUMBER = re.compile(r"\d{6,15}", re.ASCII)
 _TAGGED = re.compile(rb"\d{6,15}\s*")
 _TAG_LIMIT = 64
 _ORDER_LIMIT = 64 << 10
+_REPAIR = "repair"
 
 
 def keep(channel: Path, version: int) -> None:
@@ -150,5 +152,22 @@ def resume(channel: Path) -> bool:
     return _removed(_order_path(channel))
 
 
-def _order_path(channel: Path) -> Path:
-    return Layout(channel).channel / "orders" / "rollback.json"
+def order_repair(channel: Path) -> None:
+    """Orders the owner to repair the channel. An order that is already there stays."""
+    path = _order_path(channel, _REPAIR)
+    path.parent.mkdir(exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        durable.create(path, b"")
+
+
+def repair_ordered(channel: Path) -> bool:
+    return exists(_order_path(channel, _REPAIR))
+
+
+def end_repair(channel: Path) -> bool:
+    """Removes the order. False when there was none."""
+    return _removed(_order_path(channel, _REPAIR))
+
+
+def _order_path(channel: Path, name: str = "rollback.json") -> Path:
+    return Layout(channel).channel / "orders" / name

@@ -199,7 +199,7 @@ def test_a_committed_version_that_is_not_announced_is_its_publisher_s_matter(run
     (run.channel / "weight_v000001 copy").mkdir()
     done = repair_channel(run.channel)
     assert (run.channel / "latest").read_text() == "000002"
-    assert len(done.notes) == 1 and "version 3 is committed and not announced" in done.notes[0]
+    assert len(done.notes) == 1 and "version 3 is committed but not announced" in done.notes[0]
 
 
 def test_what_is_moved_can_be_had_back_for_a_while(runs: Runs, run: Run) -> None:
@@ -228,7 +228,7 @@ def test_as_verbs(runs: Runs, run: Run, capsys: pytest.CaptureFixture[str]) -> N
     assert weightcast(["channel", "verify", "--channel", str(run.channel)]) == 0
     plant(runs, run, "shard", "removed")
     assert weightcast(["channel", "repair", "--channel", str(run.channel)]) == 3
-    assert "stay where they are" in capsys.readouterr().out
+    assert "until an anchor is written" in capsys.readouterr().out
 
 
 def test_what_is_lost_is_told_until_it_is_pruned(
