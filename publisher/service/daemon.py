@@ -14,6 +14,7 @@ from weightcast.publisher.service.routes import publication_routes, repair_route
 from weightcast.publisher.service.settings import PublisherSettings
 from weightcast.publisher.service.status import PublisherStatus, host_status
 from weightcast.publisher.service.watched import RenamedIn
+from weightcast.shared.channel.claims import process_began
 from weightcast.shared.service.daemon import Stop, Wakeup, run_daemon
 from weightcast.shared.service.facts import LoopStatus, Snapshot
 from weightcast.shared.service.fleet import REPORTS_PATH
@@ -38,7 +39,7 @@ def run_publisher(settings: PublisherSettings) -> None:
         publisher=lambda: desk.status().line(time.time()),
     )
     FleetFigures(registry, view.hosts, view.page)
-    desk = Desk(settings, registry, wakeup, stop, renamed)
+    desk = Desk(settings, registry, wakeup, stop, renamed, process_began())
 
     def status() -> PublisherStatus:
         hosts = tuple(map(host_status, view.hosts().hosts))

@@ -18,7 +18,8 @@ from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.fleet.ledger import ROWS_LIMIT
 from weightcast.publisher.publisher import Publisher
 from weightcast.publisher.service.figures import PublisherFigures
-from weightcast.publisher.service.inbox import Choice, InboxRules, Sighting, step_of
+from weightcast.publisher.service.inbox import Choice, InboxRules, Sighting
+from weightcast.publisher.service.layouts import step_of
 from weightcast.publisher.service.looks import marks
 from weightcast.publisher.service.progress import Meter
 from weightcast.publisher.service.queue import Job, Queue, unread
@@ -28,9 +29,11 @@ from weightcast.publisher.service.settings import THREADS, PublisherSettings
 from weightcast.publisher.service.status import (
     PUBLICATIONS_SHOWN,
     REFUSED_SHOWN,
+    WAITING_SHOWN,
     DatedFailure,
     DatedRefusal,
     InboxStatus,
+    LeftAloneStatus,
     PublisherStatus,
     RefusedStatus,
     RepairStatus,
@@ -48,8 +51,9 @@ from weightcast.publisher.weights.tensors import NewWeights
 from weightcast.shared.channel.claims import current_epoch
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.pointer import read_pointer
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import NeedsReseed, NotInTime, Refused, RetryLater
+from weightcast.shared.errors import NeedsReseed, NotInTime, Refused, RetryLater, WeightcastError
 from weightcast.shared.files.apart import require_apart
 from weightcast.shared.files.disk_errors import disk_error, disk_text, error_text
 from weightcast.shared.files.entries import exists
@@ -84,7 +88,10 @@ class Desk:
         wakeup: Wakeup,
         stop: Stop,
         renamed: RenamedIn,
+        began: float | None = None,
     ) -> None:
+        """`began`: when the process began, as unix time; None: now."""
+        self._began = time.time() if began is None else began
         self.queue: Queue | None = None
         """None until the channel is taken"""
         self.superseded: Refused | None = None
@@ -130,11 +137,14 @@ class Desk:
                 settings.settle_seconds,
                 settings.existing,
                 settings.consume,
+                settings.watch_pattern,
             )
             memory = paths.room / _INBOX
-            self._watched = Watched(settings.watch, memory, rules, settings.consume, self._renamed)
+            self._watched = Watched(
+                settings.watch, memory, rules, self._renamed, settings.own_places.values()
+            )
             ensure_room(paths)
-            self._watched.ignore_existing()
+            self._watched.ignore_existing(self._began, _version_of(settings.channel))
         self._meter.begin("base", 0)
         try:
             self._full_bytes = ready_channel(settings, self._meter)
@@ -152,7 +162,7 @@ class Desk:
 
     def _take_up(self, publisher: Publisher, queue: Queue) -> None:
         if self._watched is not None:
-            self._watched.start(publisher.made_for)
+            self._watched.start(publisher.made_for, publisher.run[1].table)
         if self._settings.hand_over is not None:
             memory = LocalPaths(self._settings.local).room / _HANDED
             self._received = Received(self._settings.hand_over, memory)
@@ -266,6 +276,7 @@ class Desk:
         if isinstance(ended, Publication):
             queue.succeed(job, ended)
         else:
+            log.warning("not published", checkpoint=job.checkpoint, **ended.by_name())
             queue.change(job, state="failed", error=ended)
 
     def _publish_directory(self, publisher: Publisher, job: Job, directory: Path) -> Publication | Failure:
@@ -335,7 +346,9 @@ class Desk:
     def _publish_handed(self, publisher: Publisher, received: Received, handed: Handed) -> None:
         request = received.begin(handed, publisher.version)
         source = f"{received.export.slot(handed.slot)} #{handed.sequence}"
-        self._publish_read(publisher, lambda: received.open(handed), handed.step, source, request)
+        ended = self._publish_read(publisher, lambda: received.open(handed), handed.step, source, request)
+        if isinstance(ended, Failure):
+            log.warning("not published", checkpoint=source, **ended.by_name())
         received.end()
         self._wakeup.set()
 
@@ -385,7 +398,6 @@ class Desk:
             return self._done(self._read_back(publisher, made, source))
         failure = failure_of(error)
         self._failed(error_kind(error), failure, source)
-        log.warning("not published", checkpoint=source, **failure.by_name())
         return failure
 
     def _failed(self, kind: str, failure: Failure, source: str) -> None:
@@ -493,7 +505,7 @@ class Desk:
     def _inbox_status(self) -> InboxStatus | None:
         if self._watched is None:
             return None
-        refused = self._watched.refused()
+        refused, left = self._watched.refused(), self._watched.left_alone()
         return InboxStatus(
             watch=str(self._watched.directory),
             waiting=waiting_status(self._watched.waiting),
@@ -506,6 +518,11 @@ class Desk:
                 SkippedStatus(name=name, reason=reason) for name, reason in self._watched.skipped.items()
             ),
             skipped_count=self._watched.skips,
+            left_alone=tuple(
+                LeftAloneStatus(name=each.name, reason=each.reason, remedy=each.remedy)
+                for each in left[:WAITING_SHOWN]
+            ),
+            left_alone_count=len(left),
         )
 
 
@@ -533,6 +550,15 @@ def open_asked(publisher: Publisher, directory: Path) -> NewWeights:
             disk_text(error, directory),
             remedy="let the publisher's user read the checkpoint and its files, and ask again",
         ) from error
+
+
+def _version_of(channel: Path) -> int:
+    """Of a channel that may not be there yet, or not be readable: that is told when it is opened."""
+    try:
+        pointer = read_pointer(channel)
+    except (OSError, WeightcastError):
+        return 0
+    return 0 if pointer is None else pointer.version
 
 
 def created_at(channel: Path, version: int | None) -> float:

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 
+from weightcast.publisher.service.layouts import ROOT, Fit, Layouts, LeftAlone, save_of
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.files.paths import file_name, is_plain
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
 from weightcast.shared.service.facts import Failure
+from weightcast.shared.words import TensorTable
 
 FORMAT = 1
 MEMORY_LIMIT = 256 << 20
@@ -25,9 +27,10 @@ _CONSUMED_KEPT, _CONTENTS_KEPT = 64, 1024
 """with their files, and with the digest of their content alone: a backup may bring them back"""
 _MIXED_TIMES = 60
 """the stillness after which a directory counts that was saved over in part, in times of the usual one"""
+_RENAME_TIMES = 5
+"""likewise, after which a save under a temporary name is reported"""
 _LOWEST = -(1 << 63)
 """times may lie before 1970; inodes of some file systems use 64 bits"""
-_STEP = re.compile(r"(\d{1,15})$", re.ASCII)
 _NUMBERS = re.compile(r"(\d+)", re.ASCII)
 
 
@@ -52,7 +55,8 @@ def without_ctime(marks: Marks) -> Marks:
 
 @dataclass(frozen=True)
 class Sighting:
-    """One look at a directory. `weights`: shards and index, empty unless the checkpoint is complete."""
+    """One look at a directory. `name`: its path relative to the watched directory. `weights`: shards and
+    index, empty unless the checkpoint is complete."""
 
     name: str
     files: Marks
@@ -65,8 +69,10 @@ class Sighting:
     """why it is not complete"""
     hidden: Marks = frozenset()
     """files that do not count as its own"""
-    link: bool = False
-    """it is a link to a directory"""
+    table: TensorTable | None = field(default=None, compare=False)
+    """of a complete checkpoint"""
+    temporary: bool = False
+    """its writer may be going to rename it"""
 
 
 class InboxOutcome(StrEnum):
@@ -119,12 +125,17 @@ class InboxRules:
     existing: bool = False
     consume: bool = False
     """what was published is deleted"""
+    pattern: str | None = None
+    """of the checkpoints' relative paths; None: any, where it is clear"""
 
 
 @dataclass(frozen=True)
 class Waiting:
     name: str
     reason: str
+    remedy: str = ""
+    still: bool = False
+    """nothing changed for as long as a checkpoint takes to settle"""
 
 
 @dataclass(frozen=True)
@@ -139,14 +150,12 @@ class Choice:
 
 
 def is_candidate(name: str) -> bool:
-    """Whether a directory of this name is looked at: hidden ones and `*.tmp` are still being made."""
-    return not name.startswith(".") and not name.endswith(".tmp") and is_plain(name) and len(name) <= 255
+    """Whether a directory of this name may be published: hidden ones and `*.tmp` are still being made."""
+    return not is_temporary(name) and is_plain(name) and len(name) <= 255
 
 
-def step_of(name: str) -> int | None:
-    """The number that the name ends in (`step_100`, `checkpoint-100`)."""
-    match = _STEP.search(name)
-    return None if match is None else int(match[1])
+def is_temporary(name: str) -> bool:
+    return name.startswith(".") or name.endswith(".tmp")
 
 
 @dataclass
@@ -156,8 +165,12 @@ class Inbox:
 
     rules: InboxRules
     entries: dict[str, InboxEntry] = field(default_factory=dict)
+    base: TensorTable | None = None
     _since: dict[str, tuple[Marks, float]] = field(default_factory=dict)
     """per name: what was seen, and when first, on a monotonic clock"""
+
+    def __post_init__(self) -> None:
+        self.layouts = Layouts(self.rules.pattern)
 
     def is_known(self, name: str, files: Marks) -> bool:
         own, by_older_release = self.entries.get(name), without_ctime(files)
@@ -188,23 +201,46 @@ class Inbox:
         content = replace(self.content(name) or LastContent(), sample=sample)
         self.entries[name] = replace(self.entries[name], content=content)
 
-    def ignore_existing(self, sightings: Iterable[Sighting]) -> Sequence[str]:
-        """At the very first start: what is complete now was there before. Returns the names."""
-        found = {each.name: self._entry(InboxOutcome.EXISTING, each) for each in sightings if each.weights}
+    def ignore_existing(self, sightings: Iterable[Sighting], began_ns: int | None) -> Sequence[str]:
+        """At the very first start: what is complete now was there before, unless it was completed after
+        `began_ns`. Returns the names."""
+        found = {
+            each.name: self._entry(InboxOutcome.EXISTING, each)
+            for each in sightings
+            if each.weights and (began_ns is None or each.completed_ns <= began_ns)
+        }
         self.entries |= found
         return sorted(found)
 
+    def forget_existing(self) -> None:
+        """They are new, unless something was published already: a fleet would go back to them."""
+        entries = {n: each for n, each in self.entries.items() if each.outcome is not InboxOutcome.EXISTING}
+        if not any(entry.outcome is InboxOutcome.PUBLISHED for entry in entries.values()):
+            self.entries = entries
+
+    def left_alone(self) -> list[LeftAlone]:
+        existing = [
+            n for n, each in self.entries.items() if each.outcome is InboxOutcome.EXISTING and each.files
+        ]
+        remedy = "publish it with `POST /v1/publish`; before version 1, restart with --existing"
+        reason = "complete before this publisher first started"
+        return [
+            *dict.fromkeys(self.layouts.left.values()),
+            *(LeftAlone(name, reason, remedy) for name in existing),
+        ]
+
     def choose(self, sightings: Sequence[Sighting], now: float) -> Choice:
         """`sightings`: of directories that are not known; `now` in seconds on a monotonic clock."""
-        sightings = _without_second_names(sightings)
-        self._remember_looks(sightings, now)
-        reasons = {each.name: self._reason_to_wait(each, now) for each in sightings}
+        quiet = self._quiet_seconds(sightings, now)
+        waits = {each.name: self._wait(each, quiet[each.name]) for each in sightings}
         whole = sorted((each for each in sightings if self._is_whole(each)), key=_in_order)
-        ready = [each for each in whole if not reasons[each.name]]
+        self._judge_layouts([each for each in whole if waits[each.name] is None])
+        whole = [each for each in whole if self.layouts.is_clear(each.name)]
+        ready = [each for each in whole if waits[each.name] is None]
         refused = tuple(each for each in sightings if _is_broken(each))
         broken = {each.name for each in refused}
         waiting = tuple(
-            Waiting(name, reason) for name, reason in reasons.items() if reason and name not in broken
+            each for each in waits.values() if each is not None and each.reason and each.name not in broken
         )
         if not ready:
             return Choice(None, (), refused, waiting)
@@ -217,29 +253,61 @@ class Inbox:
     def _is_whole(self, sighting: Sighting) -> bool:
         return bool(sighting.weights) and (sighting.finished or self.rules.marker is None)
 
-    def _remember_looks(self, sightings: Iterable[Sighting], now: float) -> None:
+    def _judge_layouts(self, ready: Sequence[Sighting]) -> None:
+        """As long as the base is not known, all fit equally."""
+        if all(self.layouts.is_clear(each.name) for each in ready):
+            return
+        fits = {
+            each.name: Fit() if self.base is None or each.table is None else Fit.of(each.table, self.base)
+            for each in ready
+        }
+        published = {
+            (each.version, name)
+            for name, each in self.entries.items()
+            if each.outcome is InboxOutcome.PUBLISHED and each.files and each.version is not None
+        }
+        self.layouts.judge(fits, published)
+
+    def _quiet_seconds(self, sightings: Iterable[Sighting], now: float) -> Mapping[str, float]:
+        """How long nothing has changed, by name: in a save of several checkpoints in any of them."""
         before, self._since = self._since, {}
+        changed: dict[str, float] = {}
         for sighting in sightings:
             files, since = before.get(sighting.name, (sighting.files, now))
-            self._since[sighting.name] = (sighting.files, since if files == sighting.files else now)
+            since = since if files == sighting.files else now
+            self._since[sighting.name] = (sighting.files, since)
+            save = save_of(sighting.name)
+            changed[save] = max(since, changed.get(save, since))
+        return {name: now - changed[save_of(name)] for name in self._since}
 
-    def _reason_to_wait(self, sighting: Sighting, now: float) -> str:
+    def _wait(self, sighting: Sighting, quiet: float) -> Waiting | None:
+        """Why it is not published yet; without a reason where there is nothing to say yet. Two looks are
+        needed even if the clock says otherwise: one look shows no stillness."""
+
+        def is_still(times: int = 1) -> bool:
+            return 0 < quiet >= self.rules.settle_seconds * times
+
+        def wait(reason: str, remedy: str = "") -> Waiting:
+            return Waiting(sighting.name, reason, remedy, still=sighting.finished or is_still())
+
+        if sighting.temporary:
+            reason = "temporary name: hidden, or ends in .tmp" if is_still(_RENAME_TIMES) else ""
+            return wait(reason, "rename it when it is complete, with the directories around it")
         if not sighting.weights:
-            return "incomplete" if sighting.problem is None else sighting.problem.message
+            problem = sighting.problem
+            return wait("incomplete") if problem is None else wait(problem.message, problem.remedy)
         if sighting.finished and not self._is_marked_as_before(sighting):
-            return ""
-        if self.rules.marker is not None and not sighting.finished:
-            old = any(mark.name == self.rules.marker for mark in sighting.files)
-            return f"{self.rules.marker} is {'older than the weights' if old else 'not there'}"
-        quiet = now - self._since[sighting.name][1]
+            return None
+        marker = self.rules.marker
+        if marker is not None and not sighting.finished:
+            old = any(mark.name == marker for mark in sighting.files)
+            reason = f"{marker} is {'older than the weights' if old else 'not there'}"
+            return wait(reason, f"write {marker} into it after all weights (--marker)")
         if self._is_mixed(sighting):
             wanted = self.rules.settle_seconds * _MIXED_TIMES
             reason = f"some of its files are those from before: waits until nothing changed for {wanted:g} s"
-        else:
-            wanted = self.rules.settle_seconds
-            reason = "may still be written: waits for a second look"
-        # Two looks are needed even if the clock says otherwise: one look shows no stillness.
-        return "" if 0 < quiet >= wanted else reason
+            return None if is_still(_MIXED_TIMES) else wait(reason)
+        return None if is_still() else wait("may still be written: waits for a second look")
 
     def _is_mixed(self, sighting: Sighting) -> bool:
         """Whether a checkpoint seems to be saved over file by file: whole by its headers all the while."""
@@ -359,12 +427,6 @@ def _but_last(names: Sequence[str], count: int) -> Sequence[str]:
     return names[: max(0, len(names) - count)]
 
 
-def _without_second_names(sightings: Sequence[Sighting]) -> list[Sighting]:
-    """Without links to what is among them under its own name."""
-    own = {each.files for each in sightings if not each.link}
-    return [each for each in sightings if not each.link or each.files not in own]
-
-
 def content_alone(entry: InboxEntry) -> InboxEntry | None:
     """What is left of an entry whose files no longer count; None: nothing to compare with."""
     content = entry.content
@@ -380,7 +442,7 @@ def _is_broken(sighting: Sighting) -> bool:
 
 def holds_weights(name: str) -> bool:
     """Whether a file of this name holds weights, or says where they are."""
-    return name.endswith((".safetensors", ".index.json"))
+    return name.endswith((".safetensors", ".safetensors.index.json"))
 
 
 def _in_order(sighting: Sighting) -> tuple[int, list[tuple[int, str]]]:
@@ -428,11 +490,16 @@ def parse_entries(data: bytes, what: str, watch: str = "") -> dict[str, InboxEnt
     entries: dict[str, InboxEntry] = {}
     for row in members.array("entries"):
         each = Members(row, what)
-        name = file_name(each.text("name"))
+        name = _entry_name(each.text("name"))
         if name in entries:
             raise DamagedFile(f"{what}: {name!r} stands twice")
         entries[name] = _parse_entry(each, what)
     return entries
+
+
+def _entry_name(name: str) -> str:
+    """A path relative to the watched directory. Raises DamagedFile."""
+    return name if name == ROOT else "/".join(map(file_name, name.split("/")))
 
 
 def _parse_entry(members: Members, what: str) -> InboxEntry:

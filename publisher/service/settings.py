@@ -30,6 +30,12 @@ def _plain_name(name: str) -> str:
         raise ValueError("must be the name of a file, without directories") from error
 
 
+def _relative_glob(glob: str) -> str:
+    if not glob.strip("/") or glob.startswith("/") or ".." in glob.split("/"):
+        raise ValueError("must be relative to the watched directory, without '..'")
+    return glob
+
+
 def _pairs(texts: list[str]) -> list[str]:
     for text in texts:
         name, _, target = text.partition("=")
@@ -44,6 +50,11 @@ class PublisherSettings(ServiceSettings):
     base: Path = Field(description="HF checkpoint directory that the run starts from.")
     local: Path = Field(description="The publisher's own local checkpoint: a directory of its own.")
     watch: Path | None = Field(None, description="Directory in which the trainer leaves checkpoints.")
+    watch_pattern: Annotated[str, AfterValidator(_relative_glob)] | None = Field(
+        None,
+        description="Glob of the paths of checkpoints, relative to --watch: global_step_*/actor/huggingface; "
+        "** matches any directories. Unset: all, at any depth where it is clear.",
+    )
     marker: Annotated[str, AfterValidator(_plain_name)] | None = Field(
         None, description="File that the trainer puts into a checkpoint when it is complete."
     )
@@ -148,7 +159,7 @@ class PublisherSettings(ServiceSettings):
         600.0, gt=0, le=86400, allow_inf_nan=False, description="Deadline of one publication."
     )
 
-    @field_validator("marker", "every", "existing", "consume", mode="after")
+    @field_validator("watch_pattern", "marker", "every", "existing", "consume", mode="after")
     @classmethod
     def _needs_watch(cls, value: object, info: ValidationInfo) -> object:
         # What is wrong with `watch` itself is said elsewhere, and it is then absent here.
@@ -178,12 +189,21 @@ class PublisherSettings(ServiceSettings):
         if self.watch is None or not self.consume:
             return []
         watched = self.watch
-        own = {"base": self.base, "channel": self.channel, "local": self.local, "hand_over": self.hand_over}
         return [
             f"{name}: {path} lies in the watched directory, where --consume deletes"
-            for name, path in own.items()
-            if path is not None and is_within(path, watched)
+            for name, path in self.own_places.items()
+            if is_within(path, watched)
         ]
+
+    @property
+    def own_places(self) -> dict[str, Path]:
+        places = {
+            "base": self.base,
+            "channel": self.channel,
+            "local": self.local,
+            "hand_over": self.hand_over,
+        }
+        return {name: path for name, path in places.items() if path is not None}
 
     @property
     def upkeep(self) -> UpkeepOptions:

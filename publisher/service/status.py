@@ -48,6 +48,15 @@ class ReportedHost(Frozen):
 class WaitingStatus(Frozen):
     name: str
     reason: str
+    remedy: str = ""
+
+
+class LeftAloneStatus(Frozen):
+    """A checkpoint, or all of a layout of the watched directory, that waiting will not publish."""
+
+    name: str
+    reason: str
+    remedy: str
 
 
 class RefusedStatus(Frozen):
@@ -73,6 +82,8 @@ class InboxStatus(Frozen):
     """the latest, newest last"""
     skipped_count: int = 0
     """since the daemon started"""
+    left_alone: tuple[LeftAloneStatus, ...] = ()
+    left_alone_count: int = 0
 
 
 class UpkeepStatus(Frozen):
@@ -194,7 +205,8 @@ def add(totals: Totals, done: Publication) -> Totals:
 
 
 def waiting_status(waiting: Iterable[Waiting]) -> tuple[WaitingStatus, ...]:
-    return tuple(WaitingStatus(name=each.name, reason=each.reason) for each in waiting)[:WAITING_SHOWN]
+    shown = [WaitingStatus(name=each.name, reason=each.reason, remedy=each.remedy) for each in waiting]
+    return tuple(shown[:WAITING_SHOWN])
 
 
 def host_status(host: Host) -> ReportedHost:

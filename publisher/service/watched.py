@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from weightcast.publisher.service.inbox import (
     pack_entries,
     parse_entries,
 )
+from weightcast.publisher.service.layouts import ROOT, LeftAlone, parents_of
 from weightcast.publisher.service.request import MadeFor, new_request
 from weightcast.shared.errors import DamagedFile, Refused, WeightcastError
 from weightcast.shared.failpoints import failpoint
@@ -34,8 +35,10 @@ from weightcast.shared.files.entries import is_directory
 from weightcast.shared.service.backoff import Backoff
 from weightcast.shared.service.facts import Failure
 from weightcast.shared.service.logs import get_log
+from weightcast.shared.words import TensorTable
 
 _CONSUMING = Backoff(0.5, 300.0)
+_EXISTING = "before version 1, restart with --existing to publish them; later, `POST /v1/publish`"
 _NAMED = 5
 """checkpoints that a line of the log names"""
 _SKIPPED_KEPT = 20
@@ -68,17 +71,22 @@ class Watched:
         directory: Path,
         memory: Path,
         rules: InboxRules,
-        consume: bool,
         renamed: RenamedIn,
+        own: Iterable[Path] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`own`: directories of weightcast's that may lie in it."""
         self.directory = directory
         self.waiting: tuple[Waiting, ...] = ()
         self._memory = memory
-        self._consume = consume
+        self._consume = rules.consume
+        self._own = frozenset(map(os.path.realpath, own))
         self._renamed = renamed
-        self._arrived: dict[str, Marks | None] = {}
-        """what was first seen of it after its arrival"""
+        self._arriving: set[str] = set()
+        self._arrived: dict[str, Marks] = {}
+        """checkpoints that were renamed into place, as they were then"""
+        self._told: set[Waiting | LeftAlone] = set()
+        """what the log has"""
         self._clock = clock
         self._half_consumed: set[str] = set()
         """published, and kept from being deleted by an error of the disk"""
@@ -99,45 +107,51 @@ class Watched:
         self._inbox = Inbox(rules, known)
         self._stored = b""
 
-    def start(self, made_for: MadeFor) -> None:
+    def start(self, made_for: MadeFor, base: TensorTable) -> None:
         """Once the local checkpoint is owned: keeps what construction saw, finishes what a kill left."""
+        self._inbox.base = base
         self.resume(made_for)
         self._sample_unread()
         if self._consume and is_directory(self.directory):
             self._begin_consuming()
 
-    def ignore_existing(self) -> None:
-        """Before anything else, if this directory was never watched from here: what is complete now was there
-        before, also if this start comes to nothing. What comes while the publisher starts is new."""
+    def ignore_existing(self, began: float, version: int) -> None:
+        """Before anything else, if this directory was never watched from here: what is complete now was
+        there before, also if this start comes to nothing, unless the channel has no `version` yet and it was
+        completed after this process `began` (unix time)."""
+        if self._inbox.rules.existing:
+            self._inbox.forget_existing()
         if self._is_known or self._inbox.rules.existing or not is_directory(self.directory):
             return
-        names = self._inbox.ignore_existing(self._look().unknown)
+        began_ns = None if version else int((began + looks.clock_offset(self.directory)) * 1e9)
+        names = self._inbox.ignore_existing(self._look().unknown, began_ns)
         self._store()
         self._sample_unread()
         if names:
-            log.info("checkpoints left alone", checkpoints=names[:_NAMED], count=len(names))
+            log.info("checkpoints left alone", checkpoints=names[:_NAMED], count=len(names), remedy=_EXISTING)
 
     def _look(self) -> looks.InboxLook:
         # Being put back is no arrival: the writer may be at it.
-        self._arrived |= dict.fromkeys(self._renamed.take() - self._not_consumed)
-        found = looks.look(self.directory, self._inbox.rules.marker, self._inbox.is_known, self._has_arrived)
-        # Nothing in it yet: what comes is written in its place.
-        self._arrived = {
-            name: frozenset() if files is None else files
-            for name, files in self._arrived.items()
-            if name in found.names
-        }
+        self._arriving = self._renamed.take() - self._not_consumed
+        found = looks.look(
+            self.directory,
+            self._inbox.rules.marker,
+            self._inbox.is_known,
+            self._has_arrived,
+            self._inbox.layouts.is_left,
+            self._own,
+        )
+        self._arrived = {name: files for name, files in self._arrived.items() if name in found.names}
         self._not_consumed &= found.names
         self._present = found.names
         return found
 
     def _has_arrived(self, name: str, files: Marks) -> bool:
-        """Until something in it changes: it may be written again in its place."""
-        if name not in self._arrived:
-            return False
-        if self._arrived[name] is None:
+        """Until something in it changes: it may be written again in its place. Nothing in it when it arrived:
+        what comes is written in its place."""
+        if not self._arriving.isdisjoint((name, *parents_of(name))):
             self._arrived[name] = files
-        return self._arrived[name] == files
+        return self._arrived.get(name) == files
 
     def resume(self, made_for: MadeFor) -> None:
         """After an error or a kill."""
@@ -157,6 +171,7 @@ class Watched:
         found = self._look()
         choice = self._inbox.choose(found.unknown, self._clock())
         self.waiting = (*choice.waiting, *found.unreadable)
+        self._tell()
         self._inbox.forget_vanished(found.names)
         for broken in choice.refused:
             if broken.problem is not None:
@@ -235,10 +250,13 @@ class Watched:
     def see(self, directory: Path) -> Sighting | None:
         """A directory that is about to be published on request; None unless it is one of the watched."""
         try:
-            if directory.parent != self.directory.resolve() or not is_candidate(directory.name):
+            name = str(directory.relative_to(self.directory.resolve()))
+            if name != ROOT and not all(map(is_candidate, name.split("/"))):
                 return None
-            return looks.sight(directory, looks.marks(directory), None, arrived=False)
-        except OSError:
+            return looks.sight(
+                self.directory, name, looks.marks_of(self.directory, name), None, arrived=False
+            )
+        except (OSError, ValueError):
             return None
 
     def adopt(self, sighting: Sighting, version: int, root: str) -> None:
@@ -252,6 +270,7 @@ class Watched:
         if self._marks(sighting.name) == sighting.files:
             self.refuse(sighting, failure)
         else:
+            log.info("checkpoint changed while it was read", checkpoint=sighting.name, reason=failure.message)
             self._inbox.give_up(sighting.name)
             self._store()
 
@@ -268,9 +287,35 @@ class Watched:
             if self._present is None or name in self._present
         ]
 
+    def left_alone(self) -> list[LeftAlone]:
+        """Layouts, and existing checkpoints that are there."""
+        return [
+            each
+            for each in self._inbox.left_alone()
+            if each.name not in self._inbox.entries or self._present is None or each.name in self._present
+        ]
+
+    def _tell(self) -> None:
+        """Logs each checkpoint that waiting may not publish, once; of many at once, the first ones."""
+        current: set[Waiting | LeftAlone] = {each for each in self.waiting if each.still}
+        current.update(self._inbox.layouts.left.values())
+        new = sorted(current - self._told, key=lambda each: each.name)
+        for each in new[:_NAMED]:
+            log.info(
+                "checkpoint not published yet" if isinstance(each, Waiting) else "checkpoints not published",
+                checkpoint=each.name,
+                reason=each.reason,
+                remedy=each.remedy,
+            )
+        if new[_NAMED:]:
+            log.info(
+                "more checkpoints are not published", count=len(new) - _NAMED, remedy="see status, inbox"
+            )
+        self._told = current
+
     def _marks(self, name: str) -> Marks | None:
         try:
-            return looks.marks(self.directory / name)
+            return looks.marks_of(self.directory, name, self._inbox.rules.marker)
         except FileNotFoundError:
             return None
 
@@ -296,8 +341,8 @@ class Watched:
                 self._warned.add(name)
 
     def _bury_leftovers(self) -> None:
-        looks.bury_leftovers(self.directory)
-        for name in looks.set_aside(self.directory):
+        looks.bury_leftovers(self.directory, self._inbox.entries)
+        for name in looks.set_aside(self.directory, self._inbox.entries):
             self._try_to_consume(name, looks.consume_aside)
 
     def _begin_consuming(self) -> None:

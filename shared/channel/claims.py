@@ -68,6 +68,15 @@ def _process_start(pid: int) -> str:
     return fields[19] if len(fields) > 19 and fields[0] not in ("Z", "X") else ""
 
 
+def process_began() -> float:
+    """When this process began, as unix time, not earlier than it did; now, where the system does not tell."""
+    ticks = _process_start(os.getpid())
+    if not ticks.isdigit() or not int(ticks):
+        return time.time()
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - (int(ticks) + 1) / os.sysconf("SC_CLK_TCK")
+    return time.time() - max(0.0, age)
+
+
 @dataclass(frozen=True)
 class ClaimRecord:
     """What a claim's file says."""

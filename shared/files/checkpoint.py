@@ -15,6 +15,7 @@ from typing import NamedTuple
 from weightcast.shared.errors import DamagedFile, Refused
 from weightcast.shared.files.durable import read_file
 from weightcast.shared.files.magic import START, check_kind
+from weightcast.shared.files.other_formats import no_checkpoint
 from weightcast.shared.files.paths import file_name, printable
 from weightcast.shared.files.safetensors import Header, read_header_of, tensor_spec
 from weightcast.shared.files.strict_json import Members, parse_object
@@ -249,14 +250,18 @@ def _parsed_index(data: bytes) -> _WeightIndex | None:
     return _WeightIndex(weight_map, tuple(notes))
 
 
-def _single(directory: Path, names: Iterable[str]) -> str:
+def _single(directory: Path, names: Sequence[str]) -> str:
     found = [name for name in names if name.endswith(".safetensors")]
     if _SINGLE in found and not [name for name in found if _is_shard(name) and name != _SINGLE]:
         return _SINGLE
     if len(found) == 1 and not _is_shard(found[0]):
         return found[0]
-    problem = f"{len(found)} safetensors files and no {_INDEX}" if found else "no safetensors file"
-    raise Refused(f"{directory} is no checkpoint: {problem}", remedy="is it complete, and the right one?")
+    if not found:
+        raise no_checkpoint(directory, names)
+    raise Refused(
+        f"{directory} is no checkpoint: {len(found)} safetensors files and no {_INDEX}",
+        remedy="is the save complete? the index is written last",
+    )
 
 
 def _is_shard(name: str) -> bool:

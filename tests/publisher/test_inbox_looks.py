@@ -35,13 +35,17 @@ def test_a_complete_checkpoint_is_known_by_its_weights(tmp_path: Path, shards: i
     assert seen.problem is None and seen.completed_ns > 0
 
 
-def test_hidden_and_temporary_directories_and_files_are_not_looked_at(tmp_path: Path) -> None:
+def test_hidden_and_temporary_directories_and_files_are_never_complete(tmp_path: Path) -> None:
     for name in (".step_1", "step_2.tmp"):
         write(tmp_path / name, base_tensors())
     (tmp_path / "step_3").write_bytes(b"a file")
     (tmp_path / "step_4").mkdir()
     found = look(tmp_path, None, lambda name, files: False, lambda name, files: False)
-    assert found.unknown == () and found.names == {"step_4"}
+    assert [(each.name, each.temporary, each.weights) for each in found.unknown] == [
+        (".step_1", True, frozenset()),
+        ("step_2.tmp", True, frozenset()),
+    ]
+    assert found.names == {".step_1", "step_2.tmp", "step_4"}
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -67,10 +71,10 @@ def test_an_index_written_first_waits_for_its_shards(tmp_path: Path) -> None:
 
 
 def test_a_rename_is_told_from_writing_in_place(tmp_path: Path) -> None:
-    assert was_moved_in(rename_in(tmp_path / "step_1", base_tensors()))
-    assert not was_moved_in(write(tmp_path / "step_2", base_tensors()))
+    assert was_moved_in(tmp_path, rename_in(tmp_path / "step_1", base_tensors()).name)
+    assert not was_moved_in(tmp_path, write(tmp_path / "step_2", base_tensors()).name)
     touched = tmp_path / "step_1" / "config.json"
-    wait_until(lambda: (os.utime(touched), not was_moved_in(tmp_path / "step_1"))[1])
+    wait_until(lambda: (os.utime(touched), not was_moved_in(tmp_path, "step_1"))[1])
 
 
 def test_a_marker_is_what_counts(tmp_path: Path) -> None:
@@ -171,7 +175,7 @@ def test_what_took_the_name_before_it_was_renamed_gets_it_back(tmp_path: Path) -
     with watched(replaced), pytest.raises(Refused, match="it was changed"):
         consume(tmp_path, "policy", known)
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == files_of(base_tensors(1))
-    assert not was_moved_in(directory), "its writer may be at it"
+    assert not was_moved_in(tmp_path, "policy"), "its writer may be at it"
     assert not (tmp_path / ".weightcast-consuming-policy").exists()
 
 

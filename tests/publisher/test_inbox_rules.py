@@ -16,8 +16,8 @@ from weightcast.publisher.service.inbox import (
     is_candidate,
     pack_entries,
     parse_entries,
-    step_of,
 )
+from weightcast.publisher.service.layouts import step_of
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.service.facts import Failure
 
@@ -167,7 +167,7 @@ def test_a_kill_while_publishing_is_judged_by_the_channel(version: int | None, k
 def test_memory_is_bounded_and_keeps_what_is_there() -> None:
     inbox = Inbox(InboxRules())
     looks = [seen(f"step_{n}", n, content=n) for n in range(1, 5000)]
-    inbox.ignore_existing(looks)
+    inbox.ignore_existing(looks, None)
     inbox.forget_vanished(frozenset({"step_1"}))
     assert len(inbox.entries) == 4097 and {"step_1", "step_4999"} <= inbox.entries.keys()
 
@@ -249,7 +249,7 @@ def test_a_damaged_memory_is_refused(old: bytes, new: bytes) -> None:
 @pytest.mark.parametrize("consume", [True, False])
 def test_what_was_consumed_is_forgotten_in_time(consume: bool) -> None:
     inbox = Inbox(InboxRules(every=True, existing=False, consume=consume))
-    inbox.ignore_existing([seen("before", content=5000)])
+    inbox.ignore_existing([seen("before", content=5000)], None)
     for number in range(200):
         inbox.begin(inbox.choose([seen(f"step_{number}", content=number)], 0.0), number, REQUEST)
         inbox.succeed(f"step_{number}", number + 1)
