@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from weightcast.publisher.service.queue import QUEUE_LIMIT, Job, KeyReused, Queue, QueueFull, unread
 from weightcast.shared.channel import marks
-from weightcast.shared.errors import Refused, RetryLater, disk_text
+from weightcast.shared.errors import Refused, RetryLater
+from weightcast.shared.files.disk_errors import disk_text
 from weightcast.shared.files.entries import is_directory
 from weightcast.shared.files.paths import is_plain
 from weightcast.shared.service.facts import Failure
