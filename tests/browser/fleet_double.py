@@ -17,12 +17,24 @@ from prometheus_client import CollectorRegistry
 from weightcast.publisher.fleet.page_routes import PAGE_PATHS, page_routes
 from weightcast.publisher.service.status import PublisherStatus
 from weightcast.shared.service.facts import Readiness
+from weightcast.shared.service.fleet import Fleet, verdict
 from weightcast.shared.service.http import make_app
 
 JSON = dict[str, Any]
 PHASES = ("plan", "fetch", "stage", "patch", "pause", "reload", "read_back", "resume")
 NOBODY: JSON = {"bytes": None, "steps": [], "seconds": None, "without_base": None}
-STANDINGS = ("ready", "behind", "stale", "lost", "failed")
+STANDINGS = ("ready", "behind", "stale", "lost", "failed", "stopped")
+READY: JSON = {
+    "ready": True,
+    "reasons": [],
+    "publishing": "",
+    "queue": 0,
+    "inbox": {"waiting": 0, "refused": 0},
+    "held": "",
+    "problem": "",
+    "last_refused": None,
+    "refused_since_version": False,
+}
 
 
 def update(version: int, seconds: float = 1.0, outcome: str = "done") -> JSON:
@@ -77,8 +89,13 @@ def host(number: int, latest: int, **others: Any) -> JSON:
     }
 
 
-def fleet(hosts: list[JSON], latest: int) -> JSON:
-    lags = [each["lag"] for each in hosts]
+def fleet(hosts: list[JSON], latest: int, publisher: JSON = READY) -> JSON:
+    made = _fleet(hosts, latest, publisher)
+    return {**made, "verdict": verdict(Fleet.model_validate(made)).model_dump()}
+
+
+def _fleet(hosts: list[JSON], latest: int, publisher: JSON) -> JSON:
+    lags = [each["lag"] for each in hosts if each["standing"] not in ("lost", "stopped")]
     return {
         "now": time.time(),
         "channel": "/shared/run7",
@@ -90,6 +107,10 @@ def fleet(hosts: list[JSON], latest: int) -> JSON:
         "lag": [
             {"lag": lag, "hosts": lags.count(lag)} for lag in sorted({lag for lag in lags if lag is not None})
         ],
+        "latest_age_seconds": 200.0,
+        "time_source": "channel",
+        "owner": {"name": "process 1 on trainer (epoch 1)", "state": "alive", "heard_seconds_ago": 3.0},
+        "publisher": publisher,
     }
 
 
@@ -130,17 +151,23 @@ class Double:
         self._number = 0
         self._ended = False
 
-    def show(self, hosts: list[JSON], latest: int) -> None:
+    def show(self, hosts: list[JSON], latest: int, **publisher: Any) -> None:
         """What every page that listens is told now."""
         with self._changed:
             self.hosts = hosts
             large = len(hosts) > 100
-            self.fleet = fleet([{**each, "updates": []} for each in hosts] if large else hosts, latest)
+            shown = [{**each, "updates": []} for each in hosts] if large else hosts
+            self.fleet = fleet(shown, latest, {**READY, **publisher})
             self._number += 1
             self._changed.notify_all()
 
     def host(self, key: str) -> JSON:
         return next(each for each in self.hosts if each["key"] == key)
+
+    def forget(self, key: str) -> JSON:
+        found = self.host(key)
+        self.show([each for each in self.hosts if each["key"] != key], self.fleet["latest"])
+        return found
 
     def end(self) -> None:
         with self._changed:
@@ -173,6 +200,7 @@ def _app(double: Double, token: str | None) -> FastAPI:
     app.include_router(page_routes())
     app.add_api_route("/v1/fleet", lambda: double.fleet)
     app.add_api_route("/v1/hosts/{key}", double.host)
+    app.add_api_route("/v1/hosts/{key}", double.forget, methods=["DELETE"])
     app.add_api_route("/v1/versions", lambda: double.versions)
     app.add_api_route("/v1/catch-up", lambda: double.catch_up)
     app.add_api_route("/v1/prune-plan", lambda: double.plan)

@@ -145,7 +145,10 @@ def test_every_standing_stands_there_in_words_the_worst_first(double: Double, op
         "lag": NONE,
     }
     assert page.locator("#figure-latest strong").inner_text() == "128"
+    assert page.locator("#figure-latest span").inner_text() == "step 512, 3 min ago"
     assert page.locator("#figure-ready").inner_text().split() == ["Hosts", "ready", "39", "of", "44"]
+    assert page.locator("#figure-largest-lag strong").inner_text() == "3", "of hosts that are not lost"
+    assert page.get_by_text("run 4f2b9c1e7a55", exact=True).count() == 1
     assert page.title() == "1 lost, 1 failed, 1 stale, 2 behind · v128 · weightcast"
 
 
@@ -155,6 +158,74 @@ def test_an_error_and_what_to_do_stand_below_their_host(double: Double, open_tab
     trouble.wait_for()
     assert trouble.get_attribute("data-trouble") == "rollout-012"
     assert SILENT in trouble.inner_text() and RESTART[1:] in trouble.inner_text()
+
+
+def test_the_verdict_comes_first(double: Double, open_tab: OpenTab) -> None:
+    page = open_tab(double.url).page
+    verdict = page.locator(".verdict")
+    verdict.wait_for()
+    assert verdict.inner_text() == f"39 of 44 hosts serve version 128; rollout-012: {SILENT}"
+    assert verdict.get_attribute("data-level") == "bad"
+    double.show([host(1, LATEST)], LATEST)
+    page.wait_for_selector('.verdict[data-level="good"]')
+    assert verdict.inner_text() == "1 of 1 host serves version 128"
+    assert page.locator("#figure-ready.good, #figure-largest-lag.good").count() == 2
+
+
+def test_a_publisher_that_refuses_everything_does_not_look_healthy(double: Double, open_tab: OpenTab) -> None:
+    page = open_tab(double.url).page
+    refused = {
+        "source": "step_400",
+        "message": "step_400/model.safetensors is cut off: 90 bytes, header needs 200",
+        "remedy": "write the checkpoint again",
+        "seconds_ago": 61.0,
+    }
+    inbox = {"waiting": 1, "refused": 4, "skipped": 2}
+    double.show([host(1, LATEST)], LATEST, last_refused=refused, refused_since_version=True, inbox=inbox)
+    said = page.locator('[data-refused="step_400"]')
+    said.wait_for()
+    lines = said.locator("p").all_inner_texts()
+    assert re.match("step_400 was refused 6. s ago, no version since: .* is cut off", lines[0])
+    assert lines[1:] == ["Write the checkpoint again"]
+    assert page.locator(".verdict").get_attribute("data-level") == "bad"
+    assert "step_400 refused: step_400/model.safetensors is cut off" in page.locator(".verdict").inner_text()
+    strip = page.locator("#publisher dl > div").all_inner_texts()
+    assert [" ".join(each.split()) for each in strip] == [
+        "Publisher ready",
+        "Publishing nothing now",
+        "Queue 0",
+        "Inbox waiting 1",
+        "Inbox refused 4",
+        "Inbox skipped 2",
+    ]
+    assert page.title() == "see publisher · v128 · weightcast"
+    double.show([host(1, LATEST)], LATEST, ready=False, reasons=["No space left on device"])
+    page.get_by_text("not ready: No space left on device").first.wait_for()
+    double.show([host(1, LATEST)], LATEST, held="rolled back to version 2", publishing="step_9: diff")
+    page.get_by_text("held: rolled back to version 2").first.wait_for()
+    assert page.get_by_text("step_9: diff").count() == 1
+    assert page.locator(".verdict").get_attribute("data-level") == "warning"
+
+
+def test_stopped_hosts_are_calm_and_ghosts_come_last(double: Double, open_tab: OpenTab) -> None:
+    page = open_tab(double.url).page
+    gone = {"presence": "lost", "heard_seconds_ago": 4000.0, "ready": False}
+    never = {"local_version": None, "served_version": None, "lag": None, "engines": []}
+    ghost = host(
+        1, LATEST, standing="lost", state="starting", last_error="Refused: no --base", **gone, **never
+    )
+    stopped = host(2, LATEST, standing="stopped", state="stopped", phase="stopped", **gone)
+    unheard = host(3, LATEST, standing="stale", presence="stale", heard_seconds_ago=None)
+    double.show([ghost, stopped, host(4, LATEST), unheard], LATEST)
+    page.locator("tr.host.stopped").wait_for()
+    assert rows(page) == ["rollout-003", "rollout-004", "rollout-002", "rollout-001"]
+    assert cells(page, "rollout-002")["standing"] == "Stopped"
+    assert page.locator('tr.host[data-host="rollout-003"] td.heard').inner_text() == "?"
+    assert page.locator("tr.trouble").count() == 1
+    page.get_by_role("button", name="rollout-001").click()
+    page.get_by_role("button", name="Forget rollout-001").click()
+    page.wait_for_function("document.querySelectorAll('tr.host').length === 3")
+    assert "rollout-001" not in rows(page)
 
 
 def test_a_host_opens_to_its_engines_and_its_last_updates_by_phase(double: Double, open_tab: OpenTab) -> None:
@@ -307,10 +378,13 @@ def test_versions_are_charts_and_a_table(double: Double, open_tab: OpenTab) -> N
 
 
 def test_lag_cost_and_pruning_are_told(double: Double, open_tab: OpenTab) -> None:
+    hosts = mixed_fleet()
+    hosts[40] |= {"standing": "behind", "served_version": 117, "lag": 11}
+    double.show(hosts, LATEST)
     page = open_tab(double.url).page
     page.locator("#lag summary").click()
     table = [row.inner_text().split() for row in page.locator("#lag tbody tr").all()]
-    assert table[:4] == [["0", "39"], ["1", "1"], ["2", "1"], ["3", "1"]] and table[-1] == [
+    assert table[:4] == [["0", "38"], ["1", "1"], ["2", "1"], ["3", "1"]] and table[-1] == [
         f"10{NONE}19",
         "1",
     ]
@@ -374,6 +448,8 @@ def test_a_lost_publisher_is_seen_and_found_again(open_tab: OpenTab) -> None:
     assert tab.page.get_by_text("Connection to the publisher lost").count() == 1
     assert rows(tab.page)[0] == "rollout-007", "what was known stays"
     assert tab.page.locator('[data-live="false"]').count() == 1
+    verdict = tab.page.locator(".verdict")
+    assert verdict.inner_text().startswith("Not connected") and verdict.get_attribute("data-level") == "bad"
     with fleet_double.serve(Double(), port=port) as double:
         double.show([host(1, LATEST + 1)], LATEST + 1)
         tab.page.wait_for_selector('[data-link="live"]')

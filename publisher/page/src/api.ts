@@ -26,8 +26,8 @@ export interface Engine {
   confirmed_by: string;
 }
 
-/** Worst first. */
-export const STANDINGS = ["lost", "failed", "stale", "behind", "ready"] as const;
+/** Worst first; hosts that were stopped on request are last. */
+export const STANDINGS = ["lost", "failed", "stale", "behind", "ready", "stopped"] as const;
 export type Standing = (typeof STANDINGS)[number];
 
 export interface Host {
@@ -36,7 +36,8 @@ export interface Host {
   local: string;
   run_id: string;
   presence: "live" | "stale" | "lost";
-  heard_seconds_ago: number;
+  /** null where the reader cannot know. */
+  heard_seconds_ago: number | null;
   standing: Standing;
   state: string;
   ready: boolean;
@@ -62,6 +63,30 @@ export interface LagCount {
   hosts: number;
 }
 
+/** Watched checkpoints by what became of them, e.g. waiting, refused. */
+export type Inbox = Record<string, number>;
+
+export interface RefusedCheckpoint {
+  source: string;
+  message: string;
+  remedy: string;
+  seconds_ago: number | null;
+}
+
+export interface Publisher {
+  ready: boolean;
+  reasons: string[];
+  publishing: string;
+  queue: number;
+  inbox: Inbox;
+  held: string;
+  problem: string;
+  last_refused: RefusedCheckpoint | null;
+  refused_since_version: boolean;
+}
+
+export type Level = "good" | "warning" | "bad";
+
 export interface Fleet {
   now: number;
   channel: string;
@@ -70,6 +95,9 @@ export interface Fleet {
   hosts: Host[];
   counts: Record<Standing, number>;
   lag: LagCount[];
+  latest_age_seconds: number | null;
+  publisher: Publisher | null;
+  verdict: { level: Level; text: string };
 }
 
 export interface Version {
@@ -139,6 +167,13 @@ export async function open(path: string, token: string | null, signal: AbortSign
   if (answer.status === 401) throw new Unauthorized("this publisher asks for a token");
   if (!answer.ok) throw await refusal(answer);
   return answer;
+}
+
+/** Deletes the report of a host that stopped or is lost. */
+export async function forget(key: string, token: string | null): Promise<void> {
+  const headers: Record<string, string> = token === null ? {} : { Authorization: `Bearer ${token}` };
+  const answer = await fetch(`v1/hosts/${encodeURIComponent(key)}`, { method: "DELETE", headers, credentials: "omit" });
+  if (!answer.ok) throw await refusal(answer);
 }
 
 export async function load<T>(path: string, token: string | null, signal: AbortSignal): Promise<T> {

@@ -47,6 +47,7 @@ export interface Trouble {
 }
 
 export function troubleOf(host: Host, runId: string | null): Trouble | null {
+  if (host.standing === "stopped") return null;
   if (host.last_error !== "") return { error: host.last_error, remedy: host.remedy };
   if (runId !== null && host.run_id !== "" && host.run_id !== runId) return strange(host);
   return engineTrouble(host);
@@ -102,8 +103,10 @@ function number(value: number | null): number {
   return value ?? -1;
 }
 
+/** Ghosts are last: lost hosts that never held a version, mostly starts with wrong settings. */
 function severity(host: Host): number {
-  return STANDINGS.indexOf(host.standing);
+  const isGhost = host.standing === "lost" && host.local_version === null && host.served_version === null;
+  return isGhost ? STANDINGS.length : STANDINGS.indexOf(host.standing);
 }
 
 const names = new Intl.Collator("en", { numeric: true });

@@ -3,7 +3,7 @@ import { useEffect, useState } from "preact/hooks";
 import { STANDINGS, type Fleet, type Host } from "./api.ts";
 import { Badge } from "./standing.tsx";
 import { FIRST_LOOK, hashOf, lookOf, PAGE_ROWS, pageOf, select, traits, troubleOf, type Column, type Look, type Traits, type Trouble } from "./fleet.ts";
-import { age, bytes, count, seconds, version } from "./format.ts";
+import { age, bytes, count, seconds, sentence, version } from "./format.ts";
 import { HostDetail } from "./host_detail.tsx";
 import { useNow } from "./live.ts";
 import { total } from "./phases.tsx";
@@ -172,7 +172,7 @@ function Row({ host, all, silent, open, turn }: RowOf) {
         <td class="served">{version(host.served_version)}</td>
         <td class="local">{version(host.local_version)}</td>
         <td class="lag">{count(host.lag)}</td>
-        <td class="heard">{age(host.heard_seconds_ago + silent)}</td>
+        <td class="heard">{age(host.heard_seconds_ago === null ? null : host.heard_seconds_ago + silent)}</td>
         <td class="more">{engines(host)}</td>
         {all.updates && <td class="more">{lastUpdate(host)}</td>}
       </tr>
@@ -199,7 +199,7 @@ function TroubleRow({ host, trouble, width }: { host: Host; trouble: Trouble; wi
       <td colSpan={width}>
         <span class="unseen">{host.host}: </span>
         <span class="error">{trouble.error}</span>
-        {trouble.remedy !== "" && <span class="remedy"> {sentence(trouble.remedy)}</span>}
+        {trouble.remedy !== "" && <span class="remedy">{sentence(trouble.remedy)}</span>}
       </td>
     </tr>
   );
@@ -225,11 +225,10 @@ function Pages({ rows, page, turn }: { rows: number; page: number; turn: Turn })
 
 /** What the state adds to the standing. */
 function doing(host: Host): string {
-  const words = [host.state, host.phase].filter(
-    (word, at, all) => word !== host.standing && word !== "idle" && all.indexOf(word) === at,
-  );
+  const unsaid = [host.standing, "idle", host.presence === "live" ? "ready" : ""];
+  const words = [host.state, host.phase].filter((word, at, all) => !unsaid.includes(word) && all.indexOf(word) === at);
   const said = words.join(" ").trim();
-  return host.presence === "live" || said === "" ? said : `last said ${said}`;
+  return host.presence === "live" || host.standing === "stopped" || said === "" ? said : `last said ${said}`;
 }
 
 function engines(host: Host): string {
@@ -241,8 +240,4 @@ function engines(host: Host): string {
 function lastUpdate(host: Host): string {
   const last = host.updates[0];
   return last === undefined ? "–" : `${seconds(total(last))} · ${bytes(last.bytes)}`;
-}
-
-function sentence(text: string): string {
-  return text.charAt(0).toUpperCase() + text.slice(1);
 }

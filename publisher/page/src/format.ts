@@ -29,7 +29,8 @@ export function seconds(value: number | null | undefined): string {
 }
 
 /** Whole seconds, minutes, hours: what ticks. */
-export function age(value: number): string {
+export function age(value: number | null): string {
+  if (value === null) return "?";
   const whole = Math.max(0, Math.round(value));
   if (whole < 120) return `${whole} s`;
   if (whole < 7200) return `${Math.round(whole / 60)} min`;
@@ -65,4 +66,8 @@ function digits(value: number): string {
   if (value === 0) return "0";
   const behind = Math.max(0, 2 - Math.floor(Math.log10(Math.abs(value)) + 1e-9));
   return value.toLocaleString("en-US", { minimumFractionDigits: Math.min(behind, 2), maximumFractionDigits: Math.min(behind, 4) });
+}
+
+export function sentence(text: string): string {
+  return text.charAt(0).toUpperCase() + text.slice(1);
 }

@@ -1,12 +1,16 @@
+import type { ComponentChildren } from "preact";
 import { useEffect } from "preact/hooks";
-import { STANDINGS, type Fleet, type Standing } from "./api.ts";
+import { STANDINGS, type Fleet, type Level, type Standing } from "./api.ts";
 import type { Link } from "./events.ts";
 import { age, bytes, count, round, version } from "./format.ts";
 import { useNow, type Shown } from "./live.ts";
+import { PublisherStrip } from "./publisher.tsx";
 
 export function Head({ shown }: { shown: Shown }) {
   const { fleet, link, came } = shown;
   const newest = shown.versions.value?.versions[0];
+  const step = newest?.version === fleet?.latest ? (newest?.step ?? null) : null;
+  const level = link.state === "lost" ? "bad" : fleet?.verdict.level;
   useEffect(() => void (document.title = title(fleet)), [fleet]);
   return (
     <header>
@@ -15,29 +19,41 @@ export function Head({ shown }: { shown: Shown }) {
         {fleet !== null && (
           <p class="run">
             <span class="path">{fleet.channel}</span>
-            {fleet.run_id !== null && <span class="path">run {fleet.run_id.slice(0, 12)}</span>}
+            {fleet.run_id !== null && <span class="path">run {fleet.run_id}</span>}
           </p>
         )}
         <LinkState link={link} came={came} />
       </div>
       {fleet !== null && (
-        <dl class="figures">
-          <Figure name="Latest version" value={version(fleet.latest)} note={newest?.step == null ? "" : `step ${count(newest.step)}`} id="latest" />
-          <Figure name="Hosts ready" value={count(fleet.counts.ready)} note={`of ${count(fleet.hosts.length)}`} id="ready" />
-          <Figure name="Largest lag" value={count(largestLag(fleet))} note="versions" id="largest-lag" />
-          <Figure name="Newest delta" value={bytes(newest?.bytes)} note={newest?.ratio == null ? "" : `1/${round(newest.ratio)} of full`} id="newest" />
-        </dl>
+        <>
+          <p class={`verdict ${level}`} role="status" data-level={level}>
+            {link.state === "lost" && "Not connected to the publisher. Last known: "}
+            {fleet.verdict.text}
+          </p>
+          <dl class="figures">
+            <Figure name="Latest version" value={version(fleet.latest)} note={<LatestNote fleet={fleet} came={came} step={step} />} id="latest" />
+            <Figure name="Hosts ready" value={count(fleet.counts.ready)} note={`of ${count(running(fleet))}`} id="ready" level={readyLevel(fleet)} />
+            <Figure name="Largest lag" value={count(largestLag(fleet))} note="versions" id="largest-lag" level={lagLevel(fleet)} />
+            <Figure name="Newest delta" value={bytes(newest?.bytes)} note={newest?.ratio == null ? "" : `1/${round(newest.ratio)} of full`} id="newest" />
+          </dl>
+          {fleet.publisher !== null && <PublisherStrip publisher={fleet.publisher} came={came} live={link.state === "live"} />}
+        </>
       )}
-      <p class="unseen" role="status">
-        {fleet !== null && standings(fleet, ["lost", "failed"])}
-      </p>
     </header>
   );
 }
 
-function Figure({ name, value, note, id }: { name: string; value: string; note: string; id: string }) {
+interface FigureOf {
+  name: string;
+  value: string;
+  note: ComponentChildren;
+  id: string;
+  level?: Level | "";
+}
+
+function Figure({ name, value, note, id, level = "" }: FigureOf) {
   return (
-    <div id={`figure-${id}`}>
+    <div id={`figure-${id}`} class={level}>
       <dt>{name}</dt>
       <dd>
         <strong>{value}</strong> <span>{note}</span>
@@ -46,12 +62,35 @@ function Figure({ name, value, note, id }: { name: string; value: string; note: 
   );
 }
 
+/** How long the newest version has been the newest: a trainer that stalls shows here and nowhere else. */
+function LatestNote({ fleet, came, step }: { fleet: Fleet; came: number; step: number | null }) {
+  const silent = Math.max(0, useNow() - came) / 1000;
+  const parts = step === null ? [] : [`step ${count(step)}`];
+  if (fleet.latest_age_seconds !== null) parts.push(`${age(fleet.latest_age_seconds + silent)} ago`);
+  return <>{parts.join(", ")}</>;
+}
+
+function running(fleet: Fleet): number {
+  return fleet.hosts.length - fleet.counts.stopped;
+}
+
+function readyLevel(fleet: Fleet): Level | "" {
+  if (running(fleet) === 0) return "";
+  if (fleet.counts.ready === running(fleet)) return "good";
+  return fleet.counts.ready === 0 ? "bad" : "warning";
+}
+
+function lagLevel(fleet: Fleet): Level | "" {
+  const lag = largestLag(fleet);
+  return lag === null ? "" : lag > 0 ? "warning" : "good";
+}
+
 function LinkState({ link, came }: { link: Link; came: number }) {
   const now = useNow();
   const old = came === 0 ? "" : ` Shown is what was known ${age((now - came) / 1000)} ago.`;
   const texts = {
     connecting: "Connecting",
-    live: "Live",
+    live: "Connected",
     lost: link.state === "lost" ? `Connection lost: ${link.why}. Trying again.${old}` : "",
   };
   // The ticking age would be read out every second: only the change of state is said.
@@ -66,14 +105,14 @@ function LinkState({ link, came }: { link: Link; came: number }) {
 }
 
 function largestLag(fleet: Fleet): number | null {
-  const lags = fleet.hosts.map((host) => host.lag).filter((lag) => lag !== null);
-  return lags.length === 0 ? null : Math.max(...lags);
+  return fleet.lag.length === 0 ? null : Math.max(...fleet.lag.map(({ lag }) => lag));
 }
 
 function title(fleet: Fleet | null): string {
   if (fleet === null) return "weightcast";
-  const some = standings(fleet, STANDINGS.filter((each) => each !== "ready"));
-  return `${some === "" ? "all ready" : some} · v${version(fleet.latest)} · weightcast`;
+  const some = standings(fleet, STANDINGS.filter((each) => each !== "ready" && each !== "stopped"));
+  const rest = fleet.verdict.level === "good" ? "all ready" : "see publisher";
+  return `${some === "" ? rest : some} · v${version(fleet.latest)} · weightcast`;
 }
 
 function standings(fleet: Fleet, which: readonly Standing[]): string {

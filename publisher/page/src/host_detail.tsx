@@ -1,6 +1,7 @@
-import type { Engine, Host, Update } from "./api.ts";
+import { useContext, useState } from "preact/hooks";
+import { forget, type Engine, type Host, type Update } from "./api.ts";
 import { bytes, clock, count, seconds, version } from "./format.ts";
-import { useWhole } from "./live.ts";
+import { Token, useWhole } from "./live.ts";
 import { Wide } from "./part.tsx";
 import { longest, paused, PhaseBar, PhaseLegend, total } from "./phases.tsx";
 
@@ -16,6 +17,7 @@ export function HostDetail({ host: known, fleetHasUpdates }: { host: Host; fleet
           </div>
         ))}
       </dl>
+      {(host.standing === "stopped" || host.standing === "lost") && <Forget host={host} />}
       <Wide name={`Engines of ${host.host}`}>
         <Engines engines={host.engines} />
       </Wide>
@@ -23,6 +25,24 @@ export function HostDetail({ host: known, fleetHasUpdates }: { host: Host; fleet
         <Updates updates={host.updates} />
       </Wide>
     </div>
+  );
+}
+
+/** For hosts that will not return; the row goes with the next look of the publisher. */
+function Forget({ host }: { host: Host }) {
+  const token = useContext(Token);
+  const [said, setSaid] = useState("");
+  const ask = () => {
+    setSaid("Forgetting…");
+    forget(host.key, token).catch((error: Error) => setSaid(error.message));
+  };
+  return (
+    <p class="forget">
+      <button type="button" disabled={said === "Forgetting…"} onClick={ask}>
+        Forget {host.host}
+      </button>{" "}
+      <span role="status">{said === "" ? "Deletes its report from the channel, if it will not return." : said}</span>
+    </p>
   );
 }
 

@@ -7,10 +7,12 @@ const WORDS: Record<Standing, string> = {
   stale: "Stale",
   behind: "Behind",
   ready: "Ready",
+  stopped: "Stopped",
 };
 
 /** Shapes, so that no standing is told by its colour alone. */
 const SHAPES: Record<Standing, ComponentChildren> = {
+  stopped: <rect x="2" y="5" width="8" height="2" />,
   ready: <circle cx="6" cy="6" r="4.5" />,
   behind: <path d="M6 1.2 11 10.4H1z" />,
   stale: <circle cx="6" cy="6" r="3.8" fill="none" stroke="currentColor" stroke-width="1.6" stroke-dasharray="2.4 1.6" />,
