@@ -94,7 +94,7 @@ def _put_base(layout: Layout, described: Base, run_id: str | None) -> Base:
         return described
     except FileExistsError:
         found = parse_base(durable.read_file(layout.base_json, BASE_LIMIT))
-    same = (found.root, found.files) == (described.root, described.files)
+    same = found.root == described.root and not _differing_files(described, found)
     if not same or run_id not in (None, found.run_id):
         raise WrongRun(
             f"{layout.base_json} is of another base or run, and {layout.channel} is not a channel yet",
@@ -139,12 +139,21 @@ def _same(
 ) -> ChannelFile:
     file, known = channel.require_ours()
     described = describe(checkpoint, known.run_id, threads=threads, advance=advance)
-    if (described.root, described.files) != (known.root, known.files):
+    files = _differing_files(described, known)
+    if described.root != known.root or files:
+        named = f": {', '.join(files[:_NAMED])}" if files else ""
         raise WrongRun(
-            f"{channel.directory} was made from another base than {checkpoint.directory}",
+            f"{channel.directory} was made from another base than {checkpoint.directory}{named}",
             remedy="give the base that the channel was made from, or make another channel",
         )
     return file
+
+
+def _differing_files(described: Base, known: Base) -> list[str]:
+    """Names of files beside the weights that one has not, or has with other bytes; as far as a base.json of
+    an older release lists them."""
+    ours = described.files if known.side_files is None else described.all_files
+    return sorted({record.name for record in set(ours) ^ set(known.all_files)})
 
 
 def _check_rules(made: Channel, frozen: Sequence[str], aliases: Mapping[str, str]) -> None:

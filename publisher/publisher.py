@@ -243,6 +243,11 @@ class Publisher:
         return Channel.open(self._follower.channel_dir, self._trust).require_ours()
 
     @property
+    def left_behind(self) -> tuple[str, ...]:
+        """Files of the base that hosts do not get."""
+        return self._follower.left_behind
+
+    @property
     def local_version(self) -> int | None:
         state = self._follower.state
         return None if state is None else state.position.version

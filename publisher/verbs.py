@@ -20,6 +20,7 @@ from weightcast.shared.channel.claims import OwnerAlive
 from weightcast.shared.channel.keys import load_private_key
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.files.paths import printable
+from weightcast.shared.files.side_files import left_text, side_files
 from weightcast.shared.local.follow import open_base
 from weightcast.shared.service.app import group
 from weightcast.shared.service.common_options import (
@@ -133,7 +134,8 @@ def init(
             sign_key=sign_key,
         )
     _, described = Channel.open(channel).require_ours()
-    notes = open_base(base).notes
+    opened = open_base(base)
+    notes, left = opened.notes, side_files(opened).left
     facts = {
         "channel": str(channel),
         "run_id": made.run_id,
@@ -153,8 +155,9 @@ def init(
         "signed_by": facts["signed_by"] or "-",
         "aliases": ", ".join(f"{name}={target}" for name, target in made.aliases.items()) or "-",
         "notes": "; ".join(notes) or "-",
+        **({"left behind": left_text(left, most=20)} if left else {}),
     }
-    output.result(facts, lambda console: show_facts(console, shown))
+    output.result(facts | {"left_behind": list(left)}, lambda console: show_facts(console, shown))
 
 
 def sign(

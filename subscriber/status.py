@@ -220,6 +220,10 @@ class HostStatus(Facts):
     start; `not checked` without trusted keys"""
     degraded: tuple[str, ...] = ()
     """why the host is not where it should be, although it may be ready"""
+    left_behind: tuple[str, ...] = ()
+    """files of the base that hosts do not get: other formats of the weights, trainer state, hidden ones"""
+    base_files: str = ""
+    """which of the others are missing here, or why that is not known; empty: all are here"""
     blocked: tuple[BlockedStatus, ...] = ()
     last_error: LastError | None = None
     report_error: str = ""

@@ -17,6 +17,7 @@ from weightcast.shared.channel.store import NoChannel
 from weightcast.shared.errors import EngineFailed
 from weightcast.shared.files.apart import require_places
 from weightcast.shared.files.paths import printable
+from weightcast.shared.files.side_files import left_text
 from weightcast.shared.service.logs import setup_logs
 from weightcast.shared.service.output import Output
 from weightcast.shared.service.plain import CHANNEL, JSON, THREADS, TRUSTED_KEY, Option, Verb
@@ -232,6 +233,10 @@ def _show(console: Console, status: HostStatus) -> None:
     table.add_row("version", f"{status.local_version} (target {status.target_version})")
     table.add_row("root", status.local_root or "-")
     table.add_row("signed", status.signed)
+    if status.left_behind:
+        table.add_row("left behind", left_text(status.left_behind, most=20))
+    if status.base_files:
+        table.add_row("base files", printable(status.base_files))
     for reason in status.degraded:
         table.add_row("degraded", printable(reason))
     for update in status.updates:

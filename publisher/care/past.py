@@ -70,8 +70,8 @@ class Past:
         return self._local.state.run_id
 
     @property
-    def other_files(self) -> tuple[Path, ...]:
-        return tuple(self._local.checkpoint.other_files)
+    def files_beside(self) -> Mapping[str, Path]:
+        return self._local.files_beside
 
     @property
     def here(self) -> Position:

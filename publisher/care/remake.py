@@ -64,7 +64,7 @@ class Remake:
         if data is None:
             return
         index = parse_index(data, self.past.table)
-        bad = [record for record in index.files if any(check_files(directory, [record]))]
+        bad = [record for record in index.all_files if any(check_files(directory, [record]))]
         if not bad and not lost:
             return
         self.claim.check()
@@ -93,7 +93,7 @@ class Remake:
         try:
             for name in sorted(self._made(scratch, index, bad)):
                 self.claim.check()
-                _put(self.layout, scratch / name, directory / name)
+                _put(self.layout, scratch / name, durable.make_within(directory, name))
                 yield f"{directory.name}/{name} is made again, byte for byte"
         finally:
             drop_attempt(self.layout, scratch)
@@ -104,7 +104,7 @@ class Remake:
         wanted = {record.name: record for record in bad}
         if index.kind == "anchor":
             words = self.past.words_at(index.version)
-            write_weights(scratch, self.past.table, words, self.past.other_files)
+            write_weights(scratch, self.past.table, words, self.past.files_beside)
         else:
             for part in index.parts:
                 name = _shard_of(index, part)

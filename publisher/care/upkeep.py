@@ -262,7 +262,7 @@ class Upkeep:
         version = due_anchor(pointer.version, self._chain, past.table.nbytes, self._options, positions.keys())
         if version is None:
             return ""
-        full = Full(past.run_id, positions[version], past.table, past.words_at(version), past.other_files)
+        full = Full(positions[version], past.base, past.words_at(version), past.files_beside)
         write_anchor(channel.layout, full, self._claim, self._vouching.key)
         self._chain = Chain()
         self._wrote("anchor", channel.layout.anchor_dir(version))

@@ -57,6 +57,7 @@ from weightcast.shared.errors import NeedsReseed, NotInTime, Refused, RetryLater
 from weightcast.shared.files.apart import require_apart
 from weightcast.shared.files.disk_errors import disk_error, disk_text, error_text
 from weightcast.shared.files.entries import exists
+from weightcast.shared.files.side_files import side_files
 from weightcast.shared.local.follow import open_base
 from weightcast.shared.local.local_checkpoint import LocalPaths, ensure_room
 from weightcast.shared.local.scrub import Scrub
@@ -159,6 +160,8 @@ class Desk:
             raise
         self._background = self._publisher.work_in_background()
         log.info("channel taken", channel=str(settings.channel), epoch=self._publisher.epoch)
+        if self._publisher.left_behind:
+            log.info("files left behind", files=list(self._publisher.left_behind))
 
     def _take_up(self, publisher: Publisher, queue: Queue) -> None:
         if self._watched is not None:
@@ -480,6 +483,7 @@ class Desk:
                 "run_id": self._publisher.run_id,
                 "version": self._publisher.version,
                 "epoch": self._publisher.epoch,
+                "left_behind": self._publisher.left_behind,
             }
         self._status.set(self._status.get().model_copy(update=facts))
         self._look_at_channel()
@@ -596,7 +600,7 @@ def ready_channel(settings: PublisherSettings, meter: Meter) -> int:
     for note in checkpoint.notes:
         log.info("small fault in the base, tolerated", base=str(settings.base), note=note)
     check_table(settings.base, checkpoint.table, base.table)
-    check_other_files(settings.base, checkpoint.other_files, base.files)
+    check_other_files(settings.base, side_files(checkpoint).files, base.all_files)
     return base.table.nbytes
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from weightcast.publisher.version.commit import commit, discard, new_beside
+from weightcast.shared.channel.base import Base
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.file_record import file_record
 from weightcast.shared.channel.index import INDEX_NAME, FileRecord, Index, VersionTotals, write_index
@@ -42,12 +43,13 @@ def write_weights(
     directory: Path,
     table: TensorTable,
     words_in: WordsIn,
-    other_files: Sequence[Path],
+    beside: Mapping[str, Path],
     *,
     shard_bytes: int = SHARD_BYTES,
     advance: Advance | None = None,
 ) -> tuple[tuple[FileRecord, ...], dict[str, str], list[Lanes]]:
-    """Shards and the other files, durable; the weight map; raw lanes of what was written, in table order."""
+    """Shards and the files `beside` them, durable; the weight map; raw lanes of what was written, in table
+    order."""
     lanes = [Lanes()] * len(table)
     weight_map: dict[str, str] = {}
     records: list[FileRecord] = []
@@ -57,9 +59,10 @@ def write_weights(
         _write_shard(directory / name, table, tensors, words_in, lanes, advance)
         weight_map.update((table[tensor].name, name) for tensor in tensors)
         records.append(file_record(directory / name))
-    for path in other_files:
-        durable.replace(directory / path.name, path.read_bytes())
-        records.append(file_record(directory / path.name))
+    for name, path in beside.items():
+        target = durable.make_within(directory, name)
+        durable.replace(target, durable.pieces_of(path))
+        records.append(file_record(target, name))
     return tuple(records), weight_map, lanes
 
 
@@ -116,10 +119,13 @@ def anchor_index(
     version: int,
     epoch: int,
     step: int | None,
-    table: TensorTable,
+    base: Base,
     written: tuple[tuple[FileRecord, ...], dict[str, str], list[Lanes]],
 ) -> Index:
-    files, weight_map, lanes = written
+    """`base`: tells which files readers of older releases know of."""
+    records, weight_map, lanes = written
+    table, known = base.table, {record.name for record in base.files}.union(weight_map.values())
+    files = tuple(record for record in records if record.name in known)
     names = tuple(spec.name for spec in table)
     return Index(
         run_id=run_id,
@@ -140,19 +146,19 @@ def anchor_index(
         ),
         parts=(whole_part(table),),
         chunks=(),
-        totals=VersionTotals(0, table.elements, table.nbytes, sum(file.size for file in files)),
+        totals=VersionTotals(0, table.elements, table.nbytes, sum(file.size for file in records)),
+        side_files=tuple(record for record in records if record.name not in known),
     )
 
 
 @dataclass(frozen=True)
 class Full:
-    """The full weights of a version, wherever they are read from. `other_files`: config and tokenizer."""
+    """The full weights of a version, wherever they are read from. `beside`: files beside them, by name."""
 
-    run_id: str
     position: Position
-    table: TensorTable
+    base: Base
     words_in: WordsIn
-    other_files: Sequence[Path]
+    beside: Mapping[str, Path]
 
 
 def write_anchor_beside(
@@ -160,9 +166,7 @@ def write_anchor_beside(
 ) -> bool:
     """The anchor of the version that the local checkpoint holds. False when it exists already."""
     with local.standing_still():
-        state = local.state
-        others = local.checkpoint.other_files
-        full = Full(state.run_id, state.position, local.table, local.words_in, others)
+        full = Full(local.state.position, local.base, local.words_in, local.files_beside)
         return write_anchor(layout, full, claim, key)
 
 
@@ -191,15 +195,15 @@ def write_anchor(layout: Layout, full: Full, claim: Claim, key: PrivateKey | Non
 def _written(directory: Path, full: Full, claim: Claim) -> tuple[Index, bytes]:
     """Its files are there; what remains to be written is its index."""
     position = full.position
-    written = write_weights(directory, full.table, full.words_in, full.other_files)
+    written = write_weights(directory, full.base.table, full.words_in, full.beside)
     if written[2] != lanes_list(position.lanes):
         raise DamagedFile(
             f"the publisher's local checkpoint does not hold version {position.version}; no anchor was "
             "written",
             remedy="run `weightcast local verify`",
         )
-    index = anchor_index(full.run_id, position.version, claim.epoch, None, full.table, written)
+    index = anchor_index(full.base.run_id, position.version, claim.epoch, None, full.base, written)
     index = replace(index, main=position.digest)
     durable.sync_directory(directory)
     failpoint("anchor.written", directory)
-    return index, write_index(index, full.table)
+    return index, write_index(index, full.base.table)

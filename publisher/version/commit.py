@@ -43,12 +43,12 @@ _WHOLE = "whole"
 
 
 def move_shards(parts: Path, sources: Mapping[str, str]) -> Path:
-    """The version's directory as it will be, among the parts of its attempt: exactly the listed shards."""
+    """The version's directory as it will be, among the parts of its attempt: exactly the listed files."""
     directory = parts / _WHOLE
     directory.mkdir()
     failpoint("version.begun", directory)
     for name, source in sources.items():
-        (parts / source).rename(directory / name)
+        (parts / source).rename(durable.make_within(directory, name))
         failpoint("version.moved", directory)
     durable.sync_directory(directory)
     return directory
@@ -170,11 +170,11 @@ def _hook(post_write: PostWrite | None, version: int, directory: Path, phase: st
 
 def verify_files(directory: Path, index: Index, but: Collection[str] = ()) -> None:
     """Every file that the index names is there and what it says. `but`: those that are known to be."""
-    for record in index.files:
+    for record in index.all_files:
         if record.name in but:
             continue
-        path = directory / record.name
-        if is_link(path) or not is_file(path) or file_record(path) != record:
+        path = durable.within(directory, record.name)
+        if is_link(path) or not is_file(path) or file_record(path, record.name) != record:
             raise DamagedFile(
                 f"{path} is missing or damaged",
                 remedy="the version is not served; run `weightcast channel verify`",

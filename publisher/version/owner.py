@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -40,6 +40,7 @@ from weightcast.publisher.version.work import (
 )
 from weightcast.publisher.weights.match import Matched
 from weightcast.publisher.weights.tensors import NewWeights
+from weightcast.shared.channel.base import Base
 from weightcast.shared.channel.channel_file import ChannelFile
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.index import INDEX_NAME, Index, parse_index, write_index
@@ -59,6 +60,7 @@ from weightcast.shared.errors import (
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.disk_errors import NoRoom, disk_error, lacks_room
 from weightcast.shared.files.entries import exists
+from weightcast.shared.files.side_files import side_files
 from weightcast.shared.files.space import nearest_directory, space_of
 from weightcast.shared.local.fetch import ROOM_BYTES, journal_bytes
 from weightcast.shared.local.follow import Follower, open_base
@@ -481,11 +483,11 @@ class Owner:
         try:
             with work.phase("diff"):
                 words_in = _by_number(weights, matched)
-                others = self._other_files()
-                written = write_weights(parts, base.table, words_in, others, advance=work.advance)
+                base, beside = self._files_beside(base)
+                written = write_weights(parts, base.table, words_in, beside, advance=work.advance)
                 weights.finish()
             work.let_go()
-            index = anchor_index(base.run_id, version, self._claim.epoch, work.step, base.table, written)
+            index = anchor_index(base.run_id, version, self._claim.epoch, work.step, base, written)
             moved = (index.tensors.lanes != base.lanes).any(axis=1)
             refuse_moved(base.table, [tensor for tensor in sorted(matched.frozen) if moved[tensor]])
             index = replace(index, request=work.request)
@@ -494,7 +496,7 @@ class Owner:
             discard(channel.layout, parts)
             raise
         self._claim.check()
-        made = move_shards(parts, {file.name: file.name for file in index.files})
+        made = move_shards(parts, {file.name: file.name for file in index.all_files})
         directory = self._put_out(channel, made, index, write_index(index, base.table), work)
         drop_parts(channel.layout, self._claim.epoch)
         with work.phase("patch"):
@@ -517,11 +519,12 @@ class Owner:
         taken = {at, *_committed(channel, above=at)}
         return max(taken | ({state.position.version} if state is not None else set())) + 1
 
-    def _other_files(self) -> Sequence[Path]:
+    def _files_beside(self, base: Base) -> tuple[Base, Mapping[str, Path]]:
+        """What lists the files of an anchor beside its weights, and where they are."""
         if self._follower.local is not None:
-            return self._follower.local.checkpoint.other_files
+            return self._follower.local.base, self._follower.local.files_beside
         if self._follower.base_dir is not None:
-            return open_base(self._follower.base_dir).other_files
+            return base, side_files(open_base(self._follower.base_dir)).files
         raise Refused(
             f"{self._follower.paths.directory} holds no checkpoint and no base is known",
             remedy="give --base: weights, config and tokenizer are seeded from there",

@@ -12,12 +12,14 @@ from blake3 import blake3
 
 from weightcast.shared.channel.records import (
     FORMAT,
+    SIDE_FILES,
     FileRecord,
     check_component,
     check_format,
     file_records,
     parse_lane_rows,
     run_id,
+    side_records,
     write_file_records,
     write_lane_rows,
 )
@@ -38,7 +40,8 @@ _RANK_LIMIT = 64
 @dataclass(frozen=True, eq=False)
 class Base:
     """`lanes` in table order, not to be written; `files`: config and tokenizer files. `digest`: BLAKE3
-    hex of the exact bytes of base.json, the parent of every delta from version 0."""
+    hex of the exact bytes of base.json, the parent of every delta from version 0. `side_files`: the other
+    files beside the weights, subdirectories included; None where an older release wrote base.json."""
 
     run_id: str
     table: TensorTable
@@ -46,6 +49,11 @@ class Base:
     root: str
     files: tuple[FileRecord, ...]
     digest: str = ""
+    side_files: tuple[FileRecord, ...] | None = None
+
+    @property
+    def all_files(self) -> tuple[FileRecord, ...]:
+        return (*self.files, *(self.side_files or ()))
 
 
 def write_base(base: Base) -> bytes:
@@ -56,6 +64,7 @@ def write_base(base: Base) -> bytes:
             "component": MAIN,
             "root": base.root,
             "files": write_file_records(base.files),
+            **({} if base.side_files is None else {SIDE_FILES: write_file_records(base.side_files)}),
             "tensors": [
                 [spec.name, spec.dtype, spec.shape, spec.nbytes, lanes]
                 for spec, lanes in zip(base.table, write_lane_rows(base.lanes), strict=True)
@@ -80,7 +89,8 @@ def parse_base(data: bytes) -> Base:
     if root(table, lanes) != stated:
         raise DamagedFile(f"{_WHAT}: its root is not that of its tensors", remedy="restore the file")
     files = file_records(members, _WHAT)
-    return Base(run_id(members), table, lanes, stated, files, blake3(data).hexdigest())
+    side = side_records(members, _WHAT) if SIDE_FILES in members else None
+    return Base(run_id(members), table, lanes, stated, files, blake3(data).hexdigest(), side)
 
 
 def _tensors(rows: Iterable[object]) -> tuple[tuple[TensorSpec, ...], LanesArray]:

@@ -22,7 +22,7 @@ from weightcast.shared.channel.shown import look
 from weightcast.shared.channel.store import Channel, FullVersion
 from weightcast.shared.errors import RetryLater, WeightcastError
 from weightcast.shared.files.disk_errors import disk_text
-from weightcast.shared.files.durable import open_regular
+from weightcast.shared.files.durable import open_regular, within
 from weightcast.shared.files.entries import exists, is_directory, is_file, is_own_directory, matching
 from weightcast.shared.progress import Advance
 from weightcast.shared.words import TensorTable
@@ -173,7 +173,7 @@ def _link(channel: Channel, index: Index, known: Mapping[int, AnyIndex | None], 
 
 def _files(entry: ChainEntry, advance: Advance | None) -> Iterator[Flaw]:
     if isinstance(entry.index, Index):
-        yield from check_files(entry.directory, entry.index.files, advance)
+        yield from check_files(entry.directory, entry.index.all_files, advance)
     elif isinstance(entry.index, ForeignIndex):
         for name in sorted(set(entry.index.weight_map.values())):
             if not is_file(entry.directory / name):
@@ -196,7 +196,7 @@ def _anchor(channel: Channel, entry: ChainEntry, advance: Advance | None) -> Ite
         return
     if anchor.root != entry.index.root:
         yield Flaw("its anchor has another root")
-    yield from _of("anchor", check_files(directory, anchor.files, advance))
+    yield from _of("anchor", check_files(directory, anchor.all_files, advance))
     try:
         # whoever opens it as a checkpoint refuses it
         beside = unlisted(directory, anchor)
@@ -212,7 +212,7 @@ def _of(name: str, found: Iterable[Flaw]) -> Iterator[Flaw]:
 
 def unlisted(directory: Path, index: Index) -> list[Path]:
     """Weights in the directory that its index does not name."""
-    named = {record.name for record in index.files}
+    named = {record.name for record in index.all_files}
     return [path for path in matching(directory, "*.safetensors") if path.name not in named]
 
 
@@ -268,7 +268,7 @@ def check_files(
     """What is wrong with the files that an index lists."""
     for record in files:
         try:
-            size, digest = _digest(directory / record.name, advance)
+            size, digest = _digest(within(directory, record.name), advance)
         except FileNotFoundError:
             yield Flaw(f"{record.name} is missing")
         except (WeightcastError, OSError) as error:

@@ -17,8 +17,8 @@ from blake3 import blake3
 
 from weightcast.shared.channel.parts import check_parts, parse_parts, write_parts
 from weightcast.shared.channel.records import FORMAT as FORMAT
-from weightcast.shared.channel.records import FileRecord as FileRecord
 from weightcast.shared.channel.records import (
+    SIDE_FILES,
     check_component,
     check_format,
     file_records,
@@ -26,9 +26,11 @@ from weightcast.shared.channel.records import (
     parse_lane_rows,
     parse_lanes,
     run_id,
+    side_records,
     write_file_records,
     write_lane_rows,
 )
+from weightcast.shared.channel.records import FileRecord as FileRecord
 from weightcast.shared.channel.tensor_records import TensorRecords
 from weightcast.shared.codec.choose import StepEncoding
 from weightcast.shared.digest.lanes import Lanes
@@ -117,6 +119,12 @@ class Index:
     request: str = ""
     """16 hex digits of whoever asked for the version, who knows it again by them; empty: nobody does"""
     digest: str = ""
+    side_files: tuple[FileRecord, ...] = ()
+    """files beside the weights that `files` does not list: in an anchor those of the base, in a delta none"""
+
+    @property
+    def all_files(self) -> tuple[FileRecord, ...]:
+        return (*self.files, *self.side_files)
 
     @property
     def version_digest(self) -> str:
@@ -202,6 +210,7 @@ def _facts(index: Index, table: TensorTable, tensors: Mapping[str, object]) -> d
         **({"request": index.request} if index.request else {}),
         "totals": [totals.changed, totals.elements, totals.nbytes, totals.delta_bytes],
         "files": write_file_records(index.files),
+        **({SIDE_FILES: write_file_records(index.side_files)} if index.side_files else {}),
         "parts": write_parts(index.parts, table),
         "tensors": tensors,
         "chunks": _chunk_rows(index),
@@ -295,6 +304,7 @@ def _parsed(data: bytes, table: TensorTable, what: str, top: Members, run: str |
         main=facts.hex("main", 64) if "main" in facts else "",
         request=facts.hex("request", 16) if "request" in facts else "",
         digest=blake3(data).hexdigest(),
+        side_files=side_records(facts, what) if SIDE_FILES in facts else (),
     )
     if not top.object("metadata").items() >= _metadata(index).items():
         raise DamagedFile(f"{what}: its metadata contradicts its member {_OURS!r}")

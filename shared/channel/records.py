@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -11,18 +11,19 @@ import numpy as np
 
 from weightcast.shared.digest.lanes import Lanes, LanesArray
 from weightcast.shared.errors import DamagedFile, Refused, UnknownFormat
-from weightcast.shared.files.paths import file_name
+from weightcast.shared.files.paths import file_name, relative_name
 from weightcast.shared.files.strict_json import MAX_INTEGER, Members
 from weightcast.shared.words import MAIN
 
 FORMAT = 1
+SIDE_FILES = "side_files"
 _HEX = frozenset("0123456789abcdef")
 _HEX_TEXT = re.compile(r"[0-9a-f]*")
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file of the version's directory, as the transfer must deliver it."""
+    """A file of a directory, as the transfer must deliver it. `name`: relative to the directory."""
 
     name: str
     size: int
@@ -86,13 +87,22 @@ def write_file_records(files: Iterable[FileRecord]) -> list[list[object]]:
 
 def file_records(members: Members, what: str) -> tuple[FileRecord, ...]:
     """The member `files`: rows [name, bytes, BLAKE3 hex], no name twice."""
-    files = tuple(_file_record(row, what) for row in members.array("files"))
+    return _unique((_file_record(row, what, file_name) for row in members.array("files")), what)
+
+
+def side_records(members: Members, what: str) -> tuple[FileRecord, ...]:
+    """The member `side_files`, as `file_records`, with names that may lead into subdirectories."""
+    return _unique((_file_record(row, what, relative_name) for row in members.array(SIDE_FILES)), what)
+
+
+def _unique(records: Iterable[FileRecord], what: str) -> tuple[FileRecord, ...]:
+    files = tuple(records)
     if len({file.name for file in files}) != len(files):
         raise DamagedFile(f"{what}: a file is listed twice")
     return files
 
 
-def _file_record(row: object, what: str) -> FileRecord:
+def _file_record(row: object, what: str, checked: Callable[[str], str]) -> FileRecord:
     if type(row) is not list or len(row) != 3:
         raise DamagedFile(f"{what}: a file is not [name, bytes, BLAKE3]")
     name, size, digest = cast(list[object], row)
@@ -103,4 +113,4 @@ def _file_record(row: object, what: str) -> FileRecord:
         or not is_hex(digest, 64)
     ):
         raise DamagedFile(f"{what}: bad file record {repr(row)[:120]}")
-    return FileRecord(file_name(name), size, cast(str, digest))
+    return FileRecord(checked(name), size, cast(str, digest))

@@ -66,7 +66,8 @@ def run_of(chunk: Chunk, place_of: Callable[[int], Place | None]) -> Place | Non
 @dataclass(frozen=True)
 class Checkpoint:
     """`places` in table order; files sorted by name. `other_files`: config, tokenizer, code, everything
-    regular that is neither weights (with what vouches for them) nor hidden."""
+    regular in the directory itself that has no suffix of weights and is not hidden; `side_files.py` has all
+    that a host gets."""
 
     directory: Path
     table: TensorTable
@@ -163,18 +164,9 @@ def adapter_refused(what: str, shown_by: str) -> Refused:
     return Refused(f"{what} holds a LoRA adapter ({shown_by}), not full weights", remedy=_MERGE)
 
 
-def check_pointers(checkpoint: Checkpoint) -> None:
-    """Raises DamagedFile where a file that is not weights is a Git LFS pointer: a tokenizer, mostly."""
-    for path in checkpoint.other_files:
-        if path.stat().st_size <= 2 * START:
-            start = read_file(path, 2 * START, follow_links=checkpoint.links)
-            if start.startswith(b"version https://"):
-                check_kind(start, path)
-
-
-def surplus_weights(checkpoint: Checkpoint) -> Iterator[Path]:
-    """Safetensors files that lie in the directory now and are none of the checkpoint's."""
-    own = {path.name for path in checkpoint.weight_files}
+def surplus_weights(checkpoint: Checkpoint, known: Iterable[str] = ()) -> Iterator[Path]:
+    """Safetensors files that lie in the directory now and are neither the checkpoint's nor `known`."""
+    own = {path.name for path in checkpoint.weight_files} | set(known)
     with os.scandir(checkpoint.directory) as scan:
         names = sorted(entry.name for entry in scan)
     for name in names:

@@ -6,13 +6,14 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.disk_errors import disk_error
+from weightcast.shared.files.entries import exists, is_link
 
 _TEMPORARY_PREFIX = ".weightcast-tmp-"
 _BLOCK = 1 << 20
@@ -24,9 +25,9 @@ def is_temporary(name: str) -> bool:
     return name.startswith(_TEMPORARY_PREFIX)
 
 
-def replace(path: Path, data: bytes, allowed: Callable[[], None] | None = None) -> None:
-    """Puts `data` at `path` by rename, right before which `allowed` may raise. Raises OSError; `path` then
-    holds what it held before."""
+def replace(path: Path, data: bytes | Iterable[bytes], allowed: Callable[[], None] | None = None) -> None:
+    """Puts `data`, whole or in pieces, at `path` by rename, right before which `allowed` may raise. Raises
+    OSError and what the pieces raise; `path` then holds what it held before."""
     with _temporary(path, data) as temporary:
         if allowed is not None:
             allowed()
@@ -76,15 +77,19 @@ def _no_links(path: Path) -> Refused:
 
 
 @contextmanager
-def _temporary(target: Path, data: bytes, mode: int = 0o666, *, sync: bool = True) -> Iterator[Path]:
+def _temporary(
+    target: Path, data: bytes | Iterable[bytes], mode: int = 0o666, *, sync: bool = True
+) -> Iterator[Path]:
     failpoint("file.begun", target)
     path = target.parent / f"{_TEMPORARY_PREFIX}{secrets.token_hex(8)}"
     # Not mkstemp: its 0600 would hide channel files from hosts that run as other users.
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         try:
+            for piece in (data,) if isinstance(data, bytes) else data:
+                with named(target):
+                    write_all(fd, piece)
             with named(target):
-                write_all(fd, data)
                 failpoint("file.written", target)
                 if sync:
                     os.fsync(fd)
@@ -132,6 +137,33 @@ def sync_directory(path: Path) -> None:
     finally:
         os.close(fd)
     failpoint("directory.synced", path)
+
+
+def within(directory: Path, name: str) -> Path:
+    """Where the file `name` of `directory` is. Raises DamagedFile when a link leads there."""
+    path = directory
+    for part in name.split("/")[:-1]:
+        path /= part
+        if is_link(path):
+            raise DamagedFile(f"{path} is a symbolic link", remedy="replace it with a directory")
+    return directory / name
+
+
+def make_within(directory: Path, name: str) -> Path:
+    """As `within`; the subdirectories are there afterwards, durable."""
+    path = within(directory, name)
+    missing = [each for each in path.parents if each.is_relative_to(directory) and not exists(each)]
+    for each in reversed(missing):
+        each.mkdir()
+        sync_directory(each.parent)
+    return path
+
+
+def pieces_of(path: Path) -> Iterator[bytes]:
+    """The bytes of a regular file, links followed. Raises OSError and DamagedFile, both with its name."""
+    with named(path), os.fdopen(open_regular(path, follow_links=True), "rb", buffering=0) as file:
+        while block := file.read(_BLOCK):
+            yield block
 
 
 def read_file(path: Path, limit: int, *, follow_links: bool = False) -> bytes:

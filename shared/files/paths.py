@@ -7,6 +7,9 @@ from pathlib import Path
 
 from weightcast.shared.errors import DamagedFile
 
+_DEPTH = 16
+"""directories within directories"""
+
 
 def file_name(name: str) -> str:
     """`name`, if it is one plain file name of at most 255 bytes. Raises DamagedFile."""
@@ -16,6 +19,18 @@ def file_name(name: str) -> str:
             remedy="the file that contains it is damaged or hostile; nothing was read through it",
         )
     return name
+
+
+def relative_name(name: str) -> str:
+    """`name`, if it names a file within a directory: plain names with `/` between them, none of them hidden.
+    Raises DamagedFile."""
+    parts = name.split("/")
+    if len(parts) > _DEPTH or any(part.startswith(".") for part in parts):
+        raise DamagedFile(
+            f"{name[:80]!r} is not a file name within a checkpoint directory",
+            remedy="the file that contains it is damaged or hostile; nothing was read through it",
+        )
+    return "/".join(map(file_name, parts))
 
 
 def is_plain(text: str) -> bool:

@@ -18,9 +18,11 @@ def let_read(local: LocalCheckpoint, readers: Readers) -> None:
     """Sets the modes of what an engine reads, whatever the umask. Raises OSError."""
     checkpoint = local.checkpoint
     index = () if checkpoint.index_file is None else (checkpoint.index_file,)
-    for path in (*checkpoint.weight_files, *checkpoint.other_files, *index, local.paths.base):
+    beside = (*checkpoint.other_files, *local.files_beside.values())
+    for path in {*checkpoint.weight_files, *beside, *index, local.paths.base}:
         _set(path, _FILES[readers])
-    for path in (local.directory, local.paths.room):
+    within = {each for path in beside for each in path.parents if each.is_relative_to(local.directory)}
+    for path in {local.directory, local.paths.room, *within}:
         _set(path, _DIRECTORIES[readers] | path.stat().st_mode & _SET_GROUP)
 
 

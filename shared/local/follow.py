@@ -6,6 +6,7 @@ In which order they are taken, and what engines do in between, is decided by the
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -24,9 +25,11 @@ from weightcast.shared.errors import (
     NeedsReseed,
     Refused,
     RetryLater,
+    WeightcastError,
     WrongRun,
 )
-from weightcast.shared.files.checkpoint import Checkpoint, check_pointers, open_checkpoint
+from weightcast.shared.files.checkpoint import Checkpoint, open_checkpoint
+from weightcast.shared.files.side_files import check_pointers, side_files
 from weightcast.shared.local import patch as patching
 from weightcast.shared.local import spare
 from weightcast.shared.local.adopt import adopt, is_lost, sound_state
@@ -39,6 +42,7 @@ from weightcast.shared.local.prepare import Fetching, Prefetch, PreRead, Shipmen
 from weightcast.shared.local.repair import Repaired, Way, repair
 from weightcast.shared.local.route import Route, find_route
 from weightcast.shared.local.seed import SeedSource, describe, seed, start_of
+from weightcast.shared.local.side_files import complete
 from weightcast.shared.local.spool import Spool
 from weightcast.shared.local.stage import Staged
 from weightcast.shared.local.state import LocalState, Phase, Position, pack_lanes, read_state
@@ -92,6 +96,14 @@ class Follower:
         """last known state; survives when the checkpoint itself cannot be opened"""
         self.trouble = ""
         """why the local checkpoint must be seeded again"""
+        self.missing: tuple[str, ...] = ()
+        """files of the base that are not here, and could not be copied"""
+        self.lists_too_few = False
+        """base.json of an older release may not list all files of the base"""
+        self.left_behind: tuple[str, ...] = ()
+        """files of the base that are not copied"""
+        self._base: Checkpoint | None = None
+        """as it was last opened"""
         self._owner: FileLock | None = None
         self._spool = Spool(self.paths)
         self._prefetch: Prefetch | None = None
@@ -147,6 +159,7 @@ class Follower:
                     self.options.before_replay(self.local)
                 with self.local.patching():
                     patching.recover(self.local, threads=self.options.threads, advance=advance)
+                self._complete(channel)
         except NeedsReseed as error:
             self._give_up(error)
         except BaseException:
@@ -154,6 +167,23 @@ class Follower:
             self.release()
             raise
         self.state = read_state(self.paths.state)
+
+    def _complete(self, channel: Channel | None) -> None:
+        """Files beside the weights that an older release left out, or that were removed since."""
+        if self.local is None:
+            return
+        run = None if channel is None else channel.base
+        self.missing = complete(self.local, run, self._opened_base())
+        self.lists_too_few = self.local.base.side_files is None
+
+    def _opened_base(self) -> Checkpoint | None:
+        """None where it is not given, or cannot be read now: it is not needed any more once it was copied."""
+        if self._base is None and self.base_dir is not None:
+            with contextlib.suppress(WeightcastError, OSError):
+                base = open_base(self.base_dir)
+                self.left_behind = side_files(base).left
+                self._base = base
+        return self._base
 
     def _give_up(self, error: NeedsReseed) -> None:
         self.trouble = error.message
@@ -338,6 +368,7 @@ class Follower:
                     self.paths, source, threads=self.options.threads, advance=advance, keep=keep
                 )
             patching.drop_strays(self.local)
+        self._complete(channel)
         self.state, self.trouble = self.local.state, ""
 
     def _source(self, channel: Channel, route: Route, plan: Seed) -> SeedSource:

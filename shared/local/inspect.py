@@ -109,7 +109,7 @@ def _checkpoint(directory: Path, base: Base) -> Iterator[Fault]:
 
 
 def _others(directory: Path, base: Base) -> Iterator[Fault]:
-    for record in base.files:
+    for record in base.all_files:
         for flaw in check_files(directory, [record]):
             yield Fault(record.name, flaw.message, _OTHER)
 

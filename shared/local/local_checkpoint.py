@@ -32,7 +32,7 @@ from weightcast.shared.files.checkpoint import (
     run_of,
     surplus_weights,
 )
-from weightcast.shared.files.entries import is_directory, is_link
+from weightcast.shared.files.entries import is_directory, is_file, is_link
 from weightcast.shared.files.mounts import file_system
 from weightcast.shared.files.paging import populate, ready_to_write
 from weightcast.shared.files.space import taken_bytes
@@ -216,6 +216,12 @@ class LocalCheckpoint:
     def table(self) -> TensorTable:
         return self.base.table
 
+    @property
+    def files_beside(self) -> dict[str, Path]:
+        """Files of the run beside the weights that are there, by name."""
+        paths = {record.name: self.directory / record.name for record in self.base.all_files}
+        return {name: path for name, path in paths.items() if is_file(path)}
+
     def _map_all(self) -> None:
         for path in self.checkpoint.weight_files:
             self._maps[path] = _map(path)
@@ -257,7 +263,7 @@ class LocalCheckpoint:
     def check_alone(self) -> None:
         """Raises RetryLater when weights lie here that are none of the checkpoint's: engines read every
         safetensors file that they find."""
-        for surplus in surplus_weights(self.checkpoint):
+        for surplus in surplus_weights(self.checkpoint, [record.name for record in self.base.all_files]):
             raise RetryLater(
                 f"{surplus} is no part of the checkpoint, but engines would load it", remedy="remove it"
             )

@@ -15,12 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from blake3 import blake3
 
 from weightcast.shared.channel.base import BASE_LIMIT, Base, parse_base, write_base
-from weightcast.shared.channel.chain import check_files
 from weightcast.shared.channel.delta_reader import open_delta
-from weightcast.shared.channel.index import STEP_ENCODINGS, FileRecord, ForeignIndex, Index
+from weightcast.shared.channel.index import STEP_ENCODINGS, ForeignIndex, Index
 from weightcast.shared.errors import DamagedFile, Stopped, WeightcastError, counted
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable
@@ -404,28 +402,3 @@ def restore_base(paths: LocalPaths, base: Base) -> None:
         parse_base(durable.read_file(paths.base, BASE_LIMIT))
     except (DamagedFile, FileNotFoundError):
         durable.replace(paths.base, write_base(base))
-
-
-def repair_files(local: LocalCheckpoint, sources: Sequence[Path]) -> list[str]:
-    """Copies config and tokenizer files that are not the run's from a source that has the right ones. Returns
-    the names of those that were written."""
-    written = []
-    for record in local.base.files:
-        if not any(check_files(local.directory, [record])):
-            continue
-        for source in sources:
-            if _copied(source / record.name, local.directory / record.name, record):
-                written.append(record.name)
-                break
-    return written
-
-
-def _copied(source: Path, target: Path, record: FileRecord) -> bool:
-    try:
-        data = durable.read_file(source, record.size, follow_links=True)
-    except (WeightcastError, OSError):
-        return False
-    if len(data) != record.size or blake3(data).hexdigest() != record.blake3:
-        return False
-    durable.replace(target, data)
-    return True

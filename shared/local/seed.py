@@ -12,7 +12,8 @@ import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from blake3 import blake3
@@ -28,6 +29,7 @@ from weightcast.shared.files.checkpoint import Checkpoint, Place
 from weightcast.shared.files.disk_errors import disk_error
 from weightcast.shared.files.entries import exists, is_file, is_link
 from weightcast.shared.files.leased import LeasedFile, is_open_elsewhere
+from weightcast.shared.files.side_files import side_files
 from weightcast.shared.files.space import taken_bytes
 from weightcast.shared.local.boot import Boot
 from weightcast.shared.local.hashing import differing, hash_tensors
@@ -59,7 +61,24 @@ class SeedSource:
         """BLAKE3 hex by name of the files that may be taken; None: all, as they are."""
         if self.anchor is None:
             return None
-        return {file.name: file.blake3 for file in self.anchor.files} | {INDEX_NAME: self.anchor.digest}
+        return {file.name: file.blake3 for file in self.anchor.all_files} | {INDEX_NAME: self.anchor.digest}
+
+    @cached_property
+    def beside(self) -> Mapping[str, Path]:
+        """Files beside the weights that are copied, by name: config, tokenizer, code; not the index."""
+        digests = self.digests
+        files = side_files(self.checkpoint).files
+        return {name: path for name, path in files.items() if digests is None or name in digests}
+
+    @property
+    def local_base(self) -> Base:
+        """`base` for the local checkpoint. It lists every file that is copied: base.json of an older release
+        lists fewer."""
+        listed = {record.name for record in self.base.all_files}
+        more = [file_record(path, name) for name, path in self.beside.items() if name not in listed]
+        if self.anchor is not None and not more:
+            return self.base
+        return replace(self.base, side_files=(*(self.base.side_files or ()), *more))
 
 
 def seed(
@@ -81,7 +100,7 @@ def seed(
     state = _seeding_state(source, keep)
     failpoint("seed.checked", paths.directory)
     with _errors_of(paths):
-        durable.replace(paths.base, write_base(source.base))
+        durable.replace(paths.base, write_base(source.local_base))
         write_state(paths.state, state)
         _copy_files(paths, source, advance)
     opened = LocalCheckpoint.open(paths.directory)
@@ -133,7 +152,9 @@ def _check_source(source: SeedSource, threads: int, advance: Advance | None) -> 
     where = source.checkpoint.directory
     check_table(where, source.checkpoint.table, source.base.table)
     _check_listed(source)
-    check_other_files(where, source.checkpoint.other_files, source.base.files)
+    # a release that did not know of side files may have written the anchor
+    expected = source.base.all_files if source.anchor is None else source.base.files
+    check_other_files(where, source.beside, expected)
     with ReadCheckpoint(source.checkpoint) as read:
         found = hash_tensors(source.base.table, read, threads=threads, advance=advance)
     if root(source.base.table, found) != source.position.root:
@@ -191,15 +212,14 @@ def table_problems(found: TensorTable, expected: TensorTable) -> list[str]:
     return problems
 
 
-def check_other_files(where: Path, files: Sequence[Path], expected: Sequence[FileRecord]) -> None:
-    found: Mapping[str, Path] = {path.name: path for path in files}
+def check_other_files(where: Path, found: Mapping[str, Path], expected: Sequence[FileRecord]) -> None:
     for record in expected:
         path = found.get(record.name)
         if path is None or file_record(path).blake3 != record.blake3:
             state = "missing" if path is None else "different"
             raise WrongRun(
                 f"{where / record.name} is {state} from the run's",
-                remedy="config and tokenizer must be those of the channel's base",
+                remedy="give the channel's base with all of its files, config and tokenizer included",
             )
 
 
@@ -256,6 +276,8 @@ def _check_room(paths: LocalPaths, source: SeedSource) -> None:
             )
         if exists(target):
             wanted -= taken_bytes(target.stat())
+    missing = [path for name, path in source.beside.items() if not exists(paths.directory / name)]
+    wanted += sum(path.stat().st_size for path in missing)
     device = paths.directory.stat().st_dev
     make_room(paths, wanted - sum(_given_back(stray, device) for stray in _strays(paths, source)), "seeding")
 
@@ -270,7 +292,7 @@ def _given_back(stray: Path, device: int) -> int:
 
 def _strays(paths: LocalPaths, source: SeedSource) -> list[Path]:
     """Of an earlier run, or of full weights in other files: engines would read them."""
-    wanted = {path.name for path in (*source.checkpoint.weight_files, *_small_files(source))}
+    wanted = {path.name for path in source.checkpoint.weight_files} | _small_files(source).keys()
     return [
         path
         for path in paths.directory.iterdir()
@@ -278,11 +300,10 @@ def _strays(paths: LocalPaths, source: SeedSource) -> list[Path]:
     ]
 
 
-def _small_files(source: SeedSource) -> list[Path]:
-    """What lies beside the weights: config, tokenizer, index."""
-    checkpoint, digests = source.checkpoint, source.digests
-    index = () if checkpoint.index_file is None else (checkpoint.index_file,)
-    return [path for path in (*checkpoint.other_files, *index) if digests is None or path.name in digests]
+def _small_files(source: SeedSource) -> dict[str, Path]:
+    """What is beside the weights, by name, their index included."""
+    index = source.checkpoint.index_file
+    return dict(source.beside) if index is None else {**source.beside, index.name: index}
 
 
 @contextmanager
@@ -298,18 +319,15 @@ def _copy_files(paths: LocalPaths, source: SeedSource, advance: Advance | None) 
     for stray in _strays(paths, source):
         stray.unlink()
         failpoint("seed.stray", stray)
-    for path in _small_files(source):
-        with durable.named(path):
-            data = path.read_bytes()
-        _check_digest(path, blake3(data), digests)
-        durable.replace(paths.directory / path.name, data)
+    for name, path in _small_files(source).items():
+        durable.replace(durable.make_within(paths.directory, name), _proven(path, name, digests))
     for path in checkpoint.weight_files:
         # the room that one file gives back may be what another one needs
         _cut(paths.directory / path.name, path.stat().st_size)
     for path in checkpoint.weight_files:
         hasher = None if digests is None else blake3()
         _copy_into(path, paths.directory / path.name, hasher, advance)
-        _check_digest(path, hasher, digests)
+        _check_digest(path, path.name, hasher, digests)
     durable.sync_directory(paths.directory)
 
 
@@ -319,9 +337,17 @@ def _cut(target: Path, size: int) -> None:
         os.truncate(target, size)
 
 
-def _check_digest(path: Path, read: blake3 | None, digests: Mapping[str, str] | None) -> None:
+def _proven(path: Path, name: str, digests: Mapping[str, str] | None) -> Iterator[bytes]:
+    hasher = blake3()
+    for piece in durable.pieces_of(path):
+        hasher.update(piece)
+        yield piece
+    _check_digest(path, name, hasher, digests)
+
+
+def _check_digest(path: Path, name: str, read: blake3 | None, digests: Mapping[str, str] | None) -> None:
     """Of the bytes that were taken: lanes, which were compared before, are no proof against intent."""
-    if read is not None and digests is not None and read.hexdigest() != digests[path.name]:
+    if read is not None and digests is not None and read.hexdigest() != digests[name]:
         raise DamagedFile(f"{path} is not the file that its index lists", remedy=MEND_CHANNEL)
 
 
@@ -380,8 +406,16 @@ def describe(
     Reads every byte."""
     with ReadCheckpoint(checkpoint) as read:
         lanes = hash_tensors(checkpoint.table, read, threads=threads, advance=advance)
-    files = tuple(file_record(path) for path in checkpoint.other_files)
-    base = Base(run_id, checkpoint.table, lanes, root(checkpoint.table, lanes), files)
+    listed = {path.name for path in checkpoint.other_files}
+    records = [file_record(path, name) for name, path in side_files(checkpoint).files.items()]
+    base = Base(
+        run_id,
+        checkpoint.table,
+        lanes,
+        root(checkpoint.table, lanes),
+        tuple(record for record in records if record.name in listed),
+        side_files=tuple(record for record in records if record.name not in listed),
+    )
     return parse_base(write_base(base))
 
 

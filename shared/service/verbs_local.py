@@ -20,7 +20,8 @@ from weightcast.shared.local.follow import Follower, FollowOptions
 from weightcast.shared.local.inspect import Inspection, inspect
 from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.locks import FileLock
-from weightcast.shared.local.repair import Repaired, repair_files, restore_base
+from weightcast.shared.local.repair import Repaired, restore_base
+from weightcast.shared.local.side_files import repair_files
 from weightcast.shared.progress import Advance
 from weightcast.shared.service.app import group
 from weightcast.shared.service.common_options import JsonOption, TrustedKeyOption

@@ -82,6 +82,8 @@ class Board:
                 signed=_signed(sync.options.trust, state),
                 engines=engines,
                 degraded=view.degraded,
+                left_behind=view.left_behind,
+                base_files=view.base_files,
                 last_error=self._last_error(sync),
                 ready=not view.not_ready,
                 not_ready_reasons=view.not_ready,

@@ -48,6 +48,7 @@ class Subscriber:
         self.figures = SubscriberFigures(self.registry)
         self.disk = DiskFigures(self.registry, {"channel": settings.channel, "local": settings.local})
         self._troubles: tuple[str, ...] = ()
+        self._left: tuple[str, ...] = ()
         self.failed = FailedEngines(settings.on_engine_failed, settings.hook_seconds, self.stop.request)
         self.scrub = Scrub(int(settings.verify_rate), stop=lambda: self.stop.requested)
         self.engine_verify = EngineVerify(
@@ -105,6 +106,10 @@ class Subscriber:
             )
 
     def _log(self, outcome: Outcome) -> None:
+        left = self.sync.view.left_behind
+        if left != self._left:
+            self._left = left
+            log.info("files left behind", files=list(left))
         troubles = (*outcome.waiting, *outcome.degraded)
         if troubles != self._troubles:
             self._troubles = troubles

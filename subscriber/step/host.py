@@ -10,11 +10,13 @@ from typing import get_args
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.errors import RetryLater, Stopped, WeightcastError
 from weightcast.shared.files.disk_errors import disk_error
+from weightcast.shared.files.side_files import left_text
 from weightcast.shared.local.access import Readers
 from weightcast.shared.local.follow import Follower, FollowOptions
 from weightcast.shared.local.local_checkpoint import HasWriter, LocalCheckpoint
 from weightcast.shared.local.prepare import PreRead
 from weightcast.shared.local.scrub import ScrubStatus
+from weightcast.shared.local.side_files import UNLISTED
 from weightcast.shared.local.state import LocalState, Mark, Phase, Position, write_state
 from weightcast.subscriber.engines.aligned import noted
 from weightcast.subscriber.engines.reload import Engines
@@ -67,6 +69,10 @@ class StepView:
     bytes_read: int = 0
     bytes_by_cause: dict[Cause, int] = field(default_factory=_no_bytes)
     degraded: tuple[str, ...] = ()
+    left_behind: tuple[str, ...] = ()
+    """files of the base that are not copied"""
+    base_files: str = ""
+    """what is not right with the files of the base that are"""
     not_ready: tuple[str, ...] = ("starting",)
     moves: list[UpdateStatus] = field(default_factory=list)
     """of the running step"""
@@ -253,6 +259,17 @@ class StepHost:
         self.watch.count(nbytes)
         self.view.bytes_read += nbytes
         self.advance(nbytes)
+
+    def tell_files(self) -> None:
+        """Which files of the base are not here, by intent or not."""
+        follower = self.follower
+        self.view.left_behind = follower.left_behind
+        self.view.base_files = UNLISTED if follower.lists_too_few else ""
+        if follower.missing:
+            self.view.base_files = f"missing: {left_text(follower.missing)}"
+            self.degrade(
+                f"files of the base are missing; sync once with --base: {left_text(follower.missing)}"
+            )
 
     def tell_reload(self) -> None:
         """An engine in doubt is told at once: the others may take minutes."""

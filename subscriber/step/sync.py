@@ -111,6 +111,7 @@ class Sync:
             raise
         finally:
             self.view.not_ready = self.host.reasons_not_ready()
+            self.host.tell_files()
             self.host.enter("idle" if self.view.error is None else "waiting")
         return self.outcome()
 

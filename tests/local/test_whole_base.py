@@ -1,0 +1,241 @@
+"""A host has every file of the base: seeded, joined by an anchor, verified, repaired, completed later."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from core_cases import bytes_of, read_checkpoint, write_checkpoint
+from local_cases import Run, catch_up, following, make_run, phase_of, publish
+
+from weightcast.publisher import init_channel
+from weightcast.shared.channel.base import parse_base
+from weightcast.shared.channel.chain import verify
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.errors import WrongRun
+from weightcast.shared.local.follow import Follower, FollowOptions
+from weightcast.shared.local.inspect import inspect
+from weightcast.shared.local.side_files import repair_files
+
+SIDE = {
+    "spk_dict.pt": b"\x80\x02",
+    "additional_chat_templates/tool_use.jinja": b"tools",
+    "speech/tokenizer/stats.npz": b"PK",
+    "empty.bin": b"",
+}
+LEFT = ("pytorch_model.bin",)
+
+
+def add(directory: Path, files: dict[str, bytes] | None = None) -> Path:
+    for name, data in (SIDE if files is None else files).items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return directory
+
+
+def there(directory: Path) -> dict[str, bytes]:
+    return {name: path.read_bytes() for name in SIDE if (path := directory / name).is_file()}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    root = tmp_path_factory.mktemp("whole")
+    plain = make_run(root / "plain", versions=1)
+    run = Run(root / "run", plain.models)
+    write_checkpoint(add(run.base, SIDE | {LEFT[0]: b"x"}), plain.models[0])
+    init_channel(run.channel, run.base)
+    publish(run, anchor_every=1)
+    return run
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    return tmp_path / "local"
+
+
+@pytest.fixture
+def older(run: Run, tmp_path: Path) -> Iterator[Run]:
+    """A channel whose base.json lists no side files, as older releases wrote it."""
+    older = Run(tmp_path / "older", run.models)
+    shutil.copytree(run.base, older.base)
+    init_channel(older.channel, older.base)
+    path = older.channel / "base.json"
+    members = json.loads(path.read_bytes())
+    del members["side_files"]
+    path.write_text(json.dumps(members))
+    yield older
+
+
+def seeded_by_an_older_release(run: Run, local: Path) -> None:
+    with following(run, local) as follower:
+        catch_up(follower)
+    path = local / ".weightcast" / "base.json"
+    members = json.loads(path.read_bytes())
+    del members["side_files"]
+    path.write_text(json.dumps(members))
+    for name in SIDE:
+        (local / name).unlink()
+
+
+def test_a_host_seeded_from_the_base_has_all_files(run: Run, local: Path) -> None:
+    with following(run, local) as follower:
+        catch_up(follower)
+        assert (follower.missing, follower.left_behind) == ((), LEFT)
+    assert there(local) == SIDE
+    assert not (local / LEFT[0]).exists()
+    assert inspect(local).faults == ()
+
+
+def test_a_host_that_joins_by_an_anchor_has_all_files(run: Run, local: Path) -> None:
+    follower = Follower(run.channel, local, None, FollowOptions(visible_seconds=0.2))
+    catch_up(follower)
+    follower.close()
+    assert there(local) == SIDE
+    assert verify(Channel.open(run.channel)) == []
+
+
+def test_a_damaged_side_file_of_an_anchor_is_found(run: Run, tmp_path: Path) -> None:
+    channel = shutil.copytree(run.channel, tmp_path / "channel")
+    (channel / "weight_v000001/anchor/speech/tokenizer/stats.npz").write_bytes(b"KP")
+    assert ["stats.npz" in problem.message for problem in verify(Channel.open(channel))] == [True]
+
+
+@pytest.mark.parametrize("name", SIDE)
+def test_a_base_without_one_of_the_files_is_refused_by_name(
+    run: Run, local: Path, tmp_path: Path, name: str
+) -> None:
+    base = shutil.copytree(run.base, tmp_path / "base")
+    (base / name).write_bytes(b"another")
+    channel = shutil.copytree(run.channel, tmp_path / "channel", ignore=shutil.ignore_patterns("anchor"))
+    follower = Follower(channel, local, base, FollowOptions(visible_seconds=0.2))
+    with pytest.raises(WrongRun, match=f"{name} is different"):
+        catch_up(follower)
+    follower.close()
+    assert there(local) == {}
+
+
+def test_another_base_is_named_by_its_files(run: Run, tmp_path: Path) -> None:
+    base = shutil.copytree(run.base, tmp_path / "base")
+    (base / "spk_dict.pt").write_bytes(b"another")
+    with pytest.raises(WrongRun, match=r"another base than .*: spk_dict\.pt"):
+        init_channel(run.channel, base)
+
+
+def test_verify_and_repair_reach_into_subdirectories(run: Run, local: Path) -> None:
+    with following(run, local) as follower:
+        catch_up(follower)
+        (local / "additional_chat_templates/tool_use.jinja").write_bytes(b"other")
+        (local / "spk_dict.pt").unlink()
+        bad = {"additional_chat_templates/tool_use.jinja", "spk_dict.pt"}
+        assert {fault.file for fault in inspect(local).faults} == bad
+        assert follower.local is not None
+        assert set(repair_files(follower.local, [run.base])) == bad
+    assert there(local) == SIDE
+
+
+def test_a_link_in_the_place_of_a_subdirectory_is_not_written_through(
+    run: Run, local: Path, tmp_path: Path
+) -> None:
+    with following(run, local) as follower:
+        catch_up(follower)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    shutil.rmtree(local / "speech/tokenizer")
+    (local / "speech/tokenizer").symlink_to(elsewhere)
+    with following(run, local) as follower:
+        catch_up(follower)
+        assert follower.missing == ("speech/tokenizer/stats.npz",)
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_a_local_checkpoint_of_an_older_release_is_completed(run: Run, local: Path) -> None:
+    seeded_by_an_older_release(run, local)
+    alone = Follower(run.channel, local, None, FollowOptions(visible_seconds=0.2))
+    catch_up(alone)
+    assert set(alone.missing) == set(SIDE)
+    alone.close()
+    with following(run, local) as follower:
+        catch_up(follower)
+        assert follower.missing == ()
+    assert there(local) == SIDE
+    assert inspect(local).faults == ()
+
+
+def test_a_channel_of_an_older_release_still_gives_whole_hosts(older: Run, local: Path) -> None:
+    init_channel(older.channel, older.base)
+    publish(older)
+    with following(older, local) as follower:
+        catch_up(follower)
+        assert follower.missing == () and not follower.lists_too_few
+    assert there(local) == SIDE
+    assert read_checkpoint(local) == bytes_of(older.latest)
+    assert inspect(local).faults == ()
+
+
+def test_an_older_release_on_both_sides_is_completed_from_the_base_alone(older: Run, local: Path) -> None:
+    publish(older)
+    seeded_by_an_older_release(older, local)
+    alone = Follower(older.channel, local, None, FollowOptions(visible_seconds=0.2))
+    catch_up(alone)
+    assert (alone.missing, alone.lists_too_few) == ((), True)
+    alone.close()
+    other = add(write_checkpoint(local.parent / "other", older.models[0]), {"config.json": b"{1}"})
+    with following(older, local, other) as follower:
+        catch_up(follower)
+        assert follower.lists_too_few
+    assert there(local) == {}
+    with following(older, local) as follower:
+        catch_up(follower)
+        assert not follower.lists_too_few
+    assert there(local) == SIDE
+
+
+def test_base_json_of_an_older_release_is_read_as_it_was(older: Run) -> None:
+    assert parse_base((older.channel / "base.json").read_bytes()).side_files is None
+
+
+def test_an_anchor_lists_side_files_apart(run: Run) -> None:
+    """Releases that do not know of them read the rest."""
+    path = run.channel / "weight_v000001/anchor/model.safetensors.index.json"
+    facts = json.loads(path.read_bytes())["weightcast"]
+    assert {row[0] for row in facts["side_files"]} == set(SIDE)
+    assert {"config.json", "tokenizer.json"} <= {row[0] for row in facts["files"]}
+    assert not {row[0] for row in facts["files"]} & set(SIDE)
+
+
+@pytest.mark.parametrize("number", range(1, 9, 2))
+def test_a_kill_between_two_files_is_finished_by_the_next_start(run: Run, local: Path, number: int) -> None:
+    child = os.fork()
+    if child == 0:
+        _die_at_rename(number)
+        with following(run, local) as follower:
+            catch_up(follower)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert phase_of(local) in ("", "seeding") or there(local) == SIDE
+    with following(run, local) as follower:
+        catch_up(follower)
+        assert follower.missing == ()
+    assert there(local) == SIDE
+    assert read_checkpoint(local) == bytes_of(run.latest)
+    assert inspect(local).faults == ()
+
+
+def _die_at_rename(number: int) -> None:
+    seen = 0
+
+    def watch(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal seen
+        if event == "os.rename":
+            seen += 1
+            if seen == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
