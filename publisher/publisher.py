@@ -31,6 +31,7 @@ from weightcast.publisher.version.report import PublishReport
 from weightcast.publisher.version.vouching import Vouching
 from weightcast.publisher.version.work import PublishOptions, Until, Watching, Work, matched_to
 from weightcast.publisher.weights.config import CONFIG, check_config
+from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules, adapt
 from weightcast.publisher.weights.finite import NonFinite
 from weightcast.publisher.weights.on_device import Baselines, OnDevice, When
 from weightcast.publisher.weights.tensors import CheckpointWeights, GivenWeights, NewWeights, refuse_local
@@ -388,9 +389,17 @@ class Publisher:
         step: SupportsIndex | None = None,
         advance: Advance | None = None,
         watching: Watching | None = None,
+        cast: bool = False,
+        rename: Iterable[str] = (),
+        drop: Iterable[str] = (),
     ) -> PublishReport:
-        """Publishes a complete HF checkpoint directory; Refused when it changes while it is read."""
-        read = functools.partial(self.open_checkpoint, directory)
+        """Publishes a complete HF checkpoint directory; Refused when it changes while it is read.
+
+        `cast`: round floating-point tensors to the run's dtypes. `rename`: "A=B", prefixes or patterns with
+        one `*` each. `drop`: globs of tensors to leave out.
+        """
+        rules = ExportRules.of(cast, rename, drop)
+        read = functools.partial(self.open_checkpoint, directory, rules)
         return self.publish_weights(read, step=step, advance=advance, watching=watching)
 
     def publish_weights(
@@ -439,7 +448,7 @@ class Publisher:
             return "" if pointer is None else root_of(channel, pointer, version)
         return ""
 
-    def open_checkpoint(self, directory: str | Path) -> NewWeights:
+    def open_checkpoint(self, directory: str | Path, rules: ExportRules = NO_RULES) -> NewWeights:
         """A checkpoint directory as new weights of this run, for `publish_weights`."""
         directory = Path(directory)
         refuse_local(directory, self._follower.paths.directory)
@@ -450,7 +459,16 @@ class Publisher:
         except BaseException:
             weights.close()
             raise
-        return weights
+        return self.adapted(weights, rules)
+
+    def adapted(self, weights: NewWeights, rules: ExportRules) -> NewWeights:
+        """`weights` as `rules` change them; closed where that is refused."""
+        file, base = self.run
+        try:
+            return adapt(weights, rules, file, base.table)
+        except BaseException:
+            weights.close()
+            raise
 
     def _publish_now(self, work: Work) -> PublishReport:
         self._check_open()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -13,6 +14,7 @@ from weightcast.publisher.care.upkeep import UpkeepOptions
 from weightcast.publisher.publisher import Publisher
 from weightcast.publisher.version.report import Publication, publication, total_seconds
 from weightcast.publisher.weights.config import CONFIG, check_config
+from weightcast.publisher.weights.export_rules import ExportRules, adapt
 from weightcast.publisher.weights.finite import NonFinite
 from weightcast.publisher.weights.match import match
 from weightcast.publisher.weights.tensors import CheckpointWeights, refuse_local
@@ -57,6 +59,13 @@ _OPTIONS = (
         default="allow",
         choices=get_args(NonFinite),
     ),
+    Option("cast", bool, "Round floating-point tensors to the base's dtypes.", default=False),
+    Option(
+        "rename",
+        list,
+        "A=B: rename tensors of the checkpoint that begin with A, or match A with one *; repeatable.",
+    ),
+    Option("drop", list, "Glob of tensors of the checkpoint to leave out; repeatable."),
     JSON,
 )
 
@@ -75,11 +84,15 @@ def publish(
     skip_span: int,
     anchor: bool,
     non_finite: NonFinite,
+    cast: bool,
+    rename: list[str] | None,
+    drop: list[str] | None,
     as_json: bool,
 ) -> None:
     """Publish one checkpoint as the channel's next version."""
     output = Output(json=as_json)
-    _, described = _look(Channel.open(channel), checkpoint, local, base, take_over)
+    rules = ExportRules.of(cast, rename or (), drop or ())
+    _, described = _look(Channel.open(channel), checkpoint, local, base, take_over, rules)
     with (
         Publisher.open(
             channel,
@@ -95,7 +108,8 @@ def publish(
         ) as publisher,
         output.progress(f"publishing {checkpoint.name}", described.table.nbytes) as advance,
     ):
-        report = publisher.publish_checkpoint(checkpoint, step=step, advance=advance)
+        read = partial(publisher.open_checkpoint, checkpoint, rules)
+        report = publisher.publish_weights(read, step=step, advance=advance)
         if anchor:
             _beside(publisher.write_anchor)
         _beside(publisher.make_due)
@@ -104,7 +118,12 @@ def publish(
 
 
 def _look(
-    channel: Channel, checkpoint: Path, local: Path, base: Path | None, take_over: bool
+    channel: Channel,
+    checkpoint: Path,
+    local: Path,
+    base: Path | None,
+    take_over: bool,
+    rules: ExportRules,
 ) -> tuple[ChannelFile, Base]:
     """Before anything is claimed: what will be refused must not take the channel from a publisher."""
     file, described = channel.require_ours()
@@ -114,7 +133,14 @@ def _look(
         raise held(order)
     refuse_local(checkpoint, local)
     with contextlib.closing(CheckpointWeights(checkpoint)) as weights:
-        match(weights.table, described.table, frozen=file.frozen, aliases=file.aliases, partial=False)
+        match(
+            adapt(weights, rules, file, described.table).table,
+            described.table,
+            frozen=file.frozen,
+            aliases=file.aliases,
+            partial=False,
+            by_flags=True,
+        )
         own = next((known for known in (local, base) if known is not None and exists(known / CONFIG)), None)
         if own is not None:
             check_config(checkpoint / CONFIG, own, described.files)
@@ -134,6 +160,7 @@ VERB = Verb("publish", publish, _OPTIONS)
 
 def _show(console: Console, done: Publication, seconds: float) -> None:
     ratio = done.full_bytes / done.delta_bytes if done.delta_bytes else 0.0
+    adapted = ", ".join(f"{count:,} tensors {what}" for what, count in done.adapted.items() if count)
     show_facts(
         console,
         {
@@ -151,6 +178,7 @@ def _show(console: Console, done: Publication, seconds: float) -> None:
                 else {}
             ),
             **({"names": ", ".join(f"{r}: {n}" for r, n in done.mapped.items())} if done.mapped else {}),
+            **({"adapted": adapted} if adapted else {}),
             **({"notes": "; ".join(done.notes)} if done.notes else {}),
         },
     )

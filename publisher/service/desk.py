@@ -47,6 +47,7 @@ from weightcast.publisher.trainer.export import Handed
 from weightcast.publisher.version.commit import PostWrite
 from weightcast.publisher.version.report import Publication, publication, total_seconds
 from weightcast.publisher.version.work import Work, report_of
+from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules
 from weightcast.publisher.weights.tensors import NewWeights
 from weightcast.shared.channel.claims import current_epoch
 from weightcast.shared.channel.index import Index
@@ -286,7 +287,7 @@ class Desk:
         seen = None if self._watched is None else self._watched.see(directory)
 
         def read() -> NewWeights:
-            return open_asked(publisher, directory)
+            return open_asked(publisher, directory, self._settings.rules)
 
         known = job.earlier
         root = "" if known is None else known.root or publisher.root_of(known.version)
@@ -332,7 +333,7 @@ class Desk:
         directory = watched.directory / chosen.name
 
         def read() -> NewWeights:
-            return open_chosen(publisher, directory, chosen)
+            return open_chosen(publisher, directory, chosen, self._settings.rules)
 
         known = watched.content(chosen, publisher.root_of)
         if watched.has_sample(chosen, known.sample):
@@ -349,7 +350,11 @@ class Desk:
     def _publish_handed(self, publisher: Publisher, received: Received, handed: Handed) -> None:
         request = received.begin(handed, publisher.version)
         source = f"{received.export.slot(handed.slot)} #{handed.sequence}"
-        ended = self._publish_read(publisher, lambda: received.open(handed), handed.step, source, request)
+
+        def read() -> NewWeights:
+            return publisher.adapted(received.open(handed), self._settings.rules)
+
+        ended = self._publish_read(publisher, read, handed.step, source, request)
         if isinstance(ended, Failure):
             log.warning("not published", checkpoint=source, **ended.by_name())
         received.end()
@@ -447,6 +452,7 @@ class Desk:
             density=round(done.density_elements, 6),
             delta_bytes=done.delta_bytes,
             full_bytes=done.full_bytes,
+            **{what: count for what, count in done.adapted.items() if count},
             **{f"{phase}_s": round(seconds, 4) for phase, seconds in done.seconds.items()},
         )
         if done.resumed_from_step is not None:
@@ -530,10 +536,12 @@ class Desk:
         )
 
 
-def open_chosen(publisher: Publisher, directory: Path, chosen: Sighting) -> NewWeights:
+def open_chosen(
+    publisher: Publisher, directory: Path, chosen: Sighting, rules: ExportRules = NO_RULES
+) -> NewWeights:
     """What was looked at, and nothing else: raises Refused where weights were saved over since. From here on
     the checkpoint itself tells when it changes."""
-    weights = publisher.open_checkpoint(directory)
+    weights = publisher.open_checkpoint(directory, rules)
     if not chosen.weights <= marks(directory):
         weights.close()
         raise Refused(
@@ -543,10 +551,10 @@ def open_chosen(publisher: Publisher, directory: Path, chosen: Sighting) -> NewW
     return weights
 
 
-def open_asked(publisher: Publisher, directory: Path) -> NewWeights:
+def open_asked(publisher: Publisher, directory: Path, rules: ExportRules = NO_RULES) -> NewWeights:
     """A checkpoint that somebody named. Raises Refused where its files are such as no later try can open."""
     try:
-        return publisher.open_checkpoint(directory)
+        return publisher.open_checkpoint(directory, rules)
     except OSError as error:
         if error.errno not in _CLOSED:
             raise

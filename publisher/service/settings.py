@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, PositiveInt, ValidationInfo, field_v
 
 from weightcast.publisher.care.retention import Retention
 from weightcast.publisher.care.upkeep import UpkeepOptions
+from weightcast.publisher.weights.export_rules import BadRule, ExportRules
 from weightcast.publisher.weights.finite import NonFinite
 from weightcast.shared.channel.index import Encoding
 from weightcast.shared.channel.keys import load_private_key
@@ -70,6 +71,14 @@ class PublisherSettings(ServiceSettings):
     consume: bool = Field(False, description="Delete a watched checkpoint once it is published.")
     hand_over: Path | None = Field(
         None, description="Memory-backed directory in which a trainer leaves weights (HandOver)."
+    )
+    cast: bool = Field(False, description="Round floating-point tensors of exports to the base's dtypes.")
+    rename: list[str] = Field(
+        default_factory=list,
+        description="A=B: rename tensors of exports that begin with A, or match A with one *; repeatable.",
+    )
+    drop: list[str] = Field(
+        default_factory=list, description="Glob of tensors of exports to leave out; repeatable."
     )
     frozen: list[str] = Field(
         default_factory=list,
@@ -167,6 +176,15 @@ class PublisherSettings(ServiceSettings):
             raise ValueError("means nothing without a directory to watch (--watch)")
         return value
 
+    @field_validator("rename", mode="after")
+    @classmethod
+    def _renames(cls, texts: list[str]) -> list[str]:
+        try:
+            ExportRules.of(False, texts, ())
+        except BadRule as error:
+            raise ValueError(str(error)) from error
+        return texts
+
     @field_validator("sign_key", mode="after")
     @classmethod
     def _signs_what_it_trusts(cls, value: Path | None, info: ValidationInfo) -> Path | None:
@@ -216,6 +234,11 @@ class PublisherSettings(ServiceSettings):
             encoding="small" if self.encoding == "small" else "fast",
             retention=Retention(self.keep_versions, self.keep_hours, self.host_versions),
         )
+
+    @property
+    def rules(self) -> ExportRules:
+        """For exports, whatever way they come."""
+        return ExportRules.of(self.cast, self.rename, self.drop)
 
     @property
     def bounds(self) -> Bounds:

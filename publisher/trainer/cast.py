@@ -8,18 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from weightcast.publisher.channel_init import ties_of
 from weightcast.publisher.publisher import Publisher
 from weightcast.publisher.weights.given import CastTensor, RawTensor, dtype_of, pairs_of
 from weightcast.publisher.weights.names import resolve
+from weightcast.publisher.weights.precision import STORED, rounded, rounds
 from weightcast.shared.errors import Refused
 from weightcast.shared.local.follow import open_base
 from weightcast.shared.words import TensorTable
-
-_FLOATS = ("F64", "F32", "F16", "BF16")
-_NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ def cast_like(
         if wanted is None or wanted == has:
             cast.append((name, tensor))
             continue
-        if has not in _FLOATS or wanted not in _FLOATS:
+        if not rounds(has, wanted):
             raise Refused(
                 f"{name} is {has}, the run has {wanted}: that is no rounding",
                 remedy="quantise before publishing (docs/trainers.md)",
@@ -78,7 +75,7 @@ def _run_of(base: str | Path | Publisher) -> tuple[TensorTable, Mapping[str, str
 
 
 def _converted(tensor: Any, dtype: str) -> Any:
-    if isinstance(tensor, np.ndarray):
+    if isinstance(tensor, np.ndarray | RawTensor):
         return _rounded(tensor, dtype)
     import torch
 
@@ -86,14 +83,7 @@ def _converted(tensor: Any, dtype: str) -> Any:
     return tensor.detach().to(kinds[dtype])
 
 
-def _rounded(array: NDArray[Any], dtype: str) -> Any:
-    if dtype in _NUMPY:
-        with np.errstate(over="ignore"):
-            return array.astype(_NUMPY[dtype])
-    with np.errstate(over="ignore"):
-        bits = np.ascontiguousarray(array, np.float32).reshape(-1).view(np.uint32)
-    up = np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))
-    nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-    # a payload in the low half alone would round to infinity, or around
-    words = np.where(nan, bits >> 16 | np.uint32(0x40), bits + up * ~nan >> 16).astype(np.uint16)
-    return RawTensor("BF16", tuple(array.shape), words)
+def _rounded(tensor: Any, dtype: str) -> RawTensor:
+    found = dtype_of("", tensor)
+    flat = tensor.flat if isinstance(tensor, RawTensor) else np.ascontiguousarray(tensor).reshape(-1)
+    return RawTensor(dtype, tuple(tensor.shape), rounded(flat.view(STORED[found]), found, dtype))

@@ -32,6 +32,11 @@ class PublishReport:
     seconds: Mapping[str, float] = field(default_factory=dict)
     mapped: Mapping[str, int] = field(default_factory=dict)
     """what was done to the names that were given, and to how many: `{"-module.": 291}`"""
+    cast: int = 0
+    """tensors that were rounded to the run's dtype"""
+    renamed: int = 0
+    dropped: int = 0
+    """tensors of the checkpoint that were left out"""
     notes: tuple[str, ...] = ()
     """what was tolerated in the checkpoint, and options that had no effect on it"""
     non_finite: Mapping[str, int] = field(default_factory=dict)
@@ -81,12 +86,22 @@ class Publication(Facts):
     seconds: dict[str, float] = field(default_factory=dict)
     mapped: dict[str, int] = field(default_factory=dict)
     """what was done to the names that were given, and to how many"""
+    cast: int = 0
+    """tensors that were rounded to the run's dtype"""
+    renamed: int = 0
+    dropped: int = 0
+    """tensors of the checkpoint that were left out"""
     notes: tuple[str, ...] = ()
     """what was tolerated in the checkpoint, and options that had no effect on it"""
     non_finite_elements: int = 0
     """that became NaN or infinite with this version"""
     at: float = 0.0
     """unix time of the publisher's clock"""
+
+    @property
+    def adapted(self) -> dict[str, int]:
+        """Tensors by what options did to them."""
+        return {"cast": self.cast, "renamed": self.renamed, "dropped": self.dropped}
 
 
 def publication(report: PublishReport, source: str) -> Publication:
@@ -105,6 +120,9 @@ def publication(report: PublishReport, source: str) -> Publication:
         bits_per_change=report.bits_per_change,
         seconds=dict(report.seconds),
         mapped=dict(report.mapped),
+        cast=report.cast,
+        renamed=report.renamed,
+        dropped=report.dropped,
         notes=report.notes,
         non_finite_elements=report.non_finite_elements,
         at=time.time(),

@@ -19,7 +19,7 @@ from weightcast.publisher.version.report import PublishReport
 from weightcast.publisher.weights.finite import NonFinite
 from weightcast.publisher.weights.match import Matched, match
 from weightcast.publisher.weights.on_device import OnDevice
-from weightcast.publisher.weights.tensors import NewWeights
+from weightcast.publisher.weights.tensors import Adapted, NewWeights
 from weightcast.shared.channel.channel_file import ChannelFile
 from weightcast.shared.channel.delta_writer import open_shard_writer
 from weightcast.shared.channel.index import INDEX_NAME, Encoding, Index
@@ -91,6 +91,7 @@ class Work:
     """by phase, up to now"""
     mapped: Mapping[str, int] = field(default_factory=dict, init=False)
     """what was done to given names, and to how many"""
+    adapted: Adapted = field(default=Adapted(), init=False)
     notes: tuple[str, ...] = field(default=(), init=False)
     """of the new weights"""
     non_finite: Mapping[str, int] = field(default_factory=dict, init=False)
@@ -146,9 +147,16 @@ def matched_to_run(channel: Channel, weights: NewWeights, rank: Rank, work: Work
 
 
 def matched_to(file: ChannelFile, table: TensorTable, weights: NewWeights, rank: Rank, work: Work) -> Matched:
-    matched = match(weights.table, table, frozen=file.frozen, aliases=file.aliases, partial=not rank.alone)
+    matched = match(
+        weights.table,
+        table,
+        frozen=file.frozen,
+        aliases=file.aliases,
+        partial=not rank.alone,
+        by_flags=weights.by_flags,
+    )
     check_ties(weights, matched, table)
-    work.mapped, work.notes = matched.mapped, weights.notes
+    work.mapped, work.adapted, work.notes = matched.mapped, weights.adapted, weights.notes
     if rank.alone:
         _check_whole(weights)
     return matched
@@ -250,6 +258,9 @@ def report_of(
         tensors_changed=len(index.tensors),
         seconds=dict(work.seconds),
         mapped=dict(work.mapped),
+        cast=work.adapted.cast,
+        renamed=work.adapted.renamed,
+        dropped=work.adapted.dropped,
         notes=work.notes,
         non_finite=dict(work.non_finite),
     )

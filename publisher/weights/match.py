@@ -10,16 +10,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from itertools import takewhile
 
 from weightcast.publisher.weights.names import Resolved, resolve
+from weightcast.publisher.weights.precision import rounds
 from weightcast.shared.errors import Refused
 from weightcast.shared.files.checkpoint import adapter_refused, is_adapter_tensor
 from weightcast.shared.local.seed import listing
 from weightcast.shared.words import TensorTable
 
-_MISSING = " is missing"
+_MISSING, _SURPLUS = " is missing", " is not part of the run"
 _FEW = 3
 """tensors of another dtype that are named one by one"""
+_ENOUGH = 2
+"""words at their ends by which two names are taken for those of one tensor"""
+_LOOKED_AT = 2000
+"""surplus names that are compared with a missing one"""
 
 
 @dataclass(frozen=True)
@@ -42,10 +48,12 @@ def match(
     frozen: Sequence[str],
     aliases: Mapping[str, str],
     partial: bool,
+    by_flags: bool = False,
 ) -> Matched:
-    """`partial`: the given tensors are one rank's share, the rest is somebody else's. Raises Refused. Tables
-    that fitted are remembered: a run gives the same ones version after version."""
-    return _matched(given, table, tuple(frozen), tuple(aliases.items()), partial)
+    """`partial`: the given tensors are one rank's share, the rest is somebody else's. `by_flags`: remedies
+    name options of commands, not Python functions. Raises Refused. Tables that fitted are remembered: a run
+    gives the same ones version after version."""
+    return _matched(given, table, tuple(frozen), tuple(aliases.items()), partial, by_flags)
 
 
 @lru_cache(maxsize=2)
@@ -55,6 +63,7 @@ def _matched(
     frozen: tuple[str, ...],
     tied: tuple[tuple[str, str], ...],
     partial: bool,
+    by_flags: bool,
 ) -> Matched:
     aliases = dict(tied)
     names = resolve((spec.name for spec in given), {*table.numbers, *aliases})
@@ -78,7 +87,7 @@ def _matched(
         problems = _grouped(problems, given, table, sources)
         raise Refused(
             f"the weights do not fit the run: {listing(problems)}",
-            remedy=_remedy(given, table, sources, any(one.endswith(_MISSING) for one in problems)),
+            remedy=_remedy(_Misfit.of(given, table, sources, problems), by_flags),
         )
     return Matched(sources, tuple(absent), tuple(ties), still, names.rules)
 
@@ -109,14 +118,62 @@ def _grouped(
     return problems
 
 
-def _remedy(given: TensorTable, table: TensorTable, sources: Mapping[int, str], missing: bool) -> str:
-    said = ["publish the tensors of the run's base"]
-    forms = [(given[given.numbers[name]], table[number]) for number, name in sources.items()]
-    if any(found.dtype != wanted.dtype and found.shape == wanted.shape for found, wanted in forms):
-        said.append("`cast_like` rounds what a trainer holds in a higher precision")
-    if missing:
-        said.append("a channel made with --frozen does without those that never change")
-    return "; ".join([*said, "a changed architecture is another channel"])
+@dataclass(frozen=True)
+class _Misfit:
+    """`missing`, `surplus`: names of the run that are not given, and given ones that are not the run's.
+    `found`, `wanted`: dtypes of tensors that differ in these alone."""
+
+    missing: Sequence[str]
+    surplus: Sequence[str]
+    dtypes: Sequence[tuple[str, str]]
+
+    @classmethod
+    def of(
+        cls, given: TensorTable, table: TensorTable, sources: Mapping[int, str], problems: Sequence[str]
+    ) -> _Misfit:
+        forms = [(given[given.numbers[name]], table[number]) for number, name in sources.items()]
+        return cls(
+            [one.removesuffix(_MISSING) for one in problems if one.endswith(_MISSING)],
+            [one.removesuffix(_SURPLUS) for one in problems if one.endswith(_SURPLUS)],
+            [(a.dtype, b.dtype) for a, b in forms if a.dtype != b.dtype and a.shape == b.shape],
+        )
+
+    def rename(self) -> tuple[str, str] | None:
+        """The rule for a missing and a surplus name that end alike, as those of a wrapped model or of another
+        of its classes do."""
+        pairs = ((name, other) for name in self.missing[:_FEW] for other in self.surplus[:_LOOKED_AT])
+        return next((rule for name, other in pairs if (rule := _rename(name, other))), None)
+
+
+def _rename(name: str, other: str) -> tuple[str, str] | None:
+    if other.endswith(f".{name}"):
+        return other.removesuffix(name), ""
+    if name.endswith(f".{other}"):
+        return "*", name.removesuffix(other) + "*"
+    words, others = name.split("."), other.split(".")
+    pairs = zip(reversed(words), reversed(others), strict=False)
+    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    rest = ".".join(words[len(words) - alike :])
+    return None if alike < _ENOUGH else (other.removesuffix(rest), name.removesuffix(rest))
+
+
+def _remedy(misfit: _Misfit, by_flags: bool) -> str:
+    """Short, in the words of the entry point that was used."""
+    said = []
+    if any(rounds(*dtypes) for dtypes in misfit.dtypes):
+        said.append("round with --cast (in Python cast=True)" if by_flags else "round with `cast_like`")
+    if any(not rounds(*dtypes) for dtypes in misfit.dtypes):
+        said.append("quantise as the base is before publishing")
+    rename = misfit.rename()
+    if rename is not None:
+        said.append(f"--rename {rename[0]}={rename[1]}" if by_flags else f"rename {rename[0]} to {rename[1]}")
+    elif misfit.surplus:
+        said.append(
+            "leave tensors out with --drop GLOB" if by_flags else "leave out what the run does not have"
+        )
+    if misfit.missing and rename is None:
+        said.append("tensors that never change need a channel made with --frozen")
+    return "; ".join([*said, "a changed architecture needs another channel"])
 
 
 def frozen_tensors(table: TensorTable, globs: Sequence[str]) -> frozenset[int]:
@@ -152,7 +209,7 @@ def _ties(
             continue
         number = table.numbers.get(aliases.get(name, ""))
         if number is None:
-            problems.append(f"{spec.name} is not part of the run")
+            problems.append(f"{spec.name}{_SURPLUS}")
         else:
             _check_form(problems, given, spec.name, table, number)
             ties.append((spec.name, number))

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,12 +31,23 @@ _PIECE = 1 << 22
 """words compared at a time"""
 
 
+class Adapted(NamedTuple):
+    """How many tensors were cast, renamed and left out by options."""
+
+    cast: int = 0
+    renamed: int = 0
+    dropped: int = 0
+
+
 class NewWeights(ABC):
     """What is to be published, by the names that its owner gives. Those that are given whole, one by one, on
     the host say `words_in` alone."""
 
     table: TensorTable
     """of whole tensors, also where only a piece is given"""
+    adapted: Adapted = Adapted()
+    by_flags = False
+    """they come from a command or daemon: messages name its options, not Python functions"""
     notes: tuple[str, ...] = ()
     """what was tolerated or had no effect, for whoever publishes them"""
 
@@ -81,6 +92,8 @@ class NewWeights(ABC):
 
 class CheckpointWeights(NewWeights):
     """A complete checkpoint directory; file identities are compared before and after reading."""
+
+    by_flags = True
 
     def __init__(self, directory: Path, *, follow_links: bool = True) -> None:
         try:

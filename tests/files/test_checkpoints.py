@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from weightcast.shared.errors import DamagedFile, Refused
 from weightcast.shared.files.checkpoint import identities, open_checkpoint
+from weightcast.shared.local.follow import open_base
 
 A, B = torch.arange(6, dtype=torch.bfloat16), torch.tensor(2.5)
 INDEX = "model.safetensors.index.json"
@@ -248,3 +249,25 @@ def test_a_delta_is_not_taken_for_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text(json.dumps(index))
     with pytest.raises(Refused, match="is a delta"):
         open_checkpoint(tmp_path, follow_links=False)
+
+
+def test_adapters_are_named_as_such(tmp_path: Path) -> None:
+    single(tmp_path, "adapter_model.safetensors")
+    with pytest.raises(Refused, match=r"LoRA adapter \(adapter_model\.safetensors\)") as refused:
+        open_checkpoint(tmp_path, follow_links=True)
+    assert "merge_and_unload" in refused.value.remedy
+    (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
+    with pytest.raises(Refused, match="LoRA adapter"):
+        open_checkpoint(tmp_path, follow_links=True)
+    (tmp_path / "adapter_model.bin").unlink()
+    single(tmp_path)
+    assert len(open_checkpoint(tmp_path, follow_links=True).table) == 2
+    save_file({"base_model.model.q.lora_A.weight": A}, tmp_path / "model.safetensors")
+    with pytest.raises(Refused, match="lora_A"):
+        open_checkpoint(tmp_path, follow_links=True)
+
+
+def test_a_pointer_for_a_tokenizer_is_refused_in_a_base(tmp_path: Path) -> None:
+    (single(tmp_path) / "tokenizer.json").write_bytes(LFS)
+    with pytest.raises(DamagedFile, match=r"tokenizer\.json is a Git LFS pointer"):
+        open_base(tmp_path)

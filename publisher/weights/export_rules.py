@@ -1,0 +1,202 @@
+"""What an export needs to become the run's weights: tensors left out, renamed, cast (`--drop`, `--rename`,
+`--cast`), in that order. Everything is counted; a rule that matches nothing is noted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from weightcast.publisher.weights.match import frozen_tensors
+from weightcast.publisher.weights.names import resolve
+from weightcast.publisher.weights.precision import STORED, rounded, rounds
+from weightcast.publisher.weights.tensors import Adapted, NewWeights
+from weightcast.shared.channel.channel_file import ChannelFile
+from weightcast.shared.errors import USAGE, Refused
+from weightcast.shared.words import DTYPES, Chunk, TensorSpec, TensorTable, Words
+
+
+class BadRule(Refused):
+    """A usage error: the text of a rule is wrong."""
+
+    exit_code = USAGE
+
+
+class Rename(NamedTuple):
+    """`old` and `new` are prefixes, or patterns with one `*` each that stands for the same text."""
+
+    old: str
+    new: str
+
+    @classmethod
+    def of(cls, text: str) -> Rename:
+        """Raises BadRule."""
+        old, equals, new = text.partition("=")
+        stars = old.count("*"), new.count("*")
+        if not equals or not old or old == new or stars not in ((0, 0), (1, 1)):
+            raise BadRule(
+                f"--rename {text[:80]!r} is not A=B",
+                remedy="give two prefixes (model.language_model.=model.), or two patterns with one * each",
+            )
+        return cls(old, new)
+
+    def applied(self, name: str) -> str | None:
+        """None where it does not apply."""
+        before, star, after = self.old.partition("*")
+        fits = name.startswith(before) and name.endswith(after) and len(name) >= len(before) + len(after)
+        if not fits:
+            return None
+        if not star:
+            return self.new + name[len(before) :]
+        return self.new.replace("*", name[len(before) : len(name) - len(after)])
+
+    def __str__(self) -> str:
+        return f"--rename {self.old}={self.new}"
+
+
+@dataclass(frozen=True)
+class ExportRules:
+    """`drop`: globs of names as the export has them. `rename`: the first that applies counts. `cast`:
+    floating-point tensors are rounded to the run's dtypes."""
+
+    cast: bool = False
+    rename: tuple[Rename, ...] = ()
+    drop: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, cast: bool, rename: Iterable[str], drop: Iterable[str]) -> ExportRules:
+        """Raises BadRule."""
+        return cls(cast, tuple(map(Rename.of, rename)), tuple(drop))
+
+
+NO_RULES = ExportRules()
+
+
+@dataclass(frozen=True)
+class _Plan:
+    table: TensorTable
+    sources: Mapping[str, str]
+    """name by which a tensor is published to the export's own"""
+    adapted: Adapted
+    notes: tuple[str, ...]
+
+
+def adapt(weights: NewWeights, rules: ExportRules, file: ChannelFile, table: TensorTable) -> NewWeights:
+    """`weights` as `rules` change them, for a run of `table`. Raises Refused where two tensors get one name
+    or a tensor that the run needs is dropped; `weights` stay open then."""
+    if rules == NO_RULES:
+        return weights
+    plan = _planned(weights.table, rules, table, tuple(file.aliases.items()), file.frozen)
+    return AdaptedWeights(weights, plan)
+
+
+@lru_cache(maxsize=2)
+def _planned(
+    given: TensorTable,
+    rules: ExportRules,
+    table: TensorTable,
+    aliases: tuple[tuple[str, str], ...],
+    frozen: tuple[str, ...],
+) -> _Plan:
+    """Remembered: a run gives the same tables version after version."""
+    ties = dict(aliases)
+    known = {*table.numbers, *ties}
+    dropped = {spec.name: glob for spec in given if (glob := _glob_of(spec.name, rules.drop))}
+    kept = [spec for spec in given if spec.name not in dropped]
+    renamed = {spec.name: rule for spec in kept if (rule := _rule_of(spec.name, rules.rename))}
+    names = {spec.name: _renamed(spec.name, renamed.get(spec.name)) for spec in kept}
+    sources = _one_to_one(names)
+    run_names = resolve(sources, known).run_names
+    still = {table[number].name for number in frozen_tensors(table, frozen)}
+    _check_dropped(dropped, {*table.numbers} - still - {ties.get(name, name) for name in run_names.values()})
+    specs = [spec._replace(name=names[spec.name]) for spec in kept]
+    if rules.cast:
+        specs = [_cast(spec, table, ties.get(run_names[spec.name], run_names[spec.name])) for spec in specs]
+    cast = sum(spec.dtype != before.dtype for spec, before in zip(specs, kept, strict=True))
+    unused = [f"--drop {glob}" for glob in rules.drop if not any(fnmatchcase(n, glob) for n in dropped)]
+    unused += [str(rule) for rule in rules.rename if rule not in renamed.values()]
+    notes = tuple(f"{rule} applied to no tensor" for rule in unused)
+    return _Plan(TensorTable.of(specs), sources, Adapted(cast, len(renamed), len(dropped)), notes)
+
+
+def _glob_of(name: str, globs: Sequence[str]) -> str | None:
+    return next((glob for glob in globs if fnmatchcase(name, glob)), None)
+
+
+def _rule_of(name: str, rules: Sequence[Rename]) -> Rename | None:
+    return next((rule for rule in rules if rule.applied(name) is not None), None)
+
+
+def _renamed(name: str, rule: Rename | None) -> str:
+    return name if rule is None else rule.applied(name) or name
+
+
+def _one_to_one(names: Mapping[str, str]) -> dict[str, str]:
+    sources: dict[str, str] = {}
+    for source, name in names.items():
+        other = sources.setdefault(name, source)
+        if other != source:
+            raise Refused(
+                f"{other} and {source} both become {name}", remedy="narrow --rename, or --drop one of them"
+            )
+    return sources
+
+
+def _check_dropped(dropped: Mapping[str, str], needed: set[str]) -> None:
+    """`needed`: names of the run that nothing else gives."""
+    for name, run_name in resolve(dropped, needed).run_names.items():
+        if run_name in needed:
+            raise Refused(
+                f"--drop {dropped[name]} takes {name}, which the run needs", remedy="narrow the pattern"
+            )
+
+
+def _cast(spec: TensorSpec, table: TensorTable, run_name: str) -> TensorSpec:
+    number = table.numbers.get(run_name)
+    wanted = spec.dtype if number is None else table[number].dtype
+    if not rounds(spec.dtype, wanted):
+        return spec
+    return spec._replace(dtype=wanted, nbytes=spec.elements * DTYPES[wanted][0])
+
+
+class AdaptedWeights(NewWeights):
+    """Names and dtypes are changed as the words are read: nothing is copied before."""
+
+    by_flags = True
+
+    def __init__(self, weights: NewWeights, plan: _Plan) -> None:
+        self._weights, self._sources = weights, plan.sources
+        self.table, self.adapted = plan.table, plan.adapted
+        self.notes = (*weights.notes, *plan.notes)
+
+    def words_in(self, name: str, start: int, stop: int) -> Words:
+        spec, source = self.table[self.table.numbers[name]], self._sources[name]
+        found = self._weights.table[self._weights.table.numbers[source]]
+        if spec.dtype == found.dtype:
+            return self._weights.words_in(source, start, stop)
+        per, per_found = _words_per_element(spec), _words_per_element(found)
+        low, high = start // per, -(-stop // per)
+        words = self._weights.words_in(source, low * per_found, high * per_found)
+        values = rounded(words.view(STORED[found.dtype]), found.dtype, spec.dtype)
+        made: Words = np.ascontiguousarray(values).view(spec.kind.numpy)
+        return made[start - low * per : stop - low * per]
+
+    def run_in(self, chunk: Chunk, sources: Mapping[int, str]) -> Words | None:
+        if self.adapted.cast:
+            return None
+        return self._weights.run_in(chunk, {n: self._sources[name] for n, name in sources.items()})
+
+    def finish(self) -> None:
+        self._weights.finish()
+
+    def close(self) -> None:
+        self._weights.close()
+
+
+def _words_per_element(spec: TensorSpec) -> int:
+    """8 for F64, whose words are bytes."""
+    return DTYPES[spec.dtype][0] // spec.kind.width
