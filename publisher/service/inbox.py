@@ -178,7 +178,11 @@ class Inbox:
             return True
         others = self.entries.values()
         candidates = others if own is None else (own, *others)
-        return any(entry.holds(files) or entry.holds(by_older_release) for entry in candidates)
+        known = next((e for e in candidates if e.holds(files) or e.holds(by_older_release)), None)
+        if own is None and known is not None and not known.request and not known.behind:
+            # it was renamed: from now on other files under this name are compared too
+            self.entries[name] = replace(known, beside=frozenset())
+        return known is not None
 
     def content(self, name: str) -> LastContent | None:
         """What a checkpoint of this name is compared with before it is published."""

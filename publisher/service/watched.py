@@ -24,6 +24,7 @@ from weightcast.publisher.service.inbox import (
     is_candidate,
     pack_entries,
     parse_entries,
+    without_ctime,
 )
 from weightcast.publisher.service.layouts import ROOT, LeftAlone, parents_of
 from weightcast.publisher.service.request import MadeFor, new_request
@@ -242,8 +243,11 @@ class Watched:
         """Empty unless these are the files before and after."""
         directory = self.directory / name
         try:
-            found = looks.sample(directory) if files <= looks.marks(directory) else ""
-            return found if files <= looks.marks(directory) else ""
+            before = looks.marks(directory)
+            if not (files <= before or files <= without_ctime(before)):
+                return ""
+            found = looks.sample(directory)
+            return found if looks.marks(directory) == before else ""
         except (OSError, WeightcastError):
             return ""
 

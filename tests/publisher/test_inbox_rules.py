@@ -12,6 +12,7 @@ from weightcast.publisher.service.inbox import (
     InboxEntry,
     InboxOutcome,
     InboxRules,
+    LastContent,
     Sighting,
     is_candidate,
     pack_entries,
@@ -188,8 +189,10 @@ marks = st.builds(
     st.integers(0, (1 << 64) - 1),
     st.integers(0, 1 << 50),
     st.integers(-(1 << 63), 1 << 62),
+    st.just(0) | st.integers(1, 1 << 62),
 )
 failures = st.builds(Failure, error=st.text(max_size=9), message=st.text(max_size=30))
+digests = st.sampled_from(["", "a" * 64])
 entries = st.dictionaries(
     st.text("abc_019é", min_size=1, max_size=8),
     st.builds(
@@ -201,6 +204,7 @@ entries = st.dictionaries(
         st.none() | failures,
         st.just("") | st.just(REQUEST),
         st.frozensets(marks, max_size=2),
+        st.none() | st.builds(LastContent, st.none() | st.integers(0, 1 << 40), digests, digests),
     ),
     max_size=5,
 )
@@ -232,6 +236,7 @@ def test_memory_golden_bytes() -> None:
         (b'[["m",2,3,4]]', b'[["../m",2,3,4]]'),
         (b'"version":8', b'"version":-1'),
         (b'"behind":""', b'"behind":"","beside":[["../m",2,3,4]]'),
+        (b'"behind":""', b'"behind":"","content":{"version":8,"root":"x","sample":""}'),
         (b'"failure":null', b'"failure":{"error":1}'),
         (b'"version":8', b'"version":8,"version":9'),
         (b"}]}", b"}"),
@@ -298,3 +303,17 @@ def test_saved_over_in_part_a_marker_from_before_is_not_enough() -> None:
     assert woken.choose([half], 60.0).chosen == half
     marked = look(replace(done, mtime_ns=2), replace(first, inode=11), second)
     assert woken.choose([marked], 61.0).chosen == marked
+
+
+def test_what_was_consumed_long_ago_is_known_by_its_content() -> None:
+    inbox = Inbox(InboxRules(every=True, consume=True))
+    for number in range(2000):
+        inbox.begin(inbox.choose([seen(f"step_{number}", content=number)], 0.0), number, REQUEST)
+        inbox.succeed(f"step_{number}", number + 1, f"{number:064x}")
+    inbox.forget_vanished(frozenset())
+    inbox = Inbox(inbox.rules, parse_entries(pack_entries(inbox.entries), "memory"))
+    assert len(inbox.entries) == 1024 and inbox.content("step_0") is None
+    known = inbox.content("step_1500")
+    assert known is not None and (known.version, known.root) == (1501, f"{1500:064x}")
+    again = seen("step_1500", content=1500)
+    assert not inbox.is_known("step_1500", again.files) and inbox.consumable("step_1500") == frozenset()

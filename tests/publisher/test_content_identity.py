@@ -1,0 +1,463 @@
+"""A publication is known by its content: not by key, path, name, time stamp or inode."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemonkit import Daemon, Places, base_tensors, files_of, local_bytes, plain, rename_in, write
+from disk_errors import watched
+from test_publisher_desk import Office, Opening, opened, places, weights
+from waiting import wait_until
+
+from weightcast.publisher import Publisher
+from weightcast.publisher.service.queue import Job
+
+__all__ = ["opened", "places"]  # fixtures
+
+Change = Callable[[Path], None]
+
+
+def ask(office: Office, checkpoint: Path, step: int = 12, key: str = "step-12") -> Job:
+    """As POST /v1/publish does; the job when it has ended."""
+    queue = office.desk.queue
+    assert queue is not None
+    job = queue.ask(str(checkpoint), step, key)
+    while (now := queue.get(job.id)) is not None and not now.has_ended:
+        office.step()
+    assert now is not None
+    return now
+
+
+def version_of(job: Job) -> int | None:
+    return None if job.report is None else job.report.version
+
+
+def reopened(opened: Opening, office: Office, **settings: Any) -> Office:
+    office.desk.close()
+    return opened(**settings)
+
+
+def settled(office: Office, steps: int = 4) -> list[tuple[int, int | None]]:
+    for _ in range(steps):
+        office.step()
+    return office.published()
+
+
+def skipped(office: Office) -> dict[str, str]:
+    inbox = office.desk.status().inbox
+    assert inbox is not None and inbox.skipped_count >= len(inbox.skipped)
+    return {each.name: each.reason for each in inbox.skipped}
+
+
+def rewritten_in_place(directory: Path, step: int = 5) -> None:
+    """Same names, sizes, inodes and mtimes."""
+    for name, data in files_of(weights(step)).items():
+        before = (directory / name).stat()
+        with (directory / name).open("r+b") as file:
+            file.write(data)
+        os.utime(directory / name, ns=(before.st_atime_ns, before.st_mtime_ns))
+        after = (directory / name).stat()
+        assert (before.st_ino, before.st_size, before.st_mtime_ns) == (
+            after.st_ino,
+            after.st_size,
+            after.st_mtime_ns,
+        )
+
+
+def replaced(directory: Path) -> None:
+    shutil.rmtree(directory)
+    rename_in(directory, weights(5))
+
+
+def one_byte(directory: Path) -> None:
+    [path] = directory.glob("model-00001-*")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    before = path.stat()
+    path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("change", [rewritten_in_place, replaced, one_byte])
+def test_a_key_over_rewritten_bytes_is_a_new_publication(
+    places: Places, opened: Opening, tmp_path: Path, change: Change, restart: bool
+) -> None:
+    checkpoint = write(tmp_path / "step_12", weights(1))
+    office = opened(allow=[tmp_path])
+    first = ask(office, checkpoint)
+    change(checkpoint)
+    if restart:
+        office = reopened(opened, office, allow=[tmp_path])
+    second = ask(office, checkpoint)
+    assert (second.id, version_of(first), version_of(second)) == (first.id, 1, 2)
+    assert second.earlier == first.report and "content changed since version 1" in second.note
+    found = read(checkpoint)
+    assert places.latest() == "000002" and local_bytes(places.local, weights(1)) == found
+    again = ask(office, checkpoint)
+    assert (again.state, again.report) == ("done", second.report) and "unchanged" in again.note
+    assert places.latest() == "000002"
+
+
+def read(checkpoint: Path) -> dict[str, bytes]:
+    return local_bytes(checkpoint, weights(1))
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_retry_with_the_same_content_gives_the_same_answer(
+    places: Places, opened: Opening, tmp_path: Path, shards: int
+) -> None:
+    """Also when the fleet has moved on, and the tensors lie in other files by now."""
+    checkpoint = write(tmp_path / "step_12", weights(1))
+    office = opened(allow=[tmp_path])
+    first = ask(office, checkpoint)
+    assert version_of(ask(office, write(tmp_path / "step_13", weights(2)), 13, "step-13")) == 2
+    shutil.rmtree(checkpoint)
+    write(checkpoint, weights(1), shards)
+    again = ask(office, checkpoint)
+    assert (again.state, again.report, places.latest()) == ("done", first.report, "000002")
+    assert first.report is not None and len(first.report.root) == 64
+
+
+def test_an_answer_of_an_older_release_is_compared_with_its_version(
+    places: Places, opened: Opening, tmp_path: Path
+) -> None:
+    """Its record has no root."""
+    checkpoint = write(tmp_path / "step_12", weights(1))
+    office = opened(allow=[tmp_path])
+    ask(office, checkpoint)
+    office.desk.close()
+    [path] = places.local.rglob("publications.json")
+    record = json.loads(path.read_text())
+    for name in ("root", "resumed_from_step"):
+        del record["jobs"][0]["report"][name]
+    for name in ("earlier", "repeat", "note"):
+        del record["jobs"][0][name]
+    path.write_text(json.dumps(record))
+    office = opened(allow=[tmp_path])
+    again = ask(office, checkpoint)
+    assert version_of(again) == 1 and again.report is not None and again.report.root
+    rewritten_in_place(checkpoint)
+    assert version_of(ask(office, checkpoint)) == 2
+
+
+def test_a_failed_publication_is_tried_again_with_the_same_key(
+    places: Places, opened: Opening, tmp_path: Path
+) -> None:
+    checkpoint = write(tmp_path / "step_12", {"other": base_tensors()["layer.0.up"]})
+    office = opened(allow=[tmp_path])
+    assert ask(office, checkpoint).state == "failed"
+    shutil.rmtree(checkpoint)
+    write(checkpoint, weights(1))
+    fixed = ask(office, checkpoint)
+    assert (fixed.state, fixed.error, version_of(fixed)) == ("done", None, 1)
+    (checkpoint / "model-00001-of-00002.safetensors").unlink()
+    torn = ask(office, checkpoint)
+    assert (torn.state, torn.report) == ("failed", None) and torn.error is not None
+    write(checkpoint, weights(1))
+    assert version_of(ask(office, checkpoint)) == 1 and places.latest() == "000001"
+
+
+@pytest.mark.parametrize("moment", ["publish.recovered", "pointer.moved"])
+def test_rewritten_and_asked_for_again_while_it_is_published(
+    places: Places, opened: Opening, tmp_path: Path, moment: str
+) -> None:
+    """Before and after it was read."""
+    checkpoint = write(tmp_path / "step_12", weights(1))
+    office, asked = opened(allow=[tmp_path]), list[Job]()
+
+    def rewrite_once(name: str, where: Path | None) -> None:
+        if name == moment and not asked and office.desk.queue is not None:
+            asked.append(office.desk.queue.open()[0])
+            replaced(checkpoint)
+            assert office.desk.queue.ask(str(checkpoint), 12, "step-12").state == "running"
+
+    with watched(rewrite_once):
+        ended = ask(office, checkpoint)
+    assert asked and version_of(ended) == (2 if moment == "pointer.moved" else 1)
+    assert local_bytes(places.local, weights(5)) == plain(weights(5))
+
+
+def test_a_checkpoint_that_is_gone_is_answered_from_memory_by_name(
+    places: Places, opened: Opening, tmp_path: Path
+) -> None:
+    checkpoint = write(tmp_path / "step_12", weights(1))
+    office = opened(allow=[tmp_path])
+    first = ask(office, checkpoint)
+    queue = office.desk.queue
+    assert queue is not None and first.report is not None
+    job = queue.ask(str(checkpoint), 12, "step-12")
+    shutil.rmtree(checkpoint)
+    office.step()
+    found = queue.get(job.id)
+    assert found is not None and (found.state, found.report) == ("done", first.report)
+    assert "not compared" in found.note and f"version 1, root {first.report.root}" in found.note
+
+
+def test_keys_over_http(places: Places) -> None:
+    daemon = Daemon.start(places, "--allow", str(places.root), "--consume").ready()
+    try:
+        checkpoint = write(places.root / "step_12", weights(1))
+        body = {"checkpoint": str(checkpoint), "step": 12, "key": "step-12"}
+
+        def post() -> dict[str, Any]:
+            answer = daemon.post("/v1/publish", body)
+            assert answer.status_code == 202
+            url = f"/v1/publications/{answer.json()['id']}"
+            found: dict[str, Any] = wait_until(
+                lambda: job if (job := daemon.get(url).json())["state"] in ("done", "failed") else None
+            )
+            return found
+
+        first = post()
+        assert post()["report"] == first["report"]
+        rewritten_in_place(checkpoint)
+        second = post()
+        assert (second["state"], second["report"]["version"]) == ("done", 2)
+        assert second["report"]["root"] != first["report"]["root"] == second["earlier"]["root"]
+        shutil.rmtree(checkpoint)
+        gone = daemon.post("/v1/publish", body).json()
+        assert (gone["state"], gone["report"]) == ("done", second["report"])
+        assert f"version 2, root {second['report']['root']}" in gone["note"]
+        assert daemon.get(f"/v1/publications/{gone['id']}").json() == gone
+        other = daemon.post("/v1/publish", {**body, "checkpoint": str(places.root / "step_13")})
+        assert other.status_code == 409 and daemon.status()["version"] == 2
+        assert daemon.stop() == 0
+    finally:
+        daemon.kill()
+
+
+def touched(directory: Path) -> None:
+    for path in directory.iterdir():
+        os.utime(path)
+
+
+def touched_in_part(directory: Path) -> None:
+    os.utime(directory / "model-00001-of-00002.safetensors")
+
+
+def chmodded(directory: Path) -> None:
+    for path in directory.iterdir():
+        path.chmod(0o640)
+
+
+def restored(directory: Path) -> None:
+    """From a backup: other inodes, the same times."""
+    backup = directory.with_name(".backup")
+    shutil.copytree(directory, backup)
+    shutil.rmtree(directory)
+    backup.rename(directory)
+
+
+def copied_over(directory: Path) -> None:
+    """As `cp -r` over it, or rsync without times."""
+    for path in directory.iterdir():
+        path.write_bytes(path.read_bytes())
+
+
+def split_anew(directory: Path) -> None:
+    tensors = weights(int(directory.name.removeprefix("step_")))
+    shutil.rmtree(directory)
+    write(directory, tensors, 3)
+
+
+STATS = [touched, touched_in_part, chmodded, restored, copied_over, split_anew]
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("change", STATS)
+def test_a_changed_stat_is_no_version(places: Places, opened: Opening, change: Change, restart: bool) -> None:
+    """And takes no fleet back."""
+    office = opened()
+    for step in (1, 2):
+        rename_in(places.watch / f"step_{step}", weights(step))
+        office.settle()
+    if restart:
+        office.desk.close()
+    change(places.watch / "step_1")
+    if restart:
+        office = opened()
+    settled(office)
+    assert places.latest() == "000002"
+    assert skipped(office) == {"step_1": "same content as version 1 of this name"}
+    settled(office)
+    assert office.desk.status().inbox.skipped_count == 1  # type: ignore[union-attr]
+    rename_in(places.watch / "step_3", weights(3))
+    assert settled(office)[-1] == (3, 3)
+
+
+@pytest.mark.parametrize("change", STATS)
+@pytest.mark.parametrize("passed_over", [False, True])
+def test_what_was_never_published_stays_so_when_its_stat_changes(
+    places: Places, opened: Opening, change: Change, passed_over: bool
+) -> None:
+    """It lay there at the first start, or newer ones were published in its place."""
+    if passed_over:
+        office = opened()
+    rename_in(places.watch / "step_1", weights(1))
+    if not passed_over:
+        office = opened()
+    rename_in(places.watch / "step_2", weights(2))
+    assert settled(office) == [(1, 2)]
+    change(places.watch / "step_1")
+    assert settled(office) == [(1, 2)]
+    assert list(skipped(office)) == ["step_1"] and "left alone" in skipped(office)["step_1"]
+    office = reopened(opened, office)
+    touched(places.watch / "step_1")
+    assert settled(office) == [] and list(skipped(office)) == ["step_1"]
+    one_byte(places.watch / "step_1")
+    assert settled(office) == [(2, 1)]
+    assert local_bytes(places.local, weights(1)) == read(places.watch / "step_1")
+
+
+@pytest.mark.parametrize("change", [rewritten_in_place, replaced, one_byte])
+@pytest.mark.parametrize("restart", [False, True])
+def test_other_content_under_the_same_name_and_stat_is_a_version(
+    places: Places, opened: Opening, change: Change, restart: bool
+) -> None:
+    office = opened()
+    rename_in(places.watch / "step_1", weights(1))
+    office.settle()
+    if restart:
+        office.desk.close()
+    change(places.watch / "step_1")
+    if restart:
+        office = opened()
+    settled(office)
+    assert places.latest() == "000002" and skipped(office) == {}
+    assert local_bytes(places.local, weights(1)) == read(places.watch / "step_1")
+
+
+def test_a_name_that_holds_earlier_content_again_is_a_version(places: Places, opened: Opening) -> None:
+    """Its content changed twice, whoever did that."""
+    office = opened()
+    for step in (1, 2, 1):
+        shutil.rmtree(places.watch / "policy", ignore_errors=True)
+        rename_in(places.watch / "policy", weights(step))
+        office.settle()
+    assert [version for version, _ in office.published()] == [1, 2, 3]
+    assert local_bytes(places.local, weights(1)) == plain(weights(1))
+
+
+def test_a_consumed_checkpoint_that_comes_back_is_consumed_again(places: Places, opened: Opening) -> None:
+    office = opened(consume=True)
+    for step in (1, 2):
+        rename_in(places.watch / f"step_{step}", weights(step))
+        office.settle()
+    office = reopened(opened, office, consume=True)
+    for step in (1, 2):
+        again = rename_in(places.watch / f"step_{step}", weights(step))
+        settled(office)
+        assert not again.exists() and "same content" in skipped(office)[again.name]
+    assert places.latest() == "000002"
+
+
+def test_files_with_the_inodes_and_times_of_consumed_ones_are_new(places: Places, opened: Opening) -> None:
+    """As an archive with fixed times is unpacked on a file system that uses inode numbers again."""
+    office = opened(consume=True)
+    seen: list[set[int]] = []
+    for version, step in enumerate((1, 2, 3, 1), start=1):
+        unfinished = write(places.watch / ".unfinished", weights(step))
+        for path in unfinished.iterdir():
+            os.utime(path, ns=(10**18, 10**18))
+        seen.append({path.stat().st_ino for path in unfinished.iterdir()})
+        unfinished.rename(places.watch / "policy")
+        settled(office)
+        assert places.latest() == f"{version:06}" and not (places.watch / "policy").exists()
+        assert local_bytes(places.local, weights(step)) == plain(weights(step))
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_a_moved_watched_directory_offers_nothing_again(
+    places: Places, opened: Opening, existing: bool
+) -> None:
+    office = opened(every=True)
+    for step in (1, 2):
+        rename_in(places.watch / f"step_{step}", weights(step))
+        office.settle()
+    office.desk.close()
+    moved = places.watch.rename(places.root / "moved")
+    office = opened(watch=moved, existing=existing, every=True)
+    assert settled(office) == [] and places.latest() == "000002"
+    touched(moved / "step_1")
+    assert settled(office) == [] and places.latest() == "000002"
+    rename_in(moved / "step_3", weights(3))
+    assert settled(office) == [(3, 3)]
+
+
+def test_a_renamed_checkpoint_is_known_when_its_stat_changes(places: Places, opened: Opening) -> None:
+    office = opened()
+    for step in (1, 2):
+        rename_in(places.watch / f"step_{step}", weights(step))
+        office.settle()
+    (places.watch / "step_1").rename(places.watch / "best")
+    settled(office)
+    touched(places.watch / "best")
+    assert settled(office) == [(1, 1), (2, 2)] and list(skipped(office)) == ["best"]
+
+
+def test_a_stat_that_changes_before_it_is_read_costs_no_memory(places: Places, opened: Opening) -> None:
+    office = opened()
+    directory = rename_in(places.watch / "step_1", weights(1))
+    office.settle()
+    rewritten_in_place(directory)
+    touching = []
+
+    def touch_once(name: str, where: Path | None) -> None:
+        if name == "inbox.chosen" and not touching:
+            touching.append(name)
+            rewritten_in_place(directory, 1)
+
+    with watched(touch_once):
+        settled(office)
+    assert touching and places.latest() == "000001"
+    assert skipped(office) == {"step_1": "same content as version 1 of this name"}
+
+
+def test_a_memory_of_an_older_release(places: Places, opened: Opening) -> None:
+    """It has neither ctime nor content: roots come from the channel, samples are taken at the start."""
+    rename_in(places.watch / "before", weights(9))
+    office = opened()
+    for step in (1, 2):
+        rename_in(places.watch / f"step_{step}", weights(step))
+        office.settle()
+    office.desk.close()
+    [path] = places.local.rglob("inbox.json")
+    memory = json.loads(path.read_text())
+    for entry in memory["entries"]:
+        del entry["content"]
+        entry["files"] = [row[:4] for row in entry["files"]]
+        entry["beside"] = [row[:4] for row in entry["beside"]]
+    path.write_text(json.dumps(memory))
+    office = opened()
+    assert settled(office) == [] and skipped(office) == {}
+    for name in ("before", "step_1"):
+        touched(places.watch / name)
+    assert settled(office) == [] and set(skipped(office)) == {"before", "step_1"}
+    rewritten_in_place(places.watch / "step_1")
+    assert settled(office) == [(3, 1)]
+
+
+def test_a_lower_step_with_new_content_is_published_and_named(
+    places: Places, opened: Opening, capsys: pytest.CaptureFixture[str]
+) -> None:
+    office = opened()
+    rename_in(places.watch / "step_10", weights(10))
+    office.settle()
+    office = reopened(opened, office)
+    for step in (4, 5):
+        rename_in(places.watch / f"step_{step}", weights(step))
+        settled(office)
+    shown = [(p.version, p.step, p.resumed_from_step) for p in office.desk.status().publications]
+    assert shown == [(3, 5, None), (2, 4, 10)]
+    assert capsys.readouterr().out.count("resumed from an earlier step") == 1
+    office.desk.close()
+    with Publisher.open(places.channel, local=places.local, base=places.base) as publisher:
+        report = publisher.publish_checkpoint(write(places.root / "by-hand", weights(3)), step=3)
+        assert report.resumed_from_step == 5
