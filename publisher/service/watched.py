@@ -241,13 +241,12 @@ class Watched:
 
     def _sample(self, name: str, files: Marks) -> str:
         """Empty unless these are the files before and after."""
-        directory = self.directory / name
         try:
-            before = looks.marks(directory)
+            before = looks.marks_of(self.directory, name)
             if not (files <= before or files <= without_ctime(before)):
                 return ""
-            found = looks.sample(directory)
-            return found if looks.marks(directory) == before else ""
+            found = looks.sample(self.directory / name)
+            return found if looks.marks_of(self.directory, name) == before else ""
         except (OSError, WeightcastError):
             return ""
 
