@@ -104,6 +104,20 @@ class EngineStatus(Facts):
     """null without `via=live`"""
 
 
+class WaitingFor(Facts):
+    """A file of the channel that the running step waits for."""
+
+    version: int
+    file: str
+    reason: str
+    """what is wrong with it"""
+    retries: int
+    since: float
+    """unix time"""
+    until: float
+    """unix time at which the wait is given up; `--visible-deadline`"""
+
+
 class ReloadProof(Facts):
     """What was proven of the local checkpoint's bytes before the last reload of engines."""
 
@@ -225,6 +239,8 @@ class HostStatus(Facts):
     base_files: str = ""
     """which of the others are missing here, or why that is not known; empty: all are here"""
     blocked: tuple[BlockedStatus, ...] = ()
+    waiting_for: WaitingFor | None = None
+    """null unless the running step has waited for some seconds"""
     last_error: LastError | None = None
     report_error: str = ""
     """why the report could not be written to the channel"""

@@ -153,8 +153,7 @@ def _sync(
     options = parts.options
     board = Board(options)
     with output.progress(f"{options.local}", None) as advance:
-        patience = _Patience(options.visible_seconds)
-        one = Sync(options, parts.engines, parts.lead, show=board.show, stop=patience.wait, advance=advance)
+        one = Sync(options, parts.engines, parts.lead, show=_Patience(board).show, advance=advance)
         try:
             outcome = _first(one, rehash, channel_seconds)
             deadline = time.monotonic() + engine_seconds
@@ -184,17 +183,19 @@ def _first(one: Sync, rehash: bool, seconds: float) -> Outcome:
 
 
 class _Patience:
-    """Waits, and says so once: a person looks on."""
+    """Says once what the command waits for: a person looks on."""
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self._told = seconds, False
+    def __init__(self, board: Board) -> None:
+        self._board, self._told = board, False
 
-    def wait(self, seconds: float) -> bool:
-        if seconds > 0 and not self._told:
+    def show(self, sync: Sync) -> None:
+        self._board.show(sync)
+        waiting = sync.view.waiting_for
+        if waiting is not None and not self._told:
             self._told = True
-            print(f"something is not there yet; waiting up to {self._seconds:g} s", file=sys.stderr)
-        time.sleep(seconds)
-        return False
+            seconds = waiting.until - time.time()
+            text = f"waiting for version {waiting.version}: {waiting.reason}; up to {seconds:.0f} s more"
+            print(printable(text), file=sys.stderr)
 
 
 @contextmanager

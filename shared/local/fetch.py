@@ -17,11 +17,12 @@ from pathlib import Path
 from blake3 import blake3
 
 from weightcast.shared.channel.index import FileRecord, ForeignIndex, Index
-from weightcast.shared.errors import DamagedFile, RetryLater
+from weightcast.shared.errors import DamagedFile, RetryLater, WeightcastError
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.disk_errors import disk_error
 from weightcast.shared.files.durable import named, open_regular, write_all
 from weightcast.shared.files.entries import exists, is_directory
+from weightcast.shared.local.awaited import Awaited, OnWait, ignore
 from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.spare import begin, make_room
 from weightcast.shared.local.spool import Incoming, Spool
@@ -67,13 +68,14 @@ def fetch(
     visible_seconds: float,
     advance: Advance | None = None,
     wait: Callable[[float], None] = time.sleep,
+    on_wait: OnWait = ignore,
 ) -> None:
     """Copies what `index` names from `version_dir`, telling `incoming` block by block. Raises NotThere when
     a file does not show within `visible_seconds`, DamagedFile when it does and is not what the index says,
     RetryLater when reading or writing fails."""
     target = spool.directory(index)
     target.mkdir(exist_ok=True)
-    copy = _Copy(index.version, incoming, time.monotonic() + visible_seconds, advance, wait)
+    copy = _Copy(index.version, incoming, time.monotonic(), visible_seconds, advance, wait, on_wait)
     for number, record in enumerate(_records(index)):
         path = target / record.name
         if not spool.has(path):
@@ -97,18 +99,21 @@ class _Copy:
 
     version: int
     incoming: Incoming
-    deadline: float
+    began: float
+    seconds: float
     advance: Advance | None
     wait: Callable[[float], None]
+    on_wait: OnWait
 
     def run(self, source: Path, target: Path, record: FileRecord, spare: Path) -> None:
         """`spare`: what `target` is written over, where it is there."""
-        pause = _RETRY_FIRST
+        pause, retries = _RETRY_FIRST, 0
         while True:
             try:
-                return self._once(source, target, record, spare)
+                self._once(source, target, record, spare)
+                return self.on_wait(None) if retries else None
             except FileNotFoundError as error:
-                failure: Exception = NotThere(source, self.version)
+                failure: WeightcastError = NotThere(source, self.version)
                 cause: Exception = error
             except DamagedFile as error:
                 failure = cause = error
@@ -116,10 +121,13 @@ class _Copy:
                 failure = disk_error(error, source)
                 cause = error
             # a directory whose index was read is no longer late but gone: another way is planned
-            if time.monotonic() + pause > self.deadline or not is_directory(source.parent):
+            waited = time.monotonic() - self.began
+            if waited + pause > self.seconds or not is_directory(source.parent):
                 raise failure from cause
             # short, stale and torn reads of network file systems heal by themselves
             self.incoming.restart(target.name)
+            left, retries = self.seconds - waited, retries + 1
+            self.on_wait(Awaited(self.version, str(source), failure.message, retries, waited, left))
             self.wait(pause)
             pause = min(2 * pause, _RETRY_MOST)
 

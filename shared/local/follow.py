@@ -33,6 +33,7 @@ from weightcast.shared.files.side_files import check_pointers, side_files
 from weightcast.shared.local import patch as patching
 from weightcast.shared.local import spare
 from weightcast.shared.local.adopt import adopt, is_lost, sound_state
+from weightcast.shared.local.awaited import OnWait, ignore
 from weightcast.shared.local.detours import Detours, Stretch
 from weightcast.shared.local.hashing import Differs
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths, own
@@ -61,6 +62,7 @@ class FollowOptions:
     on_phase: OnPhase | None = None
     wait: Callable[[float], None] = time.sleep
     """between two looks for a file that is not visible yet; may raise to give up"""
+    on_wait: OnWait = ignore
     before_replay: Callable[[LocalCheckpoint], None] | None = None
     """called before a step that was begun is finished at `load`: words are written then"""
 
@@ -348,6 +350,7 @@ class Follower:
             base=self._base_digest(channel),
             visible_seconds=self.options.visible_seconds,
             wait=self.options.wait,
+            on_wait=self.options.on_wait,
             avoid=avoid,
         )
 
@@ -431,7 +434,9 @@ class Follower:
 
     def _fetching(self, advance: Advance | None = None) -> Fetching:
         options = self.options
-        return Fetching(self._spool, options.visible_seconds, options.pre_read, options.wait, advance)
+        return Fetching(
+            self._spool, options.visible_seconds, options.pre_read, options.wait, advance, options.on_wait
+        )
 
     def fetch_ahead(self, after: int, most: int | None = None) -> None:
         """Begins to fetch the version after `after`, if it is there already and not above `most`, beside what

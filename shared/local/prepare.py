@@ -15,6 +15,7 @@ from pathlib import Path
 
 from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.errors import DamagedFile, RetryLater, WeightcastError
+from weightcast.shared.local.awaited import OnWait, ignore
 from weightcast.shared.local.fetch import check_space, fetch
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.local.patch import drop_journal
@@ -44,6 +45,7 @@ class Fetching:
     pre_read: PreRead | None
     wait: Callable[[float], None]
     advance: Advance | None = None
+    on_wait: OnWait = ignore
 
     def fetch(self, shipment: Shipment, incoming: Incoming) -> None:
         if self.pre_read is not None:
@@ -56,6 +58,7 @@ class Fetching:
             visible_seconds=self.visible_seconds,
             advance=self.advance,
             wait=self.wait,
+            on_wait=self.on_wait,
         )
 
 

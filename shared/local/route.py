@@ -17,6 +17,7 @@ from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.store import Channel, FullVersion
 from weightcast.shared.errors import DamagedFile, Refused, RetryLater
 from weightcast.shared.files.entries import exists
+from weightcast.shared.local.awaited import Awaited, OnWait, ignore
 from weightcast.shared.local.plan import (
     Here,
     Link,
@@ -85,6 +86,7 @@ def find_route(
     visible_seconds: float,
     beside: bool = True,
     wait: Callable[[float], None] = time.sleep,
+    on_wait: OnWait = ignore,
     avoid: Collection[tuple[int, int]] = (),
 ) -> Route:
     """`base`: digest of version 0 when its weights are at hand; `table`: None while a foreign run's tensors
@@ -104,7 +106,7 @@ def find_route(
         signed=channel.trust is not None,
         reached=0 if state is None else state.position.version,
     )
-    reader = _IndexReader(channel, pointer, table, time.monotonic() + visible_seconds, wait)
+    reader = _IndexReader(channel, pointer, table, time.monotonic(), visible_seconds, wait, on_wait)
     route = Route(plan(facts), pointer, {})
     while isinstance(route.plan, Need | Look):
         facts = _answered(facts, route, reader)
@@ -148,8 +150,10 @@ class _IndexReader:
     channel: Channel
     pointer: Pointer
     table: TensorTable | None
-    deadline: float
+    began: float
+    seconds: float
     wait: Callable[[float], None]
+    on_wait: OnWait
     damaged: dict[int, str] = field(default_factory=dict)
     """what is wrong with indexes that were passed over, by version"""
 
@@ -157,28 +161,41 @@ class _IndexReader:
         """An index may be visible later than the pointer that implies it. One that stays damaged is as
         good as none, unless it is the target's: there may be a way around it."""
         damage: DamagedFile | None = None
+        retries = 0
         while True:
             try:
                 index = self.channel.index(self.pointer, version, self.table or TensorTable(()))
                 if index is not None or self._pruned(version):
+                    if retries:
+                        self.on_wait(None)
                     return index
             except DamagedFile as error:
                 damage = error
-            if time.monotonic() >= self.deadline:
+            waited, retries = time.monotonic() - self.began, retries + 1
+            if waited >= self.seconds:
                 break
+            self.on_wait(self._awaited(version, damage, retries, waited))
             self.wait(_RETRY_EVERY)
         if damage is not None:
             if required:
                 raise damage
             self.damaged[version] = damage.message
         elif required:
-            path = Layout(self.pointer.prefix).index(version)
-            state = "is cut short" if exists(path) else "is not there"
             raise RetryLater(
-                f"{path} {state} although the pointer names {version}",
+                self._missing(version),
                 remedy="is the mount stale? `weightcast channel verify` says what is missing",
             )
         return None
+
+    def _awaited(self, version: int, damage: DamagedFile | None, retries: int, waited: float) -> Awaited:
+        reason = self._missing(version) if damage is None else damage.message
+        file = str(Layout(self.pointer.prefix).index(version))
+        return Awaited(version, file, reason, retries, waited, self.seconds - waited)
+
+    def _missing(self, version: int) -> str:
+        path = Layout(self.pointer.prefix).index(version)
+        state = "is cut short" if exists(path) else "is not there"
+        return f"{path} {state} although the pointer names {self.pointer.version}"
 
     def skip(self, version: int, base_version: int) -> Index | None:
         """None also for one that cannot be used: there are other ways."""

@@ -85,6 +85,7 @@ class Board:
                 left_behind=view.left_behind,
                 base_files=view.base_files,
                 last_error=self._last_error(sync),
+                waiting_for=view.waiting_for,
                 ready=not view.not_ready,
                 not_ready_reasons=view.not_ready,
                 verify=verify_status(view.scrub),

@@ -26,7 +26,7 @@ from weightcast.subscriber.service.report import Reporting, open_reporter
 from weightcast.subscriber.service.routes import group_routes
 from weightcast.subscriber.service.settings import SubscriberSettings
 from weightcast.subscriber.service.wiring import open_engines, open_lead, options_of
-from weightcast.subscriber.status import HostStatus, readiness
+from weightcast.subscriber.status import HostStatus, WaitingFor, readiness
 from weightcast.subscriber.step.held import GroupFollower, Post
 from weightcast.subscriber.step.host import Outcome
 from weightcast.subscriber.step.sync import Sync
@@ -49,6 +49,7 @@ class Subscriber:
         self.disk = DiskFigures(self.registry, {"channel": settings.channel, "local": settings.local})
         self._troubles: tuple[str, ...] = ()
         self._left: tuple[str, ...] = ()
+        self._awaited = ""
         self.failed = FailedEngines(settings.on_engine_failed, settings.hook_seconds, self.stop.request)
         self.scrub = Scrub(int(settings.verify_rate), stop=lambda: self.stop.requested)
         self.engine_verify = EngineVerify(
@@ -64,6 +65,7 @@ class Subscriber:
 
     def _show(self, sync: Sync) -> None:
         self.board.show(sync)
+        self._log_wait(sync.view.waiting_for)
         self.figures.show(self.board.status.get())
         self.disk.show()
 
@@ -77,9 +79,17 @@ class Subscriber:
             self._log_moves()
             self.failed.tell(self.board.status.get())
         self._log(outcome)
+        self._awaited = ""
         if outcome.moved:
             # another version may have come meanwhile
             self.wakeup.set()
+
+    def _log_wait(self, waiting: WaitingFor | None) -> None:
+        """Once for each file, also where several steps wait for it."""
+        if waiting is not None and waiting.file != self._awaited:
+            self._awaited = waiting.file
+            seconds = round(waiting.until - time.time())
+            log.warning("waiting for a file", **waiting.by_name(), seconds_left=seconds)
 
     def _verify_engines(self) -> None:
         for name, fault in self.sync.verify_engines(self.engine_verify).items():

@@ -38,6 +38,8 @@ _POST_SECONDS = 5.0
 _TICK = 0.05
 """seconds within which two clocks count as equal: file times are coarse"""
 
+VERIFY_CHANNEL = "check the mount; run `weightcast channel verify` on the publisher's machine"
+
 log = get_log("report")
 
 
@@ -255,6 +257,9 @@ def _trouble(status: HostStatus) -> tuple[str, str]:
     error = status.last_error
     if error is not None:
         return f"{error.error}: {error.message}", error.remedy
+    waiting = status.waiting_for
+    if waiting is not None:
+        return f"waiting for version {waiting.version}: {waiting.reason}", VERIFY_CHANNEL
     failed = [f"engine {one.name} failed: {one.reason}" for one in status.engines if one.state == "failed"]
     return "; ".join(failed), "see the engine's log, then restart it" if failed else ""
 

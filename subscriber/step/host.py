@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from weightcast.shared.errors import RetryLater, Stopped, WeightcastError
 from weightcast.shared.files.disk_errors import disk_error
 from weightcast.shared.files.side_files import left_text
 from weightcast.shared.local.access import Readers
+from weightcast.shared.local.awaited import Awaited
 from weightcast.shared.local.follow import Follower, FollowOptions
 from weightcast.shared.local.local_checkpoint import HasWriter, LocalCheckpoint
 from weightcast.shared.local.prepare import PreRead
@@ -22,11 +24,19 @@ from weightcast.subscriber.engines.aligned import noted
 from weightcast.subscriber.engines.reload import Engines
 from weightcast.subscriber.engines.verify import EngineVerifyFacts
 from weightcast.subscriber.groups.lead import Lead
-from weightcast.subscriber.status import Cause, MoveKind, ReloadProof, State, UpdateStatus
+from weightcast.subscriber.status import Cause, MoveKind, ReloadProof, State, UpdateStatus, WaitingFor
 from weightcast.subscriber.step.stopwatch import Stopwatch
 from weightcast.subscriber.step.target import FOLLOW_LATEST, Target
 
 _SHOW_EVERY_SECONDS = 0.25
+_PATIENCE_SECONDS = 2.0
+"""before a wait for a file is shown; most files are late by less"""
+_LOOK_EVERY_SECONDS = 1.0
+"""at engines while a file is waited for"""
+
+
+class EnginesFirst(RetryLater):
+    """A wait for the channel is broken off: an engine does not hold the local version yet."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,7 @@ class StepView:
     error: WeightcastError | None = None
     scrub: ScrubStatus | None = None
     proof: ReloadProof | None = None
+    waiting_for: WaitingFor | None = None
     engine_verify: dict[str, EngineVerifyFacts] = field(default_factory=dict)
     """by the engine's name"""
 
@@ -123,7 +134,7 @@ class StepHost:
         """the local checkpoint is a version of this run, although it may be closed after an error"""
         self.around: tuple[str, ...] = ()
         """damage that this step went around"""
-        self._shown = 0.0
+        self._shown, self._looked = 0.0, -math.inf
         self.follower = Follower(
             options.channel,
             options.local,
@@ -134,6 +145,7 @@ class StepHost:
                 options.pre_read,
                 self.on_phase,
                 self.wait,
+                self.on_wait,
                 before_replay=self.pause_for_replay,
             ),
         )
@@ -142,7 +154,7 @@ class StepHost:
         """A step."""
         self.watch = Stopwatch()
         self.around = ()
-        self.view.moves, self.view.degraded = [], ()
+        self.view.moves, self.view.degraded, self.view.waiting_for = [], (), None
         if not isinstance(self.view.error, HasWriter):
             self.view.error = None
 
@@ -167,7 +179,11 @@ class StepHost:
         state = self.state
         if state is None or not self.usable:
             error = self.view.error
-            return ("the local checkpoint is not seeded" if error is None else error.message,)
+            waiting = self.view.waiting_for
+            reason = "the local checkpoint is not seeded" if error is None else error.message
+            if waiting is None:
+                return (reason,)
+            return reason, f"waiting for version {waiting.version}: {waiting.reason}"
         serving = self.engines.serving(state)
         names = [engine.spec.name for engine in self.engines.engines if engine.spec.name not in serving]
         return tuple(self._reason_of(name) for name in names)
@@ -234,6 +250,38 @@ class StepHost:
             at=self.calls.now(),
         )
         self.view.moves.append(move)
+        self.tell()
+
+    def on_wait(self, awaited: Awaited | None) -> None:
+        """Shows a wait that lasts. Engines do not wait for the channel: EnginesFirst is raised for one that
+        is to be reloaded with the local version, unless it failed to do that a moment ago."""
+        now, shown = self.calls.clock(), self.view.waiting_for
+        if awaited is None:
+            self.view.waiting_for = None
+            return
+        lasts = awaited.waited >= _PATIENCE_SECONDS or (shown is not None and shown.file == awaited.file)
+        if lasts and now - self._looked >= _LOOK_EVERY_SECONDS:
+            self._looked = now
+            self._show_wait(awaited)
+            local = self.follower.local
+            due = () if local is None else self.engines.due(local.state)
+            if any(not self.engines.failures(engine.spec.name) for engine in due):
+                self.watch = Stopwatch()
+                raise EnginesFirst(awaited.reason)
+
+    def _show_wait(self, awaited: Awaited) -> None:
+        now = self.calls.now()
+        self.view.waiting_for = WaitingFor(
+            version=awaited.version,
+            file=awaited.file,
+            reason=awaited.reason,
+            retries=awaited.retries,
+            since=now - awaited.waited,
+            until=now + awaited.left,
+        )
+        self.view.state = "waiting"
+        self.engines.look_if_due(self.state)
+        self.view.not_ready = self.reasons_not_ready()
         self.tell()
 
     def on_phase(self, phase: str) -> None:

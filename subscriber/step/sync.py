@@ -23,7 +23,7 @@ from weightcast.subscriber.groups.group import Order
 from weightcast.subscriber.groups.lead import Lead
 from weightcast.subscriber.step.aligner import Aligner
 from weightcast.subscriber.step.blocklist import Blocklist
-from weightcast.subscriber.step.host import Calls, Outcome, StepHost, SyncOptions, known
+from weightcast.subscriber.step.host import Calls, EnginesFirst, Outcome, StepHost, SyncOptions, known
 from weightcast.subscriber.step.member import GroupMember
 from weightcast.subscriber.step.mover import Mover
 from weightcast.subscriber.step.opener import Opener
@@ -110,6 +110,7 @@ class Sync:
                 raise self.view.error from error
             raise
         finally:
+            self.view.waiting_for = None
             self.view.not_ready = self.host.reasons_not_ready()
             self.host.tell_files()
             self.host.enter("idle" if self.view.error is None else "waiting")
@@ -175,13 +176,24 @@ class Sync:
         if self.follower.local is None and not self.lead.members:
             # an engine of a group is known again only by a reload: nobody saw what the other hosts did
             self._opener.resume_noted()
-        try:
-            self._bring()
-        except Damaged as error:
-            # repaired now: engines that were paused for the reload must not wait for the next step
-            self.follower.doubt(error)
-            self._mover.kept, self.host.usable = None, False
-            self._bring()
+        self._bring_all()
+
+    def _bring_all(self) -> None:
+        """Again after engines were reloaded in the middle of a wait, and once after damage was found here."""
+        is_doubted = False
+        while True:
+            try:
+                return self._bring()
+            except EnginesFirst:
+                self.view.not_ready = self.host.reasons_not_ready()
+                self.host.tell()
+            except Damaged as error:
+                if is_doubted:
+                    raise
+                # repaired now: engines that were paused for the reload must not wait for the next step
+                is_doubted = True
+                self.follower.doubt(error)
+                self._mover.kept, self.host.usable = None, False
 
     def _bring(self) -> None:
         """The local checkpoint to the target, then engines to the local checkpoint."""
