@@ -21,6 +21,7 @@ from weightcast.shared.files import durable
 from weightcast.shared.files.apart import require_apart, require_directory
 from weightcast.shared.files.checkpoint import Checkpoint
 from weightcast.shared.files.entries import exists
+from weightcast.shared.files.probes import CHANNEL_NEEDS, require
 from weightcast.shared.local.follow import open_base
 from weightcast.shared.local.seed import describe
 
@@ -62,6 +63,7 @@ def init_channel(
     require_directory("--channel", channel)
     if not exists(layout.channel_json):
         require_apart("--channel", channel, "--base", base)
+        require("--channel", channel, CHANNEL_NEEDS)
     channel.mkdir(parents=True, exist_ok=True)
     if exists(layout.channel_json):
         made = Channel.open(channel, vouching.trust)

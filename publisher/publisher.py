@@ -46,6 +46,8 @@ from weightcast.shared.channel.marks import Rollback
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import DamagedFile, NeedsReseed, Refused, Untrusted, WeightcastError
 from weightcast.shared.files.apart import require_apart, require_places
+from weightcast.shared.files.entries import exists
+from weightcast.shared.files.probes import CHANNEL_NEEDS, COMMIT_NEEDS, require
 from weightcast.shared.local.follow import Follower, FollowOptions
 from weightcast.shared.local.scrub import Scrub
 from weightcast.shared.progress import Advance
@@ -172,6 +174,8 @@ class Publisher:
             return cls(follower, Rank(rank, world_size), options, None)
         with contextlib.ExitStack() as undo:
             undo.callback(follower.close)
+            first = not exists(follower.paths.state)
+            require("--channel", directory, CHANNEL_NEEDS if first else COMMIT_NEEDS)
             follower.own()
             claimed = claim(
                 directory,

@@ -57,7 +57,8 @@ from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import NeedsReseed, NotInTime, Refused, RetryLater, WeightcastError
 from weightcast.shared.files.apart import require_apart
 from weightcast.shared.files.disk_errors import disk_error, disk_text, error_text
-from weightcast.shared.files.entries import exists
+from weightcast.shared.files.entries import exists, is_directory
+from weightcast.shared.files.probes import CONSUME_NEEDS, require
 from weightcast.shared.files.side_files import side_files
 from weightcast.shared.local.follow import open_base
 from weightcast.shared.local.local_checkpoint import LocalPaths, ensure_room
@@ -142,6 +143,8 @@ class Desk:
                 settings.watch_pattern,
             )
             memory = paths.room / _INBOX
+            if settings.consume and is_directory(settings.watch):
+                require("--watch", settings.watch, CONSUME_NEEDS)
             self._watched = Watched(
                 settings.watch, memory, rules, self._renamed, settings.own_places.values()
             )

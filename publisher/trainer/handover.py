@@ -26,6 +26,7 @@ from weightcast.publisher.trainer.export import SLOTS, Export, Handed
 from weightcast.publisher.weights.given import CastTensor, RawTensor, in_torch, pairs_of, spec_of
 from weightcast.publisher.weights.trainer_step import whole_step
 from weightcast.shared.errors import Refused, RetryLater
+from weightcast.shared.files.probes import HAND_OVER_NEEDS, require
 from weightcast.shared.files.safetensors import Entry, pack_header
 from weightcast.shared.local.locks import FileLock, owner_text
 from weightcast.shared.service.deadline import Deadline
@@ -54,6 +55,7 @@ class HandOver:
         self._telling: threading.Thread | None = None
         self._export.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._export.check()
+        require("hand-over directory", self._export.directory, HAND_OVER_NEEDS)
         self._own: FileLock = self._export.writer
         self._own.acquire(text=owner_text())
         newest = self._export.newest()

@@ -62,12 +62,15 @@ def lacks_room(error: BaseException) -> bool:
 
 
 def disk_text(error: OSError, where: object) -> str:
-    """For messages: the file that the system names, else `where`; the call that failed, where a note names
-    it; the reason."""
+    """For messages: the file that the system names, else `where`, and what is the matter with it."""
     name = error.filename if error.filename2 is None else f"{error.filename} -> {error.filename2}"
+    return f"{name or where}: {call_text(error)}"
+
+
+def call_text(error: OSError) -> str:
+    """The call that failed, where a note names it, and the reason."""
     call = "".join(f"{note} failed: " for note in getattr(error, "__notes__", ()))
-    reason = _files_text() if error.errno == errno.EMFILE else error.strerror or error
-    return f"{name or where}: {call}{reason}"
+    return call + (_files_text() if error.errno == errno.EMFILE else error.strerror or str(error))
 
 
 def _files_text() -> str:
@@ -81,9 +84,14 @@ def disk_remedy(error: OSError) -> str:
     return remedy.format(user=os.geteuid())
 
 
+def is_lasting(error: OSError) -> bool:
+    """Whether it stays until somebody acts."""
+    return error.errno in _LASTING
+
+
 def disk_error(error: OSError, where: object) -> DiskError:
     kind = NoRoom if lacks_room(error) else DiskError
-    return kind(disk_text(error, where), remedy=disk_remedy(error), lasting=error.errno in _LASTING)
+    return kind(disk_text(error, where), remedy=disk_remedy(error), lasting=is_lasting(error))
 
 
 def error_text(error: BaseException, where: object = "a file") -> str:

@@ -15,14 +15,14 @@ from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.disk_errors import disk_error
 from weightcast.shared.files.entries import exists, is_link
 
-_TEMPORARY_PREFIX = ".weightcast-tmp-"
+TEMPORARY_PREFIX = ".weightcast-tmp-"
 _BLOCK = 1 << 20
 _READ_ATTEMPTS = 3
 
 
 def is_temporary(name: str) -> bool:
     """Whether a file of this name is what `replace` or `create` leave behind when they are killed."""
-    return name.startswith(_TEMPORARY_PREFIX)
+    return name.startswith(TEMPORARY_PREFIX)
 
 
 def replace(path: Path, data: bytes | Iterable[bytes], allowed: Callable[[], None] | None = None) -> None:
@@ -81,18 +81,19 @@ def _temporary(
     target: Path, data: bytes | Iterable[bytes], mode: int = 0o666, *, sync: bool = True
 ) -> Iterator[Path]:
     failpoint("file.begun", target)
-    path = target.parent / f"{_TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+    path = target.parent / f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
     # Not mkstemp: its 0600 would hide channel files from hosts that run as other users.
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         try:
             for piece in (data,) if isinstance(data, bytes) else data:
-                with named(target):
+                with named(target, "write"):
                     write_all(fd, piece)
             with named(target):
                 failpoint("file.written", target)
                 if sync:
-                    os.fsync(fd)
+                    with named(target, "fsync"):
+                        os.fsync(fd)
         finally:
             os.close(fd)
         failpoint("file.synced", target)
@@ -102,12 +103,15 @@ def _temporary(
 
 
 @contextmanager
-def named(path: Path) -> Iterator[None]:
-    """Calls by a descriptor raise errors that name no file: here they name `path`."""
+def named(path: Path, call: str = "") -> Iterator[None]:
+    """Calls by a descriptor raise errors that name no file: here they name `path`, and the call."""
     try:
         yield
     except OSError as error:
-        error.filename = error.filename or str(path)
+        if error.filename is None:
+            error.filename = str(path)
+            if call:
+                error.add_note(call)
         raise
 
 
@@ -122,21 +126,28 @@ def sync_file(path: Path) -> None:
     """Raises OSError when earlier writes to the file could not be made durable."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        with named(path, "fsync"):
+            os.fsync(fd)
     finally:
         os.close(fd)
 
 
 def sync_directory(path: Path) -> None:
+    sync_directory_alone(path)
+    failpoint("directory.synced", path)
+
+
+def sync_directory_alone(path: Path) -> None:
+    """Without a failpoint."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        with named(path, "fsync"):
+            os.fsync(fd)
     except OSError as error:
         if error.errno != errno.EINVAL:  # what bucket mounts answer: they have no directories to sync
             raise
     finally:
         os.close(fd)
-    failpoint("directory.synced", path)
 
 
 def within(directory: Path, name: str) -> Path:

@@ -32,9 +32,10 @@ from weightcast.shared.files.checkpoint import (
     run_of,
     surplus_weights,
 )
-from weightcast.shared.files.entries import is_directory, is_file, is_link
+from weightcast.shared.files.entries import exists, is_directory, is_file, is_link
 from weightcast.shared.files.mounts import file_system
 from weightcast.shared.files.paging import populate, ready_to_write
+from weightcast.shared.files.probes import LOCAL_NEEDS, require
 from weightcast.shared.files.space import taken_bytes
 from weightcast.shared.files.unshare import unshare_blocks
 from weightcast.shared.local.boot import Boot
@@ -128,13 +129,24 @@ class _Mapped:
         return (found.st_dev, found.st_ino, found.st_size) == (self.device, self.inode, self.size)
 
 
+def is_foreign(paths: LocalPaths) -> bool:
+    """Whether the directory holds somebody else's files. A new disk has one directory of its own."""
+    if not is_directory(paths.directory) or is_directory(paths.room):
+        return False
+    names = os.listdir(paths.directory)
+    return any(not durable.is_temporary(name) and name != "lost+found" for name in names)
+
+
 def ensure_room(paths: LocalPaths) -> None:
-    """Makes the directories. Refused when the directory holds somebody else's files."""
-    if is_directory(paths.directory) and not is_directory(paths.room) and any(paths.directory.iterdir()):
+    """Makes the directories. Refused when the directory holds somebody else's files, or where nothing is
+    seeded yet and its file system does not do."""
+    if is_foreign(paths):
         raise Refused(
             f"{paths.directory} is not empty and is not a weightcast local checkpoint",
             remedy="choose an empty or new directory for --local",
         )
+    if not exists(paths.state):
+        require("--local", paths.room if is_directory(paths.room) else paths.directory, LOCAL_NEEDS)
     paths.directory.mkdir(parents=True, exist_ok=True)
     for directory in (paths.room, paths.journals, paths.spool):
         if is_link(directory):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from weightcast.shared.files.probes import EXCLUSIVE, RENAME, RENAME_DIRECTORY, VISIBLE
 from weightcast.shared.service.doctor.findings import Finding, Role, size_text
 from weightcast.shared.service.doctor.place_rules import (
     IN_MEMORY,
@@ -22,15 +23,9 @@ from weightcast.shared.service.doctor.places import PlaceFacts, RunFacts
 CHANNEL = "channel"
 _LEAST_FREE = 256 << 20
 _DELTAS = 20
-_SHARED = "keep the channel on a file system that does: NFS, a parallel file system, a local disk"
 _TRIAL_RULES = (
-    TrialRule(
-        "rename",
-        "rename",
-        "failure",
-        "a rename replaces a file at once; who has the old one open keeps it",
-        _SHARED,
-    ),
+    TrialRule.of(RENAME, "rename", "a rename replaces a file at once; who has the old one open keeps it"),
+    TrialRule.of(RENAME_DIRECTORY, "rename_directory", "a directory with files takes a name that nobody has"),
     TrialRule(
         "rename, seen",
         "readers",
@@ -38,20 +33,10 @@ _TRIAL_RULES = (
         "readers find a whole file while it is replaced",
         "hosts read the pointer again, so this costs looks; index and shards are never replaced",
     ),
-    TrialRule(
-        "exclusive create",
-        "exclusive",
-        "failure",
-        "of several that make a file one is told so (seen from this machine)",
-        "without it a publisher cannot claim the channel and versions cannot be committed; " + _SHARED,
+    TrialRule.of(
+        EXCLUSIVE, "exclusive", "of several that make a file one is told so (seen from this machine)"
     ),
-    TrialRule(
-        "visibility",
-        "visible",
-        "failure",
-        "a new file is seen whole, by size, by name and in its directory",
-        "mount without attribute and name caches (NFS: lookupcache=positive, actimeo=1)",
-    ),
+    TrialRule.of(VISIBLE, "visible", "a new file is seen whole, by size, by name and in its directory"),
     TrialRule(
         "lock", "lock", "note", "flock excludes; a channel needs none", "nothing: a channel needs no locks"
     ),

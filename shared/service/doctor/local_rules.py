@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from weightcast.shared.files.probes import LOCAL_NEEDS
 from weightcast.shared.local.fetch import JOURNAL_BYTES, ROOM_BYTES
 from weightcast.shared.service.doctor.findings import Finding, size_text
 from weightcast.shared.service.doctor.machine import MachineFacts
@@ -24,12 +25,15 @@ _GUESSED_SHARE = 0.05
 """of the elements, changed by the largest step that space is kept for while none has been seen"""
 _BYTES_PER_GUESSED_CHANGE = 2
 _ELSEWHERE = "put --local on a local disk (ext4, xfs) or in /dev/shm"
+_GOOD = (
+    ("rename", "a rename replaces a file at once"),
+    ("lock", "flock excludes a second writer"),
+    ("map", "mapped and read bytes agree"),
+    ("allocate", "space can be taken before it is written"),
+    ("visible", "a new file is seen whole at once"),
+)
 _TRIAL_RULES = (
-    TrialRule("rename", "rename", "failure", "a rename replaces a file at once", _ELSEWHERE),
-    TrialRule("lock", "lock", "failure", "flock excludes a second writer", _ELSEWHERE),
-    TrialRule("mmap", "map", "failure", "mapped and read bytes agree", _ELSEWHERE),
-    TrialRule("allocation", "allocate", "failure", "space can be taken before it is written", _ELSEWHERE),
-    TrialRule("visibility", "visible", "failure", "a new file is seen whole at once", _ELSEWHERE),
+    *(TrialRule.of(need, trial, good) for need, (trial, good) in zip(LOCAL_NEEDS, _GOOD, strict=True)),
     TrialRule(
         "exclusive create",
         "exclusive",

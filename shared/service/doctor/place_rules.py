@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from weightcast.shared.files.probes import Need
 from weightcast.shared.service.doctor.findings import Finding, Level
 from weightcast.shared.service.doctor.places import PlaceFacts
 
@@ -27,6 +28,11 @@ class TrialRule:
     """when it goes wrong"""
     good: str
     remedy: str
+
+    @classmethod
+    def of(cls, need: Need, trial: str, good: str) -> TrialRule:
+        """What a first start refuses with the same remedy."""
+        return cls(need.check, trial, "failure", good, need.remedy)
 
 
 def judge_trials(place: str, facts: PlaceFacts, rules: Sequence[TrialRule]) -> Iterator[Finding]:

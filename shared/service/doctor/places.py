@@ -17,7 +17,7 @@ from weightcast.shared.errors import WeightcastError
 from weightcast.shared.files.entries import exists, is_directory, is_link
 from weightcast.shared.files.mounts import Mount, mount_of
 from weightcast.shared.files.space import Space, nearest_directory, space_of
-from weightcast.shared.local.local_checkpoint import LocalPaths
+from weightcast.shared.local.local_checkpoint import LocalPaths, is_foreign
 from weightcast.shared.local.spare import spare_bytes
 from weightcast.shared.service.doctor.trials import TrialOutcome, Tried, try_all
 
@@ -181,7 +181,7 @@ def look_into_local(local: Path) -> LocalFacts:
     weights = [name for name in names if name.endswith(".safetensors")]
     return LocalFacts(
         seeded=room in names and bool(weights),
-        strange=room not in names and bool(names),
+        strange=is_foreign(paths),
         files=len(weights),
         spare_bytes=spare_bytes(paths),
     )

@@ -1,0 +1,294 @@
+"""What weightcast needs of a file system, tried in a scratch directory that is removed again.
+
+A probe raises Unfit for behaviour that differs, OSError for what is refused; some return seconds. All of it
+is seen from this machine alone: that two machines exclude each other cannot be tried here. Nothing here meets
+a failpoint: a probe is no step of what follows it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightcast.shared.errors import Refused
+from weightcast.shared.files.disk_errors import call_text, disk_error, is_lasting
+from weightcast.shared.files.durable import TEMPORARY_PREFIX, named, sync_directory_alone
+from weightcast.shared.files.entries import exists, is_directory
+from weightcast.shared.files.space import nearest_directory, taken_bytes
+
+_SCRATCH = f"{TEMPORARY_PREFIX}doctor-"
+_LEFT_SECONDS = 600.0
+"""after which a scratch directory is one that a killed process left"""
+_SIZE = 1 << 20
+SEEN_SECONDS = 3.0
+LOOK_EVERY = 0.01
+_LONG_NAME = "renamed-" + "n" * 56
+_NOT_A_COPY = (errno.EEXIST, errno.ENOTEMPTY)
+
+
+class Unfit(Exception):
+    """The file system does something else than weightcast builds on."""
+
+
+@dataclass
+class Scratch:
+    """`left`: why something of it is still there, once it was to be removed; empty: nothing is."""
+
+    directory: Path
+    left: str = ""
+
+
+@contextmanager
+def scratch_in(directory: Path) -> Iterator[Scratch]:
+    """Raises OSError when none can be made. Removes those of killed processes too."""
+    made = Scratch(directory / f"{_SCRATCH}{secrets.token_hex(8)}")
+    made.directory.mkdir(mode=0o700)
+    try:
+        with suppress(OSError):
+            _sweep(made.directory)
+        yield made
+    finally:
+        made.left = _removed(made.directory)
+
+
+def _sweep(own: Path) -> None:
+    """Both times are of the file system's clock."""
+    now = own.stat().st_mtime
+    for name in os.listdir(own.parent):
+        path = own.with_name(name)
+        if name.startswith(_SCRATCH) and now - path.lstat().st_mtime > _LEFT_SECONDS:
+            shutil.rmtree(path)
+
+
+def _removed(directory: Path) -> str:
+    """Where listings are late a directory is empty only some time after its files were removed."""
+    deadline = time.monotonic() + SEEN_SECONDS
+    while True:
+        try:
+            shutil.rmtree(directory)
+            return ""
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY or time.monotonic() > deadline:
+                return f"{directory} cannot be removed again: {call_text(error)}"
+        time.sleep(LOOK_EVERY)
+
+
+@dataclass(frozen=True)
+class Need:
+    """`check`: its name; `remedy`: where the file system does not meet it."""
+
+    check: str
+    probe: Callable[[Path], float]
+    remedy: str
+
+    def problem(self, directory: Path) -> str:
+        """Empty when it is met in `directory`, which is made. Raises OSError for what may pass."""
+        directory.mkdir()
+        try:
+            self.probe(directory)
+        except Unfit as unfit:
+            return str(unfit)
+        except OSError as error:
+            if not is_lasting(error):
+                raise
+            return call_text(error)
+        return ""
+
+
+def require(option: str, place: Path, needs: Sequence[Need]) -> None:
+    """Before anything is made in `place`, which may not be there yet. Raises Refused where its file system
+    does not meet a need, DiskError where nothing can be written. `option`: for the message."""
+    try:
+        where = place if is_directory(place) else nearest_directory(place)
+        with scratch_in(where) as scratch:
+            for number, need in enumerate(needs):
+                problem = need.problem(scratch.directory / str(number))
+                if problem:
+                    raise Refused(f"{option} {place}: {need.check}: {problem}", remedy=need.remedy)
+    except OSError as error:
+        raise disk_error(error, place) from error
+    if scratch.left:
+        raise Refused(scratch.left, remedy=f"remove it by hand, and give {option} on another file system")
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Durably."""
+    with path.open("wb") as file, named(path, "write"):
+        file.write(data)
+        file.flush()
+        with named(path, "fsync"):
+            os.fsync(file.fileno())
+
+
+def rename(room: Path) -> float:
+    """Seconds of a durable replacement."""
+    path, new = room / "latest", room / "new"
+    _write(path, b"old")
+    with path.open("rb") as reader:
+        began = time.monotonic()
+        _write(new, b"new")
+        new.rename(path)
+        sync_directory_alone(room)
+        seconds = time.monotonic() - began
+        if reader.read() not in (b"old", b"new"):
+            raise Unfit("a file that is replaced changes for who has it open")
+    if path.read_bytes() != b"new" or os.listdir(room) != ["latest"]:
+        raise Unfit("what a rename replaced is still there")
+    return seconds
+
+
+def rename_directory(room: Path) -> float:
+    """A version is committed so: a directory with files takes a new name, but not that of another."""
+    made, committed = room / "made", room / _LONG_NAME
+    for data in (b"first", b"second"):
+        made.mkdir()
+        (made / "index").write_bytes(data)
+        try:
+            made.rename(committed)
+        except OSError as error:
+            if data == b"first" or error.errno not in _NOT_A_COPY:
+                raise
+        if (committed / "index").read_bytes() != b"first":
+            raise Unfit("a directory that is renamed replaces another, or loses its files")
+    if not exists(made / "index"):
+        raise Unfit("a directory that may not be renamed is gone")
+    return 0.0
+
+
+def exclusive(room: Path) -> float:
+    """Claims, channel.json and keys are made so."""
+    own, claim = room / "own", room / "claimed"
+    own.write_bytes(b"first")
+    try:
+        os.link(own, claim)
+    except OSError as error:
+        if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+            raise Unfit("the file system has no hard links") from error
+        raise
+    (room / "other").write_bytes(b"second")
+    with suppress(FileExistsError):
+        os.link(room / "other", claim)
+        raise Unfit("a link replaced a file")
+    with suppress(FileExistsError):
+        os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
+        raise Unfit("a file was made although it was there")
+    own.unlink()
+    if claim.read_bytes() != b"first":
+        raise Unfit("a refused file changed the one that was there")
+    return 0.0
+
+
+def lock(room: Path) -> float:
+    path = room / "lock"
+    path.touch()
+    with path.open("rb+") as one, path.open("rb+") as two, named(path, "flock"):
+        fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _locks(two.fileno(), fcntl.LOCK_SH):
+            raise Unfit("a lock is given to two at once")
+        fcntl.flock(one, fcntl.LOCK_UN)
+        fcntl.flock(one, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if not _locks(two.fileno(), fcntl.LOCK_SH):
+            raise Unfit("a shared lock is not shared")
+    return 0.0
+
+
+def _locks(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def map_file(room: Path) -> float:
+    """A mapped file and a read one are the same, and stay the same file."""
+    path = room / "mapped"
+    with path.open("w+b") as file, named(path, "mmap"):
+        os.ftruncate(file.fileno(), _SIZE)
+        with mmap.mmap(file.fileno(), _SIZE) as mapped:
+            mapped[:5] = b"first"
+            if os.pread(file.fileno(), 5, 0) != b"first":
+                raise Unfit("what is written to a mapping is not read from its file")
+            os.pwrite(file.fileno(), b"other", _SIZE - 5)
+            if mapped[-5:] != b"other":
+                raise Unfit("what is written to a file is not seen in its mapping")
+            mapped.flush()
+        found = os.fstat(file.fileno())
+        if not os.path.samestat(found, path.lstat()):
+            raise Unfit("the inode number of an open file changes")
+        if found.st_nlink > 1:
+            raise Unfit(f"a new file has {found.st_nlink} links")
+    return 0.0
+
+
+def allocate(room: Path) -> float:
+    path = room / "allocated"
+    with path.open("w+b") as file, named(path, "fallocate"):
+        os.posix_fallocate(file.fileno(), 0, _SIZE)
+        # small files lie in their inodes, compressed ones in fewer blocks
+        if taken_bytes(os.fstat(file.fileno())) < _SIZE:
+            raise Unfit("space that was allocated is not taken: a full disk kills who writes to a mapping")
+    return 0.0
+
+
+def visible(room: Path) -> float:
+    """Seconds until a new file is there under the name that was looked for before."""
+    path, data = room / "late", secrets.token_bytes(4096)
+    if exists(path):
+        raise Unfit("a file is there that nobody made")
+    path.write_bytes(data)
+    began = time.monotonic()
+    while not _shown(path, data):
+        if time.monotonic() - began > SEEN_SECONDS:
+            raise Unfit(f"a file that was written is not seen whole within {SEEN_SECONDS:g} s")
+        time.sleep(LOOK_EVERY)
+    return time.monotonic() - began
+
+
+def _shown(path: Path, data: bytes) -> bool:
+    try:
+        whole = path.stat().st_size == len(data) and path.read_bytes() == data
+    except FileNotFoundError:
+        return False
+    return whole and path.name in os.listdir(path.parent)
+
+
+_SHARED = "keep the channel on NFS, a parallel file system or a local disk"
+RENAME = Need("rename", rename, _SHARED)
+RENAME_DIRECTORY = Need("directory rename", rename_directory, f"versions cannot be committed here: {_SHARED}")
+EXCLUSIVE = Need("exclusive create", exclusive, f"nothing excludes a second publisher here: {_SHARED}")
+VISIBLE = Need(
+    "visibility", visible, "mount without attribute and name caches (NFS: lookupcache=positive, actimeo=1)"
+)
+COMMIT_NEEDS = (RENAME_DIRECTORY, EXCLUSIVE)
+"""of who publishes, at every start: nothing waits for a disk"""
+CHANNEL_NEEDS = (RENAME, *COMMIT_NEEDS, VISIBLE)
+"""of who publishes, at first"""
+
+
+def _mapped(remedy: str) -> tuple[Need, ...]:
+    """Of a directory with files that one process maps and writes."""
+    return (
+        Need("rename", rename, remedy),
+        Need("lock", lock, remedy),
+        Need("mmap", map_file, remedy),
+        Need("allocation", allocate, remedy),
+        Need("visibility", visible, remedy),
+    )
+
+
+LOCAL_NEEDS = _mapped("put --local on a local disk (ext4, xfs) or in /dev/shm")
+HAND_OVER_NEEDS = _mapped("hand over in a directory of /dev/shm")
+CONSUME_NEEDS = (
+    Need("directory rename", rename_directory, "watch a directory elsewhere, or leave --consume out"),
+)
+"""of a watched directory"""
