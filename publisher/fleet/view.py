@@ -25,7 +25,15 @@ from weightcast.publisher.fleet.posted import Posted
 from weightcast.shared.channel.reports import forget
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.service.facts import Snapshot
-from weightcast.shared.service.fleet import Bounds, Fleet, FleetReader, Host, PublisherLine, require_gone
+from weightcast.shared.service.fleet import (
+    Bounds,
+    Fleet,
+    FleetReader,
+    Host,
+    PublisherLine,
+    Verdict,
+    require_gone,
+)
 from weightcast.shared.service.logs import get_log
 from weightcast.shared.service.snapshot import Frozen
 
@@ -73,7 +81,10 @@ class FleetView:
         self._channel, self._retention, self._clock = channel, retention, clock
         self._publish_seconds = publish_seconds
         self._reader, self._ledger = FleetReader(channel, bounds, publisher=publisher), Ledger(channel, clock)
-        empty = Fleet(now=time.time(), channel=str(channel), run_id=None, latest=None, bounds=bounds)
+        unread = Verdict(level="warning", text="the channel has not been read yet")
+        empty = Fleet(
+            now=time.time(), channel=str(channel), run_id=None, latest=None, bounds=bounds, verdict=unread
+        )
         self._fleet = Snapshot(_page(empty, 0))
         self._versions = Snapshot(ChannelPage())
         self._asked = clock() - _WATCHED_SECONDS

@@ -43,7 +43,7 @@ def run_publisher(settings: PublisherSettings) -> None:
 
     def status() -> PublisherStatus:
         hosts = tuple(map(host_status, view.hosts().hosts))
-        beside = {"loop": loop.get(), "kernels": STATUS.get(), "hosts": hosts}
+        beside = {"loop": loop.get(), "kernels": STATUS.get(), "hosts": hosts, "now": time.time()}
         return desk.status().model_copy(update={**beside, "report_error": view.posted.problem})
 
     app = make_app(

@@ -155,6 +155,8 @@ class PublisherStatus(Frozen):
     left_behind: tuple[str, ...] = ()
     """files of the base that hosts do not get: other formats of the weights, trainer state, hidden ones"""
     upkeep: UpkeepStatus = UpkeepStatus()
+    now: float | None = None
+    """unix time of the publisher's clock"""
     ready: bool = False
     not_ready_reasons: tuple[str, ...] = ("starting",)
     kernels: KernelStatus = KernelStatus()

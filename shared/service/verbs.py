@@ -10,11 +10,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from weightcast.shared.files.paths import printable
 from weightcast.shared.service.client import Daemon, parsed
 from weightcast.shared.service.common_options import JsonOption
 from weightcast.shared.service.output import Output, time_text
+from weightcast.shared.service.status_text import summary
 
 STATUS_PATH = "/v1/status"
 _ROOMS = ("channel", "local", "keys", "fleet")
@@ -36,12 +38,16 @@ def register(app: typer.Typer) -> None:
 def status(
     url: Annotated[str, typer.Argument(help="Address of a daemon, e.g. 127.0.0.1:8341")],
     token: TokenOption = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show every member of the answer.")
+    ] = False,
     timeout: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds to wait for the answer.")] = 10.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what a publisher or subscriber daemon says of itself."""
+    """Show whether a publisher or subscriber is ready, at which version, and if not why."""
     answer = fetch_status(url, token, timeout)
-    Output(json=as_json).result(answer, lambda console: _show(console, answer))
+    show = _show_all if verbose else _show
+    Output(json=as_json).result(answer, lambda console: show(console, answer))
 
 
 def fetch_status(url: str, token: str | None, timeout_seconds: float) -> dict[str, Any]:
@@ -52,6 +58,22 @@ def fetch_status(url: str, token: str | None, timeout_seconds: float) -> dict[st
 
 
 def _show(console: Console, answer: dict[str, Any]) -> None:
+    if "ready" not in answer:
+        # not a status of ours: nothing is passed over
+        _show_all(console, answer)
+        return
+    found = summary(answer)
+    console.print(Text(printable(found.sentence), style="green" if found.well else "bold red"))
+    if found.remedy:
+        console.print(f"remedy: {printable(found.remedy)}")
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in found.rows:
+        if value:
+            table.add_row(name, printable(value))
+    console.print(table)
+
+
+def _show_all(console: Console, answer: dict[str, Any]) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in _flat("", answer):
         table.add_row(name, value)

@@ -287,7 +287,7 @@ def _publisher(fleet: Fleet) -> Iterator[str]:
         if owner is not None:
             yield f"publisher {owner.state}, heard {age(owner.heard_seconds_ago)} ago: {owner.name}"
         return
-    inbox = [f"{number} {what}" for what, number in line.inbox.items() if number]
+    inbox = [f"{number} {what.replace('_', ' ')}" for what, number in line.inbox.items() if number]
     doing = [f"publishing {line.publishing}"] if line.publishing else []
     yield f"publisher {'; '.join([*_state(line), *doing, f'queue {line.queue}', *inbox])}"
     if line.problem:

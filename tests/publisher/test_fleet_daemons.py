@@ -57,7 +57,10 @@ class Fleet:
 
     def publish(self, step: int) -> None:
         rename_in(self.places.watch / f"step_{step}", changed(base_tensors(), step))
-        self.publisher.wait_for_version(step)
+        wait_until(lambda: self.publisher.status()["publications"][:1] and self.published_step() == step)
+
+    def published_step(self) -> int:
+        return int(self.publisher.status()["publications"][0]["step"])
 
 
 @pytest.fixture
@@ -138,6 +141,31 @@ def test_hosts_appear_stop_and_recover(fleet: Fleet, weightcast: Command) -> Non
     wait_until(lambda: fleet.shown("one") == {})
     assert fleet.publisher.client.delete("/v1/hosts/nobody").status_code == 404
     assert fleet.publisher.client.delete(f"/v1/hosts/{fleet.shown('posts')['key']}").status_code == 422
+
+
+def test_a_publisher_that_refuses_checkpoints_says_so(fleet: Fleet, weightcast: Command) -> None:
+    fleet.publish(1)
+    code, out, _ = weightcast("status", fleet.url)
+    assert code == 0 and out.startswith("publisher is ready at version 1 (step 1, published ")
+    assert len(out.splitlines()) < 14
+    broken = rename_in(fleet.places.watch / "step_2", dict(list(changed(base_tensors(), 2).items())[1:]))
+    wait_until(lambda: fleet.publisher.status()["last_refused"])
+    _, out, _ = weightcast("status", fleet.url)
+    assert "but refused step_2 " in out.splitlines()[0] and out.splitlines()[1].startswith("remedy: ")
+
+    def line() -> Any:
+        found = fleet.publisher.get("/v1/fleet").json()
+        is_refusing = found["publisher"] is not None and found["publisher"]["refused_since_version"]
+        return found if is_refusing else None
+
+    found = wait_until(line)
+    assert found["publisher"]["last_refused"]["source"] == broken.name
+    assert found["publisher"]["inbox"]["refused"] == 1 and found["verdict"]["level"] == "bad"
+    code, out, _ = weightcast("fleet", "--url", fleet.url)
+    assert code == 0 and "step_2 refused: " in out.splitlines()[0]
+    fleet.publish(3)
+    wait_until(lambda: line() is None)
+    assert weightcast("status", fleet.url, "--verbose")[1].startswith("role ")
 
 
 def test_a_host_that_ends_says_so_and_one_that_reports_to_nobody_writes_nothing(fleet: Fleet) -> None:

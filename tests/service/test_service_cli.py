@@ -239,7 +239,7 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 
 def test_status_of_a_running_daemon_as_a_process(serve: Serve) -> None:
     served = serve(token="t0ken")
-    shown = command("status", served.url.removeprefix("http://"), WEIGHTCAST_TOKEN="t0ken")
+    shown = command("status", served.url.removeprefix("http://"), "--verbose", WEIGHTCAST_TOKEN="t0ken")
     assert shown.returncode == 0, shown.stderr
     assert "loop.failures" in shown.stdout
     refused = command("status", served.url, "--token", "other", "--json")

@@ -33,7 +33,7 @@ function facts(publisher: Publisher, live: boolean): Fact[] {
     state(publisher, live),
     ["Publishing", publisher.publishing || "nothing now", ""],
     ["Queue", count(publisher.queue), ""],
-    ...inbox.map(([what, number]): Fact => [`Inbox ${what}`, count(number), what === "refused" && number > 0 ? "warning" : ""]),
+    ...inbox.map(([what, number]): Fact => [`Inbox ${what.replaceAll("_", " ")}`, count(number), what === "refused" && number > 0 ? "warning" : ""]),
   ];
 }
 

@@ -1,0 +1,82 @@
+"""What `weightcast status` leads with, from the status that each daemon shows."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from weightcast.publisher.service.status import DatedRefusal, InboxStatus, PublisherStatus
+from weightcast.publisher.version.report import Publication
+from weightcast.shared.service.facts import LoopStatus
+from weightcast.shared.service.output import to_json
+from weightcast.shared.service.status_text import Summary, summary
+from weightcast.subscriber.status import EngineStatus, HostStatus, LastError
+
+NOW = 1_790_000_000.0
+PUBLISHED = Publication(version=6, step=60, at=NOW - 200)
+REFUSED = DatedRefusal(
+    error="Refused", message="it is cut", remedy="save it again", at=NOW - 61, source="step_70"
+)
+ENGINE = EngineStatus(
+    name="a", kind="vllm", url="http://e", mark="suspect", version=5, confirmed_by="digest", process=None,
+    aligned=False, reachable=True, reason="reload failed 3 times", state="failed",
+)  # fmt: skip
+
+
+def publisher(**facts: Any) -> Summary:
+    known = {"channel": "/c", "local": "/l", "encoding": "fast", "ready": True, "version": 6, "now": NOW}
+    return summary(PublisherStatus.model_validate(known | facts).model_dump(mode="json"))
+
+
+def host(**facts: Any) -> Summary:
+    known = HostStatus(software="s", host="h", channel="/c", local="/l", target="latest", **facts)
+    return summary(json.loads(to_json(known)))
+
+
+def test_a_publisher_answers_with_its_version_and_age() -> None:
+    found = publisher(publications=(PUBLISHED,))
+    assert found.well and found.remedy == ""
+    assert found.sentence == "publisher is ready at version 6 (step 60, published 3 min ago)"
+    assert publisher(version=0).sentence == "publisher is ready at version 0"
+
+
+def test_a_refusal_after_the_last_version_comes_first() -> None:
+    inbox = InboxStatus(watch="/w", waiting_count=1, refused_count=4)
+    found = publisher(publications=(PUBLISHED,), last_refused=REFUSED, inbox=inbox)
+    assert not found.well and found.sentence.endswith("but refused step_70 61 s ago: it is cut")
+    assert found.remedy == "save it again" and ("inbox", "/w: 1 waiting, 4 refused") in found.rows
+    assert publisher(publications=(PUBLISHED.but(at=NOW),), last_refused=REFUSED).well
+
+
+def test_a_publisher_that_is_held_or_not_ready_says_why() -> None:
+    assert publisher(held="rolled back to version 2").sentence.endswith(
+        "held at version 6: rolled back to version 2"
+    )
+    found = publisher(ready=False, not_ready_reasons=("no space", "b", "c"), loop=LoopStatus(failures=1))
+    assert found.sentence == "publisher is not ready: no space; b (and 1 more)" and not found.well
+
+
+def test_a_host_that_waits_for_an_engine_is_not_idle() -> None:
+    found = host(state="idle", local_version=6, engines=(ENGINE,), not_ready_reasons=("engine a: failed",))
+    rows = dict(found.rows)
+    assert found.sentence == "h is not ready: engine a: failed"
+    assert found.remedy == "see the engine's log, then restart it"
+    assert "idle" not in rows["doing"] and rows["versions"] == "local 6, served -"
+    assert rows["engine"] == "a (vllm) failed, version 5: reload failed 3 times"
+
+
+def test_a_host_that_is_ready_or_degraded_says_at_what() -> None:
+    ready = host(ready=True, state="idle", local_version=6, served_version=6, target_version=6)
+    assert ready.well and ready.sentence == "h is ready: serves version 6"
+    error = LastError(error="E", message="m", remedy="free it", at=NOW)
+    facts = {"target_version": 7, "degraded": ("disk full",), "last_error": error}
+    found = host(ready=True, local_version=6, served_version=6, **facts)
+    assert found.sentence == "h is ready: serves version 6, version 7 is its target, but degraded: disk full"
+    assert not found.well and found.remedy == "free it" and len(found.rows) <= 14
+
+
+def test_an_answer_of_another_release_is_read_as_far_as_it_goes() -> None:
+    assert summary({"ready": True, "role": "publisher", "queue": None, "inbox": []}).well
+    assert summary({"ready": False, "engines": ["x"], "last_error": None}).sentence.endswith(
+        "it gives no reason"
+    )
