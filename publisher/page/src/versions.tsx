@@ -50,7 +50,7 @@ function VersionTable({ versions }: { versions: Version[] }) {
         </tr>
       </thead>
       <tbody>
-        {versions.map((each) => (
+        {versions.map((each, at) => (
           <tr key={each.version}>
             <th scope="row" class="number">
               {version(each.version)}
@@ -62,7 +62,7 @@ function VersionTable({ versions }: { versions: Version[] }) {
             <td class="number">{percent(each.density)}</td>
             <td class="number">{times(each.ratio)}</td>
             <td class="number">{seconds(each.publish_seconds)}</td>
-            <td>{beside(each)}</td>
+            <td>{beside(each, versions[at + 1])}</td>
           </tr>
         ))}
       </tbody>
@@ -70,8 +70,10 @@ function VersionTable({ versions }: { versions: Version[] }) {
   );
 }
 
-function beside({ tags, anchor, kept, skips }: Version): string {
+function beside({ tags, anchor, kept, skips, step }: Version, before: Version | undefined): string {
   const parts = tags.map((tag) => `tag ${tag}`);
+  const stepBefore = before?.step ?? null;
+  if (step !== null && stepBefore !== null && step < stepBefore) parts.push(`resumed from step ${stepBefore}`);
   if (kept) parts.push("kept");
   if (anchor) parts.push("anchor");
   if (skips.length > 0) parts.push(`delta from ${skips.join(", ")}`);
