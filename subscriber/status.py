@@ -90,8 +90,8 @@ class EngineStatus(Facts):
     """`aligned`, and not paused by somebody else: requests may be sent to it"""
     state: EngineCondition = "waiting"
     """`serving`: ready; `waiting`: it is yet to be reloaded; `paused`: aligned, and paused by somebody else;
-    `suspect`: paused, as nobody knows what it holds; `failed`: only a restart helps; `silent`: it does not
-    answer"""
+    `suspect`: paused, as nobody knows what it holds; `failed`: it took no reload for too long, or cannot be
+    used as it was started; `silent`: it does not answer"""
     failures: int = 0
     """rounds of reloads in vain, in a row"""
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -100,6 +100,8 @@ class EngineStatus(Facts):
     """of its last reload: from the first call of the pause until the resume returned"""
     via: Literal["reload", "live"] = "reload"
     """as configured"""
+    drafter: str = ""
+    """its draft model: `none`, the method of speculative decoding, or `unknown`; empty: not asked yet"""
     live: LiveStatus | None = None
     """null without `via=live`"""
 

@@ -20,6 +20,9 @@ log = get_log("run-engine")
 PROBING = Timeouts(connect=PROBE_SECONDS, probe=PROBE_SECONDS, control=PROBE_SECONDS)
 
 
+NO_KEY = "give --engine with api_key_env= in place of --ready-url, or a URL that takes no key"
+
+
 class NoProbe(Refused):
     exit_code = USAGE
 
@@ -58,11 +61,9 @@ def run(
 
 def _loaded(engine: str | None, ready_url: str | None, local: Path) -> Callable[[], bool]:
     if engine is not None and ready_url is None:
-        adapter = Guarded(open_engine(parse_engine(engine, local), timeouts=PROBING))
-        return lambda: adapter.probe().reachable
+        return _Loaded(Guarded(open_engine(parse_engine(engine, local), timeouts=PROBING)))
     if ready_url is not None and engine is None:
-        wire = Wire(_spec(ready_url, local), PROBING)
-        return lambda: _answers(wire)
+        return _Answers(Wire(_spec(ready_url, local), PROBING))
     given = "neither" if engine is None else "both"
     raise NoProbe(
         f"{given} of --engine and --ready-url is given: how is it seen that the engine has loaded?",
@@ -77,8 +78,32 @@ def _spec(url: str, local: Path) -> EngineSpec:
         raise NoProbe(f"--ready-url: {url!r} cannot be asked", remedy="give http[s]://HOST/...") from error
 
 
-def _answers(wire: Wire) -> bool:
-    try:
-        return 200 <= wire.get("", PROBE_SECONDS).status < 300
-    except EngineFailed:
-        return False
+class _Loaded:
+    """Whether an engine answers; what hinders it is logged once. An unfit one has loaded too."""
+
+    def __init__(self, engine: Guarded) -> None:
+        self._engine, self._told = engine, ""
+
+    def __call__(self) -> bool:
+        facts = self._engine.probe()
+        if facts.hindrance and facts.hindrance != self._told:
+            log.warning("engine not usable", reason=facts.hindrance, remedy=facts.remedy)
+            self._told = facts.hindrance
+        return facts.reachable or facts.unfit
+
+
+class _Answers:
+    """Whether a URL answers 2xx. That it wants a key, which it is not given, is logged once."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire, self._told = wire, False
+
+    def __call__(self) -> bool:
+        try:
+            reply = self._wire.get("", PROBE_SECONDS)
+        except EngineFailed:
+            return False
+        if reply.refusal is not None and not self._told:
+            self._told = True
+            log.warning("ready URL not usable", reason=reply.refusal.message, remedy=NO_KEY)
+        return 200 <= reply.status < 300

@@ -87,12 +87,21 @@ class Daemon:
                 f"no answer from {address}: {why or type(error).__name__}",
                 remedy="check address and port, and that the daemon runs",
             ) from error
-        self._judge(response.status_code, answer, address)
+        self._judge(response, answer, address)
         return answer
 
-    def _judge(self, code: int, body: bytes, address: str) -> None:
+    def _judge(self, response: httpx.Response, body: bytes, address: str) -> None:
+        code = response.status_code
+        scheme = response.headers.get("WWW-Authenticate", "").partition(" ")[0].lower()
+        if code == 407 or (code in (401, 403) and scheme not in ("", "bearer")):
+            raise Refused(
+                f"a proxy at {address} wants credentials of its own ({code})",
+                remedy="give the daemon's own address, or let the proxy pass this host",
+            )
         if code in (401, 403):
-            raise Refused(f"{address} refused the token", remedy=f"give its token with {self._token_from}")
+            raise Refused(
+                f"{address} refused the token ({code})", remedy=f"give its token with {self._token_from}"
+            )
         if code in (429, 503):
             raise RetryLater(f"{address} is busy", remedy="try again")
         if code not in (200, 202):
@@ -105,10 +114,11 @@ class Daemon:
 
 
 def base_url(url: str) -> str:
-    """Without a slash at its end. Raises BadAddress."""
-    text = (url if "://" in url else f"http://{url}").rstrip("/")
+    """Without a slash at its end; a number alone is a port of this machine. Raises BadAddress."""
+    place = f"127.0.0.1:{url}" if url.isascii() and url.isdecimal() else url
+    text = (place if "://" in place else f"http://{place}").rstrip("/")
     if http_parts(text) is None:
-        raise BadAddress(f"{url} is no http address", remedy="give HOST:PORT, or http[s]://HOST:PORT")
+        raise BadAddress(f"{url} is no http address", remedy="give PORT, HOST:PORT, or http[s]://HOST:PORT")
     return text
 
 

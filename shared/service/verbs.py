@@ -1,4 +1,4 @@
-"""Verbs of both sides: `status`, and those of the rooms below where this release has them."""
+"""Verbs of both sides: `status`, `wake`, and those of the rooms below where this release has them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weightcast.shared.service.common_options import JsonOption
 from weightcast.shared.service.output import Output, time_text
 from weightcast.shared.service.status_text import summary
 
-STATUS_PATH = "/v1/status"
+STATUS_PATH, WAKE_PATH = "/v1/status", "/v1/wake"
 _ROOMS = ("channel", "local", "keys", "fleet")
 _TIMES = ("at", "since", "created", "last_full_hash", "full_pass", "last_fault_at", "step_began")
 
@@ -27,8 +27,18 @@ TokenOption = Annotated[
 ]
 
 
+UrlArgument = Annotated[
+    str,
+    typer.Argument(
+        help="Address of a daemon: 127.0.0.1:8341, http[s]://HOST:PORT, or a port of this machine."
+    ),
+]
+TimeoutOption = Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds to wait for the answer.")]
+
+
 def register(app: typer.Typer) -> None:
     app.command("status")(status)
+    app.command("wake")(wake)
     for room in _ROOMS:
         module = f"weightcast.shared.service.verbs_{room}"
         if find_spec(module) is not None:
@@ -36,18 +46,31 @@ def register(app: typer.Typer) -> None:
 
 
 def status(
-    url: Annotated[str, typer.Argument(help="Address of a daemon, e.g. 127.0.0.1:8341")],
+    url: UrlArgument,
     token: TokenOption = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show every member of the answer.")
     ] = False,
-    timeout: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds to wait for the answer.")] = 10.0,
+    timeout: TimeoutOption = 10.0,
     as_json: JsonOption = False,
 ) -> None:
     """Show whether a publisher or subscriber is ready, at which version, and if not why."""
     answer = fetch_status(url, token, timeout)
     show = _show_all if verbose else _show
     Output(json=as_json).result(answer, lambda console: show(console, answer))
+
+
+def wake(
+    url: UrlArgument,
+    token: TokenOption = None,
+    timeout: TimeoutOption = 10.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Have a daemon look at once. A subscriber also retries the engines that failed."""
+    with Daemon(url, token, timeout) as daemon:
+        daemon.post_json(WAKE_PATH, b"")
+        facts = {"url": daemon.url, "woken": True}
+    Output(json=as_json).result(facts, lambda console: console.print(f"{facts['url']} looks now"))
 
 
 def fetch_status(url: str, token: str | None, timeout_seconds: float) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from weightcast.subscriber.engines.base import (
     EngineSpec,
     HeldWeights,
     Intact,
+    KeyRefused,
     NotSent,
     Suspect,
 )
@@ -120,8 +121,9 @@ def align(
 
 
 def silence(engine: Engine, facts: EngineFacts) -> str:
-    """Why it counts as not reachable."""
-    return facts.hindrance or f"{engine.spec.shown_url} does not answer"
+    """Why it counts as not reachable, and what to do about it."""
+    remedy = f" ({facts.remedy})" if facts.remedy else ""
+    return f"{facts.hindrance}{remedy}" if facts.hindrance else f"{engine.spec.shown_url} does not answer"
 
 
 @dataclass
@@ -193,8 +195,10 @@ class _Alignment:
         return self.result("failed", hindrance or silence(self.engine, facts))
 
     def not_paused(self, failure: EngineFailed) -> None:
-        """No reload was tried; unless the engine has not seen the pause, it may come late."""
-        self.unanswered = not isinstance(failure, NotSent)
+        """No reload was tried; unless the engine has not seen the pause, it may come late. One that refused
+        the key was not paused, and would refuse to be resumed."""
+        self.unanswered = not isinstance(failure, NotSent | KeyRefused)
+        self.keeps_pause |= isinstance(failure, KeyRefused)
 
     def patch_beside(self, before_reload: Callable[[], None]) -> str | None:
         """Patches; returns what kept the other engines from being patched with."""
@@ -242,9 +246,10 @@ class _Alignment:
             outcome = self.engine.reload(self.engine.spec.path, self.version, self.label)
         failpoint("engine.reloaded")
         if not isinstance(outcome, Done):
-            if isinstance(outcome, Intact) and outcome.unpaused is not None:
-                self.attempts -= 1
-                self.not_paused(outcome.unpaused)
+            if isinstance(outcome, Intact):
+                self.attempts -= outcome.untried or outcome.unpaused is not None
+                if outcome.unpaused is not None:
+                    self.not_paused(outcome.unpaused)
             return outcome
         self.done = outcome
         try:

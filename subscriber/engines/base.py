@@ -6,11 +6,12 @@ of the calls is `align`'s. Adapters are used by one thread at a time.
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import posixpath
 import re
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
@@ -31,11 +32,17 @@ Confirmation = Literal["digest", "label", "status-only"]
 KINDS: Mapping[str, Kind] = {"sglang": "sglang", "vllm": "vllm", "webhook": "webhook"}
 POLICIES: Mapping[str, Policy] = {"recompute": "recompute", "wait": "wait", "abort": "abort"}
 VIAS: Mapping[str, Via] = {"reload": "reload", "live": "live"}
-OPTIONS = ("path", "via", "policy", "name", "copies", "api_key_env", "deadline", "ca", "verify")
+Drafter = Literal["refuse", "keep"]
+"""What becomes of an engine with a draft model that a reload would leave old."""
+DRAFTERS: Mapping[str, Drafter] = {"refuse": "refuse", "keep": "keep"}
+OPTIONS = (
+    *("path", "via", "policy", "name", "copies", "api_key_env", "admin_api_key_env", "deadline", "ca"),
+    *("verify", "drafter"),
+)
 SYNTAX = (
     "--engine kind=URL[,path=LOCAL as the engine sees it][,via=reload|live][,policy=recompute|wait|abort]"
-    "[,name=NAME][,copies=true|false][,api_key_env=VARIABLE][,deadline=SECONDS][,ca=FILE][,verify=true|false]"
-    "; kinds: sglang, vllm, webhook"
+    "[,name=NAME][,copies=true|false][,api_key_env=VARIABLE][,admin_api_key_env=VARIABLE][,deadline=SECONDS]"
+    "[,ca=FILE][,verify=true|false][,drafter=refuse|keep]; kinds: sglang, vllm, webhook"
 )
 MOST_SECONDS = 86400.0
 QUOTED = 300
@@ -60,13 +67,13 @@ class BadEngineOption(Refused):
 
     exit_code = USAGE
 
-    def __init__(self, message: str) -> None:
-        super().__init__(hide_queries(message), remedy=SYNTAX)
+    def __init__(self, message: str, *, remedy: str = SYNTAX) -> None:
+        super().__init__(hide_queries(message), remedy=remedy)
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One `--engine` option. Holds no secret: `api_key_env` is the name of a variable."""
+    """One `--engine` option. Holds no secret: `api_key_env` and `admin_api_key_env` name variables."""
 
     kind: Kind
     url: str
@@ -78,6 +85,8 @@ class EngineSpec:
     policy: Policy = "recompute"
     copies_weights: bool = True
     api_key_env: str | None = None
+    admin_api_key_env: str | None = None
+    """of SGLang's --admin-api-key"""
     deadline: float | None = None
     """seconds that it may take to reload; None: as all engines of the host"""
     ca: Path | None = None
@@ -85,6 +94,7 @@ class EngineSpec:
     verify: bool = True
     """False: whoever answers at the URL is believed to be the engine"""
     via: Via = "reload"
+    drafter: Drafter = "refuse"
     local: Path | None = field(default=None, compare=False)
     """the local checkpoint as the subscriber sees it"""
 
@@ -125,6 +135,12 @@ class EngineFacts:
     """why its memory cannot be patched at all; empty: it can, or is never asked to"""
     hindrance: str = ""
     """why it counts as not reachable although something answers"""
+    remedy: str = ""
+    """against the hindrance; of an engine that is reachable: against `process` being None"""
+    unfit: bool = False
+    """it answers, and cannot be used as it was started: waiting does not help"""
+    drafter: str = ""
+    """its draft model: `none`, the method, or `unknown`; empty: not asked"""
 
     @property
     def tell_something(self) -> bool:
@@ -149,6 +165,8 @@ class Intact:
 
     reason: str
     unpaused: EngineFailed | None = None
+    untried: bool = False
+    """it says nothing about the version: the engine was never asked to load it"""
 
 
 @dataclass(frozen=True)
@@ -216,13 +234,33 @@ class NoReply(EngineFailed):
     """The request may have been carried out: timeout, or the connection was lost."""
 
 
+class Misconfigured(EngineFailed):
+    """The engine answers, and cannot be used as it, or its `--engine` option, is configured."""
+
+    unfit = False
+    """as of EngineFacts"""
+
+
+class KeyRefused(Misconfigured):
+    """The request was not handled: its key is missing or wrong."""
+
+
+def unreachable(failure: EngineFailed) -> EngineFacts:
+    """What a probe answers that failed."""
+    if isinstance(failure, Misconfigured):
+        return EngineFacts(False, hindrance=failure.message, remedy=failure.remedy, unfit=failure.unfit)
+    return EngineFacts(False, absent=isinstance(failure, NobodyListens))
+
+
 def parse_engine(text: str, local: Path) -> EngineSpec:
     """`text` is the value of an `--engine` option, `local` the local checkpoint. Raises BadEngineOption."""
     head, *rest = re.split(r",(?=[A-Za-z_]+=)", text)
     kind_text, equals, url = head.partition("=")
     kind = KINDS.get(kind_text)
     if not equals or kind is None:
-        raise BadEngineOption(f"--engine {text!r}: {kind_text!r} is no engine kind")
+        raise BadEngineOption(
+            f"--engine {text!r}: {kind_text!r} is no engine kind", remedy=_meant(kind_text, KINDS)
+        )
     options = _options(text, rest)
     via = VIAS[_checked(text, "via", options.get("via", "reload"), VIAS.__contains__)]
     url = _checked_url(text, url)
@@ -239,13 +277,17 @@ def parse_engine(text: str, local: Path) -> EngineSpec:
         name=_checked(text, "name", options.get("name", _default_name(kind, url)), _NAME.fullmatch),
         policy=POLICIES[_checked(text, "policy", options.get("policy", "recompute"), POLICIES.__contains__)],
         copies_weights=_truth(text, "copies", copies),
-        api_key_env=_checked(text, "api_key_env", options["api_key_env"], _VARIABLE.fullmatch)
-        if "api_key_env" in options
-        else None,
+        api_key_env=_variable(text, "api_key_env", options),
+        admin_api_key_env=_variable(text, "admin_api_key_env", options),
         deadline=_seconds(text, options["deadline"]) if "deadline" in options else None,
         via=via,
+        drafter=DRAFTERS[_checked(text, "drafter", options.get("drafter", "refuse"), DRAFTERS.__contains__)],
         local=local,
     )
+    if kind != "sglang" and spec.admin_api_key_env is not None:
+        raise BadEngineOption(
+            f"--engine {text!r}: admin_api_key_env= is for sglang", remedy="use api_key_env="
+        )
     return _with_trust(spec, text, options)
 
 
@@ -257,7 +299,7 @@ def _with_trust(spec: EngineSpec, text: str, options: Mapping[str, str]) -> Engi
         return spec if ca is None else replace(spec, ca=Path(_checked(text, "ca", ca, bool)))
     if ca is not None:
         raise BadEngineOption(f"--engine {text!r}: verify=false leaves ca= without a use")
-    if spec.api_key_env is not None:
+    if spec.api_key_env is not None or spec.admin_api_key_env is not None:
         raise BadEngineOption(f"--engine {text!r}: verify=false would give the API key to whoever answers")
     return replace(spec, verify=False)
 
@@ -308,11 +350,20 @@ def _options(text: str, pairs: Sequence[str]) -> dict[str, str]:
     for pair in pairs:
         key, _, value = pair.partition("=")
         if key not in OPTIONS:
-            raise BadEngineOption(f"--engine {text!r}: unknown option {key!r}")
+            raise BadEngineOption(f"--engine {text!r}: unknown option {key!r}", remedy=_meant(key, OPTIONS))
         if key in options:
             raise BadEngineOption(f"--engine {text!r}: {key} is given twice")
         options[key] = value
     return options
+
+
+def _meant(given: str, known: Collection[str]) -> str:
+    close = [] if given in known else difflib.get_close_matches(given.lower(), known, 1)
+    return f"did you mean {close[0]}?" if close else SYNTAX
+
+
+def _variable(text: str, key: str, options: Mapping[str, str]) -> str | None:
+    return _checked(text, key, options[key], _VARIABLE.fullmatch) if key in options else None
 
 
 def _checked(text: str, key: str, value: str, fits: Callable[[str], object]) -> str:

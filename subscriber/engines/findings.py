@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 from weightcast.shared.errors import EngineFailed
 from weightcast.shared.service.doctor.findings import Finding
-from weightcast.subscriber.engines.base import Engine, EngineFacts, EngineSpec, Timeouts, parse_engines
+from weightcast.subscriber.engines.base import (
+    Engine,
+    EngineFacts,
+    EngineSpec,
+    KeyRefused,
+    Timeouts,
+    parse_engines,
+    unreachable,
+)
+from weightcast.subscriber.engines.drafters import CANNOT_TELL, NONE, UNKNOWN
 from weightcast.subscriber.engines.guarded import Guarded, guarded
 from weightcast.subscriber.engines.kinds import open_engine
 from weightcast.subscriber.engines.sglang import SGLang
 from weightcast.subscriber.engines.vllm import DEV_MODE
 
 _PROBE_SECONDS = 5.0
+_SETTINGS = {
+    "sglang": "its /server_info should tell speculative_algorithm",
+    "vllm": f"its /server_info should tell speculative_config: {DEV_MODE}",
+    "webhook": "",
+}
 _RESTARTS = {
     "sglang": "start SGLang with --enable-metrics",
     "vllm": "its /metrics should tell process_start_time_seconds",
@@ -35,8 +49,14 @@ def _facts(engine: Engine) -> EngineFacts:
     facts = Guarded(engine).probe()
     if not isinstance(engine, SGLang) or not facts.reachable:
         return facts
-    with suppress(EngineFailed), guarded(engine.spec):
-        return replace(facts, software=engine.release())
+    try:
+        with guarded(engine.spec):
+            facts = replace(facts, software=engine.release())
+            engine.require_control()
+    except KeyRefused as failure:
+        return unreachable(failure)
+    except EngineFailed:
+        pass
     return facts
 
 
@@ -66,8 +86,10 @@ def judge_engine(spec: EngineSpec, facts: EngineFacts) -> Iterator[Finding]:
             "else resume it by hand (vLLM: POST /resume)",
         )
     if facts.process is None:
-        remedy = _RESTARTS[spec.kind]
+        remedy = facts.remedy or _RESTARTS[spec.kind]
         yield Finding(spec.name, "restarts", "warning", "whether it restarted cannot be seen", remedy)
+    if facts.drafter not in ("", NONE):
+        yield _drafter(spec, facts)
     if spec.via == "live" and spec.kind == "vllm":
         yield _live(spec, facts)
     label = "tells no version of its weights" if facts.label is None else f"holds weights {facts.label!r}"
@@ -81,6 +103,15 @@ def _live(spec: EngineSpec, facts: EngineFacts) -> Finding:
     return Finding(spec.name, "memory", "ok", "versions can be patched into its memory")
 
 
+def _drafter(spec: EngineSpec, facts: EngineFacts) -> Finding:
+    if facts.drafter == UNKNOWN:
+        return Finding(spec.name, "drafter", "note", CANNOT_TELL, _SETTINGS[spec.kind])
+    if spec.drafter == "keep":
+        says = f"its draft model ({facts.drafter}) stays as it was loaded (drafter=keep)"
+        return Finding(spec.name, "drafter", "warning", says, "start the engine anew to load another one")
+    return Finding(spec.name, "drafter", "ok", f"its draft model ({facts.drafter}) is reloaded with it")
+
+
 def _silent(spec: EngineSpec, facts: EngineFacts) -> Finding:
     says = (
         f"nothing listens at {spec.shown_url}"
@@ -88,5 +119,5 @@ def _silent(spec: EngineSpec, facts: EngineFacts) -> Finding:
         else f"{spec.shown_url} does not answer as it should"
     )
     says = facts.hindrance or says
-    remedy = "start the engine, or correct its URL; the subscriber waits for it"
+    remedy = facts.remedy or "start the engine, or correct its URL; the subscriber waits for it"
     return Finding(spec.name, "answers", "failure", says, remedy, EngineFailed.exit_code)

@@ -43,6 +43,8 @@ from weightcast.subscriber.engines.offers import Candidate, Offer, make_offers
 from weightcast.subscriber.engines.roster import EngineResult, ReloadOrder, goes_on, reload_order
 
 _RETRY_FIRST, _RETRY_MOST, _RETRY_FAILED = 1.0, 60.0, 600.0
+_RETRY_UNSEEN = 30.0
+"""the longest before the next try of an engine whose restarts cannot be seen"""
 LOOK_JITTER = 0.2
 PAUSED = (
     "it is paused, and not by this subscriber: requests wait until whoever paused it resumes it "
@@ -118,6 +120,7 @@ class Engines:
         self._look_seconds = look_seconds
         self._jitter = jitter
         self._next_look = 0.0
+        self._woken = threading.Event()
         self._group_patches = group_patches
         self._stopping = stopping
         specs = [engine.spec for engine in self.engines]
@@ -140,6 +143,9 @@ class Engines:
 
     def reason(self, name: str) -> str:
         known = self._known[name]
+        if known.reason and known.failures >= self._failed_after:
+            every = "15 to 30 s" if known.process is None else "5 to 10 min"
+            return f"{known.reason}; retried every {every}, and at once by `weightcast wake URL`"
         return known.reason or (PAUSED if known.facts.paused else "")
 
     def deadline(self, name: str) -> float:
@@ -157,10 +163,19 @@ class Engines:
         """Whether only somebody else can help: it took no reload for too long, or keeps silent."""
         known = self._known[name]
         silent = known.silent_since is not None and self._clock() - known.silent_since > self.deadline(name)
-        return silent or known.failures >= self._failed_after
+        return silent or known.facts.unfit or known.failures >= self._failed_after
+
+    def wake(self) -> None:
+        """The next step looks at all engines and tries those that failed. Called by any thread."""
+        self._woken.set()
 
     def look_if_due(self, state: LocalState | None) -> None:
         """Looks, unless all served the local version a moment ago."""
+        if self._woken.is_set():
+            self._woken.clear()
+            self._next_look = 0.0
+            for known in self._known.values():
+                known.next_try = 0.0
         settled = state is not None and len(self.serving(state)) == len(self.engines)
         if not settled or self._clock() >= self._next_look:
             self.look()
@@ -473,19 +488,27 @@ class Engines:
         if known.steady:
             label = None if result.confirmed_by == "status-only" else result.label
             known.facts = EngineFacts(
-                True, label=label, process=result.process, source=result.source, paused=result.paused
+                True,
+                label=label,
+                process=result.process,
+                source=result.source,
+                paused=result.paused,
+                drafter=known.facts.drafter,
             )
             known.source = result.source
             known.failures, known.next_try = 0, 0.0
         else:
             known.process = result.process
             known.failures += 1
-            known.next_try = self._clock() + self._delay(known.failures)
+            known.next_try = self._clock() + self._delay(known)
 
-    def _delay(self, failures: int) -> float:
-        longest = _RETRY_FAILED if failures >= self._failed_after else _RETRY_MOST
-        first = longest if failures >= self._failed_after else _RETRY_FIRST
-        return Backoff(first, longest).pause(failures) * (0.5 + 0.5 * self._jitter())
+    def _delay(self, known: _Known) -> float:
+        """A process that is known to have failed is left alone until another is seen; one that tells no
+        identity may have been started anew at any time."""
+        failed = known.failures >= self._failed_after
+        longest = _RETRY_UNSEEN if known.process is None else _RETRY_FAILED if failed else _RETRY_MOST
+        first = longest if failed else _RETRY_FIRST
+        return Backoff(first, longest).pause(known.failures) * (0.5 + 0.5 * self._jitter())
 
 
 def _contested(taken: int) -> str:

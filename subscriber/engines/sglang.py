@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from weightcast.shared.errors import EngineFailed
 from weightcast.subscriber.engines.base import (
     QUOTED,
@@ -10,14 +13,18 @@ from weightcast.subscriber.engines.base import (
     EngineFacts,
     EngineSpec,
     Intact,
-    NobodyListens,
+    Misconfigured,
     NoReply,
     NotSent,
     Policy,
     ReloadOutcome,
     Suspect,
     Timeouts,
+    unreachable,
 )
+from weightcast.subscriber.engines.drafters import CANNOT_TELL, UNKNOWN, require_sglang
+from weightcast.subscriber.engines.identities import Identities
+from weightcast.subscriber.engines.keys import ADMIN_LOOK
 from weightcast.subscriber.engines.wire import (
     NEVER_HANDLED,
     NO_ROUTE,
@@ -25,6 +32,7 @@ from weightcast.subscriber.engines.wire import (
     Wire,
     failed_reload,
     not_an_engine,
+    not_handled,
     start_time,
 )
 
@@ -46,6 +54,11 @@ class SGLang:
         self._timeouts = timeouts
         self._label: str | None = None
         self._source: str | None = None
+        self._processes = Identities(spec.shown_url)
+        self._labels = Identities(spec.shown_url, lasting=False)
+        self._process: str | None = None
+        self._drafter = ""
+        """of that process; empty: not known yet"""
 
     @property
     def copies_weights(self) -> bool:
@@ -56,35 +69,63 @@ class SGLang:
 
     def probe(self) -> EngineFacts:
         """Pausing is not visible from outside."""
+        facts = EngineFacts(reachable=True)
         try:
-            metrics = self._wire.get("/metrics", self._timeouts.probe)
-            told = start_time(metrics)
-            process = told or _start_taken(metrics)
-            unique = told is None and process is not None
-            label = self._read_label(self._timeouts.probe)
-        except (NotSent, NoReply) as failure:
-            return EngineFacts(reachable=False, absent=isinstance(failure, NobodyListens))
+            seconds = self._timeouts.probe
+            metrics = self._processes.read(lambda: self._wire.get("/metrics", seconds), _process_of)
+            facts = _facts_of(metrics)
+            label = self._read_label(seconds) if facts.process is not None else self._shown_labels(seconds)
+            facts = replace(facts, label=label, source=self._source)
+            if not facts.tell_something:
+                return not_an_engine(metrics)
+            return replace(facts, drafter=self._require_drafter(facts.process, seconds))
+        except (NotSent, NoReply, Misconfigured) as failure:
+            if not isinstance(failure, Misconfigured):
+                self._drafter = ""
+            return unreachable(failure)
         except EngineFailed as failure:
-            if process is None:
-                return EngineFacts(reachable=False, hindrance=failure.message)
-            return EngineFacts(reachable=True, process=process, unique=unique)
-        facts = EngineFacts(reachable=True, label=label, process=process, unique=unique, source=self._source)
-        return facts if facts.tell_something else not_an_engine(metrics)
+            return facts if facts.process is not None else EngineFacts(False, hindrance=failure.message)
+
+    def _shown_labels(self, seconds: float) -> str | None:
+        """Of an engine whose process is not told: read several times, since only labels may differ."""
+        return self._labels.read(lambda: self._read_label(seconds), lambda label: label)
+
+    def _require_drafter(self, process: str | None, seconds: float) -> str:
+        """Asked once of every process. Raises StaleDrafter."""
+        if not self._drafter or process != self._process:
+            self._process, self._drafter = process, ""
+            try:
+                self._drafter = require_sglang(self.spec, self._server_info(seconds))
+            except (NotSent, NoReply, Misconfigured) as failure:
+                if not isinstance(failure, NoReply):
+                    raise
+            except EngineFailed:
+                self._drafter = UNKNOWN
+        return self._drafter or UNKNOWN
+
+    def _server_info(self, seconds: float) -> Mapping[str, object]:
+        """Its settings; empty from releases that do not tell them. Raises EngineFailed."""
+        for route in INFO_ROUTES:
+            reply = self._wire.get(route, seconds)
+            if reply.status not in NO_ROUTE:
+                return reply.require_ok("see the engine's log").fields()
+        return {}
+
+    def require_control(self) -> None:
+        """Raises KeyRefused where orders would be refused. Nothing is ordered."""
+        self._wire.get(ADMIN_LOOK, self._timeouts.probe).require_key()
 
     def release(self) -> str | None:
         """The version of the software; None where it does not say. Raises EngineFailed."""
-        for route in INFO_ROUTES:
-            reply = self._wire.get(route, self._timeouts.probe)
-            if reply.status not in NO_ROUTE:
-                return reply.text_field("version")
-        return None
+        version = self._server_info(self._timeouts.probe).get("version")
+        return version if isinstance(version, str) else None
 
     def pause(self) -> None:
         mode = PAUSE_MODES[self.spec.policy]
         if mode is not None:
-            self._post(
-                "/pause_generation", {"mode": mode}, "this SGLang cannot pause: upgrade it or use policy=wait"
-            )
+            reply = self._wire.post("/pause_generation", {"mode": mode}, self._timeouts.control)
+            lacks = reply.status in NO_ROUTE
+            reply.require_ok("upgrade SGLang, or use policy=wait" if lacks else "see the engine's log")
 
     def resume(self) -> None:
         self._post("/continue_generation", {}, "continue the engine by hand or restart it")
@@ -100,17 +141,23 @@ class SGLang:
         }
         before = self._label
         try:
+            self._require_drafter(self._process, self._timeouts.control)
+            if not self._drafter:
+                silent = f"{self.spec.shown_url}/server_info does not answer: {CANNOT_TELL}"
+                return Intact(silent, untried=True)
             reply = self._wire.post_once("/update_weights_from_disk", order, seconds)
             return self._judge(reply, before)
         except (NotSent, NoReply) as failure:
             return failed_reload(failure)
+        except Misconfigured as failure:
+            return Intact(str(failure), untried=True)
 
     def _judge(self, reply: Reply, before: str | None) -> ReloadOutcome:
         success = reply.fields().get("success")
         if reply.status == 200 and success is True:
             return Done()
         if reply.status in NEVER_HANDLED:
-            return Intact(reply.describe())
+            return not_handled(reply)
         unread = reply.status == 400 and success is False and _nothing_read(reply)
         if unread and self._still(before) and not self._has_draft():
             return Intact(reply.describe())
@@ -126,17 +173,13 @@ class SGLang:
         """A draft model is loaded after the model itself: then a directory that could not be opened says
         nothing of the model."""
         try:
-            for route in INFO_ROUTES:
-                reply = self._wire.get(route, self._timeouts.control)
-                if reply.status not in NO_ROUTE:
-                    reply.require_ok("see the engine's log")
-                    return reply.fields().get("speculative_algorithm") is not None
+            return self._server_info(self._timeouts.control).get("speculative_algorithm") is not None
         except EngineFailed:
             return True
-        return False
 
     def read_back(self, label: str) -> Confirmation:
-        shown = self._read_label(self._timeouts.control)
+        seconds = self._timeouts.control
+        shown = self._read_label(seconds) if self._process is not None else self._shown_labels(seconds)
         if shown is None:
             return "status-only"
         if shown != label:
@@ -176,6 +219,17 @@ class SGLang:
 
     def _post(self, path: str, body: dict[str, object], remedy: str) -> None:
         self._wire.post(path, body, self._timeouts.control).require_ok(remedy)
+
+
+def _process_of(metrics: Reply) -> str | None:
+    return start_time(metrics) or _start_taken(metrics)
+
+
+def _facts_of(metrics: Reply) -> EngineFacts:
+    process = _process_of(metrics)
+    unique = process is not None and start_time(metrics) is None
+    refusal = "" if metrics.refusal is None else str(metrics.refusal)
+    return EngineFacts(True, process=process, unique=unique, remedy=refusal)
 
 
 def _start_taken(metrics: Reply) -> str | None:

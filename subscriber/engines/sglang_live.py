@@ -27,9 +27,11 @@ from weightcast.subscriber.engines.base import (
     EngineSpec,
     HeldWeights,
     Intact,
+    KeyRefused,
     ReloadOutcome,
     Suspect,
     Timeouts,
+    unreachable,
 )
 from weightcast.subscriber.engines.live import EngineLanes, NotTaken, PatchFile, held_of, lanes_of
 from weightcast.subscriber.engines.sglang import SGLang
@@ -106,6 +108,8 @@ class SGLangLive:
             self._process, self._held, self._unfit, self._checked = facts.process, None, None, ""
         try:
             told = self._beside("look", {}, self._timeouts.probe)
+        except KeyRefused as failure:
+            return unreachable(failure)
         except EngineFailed:  # in a long step of its own, or unfit
             return replace(facts, held=self._held, unpatchable=(self._unfit or "")[:QUOTED])
         if not told.says():
@@ -222,7 +226,7 @@ class SGLangLive:
     def _question(self, door: str, body: Mapping[str, object], seconds: float) -> _Told:
         question = {"action": ACTION + _order(door, body)}
         reply = self._wire.post("/weights_checker", question, seconds)
-        told = _told(reply)
+        told = _told(reply.require_key())
         if not told.body:
             kind = EngineFailed if httpx.codes.is_server_error(reply.status) else _NoHook
             raise kind(f"weightcast-engine does not answer: {told.text}", remedy=INSTALL)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,17 @@ from weightcast.subscriber.engines.base import (
     EngineFacts,
     EngineSpec,
     Intact,
-    NobodyListens,
+    Misconfigured,
     NoReply,
     NotSent,
     Policy,
     ReloadOutcome,
     Suspect,
     Timeouts,
+    unreachable,
 )
+from weightcast.subscriber.engines.drafters import CANNOT_TELL, UNKNOWN, require_vllm, vllm_drafter
+from weightcast.subscriber.engines.identities import Identities
 from weightcast.subscriber.engines.wire import (
     NEVER_HANDLED,
     NO_ROUTE,
@@ -33,6 +37,7 @@ from weightcast.subscriber.engines.wire import (
     Wire,
     failed_reload,
     not_an_engine,
+    not_handled,
     start_time,
 )
 
@@ -60,6 +65,13 @@ class VLLM:
         self.spec = spec
         self._wire = wire
         self._timeouts = timeouts
+        self._processes = Identities(spec.shown_url)
+        self._labels = Identities(spec.shown_url, lasting=False)
+        self._process: str | None = None
+        self._drafter = ""
+        """of that process; empty: not known yet"""
+        self._server: Mapping[str, object] | None = None
+        """how that process was started, as it says; None: not asked yet"""
 
     @property
     def copies_weights(self) -> bool:
@@ -70,27 +82,59 @@ class VLLM:
 
     def probe(self) -> EngineFacts:
         try:
-            control = self._probe("/is_paused")
+            control = self._ask("/is_paused").require_key()
+            metrics = self._processes.read(lambda: self._ask("/metrics"), start_time)
+            process = start_time(metrics)
+            label = (
+                self._label() if process is not None else self._labels.read(self._label, lambda label: label)
+            )
             paused = control.told().get("is_paused")
             facts = EngineFacts(
                 reachable=True,
-                label=self._probe("/weight_info").told_text("weight_version"),
-                process=start_time(self._probe("/metrics")),
+                label=label,
+                process=process,
                 paused=paused if isinstance(paused, bool) else None,
-                software=self._probe("/version").told_text("version"),
+                software=self._ask("/version").told_text("version"),
+                remedy="" if metrics.refusal is None else str(metrics.refusal),
             )
-            return facts if facts.tell_something else not_an_engine(control)
+            if not facts.tell_something:
+                return not_an_engine(control)
+            return replace(facts, drafter=self._require_drafter(process, self._timeouts.probe))
         except EngineFailed as failure:
-            return EngineFacts(reachable=False, absent=isinstance(failure, NobodyListens))
+            if not isinstance(failure, Misconfigured):
+                self._drafter = ""
+            return unreachable(failure)
 
-    def _probe(self, path: str) -> Reply:
+    def _ask(self, path: str) -> Reply:
         return self._wire.get(path, self._timeouts.probe)
+
+    def _label(self) -> str | None:
+        return self._ask("/weight_info").require_key().told_text("weight_version")
+
+    def _require_drafter(self, process: str | None, seconds: float) -> str:
+        """Asked once of every process. Raises StaleDrafter."""
+        if not self._drafter or process != self._process:
+            self._process, self._server, self._drafter = process, None, ""
+            try:
+                self._server = self._server_info(seconds)
+            except NoReply:  # it gathers facts about its machine when it is first asked
+                return UNKNOWN
+            self._drafter = vllm_drafter(self._server.get("vllm_config"))
+        return require_vllm(self.spec, self._drafter)
+
+    def _server_info(self, seconds: float) -> Mapping[str, object]:
+        """Empty from releases without it."""
+        reply = self._wire.get("/server_info?config_format=json", seconds).require_key()
+        if reply.status != httpx.codes.OK:
+            reply = self._wire.get("/server_info", seconds)
+        return reply.told()
 
     def pause(self) -> None:
         # A reload leaves the prefix cache as it is: only the pause clears it.
         mode = PAUSE_MODES[self.spec.policy]
         seconds = self._timeouts.drain if mode == "wait" else self._timeouts.control
-        self._wire.post(f"/pause?mode={mode}&clear_cache=true", {}, seconds).require_ok(DEV_MODE)
+        reply = self._wire.post(f"/pause?mode={mode}&clear_cache=true", {}, seconds)
+        reply.require_ok(DEV_MODE if reply.status in NO_ROUTE else "see the engine's log")
 
     def resume(self) -> None:
         self._wire.post("/resume", {}, self._timeouts.control).require_ok(
@@ -104,6 +148,13 @@ class VLLM:
             "kwargs": {"weights_path": path},
             "timeout": self._timeouts.reload,
         }
+        try:
+            self._require_drafter(self._process, self._timeouts.control)
+            if self._server is None:
+                silent = f"{self.spec.shown_url}/server_info does not answer: {CANNOT_TELL}"
+                return Intact(silent, untried=True)
+        except EngineFailed as failure:
+            return Intact(str(failure), untried=True)
         hindrance = self._hindrance()
         if hindrance is not None:
             return Intact(hindrance)
@@ -112,7 +163,7 @@ class VLLM:
         except (NotSent, NoReply) as failure:
             return failed_reload(failure)
         if reply.status in NEVER_HANDLED:
-            return Intact(f"{reply.describe()} ({DEV_MODE})")
+            return not_handled(reply, DEV_MODE)
         if reply.status != 200 or not _all_workers_done(reply):
             return Suspect(reply.describe())
         return self._labelled(label)
@@ -127,11 +178,7 @@ class VLLM:
         experts = any(part.get(key) for part in parts for key in _EXPERTS)
         if not (tied or experts):
             return None
-        try:
-            reply = self._wire.get("/server_info?config_format=json", self._timeouts.control)
-        except EngineFailed as failure:
-            return str(failure)
-        device, untied = _runs_on(reply)
+        device, untied = _runs_on(self._server or {})
         if device != "cpu":
             return None
         if experts:
@@ -156,6 +203,8 @@ class VLLM:
         reply = self._wire.get("/weight_info", self._timeouts.control)
         if reply.status in NO_ROUTE:
             return "status-only"
+        if self._process is None:
+            self._labels.read(self._label, lambda label: label)
         shown = reply.require_ok("see the engine's log").text_field("weight_version")
         if shown != label:
             raise EngineFailed(
@@ -196,9 +245,9 @@ def _tied(directory: Path, parts: Sequence[dict[str, Any]]) -> bool:
         return False
 
 
-def _runs_on(reply: Reply) -> tuple[object, bool]:
+def _runs_on(server: Mapping[str, object]) -> tuple[object, bool]:
     """The device, if it says one, and whether the checkpoint has a head of its own."""
-    config = reply.fields().get("vllm_config") if reply.status == httpx.codes.OK else None
+    config = server.get("vllm_config")
     device, model = (
         config.get(part) if isinstance(config, dict) else None for part in ("device_config", "model_config")
     )

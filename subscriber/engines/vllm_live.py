@@ -19,13 +19,15 @@ from weightcast.subscriber.engines.base import (
     EngineSpec,
     HeldWeights,
     Intact,
-    NobodyListens,
     NoReply,
     NotSent,
     ReloadOutcome,
     Suspect,
     Timeouts,
+    unreachable,
 )
+from weightcast.subscriber.engines.drafters import UNKNOWN, drafter_named, require_vllm
+from weightcast.subscriber.engines.identities import Identities
 from weightcast.subscriber.engines.live import EngineLanes, NotTaken, PatchFile, held_of, lanes_of
 from weightcast.subscriber.engines.wire import (
     NEVER_HANDLED,
@@ -33,6 +35,7 @@ from weightcast.subscriber.engines.wire import (
     Reply,
     Wire,
     failed_reload,
+    not_handled,
 )
 
 DOOR = "/v1/weightcast"
@@ -53,6 +56,8 @@ class VLLMLive:
         self.spec = spec
         self._wire = wire
         self._timeouts = timeouts
+        # each look is one question, which a balancer answers from one process after the other
+        self._processes = Identities(spec.shown_url, times=1)
         self._told: tuple[HeldWeights, str] | None = None
         """what all ranks said to hold, in the answer to the last patch"""
 
@@ -67,15 +72,17 @@ class VLLMLive:
 
     def probe(self) -> EngineFacts:
         try:
-            reply = self._wire.get(DOOR, self._timeouts.probe)
+            reply = self._processes.read(lambda: self._wire.get(DOOR, self._timeouts.probe), _process_of)
+            hindrance = _hindrance(reply.require_key())
+            told = reply.text_field("drafter")
+            drafter = require_vllm(self.spec, UNKNOWN if told is None else drafter_named(told))
         except EngineFailed as failure:
-            return EngineFacts(reachable=False, absent=isinstance(failure, NobodyListens))
-        hindrance = _hindrance(reply)
+            return unreachable(failure)
         if hindrance:
             return EngineFacts(reachable=False, hindrance=hindrance)
         fields = reply.fields()
         doubtful, plugin = fields.get("in_doubt") is not False, reply.text_field("plugin")
-        process = reply.text_field("process")
+        process = _process_of(reply)
         return EngineFacts(
             reachable=True,
             # a label of weights that are in doubt must not resume anybody
@@ -87,6 +94,7 @@ class VLLMLive:
             held=None if doubtful else held_of(reply.fields()),
             in_doubt=doubtful,
             unpatchable=_unpatchable(reply),
+            drafter=drafter,
         )
 
     def pause(self) -> None:
@@ -103,6 +111,8 @@ class VLLMLive:
         except (NotSent, NoReply) as failure:
             return failed_reload(failure)
         # not paused: another process answers than the one that was
+        if reply.refusal is not None:
+            return not_handled(reply)
         if reply.status in _UNTOUCHED - {_BASE, _PAUSED}:
             return Intact(_said(reply))
         return Done() if _says(reply, label=label) else Suspect(_said(reply))
@@ -185,6 +195,10 @@ def _patiently(send: Callable[[float], Reply], seconds: float) -> Reply:
     return reply
 
 
+def _process_of(reply: Reply) -> str | None:
+    return reply.text_field("process")
+
+
 def _hindrance(reply: Reply) -> str:
     if reply.status in NO_ROUTE:
         return f"{reply.url} answers {reply.status}: {INSTALL}"
@@ -226,5 +240,7 @@ def _is_rolled_back(reply: Reply) -> bool:
 
 def _said(reply: Reply) -> str:
     """The plugin's own words, where it has some."""
+    if reply.refusal is not None:
+        return str(reply.refusal)
     words = [text for key in ("error", "remedy") if (text := reply.text_field(key))]
     return f"{reply.url} answered {reply.status}: {'; '.join(words)}" if words else reply.describe()

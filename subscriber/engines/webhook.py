@@ -19,15 +19,22 @@ from weightcast.subscriber.engines.base import (
     Done,
     EngineFacts,
     EngineSpec,
-    Intact,
-    NobodyListens,
     NoReply,
     NotSent,
     ReloadOutcome,
     Suspect,
     Timeouts,
+    unreachable,
 )
-from weightcast.subscriber.engines.wire import NEVER_HANDLED, Reply, Wire, failed_reload, not_an_engine
+from weightcast.subscriber.engines.identities import Identities
+from weightcast.subscriber.engines.wire import (
+    NEVER_HANDLED,
+    Reply,
+    Wire,
+    failed_reload,
+    not_an_engine,
+    not_handled,
+)
 
 REMEDY = 'the receiver must answer 2xx with {"ok": true}; see its log'
 
@@ -38,6 +45,7 @@ class Webhook:
         self._wire = wire
         self._timeouts = timeouts
         self._run_id = run_id
+        self._processes = Identities(spec.shown_url)
         self._ordered: dict[str, object] = {"version": None, "label": None}
         self._echoed: list[object] = []
         self._tells = False
@@ -52,9 +60,11 @@ class Webhook:
 
     def probe(self) -> EngineFacts:
         try:
-            reply = self._wire.get("", self._timeouts.probe)
+            reply = self._processes.read(lambda: self._wire.get("", self._timeouts.probe), _process_of)
         except EngineFailed as failure:
-            return EngineFacts(reachable=False, absent=isinstance(failure, NobodyListens))
+            return unreachable(failure)
+        if reply.refusal is not None and reply.status != httpx.codes.FORBIDDEN:
+            return unreachable(reply.refusal)
         if not _accepted(reply):
             silent = _takes_no_get(reply) and not self._tells
             return EngineFacts(reachable=True) if silent else not_an_engine(reply)
@@ -87,7 +97,7 @@ class Webhook:
             self._echoed = [fields[key] for key in ("version", "label") if fields.get(key) is not None]
             return Done()
         if reply.status in NEVER_HANDLED or (_denied(reply) and reply.fields().get("intact") is True):
-            return Intact(reply.describe())
+            return not_handled(reply)
         return Suspect(reply.describe())
 
     def read_back(self, label: str) -> Confirmation:
@@ -118,8 +128,13 @@ class Webhook:
         }
 
     def _require(self, reply: Reply) -> None:
+        reply.require_key()
         if not _confirmed(reply):
             raise EngineFailed(reply.describe(), remedy=REMEDY)
+
+
+def _process_of(reply: Reply) -> str | None:
+    return reply.text_field("process") if _accepted(reply) else None
 
 
 def _accepted(reply: Reply) -> bool:

@@ -25,20 +25,23 @@ from weightcast.subscriber.engines.base import (
     BadEngineOption,
     EngineFacts,
     Intact,
+    KeyRefused,
     NobodyListens,
     NoReply,
     NotSent,
     Suspect,
     Timeouts,
+    unreachable,
     without_query,
 )
+from weightcast.subscriber.engines.keys import DENIED, Key, Keys, refusal
 from weightcast.subscriber.engines.listening import nobody_listens
 
 REPLY_LIMIT = 4 << 20
 """bytes; the largest honest reply is a page of metrics"""
 
 NO_ROUTE = frozenset({404, 405})
-NEVER_HANDLED = frozenset({401, 403}) | NO_ROUTE
+NEVER_HANDLED = DENIED | NO_ROUTE
 """An HTTP server answers these in front of the handler: the request had no effect."""
 
 
@@ -48,11 +51,12 @@ class _Lost(NoReply):
 
 @dataclass(frozen=True)
 class Reply:
-    """`url`: as it may be shown."""
+    """`url`: as it may be shown. `refusal`: what the answer says about the request's key."""
 
     url: str
     status: int
     body: bytes
+    refusal: KeyRefused | None = None
 
     def fields(self) -> Mapping[str, object]:
         """The JSON object of the body; empty where it is none: success must be said, never guessed."""
@@ -73,10 +77,18 @@ class Reply:
         return self.text_field(key) if self.status == httpx.codes.OK else None
 
     def describe(self) -> str:
+        if self.refusal is not None:
+            return str(self.refusal)
         quoted = self.body[:QUOTED].decode("utf-8", "replace")
         return f"{self.url} answered {self.status}: {''.join(c if c.isprintable() else ' ' for c in quoted)}"
 
+    def require_key(self) -> Reply:
+        if self.refusal is not None:
+            raise self.refusal
+        return self
+
     def require_ok(self, remedy: str) -> Reply:
+        self.require_key()
         if self.status != httpx.codes.OK:
             raise EngineFailed(self.describe(), remedy=remedy)
         return self
@@ -98,12 +110,10 @@ class CallPlace(Protocol):
 class Wire:
     """Calls to one engine. Raises NotSent (NobodyListens), NoReply; a reply of any status is returned."""
 
-    def __init__(self, spec: CallPlace, timeouts: Timeouts, api_key: str | None = None) -> None:
+    def __init__(self, spec: CallPlace, timeouts: Timeouts, keys: Keys | None = None) -> None:
         self._url, self._shown_url = spec.url, without_query(spec.url)
         self._timeouts = timeouts
-        self._headers = {"Accept": "*/*", "Accept-Encoding": "identity"}
-        if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._keys = Keys() if keys is None else keys
         # No proxy: one from the environment must not stand between a host and its own engine.
         self._transport = httpx.HTTPTransport(
             verify=_trust(spec), trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
@@ -137,11 +147,12 @@ class Wire:
         timeout = httpx.Timeout(seconds, connect=min(seconds, self._timeouts.connect))
         extensions = {"timeout": timeout.as_dict(), "trace": deadline.trace}
         try:
-            request = httpx.Request(method, url, headers=self._headers, json=body, extensions=extensions)
+            key = self._keys.of(method, path)
+            request = httpx.Request(method, url, headers=_headers(key), json=body, extensions=extensions)
         except httpx.InvalidURL as error:
             raise NotSent(_unreached(shown, error), remedy=_START) from error
         try:
-            return self._exchange(request, shown, deadline)
+            return self._exchange(request, shown, deadline, key)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             absent = nobody_listens(url, error, self._timeouts.connect)
             kind = NobodyListens if absent else NotSent
@@ -153,7 +164,7 @@ class Wire:
                 ) from error
             raise _Lost(f"{shown} broke the connection: {error}", remedy=_LOOK) from error
 
-    def _exchange(self, request: httpx.Request, shown: str, deadline: Deadline) -> Reply:
+    def _exchange(self, request: httpx.Request, shown: str, deadline: Deadline, key: Key) -> Reply:
         received = bytearray()
         with deadline, closing(self._transport.handle_request(request)) as response:
             for piece in response.iter_raw():
@@ -162,7 +173,13 @@ class Wire:
                     raise NoReply(f"{shown} answered with more than {REPLY_LIMIT} bytes", remedy=_LOOK)
             if deadline.passed:
                 raise httpx.ReadTimeout("the reply was cut short")
-            return Reply(shown, response.status_code, bytes(received))
+            refused = refusal(shown, response, key)
+            return Reply(shown, response.status_code, bytes(received), refused)
+
+
+def _headers(key: Key) -> dict[str, str]:
+    sent = {"Authorization": f"Bearer {key.value}"} if key.value else {}
+    return {"Accept": "*/*", "Accept-Encoding": "identity", **sent}
 
 
 def _unreached(url: str, error: Exception) -> str:
@@ -192,8 +209,17 @@ def failed_reload(failure: NotSent | NoReply) -> Intact | Suspect:
     return Intact(str(failure)) if isinstance(failure, NotSent) else Suspect(str(failure))
 
 
+def not_handled(reply: Reply, remedy: str = "") -> Intact:
+    """A reload that was refused in front of its handler: for its key, or for want of a route."""
+    if reply.refusal is not None:
+        return Intact(str(reply.refusal), untried=True)
+    return Intact(f"{reply.describe()} ({remedy})" if remedy else reply.describe())
+
+
 def not_an_engine(reply: Reply) -> EngineFacts:
     """`reply`: one of those in which nothing of an engine was told."""
+    if reply.refusal is not None:
+        return unreachable(reply.refusal)
     return EngineFacts(reachable=False, hindrance=f"no engine is heard behind it: {reply.describe()}")
 
 

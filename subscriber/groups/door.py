@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 from pydantic import ValidationError
 
 from weightcast.shared.errors import EngineFailed
 from weightcast.subscriber.engines.base import Timeouts
+from weightcast.subscriber.engines.keys import one_key
 from weightcast.subscriber.engines.wire import NO_ROUTE, Reply, Wire
 from weightcast.subscriber.groups.group import HOLD_PATH, RELEASE_PATH, Order
 from weightcast.subscriber.groups.messages import Hold, HoldRequest, ReleaseRequest
@@ -34,7 +34,9 @@ class MemberDoor:
         self.url = url.rstrip("/")
         # an answer that comes when the lease is over is of no use
         self._seconds = min(MOST_SECONDS, lease / 3)
-        self._wire = Wire(MemberPlace(self.url), Timeouts(connect=self._seconds), token)
+        self._wire = Wire(
+            MemberPlace(self.url), Timeouts(connect=self._seconds), one_key(token, "WEIGHTCAST_GROUP_TOKEN")
+        )
 
     def order(self, order: Order, seconds: float) -> Hold:
         request = HoldRequest(
@@ -62,8 +64,6 @@ class MemberDoor:
     def _hold(self, reply: Reply) -> Hold:
         if reply.status in NO_ROUTE:
             raise EngineFailed(f"{self.url} is no follower", remedy="start it with --group-follower")
-        if reply.status == httpx.codes.UNAUTHORIZED:
-            raise EngineFailed(f"{self.url} does not take the token", remedy="set WEIGHTCAST_GROUP_TOKEN")
         try:
             return Hold.model_validate(reply.require_ok("see that host's subscriber").fields())
         except ValidationError:

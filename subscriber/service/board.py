@@ -190,6 +190,7 @@ def _engine_status(
         seconds={} if last is None else {part: round(each, 6) for part, each in asdict(last.phases).items()},
         pause_seconds=None if last is None else last.pause_seconds,
         via=spec.via,
+        drafter=facts.drafter,
         live=_live_status(engine, verified),
     )
 

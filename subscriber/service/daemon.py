@@ -174,12 +174,16 @@ class Subscriber:
             self.ready,
             self.registry,
             token,
-            self.wakeup.set,
+            self._wake,
             HostStatus,
         )
         if self.post is not None:
             app.include_router(group_routes(self.post))
         return app
+
+    def _wake(self) -> None:
+        self.sync.engines.wake()
+        self.wakeup.set()
 
     def run(self) -> None:
         """Until SIGTERM, SIGINT or `stop`. Raises what `run_daemon` raises, and EngineFailed where the

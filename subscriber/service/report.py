@@ -39,6 +39,9 @@ _TICK = 0.05
 """seconds within which two clocks count as equal: file times are coarse"""
 
 VERIFY_CHANNEL = "check the mount; run `weightcast channel verify` on the publisher's machine"
+FAILED_REMEDY = (
+    "see the engine's log, fix or restart it; `weightcast wake URL` of this subscriber retries it at once"
+)
 
 log = get_log("report")
 
@@ -261,7 +264,7 @@ def _trouble(status: HostStatus) -> tuple[str, str]:
     if waiting is not None:
         return f"waiting for version {waiting.version}: {waiting.reason}", VERIFY_CHANNEL
     failed = [f"engine {one.name} failed: {one.reason}" for one in status.engines if one.state == "failed"]
-    return "; ".join(failed), "see the engine's log, then restart it" if failed else ""
+    return "; ".join(failed), FAILED_REMEDY if failed else ""
 
 
 def _engine(engine: EngineStatus) -> dict[str, object]:

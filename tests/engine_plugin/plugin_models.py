@@ -164,6 +164,9 @@ class ToyEngine:
         self.asked += 1
         return self.said
 
+    def drafter(self) -> str:
+        return "none"
+
     def misplaced(self, patches: Path) -> str | None:
         return None
 

@@ -120,6 +120,9 @@ def _parameters(model: torch.nn.Module) -> dict[str, bytes]:
 class _HostEngine(ToyEngine):
     """Reads all files of a local checkpoint."""
 
+    def drafter(self) -> str:
+        return "none"
+
     def misplaced(self, patches: Path) -> str | None:
         return misplaced(self.directory, patches)
 

@@ -224,6 +224,8 @@ class VLLMDouble(Double):
     """vLLM 0.32 in dev mode."""
 
     workers = 2
+    speculative: JSON | None = None
+    """`speculative_config`, as the release tells it"""
 
     def behave(self, call: Call) -> Answer:
         match call.method, call.path:
@@ -246,6 +248,9 @@ class VLLMDouble(Double):
                 return Answer(200, {"is_paused": self.paused})
             case "GET", "/version":
                 return Answer(200, {"version": "0.32.0"})
+            case "GET", "/server_info":
+                config = {"device_config": {"device": "cuda"}, "speculative_config": self.speculative}
+                return Answer(200, {"vllm_config": config, "vllm_env": {}, "system_env": {}})
             case "GET", "/metrics":
                 return self.metrics()
         return Answer(404, {"detail": "Not Found"})
@@ -264,11 +269,14 @@ class WebhookDouble(Double):
     """A receiver of weightcast's webhook; its engine maps the weights file."""
 
     echo: str | None = "version"
+    refuses_to_pause = False
 
     def behave(self, call: Call) -> Answer:
         if call.method == "GET":
             return Answer(200, {"label": self.label, "process": self.started, "paused": self.paused})
         match call.body["phase"]:
+            case "pause" if self.refuses_to_pause:
+                return Answer(200, {"ok": False})
             case "pause":
                 self.paused = True
             case "resume":

@@ -70,6 +70,7 @@ class PluginDouble(Double):
         self.root: str | None = None
         self.in_doubt = False
         self.patchable = True
+        self.drafter = "none"
         self.refused: dict[str, str] = {}
         self.installed = True
         self.applied = 0
@@ -127,6 +128,7 @@ class PluginDouble(Double):
             "label": self.label,
             "ranks": 1,
             "paused": self.paused,
+            "drafter": self.drafter,
             "patchable": self.patchable,
             "reason": "" if self.patchable else "the weights are packed",
             "refused": self.refused,

@@ -38,19 +38,23 @@ class TellingSGLang(SGLangDouble):
 
 
 @pytest.mark.parametrize(
-    ("kind", "double", "release"),
+    ("kind", "double", "release", "drafter"),
     [
-        ("vllm", VLLMDouble(), "vllm 0.32.0"),
-        ("sglang", TellingSGLang(), "sglang 0.5.9"),
-        ("sglang", SGLangDouble(), "sglang, which tells no version"),
-        ("webhook", WebhookDouble(), "webhook, which tells no version"),
+        ("vllm", VLLMDouble(), "vllm 0.32.0", {}),
+        ("sglang", TellingSGLang(), "sglang 0.5.9", {}),
+        ("sglang", SGLangDouble(), "sglang, which tells no version", {"drafter": "note"}),
+        ("webhook", WebhookDouble(), "webhook, which tells no version", {}),
     ],
 )
-def test_engines_that_are_well(kind: str, double: Double, release: str, ask: Ask) -> None:
+def test_engines_that_are_well(kind: str, double: Double, release: str, drafter: Levels, ask: Ask) -> None:
     with serve(double) as url:
         code, found = ask(f"{kind}={url}")
     assert code == 0
-    assert {check: finding["level"] for check, finding in found.items()} == {"answers": "ok", "label": "ok"}
+    assert {check: finding["level"] for check, finding in found.items()} == {
+        "answers": "ok",
+        "label": "ok",
+        **drafter,
+    }
     assert found["answers"]["says"].endswith(release)
     assert double.paths() == [], "nothing was told"
 

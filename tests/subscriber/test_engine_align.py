@@ -424,7 +424,7 @@ def test_all_engines_that_map_the_files_are_paused_around_one_patch(host: Host) 
 
 def test_nothing_is_patched_when_one_that_maps_the_files_does_not_pause(host: Host) -> None:
     willing, unwilling, copying = WebhookDouble(), WebhookDouble(), SGLangDouble()
-    unwilling.script("/", unwilling.behave, Answer(200, {"ok": False}))
+    unwilling.refuses_to_pause = True
     engines = [
         host.engine("webhook", willing),
         host.engine("webhook", unwilling),

@@ -535,7 +535,7 @@ def test_vllm_elsewhere_is_reloaded(stage: Stage, config: str, answer: Answer) -
 def test_vllm_that_does_not_say_what_it_runs_on_is_left_alone(stage: Stage) -> None:
     (stage.local / "config.json").write_text('{"tie_word_embeddings": true}')
     double = VLLMDouble()
-    double.script("/server_info", Hang())
+    double.script("/server_info", Hang(), Hang())
     engine = stage.engine("vllm", double, timeouts=dataclasses.replace(QUICK, control=0.2))
     assert isinstance(reload(engine), Intact)
     assert reloads(double) == 0

@@ -106,7 +106,7 @@ class Front:
             looks = await self._controls.ranks({"do": "look"})
         held = _held(looks)
         return {
-            **{key: looks[0][key] for key in ("plugin", "format", "process", "label")},
+            **{key: looks[0][key] for key in ("plugin", "format", "process", "label", "drafter")},
             "version": held["version"],
             "root": held["root"],
             "ranks": len(looks),

@@ -68,6 +68,9 @@ class EngineHere(Protocol):
     def hindrance(self) -> str | None:
         """Why no weight of this engine can be patched."""
 
+    def drafter(self) -> str:
+        """How the engine drafts tokens (speculative decoding): its name of the method; `none`."""
+
     def misplaced(self, patches: Path) -> str | None:
         """Why a reload would bring other weights than those of the checkpoint that `patches` belong to."""
 
@@ -144,6 +147,7 @@ class EngineRank:
         held = self._held
         return {
             "misplaced": self._engine.misplaced(self._patches) or "",
+            "drafter": self._engine.drafter(),
             "plugin": VERSION,
             "format": FORMAT,
             "process": self._process,

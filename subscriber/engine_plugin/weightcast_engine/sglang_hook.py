@@ -288,6 +288,10 @@ class SglangEngine:
             return self._form
         return None if self.directory.is_dir() else f"{self.directory} is no directory"
 
+    def drafter(self) -> str:
+        """Which reloads reach; the server tells its method by /server_info."""
+        return "draft model" if self.has_draft else "none"
+
     def misplaced(self, patches: Path) -> str | None:
         """A reload is told its path, by /update_weights_from_disk."""
         return None

@@ -32,6 +32,8 @@ _PLAIN_FORMATS = ("auto", "hf", "safetensors", "runai_streamer", "fastsafetensor
 _PLAIN_METHODS = frozenset(
     {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod", "NoneType"}
 )
+_WEIGHTLESS = frozenset({"none", "ngram", "ngram_gpu", "suffix"})
+"""ways to draft without a model"""
 _PLAIN_EXPERTS = frozenset({"TRITON", "BATCHED_TRITON"})
 """which compute with experts as a checkpoint has them"""
 
@@ -101,12 +103,11 @@ class VllmEngine:
 
     def hindrance(self) -> str | None:
         config = self._worker.vllm_config
-        parallel, speculative = config.parallel_config, config.speculative_config
+        parallel, drafter = config.parallel_config, self.drafter()
         model, kind = config.model_config, config.load_config.load_format
-        draft = getattr(speculative, "draft_model_config", None)
         hindrances = {
             f"the model is quantised: {model.quantization}": model.quantization is not None,
-            "a draft model has weights of its own": draft is not None,
+            f"a draft model ({drafter}) has weights of its own": drafter not in _WEIGHTLESS,
             "sleep mode is on, and weights that are away can't be read": bool(
                 getattr(model, "enable_sleep_mode", False)
             ),
@@ -119,6 +120,10 @@ class VllmEngine:
             f"{self.directory} is no directory": not self.directory.is_dir(),
         }
         return next((reason for reason, applies in hindrances.items() if applies), None)
+
+    def drafter(self) -> str:
+        speculative = self._worker.vllm_config.speculative_config
+        return "none" if speculative is None else str(getattr(speculative, "method", None) or "draft_model")
 
     def misplaced(self, patches: Path) -> str | None:
         return misplaced(self.directory, patches)

@@ -1,0 +1,89 @@
+"""Draft and MTP models of engines (speculative decoding), and whether a reload leaves them behind.
+
+What the releases do when they load weights from disk (read in their sources):
+- vLLM (up to 0.32): `reload_weights` loads the main model alone. Its routes for draft models take weights
+  from a trainer's GPU, not from files.
+- SGLang: from 0.5.11 the draft model is loaded after the main model, from the same directory; before that it
+  stays as it is. A draft model of a directory of its own is not in that directory.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Mapping
+
+from weightcast.subscriber.engines.base import EngineSpec, Misconfigured
+
+NONE, UNKNOWN = "none", "unknown"
+CANNOT_TELL = "cannot tell whether a draft model is loaded: a reload would leave its weights old"
+_WEIGHTLESS = frozenset({"ngram", "ngram_gpu", "suffix", "extract_hidden_states", "uno", "none"})
+"""methods that draft without a model of their own"""
+_TEXT = re.compile(r"speculative_config=(None\b|SpeculativeConfig\(method='([^']{1,100})')")
+_SGLANG_RELOADS = (0, 5, 11)
+
+
+class StaleDrafter(Misconfigured):
+    unfit = True
+
+
+def vllm_drafter(config: object) -> str:
+    """The method of `vllm_config` in an answer of `/server_info`, in either of its formats."""
+    if isinstance(config, str):
+        found = _TEXT.search(config)
+        return UNKNOWN if found is None else drafter_named(found[2])
+    if not isinstance(config, dict) or "speculative_config" not in config:
+        return UNKNOWN
+    speculative = config["speculative_config"]
+    if isinstance(speculative, dict):
+        return drafter_named(speculative.get("method") or "draft_model")
+    return NONE if speculative is None else vllm_drafter(f"speculative_config={speculative}")
+
+
+def require_vllm(spec: EngineSpec, drafter: str) -> str:
+    """What to show. Raises StaleDrafter for a model that every reload would leave old."""
+    if drafter in (NONE, UNKNOWN) or spec.drafter == "keep":
+        return drafter
+    raise StaleDrafter(
+        f"{spec.shown_url} runs a draft model ({drafter}), which vLLM would leave at its old weights",
+        remedy="start vLLM without --speculative-config, or give drafter=keep to leave it old",
+    )
+
+
+def require_sglang(spec: EngineSpec, settings: Mapping[str, object]) -> str:
+    """As `require_vllm`. `settings`: of the server, as `/server_info` tells them."""
+    if "speculative_algorithm" not in settings:
+        return UNKNOWN
+    algorithm = settings["speculative_algorithm"]
+    drafter = NONE if algorithm is None else drafter_named(algorithm)
+    if drafter == NONE or spec.drafter == "keep":
+        return drafter
+    draft, main = (settings.get(key) for key in ("speculative_draft_model_path", "model_path"))
+    release, runs = settings.get("version"), f"{spec.shown_url} runs a draft model ({drafter})"
+    if isinstance(release, str) and _numbers(release) < _SGLANG_RELOADS:
+        raise StaleDrafter(
+            f"{runs}, which SGLang {release[:20]} would leave at its old weights",
+            remedy="upgrade SGLang to 0.5.11 or later, start it without a draft model, or give drafter=keep",
+        )
+    if draft and _place(draft) not in (_place(main), _place(spec.path)):
+        raise StaleDrafter(
+            f"{runs} of another checkpoint, {str(draft)[:100]}",
+            remedy="start SGLang without --speculative-draft-model-path, or give drafter=keep",
+        )
+    return drafter
+
+
+def drafter_named(method: object) -> str:
+    """As it is shown; `none` for what has no weights."""
+    name = str(method)[:100] if method else NONE
+    return NONE if name.lower() in _WEIGHTLESS else name
+
+
+def _place(path: object) -> str:
+    return posixpath.normpath(str(path))
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    """Of `0.5.9`, `0.5.10.post1`, `0.5.11rc0`. Any other form counts as new."""
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", release)
+    return _SGLANG_RELOADS if found is None else tuple(map(int, found.groups()))
