@@ -15,8 +15,8 @@ from weightcast.subscriber.engines.base import BadEngineOption, EngineSpec, KeyR
 
 DENIED = frozenset({401, 403, 407})
 """The request was refused for its credentials, in front of the handler: it had no effect."""
-ADMIN_LOOK = "/get_weights_by_name"
-"""GET, and a control route of SGLang; without a name it answers nothing else than whether the key fits"""
+ADMIN_LOOK, READ_LOOK = "/get_weights_by_name", "/get_weights_by_name?"
+"""A control route of SGLang by GET, with either key; without a name it says only whether the key fits."""
 _PROXY = "use the engine's own address, or let the proxy pass this host"
 _GIVE = "give it by api_key_env=VARIABLE"
 _GIVE_TWO = f"{_GIVE}, and that of --admin-api-key by admin_api_key_env=VARIABLE"

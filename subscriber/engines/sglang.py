@@ -24,7 +24,7 @@ from weightcast.subscriber.engines.base import (
 )
 from weightcast.subscriber.engines.drafters import CANNOT_TELL, UNKNOWN, require_sglang
 from weightcast.subscriber.engines.identities import Identities
-from weightcast.subscriber.engines.keys import ADMIN_LOOK
+from weightcast.subscriber.engines.keys import ADMIN_LOOK, READ_LOOK
 from weightcast.subscriber.engines.wire import (
     NEVER_HANDLED,
     NO_ROUTE,
@@ -112,8 +112,11 @@ class SGLang:
         return {}
 
     def require_control(self) -> None:
-        """Raises KeyRefused where orders would be refused. Nothing is ordered."""
-        self._wire.get(ADMIN_LOOK, self._timeouts.probe).require_key()
+        """Raises KeyRefused where orders would be refused. Nothing is ordered. A server that takes the key of
+        questions there does not guard this route as its control routes."""
+        by_control, by_read = (self._wire.get(path, self._timeouts.probe) for path in (ADMIN_LOOK, READ_LOOK))
+        if by_read.refusal is not None:
+            by_control.require_key()
 
     def release(self) -> str | None:
         """The version of the software; None where it does not say. Raises EngineFailed."""
