@@ -97,6 +97,8 @@ def fleet(
 ) -> None:
     """Show the hosts of a run: who is behind, who is gone, and why. Hosts say this of themselves."""
     if forget:
+        if watch or whole:
+            raise typer.BadParameter("--forget shows nothing: drop --watch and --all")
         _forget(forget, channel, url, token, as_json)
         return
     with _looking(channel, url, token, UPDATES_LIMIT if as_json else _UPDATES_SHOWN) as look:

@@ -444,6 +444,7 @@ def test_forget(channel: Path, weightcast: Command) -> None:
 
     code, _, err = weightcast(*forget, "ended", "--forget", "a")
     assert code == 3 and "a (/l) is ready, heard" in err and len(hosts()) == 4, "all or none"
+    assert weightcast(*forget, "ended", "--watch")[0] == 2
     code, _, err = weightcast(*forget, "ghost")
     assert code == 3 and "2 hosts named 'ghost'" in err and "ghost:a, ghost:b" in err
     code, _, err = weightcast(*forget, "nobody")
