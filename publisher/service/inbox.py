@@ -14,6 +14,7 @@ from enum import StrEnum
 
 from weightcast.publisher.service.layouts import ROOT, Fit, Layouts, LeftAlone, save_of
 from weightcast.shared.errors import DamagedFile
+from weightcast.shared.files.other_formats import is_other_format
 from weightcast.shared.files.paths import file_name, is_plain
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
 from weightcast.shared.service.facts import Failure
@@ -135,7 +136,7 @@ class Waiting:
     reason: str
     remedy: str = ""
     still: bool = False
-    """nothing changed for as long as a checkpoint takes to settle"""
+    """it is a checkpoint, and did not change for as long as one takes to settle"""
 
 
 @dataclass(frozen=True)
@@ -226,8 +227,8 @@ class Inbox:
         existing = [
             n for n, each in self.entries.items() if each.outcome is InboxOutcome.EXISTING and each.files
         ]
-        remedy = "publish it with `POST /v1/publish`; before version 1, restart with --existing"
-        reason = "complete before this publisher first started"
+        remedy = "publish it with `POST /v1/publish`; before the first version, restart with --existing"
+        reason = "complete when this publisher first looked"
         return [
             *dict.fromkeys(self.layouts.left.values()),
             *(LeftAlone(name, reason, remedy) for name in existing),
@@ -292,7 +293,9 @@ class Inbox:
             return 0 < quiet >= self.rules.settle_seconds * times
 
         def wait(reason: str, remedy: str = "") -> Waiting:
-            return Waiting(sighting.name, reason, remedy, still=sighting.finished or is_still())
+            is_checkpoint = any(map(is_of_a_checkpoint, {mark.name for mark in sighting.files}))
+            still = is_checkpoint and (sighting.finished or is_still())
+            return Waiting(sighting.name, reason, remedy, still)
 
         if sighting.temporary:
             reason = "temporary name: hidden, or ends in .tmp" if is_still(_RENAME_TIMES) else ""
@@ -447,6 +450,11 @@ def _is_broken(sighting: Sighting) -> bool:
 def holds_weights(name: str) -> bool:
     """Whether a file of this name holds weights, or says where they are."""
     return name.endswith((".safetensors", ".safetensors.index.json"))
+
+
+def is_of_a_checkpoint(name: str) -> bool:
+    """Whether a directory with a file of this name is taken for a checkpoint, if not for a whole one."""
+    return holds_weights(name) or is_other_format(name) or name in ("config.json", "adapter_config.json")
 
 
 def _in_order(sighting: Sighting) -> tuple[int, list[tuple[int, str]]]:

@@ -111,10 +111,11 @@ class Layouts:
         flat = max((fit for name, fit in ready.items() if _layout(name) == _FLAT), default=None)
         best = max(new.values(), default=None)
         if flat is not None and best is not None and flat >= best:
-            self._leave_all(new, "checkpoints lie directly in the watched directory, too")
+            self._leave_all(new, "there are checkpoints directly in the watched directory, too")
             return
         self._leave_all(
-            [each for each in new if new[each] != best], "its tensors fit the base less than others"
+            [each for each in new if new[each] != best],
+            "the tensors of other checkpoints fit the base better",
         )
         rivals = _outermost([each for each in new if new[each] == best])
         if before and not all(

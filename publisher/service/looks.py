@@ -20,6 +20,7 @@ from weightcast.publisher.service.inbox import (
     Sighting,
     Waiting,
     holds_weights,
+    is_of_a_checkpoint,
     is_temporary,
     without_ctime,
 )
@@ -47,7 +48,6 @@ _DEPTH = 12
 """directories within directories that are looked into"""
 _ONE_CLOCK = 0.5
 """seconds"""
-_CONFIGS = frozenset({"config.json", "adapter_config.json"})
 _MODEL_FILES = ("config", "generation_config", "tokenizer", "special_tokens_map", "chat_template", "adapter_")
 _READABLE = "let the publisher's user read it, or move it out of the watched directory"
 
@@ -87,7 +87,7 @@ class _Directory:
             return 3
         if self.name == ROOT or not self.files:
             return 0
-        return 2 if _CONFIGS & set(self.files) else int("/" not in self.name)
+        return 2 if any(map(is_of_a_checkpoint, self.files)) else int("/" not in self.name)
 
 
 def look(
@@ -104,7 +104,8 @@ def look(
     tree, unreadable = _walk(watch, own)
     unknown, problems = [], dict(unreadable)
     for name in _worth_a_look(tree):
-        if is_left(name) and not tree[name].temporary:
+        is_checkpoint = any(map(is_of_a_checkpoint, tree[name].files))
+        if is_checkpoint and not tree[name].temporary and is_left(name):
             continue
         try:
             files = marks_of(watch, name, marker)

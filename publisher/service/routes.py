@@ -13,7 +13,7 @@ from weightcast.publisher.service.queue import QUEUE_LIMIT, Job, KeyReused, Queu
 from weightcast.shared.channel import marks
 from weightcast.shared.errors import Refused, RetryLater
 from weightcast.shared.files.disk_errors import disk_text
-from weightcast.shared.files.entries import is_directory
+from weightcast.shared.files.entries import is_directory, matching
 from weightcast.shared.files.paths import is_plain
 from weightcast.shared.service.facts import Failure
 from weightcast.shared.service.http import Answer, StrictRoute
@@ -124,7 +124,7 @@ def repair_routes(channel: Path, wake: Callable[[], None]) -> APIRouter:
 
 def check_checkpoint(text: str, roots: Sequence[Path]) -> Path:
     """The checkpoint's real path. Raises Refused unless it is an absolute path of a directory below one of
-    `roots`, links followed; without roots, anywhere."""
+    `roots`, links followed, or a root with weights; without roots, anywhere."""
     path = Path(text)
     if not is_plain(text) or not path.is_absolute():
         raise Refused(f"{text[:200]!r} is not an absolute path", remedy="give the whole path")
@@ -134,11 +134,16 @@ def check_checkpoint(text: str, roots: Sequence[Path]) -> Path:
     except (OSError, RuntimeError) as error:
         # The same answer inside and outside of the roots: nobody shall probe the file system through this.
         raise _not_allowed(text, roots) from error
-    if roots and not any(real != root and real.is_relative_to(root) for root in allowed):
+    if roots and not any(real.is_relative_to(root) and _is_a_save(real, root) for root in allowed):
         raise _not_allowed(text, roots)
     if not is_directory(real):
         raise Refused(f"{text} is not a directory", remedy="give a checkpoint directory")
     return real
+
+
+def _is_a_save(real: Path, root: Path) -> bool:
+    """A trainer may save into the watched directory itself."""
+    return real != root or bool(matching(root, "*.safetensors"))
 
 
 def _not_allowed(text: str, roots: Sequence[Path]) -> Refused:

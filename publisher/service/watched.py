@@ -39,7 +39,7 @@ from weightcast.shared.service.logs import get_log
 from weightcast.shared.words import TensorTable
 
 _CONSUMING = Backoff(0.5, 300.0)
-_EXISTING = "before version 1, restart with --existing to publish them; later, `POST /v1/publish`"
+_EXISTING = "before the first version, restart with --existing to publish them; later, `POST /v1/publish`"
 _NAMED = 5
 """checkpoints that a line of the log names"""
 _SKIPPED_KEPT = 20

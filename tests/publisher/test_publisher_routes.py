@@ -147,6 +147,8 @@ def test_only_checkpoints_below_a_root(door: Door) -> None:
         assert (refused.status_code, refused.json()["error"]) == (422, "Refused"), path
     assert queue.open() == ()
     assert door.post({"checkpoint": f"{watch}/../watch/step_1"}).status_code == 202
+    write(watch, base_tensors())
+    assert door.post({"checkpoint": str(watch)}).status_code == 202
 
 
 def test_without_roots_any_directory(tmp_path: Path) -> None:
