@@ -340,7 +340,7 @@ class Desk:
 
         known = watched.content(chosen, publisher.root_of)
         if watched.has_sample(chosen, known.sample):
-            return watched.skip_unread(chosen)
+            return watched.skip_unread(chosen, known)
         if self._has_root(publisher, read, known.root, chosen.name):
             return watched.skip_published(chosen, known)
         request = watched.begin(choice, publisher.version)

@@ -192,6 +192,13 @@ class Inbox:
             return None if own is None else own.content
         return LastContent(own.version)
 
+    def content_of(self, sighting: Sighting) -> LastContent | None:
+        """As `content`; for a new name, of the checkpoint whose files these seem to be: hard links change the
+        ctime."""
+        weights = without_ctime(sighting.weights)
+        names = [n for n, each in self.entries.items() if each.files and without_ctime(each.files) <= weights]
+        return self.content(sighting.name if sighting.name in self.entries or not names else names[0])
+
     def unsampled(self) -> list[str]:
         """Names of checkpoints that were not read and have no sample yet."""
         return [
@@ -365,12 +372,12 @@ class Inbox:
         self.entries[sighting.name] = self._entry(InboxOutcome.PUBLISHED, sighting)
         self.succeed(sighting.name, version, root)
 
-    def skip(self, sighting: Sighting) -> None:
+    def skip(self, sighting: Sighting, content: LastContent) -> None:
         """It was not read in full before, and its sample is the same."""
-        own = self.entries[sighting.name]
-        kept = (InboxOutcome.EXISTING, InboxOutcome.PASSED_OVER)
-        outcome = own.outcome if own.outcome in kept else InboxOutcome.EXISTING
-        self.entries[sighting.name] = replace(self._entry(outcome, sighting), content=own.content)
+        own = self.entries.get(sighting.name)
+        passed = own is not None and own.outcome is InboxOutcome.PASSED_OVER
+        outcome = InboxOutcome.PASSED_OVER if passed else InboxOutcome.EXISTING
+        self.entries[sighting.name] = replace(self._entry(outcome, sighting), content=content)
 
     def give_up(self, name: str) -> None:
         """The publication did not happen: it and those passed over for it are new again."""

@@ -197,7 +197,7 @@ class Watched:
 
     def content(self, sighting: Sighting, root_of: Callable[[int], str]) -> LastContent:
         """What it has to differ from to be published."""
-        content = self._inbox.content(sighting.name) or LastContent()
+        content = self._inbox.content_of(sighting) or LastContent()
         if content.root or content.version is None:
             return content
         return replace(content, root=root_of(content.version))
@@ -210,12 +210,15 @@ class Watched:
         if content.version is not None:
             self._inbox.adopt(sighting, content.version, content.root)
             self._consume_published(sighting.name)
-            self._skipped(sighting.name, f"same content as version {content.version} of this name")
+            self._skipped(
+                sighting.name, f"only its files changed, not the content of version {content.version}"
+            )
 
-    def skip_unread(self, sighting: Sighting) -> None:
+    def skip_unread(self, sighting: Sighting, content: LastContent) -> None:
         """As `skip_published`, for what was left alone or passed over: by its sample."""
-        self._inbox.skip(sighting)
-        self._skipped(sighting.name, "same content as when it was left alone; POST /v1/publish publishes it")
+        self._inbox.skip(sighting, content)
+        reason = "only its files changed since it was left alone; POST /v1/publish publishes it"
+        self._skipped(sighting.name, reason)
 
     def _skipped(self, name: str, reason: str) -> None:
         self._store()

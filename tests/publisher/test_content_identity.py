@@ -285,7 +285,7 @@ def test_a_changed_stat_is_no_version(places: Places, opened: Opening, change: C
         office = opened()
     settled(office)
     assert places.latest() == "000002"
-    assert skipped(office) == {"step_1": "same content as version 1 of this name"}
+    assert skipped(office) == {"step_1": "only its files changed, not the content of version 1"}
     settled(office)
     assert office.desk.status().inbox.skipped_count == 1  # type: ignore[union-attr]
     rename_in(places.watch / "step_3", weights(3))
@@ -354,7 +354,7 @@ def test_a_consumed_checkpoint_that_comes_back_is_consumed_again(places: Places,
     for step in (1, 2):
         again = rename_in(places.watch / f"step_{step}", weights(step))
         settled(office)
-        assert not again.exists() and "same content" in skipped(office)[again.name]
+        assert not again.exists() and "only its files" in skipped(office)[again.name]
     assert places.latest() == "000002"
 
 
@@ -402,6 +402,21 @@ def test_a_renamed_checkpoint_is_known_when_its_stat_changes(places: Places, ope
     assert settled(office) == [(1, 1), (2, 2)] and list(skipped(office)) == ["best"]
 
 
+def test_hard_links_to_a_checkpoint_are_the_same_checkpoint(places: Places, opened: Opening) -> None:
+    """Making them changes the ctime of all its files."""
+    rename_in(places.watch / "before", weights(9))
+    office = opened()
+    for step in (1, 2):
+        rename_in(places.watch / f"step_{step}", weights(step))
+        office.settle()
+    for name in ("before", "step_1"):
+        shutil.copytree(places.watch / name, places.watch / f"{name}_kept", copy_function=os.link)
+    assert settled(office, 6) == [(1, 1), (2, 2)]
+    rewritten_in_place(places.watch / "step_1")
+    assert settled(office, 6)[-1][0] == 3
+    assert local_bytes(places.local, weights(5)) == plain(weights(5))
+
+
 def test_a_stat_that_changes_before_it_is_read_costs_no_memory(places: Places, opened: Opening) -> None:
     office = opened()
     directory = rename_in(places.watch / "step_1", weights(1))
@@ -417,7 +432,7 @@ def test_a_stat_that_changes_before_it_is_read_costs_no_memory(places: Places, o
     with watched(touch_once):
         settled(office)
     assert touching and places.latest() == "000001"
-    assert skipped(office) == {"step_1": "same content as version 1 of this name"}
+    assert skipped(office) == {"step_1": "only its files changed, not the content of version 1"}
 
 
 def test_a_memory_of_an_older_release(places: Places, opened: Opening) -> None:
