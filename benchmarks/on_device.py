@@ -27,7 +27,7 @@ from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.warm_up import warm_up
 from weightcast.shared.digest.hash import hash_bytes
 from weightcast.shared.digest.lanes import Lanes
-from weightcast.shared.digest.touched import span_sums
+from weightcast.shared.digest.step_sums import span_sums
 from weightcast.shared.words import Chunk, TensorSpec, TensorTable, Words, grid, whole_part
 
 from .steps import Case, simulated

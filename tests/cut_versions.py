@@ -6,16 +6,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from weightcast.shared.channel.chunk_step import ChunkStep
-from weightcast.shared.channel.delta_writer import ShardWriter, open_shard_writer
+from weightcast.shared.channel.delta_writer import ChunkStep, ShardWriter, open_shard_writer
 from weightcast.shared.channel.index import Index, VersionTotals, write_index
 from weightcast.shared.channel.layout import INDEX_NAME, Layout
 from weightcast.shared.channel.pointer import write_pointer
-from weightcast.shared.channel.tensor_records import TensorRecords
+from weightcast.shared.channel.records import TensorRecords
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.digest.root import root
-from weightcast.shared.digest.step_sums import StepSums
-from weightcast.shared.digest.touched import span_sums
+from weightcast.shared.digest.step_sums import StepSums, span_sums
 from weightcast.shared.files.checkpoint import open_checkpoint
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, gather
 from weightcast.shared.local.seed import ReadCheckpoint

@@ -20,14 +20,13 @@ from weightcast.publisher.care.prune import put_link_away
 from weightcast.publisher.version.anchors import write_weights
 from weightcast.publisher.version.commit import drop_attempt, new_parts_dir
 from weightcast.shared.channel.chain import check_files
-from weightcast.shared.channel.chunk_step import ChunkStep
 from weightcast.shared.channel.claims import Claim
-from weightcast.shared.channel.delta_writer import ShardWriter, open_shard_writer
+from weightcast.shared.channel.delta_writer import ChunkStep, ShardWriter, open_shard_writer
 from weightcast.shared.channel.index import INDEX_LIMIT, INDEX_NAME, FileRecord, Index, parse_index
 from weightcast.shared.channel.layout import Layout, version_name
 from weightcast.shared.channel.signing import signature_path
 from weightcast.shared.codec.changes import compare
-from weightcast.shared.digest.touched import span_sums
+from weightcast.shared.digest.step_sums import span_sums
 from weightcast.shared.errors import DamagedFile, WeightcastError
 from weightcast.shared.files import durable
 from weightcast.shared.files.entries import is_directory

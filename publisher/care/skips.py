@@ -15,20 +15,18 @@ import numpy as np
 from weightcast.publisher.care.past import Past
 from weightcast.publisher.version.commit import commit, discard, new_beside, verify_files
 from weightcast.publisher.version.elements import changed_elements
-from weightcast.shared.channel.chunk_step import ChunkStep
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.delta_reader import open_delta
-from weightcast.shared.channel.delta_writer import PartFiles, ShardWriter, open_shard_writer
+from weightcast.shared.channel.delta_writer import ChunkStep, PartFiles, ShardWriter, open_shard_writer
 from weightcast.shared.channel.index import INDEX_NAME, Index, VersionTotals, parse_index, write_index
 from weightcast.shared.channel.keys import PrivateKey
 from weightcast.shared.channel.layout import Layout
-from weightcast.shared.channel.tensor_records import TensorRecords
+from weightcast.shared.channel.records import TensorRecords
 from weightcast.shared.codec.changes import Changes, compare
 from weightcast.shared.codec.choose import StepEncoding
 from weightcast.shared.digest.lanes import LanesArray
 from weightcast.shared.digest.root import root
-from weightcast.shared.digest.step_sums import StepSums
-from weightcast.shared.digest.touched import span_sums
+from weightcast.shared.digest.step_sums import StepSums, span_sums
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files import durable

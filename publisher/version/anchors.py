@@ -21,7 +21,7 @@ from weightcast.shared.channel.file_record import file_record
 from weightcast.shared.channel.index import INDEX_NAME, FileRecord, Index, VersionTotals, write_index
 from weightcast.shared.channel.keys import PrivateKey
 from weightcast.shared.channel.layout import Layout
-from weightcast.shared.channel.tensor_records import TensorRecords
+from weightcast.shared.channel.records import TensorRecords
 from weightcast.shared.digest.hash import hash_bytes
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.root import root

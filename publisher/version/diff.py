@@ -13,9 +13,8 @@ from weightcast.publisher.weights.finite import NonFinite, became_non_finite, ch
 from weightcast.publisher.weights.match import Matched
 from weightcast.publisher.weights.on_device import Near, drifted
 from weightcast.publisher.weights.tensors import NewWeights
-from weightcast.shared.channel.chunk_step import ChunkStep
-from weightcast.shared.channel.delta_writer import PartFiles, ShardWriter
-from weightcast.shared.channel.tensor_records import TensorRecords
+from weightcast.shared.channel.delta_writer import ChunkStep, PartFiles, ShardWriter
+from weightcast.shared.channel.records import TensorRecords
 from weightcast.shared.codec.changes import Changes, compare
 from weightcast.shared.codec.choose import FetchWords
 from weightcast.shared.codec.parallel import ordered

@@ -19,7 +19,7 @@ from weightcast.shared.channel.index import (
     Index,
     VersionTotals,
 )
-from weightcast.shared.channel.tensor_records import TensorRecords
+from weightcast.shared.channel.records import TensorRecords
 from weightcast.shared.digest.lanes import Lanes, LanesArray
 from weightcast.shared.digest.root import root
 from weightcast.shared.errors import NeedsReseed

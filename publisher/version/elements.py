@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.shared.codec.changes import Changes
-from weightcast.shared.digest.touched import SpanSums
+from weightcast.shared.digest.step_sums import SpanSums
 from weightcast.shared.words import DTYPES, Chunk, TensorTable
 
 

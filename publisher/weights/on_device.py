@@ -33,7 +33,7 @@ from weightcast.shared.codec.changes import Changes
 from weightcast.shared.codec.scan import Scan
 from weightcast.shared.digest.hash import hash_bytes
 from weightcast.shared.digest.lanes import Lanes
-from weightcast.shared.digest.touched import SpanSums, span_sums
+from weightcast.shared.digest.step_sums import SpanSums, span_sums
 from weightcast.shared.errors import NeedsReseed
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.state import lanes_list

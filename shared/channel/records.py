@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from functools import cached_property
+from typing import NamedTuple, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weightcast.shared.digest.lanes import Lanes, LanesArray
 from weightcast.shared.errors import DamagedFile, Refused, UnknownFormat
 from weightcast.shared.files.paths import file_name, relative_name
 from weightcast.shared.files.strict_json import MAX_INTEGER, Members
-from weightcast.shared.words import MAIN
+from weightcast.shared.words import MAIN, TensorTable
 
 FORMAT = 1
 SIDE_FILES = "side_files"
@@ -114,3 +116,54 @@ def _file_record(row: object, what: str, checked: Callable[[str], str]) -> FileR
     ):
         raise DamagedFile(f"{what}: bad file record {repr(row)[:120]}")
     return FileRecord(checked(name), size, cast(str, digest))
+    return FileRecord(file_name(name), size, cast(str, digest))
+
+
+class TensorRecord(NamedTuple):
+    """A changed tensor (in an anchor: every tensor): raw lanes of its new bytes, changed elements."""
+
+    lanes: Lanes
+    changed: int
+
+
+@dataclass(frozen=True, eq=False)
+class TensorRecords(Mapping[str, TensorRecord]):
+    """Records by name. `names` are unique; `lanes`: uint64[n, 2]; `changed`: int64[n]."""
+
+    names: tuple[str, ...]
+    lanes: LanesArray
+    changed: NDArray[np.int64]
+
+    @classmethod
+    def numbered(
+        cls, table: TensorTable, numbers: NDArray[np.int64], lanes: LanesArray, changed: NDArray[np.int64]
+    ) -> TensorRecords:
+        """Of some tensors of a table. `lanes`, `changed`: of all of its tensors."""
+        names = tuple(table[number].name for number in numbers.tolist())
+        return cls(names, lanes[numbers], changed[numbers])
+
+    @cached_property
+    def _rows(self) -> Mapping[str, int]:
+        return {name: row for row, name in enumerate(self.names)}
+
+    def numbers(self, table: TensorTable) -> NDArray[np.int64]:
+        """int64[n]: of each its number in the table. Raises KeyError."""
+        return np.fromiter(map(table.numbers.__getitem__, self.names), np.int64, len(self.names))
+
+    def put(self, table: TensorTable, lanes: LanesArray) -> LanesArray:
+        """`lanes`, of all tensors of the table, with these in their places."""
+        lanes[self.numbers(table)] = self.lanes
+        return lanes
+
+    def __getitem__(self, name: str) -> TensorRecord:
+        row = self._rows[name]
+        return TensorRecord(Lanes(*self.lanes[row].tolist()), int(self.changed[row]))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def keys(self) -> KeysView[str]:
+        return self._rows.keys()

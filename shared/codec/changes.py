@@ -9,9 +9,74 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.shared.codec.kernels import kernels
-from weightcast.shared.codec.padding import Counted
 from weightcast.shared.codec.places import places_under
-from weightcast.shared.words import Words
+from weightcast.shared.words import Chunk, Words
+
+Index = NDArray[np.uint32]
+
+_NO_POSITION = 1 << 62
+_NO_SHIFT, _ONE_SPAN = np.zeros(1, np.int64), np.array([0, _NO_POSITION])
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The words of a chunk that count. `spans`: int64[n, 2], offset and words of each span; `starts`: where
+    they begin with no padding counted. `padded`: something lies between the spans, or before them; else
+    positions are the same both ways."""
+
+    spans: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    words: int
+    padded: bool
+
+    @classmethod
+    def of(cls, chunk: Chunk) -> Counted:
+        if len(chunk.spans) == 1:
+            (span,) = chunk.spans
+            place = np.array([[span.offset, span.words]], np.int64)
+            return cls(place, np.zeros(1, np.int64), span.words, span.offset > 0)
+        spans = np.ascontiguousarray(chunk.places[:, :2])
+        ends = np.cumsum(spans[:, 1])
+        starts = ends - spans[:, 1]
+        padded = bool((spans[:, 0] != starts).any())
+        return cls(spans, starts, int(ends[-1]) if len(ends) else 0, padded)
+
+    @property
+    def shifts(self) -> NDArray[np.int64]:
+        """How much padding lies before each span; of all as one where there is none."""
+        return self.spans[:, 0] - self.starts if self.padded else _NO_SHIFT
+
+    @property
+    def borders(self) -> NDArray[np.int64]:
+        """Where what `shifts` tells of begins without padding, then what no position reaches."""
+        return np.append(self.starts, _NO_POSITION) if self.padded else _ONE_SPAN
+
+    def without_padding(self, index: Index) -> Index:
+        return index - self._shifts_of(index, self.spans[:, 0]) if self.padded else index
+
+    def with_padding(self, index: Index) -> Index:
+        return index + self._shifts_of(index, self.starts) if self.padded else index
+
+    def _shifts_of(self, index: Index, firsts: NDArray[np.int64]) -> Index:
+        """How much padding lies before the span of each position."""
+        borders = np.searchsorted(index, firsts.astype(np.uint32))
+        return np.repeat(self.shifts.astype(np.uint32), np.diff(borders, append=len(index)))
+
+    def pick(self, words: Words) -> Words:
+        """The words of the spans, one after the other; a view where no padding lies between them."""
+        if not self.padded:
+            return words[: self.words]
+        return np.concatenate([words[offset : offset + count] for offset, count in self.spans.tolist()])
+
+    def spread(self, words: Words, count: int) -> Words:
+        """The reverse of `pick`: `count` words with zeros between the spans."""
+        if not self.padded and len(words) == count:
+            return words
+        padded = np.zeros(count, words.dtype)
+        for (offset, length), start in zip(self.spans.tolist(), self.starts.tolist(), strict=True):
+            padded[offset : offset + length] = words[start : start + length]
+        return padded
+
 
 _LISTED_BITS = 8
 """of a list, for each change: its distance from the one before"""

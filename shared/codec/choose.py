@@ -14,8 +14,7 @@ from typing import Literal
 import numpy as np
 
 from weightcast.shared.codec import dense, magnitudes, positions, sparse, steps
-from weightcast.shared.codec.changes import Changes
-from weightcast.shared.codec.padding import Counted
+from weightcast.shared.codec.changes import Changes, Counted
 from weightcast.shared.words import WordKind, Words
 
 StepEncoding = Literal["fast", "small"]

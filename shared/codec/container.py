@@ -22,9 +22,8 @@ import numpy as np
 import xxhash
 
 from weightcast.shared.codec import choose, dense, sparse
-from weightcast.shared.codec.changes import Changes, worth_masks
+from weightcast.shared.codec.changes import Changes, Counted, worth_masks
 from weightcast.shared.codec.choose import FetchWords, StepEncoding
-from weightcast.shared.codec.padding import Counted
 from weightcast.shared.codec.scan import all_of, changes_of, masked_changes
 from weightcast.shared.codec.sparse import DecodedStep
 from weightcast.shared.errors import DamagedFile, UnknownFormat
@@ -67,7 +66,7 @@ def decode_chunk(blob: bytes | memoryview, chunk: Chunk, old: Words) -> Changes:
 
 
 def decode_step(blob: bytes | memoryview, chunk: Chunk, old: Words) -> DecodedStep:
-    """What changes, and the sums over the touched words as `weightcast.shared.digest.touched.span_sums` has
+    """What changes, and the sums over the touched words as `weightcast.shared.digest.step_sums.span_sums` has
     them. `old`: word[chunk.words] as when it was encoded; with other words the result is wrong without an
     error, which only the sums show. Raises DamagedFile, UnknownFormat."""
     if len(old) != chunk.words or old.dtype != chunk.kind.numpy:

@@ -1,6 +1,6 @@
 """The contexts of magnitudes: which exponent begins them, how each is coded.
 
-Plain loops over arrays of int64: what they are here for numpy's kernels, `native_contexts` compiles.
+Plain loops over arrays of int64: what they are here for numpy's kernels, `native_rice` compiles.
 """
 
 from __future__ import annotations

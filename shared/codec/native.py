@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from weightcast.shared.codec.native_classes import exponents_of_all, put_classes, take_classes
 from weightcast.shared.codec.native_codes import take_values
-from weightcast.shared.codec.native_contexts import plan_contexts
 from weightcast.shared.codec.native_dense import add_steps, escaped, join_planes, split_planes, step_bytes
 from weightcast.shared.codec.native_exchange import (
     exchange_all,
@@ -13,7 +12,7 @@ from weightcast.shared.codec.native_exchange import (
     masks_of,
     pack_gaps,
 )
-from weightcast.shared.codec.native_rice import put_magnitudes, put_values
+from weightcast.shared.codec.native_rice import plan_contexts, put_magnitudes, put_values
 from weightcast.shared.codec.native_scan import compared, masked, scanned, scatter, split, sums_of_all
 from weightcast.shared.codec.native_sparse import put_fast, take_fast
 from weightcast.shared.codec.native_steps import take_steps

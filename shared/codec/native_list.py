@@ -6,7 +6,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from weightcast.shared.codec.native_lanes import machine_has
+from weightcast.shared.codec.native_exchange import machine_has
 from weightcast.shared.digest.native import address, cgutils, intrinsic, types
 
 _COUNT = 16

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from weightcast.shared.codec import contexts, rice
 from weightcast.shared.codec.contexts import CODING, COUNT, EXPONENTS, K_REST, K, Table
 from weightcast.shared.codec.rice import ESCAPE, LONGEST, RICE, RUNS
 from weightcast.shared.digest.native import (
@@ -16,6 +17,7 @@ from weightcast.shared.digest.native import (
     kernel,
     on_stack,
     reaching64,
+    rule,
     store64,
     trailing_zeros,
 )
@@ -209,3 +211,9 @@ def put_magnitudes(
     sizes = np.zeros(len(contexts), np.int64)
     done = write_magnitudes(magnitude, exponents, first, contexts, grouped, out, most, sizes)
     return sizes if done >= 0 else None
+
+
+for each in (rice.rice_parameter, contexts._first_exponent, contexts._plan):
+    rule(each)
+
+plan_contexts: Any = kernel(contexts.plan_contexts)

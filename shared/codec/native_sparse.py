@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from weightcast.shared.codec.contexts import EXPONENTS, Table
 from weightcast.shared.codec.native_codes import read_gaps
-from weightcast.shared.codec.native_contexts import plan_contexts
 from weightcast.shared.codec.native_ordinals import facts
-from weightcast.shared.codec.native_rice import write_gaps, write_magnitudes
+from weightcast.shared.codec.native_rice import plan_contexts, write_gaps, write_magnitudes
 from weightcast.shared.codec.native_scan import split_all
 from weightcast.shared.codec.native_steps import read_steps, room_for
 from weightcast.shared.codec.places import BAD_GAPS, BAD_PLACE, BAD_STEPS, GOOD, Taken

@@ -19,8 +19,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from weightcast.shared.codec.changes import Counted, Index
 from weightcast.shared.codec.kernels import kernels
-from weightcast.shared.codec.padding import Counted, Index
 from weightcast.shared.codec.rice import GREATEST, K_LIMIT, expected_bits, rice_parameter
 from weightcast.shared.codec.scratch import scratch
 from weightcast.shared.codec.steps import Steps

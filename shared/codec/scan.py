@@ -8,10 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.shared.codec import changes
-from weightcast.shared.codec.changes import Changes
+from weightcast.shared.codec.changes import Changes, Counted
 from weightcast.shared.codec.kernels import kernels
-from weightcast.shared.codec.padding import Counted
-from weightcast.shared.digest.touched import SpanSums
+from weightcast.shared.digest.step_sums import SpanSums
 from weightcast.shared.words import BLOCK_WORDS, Chunk, Words
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.shared.codec import positions
-from weightcast.shared.codec.changes import Changes
+from weightcast.shared.codec.changes import Changes, Counted, Index
 from weightcast.shared.codec.kernels import kernels
 from weightcast.shared.codec.magnitudes import (
     CONTEXT,
@@ -31,12 +31,11 @@ from weightcast.shared.codec.magnitudes import (
     read_contexts,
     unplanned,
 )
-from weightcast.shared.codec.padding import Counted, Index
 from weightcast.shared.codec.places import BAD_GAPS, BAD_PLACE, BAD_STEPS, Taken
 from weightcast.shared.codec.rice import K_LIMIT, MARGIN, SLACK, rice_parameter
 from weightcast.shared.codec.scratch import scratch
 from weightcast.shared.codec.steps import Steps
-from weightcast.shared.digest.touched import SpanSums, spans_in
+from weightcast.shared.digest.step_sums import SpanSums, spans_in
 from weightcast.shared.words import ByteArray, Chunk, WordKind, Words
 
 DecodedStep = tuple[Changes, SpanSums]

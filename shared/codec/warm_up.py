@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from weightcast.shared.codec import dense
-from weightcast.shared.codec.changes import Changes, compare
+from weightcast.shared.codec.changes import Changes, Counted, compare
 from weightcast.shared.codec.choose import StepEncoding
 from weightcast.shared.codec.container import decode_chunk, encode_chunk
 from weightcast.shared.codec.kernels import kernels
-from weightcast.shared.codec.padding import Counted
 from weightcast.shared.codec.scan import all_of, masked_changes, scan
 from weightcast.shared.digest.hash import all_compiled
-from weightcast.shared.digest.touched import span_sums
+from weightcast.shared.digest.step_sums import span_sums
 from weightcast.shared.words import Chunk, Span, Words
 
 _WORDS = 1 << 14

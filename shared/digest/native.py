@@ -18,8 +18,14 @@ import numpy as np
 from llvmlite import binding, ir
 from numpy.typing import NDArray
 
-from weightcast.shared.digest.compiled import Code, Kernel, Store, environment_of, undefined_symbols
-from weightcast.shared.digest.kernel_cache import cache_directory
+from weightcast.shared.digest.compiled import (
+    Code,
+    Kernel,
+    Store,
+    cache_directory,
+    environment_of,
+    undefined_symbols,
+)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Scalar = TypeVar("Scalar", bound=np.generic)

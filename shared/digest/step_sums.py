@@ -1,12 +1,82 @@
-"""What the step of a version does to the lanes of tensors, in arrays: there may be several 100,000."""
+"""Sums over the words that change from one version to the next, per chunk and per tensor.
+
+hash(new tensor) = hash(old tensor) - (old sums over its chunks) + (new sums over its chunks).
+Tensors are kept in arrays: there may be several 100,000.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.shared.digest.lanes import LanesArray
-from weightcast.shared.digest.touched import SpanSums
+from weightcast.shared.digest.hash import compiled
+from weightcast.shared.digest.lanes import ZERO, Lanes, LanesArray
+from weightcast.shared.words import Chunk, Words
+
+
+class ChangedWords(Protocol):
+    """As `weightcast.shared.codec.changes.Changes`, which lives above this room."""
+
+    @property
+    def index(self) -> NDArray[np.uint32]: ...
+    @property
+    def new(self) -> Words: ...
+
+
+@dataclass(frozen=True)
+class ChunkSums:
+    old: Lanes = ZERO
+    new: Lanes = ZERO
+    changed: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class SpanSums:
+    """Of the spans of a chunk that have changes, in the chunk's order: sums over the 8-byte words with a
+    changed word in them, numbered as in the tensor, before and after. `tensors`: int64[n]; `lanes`:
+    uint64[n, 4], old a, old b, new a, new b; `changed`: int64[n], words of the tensor's own width. Not to be
+    written."""
+
+    tensors: NDArray[np.int64]
+    lanes: NDArray[np.uint64]
+    changed: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, chunk: Chunk, lanes: NDArray[np.uint64], changed: NDArray[np.int64]) -> SpanSums:
+        """`lanes`, `changed`: of all spans; those without changes go."""
+        kept = np.flatnonzero(changed)
+        if len(kept) == len(changed):
+            return cls(chunk.tensors, lanes, changed)
+        return cls(chunk.tensors[kept], lanes[kept], changed[kept])
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def total(self) -> ChunkSums:
+        """What a chunk's record in the index holds."""
+        old_a, old_b, new_a, new_b = self.lanes.sum(axis=0, dtype=np.uint64).tolist()
+        return ChunkSums(Lanes(old_a, old_b), Lanes(new_a, new_b), int(self.changed.sum()))
+
+
+def span_sums(chunk: Chunk, old: Words, changes: ChangedWords) -> SpanSums:
+    """`old`: the chunk's old words with its zero padding, word[chunk.words], contiguous; only touched ones
+    are read. Positions must lie inside spans."""
+    ends, numbers = spans_in(chunk)
+    if len(changes.index) == 0:
+        nothing = np.zeros(len(ends), np.int64)
+        return SpanSums.of(chunk, np.zeros((len(ends), 4), np.uint64), nothing)
+    if len(old) != chunk.words or changes.index[-1] >= ends[-1]:
+        raise ValueError("old words or changes of another chunk")
+    return SpanSums.of(chunk, *compiled().touched(old, changes.index, changes.new, ends, numbers))
+
+
+def spans_in(chunk: Chunk) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Per span its end in the chunk, and the number of the chunk's 8-byte word 0 in its tensor's count."""
+    places = chunk.places
+    return places[:, 0] + places[:, 1], places[:, 2].copy()
 
 
 class StepSums:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from weightcast.shared.channel.chunk_step import ChunkStep
 from weightcast.shared.channel.delta_reader import DeltaReader, open_delta, place_of
+from weightcast.shared.channel.delta_writer import ChunkStep
 from weightcast.shared.channel.index import INDEX_NAME, ForeignIndex, Index
 from weightcast.shared.codec.changes import Changes
 from weightcast.shared.codec.parallel import ordered

@@ -22,7 +22,7 @@ from weightcast.shared.channel.index import (
     parse_index,
     write_index,
 )
-from weightcast.shared.channel.tensor_records import TensorRecord, TensorRecords
+from weightcast.shared.channel.records import TensorRecord, TensorRecords
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.root import root
 from weightcast.shared.errors import DamagedFile, Refused, UnknownFormat

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.choose import StepEncoding
 from weightcast.shared.codec.container import decode_step, encode_chunk
-from weightcast.shared.digest.touched import span_sums
+from weightcast.shared.digest.step_sums import span_sums
 from weightcast.shared.words import DTYPES, Chunk, Words
 
 SIZES = st.lists(st.integers(1, 700), min_size=1, max_size=6)

@@ -15,8 +15,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightcast.shared.codec.field import PayloadWriter, digest_stream, open_payload
-from weightcast.shared.codec.frame import ONE_SHOT
+from weightcast.shared.codec.field import ONE_SHOT, PayloadWriter, digest_stream, open_payload
 from weightcast.shared.errors import DamagedFile, Refused, UnknownFormat
 
 OLD_A = np.arange(16, dtype=np.uint16).view(np.uint8)

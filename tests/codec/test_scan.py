@@ -13,7 +13,7 @@ from weightcast.shared.codec.kernels import kernels
 from weightcast.shared.codec.scan import masked_changes, scan
 from weightcast.shared.digest.hash import hash_bytes
 from weightcast.shared.digest.lanes import Lanes
-from weightcast.shared.digest.touched import span_sums
+from weightcast.shared.digest.step_sums import span_sums
 from weightcast.shared.words import Chunk, Part, Segment, TensorSpec, TensorTable, Words, grid, kind_of
 
 DENSITIES = (0.0, 0.002, 0.03, 0.4, 1.0)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from weightcast.shared.digest.kernel_cache import cache_directory, key
+from weightcast.shared.digest.compiled import cache_directory, key
 
 CPU = "a cpu"
 

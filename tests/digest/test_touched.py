@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from weightcast.shared.digest.hash import hash_bytes
 from weightcast.shared.digest.lanes import ZERO, Lanes
-from weightcast.shared.digest.step_sums import StepSums
-from weightcast.shared.digest.touched import ChunkSums, SpanSums, span_sums
+from weightcast.shared.digest.step_sums import ChunkSums, SpanSums, StepSums, span_sums
 from weightcast.shared.words import (
     Chunk,
     Part,

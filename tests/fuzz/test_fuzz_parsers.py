@@ -27,9 +27,8 @@ from weightcast.shared.channel.index import (
     write_index,
 )
 from weightcast.shared.channel.pointer import parse_pointer
-from weightcast.shared.channel.records import FileRecord
+from weightcast.shared.channel.records import FileRecord, TensorRecords
 from weightcast.shared.channel.reports import Report, pack_report, parse_report
-from weightcast.shared.channel.tensor_records import TensorRecords
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.root import root
 from weightcast.shared.errors import WeightcastError

@@ -11,7 +11,7 @@ import pytest
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.choose import StepEncoding
 from weightcast.shared.codec.container import decode_step, encode_chunk
-from weightcast.shared.digest.touched import span_sums
+from weightcast.shared.digest.step_sums import span_sums
 from weightcast.shared.local.journal import Direction, JournalHeader, JournalReader, JournalWriter
 from weightcast.shared.local.records import Packed, pack_changes, pack_whole
 from weightcast.shared.words import Chunk, TensorSpec, TensorTable, Words, grid, kind_of

@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from weightcast.publisher.service.settings import PublisherSettings
-from weightcast.shared.digest.kernel_cache import CACHE_VARIABLE
+from weightcast.shared.digest.compiled import CACHE_VARIABLE
 from weightcast.shared.service.app import new_app, register_sides
 from weightcast.shared.service.cli import VERBS
 from weightcast.shared.service.settings import describe_settings
