@@ -116,7 +116,6 @@ def _file_record(row: object, what: str, checked: Callable[[str], str]) -> FileR
     ):
         raise DamagedFile(f"{what}: bad file record {repr(row)[:120]}")
     return FileRecord(checked(name), size, cast(str, digest))
-    return FileRecord(file_name(name), size, cast(str, digest))
 
 
 class TensorRecord(NamedTuple):
