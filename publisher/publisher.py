@@ -34,6 +34,7 @@ from weightcast.publisher.weights.config import CONFIG, check_config
 from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules, adapt
 from weightcast.publisher.weights.finite import NonFinite
 from weightcast.publisher.weights.on_device import Baselines, OnDevice, When
+from weightcast.publisher.weights.side_configs import changed_configs
 from weightcast.publisher.weights.tensors import CheckpointWeights, GivenWeights, NewWeights, refuse_local
 from weightcast.publisher.weights.trainer_step import whole_step
 from weightcast.shared.channel import marks
@@ -89,6 +90,8 @@ class Publisher:
         self._submissions = Submissions(self._publish)
         self._until = options.until
         self._arrivals: Arrivals | None = None
+        self._configs: Mapping[str, str] = {}
+        """of the last publication from files: those that were not the base's"""
 
     @classmethod
     def open(
@@ -246,6 +249,11 @@ class Publisher:
     def run(self) -> tuple[ChannelFile, Base]:
         """What the channel was made with, as it was first read here: neither changes in a run."""
         return Channel.open(self._follower.channel_dir, self._trust).require_ours()
+
+    @property
+    def config_changed(self) -> tuple[str, ...]:
+        """Config files of the checkpoint published last that are not those that hosts have."""
+        return tuple(self._configs)
 
     @property
     def left_behind(self) -> tuple[str, ...]:
@@ -460,6 +468,8 @@ class Publisher:
         own = self._follower.base_dir if local is None else local.checkpoint.directory
         try:
             check_config(directory / CONFIG, own, self.run[1].files)
+            base = self.run[1] if local is None else local.base
+            weights.configs = changed_configs(weights.checkpoint, own, base)
         except BaseException:
             weights.close()
             raise
@@ -500,9 +510,12 @@ class Publisher:
     def _publish(self, work: Work) -> PublishReport:
         if self._owner is None:
             return self._member.publish(work)
+        work.told = self._configs
         try:
             with contextlib.nullcontext() if self._upkeep is None else self._upkeep.way.publishing():
-                return self._owner.publish(work)
+                report = self._owner.publish(work)
+                self._configs = self._configs if work.configs is None else work.configs
+                return report
         finally:
             # also when it failed: it may have lacked the room that upkeep makes
             if self._background is not None:

@@ -17,6 +17,7 @@ from weightcast.publisher.weights.config import CONFIG, check_config
 from weightcast.publisher.weights.export_rules import ExportRules, adapt
 from weightcast.publisher.weights.finite import NonFinite
 from weightcast.publisher.weights.match import match
+from weightcast.publisher.weights.side_configs import config_text
 from weightcast.publisher.weights.tensors import CheckpointWeights, refuse_local
 from weightcast.shared.channel.base import Base
 from weightcast.shared.channel.channel_file import ChannelFile
@@ -180,6 +181,7 @@ def _show(console: Console, done: Publication, seconds: float) -> None:
             **({"names": ", ".join(f"{r}: {n}" for r, n in done.mapped.items())} if done.mapped else {}),
             **({"adapted": adapted} if adapted else {}),
             **({"notes": "; ".join(done.notes)} if done.notes else {}),
+            **({"config changed": config_text(done.config_changed)} if done.config_changed else {}),
         },
     )
 

@@ -48,6 +48,7 @@ from weightcast.publisher.version.commit import PostWrite
 from weightcast.publisher.version.report import Publication, publication, total_seconds
 from weightcast.publisher.version.work import Work, report_of
 from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules
+from weightcast.publisher.weights.side_configs import CONFIG_REMEDY
 from weightcast.publisher.weights.tensors import NewWeights
 from weightcast.shared.channel.claims import current_epoch
 from weightcast.shared.channel.index import Index
@@ -458,6 +459,14 @@ class Desk:
             **{what: count for what, count in done.adapted.items() if count},
             **{f"{phase}_s": round(seconds, 4) for phase, seconds in done.seconds.items()},
         )
+        if done.config_changed:
+            log.warning(
+                "config changed beside the weights: hosts keep the base's",
+                version=done.version,
+                source=done.source,
+                files=list(done.config_changed),
+                remedy=CONFIG_REMEDY,
+            )
         if done.resumed_from_step is not None:
             log.warning(
                 "step went back: the trainer resumed from an earlier step",
@@ -493,6 +502,7 @@ class Desk:
                 "version": self._publisher.version,
                 "epoch": self._publisher.epoch,
                 "left_behind": self._publisher.left_behind,
+                "config_changed": self._publisher.config_changed,
             }
         self._status.set(self._status.get().model_copy(update=facts))
         self._look_at_channel()

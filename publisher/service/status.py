@@ -152,6 +152,8 @@ class PublisherStatus(Frozen):
     """the last checkpoint that failed for good"""
     held: str | None = None
     repair: RepairStatus | None = None
+    config_changed: tuple[str, ...] = ()
+    """config files of the checkpoint published last that are not the base's, which hosts keep"""
     left_behind: tuple[str, ...] = ()
     """files of the base that hosts do not get: other formats of the weights, trainer state, hidden ones"""
     upkeep: UpkeepStatus = UpkeepStatus()

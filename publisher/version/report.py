@@ -39,6 +39,8 @@ class PublishReport:
     """tensors of the checkpoint that were left out"""
     notes: tuple[str, ...] = ()
     """what was tolerated in the checkpoint, and options that had no effect on it"""
+    config_changed: tuple[str, ...] = ()
+    """config files of the checkpoint that differ from the base's, which hosts keep; once per change"""
     non_finite: Mapping[str, int] = field(default_factory=dict)
     """elements by tensor that became NaN or infinite with this version, of what this rank compared; empty for
     an anchor, which is compared with nothing"""
@@ -93,6 +95,8 @@ class Publication(Facts):
     """tensors of the checkpoint that were left out"""
     notes: tuple[str, ...] = ()
     """what was tolerated in the checkpoint, and options that had no effect on it"""
+    config_changed: tuple[str, ...] = ()
+    """config files of the checkpoint that differ from the base's, which hosts keep; once per change"""
     non_finite_elements: int = 0
     """that became NaN or infinite with this version"""
     at: float = 0.0
@@ -124,6 +128,7 @@ def publication(report: PublishReport, source: str) -> Publication:
         renamed=report.renamed,
         dropped=report.dropped,
         notes=report.notes,
+        config_changed=report.config_changed,
         non_finite_elements=report.non_finite_elements,
         at=time.time(),
     )

@@ -77,6 +77,8 @@ class Work:
     """they are compared where they live, not on the host"""
     copied: bool = False
     """the new weights are a copy: their owner may change them from the start"""
+    told: Mapping[str, str] = field(default_factory=dict)
+    """`configs` of the last publication from files"""
     request: str = ""
     """written into the version's index: by it whoever asked for the version knows it again"""
 
@@ -92,6 +94,8 @@ class Work:
     mapped: Mapping[str, int] = field(default_factory=dict, init=False)
     """what was done to given names, and to how many"""
     adapted: Adapted = field(default=Adapted(), init=False)
+    configs: Mapping[str, str] | None = field(default=None, init=False)
+    """as of the new weights"""
     notes: tuple[str, ...] = field(default=(), init=False)
     """of the new weights"""
     non_finite: Mapping[str, int] = field(default_factory=dict, init=False)
@@ -157,6 +161,7 @@ def matched_to(file: ChannelFile, table: TensorTable, weights: NewWeights, rank:
     )
     check_ties(weights, matched, table)
     work.mapped, work.adapted, work.notes = matched.mapped, weights.adapted, weights.notes
+    work.configs = weights.configs
     if rank.alone:
         _check_whole(weights)
     return matched
@@ -262,6 +267,7 @@ def report_of(
         renamed=work.adapted.renamed,
         dropped=work.adapted.dropped,
         notes=work.notes,
+        config_changed=tuple(n for n, digest in (work.configs or {}).items() if digest != work.told.get(n)),
         non_finite=dict(work.non_finite),
     )
 

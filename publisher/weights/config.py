@@ -37,6 +37,8 @@ _TRAINING = ("initializer_range", "gradient_checkpointing", "router_aux_loss_coe
 _TASKS = ("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params")
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "forced_eos_token_id")
 _SAMPLING = ("max_length", "min_length", "temperature", "top_k", "top_p", "do_sample", "repetition_penalty")
+READ_BY_ENGINES = frozenset((*_TOKENS, *_SAMPLING))
+"""what engines take from it for their requests, where generation_config.json does not say it"""
 _ASIDE = frozenset((*_LIBRARY, *_WRITTEN, *_RUNNING, *_OUTPUTS, *_TRAINING, *_TASKS, *_TOKENS, *_SAMPLING))
 """what says nothing of what weights compute"""
 _ASIDE_ENDS = ("dropout", "pdrop", "drop_rate", "layerdrop")

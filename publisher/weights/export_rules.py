@@ -171,7 +171,7 @@ class AdaptedWeights(NewWeights):
     def __init__(self, weights: NewWeights, plan: _Plan) -> None:
         self._weights, self._sources = weights, plan.sources
         self.table, self.adapted = plan.table, plan.adapted
-        self.notes = (*weights.notes, *plan.notes)
+        self.notes, self.configs = (*weights.notes, *plan.notes), weights.configs
 
     def words_in(self, name: str, start: int, stop: int) -> Words:
         spec, source = self.table[self.table.numbers[name]], self._sources[name]

@@ -50,6 +50,8 @@ class NewWeights(ABC):
     """they come from a command or daemon: messages name its options, not Python functions"""
     notes: tuple[str, ...] = ()
     """what was tolerated or had no effect, for whoever publishes them"""
+    configs: Mapping[str, str] | None = None
+    """BLAKE3 hex by name of config files beside the weights that are not the base's; None: no files"""
 
     @abstractmethod
     def words_in(self, name: str, start: int, stop: int) -> Words:

@@ -1,0 +1,108 @@
+"""Tokenizer, chat template, generation and processor files of an export that are not the base's.
+
+Hosts keep the base's: weights alone are published. Libraries write some of these files anew with every save,
+so JSON is compared by what it says, without the release and the paths that wrote it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from weightcast.publisher.weights.config import CONFIG, READ_BY_ENGINES
+from weightcast.shared.channel.base import Base
+from weightcast.shared.files import durable
+from weightcast.shared.files.checkpoint import Checkpoint
+from weightcast.shared.files.entries import is_file, matching
+from weightcast.shared.files.paths import printable
+
+_TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+_TOKENIZER = "tokenizer_config.json"
+_CONFIG = re.compile(
+    r"config\.json|(.*/)?((.*tokenizer.*|vocab.*|merges|added_tokens|special_tokens_map|chat_template.*|generation_config"
+    r"|.*processor.*|.*feature_extractor.*)\.(json|txt)|(.*chat_template.*|.*)\.jinja"
+    r"|(.*tokenizer.*|spiece|sentencepiece.*)\.model|.*\.tiktoken)"
+)
+CONFIG_REMEDY = "hosts keep the base's: make a channel from a base with these files where they matter"
+_LIMIT = 256 << 20
+_ASIDE = frozenset(
+    ("transformers_version", "_from_model_config", "name_or_path", "_name_or_path", "tokenizer_file",
+     "special_tokens_map_file", "vocab_file", "merges_file", "added_tokens_file")
+)  # fmt: skip
+"""members that say who wrote the file, and where"""
+
+
+def config_text(changed: tuple[str, ...]) -> str:
+    return f"{printable(', '.join(changed))} ({CONFIG_REMEDY})"
+
+
+def changed_configs(export: Checkpoint, own: Path | None, base: Base) -> Mapping[str, str]:
+    """BLAKE3 hex by name of the files that differ. `own`: a directory with the base's; without it every
+    other byte counts."""
+    known = {record.name: record.blake3 for record in base.all_files}
+    found: dict[str, str] = {}
+    aside, template = _ASIDE, export.directory / _TEMPLATE
+    if own is not None and _template(own) == _template(export.directory):
+        # releases of transformers moved it from one of the two files into the other
+        aside = aside | {"chat_template"}
+        known = {**known, _TEMPLATE: _digest_of(template)}
+    for name in sorted(set(_names(export, known))):
+        data = durable.read_file(export.directory / name, _LIMIT, follow_links=True)
+        digest = blake3(data).hexdigest()
+        if digest != known.get(name) and not _says_the_same(name, data, own, known.get(name), aside):
+            found[name] = digest
+    return found
+
+
+def _names(export: Checkpoint, known: Mapping[str, str]) -> Iterator[str]:
+    for path in (*export.other_files, *matching(export.directory / _TEMPLATES, "*.jinja")):
+        name = path.relative_to(export.directory).as_posix()
+        if _CONFIG.fullmatch(name):
+            yield name
+    yield from (name for name in known if _CONFIG.fullmatch(name) and is_file(export.directory / name))
+
+
+def _template(directory: Path) -> object:
+    """The chat template, wherever it is written."""
+    if is_file(directory / _TEMPLATE):
+        return durable.read_file(directory / _TEMPLATE, _LIMIT, follow_links=True).decode(errors="replace")
+    try:
+        said = json.loads(durable.read_file(directory / _TOKENIZER, _LIMIT, follow_links=True))
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+    return said.get("chat_template") if isinstance(said, dict) else None
+
+
+def _digest_of(path: Path) -> str:
+    return blake3(durable.read_file(path, _LIMIT, follow_links=True)).hexdigest() if is_file(path) else ""
+
+
+def _says_the_same(
+    name: str, data: bytes, own: Path | None, digest: str | None, aside: frozenset[str]
+) -> bool:
+    if own is None or digest is None or not name.endswith(".json") or not is_file(own / name):
+        return False
+    ours = durable.read_file(own / name, _LIMIT, follow_links=True)
+    try:
+        return blake3(ours).hexdigest() == digest and _alike(name, data, ours, aside)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _alike(name: str, data: bytes, ours: bytes, aside: frozenset[str]) -> bool:
+    said, base = json.loads(data), json.loads(ours)
+    if name == CONFIG and isinstance(said, dict) and isinstance(base, dict):
+        # what the weights compute is compared by check_config
+        return all(said[member] == base[member] for member in READ_BY_ENGINES & said.keys() & base.keys())
+    return bool(_plain(said, aside) == _plain(base, aside))
+
+
+def _plain(said: Any, aside: frozenset[str]) -> Any:
+    if not isinstance(said, dict):
+        return said
+    return {name: each for name, each in said.items() if name not in aside}
