@@ -90,6 +90,8 @@ class Double:
         self.started = f"{1700000000.25 + 1000 * next(_STARTS)}"
         self.missing: set[str] = set()
         """routes that this release does not have"""
+        self.refuses: Callable[[Call], Answer | None] = lambda call: None
+        """what stands in front of the handlers: keys, proxies"""
         self._scripts: dict[str, deque[Act]] = defaultdict(deque)
         self._released = threading.Event()
         self._hanging = threading.Event()
@@ -119,6 +121,9 @@ class Double:
 
     def respond(self, call: Call) -> Answer | Drop | Trickle:
         self.calls.append(call)
+        refusal = self.refuses(call)
+        if refusal is not None:
+            return refusal
         script = self._scripts[call.path]
         act: Act = script.popleft() if script else self.behave
         if call.path in self.missing:
@@ -263,6 +268,37 @@ class VLLMDouble(Double):
     def half_loaded(self, call: Call) -> Answer:
         self.broken = True
         return Answer(500, {"error": {"message": "EngineCore encountered an issue", "code": 500}})
+
+
+ADMIN_GETS = ("/get_weights_by_name",)
+
+
+def guarded_as_sglang(api: str | None, admin: str | None) -> Callable[[Call], Answer | None]:
+    """Which key a released SGLang (0.5.9 to 0.5.23) wants for which route."""
+
+    def refuse(call: Call) -> Answer | None:
+        controls = call.method == "POST" or call.path.partition("?")[0] in ADMIN_GETS
+        wanted = admin if controls and admin is not None else api
+        if call.path == "/metrics" or wanted is None:
+            return None
+        fits = call.headers.get("authorization") == f"Bearer {wanted}"
+        return None if fits else Answer(401, {"error": "Unauthorized"})
+
+    return refuse
+
+
+class Balancer(Double):
+    """A load balancer: each request is answered by the next replica, or by the one that `pick` names."""
+
+    def __init__(self, *replicas: Double, pick: Callable[[int], int] | None = None) -> None:
+        super().__init__()
+        self.replicas = list(replicas)
+        self._pick = pick
+        self._turn = count()
+
+    def respond(self, call: Call) -> Answer | Drop | Trickle:
+        turn = next(self._turn) if self._pick is None else self._pick(len(self.replicas))
+        return self.replicas[turn % len(self.replicas)].respond(call)
 
 
 class WebhookDouble(Double):
