@@ -23,6 +23,7 @@ from weightcast.shared.files.checkpoint import Checkpoint
 from weightcast.shared.files.entries import exists
 from weightcast.shared.files.probes import CHANNEL_NEEDS, require
 from weightcast.shared.local.follow import open_base
+from weightcast.shared.local.known_bases import remember_base
 from weightcast.shared.local.seed import describe
 
 _HEAD = "lm_head.weight"
@@ -85,6 +86,7 @@ def init_channel(
         _check_rules(made, frozen, aliases or {})
         return made.require_ours()[0]
     durable.sync_directory(channel)
+    remember_base(file.run_id, base)
     return file
 
 
@@ -148,6 +150,7 @@ def _same(
             f"{channel.directory} was made from another base than {checkpoint.directory}{named}",
             remedy="give the base that the channel was made from, or make another channel",
         )
+    remember_base(file.run_id, checkpoint.directory)
     return file
 
 

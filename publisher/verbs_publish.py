@@ -44,7 +44,7 @@ _OPTIONS = (
     ),
     CHANNEL,
     Option("local", Path, "The publisher's own local checkpoint.", is_required=True),
-    Option("base", Path, "The run's base; needed the first time. The channel must be there."),
+    Option("base", Path, "The run's base; known where this user made the channel on this machine."),
     Option("encoding", str, "Of the delta.", default="fast", choices=get_args(Encoding)),
     Option("step", int, "The trainer's step.", least=0),
     THREADS,

@@ -50,6 +50,7 @@ from weightcast.publisher.version.work import Work, report_of
 from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules
 from weightcast.publisher.weights.side_configs import CONFIG_REMEDY
 from weightcast.publisher.weights.tensors import NewWeights
+from weightcast.shared.channel.base import Base
 from weightcast.shared.channel.claims import current_epoch
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Layout
@@ -62,6 +63,7 @@ from weightcast.shared.files.entries import exists, is_directory
 from weightcast.shared.files.probes import CONSUME_NEEDS, require
 from weightcast.shared.files.side_files import side_files
 from weightcast.shared.local.follow import open_base
+from weightcast.shared.local.known_bases import find_base
 from weightcast.shared.local.local_checkpoint import LocalPaths, ensure_room
 from weightcast.shared.local.scrub import Scrub
 from weightcast.shared.local.seed import check_other_files, check_table
@@ -605,10 +607,11 @@ def ready_channel(settings: PublisherSettings, meter: Meter) -> int:
             f"{settings.local} is of a run whose channel is not at {settings.channel}",
             remedy="mount the channel; for a new run give another --local",
         )
-    if not made or not known:
+    directory = _base_of(settings, known)
+    if directory is not None and (not made or not known):
         init_channel(
             settings.channel,
-            settings.base,
+            directory,
             frozen=settings.frozen,
             aliases=settings.aliases,
             threads=threads,
@@ -617,12 +620,32 @@ def ready_channel(settings: PublisherSettings, meter: Meter) -> int:
             trusted_keys=settings.trusted_key,
         )
     _, base = Channel.open(settings.channel).require_ours()
-    checkpoint = open_base(settings.base)
-    for note in checkpoint.notes:
-        log.info("small fault in the base, tolerated", base=str(settings.base), note=note)
-    check_table(settings.base, checkpoint.table, base.table)
-    check_other_files(settings.base, side_files(checkpoint).files, base.all_files)
+    if settings.base is not None:
+        _check_base(settings.base, base)
     return base.table.nbytes
+
+
+def _base_of(settings: PublisherSettings, is_seeded: bool) -> Path | None:
+    """None where it is not known and not needed. Raises Refused where it is needed."""
+    if settings.base is not None:
+        return settings.base
+    try:
+        found = find_base(Channel.open(settings.channel))
+    except Refused as error:
+        if not is_seeded:
+            raise
+        log.info("running without a base", reason=error.message)
+        return None
+    log.info("base found", base=str(found))
+    return found
+
+
+def _check_base(directory: Path, base: Base) -> None:
+    checkpoint = open_base(directory)
+    for note in checkpoint.notes:
+        log.info("small fault in the base, tolerated", base=str(directory), note=note)
+    check_table(directory, checkpoint.table, base.table)
+    check_other_files(directory, side_files(checkpoint).files, base.all_files)
 
 
 def open_publisher(settings: PublisherSettings) -> Publisher:

@@ -13,8 +13,10 @@ from weightcast.publisher.weights.export_rules import BadRule, ExportRules
 from weightcast.publisher.weights.finite import NonFinite
 from weightcast.shared.channel.index import Encoding
 from weightcast.shared.channel.keys import load_private_key
+from weightcast.shared.channel.layout import Layout
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.files.apart import is_within, require_places
+from weightcast.shared.files.entries import exists
 from weightcast.shared.files.paths import file_name
 from weightcast.shared.local.follow import open_base
 from weightcast.shared.service.fleet import LOST_SECONDS, STALE_SECONDS, Bounds
@@ -48,7 +50,11 @@ def _pairs(texts: list[str]) -> list[str]:
 class PublisherSettings(ServiceSettings):
     port: int = Field(PUBLISHER_PORT, ge=0, le=65535, description="Its port; 0 takes a free one.")
     channel: Path = Field(description="The channel's directory; made from the base if it is not there.")
-    base: Path = Field(description="HF checkpoint directory that the run starts from.")
+    base: Path | None = Field(
+        None,
+        description="HF checkpoint directory that the run starts from. Required to make the channel; later "
+        "found where this user made the channel on this machine.",
+    )
     local: Path = Field(description="The publisher's own local checkpoint: a directory of its own.")
     watch: Path | None = Field(None, description="Directory in which the trainer leaves checkpoints.")
     watch_pattern: Annotated[str, AfterValidator(_relative_glob)] | None = Field(
@@ -197,11 +203,18 @@ class PublisherSettings(ServiceSettings):
         problems = [
             *super().missing(),
             problem_of(lambda: require_places(self.channel, self.local)),
-            problem_of(lambda: open_base(self.base)),
+            self._base_missing(),
             "" if key is None else problem_of(lambda: load_private_key(key)),
             *self._own_places_consumed(),
         ]
         return [problem for problem in problems if problem]
+
+    def _base_missing(self) -> str:
+        base = self.base
+        if base is not None:
+            return problem_of(lambda: open_base(base))
+        made = exists(Layout(self.channel).channel_json)
+        return "" if made else f"base: required to make the channel {self.channel} (--base)"
 
     def _own_places_consumed(self) -> list[str]:
         if self.watch is None or not self.consume:

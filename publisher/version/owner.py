@@ -64,6 +64,7 @@ from weightcast.shared.files.side_files import side_files
 from weightcast.shared.files.space import nearest_directory, space_of
 from weightcast.shared.local.fetch import ROOM_BYTES, journal_bytes
 from weightcast.shared.local.follow import Follower, open_base
+from weightcast.shared.local.known_bases import find_base
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.stage import Fetched, Staged, stage
 from weightcast.shared.progress import Advance
@@ -523,12 +524,8 @@ class Owner:
         """What lists the files of an anchor beside its weights, and where they are."""
         if self._follower.local is not None:
             return self._follower.local.base, self._follower.local.files_beside
-        if self._follower.base_dir is not None:
-            return base, side_files(open_base(self._follower.base_dir)).files
-        raise Refused(
-            f"{self._follower.paths.directory} holds no checkpoint and no base is known",
-            remedy="give --base: weights, config and tokenizer are seeded from there",
-        )
+        directory = self._follower.base_dir or find_base(self._channel())
+        return base, side_files(open_base(directory)).files
 
 
 def _by_number(weights: NewWeights, matched: Matched) -> Callable[[int, int, int], Words]:

@@ -55,9 +55,14 @@ def cache_directory(environment: Mapping[str, str], cpu: str) -> Path | None:
     The files are code that will run, so a directory counts only if nobody else may write to it.
     What lacks nothing need not be writable, as in an image that is mounted read-only. `cpu`: name and
     features."""
+    return private_directory(environment, f"kernels-{key(cpu)}")
+
+
+def private_directory(environment: Mapping[str, str], name: str) -> Path | None:
+    """As `cache_directory`, under this name."""
     for place in _places(environment):
         try:
-            found = _private(place / f"kernels-{key(cpu)}")
+            found = _private(place / name)
         except OSError:
             continue
         if found is not None:

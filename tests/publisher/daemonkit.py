@@ -194,14 +194,15 @@ class Daemon:
     client: httpx.Client
 
     @classmethod
-    def start(cls, places: Places, *flags: str, token: str = "") -> Daemon:
+    def start(cls, places: Places, *flags: str, token: str = "", base: bool = True) -> Daemon:
         port_file, log = places.root / "port", places.root / "log"
         port_file.unlink(missing_ok=True)
         with log.open("ab") as stream:
             process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "weightcast.shared.service.cli", "publisher", "run"),
-                    *("--channel", str(places.channel), "--base", str(places.base)),
+                    *("--channel", str(places.channel)),
+                    *(("--base", str(places.base)) if base else ()),
                     *("--local", str(places.local), "--watch", str(places.watch)),
                     *("--port", "0", "--port-file", str(port_file), "--threads", "1"),
                     *("--poll-seconds", "0.1", "--settle-seconds", "0.3", *flags),
