@@ -175,7 +175,7 @@ def own(paths: LocalPaths) -> FileLock:
         raise HasWriter(
             f"{paths.directory} already has a writer ({holder(paths.owner) or 'it does not say which'})",
             remedy="one publisher or subscriber per local checkpoint: stop one of the two, or give each a "
-            "--local of its own; a daemon looks at once on POST /v1/wake",
+            "--local of its own",
         ) from error
     return lock
 

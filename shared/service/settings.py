@@ -246,7 +246,8 @@ def require_files(settings: ServiceSettings) -> None:
     problems = settings.missing()
     if problems:
         raise BadSettings(
-            "wrong settings:\n  " + "\n  ".join(problems), remedy="correct them, or make these files"
+            "wrong settings:\n  " + "\n  ".join(problems),
+            remedy="correct them where they are set",
         )
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from fastapi import FastAPI
 
+from weightcast.shared.errors import WeightcastError
 from weightcast.shared.local.local_checkpoint import HasWriter
 from weightcast.shared.local.scrub import Scrub
 from weightcast.shared.service.daemon import Stop, Wakeup, run_daemon
@@ -25,6 +26,7 @@ from weightcast.subscriber.service.figures import SubscriberFigures
 from weightcast.subscriber.service.report import Reporting, open_reporter
 from weightcast.subscriber.service.routes import group_routes
 from weightcast.subscriber.service.settings import SubscriberSettings
+from weightcast.subscriber.service.start import Start
 from weightcast.subscriber.service.wiring import open_engines, open_lead, options_of
 from weightcast.subscriber.status import HostStatus, WaitingFor, readiness
 from weightcast.subscriber.step.held import GroupFollower, Post
@@ -47,6 +49,8 @@ class Subscriber:
         watch_loop(self.registry, self.loop)
         self.figures = SubscriberFigures(self.registry)
         self.disk = DiskFigures(self.registry, {"channel": settings.channel, "local": settings.local})
+        self.refused: WeightcastError | None = None
+        """why this start can never come to anything"""
         self._troubles: tuple[str, ...] = ()
         self._left: tuple[str, ...] = ()
         self._awaited = ""
@@ -58,6 +62,7 @@ class Subscriber:
         lead = open_lead(settings)
         engines = open_engines(settings, lead, stopping=lambda: self.stop.requested)
         self.sync = Sync(self.options, engines, lead, show=self._show, stop=self.stop.wait)
+        self.start = Start(self.sync)
         reporter = open_reporter(settings)
         self.reporting = None if reporter is None else Reporting(reporter, self._reported)
         self.post = Post(self.wakeup.set) if settings.group_follower else None
@@ -70,6 +75,16 @@ class Subscriber:
         self.disk.show()
 
     def step(self, stop: Stop) -> None:
+        try:
+            self._step()
+        except WeightcastError as error:
+            if self.start.is_final(error):
+                self.refused = error
+                self.stop.request()
+            raise
+        self.start.ended_well()
+
+    def _step(self) -> None:
         try:
             outcome = self.sync.sync_once() if self.follower is None else self.follower.step()
             if self.follower is None or not self.follower.is_still:
@@ -129,12 +144,17 @@ class Subscriber:
                 log.info("all engines serve", version=outcome.version)
 
     def _reported(self) -> HostStatus | None:
-        """A report is a local checkpoint's: that of its writer."""
-        if isinstance(self.sync.view.error, HasWriter):
-            return None
-        return self.board.status.get().but(loop=self.loop.get())
+        """A report is a local checkpoint's: that of its writer. A start that is refused leaves none."""
+        status = self.board.status.get().but(loop=self.loop.get())
+        unknown = self.refused is not None or isinstance(self.sync.view.error, HasWriter)
+        return None if unknown or not self.start.is_known(status) else status
 
     def on_start(self) -> None:
+        try:
+            self.start.check_places()
+        except BaseException:
+            self.sync.close()
+            raise
         if self.reporting is not None:
             self.reporting.start()
 
@@ -144,6 +164,8 @@ class Subscriber:
         self.sync.close()
         if self.reporting is not None:
             self.reporting.stop()
+        if self.refused is not None:
+            self.start.withdraw()
 
     def status(self) -> HostStatus:
         status = self.board.status.get()
@@ -186,8 +208,8 @@ class Subscriber:
         self.wakeup.set()
 
     def run(self) -> None:
-        """Until SIGTERM, SIGINT or `stop`. Raises what `run_daemon` raises, and EngineFailed where the
-        failure of an engine is to end the daemon."""
+        """Until SIGTERM, SIGINT or `stop`. Raises what `run_daemon` raises, what refuses the first start, and
+        EngineFailed where the failure of an engine is to end the daemon."""
         warm_up_in_background()
         with Watcher(self.settings.channel, self.wakeup):
             run_daemon(
@@ -201,8 +223,9 @@ class Subscriber:
                 stop=self.stop,
                 stop_time=self.stop_time,
             )
-        if self.failed.error is not None:
-            raise self.failed.error
+        error = self.refused or self.failed.error
+        if error is not None:
+            raise error
 
 
 def run_subscriber(

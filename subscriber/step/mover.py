@@ -21,6 +21,10 @@ from weightcast.subscriber.step.prover import Prover
 from weightcast.subscriber.step.target import Target, resolve
 
 
+class MissingBase(Refused):
+    """No full weights lead to the target, and no base is given."""
+
+
 class Mover:
     """Brings the local checkpoint to a version, by the plan of a route. An error leaves it at a version, or
     in a phase that the next load finishes or takes back."""
@@ -76,7 +80,8 @@ class Mover:
             case Refuse(reason, _, True):
                 self._host.degrade(reason)
             case Refuse(reason, remedy, _):
-                raise Refused(reason, remedy=remedy)
+                without = self._host.options.base is None and not self._follower.detours.damaged
+                raise (MissingBase if without else Refused)(reason, remedy=remedy)
 
     def _relabel(self, route: Route, plan: Relabel) -> None:
         local = self._host.local()

@@ -162,11 +162,16 @@ class Sync:
             self.sync_once()
         return faults
 
-    def _step(self) -> None:
+    def take_local(self) -> None:
+        """Makes the local checkpoint this process's. Raises HasWriter, Refused for a directory that will not
+        do, and OSError."""
         if not is_directory(self.follower.paths.room):
             # the first time: nothing is made in a channel, whatever it is called here
             require_apart("--local", self.follower.paths.directory, "--channel", self.host.options.channel)
         self.follower.own()
+
+    def _step(self) -> None:
+        self.take_local()
         # not before: reports are its writer's
         self.view.error = None
         if self._opener.reads_all:
