@@ -258,6 +258,38 @@ def test_status_in_json(serve: Serve, capsys: pytest.CaptureFixture[str]) -> Non
     assert json.loads(capsys.readouterr().out)["version"] == 7
 
 
+@pytest.mark.parametrize("verb", ["status", "wake"])
+def test_a_port_alone_is_one_of_this_machine(
+    serve: Serve, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = serve().url.rpartition(":")[2]
+    assert run(verb, port) == 0
+    assert run(verb, "0") == 2
+    assert run(verb, "99999") == 2
+    assert "give PORT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("status", "challenge", "says"),
+    [
+        (401, {}, "refused the token (401)"),
+        (403, {"WWW-Authenticate": "Bearer"}, "refused the token (403)"),
+        (401, {"WWW-Authenticate": "Basic realm=x"}, "a proxy at"),
+        (407, {"Proxy-Authenticate": "Basic"}, "a proxy at"),
+    ],
+)
+def test_refusals_are_about_the_token_or_a_proxy(
+    serve: Serve, status: int, challenge: dict[str, str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(app: FastAPI) -> None:
+        @app.post("/other/v1/wake")
+        def answer() -> Response:
+            return Response(status_code=status, headers=challenge)
+
+    assert run("wake", serve(prepare=refuse).url + "/other") == 3
+    assert says in capsys.readouterr().err
+
+
 def test_status_of_nobody(capsys: pytest.CaptureFixture[str]) -> None:
     with listen("127.0.0.1", 0) as silent:
         url = f"127.0.0.1:{silent.getsockname()[1]}"

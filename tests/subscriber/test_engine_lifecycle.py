@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles import TRICKLES, Answer, Call, Drop, Hang
+from doubles import TRICKLES, Answer, Call, Drop, Hang, WebhookDouble
 from hosts import QUICK, VLLM, Host, Mapping_, Run, SGLang, Site
 from waiting import wait_until
 
@@ -250,6 +250,46 @@ def test_rounds_in_vain_end_in_failed_until_the_engine_restarts(site: Site, run:
     engine.restart()
     assert host.step().ready and engine.held == run.digest(1)
     assert host.status.engines[0].state == "serving" and host.status.engines[0].failures == 0
+
+
+class Unseen(WebhookDouble):
+    """A receiver that tells no process, and for a while does not say `ok`."""
+
+    broken_receiver = True
+
+    def behave(self, call: Call) -> Answer:
+        if call.method == "GET":
+            return Answer(405)
+        return Answer(200, {"success": True}) if self.broken_receiver else super().behave(call)
+
+
+def test_a_failed_engine_whose_restarts_are_not_seen_is_retried_within_30_s(site: Site, run: Run) -> None:
+    receiver = Unseen()
+    option = f"{site.option(receiver)},copies=true"
+    host = site.host(run, option, conduct={"failed_after": 3, "jitter": lambda: 0.999})
+    for _ in range(6):
+        assert not host.retry().ready
+    [engine] = host.status.engines
+    assert engine.state == "failed"
+    assert "retried every 15 to 30 s" in engine.reason and "`weightcast wake URL`" in engine.reason
+    receiver.broken_receiver = False
+    receiver.calls.clear()
+    host.clock.at += 15
+    host.step()
+    assert receiver.phases() == [], "not before its time"
+    host.clock.at += 15
+    assert host.step().ready and receiver.phases() == ["pause", "reload", "resume"]
+
+
+def test_waking_retries_a_failed_engine_at_once(site: Site, run: Run) -> None:
+    engine = SGLang()
+    engine.script("/update_weights_from_disk", *[Answer(500)] * 2)
+    host = site.host(run, engine, conduct={"failed_after": 1})
+    assert not host.step().ready and host.status.engines[0].state == "failed"
+    assert "retried every 5 to 10 min" in host.status.engines[0].reason
+    assert not host.step().ready
+    host.sync.engines.wake()
+    assert host.step().ready and engine.held == run.digest(0)
 
 
 def test_a_failed_engine_that_was_gone_for_a_moment_is_another_one(site: Site, run: Run) -> None:

@@ -73,6 +73,9 @@ class Daemon:
         status: dict[str, Any] = self.get("/v1/status").json()
         return status
 
+    def engine_state(self) -> str:
+        return "".join(engine["state"] for engine in self.status()["engines"])
+
     def serves(self, version: int) -> bool:
         assert self.process.poll() is None, "the daemon ended"
         return self.port_file.exists() and self.status()["served_version"] == version
@@ -316,6 +319,21 @@ def test_a_failed_engine_is_told_with_its_reason(
     assert late.returncode == 4 and "broke the connection" in late.stderr
     log = (site.root / "log").read_text()
     assert "engines not reloaded" in log and "engines reloaded" not in log
+    assert daemon.term() == 0
+
+
+def test_the_verb_wake_retries_a_failed_engine(site: Site, run: Run, weightcast: Callable[..., Done]) -> None:
+    engine = SGLang()
+    engine.script("/update_weights_from_disk", *[Drop(), Drop()])
+    daemon = Daemon(site, run, engine, token=TOKEN, options=("--engine-attempts", "1"))
+    wait_until(lambda: daemon.port_file.exists() and daemon.engine_state() == "failed")
+    port = daemon.port_file.read_text().strip()
+    refused = weightcast("wake", port)
+    assert refused.returncode == 3 and "refused the token (401)" in refused.stderr
+    assert daemon.engine_state() == "failed"
+    woken = weightcast("wake", port, "--token", TOKEN, "--json")
+    assert (woken.returncode, json.loads(woken.stdout)["url"]) == (0, f"http://127.0.0.1:{port}")
+    wait_until(lambda: daemon.serves(0))
     assert daemon.term() == 0
 
 
