@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from weightcast.subscriber.engines.base import EngineSpec, Misconfigured
 
@@ -27,8 +27,28 @@ class StaleDrafter(Misconfigured):
     unfit = True
 
 
+class Settings:
+    """How a server was started, as it says itself; asked once of every process."""
+
+    def __init__(self, ask: Callable[[float], Mapping[str, object]]) -> None:
+        self._ask = ask
+        self._told: Mapping[str, object] | None = None
+        self.process: str | None = None
+
+    def of(self, process: str | None, seconds: float) -> Mapping[str, object]:
+        """Raises what `ask` raises."""
+        if self._told is None or process != self.process:
+            self.process, self._told = process, None
+            self._told = self._ask(seconds)
+        return self._told
+
+    def forget(self) -> None:
+        """A server that was away may be another one."""
+        self._told = None
+
+
 def vllm_drafter(config: object) -> str:
-    """The method of `vllm_config` in an answer of `/server_info`, in either of its formats."""
+    """The method in `vllm_config`, in either of the formats of `/server_info`."""
     if isinstance(config, str):
         found = _TEXT.search(config)
         return UNKNOWN if found is None else drafter_named(found[2])

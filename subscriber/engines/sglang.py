@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from weightcast.shared.errors import EngineFailed
@@ -22,7 +23,7 @@ from weightcast.subscriber.engines.base import (
     Timeouts,
     unreachable,
 )
-from weightcast.subscriber.engines.drafters import CANNOT_TELL, UNKNOWN, require_sglang
+from weightcast.subscriber.engines.drafters import UNKNOWN, Settings, require_sglang
 from weightcast.subscriber.engines.identities import Identities
 from weightcast.subscriber.engines.keys import ADMIN_LOOK, READ_LOOK
 from weightcast.subscriber.engines.wire import (
@@ -56,9 +57,7 @@ class SGLang:
         self._source: str | None = None
         self._processes = Identities(spec.shown_url)
         self._labels = Identities(spec.shown_url, lasting=False)
-        self._process: str | None = None
-        self._drafter = ""
-        """of that process; empty: not known yet"""
+        self._server = Settings(self._settings)
 
     @property
     def copies_weights(self) -> bool:
@@ -78,10 +77,12 @@ class SGLang:
             facts = replace(facts, label=label, source=self._source)
             if not facts.tell_something:
                 return not_an_engine(metrics)
-            return replace(facts, drafter=self._require_drafter(facts.process, seconds))
+            with suppress(NoReply):
+                return replace(facts, drafter=self._drafter(facts.process, seconds))
+            return replace(facts, drafter=UNKNOWN)
         except (NotSent, NoReply, Misconfigured) as failure:
             if not isinstance(failure, Misconfigured):
-                self._drafter = ""
+                self._server.forget()
             return unreachable(failure)
         except EngineFailed as failure:
             return facts if facts.process is not None else EngineFacts(False, hindrance=failure.message)
@@ -90,18 +91,17 @@ class SGLang:
         """Of an engine whose process is not told: read several times, since only labels may differ."""
         return self._labels.read(lambda: self._read_label(seconds), lambda label: label)
 
-    def _require_drafter(self, process: str | None, seconds: float) -> str:
-        """Asked once of every process. Raises StaleDrafter."""
-        if not self._drafter or process != self._process:
-            self._process, self._drafter = process, ""
-            try:
-                self._drafter = require_sglang(self.spec, self._server_info(seconds))
-            except (NotSent, NoReply, Misconfigured) as failure:
-                if not isinstance(failure, NoReply):
-                    raise
-            except EngineFailed:
-                self._drafter = UNKNOWN
-        return self._drafter or UNKNOWN
+    def _drafter(self, process: str | None, seconds: float) -> str:
+        """Raises StaleDrafter, and NoReply while it does not say."""
+        return require_sglang(self.spec, self._server.of(process, seconds))
+
+    def _settings(self, seconds: float) -> Mapping[str, object]:
+        try:
+            return self._server_info(seconds)
+        except (NotSent, NoReply, Misconfigured):
+            raise
+        except EngineFailed:
+            return {}
 
     def _server_info(self, seconds: float) -> Mapping[str, object]:
         """Its settings; empty from releases that do not tell them. Raises EngineFailed."""
@@ -144,16 +144,14 @@ class SGLang:
         }
         before = self._label
         try:
-            self._require_drafter(self._process, self._timeouts.control)
-            if not self._drafter:
-                silent = f"{self.spec.shown_url}/server_info does not answer: {CANNOT_TELL}"
-                return Intact(silent, untried=True)
+            self._drafter(self._server.process, self._timeouts.control)
+        except EngineFailed as failure:
+            return Intact(str(failure), untried=True)
+        try:
             reply = self._wire.post_once("/update_weights_from_disk", order, seconds)
             return self._judge(reply, before)
         except (NotSent, NoReply) as failure:
             return failed_reload(failure)
-        except Misconfigured as failure:
-            return Intact(str(failure), untried=True)
 
     def _judge(self, reply: Reply, before: str | None) -> ReloadOutcome:
         success = reply.fields().get("success")
@@ -182,7 +180,7 @@ class SGLang:
 
     def read_back(self, label: str) -> Confirmation:
         seconds = self._timeouts.control
-        shown = self._read_label(seconds) if self._process is not None else self._shown_labels(seconds)
+        shown = self._read_label(seconds) if self._server.process is not None else self._shown_labels(seconds)
         if shown is None:
             return "status-only"
         if shown != label:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from weightcast.subscriber.engines.base import (
     Timeouts,
     unreachable,
 )
-from weightcast.subscriber.engines.drafters import CANNOT_TELL, UNKNOWN, require_vllm, vllm_drafter
+from weightcast.subscriber.engines.drafters import UNKNOWN, Settings, require_vllm, vllm_drafter
 from weightcast.subscriber.engines.identities import Identities
 from weightcast.subscriber.engines.wire import (
     NEVER_HANDLED,
@@ -67,11 +68,7 @@ class VLLM:
         self._timeouts = timeouts
         self._processes = Identities(spec.shown_url)
         self._labels = Identities(spec.shown_url, lasting=False)
-        self._process: str | None = None
-        self._drafter = ""
-        """of that process; empty: not known yet"""
-        self._server: Mapping[str, object] | None = None
-        """how that process was started, as it says; None: not asked yet"""
+        self._server = Settings(self._server_info)
 
     @property
     def copies_weights(self) -> bool:
@@ -96,13 +93,16 @@ class VLLM:
                 paused=paused if isinstance(paused, bool) else None,
                 software=self._ask("/version").told_text("version"),
                 remedy="" if metrics.refusal is None else str(metrics.refusal),
+                drafter=UNKNOWN,
             )
             if not facts.tell_something:
                 return not_an_engine(control)
-            return replace(facts, drafter=self._require_drafter(process, self._timeouts.probe))
+            with suppress(NoReply):  # it gathers facts about its machine when it is first asked
+                return replace(facts, drafter=self._drafter(process, self._timeouts.probe))
+            return facts
         except EngineFailed as failure:
             if not isinstance(failure, Misconfigured):
-                self._drafter = ""
+                self._server.forget()
             return unreachable(failure)
 
     def _ask(self, path: str) -> Reply:
@@ -111,16 +111,9 @@ class VLLM:
     def _label(self) -> str | None:
         return self._ask("/weight_info").require_key().told_text("weight_version")
 
-    def _require_drafter(self, process: str | None, seconds: float) -> str:
-        """Asked once of every process. Raises StaleDrafter."""
-        if not self._drafter or process != self._process:
-            self._process, self._server, self._drafter = process, None, ""
-            try:
-                self._server = self._server_info(seconds)
-            except NoReply:  # it gathers facts about its machine when it is first asked
-                return UNKNOWN
-            self._drafter = vllm_drafter(self._server.get("vllm_config"))
-        return require_vllm(self.spec, self._drafter)
+    def _drafter(self, process: str | None, seconds: float) -> str:
+        """Raises StaleDrafter, and NoReply while it does not say."""
+        return require_vllm(self.spec, vllm_drafter(self._server.of(process, seconds).get("vllm_config")))
 
     def _server_info(self, seconds: float) -> Mapping[str, object]:
         """Empty from releases without it."""
@@ -149,10 +142,7 @@ class VLLM:
             "timeout": self._timeouts.reload,
         }
         try:
-            self._require_drafter(self._process, self._timeouts.control)
-            if self._server is None:
-                silent = f"{self.spec.shown_url}/server_info does not answer: {CANNOT_TELL}"
-                return Intact(silent, untried=True)
+            self._drafter(self._server.process, self._timeouts.control)
         except EngineFailed as failure:
             return Intact(str(failure), untried=True)
         hindrance = self._hindrance()
@@ -178,7 +168,7 @@ class VLLM:
         experts = any(part.get(key) for part in parts for key in _EXPERTS)
         if not (tied or experts):
             return None
-        device, untied = _runs_on(self._server or {})
+        device, untied = _runs_on(self._server.of(self._server.process, self._timeouts.control))
         if device != "cpu":
             return None
         if experts:
@@ -203,7 +193,7 @@ class VLLM:
         reply = self._wire.get("/weight_info", self._timeouts.control)
         if reply.status in NO_ROUTE:
             return "status-only"
-        if self._process is None:
+        if self._server.process is None:
             self._labels.read(self._label, lambda label: label)
         shown = reply.require_ok("see the engine's log").text_field("weight_version")
         if shown != label:
