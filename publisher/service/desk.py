@@ -264,7 +264,7 @@ class Desk:
         queue.resume(ended)
 
     def _run_job(self, publisher: Publisher, queue: Queue, job: Job) -> None:
-        job = queue.change(job, state="running", before=publisher.version)
+        job = queue.change(job, state="running", before=publisher.version, repeat=False)
         try:
             self._publish_asked(publisher, queue, job)
         except Exception as error:

@@ -3,9 +3,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 from daemonkit import INDEX, base_tensors, files_of, rename_in, unprivileged, write, write_after
 from disk_errors import watched
+from numpy.typing import NDArray
 from waiting import wait_until
 
 from weightcast.publisher.service.inbox import Sighting
@@ -15,6 +17,7 @@ from weightcast.publisher.service.looks import (
     consume_aside,
     look,
     marks,
+    sample,
     set_aside,
     was_moved_in,
 )
@@ -231,3 +234,27 @@ def test_a_kill_while_consuming_leaves_nothing_for_ever(tmp_path: Path) -> None:
 
 
 _NOTHING = Sighting("", frozenset(), frozenset(), 0, False)
+
+
+@pytest.mark.parametrize("nbytes", [1000, 33 << 20])
+def test_a_sample_is_of_the_tensors_in_whatever_files(tmp_path: Path, nbytes: int) -> None:
+    """Small checkpoints are read in full, of large ones blocks spread over all tensors."""
+    tensors = {"a": of(nbytes), "b": of(nbytes), "c": of(3)}
+    known = sample(write(tmp_path / "one", tensors, 1))
+    assert sample(write(tmp_path / "two", dict(reversed(tensors.items())), 2)) == known
+    some_changed = {name: of(data.size, every=997) for name, (_, _, data) in tensors.items()}
+    assert sample(write(tmp_path / "other", some_changed, 1)) != known
+
+
+def test_a_small_checkpoint_with_one_other_bit_has_another_sample(tmp_path: Path) -> None:
+    tensors = base_tensors()
+    known = sample(write(tmp_path / "one", tensors))
+    tensors["layer.1.up"][2][77] ^= 1
+    assert sample(write(tmp_path / "two", tensors)) != known
+
+
+def of(nbytes: int, every: int = 0) -> tuple[str, tuple[int, ...], NDArray[np.uint8]]:
+    data = np.zeros(nbytes, np.uint8)
+    if every:
+        data[::every] = 1
+    return "U8", (nbytes,), data
