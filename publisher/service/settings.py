@@ -73,7 +73,9 @@ class PublisherSettings(ServiceSettings):
         description="Time that a checkpoint written in place must stand still, without a marker.",
     )
     every: bool = Field(False, description="Publish every checkpoint, not only the newest that waits.")
-    existing: bool = Field(False, description="At the first start, publish what already lies there.")
+    existing: bool = Field(
+        False, description="Publish what was there at the first start, if nothing was published since."
+    )
     consume: bool = Field(False, description="Delete a watched checkpoint once it is published.")
     hand_over: Path | None = Field(
         None, description="Memory-backed directory in which a trainer leaves weights (HandOver)."
