@@ -172,7 +172,7 @@ class Desk:
 
     def _take_up(self, publisher: Publisher, queue: Queue) -> None:
         if self._watched is not None:
-            self._watched.start(publisher.made_for, publisher.run[1].table)
+            self._watched.start(publisher.made_for, None if self._settings.rename else publisher.run[1].table)
         if self._settings.hand_over is not None:
             memory = LocalPaths(self._settings.local).room / _HANDED
             self._received = Received(self._settings.hand_over, memory)

@@ -30,6 +30,8 @@ _MIXED_TIMES = 60
 """the stillness after which a directory counts that was saved over in part, in times of the usual one"""
 _RENAME_TIMES = 5
 """likewise, after which a save under a temporary name is reported"""
+_TREE = "tree"
+"""member of a memory that knows nested checkpoints, too"""
 _LOWEST = -(1 << 63)
 """times may lie before 1970; inodes of some file systems use 64 bits"""
 _NUMBERS = re.compile(r"(\d+)", re.ASCII)
@@ -167,6 +169,7 @@ class Inbox:
     rules: InboxRules
     entries: dict[str, InboxEntry] = field(default_factory=dict)
     base: TensorTable | None = None
+    """None where it is not known, or its tensors have other names than those of checkpoints"""
     _since: dict[str, tuple[Marks, float]] = field(default_factory=dict)
     """per name: what was seen, and when first, on a monotonic clock"""
 
@@ -263,22 +266,29 @@ class Inbox:
         return Choice(newest, tuple(whole[: whole.index(newest)]), refused, waiting)
 
     def _is_whole(self, sighting: Sighting) -> bool:
-        return bool(sighting.weights) and (sighting.finished or self.rules.marker is None)
+        if not sighting.weights or self._is_no_model(sighting):
+            return False
+        return sighting.finished or self.rules.marker is None
+
+    def _is_no_model(self, sighting: Sighting) -> bool:
+        """Whether other safetensors are in the watched directory itself."""
+        return sighting.name == ROOT and self._fit(sighting).is_none
 
     def _judge_layouts(self, ready: Sequence[Sighting]) -> None:
-        """As long as the base is not known, all fit equally."""
         if all(self.layouts.is_clear(each.name) for each in ready):
             return
-        fits = {
-            each.name: Fit() if self.base is None or each.table is None else Fit.of(each.table, self.base)
-            for each in ready
-        }
         published = {
             (each.version, name)
             for name, each in self.entries.items()
             if each.outcome is InboxOutcome.PUBLISHED and each.files and each.version is not None
         }
-        self.layouts.judge(fits, published)
+        self.layouts.judge({each.name: self._fit(each) for each in ready}, published)
+
+    def _fit(self, sighting: Sighting) -> Fit:
+        """As long as the base is not known, all fit equally."""
+        if self.base is None or sighting.table is None:
+            return Fit(complete=True)
+        return Fit.of(sighting.table, self.base)
 
     def _quiet_seconds(self, sightings: Iterable[Sighting], now: float) -> Mapping[str, float]:
         """How long nothing has changed, by name: in a save of several checkpoints in any of them."""
@@ -310,6 +320,8 @@ class Inbox:
         if not sighting.weights:
             problem = sighting.problem
             return wait("incomplete") if problem is None else wait(problem.message, problem.remedy)
+        if self._is_no_model(sighting):
+            return wait("none of its tensors is one of the base's", "move files that are no model elsewhere")
         if sighting.finished and not self._is_marked_as_before(sighting):
             return None
         marker = self.rules.marker
@@ -470,12 +482,13 @@ def _in_order(sighting: Sighting) -> tuple[int, list[tuple[int, str]]]:
     return sighting.completed_ns, [(int(p), "") if p.isascii() and p.isdigit() else (-1, p) for p in pieces]
 
 
-def pack_entries(entries: Mapping[str, InboxEntry], watch: str = "") -> bytes:
-    """`watch`: the directory that they are of."""
+def pack_entries(entries: Mapping[str, InboxEntry], watch: str = "", *, tree: bool = False) -> bytes:
+    """`watch`: the directory that they are of; `tree`: they cover what is nested in it, too."""
     return write_object(
         {
             "format": FORMAT,
             **({"watch": watch} if watch else {}),
+            **({_TREE: True} if tree else {}),
             "entries": [
                 {
                     "name": name,
@@ -514,6 +527,11 @@ def parse_entries(data: bytes, what: str, watch: str = "") -> dict[str, InboxEnt
             raise DamagedFile(f"{what}: {name!r} stands twice")
         entries[name] = _parse_entry(each, what)
     return entries
+
+
+def covers_tree(data: bytes, what: str) -> bool:
+    """Whether a memory knows nested checkpoints. Those of older releases do not. Raises DamagedFile."""
+    return _TREE in parse_object(data, what)
 
 
 def _entry_name(name: str) -> str:

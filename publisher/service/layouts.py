@@ -40,6 +40,10 @@ class Fit:
     """tensors of the base, by name and shape"""
     fewer_others: int = 0
 
+    @property
+    def is_none(self) -> bool:
+        return not self.complete and not self.found
+
     @classmethod
     def of(cls, table: TensorTable, base: TensorTable) -> Fit:
         forms = {(spec.name, spec.shape) for spec in base}
@@ -58,6 +62,11 @@ def save_of(name: str) -> str:
     parts = name.split("/")
     numbered = [at for at, part in enumerate(parts) if _STEP.search(part)]
     return "/".join(parts[: numbered[-1] + 1 if numbered else 1])
+
+
+def is_nested(name: str) -> bool:
+    """Whether it is elsewhere than directly in the watched directory."""
+    return "/" in name or name == ROOT
 
 
 def parents_of(name: str) -> list[str]:

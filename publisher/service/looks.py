@@ -49,6 +49,7 @@ _DEPTH = 12
 _ONE_CLOCK = 0.5
 """seconds"""
 _MODEL_FILES = ("config", "generation_config", "tokenizer", "special_tokens_map", "chat_template", "adapter_")
+_TOO_MANY = "watch a directory that has checkpoints alone, or give --watch-pattern"
 _READABLE = "let the publisher's user read it, or move it out of the watched directory"
 
 
@@ -119,7 +120,10 @@ def look(
         except OSError as error:
             # One that cannot be read is no reason to publish no other.
             problems[name] = failure_of(error).message
-    waiting = tuple(Waiting(name, problem, _READABLE, still=True) for name, problem in problems.items())
+    waiting = tuple(
+        Waiting(name, problem, _TOO_MANY if name == ROOT else _READABLE, still=True)
+        for name, problem in problems.items()
+    )
     nothing = frozenset() if ROOT in tree and tree[ROOT].has_weights else frozenset({ROOT})
     return InboxLook(tuple(unknown), frozenset({*tree, *problems}) - nothing, waiting)
 
@@ -138,10 +142,9 @@ def _walk(watch: Path, own: Collection[str]) -> tuple[dict[str, _Directory], dic
             continue
         found[name] = directory
         entries += len(directory.files) + len(directory.inner) + len(directory.links)
-        if entries > _MOST_ENTRIES:
-            problems[ROOT] = f"more than {_MOST_ENTRIES:,} files: not all of them are looked at"
-            break
-        if name.count("/") < _DEPTH:
+        if entries > _MOST_ENTRIES and name != ROOT:
+            problems[ROOT] = f"more than {_MOST_ENTRIES:,} files: nested directories are not all looked at"
+        elif name.count("/") < _DEPTH:
             inner = [each if name == ROOT else f"{name}/{each}" for each in directory.inner]
             pending.extend(each for each in inner if not _Directory(each).temporary)
             later.extend(each for each in inner if _Directory(each).temporary and _OURS not in each)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from weightcast.publisher.service import looks
 from weightcast.publisher.service.inbox import (
@@ -21,12 +22,13 @@ from weightcast.publisher.service.inbox import (
     Sighting,
     Waiting,
     content_alone,
+    covers_tree,
     is_candidate,
     pack_entries,
     parse_entries,
     without_ctime,
 )
-from weightcast.publisher.service.layouts import ROOT, LeftAlone, parents_of
+from weightcast.publisher.service.layouts import ROOT, LeftAlone, is_nested, parents_of
 from weightcast.publisher.service.request import MadeFor, new_request
 from weightcast.shared.errors import DamagedFile, Refused, WeightcastError
 from weightcast.shared.failpoints import failpoint
@@ -86,8 +88,8 @@ class Watched:
         self._arriving: set[str] = set()
         self._arrived: dict[str, Marks] = {}
         """checkpoints that were renamed into place, as they were then"""
-        self._told: set[Waiting | LeftAlone] = set()
-        """what the log has"""
+        self._told: set[tuple[str, str]] = set()
+        """what the log has: names and reasons"""
         self._clock = clock
         self._half_consumed: set[str] = set()
         """published, and kept from being deleted by an error of the disk"""
@@ -103,13 +105,14 @@ class Watched:
         self.skipped: dict[str, str] = {}
         """by name, newest last: known content whose files changed, and which content that is"""
         self.skips = 0
-        self._is_known, known = _read(memory, self._place)
-        """whether this directory was watched from here before"""
+        self._is_known, self._covers_tree, known = _read(memory, self._place)
+        """whether this directory was watched from here before, and with what is nested in it"""
         self._inbox = Inbox(rules, known)
         self._stored = b""
 
-    def start(self, made_for: MadeFor, base: TensorTable) -> None:
-        """Once the local checkpoint is owned: keeps what construction saw, finishes what a kill left."""
+    def start(self, made_for: MadeFor, base: TensorTable | None) -> None:
+        """Once the local checkpoint is owned: keeps what construction saw, finishes what a kill left. `base`:
+        None where checkpoints have other names for its tensors."""
         self._inbox.base = base
         self.resume(made_for)
         self._sample_unread()
@@ -122,10 +125,14 @@ class Watched:
         completed after this process `began` (unix time)."""
         if self._inbox.rules.existing:
             self._inbox.forget_existing()
-        if self._is_known or self._inbox.rules.existing or not is_directory(self.directory):
+        skip = self._covers_tree if self._is_known else self._inbox.rules.existing
+        if skip or not is_directory(self.directory):
             return
+        # For an older release the first level was all.
+        found = [each for each in self._look().unknown if not self._is_known or is_nested(each.name)]
         began_ns = None if version else int((began + looks.clock_offset(self.directory)) * 1e9)
-        names = self._inbox.ignore_existing(self._look().unknown, began_ns)
+        names = self._inbox.ignore_existing(found, began_ns)
+        self._covers_tree = True
         self._store()
         self._sample_unread()
         if names:
@@ -303,9 +310,14 @@ class Watched:
 
     def _tell(self) -> None:
         """Logs each checkpoint that waiting may not publish, once; of many at once, the first ones."""
-        current: set[Waiting | LeftAlone] = {each for each in self.waiting if each.still}
-        current.update(self._inbox.layouts.left.values())
-        new = sorted(current - self._told, key=lambda each: each.name)
+        current: list[Waiting | LeftAlone] = [*self.waiting, *self._inbox.layouts.left.values()]
+        self._told &= {(each.name, each.reason) for each in current}
+        untold = {
+            (each.name, each.reason): each
+            for each in current
+            if (each.name, each.reason) not in self._told and (isinstance(each, LeftAlone) or each.still)
+        }
+        new = [untold[key] for key in sorted(untold)]
         for each in new[:_NAMED]:
             log.info(
                 "checkpoint not published yet" if isinstance(each, Waiting) else "checkpoints not published",
@@ -317,7 +329,7 @@ class Watched:
             log.info(
                 "more checkpoints are not published", count=len(new) - _NAMED, remedy="see status, inbox"
             )
-        self._told = current
+        self._told |= untold.keys()
 
     def _marks(self, name: str) -> Marks | None:
         try:
@@ -378,24 +390,31 @@ class Watched:
         self._next_try = self._clock() + _CONSUMING.pause(self._failures) if self._failures else 0.0
 
     def _store(self) -> None:
-        packed = pack_entries(self._inbox.entries, self._place)
+        packed = pack_entries(self._inbox.entries, self._place, tree=self._covers_tree)
         if packed != self._stored:
             durable.replace(self._memory, packed)
             self._stored = packed
 
 
-def _read(memory: Path, watch: str) -> tuple[bool, dict[str, InboxEntry]]:
-    """Whether it is of this directory, and what it says: of another one, which may have been moved here, only
-    which content was published under which name."""
+class _Memory(NamedTuple):
+    is_known: bool
+    """it is of this directory"""
+    covers_tree: bool
+    entries: dict[str, InboxEntry]
+
+
+def _read(memory: Path, watch: str) -> _Memory:
+    """Of another directory, which may have been moved here, only which content was published under which
+    name."""
     try:
         data = durable.read_file(memory, MEMORY_LIMIT)
         found = parse_entries(data, str(memory), watch)
         if found is not None:
-            return True, found
+            return _Memory(True, covers_tree(data, str(memory)), found)
         contents = {n: content_alone(entry) for n, entry in (parse_entries(data, str(memory)) or {}).items()}
-        return False, {name: entry for name, entry in contents.items() if entry is not None}
+        return _Memory(False, True, {name: each for name, each in contents.items() if each is not None})
     except FileNotFoundError:
-        return False, {}
+        return _Memory(False, True, {})
     except DamagedFile as error:
         raise DamagedFile(
             error.message,

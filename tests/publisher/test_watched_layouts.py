@@ -10,10 +10,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from daemonkit import INDEX, Places, Tensors, base_tensors, changed, local_bytes, plain, rename_in, write
+from daemonkit import (
+    INDEX,
+    Places,
+    Tensors,
+    base_tensors,
+    changed,
+    local_bytes,
+    plain,
+    rename_in,
+    shard,
+    write,
+)
 from test_publisher_desk import Office, interrupted_at
 from waiting import wait_until
 
+from weightcast.publisher.service import looks
 from weightcast.publisher.service.settings import PublisherSettings
 
 Opening = Callable[..., Office]
@@ -347,3 +359,56 @@ def test_patterns_that_lead_out_of_the_watched_directory_are_refused(places: Pla
             watch=places.watch,
             watch_pattern=glob,
         )
+
+
+def test_the_memory_of_an_older_release_knows_nothing_of_nested_checkpoints(
+    places: Places, opened: Opening
+) -> None:
+    """They were there before the upgrade: left alone, as at a first start."""
+    office = opened()
+    rename_in(places.watch / "step_5", weights(5))
+    office.settle()
+    office.desk.close()
+    memory = places.local / ".weightcast" / "inbox.json"
+    memory.write_bytes(memory.read_bytes().replace(b'"tree":true,', b""))
+    write(places.watch / "run" / "step_9", weights(9))
+    write(places.watch, weights(7))
+    for _ in range(2):
+        later = opened()
+        later.settle()
+        assert later.published() == []
+        assert {each.name for each in inbox(later).left_alone} == {".", "run/step_9"}
+        later.desk.close()
+    last = opened()
+    rename_in(places.watch / "step_6", weights(6))
+    last.settle()
+    assert last.published() == [(2, 6)]
+
+
+def test_other_safetensors_in_the_watched_directory_are_no_checkpoint(
+    places: Places, opened: Opening, capfd: pytest.CaptureFixture[str]
+) -> None:
+    office = opened()
+    for size in range(4):
+        shard_of = {"replay": ("U8", (size,), np.zeros(size, np.uint8))}
+        (places.watch / "replay_buffer.safetensors").write_bytes(shard(shard_of))
+        office.step()
+        office.step()
+    rename_in(places.watch / "step_1", weights(1))
+    office.settle()
+    assert office.published() == [(1, 1)] and inbox(office).refused == ()
+    (waiting,) = inbox(office).waiting
+    assert waiting.name == "." and "none of its tensors" in waiting.reason
+    assert "".join(capfd.readouterr()).count("none of its tensors") == 1
+
+
+def test_many_files_elsewhere_hide_no_checkpoint(
+    places: Places, opened: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(looks, "_MOST_ENTRIES", 50)
+    office = opened()
+    pickles(places.watch / "a_dataset", *(f"{n}.jsonl" for n in range(100)))
+    rename_in(places.watch / "step_1", weights(1))
+    office.settle()
+    assert office.published() == [(1, 1)]
+    assert any("more than 50 files" in each.reason for each in inbox(office).waiting)
