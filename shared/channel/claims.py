@@ -221,12 +221,12 @@ def _owner(channel: Path, epoch: int) -> str:
 
 @dataclass(frozen=True)
 class Owner:
-    """Who owns a channel, as its claim says. `ended`: the claim was released, or its process is known to be
-    gone; `written`: when it last showed that it lives, by the clock of the channel's file system."""
+    """Who owns a channel, by its claim. `dead`: its process is known to be gone, and released nothing;
+    `written`: when it last showed that it lives, by the clock of the channel's file system."""
 
     name: str
-    epoch: int
-    ended: bool
+    released: bool
+    dead: bool
     written: float
 
 
@@ -235,8 +235,10 @@ def owner_of(channel: Path) -> Owner | None:
     epoch = current_epoch(channel)
     if epoch == 0:
         return None
-    written = Layout(channel).claim(epoch).lstat().st_mtime
-    return Owner(_owner(channel, epoch), epoch, _is_over(channel, epoch, this_process()), written)
+    written, record = Layout(channel).claim(epoch).lstat().st_mtime, _record(channel, epoch)
+    released = record is not None and record.released
+    dead = not released and _is_over(channel, epoch, this_process())
+    return Owner(_owner(channel, epoch), released, dead, written)
 
 
 def _is_over(channel: Path, epoch: int, claimant: Claimant) -> bool:

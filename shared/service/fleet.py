@@ -177,7 +177,7 @@ class Owner(Frozen):
     """The publisher that owns the channel, by its claim."""
 
     name: str
-    state: Literal["alive", "silent", "stopped"]
+    state: Literal["alive", "silent", "dead", "stopped"]
     heard_seconds_ago: float | None
 
 
@@ -329,11 +329,9 @@ def _owner(channel: Path, now: float | None) -> Owner | None:
         return None
     silent = None if now is None else round(max(0.0, now - found.written), 3)
     late = silent is not None and silent >= PATIENCE_SECONDS
-    return Owner(
-        name=found.name,
-        state="stopped" if found.ended else "silent" if late else "alive",
-        heard_seconds_ago=silent,
-    )
+    state: Literal["alive", "silent", "dead", "stopped"] = "silent" if late else "alive"
+    state = "stopped" if found.released else "dead" if found.dead else state
+    return Owner(name=found.name, state=state, heard_seconds_ago=silent)
 
 
 def _version_age(channel: Path, version: int | None, now: float | None) -> float | None:
@@ -451,18 +449,12 @@ def require_gone(host: Host) -> None:
     )
 
 
-@dataclass(frozen=True)
-class Trouble:
-    error: str
-    remedy: str
-
-
-def trouble_of(host: Host, run_id: str | None) -> Trouble:
+def trouble_of(host: Host, run_id: str | None) -> tuple[str, str]:
     """What is wrong with a host, and what to do about it."""
     if not host.last_error and _is_other(host, RunHead(run_id, None)):
         remedy = "give it this run's channel, or a local directory of its own"
-        return Trouble(f"follows another run, {host.run_id}", remedy)
-    return Trouble(host.last_error, host.remedy)
+        return f"follows another run, {host.run_id}", remedy
+    return host.last_error, host.remedy
 
 
 def count(hosts: Iterable[Host]) -> Counts:
@@ -535,7 +527,7 @@ def _host_findings(fleet: Fleet) -> list[tuple[Level, str]]:
     same = sum(host.standing == first.standing for host in troubled) - 1
     more = f" (and {same} more {first.standing})" if same else ""
     bad = first.standing in ("failed", "lost")
-    why = short(trouble_of(first, fleet.run_id).error) or first.standing
+    why = short(trouble_of(first, fleet.run_id)[0]) or first.standing
     return [("bad" if bad else "warning", f"{names[first.key]}: {why}{more}")]
 
 
@@ -543,8 +535,8 @@ def _publisher_findings(fleet: Fleet) -> list[tuple[Level, str]]:
     found: list[tuple[Level, str]] = []
     owner, line = fleet.owner, fleet.publisher
     if owner is not None and owner.state != "alive" and line is None:
-        since = "" if owner.heard_seconds_ago is None else f" for {age(owner.heard_seconds_ago)}"
-        found.append(("bad" if owner.state == "silent" else "warning", f"publisher {owner.state}{since}"))
+        said = f"publisher {owner.state}, heard {age(owner.heard_seconds_ago)} ago"
+        found.append(("warning" if owner.state == "stopped" else "bad", said))
     if line is None:
         return found
     if not line.ready:

@@ -332,8 +332,7 @@ def _trouble(host: Host, fleet: Fleet, cut: int | None) -> list[RenderableType]:
     """The error and its remedy, each on lines of its own; in a live view on one line each."""
     if host.standing == "ready":
         return []
-    found = trouble_of(host, fleet.run_id)
-    texts = [text for text in (found.error, found.remedy) if text]
+    texts = [text for text in trouble_of(host, fleet.run_id) if text]
     shown = [Text(_cut(printable(text), cut and cut - _INDENT), style="dim") for text in texts]
     return [Padding(text, (0, 0, 0, _INDENT), expand=False) for text in shown]
 

@@ -222,6 +222,8 @@ def test_stopped_hosts_are_calm_and_ghosts_come_last(double: Double, open_tab: O
     assert cells(page, "rollout-002")["standing"] == "Stopped"
     assert page.locator('tr.host[data-host="rollout-003"] td.heard').inner_text() == "?"
     assert page.locator("tr.trouble").count() == 1
+    assert page.locator("#figure-ready").inner_text().split() == ["Hosts", "ready", "1", "of", "2"]
+    assert page.locator(".verdict").inner_text().startswith("1 of 2 hosts serve version 128")
     page.get_by_role("button", name="rollout-001").click()
     page.get_by_role("button", name="Forget rollout-001").click()
     page.wait_for_function("document.querySelectorAll('tr.host').length === 3")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from in_process import Command
 from rich.console import Console
 
 from weightcast.shared.channel.channel_file import ChannelFile, write_channel_file
-from weightcast.shared.channel.claims import Claimant, ClaimRecord, write_claim
+from weightcast.shared.channel.claims import Claimant, ClaimRecord, this_process, write_claim
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.reports import (
     WHOLE_BYTES,
@@ -310,10 +311,12 @@ def write_aged(channel: Path, report: Report, seconds: float) -> None:
     age(channel, report, seconds)
 
 
-def claim_of(channel: Path, seconds: float, **facts: Any) -> None:
+def claim_of(
+    channel: Path, seconds: float, claimant: Claimant = Claimant("trainer", 12), **facts: Any
+) -> None:
     path = Layout(channel).claim(1)
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(write_claim(ClaimRecord(Claimant("trainer", 12), 0.0, **facts)))
+    path.write_bytes(write_claim(ClaimRecord(claimant, 0.0, **facts)))
     at = path.stat().st_mtime - seconds
     os.utime(path, (at, at))
 
@@ -325,7 +328,10 @@ def test_a_fleet_that_died_together_is_not_heard_now(channel: Path, weightcast: 
     claim_of(channel, 1320)
     _, out, _ = weightcast("fleet", "--channel", channel)
     lines = out.splitlines()
-    assert lines[0] == "0 of 2 hosts serve version 5; publisher silent for 22 min; a: lost (and 1 more lost)"
+    assert (
+        lines[0]
+        == "0 of 2 hosts serve version 5; publisher silent, heard 22 min ago; a: lost (and 1 more lost)"
+    )
     assert lines[2].startswith("publisher silent, heard 22 min ago: process 12 on trainer")
     assert [line.split()[:2] for line in lines[4:6]] == [["a", "lost"], ["b", "lost"]] and "22 min" in lines[
         4
@@ -343,7 +349,17 @@ def test_a_publisher_that_stopped_is_not_one_that_is_silent(channel: Path) -> No
     assert FleetReader(channel).read().owner.state == "alive"
     claim_of(channel, 500, released=True)
     fleet = FleetReader(channel).read()
-    assert fleet.owner.state == "stopped" and "publisher stopped for 8 min" in fleet.verdict.text
+    assert fleet.owner.state == "stopped" and "publisher stopped, heard 8 min ago" in fleet.verdict.text
+    assert fleet.verdict.level == "warning"
+
+
+def test_a_publisher_killed_on_this_machine_is_dead_at_once(channel: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        facts = {"pid": process.pid, "process_start": "1"}
+        claim_of(channel, 0, claimant=replace(this_process(), **facts))
+        process.kill()
+    fleet = FleetReader(channel).read()
+    assert fleet.owner.state == "dead" and fleet.verdict.level == "bad"
 
 
 def test_a_report_read_after_a_long_pause_is_as_old_as_its_file(channel: Path) -> None:

@@ -103,10 +103,14 @@ function number(value: number | null): number {
   return value ?? -1;
 }
 
-/** Ghosts are last: lost hosts that never held a version, mostly starts with wrong settings. */
+/** Lost without ever having held a version: mostly a start with wrong settings. */
+export function isGhost(host: Host): boolean {
+  return host.standing === "lost" && host.local_version === null && host.served_version === null;
+}
+
+/** Ghosts are last. */
 function severity(host: Host): number {
-  const isGhost = host.standing === "lost" && host.local_version === null && host.served_version === null;
-  return isGhost ? STANDINGS.length : STANDINGS.indexOf(host.standing);
+  return isGhost(host) ? STANDINGS.length : STANDINGS.indexOf(host.standing);
 }
 
 const names = new Intl.Collator("en", { numeric: true });

@@ -2,6 +2,7 @@ import type { ComponentChildren } from "preact";
 import { useEffect } from "preact/hooks";
 import { STANDINGS, type Fleet, type Level, type Standing } from "./api.ts";
 import type { Link } from "./events.ts";
+import { isGhost } from "./fleet.ts";
 import { age, bytes, count, round, version } from "./format.ts";
 import { useNow, type Shown } from "./live.ts";
 import { PublisherStrip } from "./publisher.tsx";
@@ -71,7 +72,7 @@ function LatestNote({ fleet, came, step }: { fleet: Fleet; came: number; step: n
 }
 
 function running(fleet: Fleet): number {
-  return fleet.hosts.length - fleet.counts.stopped;
+  return fleet.hosts.filter((host) => host.standing !== "stopped" && !isGhost(host)).length;
 }
 
 function readyLevel(fleet: Fleet): Level | "" {
