@@ -156,6 +156,8 @@ class UpdateStatus(Facts):
     """longest time that an engine was paused"""
     around: tuple[str, ...] = ()
     """what of the channel is damaged and was gone around"""
+    step: int | None = None
+    """the trainer's, of a patch; information only"""
     taken: bool = True
     """false: a reload that no engine took"""
     at: float

@@ -72,7 +72,7 @@ from weightcast.shared.service.disk import DiskFigures
 from weightcast.shared.service.due import Due
 from weightcast.shared.service.facts import Failure, Snapshot
 from weightcast.shared.service.hooks import run_hook
-from weightcast.shared.service.logs import get_log
+from weightcast.shared.service.logs import get_log, size_text
 from weightcast.shared.service.metrics import Metrics, error_kind
 from weightcast.shared.service.threads import working_threads
 from weightcast.shared.service.verify import verify_status
@@ -451,6 +451,7 @@ class Desk:
             log.info("publication note", version=done.version, source=done.source, note=note)
         log.info(
             "version published",
+            sentence=_published(done),
             version=done.version,
             step=done.step,
             source=done.source,
@@ -677,3 +678,10 @@ def _hook(command: str, deadline_seconds: float) -> PostWrite:
         )
 
     return post_write
+
+
+def _published(done: Publication) -> str:
+    """For the console log."""
+    step = "" if done.step is None else f" (step {done.step})"
+    facts = f"{size_text(done.delta_bytes)}, {done.density_elements:.1%} changed"
+    return f"published version {done.version}{step}: {facts}, {total_seconds(done.seconds):.2f} s"

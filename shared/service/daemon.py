@@ -16,6 +16,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from weightcast.shared.channel.store import NoChannel
 from weightcast.shared.errors import EngineFailed, NotInTime, Refused, RetryLater, WeightcastError
 from weightcast.shared.files import durable
 from weightcast.shared.files.disk_errors import disk_error
@@ -146,7 +147,7 @@ class Loop:
             self._step(self._stop)
         except WeightcastError as expected:
             error = expected
-            log.warning("step failed", **failure_of(expected).by_name())
+            self._log_expected(expected)
         except OSError as trouble:
             error = disk_error(trouble, "a file")
             log.warning("step failed", **failure_of(error).by_name())
@@ -154,6 +155,14 @@ class Loop:
             error = unexpected
             log.exception("step crashed")
         self._status.set(next_status(self._status.get(), error, self._poll_seconds))
+
+    def _log_expected(self, error: WeightcastError) -> None:
+        failure, status = failure_of(error), self._status.get()
+        if not isinstance(error, NoChannel) or status.steps > status.failures:
+            log.warning("step failed", **failure.by_name())
+        elif status.last_failure != failure:
+            # the usual order of a first start: the publisher makes the channel
+            log.info("waiting for the channel", **failure.by_name())
 
     def _pause(self, seconds: float) -> None:
         if not self._stop.wait(MIN_PAUSE_SECONDS):

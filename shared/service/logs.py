@@ -1,4 +1,7 @@
-"""Logs: one event with fields per line on stderr, as text or JSON; secrets are masked by field name."""
+"""Logs: one event with fields per line on stderr, as JSON or for people; secrets are masked by field name.
+
+An event may have a field `sentence`: what the console shows in place of event and fields.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, MutableMapping
+from functools import partial
 from typing import Any, Literal, TextIO
 
 from weightcast.shared.files.paths import printable
@@ -20,6 +24,7 @@ REPEAT_SECONDS = 10.0
 _MOST_KINDS = 1000
 
 Event = MutableMapping[str, Any]
+_ALWAYS_SHOWN = ("timestamp", "level", "exception", "exc_info", "stack")
 
 
 def setup_logs(
@@ -93,13 +98,42 @@ def _renderers(form: Literal["console", "json"], colors: bool) -> list[Any]:
         # local variables may hold tokens
         transformed = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
         tracebacks = structlog.processors.ExceptionRenderer(transformed)
-        return [tracebacks, _mask, structlog.processors.JSONRenderer(default=str)]
+        return [tracebacks, _mask, _drop_sentence, structlog.processors.JSONRenderer(default=str)]
     plain = structlog.dev.plain_traceback
-    return [
-        _mask,
-        _one_line,
-        structlog.dev.ConsoleRenderer(colors=colors, pad_event_to=0, exception_formatter=plain),
-    ]
+    console = structlog.dev.ConsoleRenderer(colors=colors, pad_event_to=0, exception_formatter=plain)
+    return [_mask, _one_line, partial(_for_people, console)]
+
+
+def size_text(nbytes: int) -> str:
+    """For people, in decimal units: 577 kB, 1.2 GB."""
+    size, unit = float(nbytes), "bytes"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 999.5:
+            break
+        size, unit = size / 1000, larger
+    return f"{size:.1f} {unit}" if size < 9.95 and unit != "bytes" else f"{size:.0f} {unit}"
+
+
+def _drop_sentence(logger: Any, method: str, event: Event) -> Event:
+    event.pop("sentence", None)
+    return event
+
+
+def _for_people(console: Callable[..., str], logger: Any, method: str, event: Event) -> str:
+    """What happened and why first, then the other fields; a remedy on a line of its own."""
+    event.pop("room", None)
+    remedy, sentence = event.pop("remedy", ""), event.pop("sentence", "")
+    kept = {name: event[name] for name in _ALWAYS_SHOWN if name in event}
+    if sentence:
+        event = {**kept, "event": sentence}
+    else:
+        reasons = [event.pop(name) for name in ("message", "reason", "reasons") if event.get(name)]
+        why = [text for each in reasons for text in (each if isinstance(each, list) else [each])]
+        if why:
+            event.pop("error", None)
+            event["event"] = f"{event['event']}: {'; '.join(map(str, why))}"
+    line = console(logger, method, event)
+    return f"{line}\n    remedy: {remedy}" if remedy else line
 
 
 def _mask(logger: Any, method: str, event: Event) -> Event:
@@ -112,8 +146,14 @@ def _mask(logger: Any, method: str, event: Event) -> Event:
 def _one_line(logger: Any, method: str, event: Event) -> Event:
     for name, value in event.items():
         if isinstance(value, str):
-            event[name] = printable(value).replace("\n", "\\n")
+            event[name] = _plain(value)
+        elif isinstance(value, list):
+            event[name] = [_plain(each) if isinstance(each, str) else each for each in value]
     return event
+
+
+def _plain(text: str) -> str:
+    return printable(text).replace("\n", "\\n")
 
 
 class _ToStructlog(logging.Handler):

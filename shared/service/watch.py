@@ -45,7 +45,8 @@ log = get_log("watch")
 class Watcher:
     """Context manager: sets `wakeup` when something is written in the directory `path` (not below it).
     `on_renamed` is called first, in a thread of its own, with the new name of what is renamed in it.
-    Where watching is not possible it says so in the log, once, and the poll goes on."""
+    A directory that does not exist yet is watched once it does. Where watching is not possible it says so in
+    the log, once, and the poll goes on."""
 
     def __init__(
         self, path: Path, wakeup: Wakeup, on_renamed: Callable[[str], None] = lambda name: None
@@ -53,6 +54,7 @@ class Watcher:
         self._path = path
         self._hint = _Hint(wakeup, on_renamed)
         self._observer = Observer()
+        self._ended = threading.Event()
         self._starting = threading.Thread(target=self._start, name="watch", daemon=True)
 
     def __enter__(self) -> Watcher:
@@ -62,6 +64,9 @@ class Watcher:
 
     def _start(self) -> None:
         try:
+            while not self._path.is_dir():
+                if self._ended.wait(_START_SECONDS):
+                    return
             self._observer.schedule(self._hint, str(self._path), event_filter=_WRITES)
             self._observer.start()
         except OSError as error:
@@ -74,6 +79,7 @@ class Watcher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._ended.set()
         if self._observer.is_alive():
             self._observer.stop()
             self._observer.join(_JOIN_SECONDS)

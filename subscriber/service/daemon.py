@@ -25,10 +25,11 @@ from weightcast.subscriber.service.failed import FailedEngines
 from weightcast.subscriber.service.figures import SubscriberFigures
 from weightcast.subscriber.service.report import Reporting, open_reporter
 from weightcast.subscriber.service.routes import group_routes
+from weightcast.subscriber.service.sentences import of_move
 from weightcast.subscriber.service.settings import SubscriberSettings
 from weightcast.subscriber.service.start import Start
 from weightcast.subscriber.service.wiring import open_engines, open_lead, options_of
-from weightcast.subscriber.status import HostStatus, WaitingFor, readiness
+from weightcast.subscriber.status import HostStatus, UpdateStatus, WaitingFor, readiness
 from weightcast.subscriber.step.held import GroupFollower, Post
 from weightcast.subscriber.step.host import Outcome
 from weightcast.subscriber.step.sync import Sync
@@ -54,6 +55,8 @@ class Subscriber:
         self._troubles: tuple[str, ...] = ()
         self._left: tuple[str, ...] = ()
         self._awaited = ""
+        self._logged = 0
+        """moves of the running step"""
         self.failed = FailedEngines(settings.on_engine_failed, settings.hook_seconds, self.stop.request)
         self.scrub = Scrub(int(settings.verify_rate), stop=lambda: self.stop.requested)
         self.engine_verify = EngineVerify(
@@ -70,6 +73,7 @@ class Subscriber:
 
     def _show(self, sync: Sync) -> None:
         self.board.show(sync)
+        self._log_moves()
         self._log_wait(sync.view.waiting_for)
         self.figures.show(self.board.status.get())
         self.disk.show()
@@ -91,7 +95,7 @@ class Subscriber:
                 self.sync.verify_some(self.scrub)
                 self._verify_engines()
         finally:
-            self._log_moves()
+            self._log_untaken()
             self.failed.tell(self.board.status.get())
         self._log(outcome)
         self._awaited = ""
@@ -104,31 +108,51 @@ class Subscriber:
         if waiting is not None and waiting.file != self._awaited:
             self._awaited = waiting.file
             seconds = round(waiting.until - time.time())
-            log.warning("waiting for a file", **waiting.by_name(), seconds_left=seconds)
+            log.warning(
+                "waiting for a file",
+                sentence=f"waiting for version {waiting.version}: {waiting.reason}; up to {seconds} s more",
+                **waiting.by_name(),
+            )
 
     def _verify_engines(self) -> None:
         for name, fault in self.sync.verify_engines(self.engine_verify).items():
             log.warning("engine verify", engine=name, fault=fault)
 
     def _log_moves(self) -> None:
-        for move in self.sync.view.moves:
-            parts = {f"{part}_s": round(seconds, 4) for part, seconds in move.seconds.items()}
-            if not move.taken:
-                reasons = list(self.sync.view.not_ready)
-                log.warning("engines not reloaded", version=move.version, reasons=reasons)
-                continue
-            log.info(
-                "engines reloaded" if move.kind == "reload" else "version",
-                kind=move.kind,
-                from_version=move.from_version,
-                version=move.version,
-                target=self.sync.view.target_version,
-                folded=move.folded,
-                bytes=move.bytes,
-                changes=move.changes,
-                pause_total_s=None if move.pause_seconds is None else round(move.pause_seconds, 4),
-                **parts,
-            )
+        """As they come: what follows in the same step may take long."""
+        moves = self.sync.view.moves
+        self._logged = min(self._logged, len(moves))
+        for move in moves[self._logged :]:
+            if move.taken:
+                self._log_move(move)
+        self._logged = len(moves)
+
+    def _log_move(self, move: UpdateStatus) -> None:
+        local = self.sync.follower.local
+        words = 0 if local is None else local.table.elements
+        parts = {f"{part}_s": round(seconds, 4) for part, seconds in move.seconds.items()}
+        log.info(
+            "engines reloaded" if move.kind == "reload" else "version",
+            sentence=of_move(move, self.board.status.get().served_version, words),
+            kind=move.kind,
+            from_version=move.from_version,
+            version=move.version,
+            step=move.step,
+            target=self.sync.view.target_version,
+            folded=move.folded,
+            bytes=move.bytes,
+            changes=move.changes,
+            pause_total_s=None if move.pause_seconds is None else round(move.pause_seconds, 4),
+            **parts,
+        )
+
+    def _log_untaken(self) -> None:
+        """What no engine took, unless the last line said the same."""
+        reasons = self.sync.view.not_ready
+        untaken = [move.version for move in self.sync.view.moves if not move.taken]
+        if untaken and reasons != self._troubles:
+            self._troubles = reasons
+            log.warning("engines not reloaded", version=untaken[-1], reasons=list(reasons))
 
     def _log(self, outcome: Outcome) -> None:
         left = self.sync.view.left_behind
@@ -141,7 +165,8 @@ class Subscriber:
             if troubles:
                 log.warning("not where it should be", version=outcome.version, reasons=list(troubles))
             else:
-                log.info("all engines serve", version=outcome.version)
+                sentence = f"all engines serve version {outcome.version}"
+                log.info("all engines serve", sentence=sentence, version=outcome.version)
 
     def _reported(self) -> HostStatus | None:
         """A report is a local checkpoint's: that of its writer. A start that is refused leaves none."""

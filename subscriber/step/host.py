@@ -246,6 +246,7 @@ class StepHost:
             seconds=watch.total(),
             pause_seconds=watch.pause_seconds,
             around=self.around,
+            step=watch.step,
             taken=taken,
             at=self.calls.now(),
         )

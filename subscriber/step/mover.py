@@ -133,6 +133,8 @@ class Mover:
             self._divide(route, leg, self._view.bytes_read - before)
         self._host.watch.enter("")
         self._host.watch.changes += staged.changes
+        last, _ = route.delta(leg[-1])
+        self._host.watch.step = last.step if isinstance(last, Index) else None
         return staged
 
     def drop_kept(self) -> None:

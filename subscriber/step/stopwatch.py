@@ -16,6 +16,8 @@ class Stopwatch:
     seconds: dict[str, float] = field(default_factory=dict)
     bytes: int = 0
     changes: int = 0
+    step: int | None = None
+    """the trainer's, of the version"""
     pause_seconds: float | None = None
     _began: float = 0.0
     _phase: str = ""

@@ -19,7 +19,7 @@ def logged() -> Iterator[tuple[str, frozenset[str]]]:
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_log(node.func):
                     fields = frozenset(
-                        word.arg for word in node.keywords if word.arg not in (None, "exc_info")
+                        word.arg for word in node.keywords if word.arg not in (None, "exc_info", "sentence")
                     )
                     for event in _texts(node.args[0]):
                         yield event, frozenset(field for field in fields if field is not None)

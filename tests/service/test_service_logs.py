@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from weightcast.shared.service.logs import get_log, setup_logs
+from weightcast.shared.service.logs import get_log, setup_logs, size_text
 
 
 def test_json_is_one_object_per_event() -> None:
@@ -40,6 +40,45 @@ def test_console_events_stay_on_their_line() -> None:
     assert stream.getvalue().count("\n") == 1
     assert "\x1b" not in stream.getvalue()
     assert "odd name" in stream.getvalue()
+
+
+def test_a_sentence_stands_for_an_event_on_the_console_alone() -> None:
+    shown, kept = io.StringIO(), io.StringIO()
+    for form, stream in (("console", shown), ("json", kept)):
+        setup_logs(form, "info", stream)  # type: ignore[arg-type]
+        get_log("sync").info("version", sentence="serving version 3: 577 kB", version=3, bytes=577_123)
+    assert shown.getvalue().rstrip().endswith("serving version 3: 577 kB")
+    assert "577123" not in shown.getvalue() and "sync" not in shown.getvalue()
+    event = json.loads(kept.getvalue())
+    assert (event["event"], event["version"], event["bytes"]) == ("version", 3, 577_123)
+    assert event["room"] == "sync" and "sentence" not in event
+
+
+def test_the_console_shows_what_is_wrong_first_and_the_remedy_on_its_own_line() -> None:
+    stream = io.StringIO()
+    setup_logs("console", "info", stream)
+    log = get_log("daemon")
+    log.warning("step failed", error="DamagedFile", message="x: 3 bytes", remedy="fetch x again", tries=2)
+    log.warning("not where it should be", version=4, reasons=["engine a failed", "engine\nb failed"])
+    first, remedy, second = stream.getvalue().splitlines()
+    assert "step failed: x: 3 bytes" in first and first.endswith("tries=2") and "DamagedFile" not in first
+    assert remedy == "    remedy: fetch x again"
+    assert "not where it should be: engine a failed; engine\\nb failed" in second
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1000, "1.0 kB"),
+        (577_123, "577 kB"),
+        (1.23e9, "1.2 GB"),
+        (5e15, "5000 TB"),
+    ],
+)
+def test_sizes(nbytes: float, text: str) -> None:
+    assert size_text(int(nbytes)) == text
 
 
 def test_events_follow_a_stderr_that_was_replaced() -> None:

@@ -3,6 +3,9 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import pytest
+from waiting import wait_until
+
 from weightcast.shared.service.daemon import Wakeup
 from weightcast.shared.service.watch import Watcher
 
@@ -32,10 +35,29 @@ def test_reading_does_not_wake(tmp_path: Path) -> None:
         assert not wakeup.wait(0.5)
 
 
-def test_a_missing_directory_is_logged_once(tmp_path: Path, quiet: io.StringIO) -> None:
-    wakeup = Wakeup()
-    with Watcher(tmp_path / "missing", wakeup):
+def test_a_directory_is_watched_once_it_is_made(tmp_path: Path, quiet: io.StringIO) -> None:
+    wakeup, folder = Wakeup(), tmp_path / "missing"
+    with Watcher(folder, wakeup):
         assert not wakeup.wait(0)
+        folder.mkdir()
+
+        def woken() -> bool:
+            (folder / "latest").write_bytes(b"000001")
+            return wakeup.wait(0.1)
+
+        wait_until(woken)
+    assert "cannot be watched" not in quiet.getvalue()
+
+
+def test_a_directory_that_cannot_be_watched_is_logged_once(
+    tmp_path: Path, quiet: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(28, "no watches left")
+
+    monkeypatch.setattr("watchdog.observers.api.BaseObserver.schedule", refuse)
+    with Watcher(tmp_path, Wakeup()):
+        pass
     assert quiet.getvalue().count("cannot be watched") == 1
 
 

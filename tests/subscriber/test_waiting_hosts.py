@@ -130,6 +130,34 @@ def test_a_new_host_says_what_it_waits_for(site: Site) -> None:
     assert not status["ready"] and INDEX in status["not_ready_reasons"][-1]
 
 
+def test_a_start_before_the_channel_is_no_warning(site: Site) -> None:
+    run = site.run()
+    aside = run.channel.rename(site.root / "aside")
+    daemon = Daemon(site, run, SGLang())
+    log = site.root / "log"
+    wait_until(lambda: log.exists() and "waiting for the channel" in log.read_text())
+    wait_until(lambda: daemon.status()["loop"]["steps"] > 2)
+    aside.rename(run.channel)
+    wait_until(lambda: daemon.serves(0))
+    run.publish()
+    wait_until(lambda: daemon.serves(1) and "serving version 1" in log.read_text())
+    assert daemon.term() == 0
+    told = log.read_text()
+    assert told.count("waiting for the channel") == 1 and "warning" not in told
+    assert "seeded version 0: " in told and "serving version 1 (step 1): " in told
+    assert "% changed, " in told and "total_s" not in told
+
+
+def test_an_engine_that_takes_no_version_is_told_once(site: Site) -> None:
+    run, engine = site.run(), SGLang()
+    engine.missing.add("/update_weights_from_disk")
+    daemon = Daemon(site, run, engine)
+    wait_until(lambda: daemon.port_file.exists() and daemon.status()["engines"][0]["failures"] >= 2)
+    assert daemon.term() == 0
+    lines = (site.root / "log").read_text().splitlines()
+    assert len([line for line in lines if "not reloaded" in line or "not where" in line]) == 1
+
+
 def test_the_command_says_what_it_waits_for(site: Site, weightcast: Command) -> None:
     run, local = site.run(), site.root / "host"
     words = ("sync", "--channel", str(run.channel), "--local", str(local), "--base", str(run.base_dir))
