@@ -73,7 +73,7 @@ def _parsed(data: bytes, path: Path) -> dict[str, Any]:
         said = None
     if not isinstance(said, dict):
         check_kind(data[:START], path)
-        raise Refused(f"{path} is not a JSON object", remedy="give an HF checkpoint directory")
+        raise Refused(f"{path} is not a JSON object", remedy="correct it: transformers refuses it too")
     return said
 
 

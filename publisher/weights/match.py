@@ -95,7 +95,7 @@ def _matched(
 def _refuse_adapter(given: TensorTable, names: Resolved, table: TensorTable) -> None:
     for spec in given:
         if is_adapter_tensor(spec.name) and names.run_names[spec.name] not in table.numbers:
-            raise adapter_refused("what is published", spec.name)
+            raise adapter_refused(f"the weights hold an unmerged LoRA adapter: {spec.name}")
 
 
 def _grouped(

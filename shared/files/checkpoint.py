@@ -30,6 +30,7 @@ _OTHER_WEIGHTS = re.compile(r"\.(bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|npz|safete
 
 
 _ADAPTER = re.compile(r"[._](lora_|hada_w|lokr_w|oft_r|ia3_l|vera_lambda)")
+_IS_ADAPTER = "{} is a LoRA adapter, not full weights: it holds {}"
 _MERGE = "merge it into its base (peft: `merge_and_unload`) and export the full weights"
 _SAVE_AGAIN = "safetensors and engines refuse it too: save the checkpoint again with `save_pretrained`"
 _Spot = tuple[int, int, int]
@@ -135,7 +136,7 @@ def _opened(directory: Path, names: Sequence[str], follow_links: bool) -> Checkp
     _check_doubles(directory, headers)
     table, spots = _laid_out(tuple(headers.values()))
     if len(table) and all(is_adapter_tensor(spec.name) for spec in table):
-        raise adapter_refused(str(directory), table[0].name)
+        raise adapter_refused(_IS_ADAPTER.format(directory, table[0].name))
     files = [directory / name for name in headers]
     return Checkpoint(
         directory,
@@ -153,15 +154,15 @@ def _refuse_adapter(directory: Path, names: Sequence[str]) -> None:
     """Of peft, as it saves them; some bases hold one beside their own weights."""
     found = [name for name in names if name.startswith("adapter_model.") or name == "adapter_config.json"]
     if found and _SINGLE not in names and _INDEX not in names:
-        raise adapter_refused(str(directory), found[0])
+        raise adapter_refused(_IS_ADAPTER.format(directory, found[0]))
 
 
 def is_adapter_tensor(name: str) -> bool:
     return _ADAPTER.search(name) is not None
 
 
-def adapter_refused(what: str, shown_by: str) -> Refused:
-    return Refused(f"{what} holds a LoRA adapter ({shown_by}), not full weights", remedy=_MERGE)
+def adapter_refused(message: str) -> Refused:
+    return Refused(message, remedy=_MERGE)
 
 
 def surplus_weights(checkpoint: Checkpoint, known: Iterable[str] = ()) -> Iterator[Path]:
@@ -227,7 +228,7 @@ def _parsed_index(data: bytes) -> _WeightIndex | None:
     """None for a delta's index. Remembered by its bytes, as headers are. Engines read the names of the files
     alone: `metadata` may be anything."""
     twice: list[str] = []
-    members = parse_object(data, _INDEX, twice)
+    members = parse_object(data, _INDEX, twice, float)
     metadata = members.get("metadata")
     if isinstance(metadata, dict) and "delta_encoding" in metadata:
         return None

@@ -17,6 +17,7 @@ _KINDS = (
     (b"version https://git-lfs", *_LFS),
     (b"version https://hawser", *_LFS),
     (b"<", *_PAGE),
+    (b"/annex/objects/", "a git-annex pointer, not the file", "run `git annex get` in its repository"),
     (b"PK\x03\x04", "a zip archive, as torch.save writes", _SAVE),
     (b"\x80\x02", *_PICKLE),
     (b"\x80\x03", *_PICKLE),

@@ -25,9 +25,10 @@ _MOST_FILES = 20_000
 _SAME_WEIGHTS = re.compile(
     r"(pytorch_model.*\.bin|tf_model.*\.h5|flax_model.*\.msgpack|model.*\.onnx|openvino_model.*\.bin"
     r"|consolidated.*\.(pth|pt|safetensors)|.*\.gguf)(\.index\.json)?"
-    r"|model\.safetensors\.index\.json\.sig"
+    r"|model\.safetensors\.index\.json\.sig|model-.*\.safetensors"
 )
-"""names that libraries give to the model's weights in another format, and the signature of an anchor"""
+"""names that libraries give to the model's weights in another format, shards that the index does not name,
+and the signature of an anchor"""
 _FORMAT_DIRECTORIES = frozenset(("original", "onnx", "openvino", "coreml", "gguf", "ggml", "metal", "mlx"))
 """where repositories keep the model's weights in another format"""
 _WEIGHTS = re.compile(

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import cast
 
@@ -26,18 +26,21 @@ _NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 _NO_BRACKETS_OR_QUOTES = bytes(byte for byte in _NO_BRACKETS if byte not in b'"')
 
 
-def parse_object(data: bytes, what: str, twice: list[str] | None = None) -> dict[str, object]:
+def parse_object(
+    data: bytes, what: str, twice: list[str] | None = None, constant: Callable[[str], object] | None = None
+) -> dict[str, object]:
     """The JSON object in `data`. Raises DamagedFile, with `what` naming the file, for anything else, for
     duplicate keys at any depth, NaN and infinities, strings that are not Unicode text, and more than
     `MOST_DEPTH` values in each other; before anything is built of it for more than `MOST_VALUES` values.
-    `twice`: takes up the keys of duplicates, of which the last one counts, instead of an error."""
+    `twice`: takes up the keys of duplicates, of which the last one counts, instead of an error; `constant`:
+    makes a value of NaN and infinities."""
     if _most_values(data) > MOST_VALUES:
         raise DamagedFile(f"{what}: more than {MOST_VALUES} values")
     try:
         value = json.loads(
             data.decode(),
             object_pairs_hook=_unique if twice is None else partial(_last, twice),
-            parse_constant=_no_constant,
+            parse_constant=constant or _no_constant,
             parse_float=_finite,
         )
         if _is_deep(data):

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from weightcast.shared.errors import DamagedFile, Refused
 from weightcast.shared.files.checkpoint import identities, open_checkpoint
+from weightcast.shared.files.side_files import side_files
 from weightcast.shared.local.follow import open_base
 
 A, B = torch.arange(6, dtype=torch.bfloat16), torch.tensor(2.5)
@@ -125,6 +126,7 @@ INDEXES = {
     "metadata a list": ({"metadata": [], "weight_map": WHOLE}, "metadata is []"),
     "no metadata": ({"weight_map": WHOLE}, ""),
     "total_size a text": ({"metadata": {"total_size": "28"}, "weight_map": WHOLE}, ""),
+    "total_size not a number": ({"metadata": {"total_size": float("nan")}, "weight_map": WHOLE}, ""),
     "total_size wrong": ({"metadata": {"total_size": 1}, "weight_map": WHOLE}, ""),
     "unlisted tensor": ({"weight_map": {"z": SHARDS[0], "b": SHARDS[1]}}, "a file holds: B"),
     "moved tensor": (
@@ -153,7 +155,7 @@ def test_a_shard_that_the_index_does_not_name_is_ignored_where_engines_ignore_it
     save_file({"z": A}, tmp_path / "model-00003-of-00003.safetensors")
     checkpoint = open_checkpoint(tmp_path, follow_links=True)
     assert [path.name for path in checkpoint.weight_files] == list(SHARDS) and len(checkpoint.table) == 3
-    assert checkpoint.other_files == () and "model-00003-of-00003" in checkpoint.notes[0]
+    assert side_files(checkpoint).files == {} and "model-00003-of-00003" in checkpoint.notes[0]
 
 
 def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
@@ -180,6 +182,7 @@ FOREIGN = {
     "empty": (b"", "is empty", "again"),
     "zeros": (bytes(4096), "begins with zeros", "again"),
     "JSON": (b'{"error": "Repository not found"}', "not a safetensors file: JSON text", "weights"),
+    "git-annex": (b"/annex/objects/MD5E-s42--00.safetensors\n", "a git-annex pointer", "git annex get"),
     "text": (b"Invalid username or password.", "not a safetensors file: 29 bytes", "weights"),
 }
 
@@ -253,7 +256,7 @@ def test_a_delta_is_not_taken_for_a_checkpoint(tmp_path: Path) -> None:
 
 def test_adapters_are_named_as_such(tmp_path: Path) -> None:
     single(tmp_path, "adapter_model.safetensors")
-    with pytest.raises(Refused, match=r"LoRA adapter \(adapter_model\.safetensors\)") as refused:
+    with pytest.raises(Refused, match=r"is a LoRA adapter, .* adapter_model\.safetensors") as refused:
         open_checkpoint(tmp_path, follow_links=True)
     assert "merge_and_unload" in refused.value.remedy
     (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")

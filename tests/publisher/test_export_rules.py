@@ -122,7 +122,12 @@ REFUSED = {
         "model.layers.0.codes is F32 [6], expected U8 [6]",
     ),
     "quantise is named": ({"model.layers.0.codes": ("F32", 6)}, base(), ("--cast",), "quantise"),
-    "an adapter": ({"base_model.model.q.lora_A.weight": ("BF16", 4)}, base(), (), "holds a LoRA adapter"),
+    "an adapter": (
+        {"base_model.model.q.lora_A.weight": ("BF16", 4)},
+        base(),
+        (),
+        "hold an unmerged LoRA adapter",
+    ),
 }
 
 

@@ -70,7 +70,11 @@ def test_records_are_the_newest(places: Places, tmp_path: Path, monkeypatch: pyt
     assert record == {"a": str(tmp_path / "a"), "c": str(tmp_path / "c")}
 
 
-def test_the_daemon_finds_the_base(places: Places, weightcast: Command) -> None:
+def test_the_daemon_finds_the_base(
+    places: Places, weightcast: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the user's own cache, where kernels need not be compiled
+    monkeypatch.delenv("WEIGHTCAST_CACHE")
     where = ("--channel", places.channel, "--local", places.local)
     code, _, err = weightcast("publisher", "run", *where)
     assert code == 2 and "base: required to make the channel" in err

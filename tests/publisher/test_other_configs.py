@@ -98,7 +98,7 @@ def test_other_words_for_the_same_model(place: Place, config: str) -> None:
         (json.dumps(dict.fromkeys(BASE, 0)), "and 3 more"),
         ("[]", "not a JSON object"),
         ("{" * 100_000, "not a JSON object"),
-        ("", "not a JSON object"),
+        ("", "is empty"),
     ],
 )
 def test_another_model(place: Place, config: str, told: str) -> None:
