@@ -167,6 +167,7 @@ def _show(console: Console, done: Publication, seconds: float) -> None:
         {
             "version": done.version,
             "step": "-" if done.step is None else done.step,
+            **({} if done.resumed_from_step is None else {"resumed from step": done.resumed_from_step}),
             "changed elements": f"{done.changed_elements:,} ({done.density_elements:.4%})",
             "changed bytes": f"{done.density_bytes:.4%}",
             "delta": f"{done.delta_bytes:,} bytes",

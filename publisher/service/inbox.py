@@ -81,9 +81,13 @@ class Sighting:
 class InboxOutcome(StrEnum):
     PUBLISHING = "publishing"
     PUBLISHED = "published"
+    CONSUMED = "consumed"
     PASSED_OVER = "passed over"
     EXISTING = "existing"
     REFUSED = "refused"
+
+
+_PUBLISHED = (InboxOutcome.PUBLISHED, InboxOutcome.CONSUMED)
 
 
 @dataclass(frozen=True)
@@ -230,7 +234,7 @@ class Inbox:
     def forget_existing(self) -> None:
         """They are new, unless something was published already: a fleet would go back to them."""
         entries = {n: each for n, each in self.entries.items() if each.outcome is not InboxOutcome.EXISTING}
-        if not any(entry.outcome is InboxOutcome.PUBLISHED for entry in entries.values()):
+        if not any(entry.outcome in _PUBLISHED for entry in entries.values()):
             self.entries = entries
 
     def left_alone(self) -> list[LeftAlone]:
@@ -421,6 +425,14 @@ class Inbox:
                     published.append(name)
         return published
 
+    def is_consumed(self, name: str) -> bool:
+        return name in self.entries and self.entries[name].outcome is InboxOutcome.CONSUMED
+
+    def consumed(self, name: str) -> None:
+        entry = self.entries[name]
+        content = LastContent(entry.version) if entry.content is None else entry.content
+        self.entries[name] = InboxEntry(InboxOutcome.CONSUMED, frozenset(), content.version, content=content)
+
     def consumable(self, name: str) -> Marks:
         """All files of a published checkpoint as it was when it was chosen; none of any other."""
         entry = self.entries.get(name)
@@ -432,7 +444,7 @@ class Inbox:
         """Keeps the memory bounded. The latest vanished ones are kept: a mount may be away for a moment. What
         was published and consumed is known by its content before long."""
         vanished = [name for name in self.entries if name not in present]
-        ended = [name for name in vanished if self._is_consumed(name)]
+        ended = [name for name in vanished if self.rules.consume and self.entries[name].outcome in _PUBLISHED]
         dropped = {*_but_last(vanished, _VANISHED_KEPT), *_but_last(ended, _CONTENTS_KEPT)}
         for name in set(_but_last(ended, _CONSUMED_KEPT)) - dropped:
             left = content_alone(self.entries[name])
@@ -441,9 +453,6 @@ class Inbox:
             else:
                 self.entries[name] = left
         self.entries = {name: entry for name, entry in self.entries.items() if name not in dropped}
-
-    def _is_consumed(self, name: str) -> bool:
-        return self.rules.consume and self.entries[name].outcome is InboxOutcome.PUBLISHED
 
     def refused(self) -> list[tuple[str, Failure]]:
         return [(name, entry.failure) for name, entry in self.entries.items() if entry.failure is not None]
@@ -459,6 +468,8 @@ def content_alone(entry: InboxEntry) -> InboxEntry | None:
     if content is None:
         return None
     outcome = InboxOutcome.EXISTING if content.version is None else InboxOutcome.PUBLISHED
+    if entry.outcome is InboxOutcome.CONSUMED:
+        outcome = entry.outcome
     return InboxEntry(outcome, frozenset(), content.version, content=content)
 
 

@@ -213,10 +213,13 @@ class Watched:
         return bool(sample) and self._sample(sighting.name, sighting.weights) == sample
 
     def skip_published(self, sighting: Sighting, content: LastContent) -> None:
-        """Its files changed, and it was read in full: its content did not."""
+        """Its files changed, and it was read in full: its content did not. Deleted only if it came back after
+        it was consumed: it may have been published on request, or before `--consume`."""
         if content.version is not None:
+            came_back = self._inbox.is_consumed(sighting.name)
             self._inbox.adopt(sighting, content.version, content.root)
-            self._consume_published(sighting.name)
+            if came_back:
+                self._consume_published(sighting.name)
             self._skipped(
                 sighting.name, f"only its files changed, not the content of version {content.version}"
             )
@@ -345,8 +348,9 @@ class Watched:
         try:
             consume(self.directory, name, self._inbox.consumable(name))
             self._not_consumed.discard(name)
+            self._inbox.consumed(name)
         except FileNotFoundError:
-            return  # by the process that was killed
+            return  # by the process that was killed, or it is still set aside
         except Refused as error:
             log.warning("checkpoint not consumed", checkpoint=name, reason=str(error))
             self._not_consumed.add(name)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from daemonkit import Daemon, Places, base_tensors, files_of, local_bytes, plain, rename_in, write
+from daemonkit import INDEX, Daemon, Places, base_tensors, files_of, local_bytes, plain, rename_in, write
 from disk_errors import watched
 from test_publisher_desk import Office, Opening, opened, places, weights
 from waiting import wait_until
@@ -356,6 +356,20 @@ def test_a_consumed_checkpoint_that_comes_back_is_consumed_again(places: Places,
         settled(office)
         assert not again.exists() and "only its files" in skipped(office)[again.name]
     assert places.latest() == "000002"
+
+
+def test_a_changed_stat_deletes_nothing(places: Places, opened: Opening) -> None:
+    """What was published before `--consume`, or on request, stays."""
+    office = opened()
+    rename_in(places.watch / "step_1", weights(1))
+    office.settle()
+    office = reopened(opened, office, consume=True)
+    assert version_of(ask(office, rename_in(places.watch / "step_2", weights(2)), 2)) == 2
+    for step in (1, 2):
+        touched(places.watch / f"step_{step}")
+    settled(office)
+    assert set(skipped(office)) == {"step_1", "step_2"} and places.latest() == "000002"
+    assert all((places.watch / f"step_{step}" / INDEX).exists() for step in (1, 2))
 
 
 def test_files_with_the_inodes_and_times_of_consumed_ones_are_new(places: Places, opened: Opening) -> None:
