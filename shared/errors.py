@@ -26,6 +26,10 @@ MEND_CHANNEL = (
     "`weightcast channel verify` says what is damaged, `weightcast channel repair` brings right what can be"
 )
 """the remedy for a damaged file of a channel"""
+FIX_ENGINE = (
+    "see the engine's log, fix or restart it; `weightcast wake URL` of the subscriber retries it at once"
+)
+"""the remedy for an engine that failed"""
 
 
 def counted(number: int, noun: str) -> str:

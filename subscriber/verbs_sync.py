@@ -221,7 +221,8 @@ def _judge(status: HostStatus) -> None:
         )
     if status.not_ready_reasons:
         raise EngineFailed(
-            "; ".join(status.not_ready_reasons), remedy="see the engines' logs, then sync again"
+            "; ".join(status.not_ready_reasons),
+            remedy="fix what the message names, or see the engines' logs; then sync again",
         )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from weightcast.shared.errors import FIX_ENGINE
 from weightcast.shared.service.fleet import age
 
 Answer = Mapping[str, Any]
@@ -91,7 +92,7 @@ def _host(answer: Answer) -> Summary:
     well, error = bool(answer.get("ready")), _of(answer, "last_error")
     name, served = answer.get("host") or "host", answer.get("served_version")
     failed = [engine for engine in engines if engine.get("state") == "failed"]
-    remedy = error.get("remedy") or ("see the engine's log, then restart it" if failed else "")
+    remedy = error.get("remedy") or (FIX_ENGINE if failed else "")
     if not well:
         return Summary(False, f"{name} is not ready: {_reasons(answer)}", remedy, list(_host_rows(answer)))
     target = answer.get("target_version")

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.reports import UPDATES_LIMIT, Report, Update, pack_report, write_report
-from weightcast.shared.errors import WeightcastError
+from weightcast.shared.errors import FIX_ENGINE, WeightcastError
 from weightcast.shared.files.entries import exists
 from weightcast.shared.service.backoff import Backoff, jittered
 from weightcast.shared.service.client import Daemon, parsed
@@ -39,9 +39,6 @@ _TICK = 0.05
 """seconds within which two clocks count as equal: file times are coarse"""
 
 VERIFY_CHANNEL = "check the mount; run `weightcast channel verify` on the publisher's machine"
-FAILED_REMEDY = (
-    "see the engine's log, fix or restart it; `weightcast wake URL` of this subscriber retries it at once"
-)
 
 log = get_log("report")
 
@@ -264,7 +261,7 @@ def _trouble(status: HostStatus) -> tuple[str, str]:
     if waiting is not None:
         return f"waiting for version {waiting.version}: {waiting.reason}", VERIFY_CHANNEL
     failed = [f"engine {one.name} failed: {one.reason}" for one in status.engines if one.state == "failed"]
-    return "; ".join(failed), FAILED_REMEDY if failed else ""
+    return "; ".join(failed), FIX_ENGINE if failed else ""
 
 
 def _engine(engine: EngineStatus) -> dict[str, object]:

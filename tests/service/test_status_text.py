@@ -60,7 +60,7 @@ def test_a_host_that_waits_for_an_engine_is_not_idle() -> None:
     found = host(state="idle", local_version=6, engines=(ENGINE,), not_ready_reasons=("engine a: failed",))
     rows = dict(found.rows)
     assert found.sentence == "h is not ready: engine a: failed"
-    assert found.remedy == "see the engine's log, then restart it"
+    assert found.remedy.startswith("see the engine's log") and "`weightcast wake URL`" in found.remedy
     assert "idle" not in rows["doing"] and rows["versions"] == "local 6, served -"
     assert rows["engine"] == "a (vllm) failed, version 5: reload failed 3 times"
 
