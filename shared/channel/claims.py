@@ -6,6 +6,7 @@ as far as an owner asks `Claim.check` before it commits.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import socket
@@ -21,6 +22,7 @@ from weightcast.shared.files import durable
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
 from weightcast.shared.files.system_files import BOOT_ID, system_text
 
+_log = logging.getLogger("weightcast.claims")
 PATIENCE_SECONDS = 60.0
 _POLL_SECONDS = 1.0
 CLAIM_LIMIT = 64 << 10
@@ -269,6 +271,9 @@ def _outwait(
     sleep: Callable[[float], None],
 ) -> None:
     first, deadline = _read(channel, epoch), clock() + patience
+    _log.warning(
+        "%s belongs to %s: waiting up to %g s for a sign of life", channel, _owner(channel, epoch), patience
+    )
     while clock() < deadline:
         sleep(min(_POLL_SECONDS, patience))
         if _read(channel, epoch) != first:

@@ -420,7 +420,8 @@ def _map(path: Path) -> _Mapped:
                 remedy="give the local checkpoint files of its own",
             )
         _fill_holes(fd, path, found)
-        mapped = mmap.mmap(fd, found.st_size)
+        with durable.named(path, "mmap"):
+            mapped = mmap.mmap(fd, found.st_size)
     finally:
         os.close(fd)
     in_memory = file_system(found.st_dev) == "tmpfs"

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from weightcast.shared.errors import RetryLater, WeightcastError
 from weightcast.shared.failpoints import failpoint
-from weightcast.shared.files.durable import read_file
+from weightcast.shared.files.durable import named, read_file
 
 _TRY_EVERY = 0.02
 _TEXT_LIMIT = 4096
@@ -73,7 +73,8 @@ class FileLock:
         deadline = time.monotonic() + seconds
         while True:
             try:
-                return fcntl.flock(fd, kind | fcntl.LOCK_NB)
+                with named(self.path, "flock"):
+                    return fcntl.flock(fd, kind | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     raise RetryLater(

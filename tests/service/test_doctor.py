@@ -20,6 +20,7 @@ from waiting import wait_until
 
 from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.publisher import Publisher
+from weightcast.shared.files.disk_errors import DiskError
 from weightcast.shared.files.mounts import Mount
 from weightcast.shared.files.space import Space
 from weightcast.shared.service.cli import run
@@ -246,7 +247,7 @@ PLACE = PlaceFacts(
     is_link=False,
     is_directory=True,
     tried=Path("/c"),
-    refused="",
+    refused=None,
     mount=Mount(Path("/"), "8:1", "ext4", frozenset({"rw"})),
     space=Space(1000 * GB, 500 * GB, 10**6),
     open_to_all=False,
@@ -321,7 +322,9 @@ def test_clocks_and_delays() -> None:
 
 
 def test_rights_depend_on_the_role() -> None:
-    none = replace(PLACE, tried=None, refused="Read-only file system", trials={})
+    none = replace(
+        PLACE, tried=None, refused=DiskError("/c: Read-only file system", remedy="mount it"), trials={}
+    )
     reports = replace(PLACE, tried=Path("/c/hosts"))
     assert levels(judge_channel(none, RUN, "publisher")) == {"permissions": "failure"}
     assert levels(judge_channel(none, RUN, "subscriber")) == {"permissions": "note"}

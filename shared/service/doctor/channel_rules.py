@@ -16,6 +16,7 @@ from weightcast.shared.service.doctor.place_rules import (
     judge_trials,
     kind_of,
     kind_text,
+    not_tried,
     option,
 )
 from weightcast.shared.service.doctor.places import PlaceFacts, RunFacts
@@ -110,19 +111,20 @@ def _rights(facts: PlaceFacts, role: Role | None) -> Iterator[Finding]:
     if facts.tried == facts.asked:
         yield Finding(CHANNEL, "permissions", "ok", "this user may write")
     elif facts.tried is not None:
-        yield _needs_write(f"this user may write in {facts.tried.name}/ alone", role, "ok")
+        says = f"this user may write in {facts.tried.name}/ alone"
+        yield _needs_write(says, "give its user the directory", role, "ok")
     else:
-        yield _needs_write(f"nothing can be written: {facts.refused}", role, "note")
+        yield _needs_write(*not_tried(facts), role, "note")
 
 
-def _needs_write(says: str, role: Role | None, enough: str) -> Finding:
+def _needs_write(says: str, remedy: str, role: Role | None, enough: str) -> Finding:
     """Hosts read; their reports are all that they write."""
     if role == "subscriber":
         if enough == "ok":
             return Finding(CHANNEL, "permissions", "ok", f"{says}: enough for a host")
         remedy = "fine for a host; for its reports: let it write to hosts/, or --report-to the publisher"
         return Finding(CHANNEL, "permissions", "note", says, remedy)
-    remedy = "a publisher must write here: mount it read-write, or give its user the directory"
+    remedy = f"a publisher must write here: {remedy}"
     if role is None:
         remedy += "; a host need not (--role subscriber)"
     return Finding(CHANNEL, "permissions", "failure" if role == "publisher" else "warning", says, remedy)

@@ -17,6 +17,7 @@ from weightcast.shared.service.doctor.place_rules import (
     judge_trials,
     kind_of,
     kind_text,
+    not_tried,
 )
 from weightcast.shared.service.doctor.places import LocalFacts, PlaceFacts, RunFacts
 
@@ -95,13 +96,7 @@ def _rights(facts: PlaceFacts) -> Iterator[Finding]:
         where = "this user may write" if facts.there else f"not there yet; can be made in {facts.tried}"
         yield Finding(LOCAL, "permissions", "ok", where)
         return
-    yield Finding(
-        LOCAL,
-        "permissions",
-        "failure",
-        f"nothing can be written: {facts.refused}",
-        "give the directory to the user that runs weightcast, on a mount that is not read-only",
-    )
+    yield Finding(LOCAL, "permissions", "failure", *not_tried(facts))
 
 
 def step_bytes(run: RunFacts | None) -> int:

@@ -42,7 +42,7 @@ def judge_trials(place: str, facts: PlaceFacts, rules: Sequence[TrialRule]) -> I
         if outcome is None:
             continue
         if outcome.problem:
-            yield Finding(place, rule.check, rule.level, outcome.problem, rule.remedy)
+            yield Finding(place, rule.check, rule.level, outcome.problem, outcome.remedy or rule.remedy)
         else:
             yield Finding(place, rule.check, "ok", rule.good)
 
@@ -113,6 +113,13 @@ def judge_access(place: str, facts: PlaceFacts) -> Iterator[Finding]:
         yield Finding(
             place, "files", "failure", f"{facts.space.free_files} more files can be made", "free inodes"
         )
+
+
+def not_tried(facts: PlaceFacts) -> tuple[str, str]:
+    """What is said of a place where nothing could be tried, and its remedy."""
+    if facts.refused is None:
+        return "nothing can be written", "make the directory, or mount it"
+    return f"nothing can be written: {facts.refused.message}", facts.refused.remedy
 
 
 def kind_of(facts: PlaceFacts) -> str:

@@ -14,6 +14,7 @@ from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.errors import WeightcastError
+from weightcast.shared.files.disk_errors import DiskError, disk_error, disk_remedy, disk_text
 from weightcast.shared.files.entries import exists, is_directory, is_link
 from weightcast.shared.files.mounts import Mount, mount_of
 from weightcast.shared.files.space import Space, nearest_directory, space_of
@@ -35,8 +36,8 @@ class PlaceFacts:
     is_link: bool
     is_directory: bool
     tried: Path | None
-    refused: str
-    """why nothing could be tried"""
+    refused: DiskError | None
+    """why nothing could be tried; None: it was tried, or there is nowhere to"""
     mount: Mount | None
     space: Space
     open_to_all: bool
@@ -131,13 +132,13 @@ def _facts(asked: Path, places: Sequence[Path]) -> PlaceFacts:
     )
 
 
-def _tried(places: Sequence[Path]) -> tuple[Path | None, str, Tried]:
-    refused = ""
+def _tried(places: Sequence[Path]) -> tuple[Path | None, DiskError | None, Tried]:
+    refused: DiskError | None = None
     for place in places:
         try:
-            return place, "", try_all(place)
+            return place, None, try_all(place)
         except OSError as error:
-            refused = refused or error.strerror or str(error)
+            refused = refused or disk_error(error, place)
     return None, refused, Tried({})
 
 
@@ -153,7 +154,7 @@ def look_at_run(channel: Path) -> RunFacts:
     except WeightcastError as error:
         return RunFacts(problem=error.message, remedy=error.remedy)
     except OSError as error:
-        return RunFacts(problem=str(error), remedy="let this user read the channel")
+        return RunFacts(problem=disk_text(error, channel), remedy=disk_remedy(error))
 
 
 def _run_facts(channel: Channel) -> RunFacts:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightcast.shared.files import probes
-from weightcast.shared.files.disk_errors import call_text
+from weightcast.shared.files.disk_errors import call_text, disk_remedy, is_lasting
 from weightcast.shared.files.probes import SEEN_SECONDS, Unfit, scratch_in
 
 _ROUNDS = 100
@@ -31,6 +31,8 @@ class TrialOutcome:
 
     figure: float = 0.0
     problem: str = ""
+    remedy: str = ""
+    """where the problem is none of the file system's kind"""
 
 
 Trial = Callable[[Path], float]
@@ -61,7 +63,7 @@ def _outcome(trial: Trial, room: Path) -> TrialOutcome:
     except Unfit as unfit:
         return TrialOutcome(problem=str(unfit))
     except OSError as error:
-        return TrialOutcome(problem=call_text(error))
+        return TrialOutcome(problem=call_text(error), remedy="" if is_lasting(error) else disk_remedy(error))
 
 
 def _rename(room: Path) -> float:
