@@ -148,9 +148,9 @@ class Desk:
             memory = paths.room / _INBOX
             if settings.consume and is_directory(settings.watch):
                 require("--watch", settings.watch, CONSUME_NEEDS)
-            self._watched = Watched(
-                settings.watch, memory, rules, self._renamed, settings.own_places.values()
-            )
+            # A trainer may save over the base, as over any checkpoint.
+            own = [path for name, path in settings.own_places.items() if name != "base"]
+            self._watched = Watched(settings.watch, memory, rules, self._renamed, own)
             ensure_room(paths)
             self._watched.ignore_existing(self._began, _version_of(settings.channel))
         self._meter.begin("base", 0)

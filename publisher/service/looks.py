@@ -49,8 +49,13 @@ _DEPTH = 12
 _ONE_CLOCK = 0.5
 """seconds"""
 _MODEL_FILES = ("config", "generation_config", "tokenizer", "special_tokens_map", "chat_template", "adapter_")
+_NAME = "rename it if it is a checkpoint: printable characters, 255 at most"
 _TOO_MANY = "watch a directory that has checkpoints alone, or give --watch-pattern"
 _READABLE = "let the publisher's user read it, or move it out of the watched directory"
+
+
+_Problems = dict[str, tuple[str, str]]
+"""why a directory could not be read, and what to do, by name"""
 
 
 @dataclass(frozen=True)
@@ -102,8 +107,8 @@ def look(
     """Reads the headers of unknown directories only. `has_arrived`: whether that was seen to be renamed into
     place; `is_left`: whether that is never published; `own`: real paths of directories that are no trainer's.
     Raises RetryLater when `watch` is not there."""
-    tree, unreadable = _walk(watch, own)
-    unknown, problems = [], dict(unreadable)
+    tree, problems = _walk(watch, own)
+    unknown = []
     for name in _worth_a_look(tree):
         is_checkpoint = any(map(is_of_a_checkpoint, tree[name].files))
         if is_checkpoint and not tree[name].temporary and is_left(name):
@@ -119,20 +124,17 @@ def look(
             continue  # removed meanwhile
         except OSError as error:
             # One that cannot be read is no reason to publish no other.
-            problems[name] = failure_of(error).message
-    waiting = tuple(
-        Waiting(name, problem, _TOO_MANY if name == ROOT else _READABLE, still=True)
-        for name, problem in problems.items()
-    )
+            problems[name] = failure_of(error).message, _READABLE
+    waiting = tuple(Waiting(name, *problem, still=True) for name, problem in problems.items())
     nothing = frozenset() if ROOT in tree and tree[ROOT].has_weights else frozenset({ROOT})
     return InboxLook(tuple(unknown), frozenset({*tree, *problems}) - nothing, waiting)
 
 
-def _walk(watch: Path, own: Collection[str]) -> tuple[dict[str, _Directory], dict[str, str]]:
+def _walk(watch: Path, own: Collection[str]) -> tuple[dict[str, _Directory], _Problems]:
     """All directories by name, those with temporary names last; what could not be read, with the problem.
     Links are followed to directories, and not below these."""
     found: dict[str, _Directory] = {}
-    problems: dict[str, str] = {}
+    problems: _Problems = {}
     links: list[str] = []
     pending, later, entries = deque([ROOT]), deque[str](), 0
     while pending or later:
@@ -143,7 +145,7 @@ def _walk(watch: Path, own: Collection[str]) -> tuple[dict[str, _Directory], dic
         found[name] = directory
         entries += len(directory.files) + len(directory.inner) + len(directory.links)
         if entries > _MOST_ENTRIES and name != ROOT:
-            problems[ROOT] = f"more than {_MOST_ENTRIES:,} files: nested directories are not all looked at"
+            problems[ROOT] = f"more than {_MOST_ENTRIES:,} files: nested directories were left out", _TOO_MANY
         elif name.count("/") < _DEPTH:
             inner = [each if name == ROOT else f"{name}/{each}" for each in directory.inner]
             pending.extend(each for each in inner if not _Directory(each).temporary)
@@ -159,7 +161,7 @@ def _walk(watch: Path, own: Collection[str]) -> tuple[dict[str, _Directory], dic
     return found, problems
 
 
-def _scanned(watch: Path, name: str, problems: dict[str, str]) -> _Directory | None:
+def _scanned(watch: Path, name: str, problems: _Problems) -> _Directory | None:
     """None where it is not there, or where `problems` says why it could not be read."""
     found = _Directory(name)
     try:
@@ -169,7 +171,7 @@ def _scanned(watch: Path, name: str, problems: dict[str, str]) -> _Directory | N
                 if is_plain(entry.name) and len(entry.name) <= 255:
                     kind.append(entry.name)
                 elif kind is not found.files:
-                    problems[printable(entry.name)] = "its name has characters that are not allowed"
+                    problems[printable(entry.name)] = "its name has characters that are not allowed", _NAME
     except (FileNotFoundError, NotADirectoryError) as error:
         if name == ROOT:
             raise RetryLater(f"{watch} is not a directory", remedy="mount it, or correct --watch") from error
@@ -177,7 +179,7 @@ def _scanned(watch: Path, name: str, problems: dict[str, str]) -> _Directory | N
     except OSError as error:
         if name == ROOT:
             raise
-        problems[name] = failure_of(error).message
+        problems[name] = failure_of(error).message, _READABLE
         return None
     return found
 

@@ -194,7 +194,7 @@ marks = st.builds(
 failures = st.builds(Failure, error=st.text(max_size=9), message=st.text(max_size=30))
 digests = st.sampled_from(["", "a" * 64])
 entries = st.dictionaries(
-    st.text("abc_019é", min_size=1, max_size=8),
+    st.text("abc_019é", min_size=1, max_size=8) | st.sampled_from([".", "a/b", "step_1/actor/hf"]),
     st.builds(
         InboxEntry,
         st.sampled_from(InboxOutcome),
@@ -230,6 +230,10 @@ def test_memory_golden_bytes() -> None:
     [
         (b'"format":1', b'"format":2'),
         (b'"name":"step_1"', b'"name":"../step_1"'),
+        (b'"name":"step_1"', b'"name":"a/../b"'),
+        (b'"name":"step_1"', b'"name":"/step_1"'),
+        (b'"name":"step_1"', b'"name":"a//b"'),
+        (b'"name":"step_1"', b'"name":".."'),
         (b'"published"', b'"eaten"'),
         (b'[["m",2,3,4]]', b'[["m",2,3]]'),
         (b'[["m",2,3,4]]', b'[["m",2,3,true]]'),
