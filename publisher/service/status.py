@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from weightcast.publisher.service.inbox import Waiting
 from weightcast.publisher.service.queue import Job
 from weightcast.publisher.version.report import Publication, total_seconds
+from weightcast.publisher.weights.side_configs import config_text
 from weightcast.shared.service.facts import Failure, LoopStatus, Readiness
 from weightcast.shared.service.fleet import TEXT_SHOWN, Host, PublisherLine, RefusedCheckpoint
 from weightcast.shared.service.kernels import KernelStatus
@@ -51,12 +52,8 @@ class WaitingStatus(Frozen):
     remedy: str = ""
 
 
-class LeftAloneStatus(Frozen):
+class LeftAloneStatus(WaitingStatus):
     """A checkpoint, or all of a layout of the watched directory, that waiting will not publish."""
-
-    name: str
-    reason: str
-    remedy: str
 
 
 class RefusedStatus(Frozen):
@@ -180,10 +177,25 @@ class PublisherStatus(Frozen):
             queue=len(self.queue),
             inbox=counts,
             held=self.held or "",
-            problem=self.upkeep.problem or self.report_error,
+            notes=tuple(self._notes()),
             last_refused=self._refused(now),
             refused_since_version=self.last_refused is not None and self.last_refused.at > published,
         )
+
+    def _notes(self) -> Iterator[str]:
+        for last in self.publications[:1]:
+            if last.resumed_from_step is not None:
+                yield f"version {last.version} is of step {last.step}, after step {last.resumed_from_step}"
+        if self.config_changed:
+            yield f"changed: {config_text(self.config_changed)}"
+        if self.inbox is not None:
+            stuck: list[WaitingStatus] = [each for each in self.inbox.waiting if each.remedy]
+            for each in (*stuck, *self.inbox.left_alone):
+                yield f"{each.name} is not published: {each.reason} ({each.remedy})"
+        if self.upkeep.problem:
+            yield f"maintenance: {self.upkeep.problem}"
+        if self.report_error:
+            yield f"reports: {self.report_error}"
 
     def _refused(self, now: float) -> RefusedCheckpoint | None:
         last = self.last_refused

@@ -201,8 +201,8 @@ class PublisherLine(Frozen):
     inbox: Mapping[str, int] = {}
     """watched checkpoints, by what became of them: waiting, refused"""
     held: str = ""
-    problem: str = ""
-    """of the work beside the versions"""
+    notes: tuple[str, ...] = ()
+    """what people should know although it works: checkpoints left alone, a trainer that went back"""
     last_refused: RefusedCheckpoint | None = None
     refused_since_version: bool = False
     """no version was published after the last refusal"""

@@ -65,6 +65,8 @@ def _when(newest: Answer, version: int, now: float) -> str:
     if newest.get("version") != version:
         return ""
     step = "" if newest.get("step") is None else f"step {newest['step']}, "
+    if newest.get("resumed_from_step") is not None:
+        step += f"after step {newest['resumed_from_step']}, "
     return f" ({step}published {age(max(0.0, now - newest.get('at', now)))} ago)"
 
 
@@ -79,9 +81,12 @@ def _publisher_rows(answer: Answer) -> Iterator[Row]:
         yield "inbox", f"{inbox.get('watch')}: {said or 'nothing waits'}"
     for each in _list(inbox, "waiting")[:_NEWEST]:
         yield "waiting", f"{each.get('name')}: {each.get('reason')}"
+    for each in _list(inbox, "left_alone")[-_NEWEST:]:
+        yield "left alone", f"{each.get('name')}: {each.get('reason')} ({each.get('remedy')})"
     for each in _list(inbox, "refused")[-_NEWEST:]:
         yield "refused", f"{each.get('name')}: {_of(each, 'error').get('message')}"
     hosts = _list(answer, "hosts")
+    yield "config changed", ", ".join(_texts(answer, "config_changed"))
     yield "hosts", f"{sum(host.get('state') == 'ready' for host in hosts)} of {len(hosts)} say ready"
     yield from _troubles(answer)
     yield "maintenance", _of(answer, "upkeep").get("problem", "")
@@ -135,7 +140,8 @@ def _places(answer: Answer) -> Iterator[Row]:
 
 def _troubles(answer: Answer) -> Iterator[Row]:
     error = _of(answer, "last_error")
-    yield "last error", str(error.get("message", ""))
+    known = error.get("message") == _of(answer, "last_refused").get("message")
+    yield "last error", "" if known else str(error.get("message", ""))
     yield "reports", str(answer.get("report_error") or "")
     verify = _of(answer, "verify")
     yield "verify", f"{verify['faults']} faults: {verify.get('last_fault')}" if verify.get("faults") else ""

@@ -37,6 +37,7 @@ from weightcast.shared.service.fleet import (
     age,
     names_of,
     require_gone,
+    short,
     short_names_of,
     trouble_of,
     verdict,
@@ -58,7 +59,7 @@ _STYLES = {
     "stopped": "dim",
 }
 _MOST_ERROR = 400
-_NAMES_SHOWN = 10
+_NAMES_SHOWN, _NOTES_SHOWN = 10, 4
 _UPDATES_SHOWN = 1
 _COLUMNS = ("host", "", "doing", "served", "local", "lag", "heard", "engines", "target", "last update")
 _RIGHT = ("served", "local", "lag", "heard")
@@ -248,7 +249,8 @@ def table(fleet: Fleet, width: int, most: int | None = None, rows: int | None = 
     cells = [_COLUMNS, *((printable(names[host.key]), *_cells(host)) for host in hosts)]
     columns = _fitting(cells, width)
     lines: list[RenderableType] = list(_head(fleet, width if rows is not None else None))
-    lines.append(_row(cells[0], columns, "dim"))
+    if hosts:
+        lines.append(_row(cells[0], columns, "dim"))
     shown = 0
     for host, row in zip(hosts, cells[1:], strict=True):
         block = [_row(row, columns, "", _STYLES[host.standing]), *_trouble(host, fleet, rows and width)]
@@ -292,11 +294,11 @@ def _publisher(fleet: Fleet) -> Iterator[str]:
     inbox = [f"{number} {what.replace('_', ' ')}" for what, number in line.inbox.items() if number]
     doing = [f"publishing {line.publishing}"] if line.publishing else []
     yield f"publisher {'; '.join([*_state(line), *doing, f'queue {line.queue}', *inbox])}"
-    if line.problem:
-        yield f"publisher's maintenance: {line.problem}"
+    yield from line.notes[:_NOTES_SHOWN]
     if line.last_refused is not None and (line.refused_since_version or line.inbox.get("refused")):
-        yield f"refused {line.last_refused.source}: {line.last_refused.message}"
-        yield f"    {line.last_refused.remedy}"
+        if short(line.last_refused.message) != line.last_refused.message:
+            yield f"refused {line.last_refused.source}: {line.last_refused.message}"
+        yield f"remedy: {line.last_refused.remedy}"
 
 
 def _state(line: PublisherLine) -> list[str]:

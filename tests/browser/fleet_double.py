@@ -31,7 +31,7 @@ READY: JSON = {
     "queue": 0,
     "inbox": {"waiting": 0, "refused": 0},
     "held": "",
-    "problem": "",
+    "notes": [],
     "last_refused": None,
     "refused_since_version": False,
 }

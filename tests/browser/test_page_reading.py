@@ -201,7 +201,10 @@ def test_a_publisher_that_refuses_everything_does_not_look_healthy(double: Doubl
     assert page.title() == "see publisher · v128 · weightcast"
     double.show([host(1, LATEST)], LATEST, ready=False, reasons=["No space left on device"])
     page.get_by_text("not ready: No space left on device").first.wait_for()
-    double.show([host(1, LATEST)], LATEST, held="rolled back to version 2", publishing="step_9: diff")
+    notes = ["global_step_7 is not published: it has no model.safetensors (convert it)"]
+    held = "rolled back to version 2"
+    double.show([host(1, LATEST)], LATEST, held=held, publishing="step_9: diff", notes=notes)
+    page.get_by_text("global_step_7 is not published").wait_for()
     page.get_by_text("held: rolled back to version 2").first.wait_for()
     assert page.get_by_text("step_9: diff").count() == 1
     assert page.locator(".verdict").get_attribute("data-level") == "warning"

@@ -148,6 +148,10 @@ def test_a_publisher_that_refuses_checkpoints_says_so(fleet: Fleet, weightcast: 
     code, out, _ = weightcast("status", fleet.url)
     assert code == 0 and out.startswith("publisher is ready at version 1 (step 1, published ")
     assert len(out.splitlines()) < 14
+    # weights that nobody will publish are named, not waited for in silence
+    (fleet.places.watch / "step_pickle").mkdir()
+    (fleet.places.watch / "step_pickle" / "pytorch_model.bin").touch()
+    wait_until(lambda: "step_pickle is not published" in weightcast("fleet", "--url", fleet.url)[1])
     broken = rename_in(fleet.places.watch / "step_2", dict(list(changed(base_tensors(), 2).items())[1:]))
     wait_until(lambda: fleet.publisher.status()["last_refused"])
     _, out, _ = weightcast("status", fleet.url)

@@ -80,7 +80,8 @@ export interface Publisher {
   queue: number;
   inbox: Inbox;
   held: string;
-  problem: string;
+  /** What somebody should know though the publisher works. */
+  notes: string[];
   last_refused: RefusedCheckpoint | null;
   refused_since_version: boolean;
 }

@@ -20,7 +20,13 @@ export function PublisherStrip({ publisher, came, live }: { publisher: Publisher
         ))}
       </dl>
       {refused !== null && (since || (publisher.inbox.refused ?? 0) > 0) && <Refusal refused={refused} bad={since} silent={silent} />}
-      {publisher.problem !== "" && <p class="problem warning">Maintenance: {publisher.problem}</p>}
+      {publisher.notes.length > 0 && (
+        <ul class="notes">
+          {publisher.notes.map((note) => (
+            <li key={note}>{note}</li>
+          ))}
+        </ul>
+      )}
     </section>
   );
 }
