@@ -8,6 +8,7 @@ whenever it changes: a list of objects with `path` (a pattern below the mount), 
     hide     {}                                       not visible, neither by name nor in a listing
     show     {"file": "/elsewhere"}                   has the content of another file
     hang     {"op": "LOOKUP"}                         no answer until the rule is gone or the caller is killed
+    flat     {}                                       directories that hold something cannot be renamed
 
 Nothing is cached by the kernel. One thread, no locks, no special files.
 """
@@ -371,7 +372,10 @@ class FaultyFs:
         old, new, _ = request.body[skip:].split(b"\0", 2)
         before = _join(self._paths[request.node], old.decode())
         after = _join(self._paths[parent], new.decode())
-        (self._source / before).rename(self._source / after)
+        source = self._source / before
+        if self._rules.find("flat", before) is not None and source.is_dir() and any(source.iterdir()):
+            raise OSError(errno.ENOTEMPTY, "flat")
+        source.rename(self._source / after)
         self._follow(before, after)
         return b""
 
