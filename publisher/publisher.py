@@ -34,7 +34,7 @@ from weightcast.publisher.weights.config import CONFIG, check_config
 from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules, adapt
 from weightcast.publisher.weights.finite import NonFinite
 from weightcast.publisher.weights.on_device import Baselines, OnDevice, When
-from weightcast.publisher.weights.side_configs import changed_configs
+from weightcast.publisher.weights.side_configs import carried_bytes, changed_configs
 from weightcast.publisher.weights.tensors import CheckpointWeights, GivenWeights, NewWeights, refuse_local
 from weightcast.publisher.weights.trainer_step import whole_step
 from weightcast.shared.channel import marks
@@ -91,6 +91,7 @@ class Publisher:
         self._submissions = Submissions(self._publish)
         self._until = options.until
         self._arrivals: Arrivals | None = None
+        self._carry_config = options.carry_config
         self._configs: Mapping[str, str] = {}
         """of the last publication from files: those that were not the base's"""
 
@@ -119,6 +120,7 @@ class Publisher:
         visible_seconds: float = 30.0,
         non_finite: NonFinite = "allow",
         until: Until = "patched",
+        carry_config: bool = False,
     ) -> Publisher:
         """`channel`: made by `init_channel` or `weightcast channel init`. `local`: this publisher's own local
         checkpoint, seeded from `base` when it is new. Ranks other than 0 may share rank 0's `local` on its
@@ -143,6 +145,9 @@ class Publisher:
         `until="out"`: `publish` returns when the pointer names the version, and rank 0's local checkpoint
         follows in a thread beside what the caller does next; the next call waits for it, as `settle` does.
 
+        `carry_config`: versions published from checkpoint directories carry tokenizer, chat template,
+        generation and processor files that are not the base's; hosts put them in place with the weights.
+
         Raises Refused while another publisher owns the channel or when `local` lies in it, WrongRun when
         `local` is another run's, Untrusted when the channel's base or newest version is signed by no key
         known here.
@@ -165,7 +170,7 @@ class Publisher:
             directory,
             Path(local),
             None if base is None else Path(base),
-            FollowOptions(threads=threads, visible_seconds=visible_seconds),
+            FollowOptions(threads=threads, visible_seconds=visible_seconds, carries=False),
         )
         options = PublishOptions(
             encoding=encoding,
@@ -178,6 +183,7 @@ class Publisher:
             trust=vouching.trust,
             non_finite=non_finite,
             until=until,
+            carry_config=carry_config,
         )
         if rank != 0:
             return cls(follower, Rank(rank, world_size), options, None)
@@ -476,6 +482,8 @@ class Publisher:
             check_config(directory / CONFIG, own, self.run[1].files)
             base = self.run[1] if local is None else local.base
             weights.configs = changed_configs(weights.checkpoint, own, base)
+            if self._carry_config:
+                weights.carry = carried_bytes(directory, weights.configs)
         except BaseException:
             weights.close()
             raise
@@ -520,7 +528,8 @@ class Publisher:
         try:
             with contextlib.nullcontext() if self._upkeep is None else self._upkeep.way.publishing():
                 report = self._owner.publish(work)
-                self._configs = self._configs if work.configs is None else work.configs
+                if work.configs is not None:
+                    self._configs = {name: digest for name, digest in work.configs.items() if digest}
                 return report
         finally:
             # also when it failed: it may have lacked the room that upkeep makes

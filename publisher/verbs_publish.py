@@ -17,7 +17,7 @@ from weightcast.publisher.weights.config import CONFIG, check_config
 from weightcast.publisher.weights.export_rules import ExportRules, adapt
 from weightcast.publisher.weights.finite import NonFinite
 from weightcast.publisher.weights.match import match
-from weightcast.publisher.weights.side_configs import config_text
+from weightcast.publisher.weights.side_configs import CARRY_CONFIG, config_text
 from weightcast.publisher.weights.tensors import CheckpointWeights, refuse_local
 from weightcast.shared.channel.base import Base
 from weightcast.shared.channel.channel_file import ChannelFile
@@ -60,6 +60,7 @@ _OPTIONS = (
         default="allow",
         choices=get_args(NonFinite),
     ),
+    Option("carry_config", bool, CARRY_CONFIG, default=False),
     Option("cast", bool, "Round floating-point tensors to the base's dtypes.", default=False),
     Option(
         "rename",
@@ -85,6 +86,7 @@ def publish(
     skip_span: int,
     anchor: bool,
     non_finite: NonFinite,
+    carry_config: bool,
     cast: bool,
     rename: list[str] | None,
     drop: list[str] | None,
@@ -105,6 +107,7 @@ def publish(
             sign_key=sign_key,
             trusted_keys=trusted_key or (),
             non_finite=non_finite,
+            carry_config=carry_config,
             upkeep=UpkeepOptions(skip_span=skip_span) if skip_span else None,
         ) as publisher,
         output.progress(f"publishing {checkpoint.name}", described.table.nbytes) as advance,
@@ -182,7 +185,8 @@ def _show(console: Console, done: Publication, seconds: float) -> None:
             **({"names": ", ".join(f"{r}: {n}" for r, n in done.mapped.items())} if done.mapped else {}),
             **({"adapted": adapted} if adapted else {}),
             **({"notes": "; ".join(done.notes)} if done.notes else {}),
-            **({"config changed": config_text(done.config_changed)} if done.config_changed else {}),
+            **({"config changed": config_text(done.not_carried)} if done.not_carried else {}),
+            **({"config carried": ", ".join(done.carried)} if done.carried else {}),
         },
     )
 

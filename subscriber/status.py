@@ -238,6 +238,10 @@ class HostStatus(Facts):
     start; `not checked` without trusted keys"""
     degraded: tuple[str, ...] = ()
     """why the host is not where it should be, although it may be ready"""
+    carried: tuple[str, ...] = ()
+    """config files that the local version has in place of the base's"""
+    engines_to_restart: tuple[str, ...] = ()
+    """those that read config files at their start alone, and run since before these last changed"""
     left_behind: tuple[str, ...] = ()
     """files of the base that hosts do not get: other formats of the weights, trainer state, hidden ones"""
     base_files: str = ""

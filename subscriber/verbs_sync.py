@@ -235,6 +235,10 @@ def _show(console: Console, status: HostStatus) -> None:
     table.add_row("version", f"{status.local_version} (target {status.target_version})")
     table.add_row("root", status.local_root or "-")
     table.add_row("signed", status.signed)
+    if status.carried:
+        table.add_row("carried", printable(", ".join(status.carried)))
+    for name in status.engines_to_restart:
+        table.add_row("restart", f"{printable(name)}: it read its config files before they changed")
     if status.left_behind:
         table.add_row("left behind", left_text(status.left_behind, most=20))
     if status.base_files:

@@ -43,7 +43,7 @@ class Kept:
 
 class History:
     def __init__(self, paths: LocalPaths) -> None:
-        self._paths = paths
+        self.paths = paths
         self._directory = paths.room / "history"
 
     def keep(self, step: Step, channel: Layout) -> None:
@@ -60,7 +60,7 @@ class History:
                 raise
 
     def _keep(self, number: int, step: Step, channel: Layout) -> None:
-        os.link(self._paths.journal(step.journal), self._journal(number))
+        os.link(self.paths.journal(step.journal), self._journal(number))
         failpoint("history.linked", self._directory)
         self._step(number).write_text(json.dumps(step_json(step)))
         index = channel.index(number)
@@ -117,7 +117,7 @@ class History:
                 left -= self._index(version).stat().st_size
             if count >= most_steps or left < 0:
                 self._step(version).unlink(missing_ok=True)
-                keep_journal(self._paths, self._journal(version))
+                keep_journal(self.paths, self._journal(version))
                 self.drop(version)
 
     def drop_oldest(self, most: int | None) -> bool:

@@ -85,7 +85,7 @@ def is_carried_out(channel: Channel, order: Rollback) -> bool:
 def carry_out(owner: Owner, follower: Follower, channel: Channel, order: Rollback) -> PublishReport:
     """Publishes the bytes of the order's version as the next one. `owner` publishes alone."""
     with _weights(follower, channel, order) as read:
-        return owner.publish(Work(read, None, root=order.root))
+        return owner.publish(Work(read, None, root=order.root, carried_of=order.to))
 
 
 @contextlib.contextmanager
@@ -119,7 +119,7 @@ def _past(local: Path, order: Rollback) -> Past | None:
 
 
 def _bring(channel: Channel, scratch: Path, base: Path | None, order: Rollback) -> None:
-    follower = Follower(channel.directory, scratch, base, FollowOptions(visible_seconds=10.0))
+    follower = Follower(channel.directory, scratch, base, FollowOptions(visible_seconds=10.0, carries=False))
     try:
         follower.bring(channel, order.to)
         if follower.local is None or follower.local.state.position.root != order.root:

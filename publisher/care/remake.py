@@ -22,7 +22,7 @@ from weightcast.publisher.version.commit import drop_attempt, new_parts_dir
 from weightcast.shared.channel.chain import check_files
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.delta_writer import ChunkStep, ShardWriter, open_shard_writer
-from weightcast.shared.channel.index import INDEX_LIMIT, INDEX_NAME, FileRecord, Index, parse_index
+from weightcast.shared.channel.index import CARRIED, INDEX_LIMIT, INDEX_NAME, FileRecord, Index, parse_index
 from weightcast.shared.channel.layout import Layout, version_name
 from weightcast.shared.channel.signing import signature_path
 from weightcast.shared.codec.changes import compare
@@ -30,6 +30,7 @@ from weightcast.shared.digest.step_sums import span_sums
 from weightcast.shared.errors import DamagedFile, WeightcastError
 from weightcast.shared.files import durable
 from weightcast.shared.files.entries import is_directory
+from weightcast.shared.local.carried import Carried
 from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.state import Position
 from weightcast.shared.words import Chunk, Part, Words, grid
@@ -101,6 +102,12 @@ class Remake:
         """Names of the files in `scratch` that are what the index says. Raises DamagedFile for one that is
         not."""
         wanted = {record.name: record for record in bad}
+        for record in index.carried:
+            kept = Carried(self.history.paths).path(record)
+            if kept is not None:
+                durable.replace(
+                    durable.make_within(scratch, f"{CARRIED}/{record.name}"), durable.pieces_of(kept)
+                )
         if index.kind == "anchor":
             words = self.past.words_at(index.version)
             write_weights(scratch, self.past.table, words, self.past.files_beside)

@@ -171,6 +171,7 @@ def _index(
         chunks=files.chunks,
         totals=VersionTotals(int(tensors.changed.sum()), table.elements, table.nbytes, nbytes),
         main=main.digest,
+        carried=main.carried,
     )
 
 

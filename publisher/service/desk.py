@@ -462,14 +462,16 @@ class Desk:
             **{what: count for what, count in done.adapted.items() if count},
             **{f"{phase}_s": round(seconds, 4) for phase, seconds in done.seconds.items()},
         )
-        if done.config_changed:
+        if done.not_carried:
             log.warning(
                 "config changed beside the weights: hosts keep the base's",
                 version=done.version,
                 source=done.source,
-                files=list(done.config_changed),
+                files=list(done.not_carried),
                 remedy=CONFIG_REMEDY,
             )
+        if len(done.not_carried) < len(done.config_changed):
+            log.info("config carried", version=done.version, files=list(done.carried))
         if done.resumed_from_step is not None:
             log.warning(
                 "step went back: the trainer resumed from an earlier step",
@@ -664,6 +666,7 @@ def open_publisher(settings: PublisherSettings) -> Publisher:
         trusted_keys=settings.trusted_key,
         non_finite=settings.non_finite,
         until="out",
+        carry_config=settings.carry_config,
     )
 
 

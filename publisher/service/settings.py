@@ -11,6 +11,7 @@ from weightcast.publisher.care.retention import Retention
 from weightcast.publisher.care.upkeep import UpkeepOptions
 from weightcast.publisher.weights.export_rules import BadRule, ExportRules
 from weightcast.publisher.weights.finite import NonFinite
+from weightcast.publisher.weights.side_configs import CARRY_CONFIG
 from weightcast.shared.channel.index import Encoding
 from weightcast.shared.channel.keys import load_private_key
 from weightcast.shared.channel.layout import Layout
@@ -100,6 +101,7 @@ class PublisherSettings(ServiceSettings):
     non_finite: NonFinite = Field(
         "allow", description="Whether deltas are published in which elements become NaN or infinite."
     )
+    carry_config: bool = Field(False, description=CARRY_CONFIG)
     allow: list[Path] = Field(
         default_factory=list,
         description="Directory whose checkpoints may be published over HTTP, repeatable; unset: the watched "

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from weightcast.publisher.version import rendezvous
 from weightcast.publisher.version.anchors import anchor_index, write_anchor_beside, write_weights
+from weightcast.publisher.version.carrying import carry
 from weightcast.publisher.version.commit import (
     advance_pointer,
     commit_version,
@@ -62,6 +63,7 @@ from weightcast.shared.files.disk_errors import NoRoom, disk_error, lacks_room
 from weightcast.shared.files.entries import exists
 from weightcast.shared.files.side_files import side_files
 from weightcast.shared.files.space import nearest_directory, space_of
+from weightcast.shared.local.carried import Carried
 from weightcast.shared.local.fetch import ROOM_BYTES, journal_bytes
 from weightcast.shared.local.follow import Follower, open_base
 from weightcast.shared.local.known_bases import find_base
@@ -319,7 +321,8 @@ class Owner:
         failpoint("publish.assembled", parts)
         made = move_shards(parts, assembled.sources)
         with work.phase("stage"):
-            data = write_index(replace(assembled.index, request=work.request), local.table)
+            carried = carry(channel, Carried(local.paths), made, work)
+            data = write_index(replace(assembled.index, request=work.request, carried=carried), local.table)
             index = parse_index(data, local.table)
             staged = self._prove(local, index, assembled.sources, made)
             check_root(work, index)
@@ -498,6 +501,7 @@ class Owner:
             raise
         self._claim.check()
         made = move_shards(parts, {file.name: file.name for file in index.all_files})
+        index = replace(index, carried=carry(channel, Carried(self._follower.paths), made, work))
         directory = self._put_out(channel, made, index, write_index(index, base.table), work)
         drop_parts(channel.layout, self._claim.epoch)
         with work.phase("patch"):

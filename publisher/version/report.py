@@ -40,7 +40,9 @@ class PublishReport:
     notes: tuple[str, ...] = ()
     """what was tolerated in the checkpoint, and options that had no effect on it"""
     config_changed: tuple[str, ...] = ()
-    """config files of the checkpoint that differ from the base's, which hosts keep; once per change"""
+    """config files of the checkpoint that differ from the base's; once per change"""
+    carried: tuple[str, ...] = ()
+    """config files that hosts of this version have in place of the base's"""
     non_finite: Mapping[str, int] = field(default_factory=dict)
     """elements by tensor that became NaN or infinite with this version, of what this rank compared; empty for
     an anchor, which is compared with nothing"""
@@ -96,11 +98,18 @@ class Publication(Facts):
     notes: tuple[str, ...] = ()
     """what was tolerated in the checkpoint, and options that had no effect on it"""
     config_changed: tuple[str, ...] = ()
-    """config files of the checkpoint that differ from the base's, which hosts keep; once per change"""
+    """config files of the checkpoint that differ from the base's; once per change"""
+    carried: tuple[str, ...] = ()
+    """config files that hosts of this version have in place of the base's"""
     non_finite_elements: int = 0
     """that became NaN or infinite with this version"""
     at: float = 0.0
     """unix time of the publisher's clock"""
+
+    @property
+    def not_carried(self) -> tuple[str, ...]:
+        """Changed config files that hosts do not get."""
+        return tuple(name for name in self.config_changed if name not in self.carried)
 
     @property
     def adapted(self) -> dict[str, int]:
@@ -129,6 +138,7 @@ def publication(report: PublishReport, source: str) -> Publication:
         dropped=report.dropped,
         notes=report.notes,
         config_changed=report.config_changed,
+        carried=report.carried,
         non_finite_elements=report.non_finite_elements,
         at=time.time(),
     )

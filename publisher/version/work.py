@@ -58,6 +58,8 @@ class PublishOptions:
     """whose versions are continued; None: anybody's"""
     non_finite: NonFinite = "allow"
     until: Until = "patched"
+    carry_config: bool = False
+    """versions carry config files that are not the base's"""
     give_up: Callable[[], bool] = lambda: False
     """drops the next of what lies on the local disk for no more than speed; False when nothing is left"""
 
@@ -77,6 +79,8 @@ class Work:
     """they are compared where they live, not on the host"""
     copied: bool = False
     """the new weights are a copy: their owner may change them from the start"""
+    carried_of: int | None = None
+    """the version whose config files it carries; None: the one before, with those of the new weights"""
     told: Mapping[str, str] = field(default_factory=dict)
     """`configs` of the last publication from files"""
     request: str = ""
@@ -96,6 +100,8 @@ class Work:
     adapted: Adapted = field(default=Adapted(), init=False)
     configs: Mapping[str, str] | None = field(default=None, init=False)
     """as of the new weights"""
+    carry: Mapping[str, bytes] = field(default_factory=dict, init=False)
+    """config files of the new weights that the version carries"""
     notes: tuple[str, ...] = field(default=(), init=False)
     """of the new weights"""
     non_finite: Mapping[str, int] = field(default_factory=dict, init=False)
@@ -161,7 +167,7 @@ def matched_to(file: ChannelFile, table: TensorTable, weights: NewWeights, rank:
     )
     check_ties(weights, matched, table)
     work.mapped, work.adapted, work.notes = matched.mapped, weights.adapted, weights.notes
-    work.configs = weights.configs
+    work.configs, work.carry = weights.configs, weights.carry
     if rank.alone:
         _check_whole(weights)
     return matched
@@ -267,7 +273,10 @@ def report_of(
         renamed=work.adapted.renamed,
         dropped=work.adapted.dropped,
         notes=work.notes,
-        config_changed=tuple(n for n, digest in (work.configs or {}).items() if digest != work.told.get(n)),
+        config_changed=tuple(
+            name for name, digest in (work.configs or {}).items() if digest and digest != work.told.get(name)
+        ),
+        carried=tuple(record.name for record in index.carried),
         non_finite=dict(work.non_finite),
     )
 

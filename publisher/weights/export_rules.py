@@ -172,6 +172,7 @@ class AdaptedWeights(NewWeights):
         self._weights, self._sources = weights, plan.sources
         self.table, self.adapted = plan.table, plan.adapted
         self.notes, self.configs = (*weights.notes, *plan.notes), weights.configs
+        self.carry = weights.carry
 
     def words_in(self, name: str, start: int, stop: int) -> Words:
         spec, source = self.table[self.table.numbers[name]], self._sources[name]

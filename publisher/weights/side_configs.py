@@ -16,6 +16,8 @@ from blake3 import blake3
 
 from weightcast.publisher.weights.config import CONFIG, READ_BY_ENGINES
 from weightcast.shared.channel.base import Base
+from weightcast.shared.channel.records import CARRIED_LIMIT, is_carriable
+from weightcast.shared.errors import Refused
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import Checkpoint
 from weightcast.shared.files.entries import is_file, matching
@@ -28,7 +30,8 @@ _CONFIG = re.compile(
     r"|.*processor.*|.*feature_extractor.*)\.(json|txt)|(.*chat_template.*|.*)\.jinja"
     r"|(.*tokenizer.*|spiece|sentencepiece.*)\.model|.*\.tiktoken)"
 )
-CONFIG_REMEDY = "hosts keep the base's: make a channel from a base with these files where they matter"
+CARRY_CONFIG = "Versions carry changed tokenizer, chat template, generation and processor files to hosts."
+CONFIG_REMEDY = "publish with --carry-config to give them to hosts; all but config.json"
 _LIMIT = 256 << 20
 _ASIDE = frozenset(
     ("transformers_version", "_from_model_config", "name_or_path", "_name_or_path", "tokenizer_file",
@@ -38,12 +41,12 @@ _ASIDE = frozenset(
 
 
 def config_text(changed: tuple[str, ...]) -> str:
-    return f"{printable(', '.join(changed))} ({CONFIG_REMEDY})"
+    return f"{printable(', '.join(changed))} (hosts keep the base's; {CONFIG_REMEDY})"
 
 
 def changed_configs(export: Checkpoint, own: Path | None, base: Base) -> Mapping[str, str]:
-    """BLAKE3 hex by name of the files that differ. `own`: a directory with the base's; without it every
-    other byte counts."""
+    """BLAKE3 hex by name of the files; empty where one says what the base's says. `own`: a directory with the
+    base's; without it every other byte counts."""
     known = {record.name: record.blake3 for record in base.all_files}
     found: dict[str, str] = {}
     aside, template = _ASIDE, export.directory / _TEMPLATE
@@ -51,12 +54,30 @@ def changed_configs(export: Checkpoint, own: Path | None, base: Base) -> Mapping
         # releases of transformers moved it from one of the two files into the other
         aside = aside | {"chat_template"}
         known = {**known, _TEMPLATE: _digest_of(template)}
+        if _template(own) is not None:
+            found[_TEMPLATE] = ""
     for name in sorted(set(_names(export, known))):
         data = durable.read_file(export.directory / name, _LIMIT, follow_links=True)
         digest = blake3(data).hexdigest()
-        if digest != known.get(name) and not _says_the_same(name, data, own, known.get(name), aside):
-            found[name] = digest
+        same = digest == known.get(name) or _says_the_same(name, data, own, known.get(name), aside)
+        found[name] = "" if same else digest
     return found
+
+
+def carried_bytes(export: Path, configs: Mapping[str, str]) -> Mapping[str, bytes]:
+    """The files that differ and may be carried. Raises Refused for more than a version may carry, and where
+    one changed since."""
+    names = [name for name, digest in configs.items() if digest and is_carriable(name)]
+    data = {name: durable.read_file(export / name, _LIMIT, follow_links=True) for name in names}
+    for name in names:
+        if blake3(data[name]).hexdigest() != configs[name]:
+            raise Refused(f"{export / name} changed while it was read", remedy="publish it when it is whole")
+    if (nbytes := sum(map(len, data.values()))) > CARRIED_LIMIT:
+        raise Refused(
+            f"{export}: {nbytes} bytes of changed config files, a version carries {CARRIED_LIMIT} at most",
+            remedy="publish without --carry-config; make a channel from a base with these files",
+        )
+    return data
 
 
 def _names(export: Checkpoint, known: Mapping[str, str]) -> Iterator[str]:

@@ -51,7 +51,10 @@ class NewWeights(ABC):
     notes: tuple[str, ...] = ()
     """what was tolerated or had no effect, for whoever publishes them"""
     configs: Mapping[str, str] | None = None
-    """BLAKE3 hex by name of config files beside the weights that are not the base's; None: no files"""
+    """BLAKE3 hex by name of config files beside the weights, empty where it says what the base's says; None:
+    there are no files"""
+    carry: Mapping[str, bytes] = {}
+    """those that differ, where the version is to carry them"""
 
     @abstractmethod
     def words_in(self, name: str, start: int, stop: int) -> Words:

@@ -16,10 +16,12 @@ from typing import Literal, NamedTuple, cast
 import numpy as np
 from blake3 import blake3
 
+from weightcast.shared.channel.records import CARRIED as CARRIED
 from weightcast.shared.channel.records import FORMAT as FORMAT
 from weightcast.shared.channel.records import (
     SIDE_FILES,
     TensorRecords,
+    carried_records,
     check_component,
     check_format,
     file_records,
@@ -221,9 +223,15 @@ class Index:
     side_files: tuple[FileRecord, ...] = ()
     """files beside the weights that `files` does not list: in an anchor those of the base, in a delta none"""
 
+    carried: tuple[FileRecord, ...] = ()
+    """config files that hosts of this version have in place of the base's, in `carried/` of its directory"""
+
     @property
     def all_files(self) -> tuple[FileRecord, ...]:
-        return (*self.files, *self.side_files)
+        """Of the directory with this index."""
+        beside = () if self.main else self.carried
+        carried = (FileRecord(f"{CARRIED}/{file.name}", file.size, file.blake3) for file in beside)
+        return (*self.files, *self.side_files, *carried)
 
     @property
     def version_digest(self) -> str:
@@ -309,6 +317,7 @@ def _facts(index: Index, table: TensorTable, tensors: Mapping[str, object]) -> d
         **({"request": index.request} if index.request else {}),
         "totals": [totals.changed, totals.elements, totals.nbytes, totals.delta_bytes],
         "files": write_file_records(index.files),
+        **({CARRIED: write_file_records(index.carried)} if index.carried else {}),
         **({SIDE_FILES: write_file_records(index.side_files)} if index.side_files else {}),
         "parts": write_parts(index.parts, table),
         "tensors": tensors,
@@ -403,6 +412,7 @@ def _parsed(data: bytes, table: TensorTable, what: str, top: Members, run: str |
         main=facts.hex("main", 64) if "main" in facts else "",
         request=facts.hex("request", 16) if "request" in facts else "",
         digest=blake3(data).hexdigest(),
+        carried=carried_records(facts, what),
         side_files=side_records(facts, what) if SIDE_FILES in facts else (),
     )
     if not top.object("metadata").items() >= _metadata(index).items():

@@ -18,7 +18,9 @@ from weightcast.shared.files.strict_json import MAX_INTEGER, Members
 from weightcast.shared.words import MAIN, TensorTable
 
 FORMAT = 1
-SIDE_FILES = "side_files"
+SIDE_FILES, CARRIED = "side_files", "carried"
+CARRIED_LIMIT = 64 << 20
+_CARRIED_NAME = re.compile(r".*\.(json|txt|jinja|model|tiktoken)")
 _HEX = frozenset("0123456789abcdef")
 _HEX_TEXT = re.compile(r"[0-9a-f]*")
 
@@ -95,6 +97,24 @@ def file_records(members: Members, what: str) -> tuple[FileRecord, ...]:
 def side_records(members: Members, what: str) -> tuple[FileRecord, ...]:
     """The member `side_files`, as `file_records`, with names that may lead into subdirectories."""
     return _unique((_file_record(row, what, relative_name) for row in members.array(SIDE_FILES)), what)
+
+
+def is_carriable(name: str) -> bool:
+    """Whether a version may carry a file of this name: no weights, no code, not the model's config."""
+    plain = _CARRIED_NAME.fullmatch(name) is not None
+    return plain and name != "config.json" and not name.endswith(".index.json")
+
+
+def carried_records(members: Members, what: str) -> tuple[FileRecord, ...]:
+    """The member `carried`, if it is there."""
+    rows = members.array(CARRIED) if CARRIED in members else ()
+    records = _unique((_file_record(row, what, relative_name) for row in rows), what)
+    for record in records:
+        if not is_carriable(record.name):
+            raise DamagedFile(f"{what}: {record.name[:80]!r} is not a config file that a version may carry")
+    if sum(record.size for record in records) > CARRIED_LIMIT:
+        raise DamagedFile(f"{what}: its config files have more than {CARRIED_LIMIT} bytes")
+    return records
 
 
 def _unique(records: Iterable[FileRecord], what: str) -> tuple[FileRecord, ...]:

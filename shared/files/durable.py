@@ -170,9 +170,9 @@ def make_within(directory: Path, name: str) -> Path:
     return path
 
 
-def pieces_of(path: Path) -> Iterator[bytes]:
-    """The bytes of a regular file, links followed. Raises OSError and DamagedFile, both with its name."""
-    with named(path), os.fdopen(open_regular(path, follow_links=True), "rb", buffering=0) as file:
+def pieces_of(path: Path, *, follow_links: bool = True) -> Iterator[bytes]:
+    """The bytes of a regular file. Raises OSError and DamagedFile, both with its name."""
+    with named(path), os.fdopen(open_regular(path, follow_links=follow_links), "rb", buffering=0) as file:
         while block := file.read(_BLOCK):
             yield block
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from weightcast.shared.channel.index import Index
+from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.channel.layout import version_name
 from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.signing import Trust
@@ -34,6 +34,7 @@ from weightcast.shared.local import patch as patching
 from weightcast.shared.local import spare
 from weightcast.shared.local.adopt import adopt, is_lost, sound_state
 from weightcast.shared.local.awaited import OnWait, ignore
+from weightcast.shared.local.carried import Carried
 from weightcast.shared.local.detours import Detours, Stretch
 from weightcast.shared.local.hashing import Differs
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths, own
@@ -63,6 +64,8 @@ class FollowOptions:
     wait: Callable[[float], None] = time.sleep
     """between two looks for a file that is not visible yet; may raise to give up"""
     on_wait: OnWait = ignore
+    carries: bool = True
+    """put the config files that versions carry in place; a publisher keeps the base's"""
     before_replay: Callable[[LocalCheckpoint], None] | None = None
     """called before a step that was begun is finished at `load`: words are written then"""
 
@@ -100,6 +103,9 @@ class Follower:
         """why the local checkpoint must be seeded again"""
         self.missing: tuple[str, ...] = ()
         """files of the base that are not here, and could not be copied"""
+        self.carried = Carried(self.paths)
+        self.changed_configs: list[str] = []
+        """carried files that were put in place or taken away since somebody asked"""
         self.lists_too_few = False
         """base.json of an older release may not list all files of the base"""
         self.left_behind: tuple[str, ...] = ()
@@ -176,7 +182,45 @@ class Follower:
             return
         run = None if channel is None else channel.base
         self.missing = complete(self.local, run, self._opened_base())
+        self._learn(channel)
+        if self.carried.sets():
+            with self.local.patching():
+                self._settle()
         self.lists_too_few = self.local.base.side_files is None
+
+    def _learn(self, channel: Channel | None) -> None:
+        """What the local version carries, where it was not noted on the way to it."""
+        if channel is None or channel.base is None or self.local is None or not self.options.carries:
+            return
+        position, sets = self.local.state.position, self.carried.sets()
+        pointer = channel.pointer()
+        if position.version == 0 or position.digest in sets or pointer is None:
+            return
+        with contextlib.suppress(WeightcastError):  # pruned, or damaged: a newer version brings its own
+            index = channel.index(pointer, position.version, channel.base.table)
+            if isinstance(index, Index) and index.version_digest == position.digest:
+                self._note(index, pointer)
+
+    def _note(self, index: Index | ForeignIndex | FullVersion, pointer: Pointer) -> None:
+        """Before the local checkpoint is moved there."""
+        if not isinstance(index, Index) or not self.options.carries:
+            return
+        here = None if self.local is None else self.local.state.position.digest
+        directory = pointer.prefix / version_name(index.version)
+        options = self.options
+        self.carried.note(
+            here, index.version_digest, index.carried, directory, options.visible_seconds, options.wait
+        )
+
+    def _settle(self) -> None:
+        """Where this fails nothing is read by engines: the next load does it."""
+        if self.local is None or not self.options.carries:
+            return
+        try:
+            self.changed_configs += self.carried.settle(self.local)
+        except BaseException:
+            self.release()
+            raise
 
     def _opened_base(self) -> Checkpoint | None:
         """None where it is not given, or cannot be read now: it is not needed any more once it was copied."""
@@ -230,6 +274,7 @@ class Follower:
             if self.local is not None:
                 self._check_base(channel)
                 repaired = self._repair(self.local, channel, damage, advance)
+                self._complete(channel)
                 self.trouble = ""
         except NeedsReseed as error:
             self.trouble = error.message
@@ -423,6 +468,7 @@ class Follower:
         with self.detours.delta(route.leads_from):
             shipments = [Shipment(*route.delta(version)) for version in leg]
             self._spool.drop_others([shipment.index for shipment in shipments])
+            self._note(shipments[-1].index, route.pointer)
             return prepare(
                 self._require(),
                 shipments,
@@ -485,6 +531,7 @@ class Follower:
             patching.patch(local, staged.step, way_back=way_back, threads=self.options.threads)
         finally:
             self.state = local.state
+        self._settle()
 
     def drop_journal(self, staged: Staged) -> None:
         """After a patch without a way back."""
@@ -497,8 +544,10 @@ class Follower:
         if isinstance(index, Index):
             here = self.local.state.position
             position = replace(here, version=index.version, digest=index.digest, epoch=index.epoch)
+            self._note(index, route.pointer)
             patching.relabel(self.local, position)
             self.state = self.local.state
+            self._settle()
 
     def undo(self) -> None:
         """Back over all kept steps. The caller holds the patch lock."""
@@ -507,6 +556,7 @@ class Follower:
             patching.undo(local, threads=self.options.threads)
         finally:
             self.state = local.state
+        self._settle()
 
     def forget_undo(self) -> None:
         if self.local is not None:

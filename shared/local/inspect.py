@@ -13,6 +13,7 @@ from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import open_checkpoint
 from weightcast.shared.files.disk_errors import error_text
 from weightcast.shared.files.entries import is_directory
+from weightcast.shared.local.carried import Carried
 from weightcast.shared.local.hashing import HashReport, full_hash
 from weightcast.shared.local.journal import JournalReader
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
@@ -56,7 +57,7 @@ def inspect(directory: Path, *, threads: int = 1, advance: Advance | None = None
     if state is not None and base is not None:
         found = list(_checkpoint(directory, base))
         faults += found
-        faults += _others(directory, base)
+        faults += _others(paths, base, state)
         faults += _journals(paths, state, base)
         if not found and not base_faults:
             report, wrong = _weights(directory, threads, advance)
@@ -108,9 +109,9 @@ def _checkpoint(directory: Path, base: Base) -> Iterator[Fault]:
             yield Fault(path.name, "has several links", "the host refuses to patch it")
 
 
-def _others(directory: Path, base: Base) -> Iterator[Fault]:
-    for record in base.all_files:
-        for flaw in check_files(directory, [record]):
+def _others(paths: LocalPaths, base: Base, state: LocalState) -> Iterator[Fault]:
+    for record in Carried(paths).expected(base, state.position):
+        for flaw in check_files(paths.directory, [record]):
             yield Fault(record.name, flaw.message, _OTHER)
 
 

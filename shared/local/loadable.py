@@ -9,6 +9,7 @@ from weightcast.shared.channel.base import BASE_LIMIT, parse_base
 from weightcast.shared.errors import NeedsReseed, Refused, RetryLater
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import open_checkpoint
+from weightcast.shared.local.carried import Carried
 from weightcast.shared.local.local_checkpoint import LocalPaths
 from weightcast.shared.local.seed import table_problems
 from weightcast.shared.local.state import LocalState, Phase, read_state
@@ -34,4 +35,8 @@ def require_loadable(directory: Path) -> LocalState:
     problems = table_problems(found.table, base.table)
     if problems:
         raise NeedsReseed(f"{directory} cannot be loaded: {'; '.join(problems[:5])}", remedy=_SYNC)
+    carried = Carried(paths).unsettled(directory, base, state.position)
+    if carried is not None:
+        version = state.position.version
+        raise RetryLater(f"{directory / carried} is not yet that of version {version}", remedy=_SYNC)
     return state

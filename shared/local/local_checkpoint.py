@@ -1,6 +1,7 @@
 """A local checkpoint: an HF checkpoint directory that weightcast patches in place.
 
-`<directory>/.weightcast/` holds state.json, base.json, journal/, spool/, spares, locks (`owner`, `patch`).
+`<directory>/.weightcast/` holds state.json, base.json, journal/, spool/, carried/, spares, locks (`owner`,
+`patch`).
 The weight files are mapped read-write for the object's life; they are only ever written through these
 mappings or by seeding, never replaced by rename.
 """
@@ -103,6 +104,11 @@ class LocalPaths:
     @property
     def patch(self) -> Path:
         return self.room / "patch"
+
+    @property
+    def carried(self) -> Path:
+        """Config files by their BLAKE3."""
+        return self.room / "carried"
 
     def journal(self, journal: str) -> Path:
         return self.journals / f"{journal}.journal"

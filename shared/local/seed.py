@@ -61,7 +61,8 @@ class SeedSource:
         """BLAKE3 hex by name of the files that may be taken; None: all, as they are."""
         if self.anchor is None:
             return None
-        return {file.name: file.blake3 for file in self.anchor.all_files} | {INDEX_NAME: self.anchor.digest}
+        listed = (*self.anchor.files, *self.anchor.side_files)
+        return {file.name: file.blake3 for file in listed} | {INDEX_NAME: self.anchor.digest}
 
     @cached_property
     def beside(self) -> Mapping[str, Path]:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-
-from blake3 import blake3
 
 from weightcast.shared.channel.base import Base, write_base
 from weightcast.shared.channel.chain import check_files
 from weightcast.shared.channel.file_record import file_record
 from weightcast.shared.channel.records import FileRecord
-from weightcast.shared.errors import DamagedFile, WeightcastError
+from weightcast.shared.errors import WeightcastError
 from weightcast.shared.files import durable
 from weightcast.shared.files.checkpoint import Checkpoint
 from weightcast.shared.files.entries import is_file
 from weightcast.shared.files.side_files import side_files
+from weightcast.shared.local.carried import Carried, proven
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
 from weightcast.shared.local.seed import check_other_files
 
@@ -71,7 +70,7 @@ def repair_files(local: LocalCheckpoint, sources: Sequence[Path]) -> list[str]:
     the names of those that were written."""
     return [
         record.name
-        for record in local.base.all_files
+        for record in Carried(local.paths).expected(local.base, local.state.position)
         if any(check_files(local.directory, [record]))
         and any(_copied(source, local.directory, record) for source in sources)
     ]
@@ -79,16 +78,7 @@ def repair_files(local: LocalCheckpoint, sources: Sequence[Path]) -> list[str]:
 
 def _copied(source: Path, directory: Path, record: FileRecord) -> bool:
     with contextlib.suppress(WeightcastError, OSError):
-        durable.replace(durable.make_within(directory, record.name), _proven(source / record.name, record))
+        pieces = durable.pieces_of(source / record.name)
+        durable.replace(durable.make_within(directory, record.name), proven(record, pieces))
         return True
     return False
-
-
-def _proven(path: Path, record: FileRecord) -> Iterator[bytes]:
-    hasher, size = blake3(), 0
-    for piece in durable.pieces_of(path):
-        hasher.update(piece)
-        size += len(piece)
-        yield piece
-    if (size, hasher.hexdigest()) != (record.size, record.blake3):
-        raise DamagedFile(f"{path} is not the run's {record.name}")

@@ -82,6 +82,8 @@ class Board:
                 signed=_signed(sync.options.trust, state),
                 engines=engines,
                 degraded=view.degraded,
+                carried=view.carried,
+                engines_to_restart=view.to_restart,
                 left_behind=view.left_behind,
                 base_files=view.base_files,
                 last_error=self._last_error(sync),

@@ -54,6 +54,7 @@ class Subscriber:
         """why this start can never come to anything"""
         self._troubles: tuple[str, ...] = ()
         self._left: tuple[str, ...] = ()
+        self._to_restart: tuple[str, ...] = ()
         self._awaited = ""
         self._logged = 0
         """moves of the running step"""
@@ -155,6 +156,12 @@ class Subscriber:
             log.warning("engines not reloaded", version=untaken[-1], reasons=list(reasons))
 
     def _log(self, outcome: Outcome) -> None:
+        to_restart = self.sync.view.to_restart
+        if to_restart != self._to_restart:
+            self._to_restart = to_restart
+            if to_restart:
+                files = list(self.sync.view.carried)
+                log.warning("config files changed: restart engines", engines=list(to_restart), files=files)
         left = self.sync.view.left_behind
         if left != self._left:
             self._left = left

@@ -81,6 +81,10 @@ class StepView:
     degraded: tuple[str, ...] = ()
     left_behind: tuple[str, ...] = ()
     """files of the base that are not copied"""
+    carried: tuple[str, ...] = ()
+    """config files that the local version has in place of the base's"""
+    to_restart: tuple[str, ...] = ()
+    """engines that read such files at their start alone, and have not been restarted since these changed"""
     base_files: str = ""
     """what is not right with the files of the base that are"""
     not_ready: tuple[str, ...] = ("starting",)
@@ -134,6 +138,8 @@ class StepHost:
         """the local checkpoint is a version of this run, although it may be closed after an error"""
         self.around: tuple[str, ...] = ()
         """damage that this step went around"""
+        self._read_before: dict[str, str | None] = {}
+        """processes of engines when config files were last changed under them"""
         self._shown, self._looked = 0.0, -math.inf
         self.follower = Follower(
             options.channel,
@@ -312,6 +318,18 @@ class StepHost:
     def tell_files(self) -> None:
         """Which files of the base are not here, by intent or not."""
         follower = self.follower
+        if self.position is not None:
+            self.view.carried = follower.carried.names(self.position)
+        if follower.changed_configs:
+            follower.changed_configs.clear()
+            self._read_before = {
+                engine.spec.name: self.engines.facts(engine.spec.name).process
+                for engine in self.engines.engines
+                if engine.spec.kind != "webhook"
+            }
+        self.view.to_restart = tuple(
+            name for name, process in self._read_before.items() if self.engines.facts(name).process == process
+        )
         self.view.left_behind = follower.left_behind
         self.view.base_files = UNLISTED if follower.lists_too_few else ""
         if follower.missing:
