@@ -84,8 +84,11 @@ def one_byte(directory: Path) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-@pytest.mark.parametrize("restart", [False, True])
-@pytest.mark.parametrize("change", [rewritten_in_place, replaced, one_byte])
+REWRITTEN = [(rewritten_in_place, False), (rewritten_in_place, True), (replaced, False), (one_byte, False)]
+"""and whether the daemon is started anew"""
+
+
+@pytest.mark.parametrize(("change", "restart"), REWRITTEN)
 def test_a_key_over_rewritten_bytes_is_a_new_publication(
     places: Places, opened: Opening, tmp_path: Path, change: Change, restart: bool
 ) -> None:
@@ -270,8 +273,7 @@ def split_anew(directory: Path) -> None:
 STATS = [touched, touched_in_part, chmodded, restored, copied_over, split_anew]
 
 
-@pytest.mark.parametrize("restart", [False, True])
-@pytest.mark.parametrize("change", STATS)
+@pytest.mark.parametrize(("change", "restart"), [*((change, False) for change in STATS), (restored, True)])
 def test_a_changed_stat_is_no_version(places: Places, opened: Opening, change: Change, restart: bool) -> None:
     """And takes no fleet back."""
     office = opened()
@@ -292,8 +294,7 @@ def test_a_changed_stat_is_no_version(places: Places, opened: Opening, change: C
     assert settled(office)[-1] == (3, 3)
 
 
-@pytest.mark.parametrize("change", STATS)
-@pytest.mark.parametrize("passed_over", [False, True])
+@pytest.mark.parametrize(("change", "passed_over"), zip(STATS, [False, True] * 3, strict=True))
 def test_what_was_never_published_stays_so_when_its_stat_changes(
     places: Places, opened: Opening, change: Change, passed_over: bool
 ) -> None:
@@ -316,8 +317,7 @@ def test_what_was_never_published_stays_so_when_its_stat_changes(
     assert local_bytes(places.local, weights(1)) == read(places.watch / "step_1")
 
 
-@pytest.mark.parametrize("change", [rewritten_in_place, replaced, one_byte])
-@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize(("change", "restart"), REWRITTEN)
 def test_other_content_under_the_same_name_and_stat_is_a_version(
     places: Places, opened: Opening, change: Change, restart: bool
 ) -> None:
