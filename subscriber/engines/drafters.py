@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from weightcast.subscriber.engines.base import EngineSpec, Misconfigured
+from weightcast.subscriber.engines.identities import Identities
 
 NONE, UNKNOWN = "none", "unknown"
 CANNOT_TELL = "cannot tell whether a draft model is loaded: a reload would leave its weights old"
@@ -28,19 +29,30 @@ class StaleDrafter(Misconfigured):
 
 
 class Settings:
-    """How a server was started, as it says itself; asked once of every process."""
+    """How a server was started, as it says itself; asked once of every process. Where no process is told, it
+    is asked several times, and `of_start` of its settings tells one start from another."""
 
-    def __init__(self, ask: Callable[[float], Mapping[str, object]]) -> None:
-        self._ask = ask
+    def __init__(
+        self,
+        url: str,
+        ask: Callable[[float], Mapping[str, object]],
+        of_start: Callable[[Mapping[str, object]], object],
+    ) -> None:
+        self._url, self._ask, self._of_start = url, ask, of_start
         self._told: Mapping[str, object] | None = None
         self.process: str | None = None
 
     def of(self, process: str | None, seconds: float) -> Mapping[str, object]:
-        """Raises what `ask` raises."""
+        """Raises SeveralProcesses, and what `ask` raises."""
         if self._told is None or process != self.process:
             self.process, self._told = process, None
-            self._told = self._ask(seconds)
+            processes = Identities(self._url)
+            self._told = processes.read(lambda: self._ask(seconds), self._identity)
         return self._told
+
+    def _identity(self, told: Mapping[str, object]) -> str | None:
+        identity = None if self.process is not None else self._of_start(told)
+        return None if identity is None else repr(identity)
 
     def forget(self) -> None:
         """A server that was away may be another one."""

@@ -57,7 +57,7 @@ class SGLang:
         self._source: str | None = None
         self._processes = Identities(spec.shown_url)
         self._labels = Identities(spec.shown_url, lasting=False)
-        self._server = Settings(self._settings)
+        self._server = Settings(spec.shown_url, self._settings, _start_of)
 
     @property
     def copies_weights(self) -> bool:
@@ -143,6 +143,7 @@ class SGLang:
             "flush_cache": True,
         }
         before = self._label
+        self._labels = Identities(self.spec.shown_url, lasting=False)
         try:
             self._drafter(self._server.process, self._timeouts.control)
         except EngineFailed as failure:
@@ -224,6 +225,12 @@ class SGLang:
 
 def _process_of(metrics: Reply) -> str | None:
     return start_time(metrics) or _start_taken(metrics)
+
+
+def _start_of(settings: Mapping[str, object]) -> object:
+    """The seed is drawn at each start; how long the start took came with 0.5.2x."""
+    told = [settings.get(key) for key in ("random_seed", "startup_time")]
+    return None if told == [None, None] else told
 
 
 def _facts_of(metrics: Reply) -> EngineFacts:

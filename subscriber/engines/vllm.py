@@ -68,7 +68,7 @@ class VLLM:
         self._timeouts = timeouts
         self._processes = Identities(spec.shown_url)
         self._labels = Identities(spec.shown_url, lasting=False)
-        self._server = Settings(self._server_info)
+        self._server = Settings(spec.shown_url, self._server_info, _instance)
 
     @property
     def copies_weights(self) -> bool:
@@ -141,6 +141,7 @@ class VLLM:
             "kwargs": {"weights_path": path},
             "timeout": self._timeouts.reload,
         }
+        self._labels = Identities(self.spec.shown_url, lasting=False)
         try:
             self._drafter(self._server.process, self._timeouts.control)
         except EngineFailed as failure:
@@ -205,6 +206,11 @@ class VLLM:
 
     def relabel(self, label: str) -> Confirmation:
         return "status-only" if self._set_label(label) == "status-only" else self.read_back(label)
+
+
+def _instance(server: Mapping[str, object]) -> object:
+    config = server.get("vllm_config")
+    return config.get("instance_id") if isinstance(config, dict) else None
 
 
 def _all_workers_done(reply: Reply) -> bool:

@@ -6,7 +6,7 @@ import json
 import random
 
 import pytest
-from doubles import Answer, Balancer, Double, WebhookDouble
+from doubles import Answer, Balancer, Call, Double, WebhookDouble
 from hosts import VLLM, SGLang, Site
 from in_process import Command
 from plugin_double import PluginDouble
@@ -103,6 +103,29 @@ def test_replicas_that_tell_no_process_are_never_confirmed(site: Site, double: t
         assert not host.retry().ready
         assert host.status.served_version is None
     assert SAYS in host.status.not_ready_reasons[0]
+
+
+class Seeded(Unnamed):
+    def behave(self, call: Call) -> Answer:
+        told = {"version": "0.5.23", "random_seed": self.started, "speculative_algorithm": None}
+        return Answer(200, told) if call.path == "/server_info" else super().behave(call)
+
+
+class Instance(UnnamedVLLM):
+    def behave(self, call: Call) -> Answer:
+        told = {"instance_id": self.started, "speculative_config": None}
+        return Answer(200, {"vllm_config": told}) if call.path == "/server_info" else super().behave(call)
+
+
+@pytest.mark.parametrize("double", [Seeded, Instance])
+def test_replicas_without_metrics_are_told_by_how_they_were_started(site: Site, double: type[Double]) -> None:
+    replicas = [double(), double(), double()]
+    kind = "vllm" if double is Instance else "sglang"
+    host = site.host(site.run(), f"{kind}={site.serve(Balancer(*replicas))}")
+    assert not host.step().ready and SAYS in host.status.not_ready_reasons[0]
+    assert all(replica.paths() == [] for replica in replicas)
+    alone = site.host(site.run("other"), f"{kind}={site.serve(Balancer(replicas[0]))}", name="alone")
+    assert alone.step().ready
 
 
 def test_plugins_behind_one_address(site: Site) -> None:
