@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from weightcast.shared.errors import EngineFailed
-from weightcast.shared.service.doctor.findings import Finding
+from weightcast.shared.service.doctor.findings import Finding, Level
 from weightcast.subscriber.engines.base import (
     Engine,
     EngineFacts,
@@ -92,8 +92,11 @@ def judge_engine(spec: EngineSpec, facts: EngineFacts) -> Iterator[Finding]:
         yield _drafter(spec, facts)
     if spec.via == "live" and spec.kind == "vllm":
         yield _live(spec, facts)
-    label = "tells no version of its weights" if facts.label is None else f"holds weights {facts.label!r}"
-    yield Finding(spec.name, "label", "ok" if facts.label is not None else "note", label)
+    if facts.label is None:
+        level: Level = "warning" if facts.remedy else "note"
+        yield Finding(spec.name, "label", level, "tells no version of its weights", facts.remedy)
+    else:
+        yield Finding(spec.name, "label", "ok", f"holds weights {facts.label!r}")
 
 
 def _live(spec: EngineSpec, facts: EngineFacts) -> Finding:

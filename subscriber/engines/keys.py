@@ -41,6 +41,10 @@ class Keys:
     read: Key = Key()
     control: Key = Key()
 
+    @property
+    def are_one(self) -> bool:
+        return self.read.value == self.control.value
+
     def of(self, method: str, path: str) -> Key:
         return self.control if method == "POST" or path == ADMIN_LOOK else self.read
 

@@ -14,6 +14,7 @@ from weightcast.subscriber.engines.base import (
     EngineFacts,
     EngineSpec,
     Intact,
+    KeyRefused,
     Misconfigured,
     NoReply,
     NotSent,
@@ -55,6 +56,8 @@ class SGLang:
         self._timeouts = timeouts
         self._label: str | None = None
         self._source: str | None = None
+        self._unread = ""
+        """why its info routes refuse the one key that its control routes take; empty: they do not"""
         self._processes = Identities(spec.shown_url)
         self._labels = Identities(spec.shown_url, lasting=False)
         self._server = Settings(spec.shown_url, self._settings, _start_of)
@@ -74,8 +77,8 @@ class SGLang:
             metrics = self._processes.read(lambda: self._wire.get("/metrics", seconds), _process_of)
             facts = _facts_of(metrics)
             label = self._read_label(seconds) if facts.process is not None else self._shown_labels(seconds)
-            facts = replace(facts, label=label, source=self._source)
-            if not facts.tell_something:
+            facts = replace(facts, label=label, source=self._source, remedy=self._unread or facts.remedy)
+            if not facts.tell_something and not self._unread:
                 return not_an_engine(metrics)
             with suppress(NoReply):
                 return replace(facts, drafter=self._drafter(facts.process, seconds))
@@ -98,9 +101,11 @@ class SGLang:
     def _settings(self, seconds: float) -> Mapping[str, object]:
         try:
             return self._server_info(seconds)
-        except (NotSent, NoReply, Misconfigured):
+        except (NotSent, NoReply):
             raise
-        except EngineFailed:
+        except EngineFailed as failure:
+            if isinstance(failure, Misconfigured) and not self._unread:
+                raise
             return {}
 
     def _server_info(self, seconds: float) -> Mapping[str, object]:
@@ -114,13 +119,15 @@ class SGLang:
     def require_control(self) -> None:
         """Raises KeyRefused where orders would be refused. Nothing is ordered. A server that takes the key of
         questions there does not guard this route as its control routes."""
+        if self._unread:
+            return  # this was asked already
         by_control, by_read = (self._wire.get(path, self._timeouts.probe) for path in (ADMIN_LOOK, READ_LOOK))
         if by_read.refusal is not None:
             by_control.require_key()
 
     def release(self) -> str | None:
         """The version of the software; None where it does not say. Raises EngineFailed."""
-        version = self._server_info(self._timeouts.probe).get("version")
+        version = self._settings(self._timeouts.probe).get("version")
         return version if isinstance(version, str) else None
 
     def pause(self) -> None:
@@ -201,8 +208,22 @@ class SGLang:
         return self.read_back(label)
 
     def _read_label(self, seconds: float) -> str | None:
-        """None from releases that have no labels."""
+        """None from releases that have no labels, and while only control routes take the key."""
         self._label = self._source = None
+        try:
+            label, self._unread = self._asked_label(seconds), ""
+        except KeyRefused as refused:
+            if not self._may_control(seconds):
+                raise
+            label, self._unread = None, str(refused)
+        return label
+
+    def _may_control(self, seconds: float) -> bool:
+        """Whether the only key given is that of control routes: one is asked that orders nothing."""
+        one = self._wire.keys.are_one
+        return one and self._wire.post(ADMIN_LOOK, {}, seconds).refusal is None
+
+    def _asked_label(self, seconds: float) -> str | None:
         for route in ("/model_info", "/get_model_info", "/get_weight_version"):
             reply = self._wire.get(route, seconds)
             if reply.status in NO_ROUTE:

@@ -113,7 +113,7 @@ class Wire:
     def __init__(self, spec: CallPlace, timeouts: Timeouts, keys: Keys | None = None) -> None:
         self._url, self._shown_url = spec.url, without_query(spec.url)
         self._timeouts = timeouts
-        self._keys = Keys() if keys is None else keys
+        self.keys = Keys() if keys is None else keys
         # No proxy: one from the environment must not stand between a host and its own engine.
         self._transport = httpx.HTTPTransport(
             verify=_trust(spec), trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
@@ -147,7 +147,7 @@ class Wire:
         timeout = httpx.Timeout(seconds, connect=min(seconds, self._timeouts.connect))
         extensions = {"timeout": timeout.as_dict(), "trace": deadline.trace}
         try:
-            key = self._keys.of(method, path)
+            key = self.keys.of(method, path)
             request = httpx.Request(method, url, headers=_headers(key), json=body, extensions=extensions)
         except httpx.InvalidURL as error:
             raise NotSent(_unreached(shown, error), remedy=_START) from error

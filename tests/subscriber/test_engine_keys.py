@@ -47,7 +47,6 @@ def test_sglang_gets_the_key_that_each_route_wants(
     [
         ("k-api", "k-admin", SWAPPED, ["ADMIN (api_key_env=)", "swapped"]),
         ("k-api", "k-admin", ",api_key_env=API", ["/pause_generation", "admin_api_key_env="]),
-        ("k-api", "k-admin", ",admin_api_key_env=ADMIN", ["/model_info", "give it by api_key_env="]),
         ("k-api", "k-admin", "", ["wants a key and got none", "api_key_env="]),
         (None, "k-admin", "", ["wants a key and got none", "admin_api_key_env="]),
         ("other", "k-admin", BOTH, ["API (api_key_env=)", "--api-key"]),
@@ -67,6 +66,21 @@ def test_a_wrong_key_of_sglang_is_named_and_nothing_is_in_doubt(
     assert host.state.engines == {} and host.state.blocked == ()
     engine.refuses = lambda call: None
     assert host.retry().ready and engine.held == run.digest(0)
+
+
+@pytest.mark.parametrize("option", [",admin_api_key_env=ADMIN", ",api_key_env=ADMIN"])
+def test_with_the_admin_key_alone_versions_are_loaded_and_not_read_back(
+    site: Site, option: str, weightcast: Command
+) -> None:
+    run, engine = site.run(), SGLang()
+    engine.refuses = guarded_as_sglang("k-api", "k-admin")
+    host = site.host(run, site.option(engine) + option + ",name=e")
+    run.publish()
+    assert host.step().ready and engine.held == run.digest(1)
+    [shown] = host.status.engines
+    assert shown.confirmed_by == "status-only" and shown.mark == "served"
+    _, out, _ = weightcast("doctor", "--engine", site.option(engine) + option + ",name=e", "--json")
+    assert any("/model_info answered 401" in finding["remedy"] for finding in json.loads(out)["findings"])
 
 
 CONTROL = {"vllm": "/is_paused", "webhook": "/", "sglang": "/model_info"}
