@@ -420,7 +420,7 @@ class Publisher:
         """Publishes a complete HF checkpoint directory; Refused when it changes while it is read.
 
         `cast`: round floating-point tensors to the run's dtypes. `rename`: "A=B", prefixes or patterns with
-        one `*` each. `drop`: globs of tensors to leave out.
+        as many `*`. `drop`: globs of tensors to leave out.
         """
         rules = ExportRules.of(cast, rename, drop)
         read = functools.partial(self.open_checkpoint, directory, rules)

@@ -65,7 +65,7 @@ _OPTIONS = (
     Option(
         "rename",
         list,
-        "A=B: rename tensors of the checkpoint that begin with A, or match A with one *; repeatable.",
+        "A=B: rename tensors of the checkpoint that begin with A, or match A with *; repeatable.",
     ),
     Option("drop", list, "Glob of tensors of the checkpoint to leave out; repeatable."),
     JSON,

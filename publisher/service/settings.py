@@ -84,7 +84,7 @@ class PublisherSettings(ServiceSettings):
     cast: bool = Field(False, description="Round floating-point tensors of exports to the base's dtypes.")
     rename: list[str] = Field(
         default_factory=list,
-        description="A=B: rename tensors of exports that begin with A, or match A with one *; repeatable.",
+        description="A=B: rename tensors of exports that begin with A, or match A with *; repeatable.",
     )
     drop: list[str] = Field(
         default_factory=list, description="Glob of tensors of exports to leave out; repeatable."

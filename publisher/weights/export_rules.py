@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +29,7 @@ class BadRule(Refused):
 
 
 class Rename(NamedTuple):
-    """`old` and `new` are prefixes, or patterns with one `*` each that stands for the same text."""
+    """`old` and `new` are prefixes, or patterns with as many `*`, which stand for the same texts in order."""
 
     old: str
     new: str
@@ -36,23 +38,21 @@ class Rename(NamedTuple):
     def of(cls, text: str) -> Rename:
         """Raises BadRule."""
         old, equals, new = text.partition("=")
-        stars = old.count("*"), new.count("*")
-        if not equals or not old or old == new or stars not in ((0, 0), (1, 1)):
+        if not equals or not old or old == new or old.count("*") != new.count("*"):
             raise BadRule(
                 f"--rename {text[:80]!r} is not A=B",
-                remedy="give two prefixes (model.language_model.=model.), or two patterns with one * each",
+                remedy="give two prefixes (model.language_model.=model.), or two patterns with as many *",
             )
         return cls(old, new)
 
     def applied(self, name: str) -> str | None:
         """None where it does not apply."""
-        before, star, after = self.old.partition("*")
-        fits = name.startswith(before) and name.endswith(after) and len(name) >= len(before) + len(after)
-        if not fits:
+        if "*" not in self.old:
+            return self.new + name.removeprefix(self.old) if name.startswith(self.old) else None
+        found = re.fullmatch("(.*?)".join(map(re.escape, self.old.split("*"))), name)
+        if found is None:
             return None
-        if not star:
-            return self.new + name[len(before) :]
-        return self.new.replace("*", name[len(before) : len(name) - len(after)])
+        return "".join(map("".join, zip_longest(self.new.split("*"), found.groups(), fillvalue="")))
 
     def __str__(self) -> str:
         return f"--rename {self.old}={self.new}"

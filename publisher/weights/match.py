@@ -167,10 +167,10 @@ def _remedy(misfit: _Misfit, by_flags: bool) -> str:
     rename = misfit.rename()
     if rename is not None:
         said.append(f"--rename {rename[0]}={rename[1]}" if by_flags else f"rename {rename[0]} to {rename[1]}")
+    elif misfit.surplus and misfit.missing:
+        said.append("map names with --rename A=B, or leave out with --drop GLOB" if by_flags else "map names")
     elif misfit.surplus:
-        said.append(
-            "leave tensors out with --drop GLOB" if by_flags else "leave out what the run does not have"
-        )
+        said.append("leave them out, --drop GLOB" if by_flags else "leave out what the run does not have")
     if misfit.missing and rename is None:
         said.append("tensors that never change need a channel made with --frozen")
     return "; ".join([*said, "a changed architecture needs another channel"])

@@ -106,6 +106,7 @@ def test_a_rule_that_matches_nothing_is_said(place: Place, weightcast: Command) 
 REFUSED = {
     "cast is named": ({}, export("F32"), (), "round with --cast"),
     "rename is named": ({}, export("BF16", "language_model."), (), "--rename model.language_model.=model."),
+    "both are named": ({"head.weight": ("BF16", 4)}, {}, (), "--rename A=B, or leave out with --drop"),
     "drop is named": ({STATE: ("U8", 3)}, base(), (), "--drop GLOB"),
     "a needed tensor is dropped": ({}, base(), ("--drop", "*head*"), "takes lm_head.weight, which the run"),
     "two become one": ({"x.lm_head.weight": ("BF16", 4)}, base(), ("--rename", "x.="), "both become lm_head"),
@@ -158,7 +159,7 @@ def test_python_takes_the_rules_for_a_checkpoint(place: Place) -> None:
     place.arrives(as_base(given), 1)
 
 
-@pytest.mark.parametrize("text", ["", "a", "=b", "a=a", "a*=b", "a=b*", "a*b*=c*d*", "*=*"])
+@pytest.mark.parametrize("text", ["", "a", "=b", "a=a", "a*=b", "a=b*", "*.a.*=b*", "*=*"])
 def test_a_bad_rename_is_a_usage_error(place: Place, weightcast: Command, text: str) -> None:
     with pytest.raises(BadRule):
         Rename.of(text)
@@ -179,6 +180,7 @@ def test_a_bad_rename_is_a_usage_error(place: Place, weightcast: Command, text: 
         ("h.*.attn=layers.*.self_attn", "h.3.attn", "layers.3.self_attn"),
         ("h.*.attn=layers.*.self_attn", "h.3.attn.bias", None),
         ("a*a=b*", "a", None),
+        ("*.ffn.*=*.mlp.*", "layers.0.ffn.up.weight", "layers.0.mlp.up.weight"),
     ],
 )
 def test_how_names_are_rewritten(rule: str, name: str, expected: str | None) -> None:
