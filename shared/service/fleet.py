@@ -14,6 +14,7 @@ from typing import Literal
 
 from weightcast.shared.channel.channel_file import ChannelFile, parse_channel_file
 from weightcast.shared.channel.claims import PATIENCE_SECONDS, owner_of
+from weightcast.shared.channel.claims import Owner as ClaimOwner
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.pointer import read_pointer
 from weightcast.shared.channel.reports import (
@@ -55,6 +56,7 @@ Presence = Literal["live", "stale", "lost"]
 Standing = Literal["ready", "behind", "stale", "lost", "failed", "stopped"]
 WORST_FIRST: tuple[Standing, ...] = ("failed", "lost", "stale", "behind", "ready", "stopped")
 Level = Literal["good", "warning", "bad"]
+OwnerState = Literal["alive", "silent", "dead", "stopped", "unknown"]
 
 
 class EngineLine(Frozen):
@@ -177,7 +179,7 @@ class Owner(Frozen):
     """The publisher that owns the channel, by its claim."""
 
     name: str
-    state: Literal["alive", "silent", "dead", "stopped"]
+    state: OwnerState
     heard_seconds_ago: float | None
 
 
@@ -283,7 +285,9 @@ class FleetReader:
         """Raises RetryLater when there is no channel, DamagedFile when its pointer cannot be read."""
         run = _run_of(self._channel)
         reports = self._reports.read()
-        clock = self._channel_clock.read(max((each.written for each in reports), default=0.0))
+        claim = _claim(self._channel)
+        dates = [each.written for each in reports] + ([] if claim is None else [claim.written])
+        clock = self._channel_clock.read(max(dates, default=0.0))
         silences = self._heard.silences(reports, clock.now)
         hosts = tuple(self._host(each, silences[each.key], run) for each in reports)
         self._shown = {each.key: self._shown[each.key] for each in reports}
@@ -298,7 +302,7 @@ class FleetReader:
             bounds=self._bounds,
             latest_age_seconds=_version_age(self._channel, run.latest, clock.now),
             time_source=clock.source,
-            owner=_owner(self._channel, clock.now),
+            owner=None if claim is None else _owner(claim, clock.now),
             publisher=self._publisher(),
         )
         return fleet.model_copy(update={"verdict": verdict(fleet)})
@@ -320,18 +324,19 @@ class FleetReader:
         return shown
 
 
-def _owner(channel: Path, now: float | None) -> Owner | None:
+def _claim(channel: Path) -> ClaimOwner | None:
     try:
-        found = owner_of(channel)
+        return owner_of(channel)
     except OSError:
         return None
-    if found is None:
-        return None
-    silent = None if now is None else round(max(0.0, now - found.written), 3)
-    late = silent is not None and silent >= PATIENCE_SECONDS
-    state: Literal["alive", "silent", "dead", "stopped"] = "silent" if late else "alive"
-    state = "stopped" if found.released else "dead" if found.dead else state
-    return Owner(name=found.name, state=state, heard_seconds_ago=silent)
+
+
+def _owner(claim: ClaimOwner, now: float | None) -> Owner:
+    silent = None if now is None else round(max(0.0, now - claim.written), 3)
+    state: OwnerState = "stopped" if claim.released else "dead" if claim.dead else "unknown"
+    if silent is not None and state == "unknown":
+        state = "silent" if silent >= PATIENCE_SECONDS else "alive"
+    return Owner(name=claim.name, state=state, heard_seconds_ago=silent)
 
 
 def _version_age(channel: Path, version: int | None, now: float | None) -> float | None:
@@ -534,7 +539,7 @@ def _host_findings(fleet: Fleet) -> list[tuple[Level, str]]:
 def _publisher_findings(fleet: Fleet) -> list[tuple[Level, str]]:
     found: list[tuple[Level, str]] = []
     owner, line = fleet.owner, fleet.publisher
-    if owner is not None and owner.state != "alive" and line is None:
+    if owner is not None and owner.state not in ("alive", "unknown") and line is None:
         said = f"publisher {owner.state}, heard {age(owner.heard_seconds_ago)} ago"
         found.append(("warning" if owner.state == "stopped" else "bad", said))
     if line is None:

@@ -268,7 +268,7 @@ def _head(fleet: Fleet, cut: int | None) -> list[Text]:
     found = fleet.verdict if fleet.verdict.text else verdict(fleet)
     lines = [(found.text, _LEVELS[found.level]), (_counts(fleet), "")]
     lines += [(text, "dim") for text in _publisher(fleet)]
-    if fleet.time_source != "channel" and fleet.hosts:
+    if fleet.time_source != "channel" and (fleet.hosts or fleet.owner):
         unknown = "it is behind the reports, so ages are unknown (?)"
         local = unknown if fleet.time_source == "unknown" else "ages are by this machine's clock"
         lines.append((f"hosts/ cannot be written from here: {local}", "yellow"))

@@ -311,7 +311,13 @@ def test_a_reader_without_rights_says_whose_clock_it_is(weightcast: Command) -> 
         # a host whose clock is ahead of this machine's
         os.utime(path, (now + 1320, now + 1320))
         code, out, _ = weightcast("fleet", "--channel", channel)
-        assert code == 0 and "ages are unknown (?)" in out and "a     stale" in out and " 0 s" not in out
+        assert (
+            code == 0
+            and "latest 1;" in out
+            and "ages are unknown (?)" in out
+            and "a     stale" in out
+            and " 0 s" not in out
+        )
         code, _, err = weightcast("fleet", "--channel", channel, "--forget", "a")
         assert code == 3 and "stale, heard at an unknown time" in err
         os.utime(path, (now - 1320, now - 1320))
