@@ -29,11 +29,9 @@ from weightcast.publisher.service.settings import THREADS, PublisherSettings
 from weightcast.publisher.service.status import (
     PUBLICATIONS_SHOWN,
     REFUSED_SHOWN,
-    WAITING_SHOWN,
     DatedFailure,
     DatedRefusal,
     InboxStatus,
-    LeftAloneStatus,
     PublisherStatus,
     RefusedStatus,
     RepairStatus,
@@ -546,10 +544,7 @@ class Desk:
                 SkippedStatus(name=name, reason=reason) for name, reason in self._watched.skipped.items()
             ),
             skipped_count=self._watched.skips,
-            left_alone=tuple(
-                LeftAloneStatus(name=each.name, reason=each.reason, remedy=each.remedy)
-                for each in left[:WAITING_SHOWN]
-            ),
+            left_alone=waiting_status(left),
             left_alone_count=len(left),
         )
 

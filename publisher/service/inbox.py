@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 
-from weightcast.publisher.service.layouts import ROOT, Fit, Layouts, LeftAlone, save_of
+from weightcast.publisher.service.layouts import ROOT, Fit, Layouts, Unpublished, save_of
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.files.other_formats import is_other_format
 from weightcast.shared.files.paths import file_name, is_plain
@@ -137,15 +137,6 @@ class InboxRules:
 
 
 @dataclass(frozen=True)
-class Waiting:
-    name: str
-    reason: str
-    remedy: str = ""
-    still: bool = False
-    """it is a checkpoint, and did not change for as long as one takes to settle"""
-
-
-@dataclass(frozen=True)
 class Choice:
     """`chosen` is to be published now; `passed` are older and complete."""
 
@@ -153,7 +144,7 @@ class Choice:
     passed: tuple[Sighting, ...] = ()
     refused: tuple[Sighting, ...] = ()
     """finished and damaged"""
-    waiting: tuple[Waiting, ...] = ()
+    waiting: tuple[Unpublished, ...] = ()
 
 
 def is_candidate(name: str) -> bool:
@@ -237,7 +228,7 @@ class Inbox:
         if not any(entry.outcome in _PUBLISHED for entry in entries.values()):
             self.entries = entries
 
-    def left_alone(self) -> list[LeftAlone]:
+    def left_alone(self) -> list[Unpublished]:
         existing = [
             n for n, each in self.entries.items() if each.outcome is InboxOutcome.EXISTING and each.files
         ]
@@ -245,7 +236,7 @@ class Inbox:
         reason = "complete when this publisher first looked"
         return [
             *dict.fromkeys(self.layouts.left.values()),
-            *(LeftAlone(name, reason, remedy) for name in existing),
+            *(Unpublished(name, reason, remedy) for name in existing),
         ]
 
     def choose(self, sightings: Sequence[Sighting], now: float) -> Choice:
@@ -306,17 +297,17 @@ class Inbox:
             changed[save] = max(since, changed.get(save, since))
         return {name: now - changed[save_of(name)] for name in self._since}
 
-    def _wait(self, sighting: Sighting, quiet: float) -> Waiting | None:
+    def _wait(self, sighting: Sighting, quiet: float) -> Unpublished | None:
         """Why it is not published yet; without a reason where there is nothing to say yet. Two looks are
         needed even if the clock says otherwise: one look shows no stillness."""
 
         def is_still(times: int = 1) -> bool:
             return 0 < quiet >= self.rules.settle_seconds * times
 
-        def wait(reason: str, remedy: str = "") -> Waiting:
+        def wait(reason: str, remedy: str = "") -> Unpublished:
             is_checkpoint = any(map(is_of_a_checkpoint, {mark.name for mark in sighting.files}))
             still = is_checkpoint and (sighting.finished or is_still())
-            return Waiting(sighting.name, reason, remedy, still)
+            return Unpublished(sighting.name, reason, remedy, still)
 
         if sighting.temporary:
             reason = "temporary name: hidden, or ends in .tmp" if is_still(_RENAME_TIMES) else ""

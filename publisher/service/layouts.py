@@ -23,12 +23,14 @@ _NUMBER = re.compile(r"\d+", re.ASCII)
 
 
 @dataclass(frozen=True)
-class LeftAlone:
-    """A checkpoint, or all of a layout, that is not published."""
+class Unpublished:
+    """A checkpoint, or all of a layout, that is not published now."""
 
     name: str
     reason: str
-    remedy: str
+    remedy: str = ""
+    still: bool = True
+    """it is a checkpoint, and did not change for as long as one takes to settle"""
 
 
 @dataclass(frozen=True, order=True)
@@ -97,7 +99,7 @@ class Layouts:
     """Which layouts are published. A layout that was not clear once stays so until the next start."""
 
     pattern: str | None = None
-    left: dict[str, LeftAlone] = field(default_factory=dict)
+    left: dict[str, Unpublished] = field(default_factory=dict)
     """by the layout's pattern"""
     _clear: set[str] = field(default_factory=lambda: {_FLAT})
 
@@ -137,7 +139,7 @@ class Layouts:
             self._clear |= set(rivals)
 
     def _leave_rivals(self, rivals: Sequence[str]) -> None:
-        left = LeftAlone(
+        left = Unpublished(
             " and ".join(rivals),
             "it is not clear which of these to publish",
             f"start the publisher with --watch-pattern '{rivals[0]}' or another of them",
@@ -149,7 +151,7 @@ class Layouts:
             self._leave(layout, reason, f"to publish it, start with --watch-pattern '{layout}'")
 
     def _leave(self, layout: str, reason: str, remedy: str) -> None:
-        self.left.setdefault(layout, LeftAlone(layout, reason, remedy))
+        self.left.setdefault(layout, Unpublished(layout, reason, remedy))
 
 
 def _layout(name: str) -> str:

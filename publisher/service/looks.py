@@ -6,7 +6,6 @@ import os
 import secrets
 import stat
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from errno import EEXIST, ELOOP, ENOENT, ENOTEMPTY
@@ -18,13 +17,12 @@ from weightcast.publisher.service.inbox import (
     FileMark,
     Marks,
     Sighting,
-    Waiting,
     holds_weights,
     is_of_a_checkpoint,
     is_temporary,
     without_ctime,
 )
-from weightcast.publisher.service.layouts import ROOT, parents_of, save_of, step_of
+from weightcast.publisher.service.layouts import ROOT, Unpublished, parents_of, save_of, step_of
 from weightcast.shared.errors import Refused, RetryLater, WeightcastError
 from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.checkpoint import Checkpoint, open_checkpoint
@@ -65,17 +63,17 @@ class InboxLook:
 
     unknown: tuple[Sighting, ...]
     names: frozenset[str]
-    unreadable: tuple[Waiting, ...] = ()
+    unreadable: tuple[Unpublished, ...] = ()
 
 
 @dataclass
 class _Directory:
+    """`name`: relative to the watched directory, as those of `inner` and `links` (to directories)."""
+
     name: str
-    """relative to the watched directory"""
     files: list[str] = field(default_factory=list)
     inner: list[str] = field(default_factory=list)
     links: list[str] = field(default_factory=list)
-    """to directories"""
 
     @property
     def temporary(self) -> bool:
@@ -125,53 +123,42 @@ def look(
         except OSError as error:
             # One that cannot be read is no reason to publish no other.
             problems[name] = failure_of(error).message, _READABLE
-    waiting = tuple(Waiting(name, *problem, still=True) for name, problem in problems.items())
+    waiting = tuple(Unpublished(name, *problem) for name, problem in problems.items())
     nothing = frozenset() if ROOT in tree and tree[ROOT].has_weights else frozenset({ROOT})
     return InboxLook(tuple(unknown), frozenset({*tree, *problems}) - nothing, waiting)
 
 
 def _walk(watch: Path, own: Collection[str]) -> tuple[dict[str, _Directory], _Problems]:
-    """All directories by name, those with temporary names last; what could not be read, with the problem.
-    Links are followed to directories, and not below these."""
+    """All directories by name, and what could not be read. Links are followed to directories elsewhere, and
+    not below these."""
     found: dict[str, _Directory] = {}
     problems: _Problems = {}
-    links: list[str] = []
-    pending, later, entries = deque([ROOT]), deque[str](), 0
-    while pending or later:
-        name = pending.popleft() if pending else later.popleft()
-        directory = _scanned(watch, name, problems)
-        if directory is None or _is_ours(watch, directory, own):
-            continue
-        found[name] = directory
-        entries += len(directory.files) + len(directory.inner) + len(directory.links)
-        if entries > _MOST_ENTRIES and name != ROOT:
+    level, links, entries = [ROOT], list[str](), 0
+    for depth in range(_DEPTH + 1):
+        scanned = [each for name in level if (each := _scanned(watch, name, own, problems)) is not None]
+        found |= {each.name: each for each in scanned}
+        links += [link for each in scanned for link in each.links]
+        level = [name for each in scanned for name in each.inner]
+        entries += sum(len(each.files) + len(each.inner) for each in scanned)
+        if depth and level and entries > _MOST_ENTRIES:
             problems[ROOT] = f"more than {_MOST_ENTRIES:,} files: nested directories were left out", _TOO_MANY
-        elif name.count("/") < _DEPTH:
-            inner = [each if name == ROOT else f"{name}/{each}" for each in directory.inner]
-            pending.extend(each for each in inner if not _Directory(each).temporary)
-            later.extend(each for each in inner if _Directory(each).temporary and _OURS not in each)
-            links += [each if name == ROOT else f"{name}/{each}" for each in directory.links]
-    root = os.path.realpath(watch)
+            break
     for name in links:
-        target = os.path.relpath(os.path.realpath(watch / name), root)
+        target = os.path.relpath(os.path.realpath(watch / name), os.path.realpath(watch))
         if target not in found or found[target].temporary:
-            directory = _scanned(watch, name, problems)
-            if directory is not None and not _is_ours(watch, directory, own):
-                found[name] = directory
+            linked = _scanned(watch, name, own, problems)
+            found |= {} if linked is None else {name: linked}
     return found, problems
 
 
-def _scanned(watch: Path, name: str, problems: _Problems) -> _Directory | None:
-    """None where it is not there, or where `problems` says why it could not be read."""
+def _scanned(watch: Path, name: str, own: Collection[str], problems: _Problems) -> _Directory | None:
+    """None where it is not there, is a channel, a local checkpoint or another directory of weightcast's, or
+    where `problems` says why it could not be read."""
     found = _Directory(name)
     try:
         with os.scandir(watch / name) as scan:
             for entry in sorted(scan, key=lambda entry: entry.name):
-                kind = _kind_of(found, entry)
-                if is_plain(entry.name) and len(entry.name) <= 255:
-                    kind.append(entry.name)
-                elif kind is not found.files:
-                    problems[printable(entry.name)] = "its name has characters that are not allowed", _NAME
+                _sort(found, entry, problems)
     except (FileNotFoundError, NotADirectoryError) as error:
         if name == ROOT:
             raise RetryLater(f"{watch} is not a directory", remedy="mount it, or correct --watch") from error
@@ -181,24 +168,21 @@ def _scanned(watch: Path, name: str, problems: _Problems) -> _Directory | None:
             raise
         problems[name] = failure_of(error).message, _READABLE
         return None
-    return found
+    ours = f"{name}/.weightcast" in found.inner or "channel.json" in found.files
+    return None if name != ROOT and (ours or os.path.realpath(watch / name) in own) else found
 
 
-def _kind_of(found: _Directory, entry: os.DirEntry[str]) -> list[str]:
-    if entry.is_dir(follow_symlinks=False):
-        return found.inner
+def _sort(found: _Directory, entry: os.DirEntry[str], problems: _Problems) -> None:
     try:
-        return found.links if entry.is_dir(follow_symlinks=True) else found.files
+        kind = found.inner if entry.is_dir(follow_symlinks=False) else found.files
+        if kind is found.files and entry.is_dir(follow_symlinks=True):
+            kind = found.links
     except OSError:
-        return found.links  # looked into later, which tells why it fails
-
-
-def _is_ours(watch: Path, directory: _Directory, own: Collection[str]) -> bool:
-    """Whether it is a channel, a local checkpoint or another directory of weightcast's."""
-    if directory.name == ROOT:
-        return False
-    ours = ".weightcast" in directory.inner or "channel.json" in directory.files
-    return ours or (bool(own) and os.path.realpath(watch / directory.name) in own)
+        kind = found.links  # scanned later, which tells why it fails
+    if kind is not found.files and not (is_plain(entry.name) and len(entry.name) <= 255):
+        problems[printable(entry.name)] = "its name has characters that are not allowed", _NAME
+    elif not entry.name.startswith(_OURS):
+        kind.append(entry.name if kind is found.files or found.name == ROOT else f"{found.name}/{entry.name}")
 
 
 def _worth_a_look(tree: Mapping[str, _Directory]) -> list[str]:

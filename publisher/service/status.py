@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from weightcast.publisher.service.inbox import Waiting
+from weightcast.publisher.service.layouts import Unpublished
 from weightcast.publisher.service.queue import Job
 from weightcast.publisher.version.report import Publication, total_seconds
 from weightcast.publisher.weights.side_configs import config_text
@@ -52,10 +52,6 @@ class WaitingStatus(Frozen):
     remedy: str = ""
 
 
-class LeftAloneStatus(WaitingStatus):
-    """A checkpoint, or all of a layout of the watched directory, that waiting will not publish."""
-
-
 class RefusedStatus(Frozen):
     name: str
     error: Failure
@@ -79,7 +75,8 @@ class InboxStatus(Frozen):
     """the latest, newest last"""
     skipped_count: int = 0
     """since the daemon started"""
-    left_alone: tuple[LeftAloneStatus, ...] = ()
+    left_alone: tuple[WaitingStatus, ...] = ()
+    """checkpoints, and layouts of the watched directory, that waiting will not publish"""
     left_alone_count: int = 0
 
 
@@ -189,7 +186,7 @@ class PublisherStatus(Frozen):
         if self.config_changed:
             yield f"changed: {config_text(self.config_changed)}"
         if self.inbox is not None:
-            stuck: list[WaitingStatus] = [each for each in self.inbox.waiting if each.remedy]
+            stuck = [each for each in self.inbox.waiting if each.remedy]
             for each in (*stuck, *self.inbox.left_alone):
                 yield f"{each.name} is not published: {each.reason} ({each.remedy})"
         if self.upkeep.problem:
@@ -222,7 +219,7 @@ def add(totals: Totals, done: Publication) -> Totals:
     )
 
 
-def waiting_status(waiting: Iterable[Waiting]) -> tuple[WaitingStatus, ...]:
+def waiting_status(waiting: Iterable[Unpublished]) -> tuple[WaitingStatus, ...]:
     shown = [WaitingStatus(name=each.name, reason=each.reason, remedy=each.remedy) for each in waiting]
     return tuple(shown[:WAITING_SHOWN])
 

@@ -20,7 +20,6 @@ from weightcast.publisher.service.inbox import (
     LastContent,
     Marks,
     Sighting,
-    Waiting,
     content_alone,
     covers_tree,
     is_candidate,
@@ -28,7 +27,7 @@ from weightcast.publisher.service.inbox import (
     parse_entries,
     without_ctime,
 )
-from weightcast.publisher.service.layouts import ROOT, LeftAlone, is_nested, parents_of
+from weightcast.publisher.service.layouts import ROOT, Unpublished, is_nested, parents_of
 from weightcast.publisher.service.request import MadeFor, new_request
 from weightcast.shared.errors import DamagedFile, Refused, WeightcastError
 from weightcast.shared.failpoints import failpoint
@@ -80,7 +79,7 @@ class Watched:
     ) -> None:
         """`own`: directories of weightcast's that may lie in it."""
         self.directory = directory
-        self.waiting: tuple[Waiting, ...] = ()
+        self.waiting: tuple[Unpublished, ...] = ()
         self._memory = memory
         self._consume = rules.consume
         self._own = frozenset(map(os.path.realpath, own))
@@ -303,7 +302,7 @@ class Watched:
             if self._present is None or name in self._present
         ]
 
-    def left_alone(self) -> list[LeftAlone]:
+    def left_alone(self) -> list[Unpublished]:
         """Layouts, and existing checkpoints that are there."""
         return [
             each
@@ -313,26 +312,18 @@ class Watched:
 
     def _tell(self) -> None:
         """Logs each checkpoint that waiting may not publish, once; of many at once, the first ones."""
-        current: list[Waiting | LeftAlone] = [*self.waiting, *self._inbox.layouts.left.values()]
-        self._told &= {(each.name, each.reason) for each in current}
-        untold = {
-            (each.name, each.reason): each
-            for each in current
-            if (each.name, each.reason) not in self._told and (isinstance(each, LeftAlone) or each.still)
+        current = {
+            (each.name, each.reason): each for each in (*self.waiting, *self._inbox.layouts.left.values())
         }
-        new = [untold[key] for key in sorted(untold)]
+        self._told &= current.keys()
+        new = [current[key] for key in sorted(current.keys() - self._told) if current[key].still]
         for each in new[:_NAMED]:
-            log.info(
-                "checkpoint not published yet" if isinstance(each, Waiting) else "checkpoints not published",
-                checkpoint=each.name,
-                reason=each.reason,
-                remedy=each.remedy,
-            )
+            log.info("not published yet", checkpoint=each.name, reason=each.reason, remedy=each.remedy)
         if new[_NAMED:]:
             log.info(
                 "more checkpoints are not published", count=len(new) - _NAMED, remedy="see status, inbox"
             )
-        self._told |= untold.keys()
+        self._told |= {(each.name, each.reason) for each in new}
 
     def _marks(self, name: str) -> Marks | None:
         try:

@@ -408,7 +408,8 @@ def test_many_files_elsewhere_hide_no_checkpoint(
 ) -> None:
     monkeypatch.setattr(looks, "_MOST_ENTRIES", 50)
     office = opened()
-    pickles(places.watch / "a_dataset", *(f"{n}.jsonl" for n in range(100)))
+    pickles(places.watch / "a_dataset" / "part", *(f"{n}.jsonl" for n in range(100)))
+    (places.watch / "a_dataset" / "part" / "more").mkdir()
     rename_in(places.watch / "step_1", weights(1))
     office.settle()
     assert office.published() == [(1, 1)]

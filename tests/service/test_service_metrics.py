@@ -9,7 +9,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from weightcast.publisher.service.figures import PublisherFigures
-from weightcast.publisher.service.inbox import Waiting
+from weightcast.publisher.service.layouts import Unpublished
 from weightcast.publisher.service.status import InboxStatus, PublisherStatus, waiting_status
 from weightcast.publisher.version.report import Publication
 from weightcast.shared import errors
@@ -202,7 +202,7 @@ def test_a_host_is_shown() -> None:
 def test_a_publisher_is_shown() -> None:
     registry = Metrics()
     figures = PublisherFigures(registry)
-    inbox = InboxStatus(watch="/w", waiting=waiting_status([Waiting("step_1", "grows")]), waiting_count=1)
+    inbox = InboxStatus(watch="/w", waiting=waiting_status([Unpublished("step_1", "grows")]), waiting_count=1)
     status = PublisherStatus(
         channel="/c", local="/l", encoding="fast", run_id="r", version=4, epoch=2, inbox=inbox
     )
