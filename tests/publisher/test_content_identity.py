@@ -294,7 +294,7 @@ def test_a_changed_stat_is_no_version(places: Places, opened: Opening, change: C
     assert settled(office)[-1] == (3, 3)
 
 
-@pytest.mark.parametrize(("change", "passed_over"), zip(STATS, [False, True] * 3, strict=True))
+@pytest.mark.parametrize(("change", "passed_over"), list(zip(STATS, [False, True] * 3, strict=True)))
 def test_what_was_never_published_stays_so_when_its_stat_changes(
     places: Places, opened: Opening, change: Change, passed_over: bool
 ) -> None:
