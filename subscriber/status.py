@@ -244,6 +244,8 @@ class HostStatus(Facts):
     """those that read config files at their start alone, and run since before these last changed"""
     left_behind: tuple[str, ...] = ()
     """files of the base that hosts do not get: other formats of the weights, trainer state, hidden ones"""
+    base_notes: tuple[str, ...] = ()
+    """small faults in the base that are tolerated"""
     base_files: str = ""
     """which of the others are missing here, or why that is not known; empty: all are here"""
     blocked: tuple[BlockedStatus, ...] = ()

@@ -241,6 +241,8 @@ def _show(console: Console, status: HostStatus) -> None:
         table.add_row("restart", f"{printable(name)}: it read its config files before they changed")
     if status.left_behind:
         table.add_row("left behind", left_text(status.left_behind, most=20))
+    if status.base_notes:
+        table.add_row("base notes", printable("; ".join(status.base_notes)))
     if status.base_files:
         table.add_row("base files", printable(status.base_files))
     for reason in status.degraded:

@@ -109,6 +109,8 @@ class Follower:
         self.lists_too_few = False
         """base.json of an older release may not list all files of the base"""
         self.left_behind: tuple[str, ...] = ()
+        self.base_notes: tuple[str, ...] = ()
+        """small faults in the base that are tolerated"""
         """files of the base that are not copied"""
         self._base: Checkpoint | None = None
         """as it was last opened"""
@@ -227,7 +229,7 @@ class Follower:
         if self._base is None and self.base_dir is not None:
             with contextlib.suppress(WeightcastError, OSError):
                 base = open_base(self.base_dir)
-                self.left_behind = side_files(base).left
+                self.left_behind, self.base_notes = side_files(base).left, base.notes
                 self._base = base
         return self._base
 

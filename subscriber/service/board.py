@@ -85,6 +85,7 @@ class Board:
                 carried=view.carried,
                 engines_to_restart=view.to_restart,
                 left_behind=view.left_behind,
+                base_notes=view.base_notes,
                 base_files=view.base_files,
                 last_error=self._last_error(sync),
                 waiting_for=view.waiting_for,

@@ -54,6 +54,7 @@ class Subscriber:
         """why this start can never come to anything"""
         self._troubles: tuple[str, ...] = ()
         self._left: tuple[str, ...] = ()
+        self._base_notes: tuple[str, ...] = ()
         self._to_restart: tuple[str, ...] = ()
         self._awaited = ""
         self._logged = 0
@@ -166,6 +167,10 @@ class Subscriber:
         if left != self._left:
             self._left = left
             log.info("files left behind", files=list(left))
+        notes = self.sync.view.base_notes
+        if notes != self._base_notes:
+            self._base_notes = notes
+            log.info("small faults in the base, tolerated", notes=list(notes))
         troubles = (*outcome.waiting, *outcome.degraded)
         if troubles != self._troubles:
             self._troubles = troubles

@@ -81,6 +81,7 @@ class StepView:
     degraded: tuple[str, ...] = ()
     left_behind: tuple[str, ...] = ()
     """files of the base that are not copied"""
+    base_notes: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
     """config files that the local version has in place of the base's"""
     to_restart: tuple[str, ...] = ()
@@ -330,7 +331,7 @@ class StepHost:
         self.view.to_restart = tuple(
             name for name, process in self._read_before.items() if self.engines.facts(name).process == process
         )
-        self.view.left_behind = follower.left_behind
+        self.view.left_behind, self.view.base_notes = follower.left_behind, follower.base_notes
         self.view.base_files = UNLISTED if follower.lists_too_few else ""
         if follower.missing:
             self.view.base_files = f"missing: {left_text(follower.missing)}"

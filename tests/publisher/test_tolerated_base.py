@@ -1,0 +1,49 @@
+"""A base with faults that safetensors and engines tolerate reaches the host as it is, and is named there."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+from core_cases import some_changed, write_checkpoint
+from in_process import Command
+from numpy.random import default_rng
+from publisher_cases import Place, numpy_model
+from safetensors import safe_open
+
+INDEX = "model.safetensors.index.json"
+
+
+def null_metadata(path: Path) -> None:
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.dumps({"__metadata__": None, **json.loads(data[8 : 8 + length])}).encode()
+    header += b" " * (-len(header) % 8)
+    path.write_bytes(struct.pack("<Q", len(header)) + header + data[8 + length :])
+
+
+def test_a_host_of_a_base_with_small_faults(tmp_path: Path, weightcast: Command) -> None:
+    place = Place(tmp_path, numpy_model(default_rng(3)))
+    write_checkpoint(place.base, place.model, files=2)
+    for shard in place.base.glob("*.safetensors"):
+        null_metadata(shard)
+    index = json.loads((place.base / INDEX).read_text())
+    absent = {"lm_head.weight": "model-00001-of-00002.safetensors"}
+    changed = {"metadata": None, "weight_map": index["weight_map"] | absent}
+    (place.base / INDEX).write_text(json.dumps(changed))
+    (place.base / "model-00003-of-00003.safetensors").write_bytes(b"left over")
+
+    code, out, err = weightcast("channel", "init", "--channel", place.channel, "--base", place.base, "--json")
+    notes = json.loads(out)["notes"]
+    assert code == 0 and len(notes) == 5, err
+    model = some_changed(place.model, default_rng(4))
+    assert place.publish(model) == 1
+    where = ("--channel", place.channel, "--base", place.base, "--local", place.host)
+    code, out, err = weightcast("sync", *where, "--json")
+    assert code == 0 and json.loads(out)["base_notes"] == notes, err
+    place.arrives(model, 1)
+    assert not (place.host / "model-00003-of-00003.safetensors").exists()
+    for shard in place.host.glob("*.safetensors"):
+        with safe_open(shard, "np") as opened:
+            assert opened.keys()
