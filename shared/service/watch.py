@@ -22,6 +22,7 @@ from watchdog.events import (
 from watchdog.observers import Observer
 
 from weightcast.shared.files.disk_errors import disk_text
+from weightcast.shared.files.entries import is_directory
 from weightcast.shared.service.daemon import Wakeup
 from weightcast.shared.service.logs import get_log
 
@@ -64,7 +65,7 @@ class Watcher:
 
     def _start(self) -> None:
         try:
-            while not self._path.is_dir():
+            while not is_directory(self._path):
                 if self._ended.wait(_START_SECONDS):
                     return
             self._observer.schedule(self._hint, str(self._path), event_filter=_WRITES)
