@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weightcast.shared.errors import counted
 from weightcast.shared.service.logs import size_text
 from weightcast.subscriber.status import UpdateStatus
 
@@ -20,7 +21,7 @@ def of_move(move: UpdateStatus, served_version: int | None, words: int) -> str:
             facts[:0] = [f"{size_text(move.bytes)} read"]
             done = "seeded"
         case "repair":
-            facts[:0] = [f"{move.changes} wrong words"]
+            facts[:0] = [counted(move.changes, "wrong word")]
             done = "repaired"
         case "undo":
             done = "rolled back to"

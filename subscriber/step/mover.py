@@ -8,6 +8,7 @@ from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.channel.pointer import Pointer
 from weightcast.shared.channel.store import Channel, NoChannel
 from weightcast.shared.errors import Refused, RetryLater, WrongRun
+from weightcast.shared.local.hashing import Damaged
 from weightcast.shared.local.patch import require_readable
 from weightcast.shared.local.plan import Patch, Refuse, Relabel, Seed, Stay
 from weightcast.shared.local.route import Route
@@ -167,7 +168,12 @@ class Mover:
             # what an operator must mend is told before engines are paused for it
             require_readable(self._host.local())
             self._engines.look()
-            results = self._aligner.bring(staged.step.target.version, lambda: self._write(staged), last)
+            try:
+                results = self._aligner.bring(staged.step.target.version, lambda: self._write(staged), last)
+            except Damaged:
+                # the version is here; engines load it after the repair
+                self._host.moved("patch", before, folded)
+                raise
             if last:
                 self._host.moved("patch", before, folded)
                 self._aligner.settle(results)

@@ -28,6 +28,7 @@ from weightcast.subscriber.step.member import GroupMember
 from weightcast.subscriber.step.mover import Mover
 from weightcast.subscriber.step.opener import Opener
 from weightcast.subscriber.step.prover import Prover
+from weightcast.subscriber.step.stopwatch import Stopwatch
 
 
 def _never(seconds: float) -> bool:
@@ -199,6 +200,7 @@ class Sync:
                 is_doubted = True
                 self.follower.doubt(error)
                 self._mover.kept, self.host.usable = None, False
+                self.host.watch = Stopwatch()
 
     def _bring(self) -> None:
         """The local checkpoint to the target, then engines to the local checkpoint."""

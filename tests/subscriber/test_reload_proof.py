@@ -91,7 +91,12 @@ def test_no_engine_loads_a_flipped_bit(site: Site, kind: str) -> None:
     proof = host.status.reload_proof
     assert proof is not None and proof.faults >= 1 and "damaged bytes in" in proof.last_fault
     assert proof.bound_seconds == 0 and proof.age_seconds is not None and proof.age_seconds < 5
-    assert any(update.kind == "repair" for update in host.status.updates)
+    moves = host.status.updates
+    repairs = [number for number, move in enumerate(moves) if move.kind == "repair"]
+    assert repairs and all(moves[number].changes >= 1 for number in repairs)
+    # a flip in words that a version does not touch: the version is here, is repaired, and is loaded
+    untouched = [number for number in repairs if moves[number].changes == 1]
+    assert any(moves[number - 1].kind == "patch" and moves[number - 1].changes > 1 for number in untouched)
 
 
 def test_an_engine_that_restarted_loads_repaired_bytes(site: Site) -> None:
