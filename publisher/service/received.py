@@ -45,11 +45,12 @@ class Received:
             self._store(Memory() if made is None else replace(memory, before=None))
 
     def next(self) -> Handed | None:
-        """What is to be published: the newest complete slot, unless it was taken before."""
+        """What is to be published: the newest complete slot, unless it or a later one was taken before."""
         self.export.check()
-        newest = self.export.newest()
-        taken = self._memory.writer, self._memory.sequence
-        return None if newest is None or newest.key == taken else newest
+        newest, taken = self.export.newest(), self._memory
+        if newest is not None and newest.writer == taken.writer and newest.sequence <= taken.sequence:
+            return None
+        return newest
 
     def begin(self, handed: Handed, version: int) -> str:
         """`version`: the channel's before the publication. Returns the request to publish it by."""

@@ -37,10 +37,6 @@ class Handed:
     nbytes: int
     """of the file"""
 
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.writer, self.sequence
-
 
 @dataclass(frozen=True)
 class Export:

@@ -71,6 +71,20 @@ def test_what_is_put_arrives(place: Place, export: Path, rng: np.random.Generato
     assert sorted(path.name for path in export.iterdir() if path.is_dir()) == ["a", "b"]
 
 
+def test_what_was_put_before_is_not_published_after_it(
+    place: Place, export: Path, rng: np.random.Generator
+) -> None:
+    """Not when the newest slot is lost either: the fleet would go back."""
+    received = Received(export, place.root / "memory")
+    with HandOver(export) as hand_over:
+        hand_over.put(arrays(place.model).items(), step=1)
+        newest = hand_over.put(arrays(all_changed(place.model, rng)).items(), step=2)
+    assert publish_newest(place, received) == 1
+    Export(export).withdraw(newest.slot)
+    assert publish_newest(place, received) is None
+    assert publish_newest(place, Received(export, place.root / "memory")) is None
+
+
 def test_torch_tensors_of_every_dtype(tmp_path: Path, export: Path, rng: np.random.Generator) -> None:
     torch = pytest.importorskip("torch")
     kinds = {"BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64"}
