@@ -10,8 +10,16 @@ import typer
 
 from weightcast.shared.errors import USAGE, EngineFailed, Refused
 from weightcast.shared.service.logs import get_log, setup_logs
-from weightcast.subscriber.engines.base import BadEngineOption, EngineSpec, Timeouts, parse_engine
+from weightcast.subscriber.engines.base import (
+    BadEngineOption,
+    EngineFacts,
+    EngineSpec,
+    Timeouts,
+    parse_engine,
+    unreachable,
+)
 from weightcast.subscriber.engines.guarded import Guarded
+from weightcast.subscriber.engines.keys import Key, Keys
 from weightcast.subscriber.engines.kinds import open_engine
 from weightcast.subscriber.engines.launch import PROBE_SECONDS, Launch, run_engine
 from weightcast.subscriber.engines.wire import Wire
@@ -20,7 +28,7 @@ log = get_log("run-engine")
 PROBING = Timeouts(connect=PROBE_SECONDS, probe=PROBE_SECONDS, control=PROBE_SECONDS)
 
 
-NO_KEY = "give --engine with api_key_env= in place of --ready-url, or a URL that takes no key"
+NO_KEY = Key(remedy="give --engine with api_key_env= in place of --ready-url, or a URL without a key")
 
 
 class NoProbe(Refused):
@@ -61,9 +69,10 @@ def run(
 
 def _loaded(engine: str | None, ready_url: str | None, local: Path) -> Callable[[], bool]:
     if engine is not None and ready_url is None:
-        return _Loaded(Guarded(open_engine(parse_engine(engine, local), timeouts=PROBING)))
+        return _Loaded(Guarded(open_engine(parse_engine(engine, local), timeouts=PROBING)).probe)
     if ready_url is not None and engine is None:
-        return _Answers(Wire(_spec(ready_url, local), PROBING))
+        wire = Wire(_spec(ready_url, local), PROBING, Keys(NO_KEY))
+        return _Loaded(lambda: _look_at(wire))
     given = "neither" if engine is None else "both"
     raise NoProbe(
         f"{given} of --engine and --ready-url is given: how is it seen that the engine has loaded?",
@@ -79,31 +88,21 @@ def _spec(url: str, local: Path) -> EngineSpec:
 
 
 class _Loaded:
-    """Whether an engine answers; what hinders it is logged once. An unfit one has loaded too."""
+    """Whether an engine, or a URL, answers; what hinders it is logged once. An unfit one has loaded too."""
 
-    def __init__(self, engine: Guarded) -> None:
-        self._engine, self._told = engine, ""
+    def __init__(self, look: Callable[[], EngineFacts]) -> None:
+        self._look, self._logged = look, ""
 
     def __call__(self) -> bool:
-        facts = self._engine.probe()
-        if facts.hindrance and facts.hindrance != self._told:
-            log.warning("engine not usable", reason=facts.hindrance, remedy=facts.remedy)
-            self._told = facts.hindrance
+        facts = self._look()
+        if facts.hindrance not in ("", self._logged):
+            log.warning("not usable", reason=facts.hindrance, remedy=facts.remedy)
+            self._logged = facts.hindrance
         return facts.reachable or facts.unfit
 
 
-class _Answers:
-    """Whether a URL answers 2xx. That it wants a key, which it is not given, is logged once."""
-
-    def __init__(self, wire: Wire) -> None:
-        self._wire, self._told = wire, False
-
-    def __call__(self) -> bool:
-        try:
-            reply = self._wire.get("", PROBE_SECONDS)
-        except EngineFailed:
-            return False
-        if reply.refusal is not None and not self._told:
-            self._told = True
-            log.warning("ready URL not usable", reason=reply.refusal.message, remedy=NO_KEY)
-        return 200 <= reply.status < 300
+def _look_at(wire: Wire) -> EngineFacts:
+    try:
+        return EngineFacts(reachable=200 <= wire.get("", PROBE_SECONDS).require_key().status < 300)
+    except EngineFailed as failure:
+        return unreachable(failure)
