@@ -6,7 +6,7 @@ Rules without IO, over the JSON of either daemon; members of other releases may 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,9 @@ from weightcast.shared.service.fleet import age
 
 Answer = Mapping[str, Any]
 Row = tuple[str, str]
-_REASONS = 2
-"""in the sentence"""
-_NEWEST = 2
-"""rows of a kind"""
+_MOST = 2
+"""reasons in the sentence, rows of a kind"""
+_RESUME = "end the rollback with `weightcast channel resume`"
 
 
 @dataclass(frozen=True)
@@ -30,44 +29,47 @@ class Summary:
 
 
 def summary(answer: Answer) -> Summary:
-    return _publisher(answer) if answer.get("role") == "publisher" else _host(answer)
+    is_publisher = answer.get("role") == "publisher"
+    said = _publisher_says(answer) if is_publisher else f"serves {_version(answer, 'served_version')}"
+    problem, remedy = _publisher_problem(answer) if is_publisher else _host_problem(answer)
+    name = "publisher" if is_publisher else str(answer.get("host") or "host")
+    ready = "ready" if answer.get("ready") else "not ready"
+    rows = _publisher_rows(answer) if is_publisher else _host_rows(answer)
+    sentence = f"{name} is {ready}: {said}{'; ' if problem else ''}{problem}"
+    return Summary(not problem, sentence, remedy, [row for row in (*rows, *_troubles(answer)) if row[1]])
 
 
-def _publisher(answer: Answer) -> Summary:
-    publications, refused = _list(answer, "publications"), _of(answer, "last_refused")
-    newest = publications[0] if publications else {}
-    # by the daemon's own clock
-    now = answer.get("now") or time.time()
-    is_refusing = bool(refused) and refused.get("at", 0.0) > newest.get("at", 0.0)
-    version = answer.get("version")
-    where = "no version yet" if version is None else f"version {version}{_when(newest, version, now)}"
-    remedy = ""
-    if not answer.get("ready"):
-        sentence, remedy = (
-            f"publisher is not ready: {_reasons(answer)}",
-            _of(answer, "last_error").get("remedy", ""),
-        )
-    elif is_refusing:
-        what = f"{refused.get('source')} {age(now - refused.get('at', now))} ago: {refused.get('message')}"
-        sentence, remedy = f"publisher is ready at {where}, but refused {what}", refused.get("remedy", "")
-    elif answer.get("held"):
-        sentence, remedy = (
-            f"publisher is held at {where}: {answer['held']}",
-            "`weightcast channel resume` ends it",
-        )
-    else:
-        sentence = f"publisher is ready at {where}"
-    well = bool(answer.get("ready")) and not is_refusing and not answer.get("held")
-    return Summary(well, sentence, remedy, list(_publisher_rows(answer)))
-
-
-def _when(newest: Answer, version: int, now: float) -> str:
-    if newest.get("version") != version:
-        return ""
+def _publisher_says(answer: Answer) -> str:
+    """The version and, where this process published it, since when by the daemon's own clock."""
+    version, newest = _version(answer, "version"), _newest(answer)
+    if newest.get("version") != answer.get("version"):
+        return version
     step = "" if newest.get("step") is None else f"step {newest['step']}, "
     if newest.get("resumed_from_step") is not None:
         step += f"after step {newest['resumed_from_step']}, "
-    return f" ({step}published {age(max(0.0, now - newest.get('at', now)))} ago)"
+    return f"{version} ({step}published {age(_now(answer) - newest.get('at', 0.0))} ago)"
+
+
+def _publisher_problem(answer: Answer) -> tuple[str, str]:
+    """What keeps it from publishing, and the remedy; empty where nothing does."""
+    refused = _of(answer, "last_refused")
+    if not answer.get("ready"):
+        return _reasons(answer), str(_of(answer, "last_error").get("remedy", ""))
+    if refused.get("at", 0.0) > _newest(answer).get("at", 0.0):
+        ago = age(_now(answer) - refused["at"])
+        return f"{refused.get('source')} was refused {ago} ago: {refused.get('message')}", refused.get(
+            "remedy", ""
+        )
+    return (f"held: {answer['held']}", _RESUME) if answer.get("held") else ("", "")
+
+
+def _host_problem(answer: Answer) -> tuple[str, str]:
+    failed = any(engine.get("state") == "failed" for engine in _list(answer, "engines"))
+    remedy = str(_of(answer, "last_error").get("remedy") or (FIX_ENGINE if failed else ""))
+    if not answer.get("ready"):
+        return _reasons(answer), remedy
+    degraded = _some(_texts(answer, "degraded"))
+    return (f"degraded: {degraded}", remedy) if degraded else ("", "")
 
 
 def _publisher_rows(answer: Answer) -> Iterator[Row]:
@@ -75,77 +77,64 @@ def _publisher_rows(answer: Answer) -> Iterator[Row]:
     yield from _places(answer)
     yield "publishing", f"{doing.get('source')}: {doing.get('phase')}" if doing else "nothing now"
     yield "queue", str(len(_list(answer, "queue")))
-    if inbox:
-        counts = {name.removesuffix("_count"): n for name, n in inbox.items() if name.endswith("_count")}
-        said = ", ".join(f"{number} {what.replace('_', ' ')}" for what, number in counts.items() if number)
-        yield "inbox", f"{inbox.get('watch')}: {said or 'nothing waits'}"
-    for each in _list(inbox, "waiting")[:_NEWEST]:
-        yield "waiting", f"{each.get('name')}: {each.get('reason')}"
-    for each in _list(inbox, "left_alone")[-_NEWEST:]:
-        yield "left alone", f"{each.get('name')}: {each.get('reason')} ({each.get('remedy')})"
-    for each in _list(inbox, "refused")[-_NEWEST:]:
+    counts = {name.removesuffix("_count"): n for name, n in inbox.items() if name.endswith("_count")}
+    said = ", ".join(f"{number} {what.replace('_', ' ')}" for what, number in counts.items() if number)
+    yield "inbox", f"{inbox.get('watch')}: {said or 'nothing waits'}" if inbox else ""
+    for kind in ("waiting", "left_alone"):
+        for each in _list(inbox, kind)[-_MOST:]:
+            remedy = f" ({each['remedy']})" if each.get("remedy") else ""
+            yield kind.replace("_", " "), f"{each.get('name')}: {each.get('reason')}{remedy}"
+    for each in _list(inbox, "refused")[-_MOST:]:
         yield "refused", f"{each.get('name')}: {_of(each, 'error').get('message')}"
-    hosts = _list(answer, "hosts")
     yield "config changed", ", ".join(_texts(answer, "config_changed"))
-    yield "hosts", f"{sum(host.get('state') == 'ready' for host in hosts)} of {len(hosts)} say ready"
-    yield from _troubles(answer)
-    yield "maintenance", _of(answer, "upkeep").get("problem", "")
-
-
-def _host(answer: Answer) -> Summary:
-    engines = _list(answer, "engines")
-    well, error = bool(answer.get("ready")), _of(answer, "last_error")
-    name, served = answer.get("host") or "host", answer.get("served_version")
-    failed = [engine for engine in engines if engine.get("state") == "failed"]
-    remedy = error.get("remedy") or (FIX_ENGINE if failed else "")
-    if not well:
-        return Summary(False, f"{name} is not ready: {_reasons(answer)}", remedy, list(_host_rows(answer)))
-    target = answer.get("target_version")
-    newest = "" if target in (None, served) else f", version {target} is its target"
-    degraded = _texts(answer, "degraded")
-    but = f", but degraded: {_some(degraded)}" if degraded else ""
-    sentence = f"{name} is ready: serves version {served}{newest}{but}"
-    return Summary(not degraded, sentence, remedy if degraded else "", list(_host_rows(answer)))
+    yield "hosts", f"{len(_list(answer, 'hosts'))} reported; `weightcast fleet --url` shows them"
+    yield "maintenance", str(_of(answer, "upkeep").get("problem", ""))
 
 
 def _host_rows(answer: Answer) -> Iterator[Row]:
     yield from _places(answer)
-    target, versions = (
-        answer.get("target_version"),
-        [answer.get("local_version"), answer.get("served_version")],
-    )
-    yield "target", f"{answer.get('target')}{'' if target is None else f' ({target})'}"
-    yield "versions", "local {}, served {}".format(*("-" if each is None else each for each in versions))
+    yield "target", f"{answer.get('target')}: {_version(answer, 'target_version')}"
+    yield "local copy", _version(answer, "local_version")
     # a step that ended says nothing of engines that are still to follow
     idle = answer.get("state") == "idle" and not answer.get("ready")
     yield "doing", "waiting for what is named above" if idle else str(answer.get("state"))
-    for engine in _list(answer, "engines"):
-        version = engine.get("version")
-        held = "no version" if version is None else f"version {version}"
-        said = f"{engine.get('name')} ({engine.get('kind')}) {engine.get('state')}, {held}"
-        yield "engine", f"{said}: {engine['reason']}" if engine.get("reason") else said
+    engines = _list(answer, "engines")
+    serving = [engine for engine in engines if engine.get("state") == "serving"]
+    for engine in [engine for engine in engines if engine not in serving] + serving[:_MOST]:
+        said = f"{engine.get('name')} ({engine.get('kind')}) {engine.get('state')}"
+        reason = f": {engine['reason']}" if engine.get("reason") else ""
+        yield "engine", f"{said}, {_version(engine, 'version')}{reason}"
+    yield "engines", f"{len(serving)} of {len(engines)} serving" if len(serving) > _MOST else ""
     for update in _list(answer, "updates")[-1:]:
         total = _of(update, "seconds").get("total", 0.0)
         yield "last update", f"{update.get('kind')} {update.get('version')} in {total:.2f} s"
-    for blocked in _list(answer, "blocked")[-_NEWEST:]:
+    for blocked in _list(answer, "blocked")[-_MOST:]:
         yield "blocked", f"version {blocked.get('version')}: {blocked.get('reason')}"
-    yield from _troubles(answer)
 
 
 def _places(answer: Answer) -> Iterator[Row]:
-    yield "run", str(answer.get("run_id") or "-")
-    yield "channel", str(answer.get("channel"))
-    yield "local", str(answer.get("local"))
+    for name in ("run_id", "channel", "local"):
+        yield name.removesuffix("_id"), str(answer.get(name) or "-")
 
 
 def _troubles(answer: Answer) -> Iterator[Row]:
-    error = _of(answer, "last_error")
-    known = error.get("message") == _of(answer, "last_refused").get("message")
-    yield "last error", "" if known else str(error.get("message", ""))
+    message, verify = _of(answer, "last_error").get("message", ""), _of(answer, "verify")
+    yield "last error", "" if message == _of(answer, "last_refused").get("message") else str(message)
     yield "reports", str(answer.get("report_error") or "")
-    verify = _of(answer, "verify")
     yield "verify", f"{verify['faults']} faults: {verify.get('last_fault')}" if verify.get("faults") else ""
     yield "kernels", str(_of(answer, "kernels").get("problem") or "")
+
+
+def _newest(answer: Answer) -> Answer:
+    return next(iter(_list(answer, "publications")), {})
+
+
+def _now(answer: Answer) -> float:
+    return float(answer.get("now") or time.time())
+
+
+def _version(answer: Answer, name: str) -> str:
+    return "no version" if answer.get(name) is None else f"version {answer[name]}"
 
 
 def _reasons(answer: Answer) -> str:
@@ -153,8 +142,8 @@ def _reasons(answer: Answer) -> str:
 
 
 def _some(texts: Sequence[str]) -> str:
-    more = f" (and {len(texts) - _REASONS} more)" if len(texts) > _REASONS else ""
-    return "; ".join(texts[:_REASONS]) + more
+    more = f" (and {len(texts) - _MOST} more)" if len(texts) > _MOST else ""
+    return "; ".join(texts[:_MOST]) + more
 
 
 def _of(answer: Answer, name: str) -> Answer:
@@ -163,10 +152,13 @@ def _of(answer: Answer, name: str) -> Answer:
 
 
 def _list(answer: Answer, name: str) -> list[Answer]:
-    found = answer.get(name)
-    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+    return [each for each in _several(answer, name) if isinstance(each, dict)]
 
 
 def _texts(answer: Answer, name: str) -> list[str]:
+    return [str(each) for each in _several(answer, name)]
+
+
+def _several(answer: Answer, name: str) -> Iterable[Any]:
     found = answer.get(name)
-    return [str(each) for each in found] if isinstance(found, list) else []
+    return found if isinstance(found, list) else ()

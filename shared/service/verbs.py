@@ -91,8 +91,7 @@ def _show(console: Console, answer: dict[str, Any]) -> None:
         console.print(f"remedy: {printable(found.remedy)}")
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in found.rows:
-        if value:
-            table.add_row(name, printable(value))
+        table.add_row(name, printable(value))
     console.print(table)
 
 

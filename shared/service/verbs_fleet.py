@@ -244,7 +244,7 @@ def _repeat(
 def table(fleet: Fleet, width: int, most: int | None = None, rows: int | None = None) -> RenderableType:
     """The verdict, then the hosts, worst first: at most `most`, and no more than fit into `rows` lines of
     `width` columns."""
-    hosts = sorted(fleet.hosts, key=lambda host: host.severity)[:most]
+    hosts = sorted(fleet.hosts, key=lambda host: host.severity)[: rows if most is None else most]
     names = short_names_of(fleet.hosts)
     cells = [_COLUMNS, *((printable(names[host.key]), *_cells(host)) for host in hosts)]
     columns = _fitting(cells, width)

@@ -146,7 +146,7 @@ def test_hosts_appear_stop_and_recover(fleet: Fleet, weightcast: Command) -> Non
 def test_a_publisher_that_refuses_checkpoints_says_so(fleet: Fleet, weightcast: Command) -> None:
     fleet.publish(1)
     code, out, _ = weightcast("status", fleet.url)
-    assert code == 0 and out.startswith("publisher is ready at version 1 (step 1, published ")
+    assert code == 0 and out.startswith("publisher is ready: version 1 (step 1, published ")
     assert len(out.splitlines()) < 14
     # weights that nobody will publish are named, not waited for in silence
     (fleet.places.watch / "step_pickle").mkdir()
@@ -155,7 +155,7 @@ def test_a_publisher_that_refuses_checkpoints_says_so(fleet: Fleet, weightcast: 
     broken = rename_in(fleet.places.watch / "step_2", dict(list(changed(base_tensors(), 2).items())[1:]))
     wait_until(lambda: fleet.publisher.status()["last_refused"])
     _, out, _ = weightcast("status", fleet.url)
-    assert "but refused step_2 " in out.splitlines()[0] and out.splitlines()[1].startswith("remedy: ")
+    assert "; step_2 was refused " in out.splitlines()[0] and out.splitlines()[1].startswith("remedy: ")
 
     def line() -> Any:
         found = fleet.publisher.get("/v1/fleet").json()

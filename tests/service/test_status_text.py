@@ -36,32 +36,32 @@ def host(**facts: Any) -> Summary:
 def test_a_publisher_answers_with_its_version_and_age() -> None:
     found = publisher(publications=(PUBLISHED,))
     assert found.well and found.remedy == ""
-    assert found.sentence == "publisher is ready at version 6 (step 60, published 3 min ago)"
-    assert publisher(version=0).sentence == "publisher is ready at version 0"
+    assert found.sentence == "publisher is ready: version 6 (step 60, published 3 min ago)"
+    assert publisher(version=0).sentence == "publisher is ready: version 0"
 
 
 def test_a_refusal_after_the_last_version_comes_first() -> None:
     inbox = InboxStatus(watch="/w", waiting_count=1, refused_count=4)
     found = publisher(publications=(PUBLISHED,), last_refused=REFUSED, inbox=inbox)
-    assert not found.well and found.sentence.endswith("but refused step_70 61 s ago: it is cut")
+    assert not found.well and found.sentence.endswith("; step_70 was refused 61 s ago: it is cut")
     assert found.remedy == "save it again" and ("inbox", "/w: 1 waiting, 4 refused") in found.rows
     assert publisher(publications=(PUBLISHED.but(at=NOW),), last_refused=REFUSED).well
 
 
 def test_a_publisher_that_is_held_or_not_ready_says_why() -> None:
     assert publisher(held="rolled back to version 2").sentence.endswith(
-        "held at version 6: rolled back to version 2"
+        ": version 6; held: rolled back to version 2"
     )
     found = publisher(ready=False, not_ready_reasons=("no space", "b", "c"), loop=LoopStatus(failures=1))
-    assert found.sentence == "publisher is not ready: no space; b (and 1 more)" and not found.well
+    assert found.sentence == "publisher is not ready: version 6; no space; b (and 1 more)" and not found.well
 
 
 def test_a_host_that_waits_for_an_engine_is_not_idle() -> None:
     found = host(state="idle", local_version=6, engines=(ENGINE,), not_ready_reasons=("engine a: failed",))
     rows = dict(found.rows)
-    assert found.sentence == "h is not ready: engine a: failed"
+    assert found.sentence == "h is not ready: serves no version; engine a: failed"
     assert found.remedy.startswith("see the engine's log") and "`weightcast wake URL`" in found.remedy
-    assert "idle" not in rows["doing"] and rows["versions"] == "local 6, served -"
+    assert "idle" not in rows["doing"] and rows["local copy"] == "version 6"
     assert rows["engine"] == "a (vllm) failed, version 5: reload failed 3 times"
 
 
@@ -71,8 +71,9 @@ def test_a_host_that_is_ready_or_degraded_says_at_what() -> None:
     error = LastError(error="E", message="m", remedy="free it", at=NOW)
     facts = {"target_version": 7, "degraded": ("disk full",), "last_error": error}
     found = host(ready=True, local_version=6, served_version=6, **facts)
-    assert found.sentence == "h is ready: serves version 6, version 7 is its target, but degraded: disk full"
-    assert not found.well and found.remedy == "free it" and len(found.rows) <= 14
+    assert found.sentence == "h is ready: serves version 6; degraded: disk full"
+    assert not found.well and found.remedy == "free it" and ("target", "latest: version 7") in found.rows
+    assert len(found.rows) <= 14
 
 
 def test_an_answer_of_another_release_is_read_as_far_as_it_goes() -> None:
