@@ -8,11 +8,11 @@ other content is a new checkpoint, the same content is skipped.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 
-from weightcast.publisher.service.layouts import ROOT, Fit, Layouts, Unpublished, save_of
+from weightcast.publisher.service.layouts import ROOT, Fit, Layouts, Unpublished, pattern_of, save_of
 from weightcast.shared.errors import DamagedFile
 from weightcast.shared.files.other_formats import is_other_format
 from weightcast.shared.files.paths import file_name, is_plain
@@ -228,16 +228,17 @@ class Inbox:
         if not any(entry.outcome in _PUBLISHED for entry in entries.values()):
             self.entries = entries
 
-    def left_alone(self) -> list[Unpublished]:
-        existing = [
-            n for n, each in self.entries.items() if each.outcome is InboxOutcome.EXISTING and each.files
-        ]
+    def left_alone(self, present: Collection[str]) -> list[Unpublished]:
+        """`present`: names of what is there."""
         remedy = "publish it with `POST /v1/publish`; before the first version, restart with --existing"
-        reason = "complete when this publisher first looked"
-        return [
-            *dict.fromkeys(self.layouts.left.values()),
-            *(Unpublished(name, reason, remedy) for name in existing),
+        existing = [
+            Unpublished(name, "complete when this publisher first looked", remedy)
+            for name, each in self.entries.items()
+            if each.outcome is InboxOutcome.EXISTING and each.files and name in present
         ]
+        patterns = set(map(pattern_of, present))
+        layouts = [each for pattern, each in self.layouts.left.items() if pattern in patterns]
+        return [*dict.fromkeys(layouts), *existing]
 
     def choose(self, sightings: Sequence[Sighting], now: float) -> Choice:
         """`sightings`: of directories that are not known; `now` in seconds on a monotonic clock."""
@@ -305,7 +306,9 @@ class Inbox:
             return 0 < quiet >= self.rules.settle_seconds * times
 
         def wait(reason: str, remedy: str = "") -> Unpublished:
-            is_checkpoint = any(map(is_of_a_checkpoint, {mark.name for mark in sighting.files}))
+            is_checkpoint = not sighting.files or any(
+                is_of_a_checkpoint(mark.name) for mark in sighting.files
+            )
             still = is_checkpoint and (sighting.finished or is_still())
             return Unpublished(sighting.name, reason, remedy, still)
 

@@ -113,7 +113,8 @@ def look(
             continue
         try:
             files = marks_of(watch, name, marker)
-            if files and not is_known(name, files):
+            # Weights without a file are links that lead nowhere.
+            if (files or tree[name].has_weights) and not is_known(name, files):
                 if tree[name].temporary:
                     unknown.append(Sighting(name, files, frozenset(), 0, False, temporary=True))
                 else:

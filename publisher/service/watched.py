@@ -303,12 +303,8 @@ class Watched:
         ]
 
     def left_alone(self) -> list[Unpublished]:
-        """Layouts, and existing checkpoints that are there."""
-        return [
-            each
-            for each in self._inbox.left_alone()
-            if each.name not in self._inbox.entries or self._present is None or each.name in self._present
-        ]
+        present = self._inbox.entries if self._present is None else self._present
+        return self._inbox.left_alone(present)
 
     def _tell(self) -> None:
         """Logs each checkpoint that waiting may not publish, once; of many at once, the first ones."""

@@ -222,12 +222,15 @@ def test_partial_saves_are_named_with_what_is_missing(
     (write(places.watch / "run" / "step_2", weights(2)) / INDEX).unlink()
     (places.watch / "step_3").mkdir()
     (places.watch / "step_3" / "config.json").write_text("{}")
+    (places.watch / "step_4").mkdir()
+    (places.watch / "step_4" / "model.safetensors").symlink_to("not-fetched-yet")
     for _ in range(5):
         office.step()
     reasons = {each.name: each.reason for each in inbox(office).waiting}
     assert "model-00002-of-00002.safetensors is missing" in reasons["run/step_1"]
     assert f"no {INDEX}" in reasons["run/step_2"] and "no safetensors" in reasons["step_3"]
-    assert "".join(capfd.readouterr()).count("not published yet") == 3
+    assert "link to nothing" in reasons["step_4"]
+    assert "".join(capfd.readouterr()).count("not published yet") == 4
 
 
 def test_a_temporary_name_that_is_never_renamed_is_reported(
