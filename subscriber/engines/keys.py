@@ -77,9 +77,12 @@ def _key(spec: EngineSpec, option: str, variable: str | None, wanted: str, envir
     if variable is None:
         return Key()
     value = environ.get(variable, "")
-    if not value or not value.isascii() or not value.isprintable():
+    if not value or not value.isascii() or not value.isprintable() or value != value.strip():
+        fault = (
+            "holds line breaks, spaces or characters outside ASCII" if value else "is not set to an API key"
+        )
         raise BadEngineOption(
-            f"engine {spec.name}: {option}: the variable {variable} is not set to an API key"
+            f"engine {spec.name}: {option}: the variable {variable} {fault}", remedy=f"set it to {wanted}"
         )
     return Key(value, f"{variable} ({option}=)", f"set {variable} to {wanted}")
 

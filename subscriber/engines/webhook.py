@@ -46,6 +46,7 @@ class Webhook:
         self._timeouts = timeouts
         self._run_id = run_id
         self._processes = Identities(spec.shown_url)
+        self._labels = Identities(spec.shown_url, lasting=False)
         self._ordered: dict[str, object] = {"version": None, "label": None}
         self._echoed: list[object] = []
         self._tells = False
@@ -60,7 +61,9 @@ class Webhook:
 
     def probe(self) -> EngineFacts:
         try:
-            reply = self._processes.read(lambda: self._wire.get("", self._timeouts.probe), _process_of)
+            reply = self._processes.read(self._look, _process_of)
+            if _accepted(reply) and _process_of(reply) is None:
+                reply = self._labels.read(self._look, lambda again: again.text_field("label"))
         except EngineFailed as failure:
             return unreachable(failure)
         if reply.refusal is not None and reply.status != httpx.codes.FORBIDDEN:
@@ -77,6 +80,9 @@ class Webhook:
             paused=paused if isinstance(paused, bool) else None,
             software=reply.text_field("software"),
         )
+
+    def _look(self) -> Reply:
+        return self._wire.get("", self._timeouts.probe)
 
     def pause(self) -> None:
         self._ordered = {"version": None, "label": None}

@@ -91,6 +91,19 @@ def test_an_engine_that_restarts_again_and_again_is_one_process(site: Site, kind
         engine.restart()
 
 
+class Labelled(WebhookDouble):
+    def behave(self, call: Call) -> Answer:
+        return Answer(200, {"label": self.label}) if call.method == "GET" else super().behave(call)
+
+
+def test_receivers_whose_labels_alternate(site: Site) -> None:
+    replicas = [Labelled(), Labelled()]
+    replicas[0].label = "7"
+    host = site.host(site.run(), f"webhook={site.serve(Balancer(*replicas))}")
+    assert not host.step().ready and SAYS in host.status.not_ready_reasons[0]
+    assert all(replica.paths() == [] for replica in replicas)
+
+
 @pytest.mark.parametrize("double", [Unnamed, UnnamedVLLM])
 def test_replicas_that_tell_no_process_are_never_confirmed(site: Site, double: type[Double]) -> None:
     """Their labels are all that differs, once one of them has loaded."""

@@ -165,10 +165,14 @@ def test_doctor_tries_both_keys(weightcast: Command, api: str, admin: str, code:
         ("sglang=http://h,api_key=K", "did you mean api_key_env?"),
         ("vllm=http://h,admin_api_key_env=ADMIN", "admin_api_key_env= is for sglang"),
         ("sglang=https://h,verify=false,admin_api_key_env=ADMIN", "verify=false"),
+        ("vllm=http://h,api_key_env=FROM_FILE", "the variable FROM_FILE holds line breaks"),
         ("sglang=http://h,admin_api_key_env=UNSET_KEY", "the variable UNSET_KEY is not set"),
     ],
 )
-def test_options_that_are_mistyped(weightcast: Command, option: str, says: str) -> None:
+def test_options_that_are_mistyped(
+    weightcast: Command, option: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FROM_FILE", "k-api\n")
     code, _, err = weightcast("doctor", "--engine", option)
     assert code == 2 and says in err
 
