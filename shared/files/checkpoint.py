@@ -32,7 +32,7 @@ _OTHER_WEIGHTS = re.compile(r"\.(bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|npz|safete
 _ADAPTER = re.compile(r"[._](lora_|hada_w|lokr_w|oft_r|ia3_l|vera_lambda)")
 _IS_ADAPTER = "{} is a LoRA adapter, not full weights: it holds {}"
 _MERGE = "merge it into its base (peft: `merge_and_unload`) and export the full weights"
-_SAVE_AGAIN = "safetensors and engines refuse it too: save the checkpoint again with `save_pretrained`"
+_SAVE_AGAIN = "safetensors refuses it too: compare it with its source, or save the checkpoint again"
 _Spot = tuple[int, int, int]
 """of a tensor: number of its shard, offset, bytes"""
 

@@ -108,8 +108,15 @@ def _header_length(prefix: bytes, file_size: int, what: str) -> int:
         raise DamagedFile(
             f"{what} is cut short: {file_size} bytes, its header alone needs {8 + length}", remedy=_CUT
         )
-    kind = "JSON text" if prefix.lstrip()[:1] == b"{" else f"{file_size} bytes, header length {length}"
-    raise DamagedFile(f"{what} is not a safetensors file: {kind}", remedy="give the file with the weights")
+    text = prefix[:60].strip()
+    if text.isascii() and text.decode("ascii").replace("\n", " ").isprintable():
+        kind, remedy = (
+            f"text ({text.decode('ascii')!r})",
+            "download it again; check its address and the access token",
+        )
+    else:
+        kind, remedy = f"{file_size} bytes, header length {length}", "give the file with the weights"
+    raise DamagedFile(f"{what} is not a safetensors file: {kind}", remedy=remedy)
 
 
 def parse_header(

@@ -181,9 +181,9 @@ FOREIGN = {
     "tar": (TAR, "tar archive", "unpack"),
     "empty": (b"", "is empty", "again"),
     "zeros": (bytes(4096), "begins with zeros", "again"),
-    "JSON": (b'{"error": "Repository not found"}', "not a safetensors file: JSON text", "weights"),
+    "JSON": (b'{"error": "Repository not found"}', "not a safetensors file: text", "access token"),
     "git-annex": (b"/annex/objects/MD5E-s42--00.safetensors\n", "a git-annex pointer", "git annex get"),
-    "text": (b"Invalid username or password.", "not a safetensors file: 29 bytes", "weights"),
+    "text": (b"Invalid username or password.", "'Invalid username or password.'", "access token"),
 }
 
 
