@@ -60,6 +60,7 @@ def test_what_was_tried_is_said(places: Places, weightcast: Command, tmp_path: P
         assert "did not make its channel on this machine" in facts["message"] and "--base" in facts["remedy"]
     else:
         assert str(places.base) in facts["message"]
+        assert ("cannot be used any more" in facts["message"]) == (case != "other bytes")
 
 
 def test_records_are_the_newest(places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from core_cases import some_changed, write_checkpoint
 from in_process import Command
+from numpy import zeros
 from numpy.random import default_rng
 from publisher_cases import Place, numpy_model
 from safetensors import safe_open
+from safetensors.numpy import save_file
 
 INDEX = "model.safetensors.index.json"
 
@@ -32,7 +34,7 @@ def test_a_host_of_a_base_with_small_faults(tmp_path: Path, weightcast: Command)
     absent = {"lm_head.weight": "model-00001-of-00002.safetensors"}
     changed = {"metadata": None, "weight_map": index["weight_map"] | absent}
     (place.base / INDEX).write_text(json.dumps(changed))
-    (place.base / "model-00003-of-00003.safetensors").write_bytes(b"left over")
+    save_file({"left over": zeros(3)}, place.base / "model-00003-of-00003.safetensors")
 
     code, out, err = weightcast("channel", "init", "--channel", place.channel, "--base", place.base, "--json")
     notes = json.loads(out)["notes"]
