@@ -22,6 +22,7 @@ from weightcast.publisher.care.repair import Repairs, repair
 from weightcast.publisher.care.upkeep import Background, Upkeep, UpkeepOptions
 from weightcast.publisher.resume import Resumed, position, resumed
 from weightcast.publisher.submit import Handle, Hold, Submissions, WhenBusy
+from weightcast.publisher.version.carrying import is_carried
 from weightcast.publisher.version.commit import PostWrite
 from weightcast.publisher.version.content import Content
 from weightcast.publisher.version.member import MemberRank
@@ -460,6 +461,8 @@ class Publisher:
         local = self._follower.local
         position = None if local is None else local.state.position
         with contextlib.closing(read()) as weights:
+            if self._carry_config and not is_carried(Channel.open(self.channel, self._trust), weights):
+                return False
             matched = matched_to(file, base.table, weights, Rank(0, 1), Work(read, None))
             content = Content(weights, matched, base, self._follower.options.threads)
             return content.has_root(root, position, advance)

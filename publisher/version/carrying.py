@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from weightcast.publisher.version.work import Work
+from weightcast.publisher.weights.tensors import NewWeights
 from weightcast.shared.channel.file_record import file_record
 from weightcast.shared.channel.index import CARRIED, FileRecord, Index
 from weightcast.shared.channel.pointer import Pointer
@@ -35,6 +36,16 @@ def carry(channel: Channel, store: Carried, made: Path, work: Work) -> tuple[Fil
         store.keep(record, [data])
         records.append(record)
     return tuple(sorted(records, key=lambda record: record.name))
+
+
+def is_carried(channel: Channel, weights: NewWeights) -> bool:
+    """Whether the newest version carries what these weights would have it carry."""
+    there = {record.name: record.blake3 for record in _of(channel, channel.pointed())}
+    configs = weights.configs or {}
+    dropped = (name for name, digest in configs.items() if not digest)
+    return all(there.get(name) == configs[name] for name in weights.carry) and there.keys().isdisjoint(
+        dropped
+    )
 
 
 def _of(channel: Channel, version: int) -> tuple[FileRecord, ...]:

@@ -160,7 +160,7 @@ def base_facts(channel: Channel) -> dict[str, Any]:
         "tensors": len(base.table),
         "elements": base.table.elements,
         "full_bytes": base.table.nbytes,
-        "files": [[record.name, record.size, record.blake3] for record in base.files],
+        "files": [[record.name, record.size, record.blake3] for record in base.all_files],
         "frozen": list(file.frozen),
         "aliases": dict(file.aliases),
     }
@@ -211,7 +211,7 @@ def _index_facts(index: Index) -> dict[str, Any]:
         "elements_changed": index.totals.changed,
         "full_bytes": index.totals.nbytes,
         "delta_bytes": index.totals.delta_bytes,
-        "files": [[record.name, record.size, record.blake3] for record in index.files],
+        "files": [[record.name, record.size, record.blake3] for record in index.all_files],
         "tensors": {name: record.changed for name, record in index.tensors.items()},
     }
 

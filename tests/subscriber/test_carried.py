@@ -266,3 +266,11 @@ def test_engines_that_read_files_at_their_start_alone_are_named(run: Carrying, s
     run.carry({TOKENIZER: "new"})
     host.step()
     assert host.status.engines_to_restart == (host.status.engines[0].name,)
+
+
+def test_the_same_weights_with_another_tokenizer_are_not_the_same_content(run: Carrying) -> None:
+    publisher, root = run._publisher, run._publisher.root_of(3)
+    for number, (text, same) in enumerate([("two", True), ("other", False), ("base", False)]):
+        export = run.versions[3].write(run.root / f"again{number}")
+        put(export, {TOKENIZER: text})
+        assert publisher.has_root(lambda at=export: publisher.open_checkpoint(at), root) is same  # type: ignore[misc]
