@@ -143,7 +143,7 @@ class Engines:
 
     def reason(self, name: str) -> str:
         known = self._known[name]
-        if known.reason and known.failures >= self._failed_after:
+        if known.reason and known.facts.reachable and known.failures >= self._failed_after:
             every = "15 to 30 s" if known.process is None else "5 to 10 min"
             return f"{known.reason}; retried every {every}, and at once by `weightcast wake URL`"
         return known.reason or (PAUSED if known.facts.paused else "")
