@@ -83,7 +83,8 @@ def _temporary(
     failpoint("file.begun", target)
     path = target.parent / f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
     # Not mkstemp: its 0600 would hide channel files from hosts that run as other users.
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    with standing_for(target):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         try:
             for piece in (data,) if isinstance(data, bytes) else data:
@@ -112,6 +113,16 @@ def named(path: Path, call: str = "") -> Iterator[None]:
             error.filename = str(path)
             if call:
                 error.add_note(call)
+        raise
+
+
+@contextmanager
+def standing_for(path: Path) -> Iterator[None]:
+    """Calls on a temporary name raise errors that name `path`, which a person knows."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
         raise
 
 

@@ -21,9 +21,9 @@ from pathlib import Path
 
 from weightcast.shared.errors import Refused
 from weightcast.shared.files.disk_errors import call_text, disk_error, is_lasting
-from weightcast.shared.files.durable import TEMPORARY_PREFIX, named, sync_directory_alone
-from weightcast.shared.files.entries import exists, is_directory
-from weightcast.shared.files.space import nearest_directory, taken_bytes
+from weightcast.shared.files.durable import TEMPORARY_PREFIX, named, standing_for, sync_directory_alone
+from weightcast.shared.files.entries import exists
+from weightcast.shared.files.space import taken_bytes
 
 _SCRATCH = f"{TEMPORARY_PREFIX}doctor-"
 _LEFT_SECONDS = 600.0
@@ -49,15 +49,34 @@ class Scratch:
 
 @contextmanager
 def scratch_in(directory: Path) -> Iterator[Scratch]:
-    """Raises OSError when none can be made. Removes those of killed processes too."""
-    made = Scratch(directory / f"{_SCRATCH}{secrets.token_hex(8)}")
-    made.directory.mkdir(mode=0o700)
+    """In `directory` itself, which is there for as long. Raises OSError when none can be made. Removes those
+    of killed processes too."""
+    with _existing(directory):
+        made = Scratch(directory / f"{_SCRATCH}{secrets.token_hex(8)}")
+        with standing_for(directory):
+            made.directory.mkdir(mode=0o700)
+        try:
+            with suppress(OSError):
+                _sweep(made.directory)
+            yield made
+        finally:
+            made.left = _removed(made.directory)
+
+
+@contextmanager
+def _existing(directory: Path) -> Iterator[None]:
+    made: list[Path] = []
+    missing = [path for path in (directory, *directory.parents) if not exists(path)]
     try:
-        with suppress(OSError):
-            _sweep(made.directory)
-        yield made
+        for path in reversed(missing):
+            path.mkdir()
+            made.append(path)
+        yield
     finally:
-        made.left = _removed(made.directory)
+        for path in reversed(made):
+            # another process may have begun to use it
+            with suppress(OSError):
+                path.rmdir()
 
 
 def _sweep(own: Path) -> None:
@@ -108,13 +127,13 @@ def require(option: str, place: Path, needs: Sequence[Need]) -> None:
     """Before anything is made in `place`, which may not be there yet. Raises Refused where its file system
     does not meet a need, DiskError where nothing can be written. `option`: for the message."""
     try:
-        where = place if is_directory(place) else nearest_directory(place)
-        with scratch_in(where) as scratch:
+        with scratch_in(place.absolute()) as scratch:
             for number, need in enumerate(needs):
                 problem = need.problem(scratch.directory / str(number))
                 if problem:
                     raise Refused(f"{option} {place}: {need.check}: {problem}", remedy=need.remedy)
     except OSError as error:
+        error.filename, error.filename2 = str(place), None
         raise disk_error(error, place) from error
     if scratch.left:
         raise Refused(scratch.left, remedy=f"remove it by hand, and give {option} on another file system")
@@ -147,11 +166,15 @@ def rename(room: Path) -> float:
 
 
 def rename_directory(room: Path) -> float:
-    """A version is committed so: a directory with files takes a new name, but not that of another."""
-    made, committed = room / "made", room / _LONG_NAME
+    """A version is committed so: files move into a directory, and that to a name in the directory above, but
+    not to that of another."""
+    parts = room / "parts"
+    made, committed = parts / "made", room / _LONG_NAME
+    parts.mkdir()
     for data in (b"first", b"second"):
         made.mkdir()
-        (made / "index").write_bytes(data)
+        (parts / "shard").write_bytes(data)
+        (parts / "shard").rename(made / "index")
         try:
             made.rename(committed)
         except OSError as error:

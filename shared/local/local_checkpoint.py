@@ -135,6 +135,14 @@ class _Mapped:
         return (found.st_dev, found.st_ino, found.st_size) == (self.device, self.inode, self.size)
 
 
+def refuse_foreign(paths: LocalPaths) -> None:
+    if is_foreign(paths):
+        raise Refused(
+            f"{paths.directory} is not empty and is not a weightcast local checkpoint",
+            remedy="choose an empty or new directory for --local",
+        )
+
+
 def is_foreign(paths: LocalPaths) -> bool:
     """Whether the directory holds somebody else's files. A new disk has one directory of its own."""
     if not is_directory(paths.directory) or is_directory(paths.room):
@@ -146,11 +154,7 @@ def is_foreign(paths: LocalPaths) -> bool:
 def ensure_room(paths: LocalPaths) -> None:
     """Makes the directories. Refused when the directory holds somebody else's files, or where nothing is
     seeded yet and its file system does not do."""
-    if is_foreign(paths):
-        raise Refused(
-            f"{paths.directory} is not empty and is not a weightcast local checkpoint",
-            remedy="choose an empty or new directory for --local",
-        )
+    refuse_foreign(paths)
     if not exists(paths.state):
         require("--local", paths.room if is_directory(paths.room) else paths.directory, LOCAL_NEEDS)
     paths.directory.mkdir(parents=True, exist_ok=True)

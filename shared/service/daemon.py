@@ -212,6 +212,12 @@ class _Work:
     def start(self) -> None:
         threading.Thread(target=self._run, name="work", daemon=True).start()
 
+    def give_up(self, error: Exception) -> None:
+        """Instead of `start`."""
+        self.error = error
+        self.ended.set()
+        self._stop.request()
+
     def _run(self) -> None:
         try:
             self._start_loop_stop()
@@ -260,8 +266,12 @@ def run_daemon(
     with listen(settings.host, settings.port) as listener:
 
         def started() -> None:
-            _publish_port(settings.port_file, listener)
-            work.start()
+            try:
+                _publish_port(settings.port_file, listener)
+            except OSError as error:
+                work.give_up(disk_error(error, "port_file"))
+            else:
+                work.start()
             ender = threading.Thread(
                 target=_end, args=(server, work, stop, wakeup, settings.stop_seconds, stop_time), daemon=True
             )

@@ -21,7 +21,7 @@ from pathlib import Path
 from weightcast.shared.errors import NeedsReseed, Refused, RetryLater
 from weightcast.shared.files.entries import is_directory
 from weightcast.shared.local.loadable import require_loadable
-from weightcast.shared.local.local_checkpoint import LocalPaths
+from weightcast.shared.local.local_checkpoint import LocalPaths, refuse_foreign
 from weightcast.shared.local.locks import FileLock, owner_text
 from weightcast.shared.local.state import LocalState
 from weightcast.shared.service.secrets import without_secrets
@@ -79,7 +79,9 @@ def run_engine(launch: Launch) -> int:
 
 
 def hold_still(local: Path, lock: FileLock, seconds: float) -> LocalState:
-    """Takes the lock, shared, over a checkpoint that may be loaded; waits up to `seconds` for one."""
+    """Takes the lock, shared, over a checkpoint that may be loaded; waits up to `seconds` for one. Raises
+    Refused for a directory that will never hold one."""
+    refuse_foreign(LocalPaths(local))
     deadline = time.monotonic() + seconds
     while True:
         try:

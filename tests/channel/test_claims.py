@@ -81,7 +81,7 @@ def test_a_silent_owner_gives_way_after_a_minute_of_the_takers_clock(tmp_path: P
         old.check()
 
 
-def test_a_living_owner_keeps_the_channel(tmp_path: Path) -> None:
+def test_a_living_owner_keeps_the_channel(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     old = take(tmp_path, FIRST)
     time = Time()
     time.meanwhile = lambda: old.beat() if time.now > 50 else None
@@ -89,6 +89,8 @@ def test_a_living_owner_keeps_the_channel(tmp_path: Path) -> None:
         take(tmp_path, SECOND, time)
     assert current_epoch(tmp_path) == 1
     old.check()
+    [said] = caplog.messages
+    assert f"{tmp_path} belongs to process 10 on trainer-0 (epoch 1): waiting up to 60 s" in said
 
 
 def test_take_over_does_not_wait(tmp_path: Path) -> None:

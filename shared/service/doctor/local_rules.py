@@ -93,7 +93,7 @@ def _kind(facts: PlaceFacts) -> Iterator[Finding]:
 
 def _rights(facts: PlaceFacts) -> Iterator[Finding]:
     if facts.tried is not None:
-        where = "this user may write" if facts.there else f"not there yet; can be made in {facts.tried}"
+        where = "this user may write" if facts.there else "not there yet; can be made"
         yield Finding(LOCAL, "permissions", "ok", where)
         return
     yield Finding(LOCAL, "permissions", "failure", *not_tried(facts))

@@ -28,8 +28,7 @@ _END_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class PlaceFacts:
-    """`tried`: where the trials ran: the directory, one below it, or the nearest one above that exists; None
-    where nothing may be written."""
+    """`tried`: where the trials ran: the directory or one below it; None where nothing may be written."""
 
     asked: Path
     there: bool
@@ -108,10 +107,9 @@ def look_at_channel(channel: Path) -> PlaceFacts:
 
 
 def look_at_local(local: Path) -> PlaceFacts:
-    """A directory that is not there yet is tried above it, one in use in weightcast's own part, where no
-    engine looks. Raises OSError."""
+    """A directory in use is tried in weightcast's own part, where no engine looks. Raises OSError."""
     room = LocalPaths(local).room
-    return _facts(local, [room if is_directory(room) else nearest_directory(local)])
+    return _facts(local, [room if is_directory(room) else local.absolute()])
 
 
 def _facts(asked: Path, places: Sequence[Path]) -> PlaceFacts:
