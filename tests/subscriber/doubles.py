@@ -90,7 +90,7 @@ class Double:
         self.started = f"{1700000000.25 + 1000 * next(_STARTS)}"
         self.missing: set[str] = set()
         """routes that this release does not have"""
-        self.refuses: Callable[[Call], Answer | None] = lambda call: None
+        self.in_front: Callable[[Call], Answer | None] = lambda call: None
         """what stands in front of the handlers: keys, proxies"""
         self._scripts: dict[str, deque[Act]] = defaultdict(deque)
         self._released = threading.Event()
@@ -121,7 +121,7 @@ class Double:
 
     def respond(self, call: Call) -> Answer | Drop | Trickle:
         self.calls.append(call)
-        refusal = self.refuses(call)
+        refusal = self.in_front(call)
         if refusal is not None:
             return refusal
         script = self._scripts[call.path]

@@ -36,7 +36,7 @@ def test_sglang_gets_the_key_that_each_route_wants(
     site: Site, api: str | None, admin: str | None, options: str
 ) -> None:
     run, engine = site.run(), SGLang()
-    engine.refuses = guarded_as_sglang(api, admin)
+    engine.in_front = guarded_as_sglang(api, admin)
     host = site.host(run, site.option(engine) + options)
     run.publish()
     assert host.step().ready and engine.held == run.digest(1)
@@ -57,14 +57,14 @@ def test_a_wrong_key_of_sglang_is_named_and_nothing_is_in_doubt(
     site: Site, api: str | None, admin: str | None, options: str, names: list[str]
 ) -> None:
     run, engine = site.run(), SGLang()
-    engine.refuses = guarded_as_sglang(api, admin)
+    engine.in_front = guarded_as_sglang(api, admin)
     host = site.host(run, site.option(engine) + options)
     assert not host.step().ready
     [reason] = host.status.not_ready_reasons
     assert all(name in reason for name in names) and "401" in reason
     assert "upgrade" not in reason and "k-a" not in reason
     assert host.state.engines == {} and host.state.blocked == ()
-    engine.refuses = lambda call: None
+    engine.in_front = lambda call: None
     assert host.retry().ready and engine.held == run.digest(0)
 
 
@@ -73,7 +73,7 @@ def test_with_the_admin_key_alone_versions_are_loaded_and_not_read_back(
     site: Site, option: str, weightcast: Command
 ) -> None:
     run, engine = site.run(), SGLang()
-    engine.refuses = guarded_as_sglang("k-api", "k-admin")
+    engine.in_front = guarded_as_sglang("k-api", "k-admin")
     host = site.host(run, site.option(engine) + option + ",name=e")
     run.publish()
     assert host.step().ready and engine.held == run.digest(1)
@@ -107,7 +107,7 @@ def test_every_refusal_is_about_the_key(
     option = f"{kind}={site.serve(engine)},name=e"
     host = site.host(run, option)
     for refused in ("any", "POST"):
-        engine.refuses = lambda call, refused=refused: (  # type: ignore[misc]
+        engine.in_front = lambda call, refused=refused: (  # type: ignore[misc]
             answer if refused in ("any", call.method) else None
         )
         assert not host.step().ready
@@ -115,7 +115,7 @@ def test_every_refusal_is_about_the_key(
         assert says in reason and str(answer.status) in reason, refused
         assert "DEV_MODE" not in reason and "upgrade" not in reason
         assert host.state.blocked == () and not engine.paused
-    engine.refuses = lambda call: answer
+    engine.in_front = lambda call: answer
     if (kind, answer.status) != ("webhook", 403):  # it may take no GET
         code, out, _ = weightcast("doctor", "--engine", option, "--json")
         found = [f for f in json.loads(out)["findings"] if f["place"] == "e"]
@@ -128,17 +128,17 @@ def test_a_key_that_only_the_reload_wants_blocks_no_version(site: Site) -> None:
     host = site.host(run, site.option(engine))
     assert host.step().ready
     run.publish()
-    engine.refuses = lambda call: Answer(401) if call.path == "/collective_rpc" else None
+    engine.in_front = lambda call: Answer(401) if call.path == "/collective_rpc" else None
     assert not host.step().ready
     assert "wants a key" in host.status.not_ready_reasons[0]
     assert host.at(run, 1) and host.state.blocked == () and not engine.paused
-    engine.refuses = lambda call: None
+    engine.in_front = lambda call: None
     assert host.retry().ready and engine.held == run.digest(1)
 
 
 def test_metrics_behind_another_key_cost_the_process_alone(site: Site, weightcast: Command) -> None:
     run, engine = site.run(), VLLM()
-    engine.refuses = lambda call: Answer(403) if call.path == "/metrics" else None
+    engine.in_front = lambda call: Answer(403) if call.path == "/metrics" else None
     option = site.option(engine) + ",name=e"
     assert site.host(run, option).step().ready
     found = json.loads(weightcast("doctor", "--engine", option, "--json")[1])["findings"]
@@ -151,7 +151,7 @@ def test_metrics_behind_another_key_cost_the_process_alone(site: Site, weightcas
 )
 def test_doctor_tries_both_keys(weightcast: Command, api: str, admin: str, code: int) -> None:
     engine = SGLang()
-    engine.refuses = guarded_as_sglang(api, admin)
+    engine.in_front = guarded_as_sglang(api, admin)
     with serve(engine) as url:
         assert weightcast("doctor", "--engine", f"sglang={url}{BOTH}", "--json")[0] == code
     assert engine.paths() == [], "nothing was told"
@@ -187,7 +187,7 @@ def test_run_engine_says_why_an_engine_does_not_count_as_loaded(
         seen.append(call)
         return Answer(401)
 
-    engine.refuses = refuse
+    engine.in_front = refuse
     host = site.host(run)
     host.step()
     host.sync.close()
