@@ -89,7 +89,8 @@ class Mover:
         before = local.state.position.version
         with local.patching(wait=self._host.wait):
             self._follower.relabel(route, plan)
-            self._engines.relabel(local, before)
+            if not self._follower.changed_configs:  # else they are reloaded, as some read these then
+                self._engines.relabel(local, before)
         self._host.moved("relabel", before, 1)
         if plan.then.legs:
             self._patch(route, plan.then)

@@ -274,3 +274,15 @@ def test_the_same_weights_with_another_tokenizer_are_not_the_same_content(run: C
         export = run.versions[3].write(run.root / f"again{number}")
         put(export, {TOKENIZER: text})
         assert publisher.has_root(lambda at=export: publisher.open_checkpoint(at), root) is same  # type: ignore[misc]
+
+
+def test_a_version_that_changes_files_alone_is_reloaded(run: Carrying, site: Site) -> None:
+    engine = Engine()
+    host = site.host(run, engine)
+    host.step()
+    put(run.root / "given4", {TOKENIZER: "alone"})
+    run.expected.append(run.expected[3] | {TOKENIZER: "alone"})
+    run.publish(run.versions[3])
+    assert host.step().ready
+    settled(run, host, 4)
+    assert engine.read[-1] == run.expected[4]
