@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -25,3 +26,14 @@ OnWait = Callable[[Awaited | None], None]
 
 def ignore(awaited: Awaited | None) -> None:
     pass
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long the files of a version are waited for: `seconds` from `began` (monotonic) on."""
+
+    version: int
+    seconds: float
+    wait: Callable[[float], None]
+    on_wait: OnWait = ignore
+    began: float = field(default_factory=time.monotonic)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import stat
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from blake3 import blake3
@@ -19,10 +19,11 @@ from blake3 import blake3
 from weightcast.shared.channel.base import Base
 from weightcast.shared.channel.index import CARRIED, FileRecord
 from weightcast.shared.channel.records import carried_records, write_file_records
-from weightcast.shared.errors import DamagedFile, RetryLater
+from weightcast.shared.errors import DamagedFile, RetryLater, WeightcastError
 from weightcast.shared.files import durable
 from weightcast.shared.files.entries import exists, is_file, matching
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
+from weightcast.shared.local.awaited import Awaited, Patience
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.local.state import Position
 
@@ -58,18 +59,16 @@ class Carried:
         digest: str,
         records: tuple[FileRecord, ...],
         directory: Path,
-        seconds: float,
-        wait: Callable[[float], None],
+        patience: Patience,
     ) -> None:
         """Fetches what version `digest` carries from its directory and remembers it. `here`: the version of
         the local checkpoint. Raises RetryLater or DamagedFile for what is not there, or not right, within
-        `seconds`."""
+        its time."""
         sets = self.sets()
         if sets.get(digest) == records or not (sets or records):
             return
-        deadline = time.monotonic() + seconds
         for record in records:
-            self._fetch(directory, record, deadline, wait)
+            self._fetch(directory, record, patience)
         if here is not None:
             sets.setdefault(here, ())
         sets.pop(digest, None)
@@ -78,25 +77,27 @@ class Carried:
         rows = {version: write_file_records(files) for version, files in kept.items()}
         durable.replace(self._memory, write_object({"versions": rows}))
 
-    def _fetch(
-        self, directory: Path, record: FileRecord, deadline: float, wait: Callable[[float], None]
-    ) -> None:
+    def _fetch(self, directory: Path, record: FileRecord, patience: Patience) -> None:
+        retries = 0
         while not exists(self._paths.carried / record.blake3):
             try:
                 source = durable.within(directory, f"{CARRIED}/{record.name}")
                 self.keep(record, durable.pieces_of(source, follow_links=False))
+                return patience.on_wait(None) if retries else None
             except FileNotFoundError as error:
-                if time.monotonic() > deadline:
-                    raise RetryLater(
-                        f"{error.filename} is not there",
-                        remedy="check the mount, and whether the version was pruned",
-                    ) from error
-            except DamagedFile:
-                if time.monotonic() > deadline:
-                    raise
-            else:
-                return
-            wait(_PAUSE)
+                failure: WeightcastError = RetryLater(
+                    f"{error.filename} is not there",
+                    remedy="check the mount, and whether the version was pruned",
+                )
+            except DamagedFile as error:
+                failure = error
+            retries += 1
+            waited = time.monotonic() - patience.began
+            if waited > patience.seconds:
+                raise failure
+            left, name = patience.seconds - waited, str(directory / CARRIED / record.name)
+            patience.on_wait(Awaited(patience.version, name, failure.message, retries, waited, left))
+            patience.wait(_PAUSE)
 
     def keep(self, record: FileRecord, pieces: Iterable[bytes]) -> None:
         """Raises DamagedFile where the pieces are not the record's bytes."""

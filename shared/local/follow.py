@@ -33,7 +33,7 @@ from weightcast.shared.files.side_files import check_pointers, side_files
 from weightcast.shared.local import patch as patching
 from weightcast.shared.local import spare
 from weightcast.shared.local.adopt import adopt, is_lost, sound_state
-from weightcast.shared.local.awaited import OnWait, ignore
+from weightcast.shared.local.awaited import OnWait, Patience, ignore
 from weightcast.shared.local.carried import Carried
 from weightcast.shared.local.detours import Detours, Stretch
 from weightcast.shared.local.hashing import Differs
@@ -195,24 +195,24 @@ class Follower:
         if channel is None or channel.base is None or self.local is None or not self.options.carries:
             return
         position, sets = self.local.state.position, self.carried.sets()
-        pointer = channel.pointer()
-        if position.version == 0 or position.digest in sets or pointer is None:
+        if position.version == 0 or position.digest in sets:
             return
-        with contextlib.suppress(WeightcastError):  # pruned, or damaged: a newer version brings its own
-            index = channel.index(pointer, position.version, channel.base.table)
-            if isinstance(index, Index) and index.version_digest == position.digest:
-                self._note(index, pointer)
+        # pruned, damaged or unreadable: a newer version brings its own, and the local one is intact
+        with contextlib.suppress(WeightcastError, OSError):
+            pointer = channel.pointer()
+            index = pointer and channel.index(pointer, position.version, channel.base.table)
+            if pointer is not None and isinstance(index, Index) and index.version_digest == position.digest:
+                self._note(index, pointer, seconds=0.0)
 
-    def _note(self, index: Index | ForeignIndex | FullVersion, pointer: Pointer) -> None:
+    def _note(self, index: Index | ForeignIndex | FullVersion, pointer: Pointer, seconds: float) -> None:
         """Before the local checkpoint is moved there."""
         if not isinstance(index, Index) or not self.options.carries:
             return
         here = None if self.local is None else self.local.state.position.digest
         directory = pointer.prefix / version_name(index.version)
         options = self.options
-        self.carried.note(
-            here, index.version_digest, index.carried, directory, options.visible_seconds, options.wait
-        )
+        patience = Patience(index.version, seconds, options.wait, options.on_wait)
+        self.carried.note(here, index.version_digest, index.carried, directory, patience)
 
     def _settle(self) -> None:
         """Where this fails nothing is read by engines: the next load does it."""
@@ -470,7 +470,7 @@ class Follower:
         with self.detours.delta(route.leads_from):
             shipments = [Shipment(*route.delta(version)) for version in leg]
             self._spool.drop_others([shipment.index for shipment in shipments])
-            self._note(shipments[-1].index, route.pointer)
+            self._note(shipments[-1].index, route.pointer, self.options.visible_seconds)
             return prepare(
                 self._require(),
                 shipments,
@@ -546,7 +546,7 @@ class Follower:
         if isinstance(index, Index):
             here = self.local.state.position
             position = replace(here, version=index.version, digest=index.digest, epoch=index.epoch)
-            self._note(index, route.pointer)
+            self._note(index, route.pointer, self.options.visible_seconds)
             patching.relabel(self.local, position)
             self.state = self.local.state
             self._settle()

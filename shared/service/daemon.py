@@ -17,7 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from weightcast.shared.channel.store import NoChannel
-from weightcast.shared.errors import EngineFailed, NotInTime, Refused, RetryLater, WeightcastError
+from weightcast.shared.errors import EngineFailed, NotInTime, Refused, RetryLater, Stopped, WeightcastError
 from weightcast.shared.files import durable
 from weightcast.shared.files.disk_errors import disk_error
 from weightcast.shared.service.backoff import Backoff, jittered
@@ -158,7 +158,9 @@ class Loop:
 
     def _log_expected(self, error: WeightcastError) -> None:
         failure, status = failure_of(error), self._status.get()
-        if not isinstance(error, NoChannel) or status.steps > status.failures:
+        if isinstance(error, Stopped):
+            log.info("step failed", **failure.by_name())
+        elif not isinstance(error, NoChannel) or status.steps > status.failures:
             log.warning("step failed", **failure.by_name())
         elif status.last_failure != failure:
             # the usual order of a first start: the publisher makes the channel

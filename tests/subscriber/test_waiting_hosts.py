@@ -13,6 +13,7 @@ from test_subscriber_daemon import Daemon
 from waiting import wait_until
 
 from weightcast.shared.channel.reports import read_reports
+from weightcast.shared.errors import WeightcastError
 
 PATIENT = ("--visible-deadline", "600")
 """no test would see the end of it"""
@@ -31,6 +32,12 @@ def damaged(path: Path) -> Heal:
 def short(path: Path) -> Heal:
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
+    return lambda: path.write_bytes(data)
+
+
+def garbage(path: Path) -> Heal:
+    data = path.read_bytes()
+    path.write_bytes(b"\xff{")
     return lambda: path.write_bytes(data)
 
 
@@ -128,6 +135,25 @@ def test_a_new_host_says_what_it_waits_for(site: Site) -> None:
     wait_until(lambda: daemon.port_file.exists() and daemon.status()["waiting_for"])
     status = daemon.status()
     assert not status["ready"] and INDEX in status["not_ready_reasons"][-1]
+
+
+@pytest.mark.parametrize("spoiled", ["latest", "channel.json", "base.json", "the channel"])
+def test_no_file_of_the_channel_keeps_engines_from_the_local_version(site: Site, spoiled: str) -> None:
+    run, engine = site.run(), SGLang()
+    run.publish()
+    host = site.host(run, engine)
+    host.step()
+    path = run.channel if spoiled == "the channel" else run.channel / spoiled
+    heal = absent(path) if path.is_dir() else garbage(path)
+    engine.restart()
+    engine.held = "something else"
+    host.restart()
+    with pytest.raises(WeightcastError):
+        host.step()
+    assert engine.held == run.digest(1) and host.status.ready
+    assert host.status.last_error is not None and str(path) in host.status.last_error.message
+    heal()
+    assert host.step().ready
 
 
 def test_a_start_before_the_channel_is_no_warning(site: Site) -> None:
