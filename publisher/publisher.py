@@ -51,7 +51,7 @@ from weightcast.shared.files.apart import require_apart, require_places
 from weightcast.shared.files.entries import exists
 from weightcast.shared.files.probes import CHANNEL_NEEDS, COMMIT_NEEDS, require
 from weightcast.shared.local.follow import Follower, FollowOptions
-from weightcast.shared.local.known_bases import find_base
+from weightcast.shared.local.known_bases import recorded_base
 from weightcast.shared.local.scrub import Scrub
 from weightcast.shared.progress import Advance
 
@@ -162,10 +162,7 @@ class Publisher:
             vouching.check_owner(Layout(directory))
         opened = Channel.open(directory, vouching.trust)
         opened.require_ours()
-        if base is None:
-            # the first publication says why there is none, where it needs one
-            with contextlib.suppress(Refused):
-                base = find_base(opened)
+        base = recorded_base(opened) if base is None else base
         require_apart("--local", Path(local), "--channel", directory)
         follower = Follower(
             directory,

@@ -121,7 +121,7 @@ def _grouped(
 @dataclass(frozen=True)
 class _Misfit:
     """`missing`, `surplus`: names of the run that are not given, and given ones that are not the run's.
-    `found`, `wanted`: dtypes of tensors that differ in these alone."""
+    `dtypes`: given and wanted, of tensors that differ in these alone."""
 
     missing: Sequence[str]
     surplus: Sequence[str]

@@ -13,6 +13,7 @@ from weightcast.shared.channel.store import Channel
 from weightcast.shared.digest.compiled import private_directory
 from weightcast.shared.errors import DamagedFile, Refused
 from weightcast.shared.files import durable
+from weightcast.shared.files.entries import is_directory
 from weightcast.shared.files.strict_json import parse_object, write_object
 from weightcast.shared.local.follow import open_base
 from weightcast.shared.local.seed import check_table
@@ -35,25 +36,31 @@ def remember_base(run_id: str, base: Path) -> None:
         durable.swap(directory / _FILE, write_object(dict(list(known.items())[-_KEPT:])))
 
 
-def find_base(channel: Channel) -> Path:
-    """The base from which this user made `channel` on this machine. Raises Refused, with what was tried,
-    where there is no record of it, or its tensors are no longer the run's."""
-    file, described = channel.require_ours()
+def recorded_base(channel: Channel) -> Path | None:
+    """The base from which this user made `channel` on this machine, not looked at. None: no record, or it is
+    gone."""
+    path = _path_of(channel)
+    return path if path is not None and is_directory(path) else None
+
+
+def _path_of(channel: Channel) -> Path | None:
     directory = private_directory(os.environ, _DIRECTORY)
-    recorded = None if directory is None else _read(directory).get(file.run_id)
-    if not isinstance(recorded, str):
+    found = None if directory is None else _read(directory).get(channel.require_ours()[0].run_id)
+    return Path(found) if isinstance(found, str) else None
+
+
+def find_base(channel: Channel) -> Path:
+    """As `recorded_base`, of which the tensors are compared. Raises Refused, with what was tried."""
+    file, described = channel.require_ours()
+    base = recorded_base(channel)
+    if base is None:
+        gone = _path_of(channel)
+        why = "this user has no record of it on this machine" if gone is None else f"{gone} is gone"
         raise Refused(
-            f"the base of run {file.run_id} is not known: this user did not make its channel on this machine",
+            f"the base of run {file.run_id} is not known: {why}",
             remedy="give --base with the checkpoint that the run starts from",
         )
-    base = Path(recorded)
-    try:
-        check_table(base, open_base(base).table, described.table)
-    except (Refused, OSError) as error:
-        raise Refused(
-            f"the base that {channel.directory} was made from cannot be used any more: {error}",
-            remedy="restore it, or give --base",
-        ) from error
+    check_table(base, open_base(base).table, described.table)
     return base
 
 
