@@ -74,7 +74,7 @@ def test_a_forged_version_leaves_the_old_one_in_service(site: Site, key: Private
     with pytest.raises(Untrusted):
         host.step()
     assert host.status.ready and engine.held == run.digest(1)
-    assert host.status.signed == "not verified"
+    assert host.status.signed == f"verified by {key.public.id}", "its index is read again for what it carries"
 
     signature(run, 2).write_bytes(kept)
     assert host.step().ready and host.at(run, 2) and host.status.degraded == ()
