@@ -449,16 +449,19 @@ class Publisher:
                     return index
         return None
 
-    def has_root(self, read: Callable[[], NewWeights], root: str, advance: Advance | None = None) -> bool:
-        """Whether what `read` opens has the content of the version with this root. Publishes nothing. Raises
-        Refused for weights that do not fit the run."""
+    def has_content(
+        self, read: Callable[[], NewWeights], version: int, root: str, advance: Advance | None = None
+    ) -> bool:
+        """Whether what `read` opens has the content of `version`, which had this root, and would carry the
+        same config files. Publishes nothing. Raises Refused for weights that do not fit the run."""
         self._check_open()
         self._submissions.drain()
         file, base = self.run
         local = self._follower.local
         position = None if local is None else local.state.position
         with contextlib.closing(read()) as weights:
-            if self._carry_config and not is_carried(Channel.open(self.channel, self._trust), weights):
+            channel = Channel.open(self.channel, self._trust)
+            if self._carry_config and not is_carried(channel, weights, version):
                 return False
             matched = matched_to(file, base.table, weights, Rank(0, 1), Work(read, None))
             content = Content(weights, matched, base, self._follower.options.threads)

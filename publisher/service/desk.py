@@ -18,7 +18,7 @@ from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.fleet.ledger import ROWS_LIMIT
 from weightcast.publisher.publisher import Publisher
 from weightcast.publisher.service.figures import PublisherFigures
-from weightcast.publisher.service.inbox import Choice, InboxRules, Sighting
+from weightcast.publisher.service.inbox import Choice, InboxRules, LastContent, Sighting
 from weightcast.publisher.service.layouts import step_of
 from weightcast.publisher.service.looks import marks
 from weightcast.publisher.service.progress import Meter
@@ -295,7 +295,9 @@ class Desk:
 
         known = job.earlier
         root = "" if known is None else known.root or publisher.root_of(known.version)
-        if known is not None and self._has_root(publisher, read, root, job.checkpoint):
+        if known is not None and self._is_published(
+            publisher, read, LastContent(known.version, root), job.checkpoint
+        ):
             log.info("retried publication is unchanged", key=job.key, version=known.version)
             ended: Publication | Failure = known.but(root=root)
         else:
@@ -304,15 +306,17 @@ class Desk:
             self._watched.adopt(seen, ended.version, ended.root)
         return ended
 
-    def _has_root(self, publisher: Publisher, read: Callable[[], NewWeights], root: str, source: str) -> bool:
+    def _is_published(
+        self, publisher: Publisher, read: Callable[[], NewWeights], known: LastContent, source: str
+    ) -> bool:
         """Whether what `read` opens has the content of that version. False for what cannot be compared:
         publishing it says what is wrong with it."""
-        if not root:
+        if known.version is None or not known.root:
             return False
         self._meter.begin(source, self._full_bytes)
         self._meter.phase("compare")
         try:
-            return publisher.has_root(read, root, self._meter.advance)
+            return publisher.has_content(read, known.version, known.root, self._meter.advance)
         except (Refused, NeedsReseed, FileNotFoundError):
             return False
         except OSError as error:
@@ -342,7 +346,7 @@ class Desk:
         known = watched.content(chosen, publisher.root_of)
         if watched.has_sample(chosen, known.sample):
             return watched.skip_unread(chosen, known)
-        if self._has_root(publisher, read, known.root, chosen.name):
+        if self._is_published(publisher, read, known, chosen.name):
             return watched.skip_published(chosen, known)
         request = watched.begin(choice, publisher.version)
         ended = self._publish_read(publisher, read, step_of(chosen.name), chosen.name, request)

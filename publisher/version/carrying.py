@@ -38,9 +38,13 @@ def carry(channel: Channel, store: Carried, made: Path, work: Work) -> tuple[Fil
     return tuple(sorted(records, key=lambda record: record.name))
 
 
-def is_carried(channel: Channel, weights: NewWeights) -> bool:
-    """Whether the newest version carries what these weights would have it carry."""
-    there = {record.name: record.blake3 for record in _of(channel, channel.pointed())}
+def is_carried(channel: Channel, weights: NewWeights, version: int) -> bool:
+    """Whether `version` carries what these weights would have it carry. True for one that was pruned: only
+    its root is remembered."""
+    try:
+        there = {record.name: record.blake3 for record in _of(channel, version)}
+    except DamagedFile:
+        return True
     configs = weights.configs or {}
     dropped = (name for name, digest in configs.items() if not digest)
     return all(there.get(name) == configs[name] for name in weights.carry) and there.keys().isdisjoint(
