@@ -25,7 +25,16 @@ from weightcast.publisher.fleet.outlook import (
 from weightcast.publisher.fleet.page_routes import PAGE_PATHS, page_routes
 from weightcast.publisher.service.status import PublisherStatus
 from weightcast.shared.service.facts import Readiness
-from weightcast.shared.service.fleet import EngineLine, Fleet, Host, LagCount, Standing, UpdateLine
+from weightcast.shared.service.fleet import (
+    EngineLine,
+    Fleet,
+    Host,
+    LagCount,
+    PublisherLine,
+    RefusedCheckpoint,
+    Standing,
+    UpdateLine,
+)
 from weightcast.shared.service.http import make_app
 
 TOKEN = "correct-horse"
@@ -112,6 +121,8 @@ FORMS: dict[str, type[BaseModel]] = {
     "Engine": EngineLine,
     "Host": Host,
     "LagCount": LagCount,
+    "RefusedCheckpoint": RefusedCheckpoint,
+    "Publisher": PublisherLine,
     "Fleet": Fleet,
     "Version": VersionRow,
     "CatchUpRow": CatchUpRow,
