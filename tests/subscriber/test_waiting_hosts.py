@@ -105,7 +105,7 @@ def test_a_start_beside_a_damaged_delta_serves_the_local_version(site: Site) -> 
     assert on_disk(daemon.local) == run.digest(2) == engine.held
     assert daemon.term() == 0
     log = (site.root / "log").read_text()
-    assert log.count("waiting for a file") == 1 and SHARD in log
+    assert log.count("waiting for version 2: ") == 1 and SHARD in log
 
 
 def test_every_file_that_is_late_is_named(site: Site) -> None:
