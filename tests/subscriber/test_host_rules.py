@@ -153,10 +153,10 @@ def engine(mark: str, version: int | None, confirmed_by: str = "label") -> Engin
 @pytest.mark.parametrize(
     ("number", "remedy"),
     [
-        (errno.EROFS, "mounted read-only"),
-        (errno.EACCES, "the right to it"),
+        (errno.EROFS, "mount the file system read-write"),
+        (errno.EACCES, "check owner, mode and mount options"),
         (errno.ENOSPC, "free space"),
-        (errno.EIO, "nothing is lost; it is tried again"),
+        (errno.EIO, "check the disk or its server"),
     ],
 )
 def test_what_a_file_system_says_has_its_remedy(number: int, remedy: str) -> None:
