@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,6 +15,7 @@ if os.environ.get("WEIGHTCAST_TEST_ORACLE"):  # before anything imports the kern
 from in_process import Command
 
 from weightcast.shared.files.mounts import file_system
+from weightcast.shared.service import logs
 from weightcast.shared.service.cli import run
 
 # how fast inputs are drawn says more about the machine's other work than about a strategy
@@ -29,6 +31,13 @@ for name in ("COLUMNS", "LINES"):
 if "TMPDIR" not in os.environ and file_system(os.stat(tempfile.gettempdir()).st_dev) == "tmpfs":
     os.environ["TMPDIR"] = "/var/tmp"
     tempfile.tempdir = None
+
+
+@pytest.fixture(autouse=True)
+def default_logs() -> Iterator[None]:
+    """A command that sets up its log in this process writes to the streams of its own test alone."""
+    yield
+    logs.forget_setup()
 
 
 @pytest.fixture

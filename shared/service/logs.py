@@ -90,6 +90,13 @@ def get_log(room: str) -> Any:
     return _Log(room)
 
 
+def forget_setup() -> None:
+    """Undoes `setup_logs`."""
+    _structlog.configure = None
+    if "structlog" in sys.modules:
+        sys.modules["structlog"].reset_defaults()
+
+
 def _renderers(form: Literal["console", "json"], colors: bool) -> list[Any]:
     import structlog
     import structlog.tracebacks

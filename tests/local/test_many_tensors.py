@@ -98,7 +98,7 @@ def test_what_never_changes_is_parsed_once(run: Run, tmp_path: Path) -> None:
     copy = tmp_path / "copy.safetensors"
     copy.write_bytes(shard.read_bytes())
     assert read_header(copy) is header
-    with pytest.raises(DamagedFile, match="copy: its tensors have"):
+    with pytest.raises(DamagedFile, match="copy: longer than its header says"):
         parse_header(shard.read_bytes(), shard.stat().st_size + 1, what="copy")
 
 
@@ -113,7 +113,7 @@ def test_checkpoints_with_the_same_headers_have_one_table(run: Run, tmp_path: Pa
     with pytest.raises(DamagedFile, match=r"copy/model-00002-of-00003\.safetensors is missing"):
         open_checkpoint(copy, follow_links=False)
     shutil.copy(run.base / "model-00002-of-00003.safetensors", copy)
-    with pytest.raises(DamagedFile, match=r"copy/model-00001-of-00003\.safetensors holds "):
+    with pytest.raises(DamagedFile, match=r"copy/model-00001\S+ and model-00002\S+ both hold "):
         open_checkpoint(copy, follow_links=False)
 
 

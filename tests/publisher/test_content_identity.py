@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from daemonkit import INDEX, Daemon, Places, base_tensors, files_of, local_bytes, plain, rename_in, write
 from disk_errors import watched
+from structlog.testing import capture_logs
 from test_publisher_desk import Office, Opening, opened, places, weights
 from waiting import wait_until
 
@@ -473,19 +474,18 @@ def test_a_memory_of_an_older_release(places: Places, opened: Opening) -> None:
     assert settled(office) == [(3, 1)]
 
 
-def test_a_lower_step_with_new_content_is_published_and_named(
-    places: Places, opened: Opening, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_lower_step_with_new_content_is_published_and_named(places: Places, opened: Opening) -> None:
     office = opened()
     rename_in(places.watch / "step_10", weights(10))
     office.settle()
     office = reopened(opened, office)
-    for step in (4, 5):
-        rename_in(places.watch / f"step_{step}", weights(step))
-        settled(office)
+    with capture_logs() as logs:
+        for step in (4, 5):
+            rename_in(places.watch / f"step_{step}", weights(step))
+            settled(office)
     shown = [(p.version, p.step, p.resumed_from_step) for p in office.desk.status().publications]
     assert shown == [(3, 5, None), (2, 4, 10)]
-    assert capsys.readouterr().out.count("resumed from an earlier step") == 1
+    assert sum("resumed from an earlier step" in each["event"] for each in logs) == 1
     office.desk.close()
     with Publisher.open(places.channel, local=places.local, base=places.base) as publisher:
         report = publisher.publish_checkpoint(write(places.root / "by-hand", weights(3)), step=3)

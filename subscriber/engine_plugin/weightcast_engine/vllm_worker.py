@@ -122,7 +122,7 @@ class VllmEngine:
         return next((reason for reason, applies in hindrances.items() if applies), None)
 
     def drafter(self) -> str:
-        speculative = self._worker.vllm_config.speculative_config
+        speculative = getattr(self._worker.vllm_config, "speculative_config", None)
         return "none" if speculative is None else str(getattr(speculative, "method", None) or "draft_model")
 
     def misplaced(self, patches: Path) -> str | None:
