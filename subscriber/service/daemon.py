@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from weightcast.shared.errors import WeightcastError
 from weightcast.shared.local.local_checkpoint import HasWriter
 from weightcast.shared.local.scrub import Scrub
-from weightcast.shared.service.daemon import Stop, Wakeup, run_daemon
+from weightcast.shared.service.daemon import Stop, Wakeup, begun, run_daemon
 from weightcast.shared.service.disk import DiskFigures
 from weightcast.shared.service.facts import LoopStatus, Readiness, Snapshot
 from weightcast.shared.service.http import make_app
@@ -187,6 +187,7 @@ class Subscriber:
         return None if unknown or not self.start.is_known(status) else status
 
     def on_start(self) -> None:
+        self.loop.set(begun(self.loop.get(), time.time()))  # a channel may hang here already
         try:
             self.start.check_places()
         except BaseException:
