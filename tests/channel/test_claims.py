@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from collections.abc import Callable
@@ -82,6 +83,7 @@ def test_a_silent_owner_gives_way_after_a_minute_of_the_takers_clock(tmp_path: P
 
 
 def test_a_living_owner_keeps_the_channel(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     old = take(tmp_path, FIRST)
     time = Time()
     time.meanwhile = lambda: old.beat() if time.now > 50 else None
