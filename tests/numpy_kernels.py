@@ -93,7 +93,6 @@ _LONG = 255
 
 
 def compared(old: Words, new: Words) -> tuple[Array32, Words, Words]:
-    """Positions where two arrays differ, and the words there."""
     index = np.flatnonzero(old != new).astype(np.uint32)
     return index, old[index], new[index]
 
@@ -101,10 +100,6 @@ def compared(old: Words, new: Words) -> tuple[Array32, Words, Words]:
 def scanned(
     old: Words, new: Words, spans: Counts, book: NDArray[np.uint64], *, whole: bool = True
 ) -> tuple[Array32, Words, Words]:
-    """As `compared`. `spans`: int64[n, 3], offset, words, number of the chunk's 8-byte word 0 in the tensor's
-    count. Into `book`, uint64[n, 7], zeros, per span: lanes of its new words; lanes of the old and the new
-    8-byte words that hold changes; how many words change. What lies between spans is equal zeros. Lanes of
-    all new words only if `whole`."""
     index, before, after = compared(old, new)
     per_word = 8 // old.itemsize
     hashed = len(spans) if whole else 0
@@ -119,19 +114,15 @@ def scanned(
 
 
 def sums_of_all(old: Words, new: Words, spans: Counts, book: NDArray[np.uint64]) -> None:
-    """As `scanned`, with no list and no lanes of all new words."""
     scanned(old, new, spans, book, whole=False)
 
 
 def masked(old: Words, new: Words, spans: Counts, book: NDArray[np.uint64]) -> tuple[Masks, Words, Words]:
-    """As `scanned` without lanes of all new words, with a bit per word instead of positions: for where many
-    differ."""
     index, before, after = scanned(old, new, spans, book, whole=False)
     return masks_of(index, len(old)), before, after
 
 
 def masks_of(index: Array32, words: int) -> Masks:
-    """Bits of positions. `words`: a multiple of 64, more than the last position."""
     bits = np.zeros(words, np.uint8)
     bits[index] = 1
     return np.packbits(bits, bitorder="little").view("<u8")
@@ -142,9 +133,6 @@ def scatter(words: Words, index: Array32, new: Words) -> None:
 
 
 def pack_gaps(index: Array32, starts: Counts, gaps: ByteArray) -> tuple[Array32, Counts]:
-    """Of records that begin at `starts` (the last is where all end): into `gaps` the distance of each change
-    from the one before in its record, at most ESCAPED_GAP; returned are those from there on, and how many of
-    them each record has."""
     distances = np.diff(index, prepend=index[:1])
     distances[starts[:-1]] = 0
     gaps[:] = np.minimum(distances, ESCAPED_GAP)
@@ -163,11 +151,6 @@ def exchange_packed(
     again: bool,
     begin: Begin = at_once,
 ) -> int | None:
-    """Writes `after` where `words` holds `before` (or, `again`, already `after`) and reads it back, from word
-    `first` on at distances as `pack_gaps` makes them, one change at least. `begin` is called first, once the
-    places are known to be good. Returns the first word at which that fails; some of those before it are
-    written then. Raises ValueError, with nothing written, for places that do not ascend, or lie past the
-    end."""
     index = unpack_gaps(first, gaps, escapes)
     if index is None or index[-1] >= len(words):
         raise ValueError(OUT_OF_ORDER)
@@ -187,9 +170,6 @@ def exchange_masked(
     again: bool,
     begin: Begin = at_once,
 ) -> int | None:
-    """As `exchange_packed`, of those of `length` words from `first` on, all of them there, whose bits are
-    set. Raises ValueError, with nothing written, for bits of no words, or another number of them than `after`
-    has words."""
     check_masks(length, masks, len(after))
     begin(words[first : first + length], len(after))
     index = places_under(masks) + first
@@ -198,7 +178,6 @@ def exchange_masked(
 
 
 def exchange_all(words: Words, before: Words, after: Words) -> int | None:
-    """As `exchange_packed`, of all words."""
     for these in (before, after):
         wrong = words != these
         if wrong.any():
@@ -210,9 +189,6 @@ def exchange_all(words: Words, before: Words, after: Words) -> int | None:
 def split(
     old: Words, new: Words, kind: WordKind, magnitude: Array32, exponents: ByteArray, signs: ByteArray
 ) -> Counts:
-    """Steps from `old` to `new` into |step| - 1, the exponent of the old word, and bits that say step < 0
-    (room for 2 bytes more). Returns int64[256, 3], of old words with each exponent: how many, the sum of
-    |step| - 1, how many of those are not 0."""
     steps = _steps(old, new, kind)
     magnitude[:] = np.abs(steps) - 1
     exponents[:] = (old >> kind.exponent_shift) & kind.exponent_mask
@@ -235,7 +211,6 @@ def _ordinals(words: Words, kind: WordKind) -> Counts:
 
 
 def _stepped(old: Words, steps: Counts, kind: WordKind) -> Words | None:
-    """New words; None where a step leaves the words of the kind."""
     half = 1 << (8 * kind.width - 1)
     moved = _ordinals(old, kind) + steps
     bounded = moved if kind.sign_bit else np.where(np.abs(steps) <= half, 0, half)
@@ -255,9 +230,6 @@ def put_fast(
     out: ByteArray,
     most: int,
 ) -> tuple[int, Counts, int, int] | None:
-    """What changes from `before` to `after` at `near`, positions without padding: gaps with parameter `k`,
-    signs and magnitudes, one behind the other. Fills `contexts` as `plan_contexts` does. Returns the first
-    exponent, bytes per context, of the gaps, of all."""
     start = put_gaps(near, k, out, most)
     magnitude, exponents = np.empty(len(near), np.uint32), np.empty(len(near), np.uint8)
     behind = start + (len(near) + 7) // 8
@@ -297,11 +269,6 @@ def put_magnitudes(
     out: ByteArray,
     most: int,
 ) -> Counts | None:
-    """`magnitude` by ascending context (that of an exponent is its distance from `first`, within bounds), in
-    their order within each, coded as `contexts` plans. `grouped`: room for them. Returns bytes per context.
-
-    RUNS are for values that are mostly 0: the length of a run of zeros, then alternately the value - 1 that
-    ends it and the length of the next; the last run has no such value."""
     order = np.argsort(np.clip(exponents - np.int64(first), 0, len(contexts) - 1), kind="stable")
     grouped[:] = magnitude[order]
     pieces = []
@@ -365,8 +332,6 @@ def take_fast(
     ends: Counts,
     numbers: Counts,
 ) -> Taken | int:
-    """`take_gaps` of bytes `gaps` into `index`, in a chunk of so many `words` without padding, then
-    `take_steps` of what follows. Returns what is wrong where something is."""
     end = take_gaps(data, *gaps, k, borders, shifts, index)
     if not 0 <= end <= words:
         return BAD_GAPS if end < 0 else BAD_PLACE
@@ -438,9 +403,6 @@ def take_steps(
     ends: Counts,
     numbers: Counts,
 ) -> Taken | None:
-    """Of the words at `index`, with `ends` and `numbers` as `touched` takes them. `signs`: where their bits
-    begin. `streams`: int64[5, contexts], coding, k, k of what ends a run, start, stop. The context of a word
-    is its exponent - `first`, within bounds."""
     before = old[index]
     exponents = ((before >> kind.exponent_shift) & kind.exponent_mask).astype(np.int64)
     context = np.clip(exponents - first, 0, streams.shape[1] - 1)
@@ -481,8 +443,6 @@ def _magnitudes(data: ByteArray, stream_row: list[int], count: int) -> Counts:
 
 
 def exponents_of_all(old: Words, spans: Counts, every: int, kind: WordKind) -> Counts:
-    """How many words of the spans (int64[n, 2], offset and words) have each of 256 exponents; of their blocks
-    of 64 words only one of `every` is looked at."""
     tallies = np.zeros(256, np.int64)
     for offset, words in spans.tolist():
         chosen = (np.arange(words) // 64) % every == 0
@@ -502,10 +462,6 @@ def put_classes(
     room: Counts,
     gaps: Array32,
 ) -> Counts | None:
-    """Per class of the words of the spans, ranks within the class of its events, as gaps: of changed words,
-    of unchanged ones where `inverted`. `least` (8 long): the lowest word of each class without its sign;
-    `table`: classes by exponent. `gaps` has `room[c]` for class c, one class behind the other; None where
-    that is not enough. Returns how many there are of each."""
     places, classes = _classes_of(old, spans, least, kind)
     changed = np.zeros(len(old), np.bool_)
     changed[index] = True
@@ -538,9 +494,6 @@ def take_classes(
     ends: Counts,
     index: Array32,
 ) -> int:
-    """The positions that `put_classes` was given. `gaps`: class after class, an unused one behind each;
-    `ends`: where those lie. `index` has room for 64 more than may come. Returns how many there are, -1 for
-    more than that or events behind the last word of a class."""
     places, classes = _classes_of(old, spans, least, kind)
     changed, start = np.zeros(len(old), np.bool_), 0
     for c, end in enumerate(ends.tolist()):
@@ -559,20 +512,17 @@ def take_classes(
 
 
 def step_bytes(old: Words, new: Words, kind: WordKind, out: ByteArray) -> int:
-    """Of every word: 2 |step|, less one for a step down, or 255 for all that are longer; how many are."""
     steps = _steps(old, new, kind)
     out[:] = np.minimum((steps << 1) ^ (steps >> 63), _LONG)
     return int(np.count_nonzero(out == _LONG))
 
 
 def escaped(steps: ByteArray, new: Words, count: int) -> Words:
-    """The new words whose step byte is 255."""
     kept: Words = new[steps == _LONG]
     return kept
 
 
 def add_steps(old: Words, steps: ByteArray, kept: Words, kind: WordKind) -> Words | None:
-    """New words after step bytes and the words that `escaped` gave."""
     longer = steps == _LONG
     wide = np.where(longer, 0, steps).astype(np.int64)
     new = _stepped(old, (wide >> 1) ^ -(wide & 1), kind)
@@ -583,7 +533,6 @@ def add_steps(old: Words, steps: ByteArray, kept: Words, kind: WordKind) -> Word
 
 
 def split_planes(words: Words, planes: ByteArray) -> None:
-    """`planes`: uint8[width, words], all first bytes, all second bytes and so on."""
     planes[:] = words.view(np.uint8).reshape(len(words), words.itemsize).T
 
 

@@ -25,6 +25,21 @@ _MOST_SECONDS = 10.0
 """of reading at the rate in one turn"""
 
 
+class Credit:
+    """Bytes that may be read: `rate` per second, saved up for some seconds at most. `left`: what its owner
+    has not spent; below 0 after a piece larger than that. Used by one thread."""
+
+    def __init__(self, rate: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.left = 0.0
+        self._rate, self._clock, self._earned = rate, clock, clock()
+
+    def earn(self) -> None:
+        """For the time since the last call."""
+        now = self._clock()
+        self.left = min(self.left + (now - self._earned) * self._rate, _MOST_SECONDS * self._rate)
+        self._earned = now
+
+
 @dataclass(frozen=True)
 class ScrubStatus:
     """`done_bytes` of `total_bytes` were read in this pass; `full_pass`: unix time at which the last whole
@@ -66,8 +81,8 @@ class Scrub:
         now: Callable[[], float] = time.time,
     ) -> None:
         self.status = ScrubStatus(rate)
-        self._rate, self._stop, self._clock, self._now = rate, stop, clock, now
-        self._credit, self._turned = 0.0, clock()
+        self._rate, self._stop, self._now = rate, stop, now
+        self._credit = Credit(rate, clock)
         self._reading: _Reading | None = None
         self._next = 0
         self._began = 0.0
@@ -77,9 +92,7 @@ class Scrub:
         """Reads as much as the rate allows since the last turn. Raises Differs, naming the tensor, when one
         is not what the state says, and NeedsReseed when a file was replaced. Nothing is written but the
         state's `last_full_hash`, after a whole pass."""
-        now = self._clock()
-        self._credit = min(self._credit + (now - self._turned) * self._rate, _MOST_SECONDS * self._rate)
-        self._turned = now
+        self._credit.earn()
         if self._rate == 0 or local.state.phase is not Phase.CLEAN:
             return
         local.check_files()
@@ -94,12 +107,12 @@ class Scrub:
             self._tell(local)
 
     def _may_read(self) -> bool:
-        return self._credit > 0 or (self._reading is not None and self._reading.hurried)
+        return self._credit.left > 0 or (self._reading is not None and self._reading.hurried)
 
     def _pieces(self, local: LocalCheckpoint) -> None:
         """Small tensors share one taking of the lock."""
-        before = self._credit
-        while self._may_read() and before - self._credit < _PIECE_BYTES:
+        before = self._credit.left
+        while self._may_read() and before - self._credit.left < _PIECE_BYTES:
             self._piece(local)
             if self._next == 0:
                 return
@@ -115,7 +128,7 @@ class Scrub:
         reading.found = reading.found.plus(hash_bytes(words.view(np.uint8), first))
         nbytes = (stop - reading.word) * spec.kind.width
         reading.word = stop
-        self._credit -= nbytes
+        self._credit.left -= nbytes
         self._done += nbytes
         if stop == spec.words:
             self._end_tensor(local, reading)
@@ -158,7 +171,7 @@ class Scrub:
         self._next = 0
         self.status = replace(self.status, passes=self.status.passes + 1, full_pass=self._began)
         # a small checkpoint is read often: once per turn is enough
-        self._credit = min(self._credit, 0.0)
+        self._credit.left = min(self._credit.left, 0.0)
         local.save(local.state.but(last_full_hash=self._began))
 
     def _tell(self, local: LocalCheckpoint) -> None:

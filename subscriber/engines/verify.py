@@ -15,6 +15,7 @@ from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.root import root
 from weightcast.shared.errors import DamagedFile, EngineFailed, RetryLater
 from weightcast.shared.local.local_checkpoint import LocalCheckpoint
+from weightcast.shared.local.scrub import Credit
 from weightcast.shared.local.state import Phase, Position, lanes_list
 from weightcast.shared.words import TensorTable
 from weightcast.subscriber.engines.guarded import guarded
@@ -23,8 +24,6 @@ from weightcast.subscriber.engines.live import EngineLanes, Live
 _PIECE_BYTES = 32 << 20
 _PIECE_NAMES, _PIECE_NAME_BYTES = 256, 16 << 10
 """of one request"""
-_MOST_SECONDS = 10.0
-"""of reading at the rate that are saved up"""
 _TURN_SECONDS = 2.0
 """of a turn that reads all: a newer version waits no longer"""
 _AGAIN_SECONDS = 60.0
@@ -87,9 +86,9 @@ class EngineVerify:
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._rate, self._every = rate, every
+        self._every = every
         self._stop, self._clock, self._now = stop, clock, now
-        self._credit, self._turned = 0.0, clock()
+        self._credit = Credit(rate, clock)
         self._readings: dict[str, _Reading] = {}
         self._turns = 0
 
@@ -101,14 +100,13 @@ class EngineVerify:
     def turn(self, local: LocalCheckpoint, engines: Mapping[str, Live]) -> dict[str, str]:
         """Reads as much as the rate allows, of engines that hold the local version. Returns what is wrong,
         by the engine's name. An engine that does not answer is left for the next turn."""
-        now = self._clock()
-        self._credit = min(self._credit + (now - self._turned) * self._rate, _MOST_SECONDS * self._rate)
-        self._turned = now
+        began = self._clock()
+        self._credit.earn()
         faults: dict[str, str] = {}
         for name, live in self._in_turn(engines) if local.state.phase is Phase.CLEAN else ():
             reading = self._readings.setdefault(name, _Reading())
             self._count(reading, local.state.position)
-            fault = self._read(name, reading, live, local, now)
+            fault = self._read(name, reading, live, local, began)
             if fault:
                 faults[name] = fault
         return faults
@@ -163,13 +161,13 @@ class EngineVerify:
             return False
         if reading.hurried:
             return self._clock() - began < _TURN_SECONDS
-        return self._credit > 0
+        return self._credit.left > 0
 
     def _judge(
         self, reading: _Reading, local: LocalCheckpoint, piece: Sequence[int], found: EngineLanes
     ) -> str:
         nbytes = sum(local.table[number].nbytes for number in piece)
-        self._credit -= nbytes
+        self._credit.left -= nbytes
         reading.next = piece[-1] + 1
         wrong = differing(local.table, local.state.position, piece, found)
         refused = reading.facts.refused + sum(local.table[number].name in found.refused for number in piece)
@@ -197,7 +195,7 @@ class EngineVerify:
         )
         reading.next, reading.hurried = 0, False
         # a small model is read often: once per turn is enough
-        self._credit = min(self._credit, 0.0)
+        self._credit.left = min(self._credit.left, 0.0)
 
 
 def _piece(table: TensorTable, start: int) -> Sequence[int]:

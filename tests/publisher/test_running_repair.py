@@ -106,6 +106,22 @@ def test_the_check_finds_each_damage_in_process(
         assert publisher.check_channel(check) is None
 
 
+def test_the_check_finds_a_damaged_config_file_that_a_version_carries(tmp_path: Path) -> None:
+    place = made(tmp_path)
+    ticks = iter(range(0, 10_000, 40))
+    with place.publisher(upkeep=KEEPS, carry_config=True) as publisher:
+        export = place.new(some_changed(models_of(place)[-1], np.random.default_rng(9)))
+        (export / "tokenizer.json").write_text('{"new": 1}')
+        version = publisher.publish_checkpoint(export).version
+        before = committed(place.channel)
+        carried = place.channel / f"weight_v{version:06}" / "carried" / "tokenizer.json"
+        carried.write_text("{}")
+        check = ChannelCheck(1 << 30, clock=lambda: next(ticks))
+        repairs = publisher.check_channel(check)
+        assert repairs is not None and repairs.done
+        assert committed(place.channel) == before
+
+
 def test_what_cannot_be_written_again_is_reported_once(tmp_path: Path) -> None:
     place = made(tmp_path)
     ticks = iter(range(0, 10_000, 40))
