@@ -7,13 +7,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from weightcast.publisher.care.repair import Repairs, repair
+from weightcast.publisher.care.repair import Repairs, is_sound, repair
 from weightcast.publisher.publisher import Publisher
 from weightcast.shared.channel import marks
 from weightcast.shared.channel.claims import Claim, claim, this_process
 from weightcast.shared.channel.faults import faults
 from weightcast.shared.channel.signing import Trust
-from weightcast.shared.channel.store import require_named
 from weightcast.shared.errors import NotInTime
 from weightcast.shared.progress import Advance
 
@@ -35,8 +34,7 @@ def repair_channel(
 
     Raises OwnerAlive while a publisher owns the channel, and what `repair` raises."""
     trust = Trust.load(trusted_keys)
-    if not faults(directory, advance, trust):
-        require_named(directory)
+    if is_sound(directory, advance, trust):
         return Repairs()
 
     def write_anchor() -> int | None:

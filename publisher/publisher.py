@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, get_args
 from weightcast.publisher.care.channel_check import ChannelCheck
 from weightcast.publisher.care.orders import carry_out, held, is_carried_out, root_of, standing
 from weightcast.publisher.care.remake import remake
-from weightcast.publisher.care.repair import Repairs, repair
+from weightcast.publisher.care.repair import Repairs, is_sound, repair
 from weightcast.publisher.care.upkeep import Background, Upkeep, UpkeepOptions
 from weightcast.publisher.resume import Resumed, position, resumed
 from weightcast.publisher.submit import Handle, Hold, Submissions, WhenBusy
@@ -561,39 +561,41 @@ class Publisher:
                 self._background.wake()
         return order
 
-    def repair(self, advance: Advance | None = None) -> Repairs:
+    def repair(self) -> Repairs:
         """Repairs the channel: damaged and lost files are written again from this publisher's journals, an
         anchor bridges lost deltas, files that no host can use move to `.trash`. Reads the whole channel.
 
         Raises Refused on ranks other than 0."""
         self._check_open()
         self._submissions.drain()
-        return self._repair(advance)
+        return self._repair()
 
-    def _repair(self, advance: Advance | None = None) -> Repairs:
+    def _repair(self) -> Repairs:
         if self._claim is None or self._lone is None:
             raise Refused("only rank 0 repairs the channel", remedy="call it on rank 0")
         self._claim.check()
         lone, directory = self._lone, self._follower.channel_dir
+        if is_sound(directory, trust=self._trust):
+            return Repairs()
 
         def write_anchor() -> int | None:
             return self.version if lone.write_anchor() else None
 
         local = self._follower.paths.directory
-        return repair(directory, self._claim, local, write_anchor, advance=advance, trust=self._trust)
+        return repair(directory, self._claim, local, write_anchor, trust=self._trust)
 
-    def obey_repair(self, advance: Advance | None = None) -> Repairs | None:
+    def obey_repair(self) -> Repairs | None:
         """Repairs the channel if an operator ordered it (`weightcast channel repair`, `POST /v1/repair`)."""
         self._check_open()
         self._submissions.drain()
-        return self._obey_repair(advance)
+        return self._obey_repair()
 
-    def _obey_repair(self, advance: Advance | None = None) -> Repairs | None:
+    def _obey_repair(self) -> Repairs | None:
         directory = self._follower.channel_dir
         if self._lone is None or not marks.repair_ordered(directory):
             return None
         try:
-            done = self._repair(advance)
+            done = self._repair()
         except Refused:
             marks.end_repair(directory)
             raise

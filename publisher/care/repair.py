@@ -43,6 +43,14 @@ class Repairs:
     notes: list[str] = field(default_factory=list)
 
 
+def is_sound(directory: Path, advance: Advance | None = None, trust: Trust | None = None) -> bool:
+    """Whether nothing is to be repaired. Reads the whole channel. Raises Refused where there is none."""
+    if faults(directory, advance, trust):
+        return False
+    require_named(directory)
+    return True
+
+
 def repair(
     directory: Path,
     held: Claim,
@@ -57,9 +65,6 @@ def repair(
 
     Raises Refused for another tool's channel and where `held` is outdated."""
     repairs = Repairs()
-    if not faults(directory, advance, trust):
-        require_named(directory)
-        return repairs
     if local is not None:
         _restore_base(directory, local, repairs)
         _make_again(directory, local, held, repairs)

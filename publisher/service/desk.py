@@ -320,9 +320,7 @@ class Desk:
         except (Refused, NeedsReseed, FileNotFoundError):
             return False
         except OSError as error:
-            raise RetryLater(
-                f"{source}: {error}", remedy="look at disk and mounts of the publisher"
-            ) from error
+            raise disk_error(error, source) from error
         finally:
             self._meter.end()
 
