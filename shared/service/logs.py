@@ -92,6 +92,7 @@ def get_log(room: str) -> Any:
 
 def forget_setup() -> None:
     """Undoes `setup_logs`."""
+    _remove_handler()
     _structlog.configure = None
     if "structlog" in sys.modules:
         sys.modules["structlog"].reset_defaults()
@@ -192,11 +193,16 @@ def _kind(record: logging.LogRecord) -> object:
     return record.name, record.levelno, str(record.msg).partition("\n")[0], error
 
 
-def _adopt_standard_logging(level: int) -> None:
+def _remove_handler() -> None:
     root = logging.getLogger()
     for handler in root.handlers[:]:
         if isinstance(handler, _ToStructlog):
             root.removeHandler(handler)
+
+
+def _adopt_standard_logging(level: int) -> None:
+    root = logging.getLogger()
+    _remove_handler()
     root.addHandler(_ToStructlog())
     for name in ("uvicorn", "uvicorn.error"):
         # a server that was set up elsewhere in this process keeps its records to itself

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from weightcast.shared.service.logs import get_log, setup_logs, size_text
+from weightcast.shared.service.logs import forget_setup, get_log, setup_logs, size_text
 
 
 def test_json_is_one_object_per_event() -> None:
@@ -149,3 +149,11 @@ def test_a_record_that_a_library_repeats_is_written_once_in_a_while(monkeypatch:
     monkeypatch.setattr("weightcast.shared.service.logs.REPEAT_SECONDS", 0)
     library.error("no files left\nsocket: 1000")
     assert json.loads(stream.getvalue().splitlines()[-1])["left_out"] == 999
+
+
+def test_forgotten_logs_leave_no_handler_behind(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its handler would print later warnings to standard output, in the middle of a command's JSON."""
+    setup_logs("console", "info", io.StringIO())
+    forget_setup()
+    logging.getLogger("weightcast.claims").warning("waiting for a sign of life")
+    assert capsys.readouterr().out == ""
