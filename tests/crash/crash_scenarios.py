@@ -247,6 +247,9 @@ def start_host(run: Run) -> None:
     for _ in range(run.rng.choice((0, 0, 2))):
         world.hand_over()
     wait_for(world.published, "published")
+    left = see_local(world.local, tensors=False)
+    if left is not None:
+        world.behind = min((left.version, *(left.between or ())))
     victim = world.start_host(run.trap)
     ended = run.strike(victim, lambda: world.followed(see_pointer(world.channel)))
     run.rows = passed(victim, {})

@@ -38,6 +38,8 @@ from ports import free_port
 from weightcast.publisher import Publisher, init_channel
 from weightcast.publisher.service.daemon import run_publisher
 from weightcast.publisher.service.settings import PublisherSettings
+from weightcast.shared.channel.layout import version_name
+from weightcast.shared.channel.shown import look
 from weightcast.shared.service.logs import setup_logs
 from weightcast.subscriber.service.daemon import run_subscriber
 from weightcast.subscriber.service.settings import SubscriberSettings
@@ -90,6 +92,8 @@ class World:
         """errors are caused: a daemon that ends by one is started again, seeding is begun again"""
         self.seeds = 0
         """of the host, that are called for until it is settled the next time"""
+        self.behind: int | None = None
+        """where a host starts that may take an anchor, if that is fewer bytes than the deltas from there"""
         self._seeds_seen = 0
         root.mkdir(parents=True)
         write_checkpoint(self.base, self.models[0], files=shape.shards)
@@ -343,6 +347,8 @@ class World:
         found = channel_violations(channel, self.before)
         self.before = channel
         seeds = MANY if self.disturbed and self.seeds else self.seeds
+        if self.behind is not None and self._anchor_is_shorter(self.behind, at):
+            seeds = max(seeds, 1)
         wanted = Settled(channel.pointer, self.truth.newest, at, seeds)
         locals_: Mapping[str, LocalSeen | None] = {"publisher": see_local(self.pub)}
         engines: list[EngineSeen] = []
@@ -352,7 +358,7 @@ class World:
                 locals_ = {**locals_, "member": self._see_member()}
             engines = self.tell_engines("see")
         found += settled_violations(self.truth, channel, locals_, engines, wanted, self._new_seeds())
-        self.seeds = 0
+        self.seeds, self.behind = 0, None
         return found + (self._engine_violations(channel, engines) if host else [])
 
     def _see_member(self) -> LocalSeen | None:
@@ -364,6 +370,18 @@ class World:
             time.sleep(POLL_SECONDS)
             seen = see_local(self.member_local)
         return seen
+
+    def _anchor_is_shorter(self, version: int, to: int) -> bool:
+        """Whether an anchor takes fewer bytes than the deltas from `version` on, or one of them is gone."""
+        deltas = 0
+        for later in range(version + 1, to + 1):
+            shown = look(self.channel / version_name(later))
+            if shown is None:
+                return True
+            deltas += shown.nbytes
+            if shown.anchor is not None and shown.anchor <= deltas:
+                return True
+        return False
 
     def _new_seeds(self) -> int:
         """Of the host's process that runs now, since it was last settled."""
