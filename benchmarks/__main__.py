@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib.metadata import EntryPoint
 
-from weightcast.shared.service.cli import VERBS, run
+from weightcast.shared.cli.main import VERBS, run
 
 if __name__ == "__main__":
     verb = EntryPoint("benchmarks", f"{__package__}.verbs:register", VERBS)

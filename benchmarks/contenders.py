@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import httpx
 
-from weightcast.shared.errors import WeightcastError
+from weightcast.shared.base.errors import WeightcastError
 
 from .probe import anon_bytes, cpu_seconds, ended_children_cpu, highest_anon
 
@@ -31,7 +31,7 @@ _ROUND_SECONDS = 600.0
 _POLL_SECONDS = (0.02, 0.5)
 """first and longest: daemons tell the seconds of a round themselves, and each question takes from the
 processors that they are measured on"""
-_WEIGHTCAST = (sys.executable, "-m", "weightcast.shared.service.cli")
+_WEIGHTCAST = (sys.executable, "-m", "weightcast.shared.cli.main")
 _FIELD = (sys.executable, "-m", f"{__package__}.field_path")
 
 

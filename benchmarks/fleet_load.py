@@ -32,7 +32,7 @@ from weightcast.shared.channel.reports import Report, Update, pack_report, write
 from .probe import cpu_seconds
 
 _EVERY_SECONDS = 30.0
-_COMMAND = (sys.executable, "-m", "weightcast.shared.service.cli")
+_COMMAND = (sys.executable, "-m", "weightcast.shared.cli.main")
 _SECONDS = {"plan": 0.01, "fetch": 1.1, "stage": 0.4, "lock": 0.0, "patch": 0.3, "pause": 0.02, "reload": 2.1,
             "read_back": 0.1, "resume": 0.02, "total": 4.05}  # fmt: skip
 

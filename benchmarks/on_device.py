@@ -21,14 +21,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from weightcast.publisher.weights.device_side import Baselines, Near, OnDevice
 from weightcast.publisher.weights.device_words import differing, on_host, span_lanes
-from weightcast.publisher.weights.on_device import Baselines, Near, OnDevice
+from weightcast.shared.base.elements import Chunk, TensorSpec, TensorTable, Words, grid, whole_part
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.warm_up import warm_up
 from weightcast.shared.digest.hash import hash_bytes
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.step_sums import span_sums
-from weightcast.shared.words import Chunk, TensorSpec, TensorTable, Words, grid, whole_part
 
 from .steps import Case, simulated
 

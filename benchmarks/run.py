@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from weightcast.shared.base.elements import CHUNK_WORDS
+from weightcast.shared.base.errors import Refused, RetryLater
 from weightcast.shared.codec.warm_up import warm_up
-from weightcast.shared.errors import Refused, RetryLater
-from weightcast.shared.words import CHUNK_WORDS
 
 from .codec import CHUNKS, Trace, measure_case, measure_floor
 from .files import FileResults, Say, measure_files

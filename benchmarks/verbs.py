@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from weightcast.shared.service.common_options import JsonOption
-from weightcast.shared.service.output import Output
+from weightcast.shared.cli.app import JsonOption
+from weightcast.shared.cli.output import Output
 
 
 def register(app: typer.Typer) -> None:

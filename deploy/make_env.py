@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from textwrap import wrap
 
-from weightcast.publisher.service.settings import PublisherSettings
-from weightcast.shared.service.settings import ServiceSettings, SettingDoc, describe_settings
-from weightcast.subscriber.service.settings import SubscriberSettings
+from weightcast.publisher.daemon.settings import PublisherSettings
+from weightcast.shared.daemon.settings import ServiceSettings, SettingDoc, describe_settings
+from weightcast.subscriber.daemon.settings import SubscriberSettings
 
 WIDTH = 110
 HEAD = """\

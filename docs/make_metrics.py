@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weightcast.publisher.fleet.figures import FleetFigures
+from weightcast.publisher.daemon.metrics import PublisherFigures
+from weightcast.publisher.fleet.metrics import FleetFigures
 from weightcast.publisher.fleet.view import ChannelPage
-from weightcast.publisher.service.figures import PublisherFigures
-from weightcast.shared.service.disk import DiskFigures
-from weightcast.shared.service.facts import LoopStatus, Snapshot
-from weightcast.shared.service.fleet import Fleet
-from weightcast.shared.service.metrics import Labels, MetricDoc, Metrics, watch_loop
-from weightcast.subscriber.service.figures import SubscriberFigures
+from weightcast.shared.daemon.fleet import Fleet
+from weightcast.shared.daemon.metrics import DiskFigures, Labels, MetricDoc, Metrics, watch_loop
+from weightcast.shared.daemon.status import LoopStatus, Snapshot
+from weightcast.subscriber.daemon.metrics import SubscriberFigures
 
 HEAD = """\
 # Metrics

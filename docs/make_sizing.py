@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from weightcast.shared.service.doctor.findings import size_text
-from weightcast.shared.service.sizing.rules import (
+from weightcast.shared.doctor.findings import size_text
+from weightcast.shared.doctor.sizing import (
     ROLES,
     Amount,
     Asked,
@@ -15,7 +15,7 @@ from weightcast.shared.service.sizing.rules import (
     change_bits,
     sizing,
 )
-from weightcast.shared.service.sizing.shown import DENSITIES, rate_text
+from weightcast.shared.doctor.sizing_tables import DENSITIES, rate_text
 
 INTERVAL = 30.0
 AWAY = 600.0

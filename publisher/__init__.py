@@ -7,12 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from weightcast.publisher.api import Publisher
     from weightcast.publisher.channel_init import init_channel
-    from weightcast.publisher.publisher import Publisher
+    from weightcast.publisher.publish.report import PublishReport
     from weightcast.publisher.submit import Handle
-    from weightcast.publisher.trainer.cast import CastWeights, cast_like
     from weightcast.publisher.trainer.handover import HandOver
-    from weightcast.publisher.version.report import PublishReport
+    from weightcast.publisher.trainer.precision import CastWeights, cast_like
     from weightcast.publisher.weights.given import RawTensor, Shard
 
 __all__ = [
@@ -27,14 +27,14 @@ __all__ = [
     "init_channel",
 ]
 _MODULES = {
-    "CastWeights": "trainer.cast",
+    "CastWeights": "trainer.precision",
     "HandOver": "trainer.handover",
     "Handle": "submit",
-    "PublishReport": "version.report",
-    "Publisher": "publisher",
+    "PublishReport": "publish.report",
+    "Publisher": "api",
     "RawTensor": "weights.given",
     "Shard": "weights.given",
-    "cast_like": "trainer.cast",
+    "cast_like": "trainer.precision",
     "init_channel": "channel_init",
 }
 

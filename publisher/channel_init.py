@@ -8,23 +8,27 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weightcast.publisher.version.vouching import Vouching
+from weightcast.publisher.publish.signer import Vouching
 from weightcast.publisher.weights.config import CONFIG, read_config
-from weightcast.shared.channel.base import BASE_LIMIT, Base, parse_base, write_base
-from weightcast.shared.channel.channel_file import ChannelFile, write_channel_file
-from weightcast.shared.channel.keys import PrivateKey
+from weightcast.shared.base.errors import Refused, WrongRun
 from weightcast.shared.channel.layout import Layout, version_of
-from weightcast.shared.channel.signing import signature_path, stated_by_base, write_signature
+from weightcast.shared.channel.run_files import (
+    BASE_LIMIT,
+    Base,
+    ChannelFile,
+    parse_base,
+    write_base,
+    write_channel_file,
+)
+from weightcast.shared.channel.signing import PrivateKey, signature_path, stated_by_base, write_signature
 from weightcast.shared.channel.store import Channel, may_lie_before
-from weightcast.shared.errors import Refused, WrongRun
+from weightcast.shared.checkpoint.follower import open_base
+from weightcast.shared.checkpoint.state.known_bases import remember_base
+from weightcast.shared.checkpoint.verify.seed import describe
 from weightcast.shared.files import durable
-from weightcast.shared.files.apart import require_apart, require_directory
-from weightcast.shared.files.checkpoint import Checkpoint
-from weightcast.shared.files.entries import exists
+from weightcast.shared.files.hf_checkpoint import Checkpoint
+from weightcast.shared.files.paths import exists, require_apart, require_directory
 from weightcast.shared.files.probes import CHANNEL_NEEDS, require
-from weightcast.shared.local.follow import open_base
-from weightcast.shared.local.known_bases import remember_base
-from weightcast.shared.local.seed import describe
 
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = (

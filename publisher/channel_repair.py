@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from weightcast.publisher.care.repair import Repairs, is_sound, repair
-from weightcast.publisher.publisher import Publisher
-from weightcast.shared.channel import marks
+from weightcast.publisher.api import Publisher
+from weightcast.publisher.maintenance.repair import Repairs, is_sound, repair
+from weightcast.shared.base.errors import NotInTime
+from weightcast.shared.base.progress import Advance
+from weightcast.shared.channel import pins
 from weightcast.shared.channel.claims import Claim, claim, this_process
 from weightcast.shared.channel.faults import faults
 from weightcast.shared.channel.signing import Trust
-from weightcast.shared.errors import NotInTime
-from weightcast.shared.progress import Advance
 
 _POLL_SECONDS = 0.2
 _WAIT_SECONDS = 600.0
@@ -68,9 +68,9 @@ def ask_for_repair(
     `wait_seconds`; the order stays."""
     trust = Trust.load(trusted_keys)
     before = faults(directory, advance, trust)
-    marks.order_repair(directory)
+    pins.order_repair(directory)
     deadline = time.monotonic() + wait_seconds
-    while marks.repair_ordered(directory):
+    while pins.repair_ordered(directory):
         if time.monotonic() > deadline:
             raise NotInTime(
                 f"the publisher of {directory} has not finished the repair within {wait_seconds:g} s",

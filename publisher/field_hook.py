@@ -1,7 +1,7 @@
 """The pointer for trainers that publish in the field's format themselves: a hook of slime and miles.
 
-`--custom-update-weight-post-write-path weightcast.publisher.field_hook.point` writes `latest` into the
-directory of `--update-weight-disk-dir`, which is then a foreign channel. docs/FORMAT.md, Foreign channels.
+`--custom-update-weight-post-write-path weightcast.publisher.field_hook.point` writes `latest` into
+the directory of `--update-weight-disk-dir`: a foreign channel (docs/FORMAT.md, Foreign channels).
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.channel.index import INDEX_LIMIT, INDEX_NAME, describe, parse_foreign
-from weightcast.shared.channel.layout import version_of
-from weightcast.shared.channel.pointer import write_pointer
-from weightcast.shared.errors import DamagedFile, Refused
+from weightcast.shared.channel.layout import version_of, write_pointer
 from weightcast.shared.files.durable import read_file
-from weightcast.shared.files.entries import is_file
+from weightcast.shared.files.paths import is_file
 
 _SINGLE = "model.safetensors"
 """full weights may have no index"""

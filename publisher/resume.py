@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightcast.publisher.care.orders import root_of
-from weightcast.shared.channel.pointer import Pointer
+from weightcast.publisher.maintenance.orders import root_of
+from weightcast.shared.base.errors import Forked, Refused, WrongRun
+from weightcast.shared.channel.layout import Pointer
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import Forked, Refused, WrongRun
-from weightcast.shared.files.entries import exists
+from weightcast.shared.files.paths import exists
 
 FORMAT = 1
 

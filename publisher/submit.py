@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable
 from typing import Literal, get_args
 
-from weightcast.publisher.version.report import PublishReport
-from weightcast.publisher.version.work import Work
-from weightcast.shared.errors import NotInTime, Refused, RetryLater, WeightcastError
+from weightcast.publisher.publish.publish_job import Work
+from weightcast.publisher.publish.report import PublishReport
+from weightcast.shared.base.errors import NotInTime, Refused, RetryLater, WeightcastError
 
 WhenBusy = Literal["block", "newest"]
 """`block`: every submission is published, in order. `newest`: one not yet begun gives way to the next."""

@@ -18,11 +18,11 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer_callback import ExportableState
 
-from weightcast.publisher.publisher import Publisher
+from weightcast.publisher.api import Publisher
 from weightcast.publisher.resume import Resumed
 from weightcast.publisher.submit import Handle, Hold, WhenBusy
-from weightcast.publisher.trainer.cast import cast_like
-from weightcast.shared.errors import Refused
+from weightcast.publisher.trainer.precision import cast_like
+from weightcast.shared.base.errors import Refused
 
 Export = Callable[[Any], Mapping[str, Any] | Iterable[tuple[str, Any]]]
 """a model to its tensors, under the names that its files have"""

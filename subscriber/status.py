@@ -6,9 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import field
 from typing import Literal
 
-from weightcast.shared.service.facts import Facts, LoopStatus, Readiness
-from weightcast.shared.service.kernels import KernelStatus
-from weightcast.shared.service.verify import VerifyStatus
+from weightcast.shared.daemon.status import Facts, KernelStatus, LoopStatus, Readiness, VerifyStatus
 
 KEPT_UPDATES = 32
 

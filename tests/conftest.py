@@ -14,9 +14,9 @@ if os.environ.get("WEIGHTCAST_TEST_ORACLE"):  # before anything imports the kern
 
 from in_process import Command
 
-from weightcast.shared.files.mounts import file_system
-from weightcast.shared.service import logs
-from weightcast.shared.service.cli import run
+from weightcast.shared.cli.main import run
+from weightcast.shared.daemon import logs
+from weightcast.shared.files.system import file_system
 
 # how fast inputs are drawn says more about the machine's other work than about a strategy
 settings.register_profile("shared-machine", suppress_health_check=[HealthCheck.too_slow], deadline=None)

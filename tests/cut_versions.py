@@ -6,19 +6,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from weightcast.shared.base.elements import Part, TensorTable, grid
 from weightcast.shared.channel.delta_writer import ChunkStep, ShardWriter, open_shard_writer
 from weightcast.shared.channel.index import Index, VersionTotals, write_index
-from weightcast.shared.channel.layout import INDEX_NAME, Layout
-from weightcast.shared.channel.pointer import write_pointer
-from weightcast.shared.channel.records import TensorRecords
+from weightcast.shared.channel.index_records import TensorRecords
+from weightcast.shared.channel.layout import INDEX_NAME, Layout, write_pointer
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, gather
+from weightcast.shared.checkpoint.state.state import unpack_lanes
+from weightcast.shared.checkpoint.verify.seed import ReadCheckpoint
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.digest.root import root
 from weightcast.shared.digest.step_sums import StepSums, span_sums
-from weightcast.shared.files.checkpoint import open_checkpoint
-from weightcast.shared.local.local_checkpoint import LocalCheckpoint, gather
-from weightcast.shared.local.seed import ReadCheckpoint
-from weightcast.shared.local.state import unpack_lanes
-from weightcast.shared.words import Part, TensorTable, grid
+from weightcast.shared.files.hf_checkpoint import open_checkpoint
 
 Cut = Callable[[TensorTable], Sequence[Part]]
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from weightcast.shared import failpoints
+from weightcast.shared.base import failpoints
 
 
 @dataclass

@@ -11,6 +11,7 @@ import sys
 import numpy as np
 from numpy.typing import NDArray
 
+from weightcast.shared.base.elements import ByteArray, WordKind, Words
 from weightcast.shared.codec import kernels
 from weightcast.shared.codec.contexts import CODING, COUNT, K_REST, K, Table
 from weightcast.shared.codec.contexts import plan_contexts as plan_contexts
@@ -35,7 +36,6 @@ from weightcast.shared.codec.rice import ESCAPE, GREATEST, LONGEST, NOTHING, RIC
 from weightcast.shared.digest import hash
 from weightcast.shared.digest.lanes import ZERO, Lanes, LanesArray
 from weightcast.shared.digest.root import mix_a, mix_b
-from weightcast.shared.words import ByteArray, WordKind, Words
 
 
 def install() -> None:

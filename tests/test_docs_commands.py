@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import typer
 
-from weightcast.shared.service.app import new_app, register_sides
-from weightcast.shared.service.cli import VERBS
+from weightcast.shared.cli.app import new_app, register_sides
+from weightcast.shared.cli.main import VERBS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from weightcast import publisher
-from weightcast.shared.service.software import VERSION
+from weightcast.shared.daemon.status import VERSION
 
 ROOT = Path(__file__).parents[1]
 SIDES = ("benchmarks", "shared", "publisher", "subscriber")
@@ -112,7 +112,7 @@ from pathlib import Path
 from core_cases import tensor, write_checkpoint, read_checkpoint
 from weightcast.publisher import Publisher, init_channel
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.local.follow import Follower
+from weightcast.shared.checkpoint.follower import Follower
 here = Path.cwd()
 write_checkpoint(here / "base", {"w": tensor(np.random.default_rng(0), "F32", 9, 5)})
 init_channel(here / "channel", here / "base")
@@ -175,15 +175,15 @@ def test_the_wheel_s_command_runs_from_an_install_of_its_own(wheel: Path, tmp_pa
     target = tmp_path / "site"
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target"]
     subprocess.run([*install, str(target), str(wheel)], check=True, timeout=120, capture_output=True)
-    code = "import weightcast.publisher.service.desk, weightcast.subscriber.step.sync\n"
+    code = "import weightcast.publisher.daemon.publish_loop, weightcast.subscriber.sync.sync\n"
     code += "import weightcast as top, weightcast.shared as s\n"
     code += "print(s.__file__, top.__file__, top.__version__)"
     *files, version = run(code, cwd=tmp_path, path=str(target)).split()
     assert all(Path(file).is_relative_to(target) for file in files)
     assert version == VERSION == next(target.glob("weightcast-*.dist-info")).name.split("-")[1][:-5]
     entries = next(target.glob("weightcast-*.dist-info")) / "entry_points.txt"
-    assert "weightcast.shared.service.cli:main" in entries.read_text()
-    command = "import sys; from weightcast.shared.service.cli import main; sys.argv[1:] = ['--help']; main()"
+    assert "weightcast.shared.cli.main:main" in entries.read_text()
+    command = "import sys; from weightcast.shared.cli.main import main; sys.argv[1:] = ['--help']; main()"
     environment = {**os.environ, "PYTHONPATH": str(target), "COLUMNS": "120"}
     done = subprocess.run(
         [sys.executable, "-c", command],

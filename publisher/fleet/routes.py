@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import AsyncIterator, Callable
+from importlib.resources import files
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Header, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response, StreamingResponse
 
-from weightcast.publisher.fleet.ledger import ROWS_LIMIT
-from weightcast.publisher.fleet.outlook import CatchUp, PrunePlan, Versions
-from weightcast.publisher.fleet.posted import TooMany
+from weightcast.publisher.fleet.catch_up_cost import CatchUp, PrunePlan, Versions
+from weightcast.publisher.fleet.report_intake import TooMany
+from weightcast.publisher.fleet.version_history import ROWS_LIMIT
 from weightcast.publisher.fleet.view import FleetView
+from weightcast.shared.base.errors import RetryLater
 from weightcast.shared.channel.reports import REPORT_LIMIT
-from weightcast.shared.errors import RetryLater
-from weightcast.shared.service.facts import Failure
-from weightcast.shared.service.fleet import REPORTS_PATH, Fleet, Host
-from weightcast.shared.service.http import Answer
-from weightcast.shared.service.snapshot import Frozen
+from weightcast.shared.daemon.fleet import REPORTS_PATH, Fleet, Host
+from weightcast.shared.daemon.frozen import Frozen
+from weightcast.shared.daemon.http import Answer
+from weightcast.shared.daemon.status import Failure
 
 MOST_STREAMS = 64
 REFRESH_SECONDS = 10.0
@@ -158,3 +160,53 @@ async def _event(name: str, data: bytes) -> AsyncIterator[bytes]:
     async for piece in _pieces(data):
         yield piece
     yield b"\n\n"
+
+
+_TYPES = {
+    "index.html": "text/html; charset=utf-8",
+    "page.js": "text/javascript; charset=utf-8",
+    "page.css": "text/css; charset=utf-8",
+    "icon.svg": "image/svg+xml",
+    "licenses.txt": "text/plain; charset=utf-8",
+}
+
+
+def _path(name: str) -> str:
+    return "/" if name == "index.html" else f"/page/{name}"
+
+
+PAGE_PATHS = frozenset(map(_path, _TYPES))
+
+_HEADERS = {
+    # Scripts, styles, fonts, pictures and requests: from this publisher or not at all.
+    "Content-Security-Policy": (
+        "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    # Kept, but asked for each time: an upgraded publisher shows its own page at once.
+    "Cache-Control": "no-cache",
+}
+
+
+def page_routes() -> APIRouter:
+    """Reads the page once. Raises OSError where the package was installed without it."""
+    router = APIRouter(include_in_schema=False)
+    built = files("weightcast.publisher") / "page" / "dist"
+    for name, media_type in _TYPES.items():
+        serve = _serving((built / name).read_bytes(), media_type)
+        router.add_api_route(_path(name), serve, methods=["GET", "HEAD"], response_class=Response)
+    return router
+
+
+def _serving(content: bytes, media_type: str) -> Callable[[str | None], Response]:
+    tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    headers = {**_HEADERS, "ETag": tag}
+
+    def serve(if_none_match: Annotated[str | None, Header()] = None) -> Response:
+        known = [each.strip().removeprefix("W/") for each in (if_none_match or "").split(",")]
+        if tag in known:
+            return Response(status_code=304, headers=headers)
+        return Response(content, media_type=media_type, headers=headers)
+
+    return serve

@@ -10,10 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightcast.publisher.care.living import LIVING_SECONDS
-from weightcast.publisher.care.retention import Retention, Situation
-from weightcast.publisher.fleet.ledger import Ledger, Page
-from weightcast.publisher.fleet.outlook import (
+from weightcast.publisher.fleet.catch_up_cost import (
     CatchUp,
     PrunePlan,
     Versions,
@@ -21,11 +18,13 @@ from weightcast.publisher.fleet.outlook import (
     prune_plan,
     version_rows,
 )
-from weightcast.publisher.fleet.posted import Posted
+from weightcast.publisher.fleet.report_intake import Posted
+from weightcast.publisher.fleet.version_history import Ledger, Page
+from weightcast.publisher.maintenance.prune import LIVING_SECONDS
+from weightcast.publisher.maintenance.retention import Retention, Situation
+from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.reports import forget
-from weightcast.shared.errors import WeightcastError
-from weightcast.shared.service.facts import Snapshot
-from weightcast.shared.service.fleet import (
+from weightcast.shared.daemon.fleet import (
     Bounds,
     Fleet,
     FleetReader,
@@ -34,8 +33,9 @@ from weightcast.shared.service.fleet import (
     Verdict,
     require_gone,
 )
-from weightcast.shared.service.logs import get_log
-from weightcast.shared.service.snapshot import Frozen
+from weightcast.shared.daemon.frozen import Frozen
+from weightcast.shared.daemon.logs import get_log
+from weightcast.shared.daemon.status import Snapshot
 
 QUICK_SECONDS, IDLE_SECONDS = 1.0, 5.0
 """between two looks: while somebody watches, and while nobody does"""

@@ -16,21 +16,23 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, SupportsIndex
 from urllib.parse import urlsplit
 
 import numpy as np
 
-from weightcast.publisher.trainer.export import SLOTS, Export, Handed
-from weightcast.publisher.weights.given import CastTensor, RawTensor, in_torch, pairs_of, spec_of
-from weightcast.publisher.weights.trainer_step import whole_step
-from weightcast.shared.errors import Refused, RetryLater
+from weightcast.publisher.weights.given import CastTensor, RawTensor, in_torch, pairs_of, spec_of, whole_step
+from weightcast.shared.base.elements import TensorSpec
+from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError
+from weightcast.shared.checkpoint.state.locks import FileLock, owner_text
+from weightcast.shared.daemon.client import Deadline
+from weightcast.shared.files import durable
+from weightcast.shared.files.paths import is_link
 from weightcast.shared.files.probes import HAND_OVER_NEEDS, require
 from weightcast.shared.files.safetensors import Entry, pack_header
-from weightcast.shared.local.locks import FileLock, owner_text
-from weightcast.shared.service.deadline import Deadline
-from weightcast.shared.words import TensorSpec
+from weightcast.shared.files.strict_json import Members, parse_object, write_object
 
 _PAGE = 4096
 _TELL_SECONDS = 2.0
@@ -223,3 +225,85 @@ def _copy(tensor: Any, spec: TensorSpec, memory: mmap.mmap, at: int) -> None:
         there[:] = tensor.flat
     else:
         there.view(tensor.dtype).reshape(tensor.shape)[...] = tensor
+
+
+FORMAT = 1
+SLOTS = ("a", "b")
+WEIGHTS = "model.safetensors"
+_RECORD_LIMIT = 64 << 10
+
+
+@dataclass(frozen=True)
+class Handed:
+    """One complete slot. `writer` names the process that wrote it, `sequence` rises with every one."""
+
+    writer: str
+    sequence: int
+    slot: str
+    step: int | None
+    nbytes: int
+    """of the file"""
+
+
+@dataclass(frozen=True)
+class Export:
+    """Where things lie; refuses links."""
+
+    directory: Path
+
+    def check(self) -> None:
+        """Raises Refused when the directory, or a slot, is a link."""
+        for path in (self.directory, *(self.slot(slot) for slot in SLOTS)):
+            if is_link(path):
+                raise Refused(f"{path} is a symbolic link", remedy="give a directory of its own")
+
+    @property
+    def writer(self) -> FileLock:
+        return FileLock(self.directory / "writer.lock")
+
+    def lock(self, slot: str) -> FileLock:
+        return FileLock(self.directory / f"{slot}.lock")
+
+    def slot(self, slot: str) -> Path:
+        return self.directory / slot
+
+    def weights(self, slot: str) -> Path:
+        return self.directory / slot / WEIGHTS
+
+    def record(self, slot: str) -> Path:
+        return self.directory / f"{slot}.json"
+
+    def read(self, slot: str) -> Handed | None:
+        """None when the slot is not complete. Raises DamagedFile."""
+        path = self.record(slot)
+        try:
+            data = durable.read_file(path, _RECORD_LIMIT)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        members = Members(parse_object(data, str(path)), str(path))
+        if members.integer("format") != FORMAT or members.text("slot") != slot:
+            raise DamagedFile(f"{path} does not describe this slot", remedy="hand the weights over again")
+        return Handed(
+            members.text("writer", 64),
+            members.integer("sequence"),
+            slot,
+            members.optional_integer("step"),
+            members.integer("nbytes"),
+        )
+
+    def newest(self) -> Handed | None:
+        """Of the complete slots; what cannot be read counts for nothing."""
+        found = [handed for handed in map(self._complete, SLOTS) if handed is not None]
+        return max(found, key=lambda handed: handed.sequence, default=None)
+
+    def _complete(self, slot: str) -> Handed | None:
+        try:
+            return self.read(slot)
+        except (OSError, WeightcastError):
+            return None
+
+    def commit(self, handed: Handed) -> None:
+        durable.replace(self.record(handed.slot), write_object({"format": FORMAT, **asdict(handed)}))
+
+    def withdraw(self, slot: str) -> None:
+        self.record(slot).unlink(missing_ok=True)

@@ -15,10 +15,10 @@ from typing import Any
 
 from blake3 import blake3
 
-from weightcast.shared.channel.records import FileRecord
-from weightcast.shared.errors import DamagedFile, Refused, WrongRun
+from weightcast.shared.base.errors import DamagedFile, Refused, WrongRun
+from weightcast.shared.channel.index_records import FileRecord
 from weightcast.shared.files import durable
-from weightcast.shared.files.magic import START, check_kind
+from weightcast.shared.files.safetensors import START, check_kind
 
 CONFIG = "config.json"
 Place = tuple[str, ...]

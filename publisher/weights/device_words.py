@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from weightcast.shared.base.elements import Chunk, WordKind, Words
 from weightcast.shared.digest.lanes import MIX_A, MIX_B, Lanes
-from weightcast.shared.words import Chunk, WordKind, Words
 
 
 def words_of(flat: Any, kind: WordKind) -> Any:

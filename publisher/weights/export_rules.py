@@ -13,13 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weightcast.publisher.weights.match import frozen_tensors
-from weightcast.publisher.weights.names import resolve
+from weightcast.publisher.weights.match import frozen_tensors, resolve
 from weightcast.publisher.weights.precision import STORED, rounded, rounds
 from weightcast.publisher.weights.tensors import Adapted, NewWeights
-from weightcast.shared.channel.channel_file import ChannelFile
-from weightcast.shared.errors import USAGE, Refused
-from weightcast.shared.words import DTYPES, Chunk, TensorSpec, TensorTable, Words
+from weightcast.shared.base.elements import DTYPES, Chunk, TensorSpec, TensorTable, Words
+from weightcast.shared.base.errors import USAGE, Refused
+from weightcast.shared.channel.run_files import ChannelFile
 
 
 class BadRule(Refused):

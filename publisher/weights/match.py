@@ -6,18 +6,18 @@ left out. Everything else that does not fit is looked for, told in one error, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import takewhile
 
-from weightcast.publisher.weights.names import Resolved, resolve
 from weightcast.publisher.weights.precision import rounds
-from weightcast.shared.errors import Refused
-from weightcast.shared.files.checkpoint import adapter_refused, is_adapter_tensor
-from weightcast.shared.local.seed import listing
-from weightcast.shared.words import TensorTable
+from weightcast.shared.base.elements import TensorTable
+from weightcast.shared.base.errors import Refused
+from weightcast.shared.checkpoint.verify.seed import listing
+from weightcast.shared.files.hf_checkpoint import adapter_refused, is_adapter_tensor
 
 _MISSING, _SURPLUS = " is missing", " is not part of the run"
 _FEW = 3
@@ -217,3 +217,59 @@ def _ties(
     both = table.numbers.keys() & by_run.keys()
     ties.extend((by_run[one], table.numbers[name]) for one, name in aliases.items() if {one, name} <= both)
     return ties
+
+
+_ANYWHERE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_IN_FRONT = ("module", "_forward_module")
+_LEVEL = "model"
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """`run_names`: given name to the run's. `rules`: what was done to names, and to how many. `twice`: names
+    of the run with both given names that stand for it."""
+
+    run_names: Mapping[str, str]
+    rules: Mapping[str, int] = field(default_factory=dict)
+    twice: tuple[tuple[str, str, str], ...] = ()
+
+
+def resolve(given: Iterable[str], known: Collection[str]) -> Resolved:
+    """Names that nothing leads from to a known one stand for themselves."""
+    run_names: dict[str, str] = {}
+    owners: dict[str, str] = {}
+    rules: Counter[str] = Counter()
+    twice = []
+    for name in given:
+        found, rule = next(((n, rule) for n, rule in _readings(name) if n in known), (name, ""))
+        if rule:
+            rules[rule] += 1
+        if found in owners:
+            twice.append((found, owners[found], name))
+        owners.setdefault(found, name)
+        run_names[name] = found
+    return Resolved(run_names, dict(rules), tuple(twice))
+
+
+def _readings(name: str) -> Iterator[tuple[str, str]]:
+    """What a name may stand for, the likeliest first, and the rule that says so."""
+    yield name, ""
+    kept, dropped = _unwrapped(name.split("."))
+    rule = " ".join(f"-{word}." for word in dict.fromkeys(dropped))
+    bare = ".".join(kept)
+    if rule:
+        yield bare, rule
+    space = " " if rule else ""
+    if kept[0] == _LEVEL and len(kept) > 1:
+        yield ".".join(kept[1:]), f"{rule}{space}-{_LEVEL}."
+    yield f"{_LEVEL}.{bare}", f"{rule}{space}+{_LEVEL}."
+
+
+def _unwrapped(words: list[str]) -> tuple[list[str], list[str]]:
+    """What is left of a name's words, and what wrappers had put there."""
+    kept: list[str] = []
+    dropped: list[str] = []
+    for word in words[:-1]:
+        wraps = word in _ANYWHERE or (not kept and word in _IN_FRONT)
+        (dropped if wraps else kept).append(word)
+    return [*kept, words[-1]], dropped

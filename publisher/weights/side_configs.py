@@ -15,13 +15,12 @@ from typing import Any
 from blake3 import blake3
 
 from weightcast.publisher.weights.config import CONFIG, READ_BY_ENGINES
-from weightcast.shared.channel.base import Base
-from weightcast.shared.channel.records import CARRIED_LIMIT, is_carriable
-from weightcast.shared.errors import Refused
+from weightcast.shared.base.errors import Refused
+from weightcast.shared.channel.index_records import CARRIED_LIMIT, is_carriable
+from weightcast.shared.channel.run_files import Base
 from weightcast.shared.files import durable
-from weightcast.shared.files.checkpoint import Checkpoint
-from weightcast.shared.files.entries import is_file, matching
-from weightcast.shared.files.paths import printable
+from weightcast.shared.files.hf_checkpoint import Checkpoint
+from weightcast.shared.files.paths import is_file, matching, printable
 
 _TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 _TOKENIZER = "tokenizer_config.json"

@@ -15,17 +15,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from weightcast.publisher.weights.boxes import Box
+from weightcast.publisher.weights.device_side import Baselines, Near
 from weightcast.publisher.weights.device_words import words_of
-from weightcast.publisher.weights.given import CastTensor, RawTensor, in_torch, pairs_of, shard_of, spec_of
+from weightcast.publisher.weights.given import (
+    CastTensor,
+    RawTensor,
+    in_torch,
+    pairs_of,
+    shard_of,
+    spec_of,
+)
 from weightcast.publisher.weights.match import Matched
-from weightcast.publisher.weights.on_device import Baselines, Near
-from weightcast.shared.errors import Refused, RetryLater
-from weightcast.shared.files.apart import is_same
-from weightcast.shared.files.checkpoint import Checkpoint, Place, identities, open_checkpoint, run_of
-from weightcast.shared.local.local_checkpoint import LocalCheckpoint
-from weightcast.shared.local.seed import ReadCheckpoint
-from weightcast.shared.words import DTYPES, Chunk, TensorSpec, TensorTable, Words, kind_of
+from weightcast.publisher.weights.shard_spec import Box
+from weightcast.shared.base.elements import DTYPES, Chunk, TensorSpec, TensorTable, Words, kind_of
+from weightcast.shared.base.errors import Refused, RetryLater
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
+from weightcast.shared.checkpoint.verify.seed import ReadCheckpoint
+from weightcast.shared.files.hf_checkpoint import Checkpoint, Place, identities, open_checkpoint, run_of
+from weightcast.shared.files.paths import is_same
 
 _PIECE = 1 << 22
 """words compared at a time"""

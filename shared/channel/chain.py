@@ -14,18 +14,17 @@ from typing import Literal
 
 from blake3 import blake3
 
-from weightcast.shared.channel.base import Base
+from weightcast.shared.base.elements import TensorTable
+from weightcast.shared.base.errors import RetryLater, WeightcastError
+from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.index import INDEX_NAME, FileRecord, ForeignIndex, Index
-from weightcast.shared.channel.layout import version_of
-from weightcast.shared.channel.pointer import Pointer
-from weightcast.shared.channel.shown import look
+from weightcast.shared.channel.layout import Pointer, version_of
+from weightcast.shared.channel.render import look
+from weightcast.shared.channel.run_files import Base
 from weightcast.shared.channel.store import Channel, FullVersion
-from weightcast.shared.errors import RetryLater, WeightcastError
 from weightcast.shared.files.disk_errors import disk_text
 from weightcast.shared.files.durable import open_regular, within
-from weightcast.shared.files.entries import exists, is_directory, is_file, is_own_directory, matching
-from weightcast.shared.progress import Advance
-from weightcast.shared.words import TensorTable
+from weightcast.shared.files.paths import exists, is_directory, is_file, is_own_directory, matching
 
 AnyIndex = Index | ForeignIndex | FullVersion
 Part = Literal["pointer", "version", "link", "anchor", "skip", "claim", "report", "stray", "channel"]

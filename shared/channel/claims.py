@@ -15,12 +15,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from weightcast.shared.base.errors import DamagedFile, Refused
+from weightcast.shared.channel.index_records import FORMAT, check_format
 from weightcast.shared.channel.layout import Layout
-from weightcast.shared.channel.records import FORMAT, check_format
-from weightcast.shared.errors import DamagedFile, Refused
 from weightcast.shared.files import durable
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
-from weightcast.shared.files.system_files import BOOT_ID, system_text
+from weightcast.shared.files.system import BOOT_ID, system_text
 
 _log = logging.getLogger("weightcast.claims")
 PATIENCE_SECONDS = 60.0

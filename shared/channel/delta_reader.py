@@ -9,17 +9,23 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from weightcast.shared.base.elements import ByteArray, Chunk, ChunkKey, TensorTable, Words
+from weightcast.shared.base.errors import MEND_CHANNEL, DamagedFile, UnknownFormat
 from weightcast.shared.channel.delta_writer import ChunkStep, bytes_of, chunk_entry_name
-from weightcast.shared.channel.index import INDEX_NAME, STEP_ENCODINGS, ChunkRecord, ForeignIndex, Index
+from weightcast.shared.channel.index import (
+    INDEX_NAME,
+    STEP_ENCODINGS,
+    ChunkRecord,
+    ForeignIndex,
+    Index,
+)
 from weightcast.shared.channel.layout import from_name, version_name
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.container import decode_step
 from weightcast.shared.codec.field import PayloadReader, digest_stream, open_payload
 from weightcast.shared.digest.step_sums import SpanSums, span_sums
-from weightcast.shared.errors import MEND_CHANNEL, DamagedFile, UnknownFormat
 from weightcast.shared.files.durable import named, open_regular
 from weightcast.shared.files.safetensors import Header, read_header
-from weightcast.shared.words import ByteArray, Chunk, ChunkKey, TensorTable, Words
 
 PayloadEncoding = Literal["xor", "overwrite", "xor_sparse"]
 

@@ -15,19 +15,18 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from weightcast.shared.channel.file_record import file_record
-from weightcast.shared.channel.index import ChunkRecord, Encoding, FileRecord
+from weightcast.shared.base.elements import ByteArray, Chunk, ChunkKey, TensorTable, Words
+from weightcast.shared.base.errors import DamagedFile
+from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.channel.index import ChunkRecord, Encoding, FileRecord, file_record
 from weightcast.shared.codec.changes import Changes
 from weightcast.shared.codec.choose import FetchWords, StepEncoding
 from weightcast.shared.codec.container import encode_chunk
 from weightcast.shared.codec.field import PayloadWriter, digest_stream
 from weightcast.shared.digest.step_sums import SpanSums
-from weightcast.shared.errors import DamagedFile
-from weightcast.shared.failpoints import failpoint
 from weightcast.shared.files.durable import named
-from weightcast.shared.files.paging import begin_write_back
+from weightcast.shared.files.mapping import begin_write_back
 from weightcast.shared.files.safetensors import Entry, pack_header
-from weightcast.shared.words import ByteArray, Chunk, ChunkKey, TensorTable, Words
 
 
 @dataclass(frozen=True)

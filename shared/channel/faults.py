@@ -7,18 +7,26 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from weightcast.shared.channel.chain import Flaw, Part, Problem, entries, flaw, unlisted, verify, verify_to
+from weightcast.shared.base.errors import WeightcastError
+from weightcast.shared.base.progress import Advance
+from weightcast.shared.channel.chain import (
+    Flaw,
+    Part,
+    Problem,
+    entries,
+    flaw,
+    unlisted,
+    verify,
+    verify_to,
+)
 from weightcast.shared.channel.claims import CLAIM_LIMIT, current_epoch, parse_claim
 from weightcast.shared.channel.index import INDEX_NAME, Index
-from weightcast.shared.channel.layout import Layout, version_of
-from weightcast.shared.channel.pointer import Pointer
+from weightcast.shared.channel.layout import Layout, Pointer, version_of
 from weightcast.shared.channel.reports import REPORT_LIMIT, parse_report
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import WeightcastError
 from weightcast.shared.files import durable
-from weightcast.shared.files.entries import exists, is_directory, is_file, is_own_directory
-from weightcast.shared.progress import Advance
+from weightcast.shared.files.paths import exists, is_directory, is_file, is_own_directory
 
 _FILES = ("channel.json", "base.json", "latest")
 _OURS = (*_FILES, *(f"{name}.sig" for name in _FILES))

@@ -1,7 +1,7 @@
 """The index of a version: its manifest and its commit point. docs/FORMAT.md, Index.
 
-Parsing and writing only; which index may follow which is decided in `weightcast.shared.local.plan`. That
-chunks are those of the grid is checked where the grid is computed, by the reader of the shards.
+Parsing and writing only. `shared/checkpoint/update/plan.py` decides which index may follow which; the reader
+of the shards, which computes the chunk grid, checks the chunks against it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,26 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
 import numpy as np
 from blake3 import blake3
 
-from weightcast.shared.channel.records import CARRIED as CARRIED
-from weightcast.shared.channel.records import FORMAT as FORMAT
-from weightcast.shared.channel.records import (
+from weightcast.shared.base.elements import (
+    BLOCK_WORDS,
+    CHUNK_WORDS,
+    MAIN,
+    ChunkKey,
+    Part,
+    Segment,
+    TensorTable,
+    whole_part,
+)
+from weightcast.shared.base.errors import DamagedFile, UnknownFormat
+from weightcast.shared.channel.index_records import CARRIED as CARRIED
+from weightcast.shared.channel.index_records import FORMAT as FORMAT
+from weightcast.shared.channel.index_records import (
     SIDE_FILES,
     TensorRecords,
     carried_records,
@@ -33,24 +45,13 @@ from weightcast.shared.channel.records import (
     write_file_records,
     write_lane_rows,
 )
-from weightcast.shared.channel.records import FileRecord as FileRecord
+from weightcast.shared.channel.index_records import FileRecord as FileRecord
 from weightcast.shared.codec.choose import StepEncoding
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.root import root
-from weightcast.shared.errors import DamagedFile, UnknownFormat
 from weightcast.shared.files.paths import file_name, is_plain
 from weightcast.shared.files.safetensors import naturals
 from weightcast.shared.files.strict_json import MAX_INTEGER, Members, parse_object, write_object
-from weightcast.shared.words import (
-    BLOCK_WORDS,
-    CHUNK_WORDS,
-    MAIN,
-    ChunkKey,
-    Part,
-    Segment,
-    TensorTable,
-    whole_part,
-)
 
 
 def write_parts(parts: Sequence[Part], table: TensorTable) -> list[list[list[int]]] | None:
@@ -610,3 +611,16 @@ def _foreign_weight_map(top: Members, what: str) -> Mapping[str, str]:
     if not all(name and is_plain(name) for name in weight_map):
         raise DamagedFile(f"{what}: a tensor name with control characters")
     return weight_map
+
+
+_BLOCK = 8 << 20
+
+
+def file_record(path: Path, name: str = "") -> FileRecord:
+    """`name`: relative to the directory that the record is for; unset: the file's own."""
+    digest, size = blake3(), 0
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+            size += len(block)
+    return FileRecord(name or path.name, size, digest.hexdigest())

@@ -18,12 +18,11 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Literal, cast
 
+from weightcast.shared.base.errors import DamagedFile, UnknownFormat, WeightcastError
+from weightcast.shared.channel.index_records import FORMAT, check_format
 from weightcast.shared.channel.layout import Layout
-from weightcast.shared.channel.records import FORMAT, check_format
-from weightcast.shared.errors import DamagedFile, UnknownFormat, WeightcastError
 from weightcast.shared.files import durable
-from weightcast.shared.files.entries import is_own_directory
-from weightcast.shared.files.paths import file_name, is_plain
+from weightcast.shared.files.paths import file_name, is_own_directory, is_plain
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
 
 REPORT_LIMIT = 64 << 10

@@ -11,8 +11,15 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from weightcast.shared.channel.base import BASE_LIMIT, Base, parse_base
-from weightcast.shared.channel.channel_file import ChannelFile, parse_channel_file
+from weightcast.shared.base.elements import TensorTable
+from weightcast.shared.base.errors import (
+    MEND_CHANNEL,
+    DamagedFile,
+    Refused,
+    RetryLater,
+    UnknownFormat,
+    Untrusted,
+)
 from weightcast.shared.channel.index import (
     INDEX_LIMIT,
     INDEX_NAME,
@@ -24,9 +31,9 @@ from weightcast.shared.channel.index import (
     read_top,
     remembered,
 )
-from weightcast.shared.channel.layout import Layout, version_name, version_of
-from weightcast.shared.channel.pointer import Pointer, read_pointer
-from weightcast.shared.channel.shown import Shown, look
+from weightcast.shared.channel.layout import Layout, Pointer, read_pointer, version_name, version_of
+from weightcast.shared.channel.render import Shown, look
+from weightcast.shared.channel.run_files import BASE_LIMIT, Base, ChannelFile, parse_base, parse_channel_file
 from weightcast.shared.channel.signing import (
     SIGNATURE_LIMIT,
     Statement,
@@ -36,20 +43,10 @@ from weightcast.shared.channel.signing import (
     stated_by,
     stated_by_base,
 )
-from weightcast.shared.errors import (
-    MEND_CHANNEL,
-    DamagedFile,
-    Refused,
-    RetryLater,
-    UnknownFormat,
-    Untrusted,
-)
-from weightcast.shared.files.apart import require_directory
 from weightcast.shared.files.durable import read_file
-from weightcast.shared.files.entries import exists, is_directory, is_file
+from weightcast.shared.files.paths import exists, is_directory, is_file, require_directory
 from weightcast.shared.files.safetensors import read_header
 from weightcast.shared.files.strict_json import Members
-from weightcast.shared.words import TensorTable
 
 _CHANNEL_FILE_LIMIT = 16 << 20
 

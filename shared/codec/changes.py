@@ -8,9 +8,9 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from weightcast.shared.base.elements import Chunk, Words
 from weightcast.shared.codec.kernels import kernels
 from weightcast.shared.codec.places import places_under
-from weightcast.shared.words import Chunk, Words
 
 Index = NDArray[np.uint32]
 

@@ -13,9 +13,9 @@ from typing import Literal
 
 import numpy as np
 
+from weightcast.shared.base.elements import WordKind, Words
 from weightcast.shared.codec import dense, magnitudes, positions, sparse, steps
 from weightcast.shared.codec.changes import Changes, Counted
-from weightcast.shared.words import WordKind, Words
 
 StepEncoding = Literal["fast", "small"]
 FetchWords = Callable[[], Words]

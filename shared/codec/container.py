@@ -21,13 +21,13 @@ from dataclasses import replace
 import numpy as np
 import xxhash
 
+from weightcast.shared.base.elements import ByteArray, Chunk, Words
+from weightcast.shared.base.errors import DamagedFile, UnknownFormat
 from weightcast.shared.codec import choose, dense, sparse
 from weightcast.shared.codec.changes import Changes, Counted, worth_masks
 from weightcast.shared.codec.choose import FetchWords, StepEncoding
 from weightcast.shared.codec.scan import all_of, changes_of, masked_changes
 from weightcast.shared.codec.sparse import DecodedStep
-from weightcast.shared.errors import DamagedFile, UnknownFormat
-from weightcast.shared.words import ByteArray, Chunk, Words
 
 _FACTS = struct.Struct("<BBHIII")
 _CHECKSUM = struct.Struct("<Q")

@@ -22,9 +22,9 @@ if sys.version_info >= (3, 14):
 else:
     from backports.zstd import CompressionParameter, Strategy, ZstdCompressor
 
+from weightcast.shared.base.elements import ByteArray, WordKind, Words
 from weightcast.shared.codec.kernels import kernels
 from weightcast.shared.codec.scratch import scratch
-from weightcast.shared.words import ByteArray, WordKind, Words
 
 _FRAME = struct.Struct("<I")
 """bytes of the zstd frame that follows"""

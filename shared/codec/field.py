@@ -23,8 +23,8 @@ import zstandard
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from weightcast.shared.errors import DamagedFile, Refused, UnknownFormat
-from weightcast.shared.words import ByteArray
+from weightcast.shared.base.elements import ByteArray
+from weightcast.shared.base.errors import DamagedFile, Refused, UnknownFormat
 
 ReadAt = Callable[[int, int], bytes]
 """(offset, count) -> exactly that many bytes"""

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from weightcast.shared.base.elements import WordKind, Words
 from weightcast.shared.codec.native_ordinals import LOW, exponent, facts
 from weightcast.shared.digest.native import (
     I64,
@@ -21,7 +22,6 @@ from weightcast.shared.digest.native import (
     unwritable,
     word_at,
 )
-from weightcast.shared.words import WordKind, Words
 
 Array32 = NDArray[np.uint32]
 Counts = NDArray[np.int64]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
+from weightcast.shared.base.elements import ByteArray, WordKind, Words
 from weightcast.shared.codec.native_ordinals import (
     FLOATS,
     HALF,
@@ -32,7 +33,6 @@ from weightcast.shared.digest.native import (
     types,
     unwritable,
 )
-from weightcast.shared.words import ByteArray, WordKind, Words
 
 _COUNT = 64
 

@@ -10,7 +10,15 @@ import numpy as np
 from llvmlite import binding, ir
 from numpy.typing import NDArray
 
-from weightcast.shared.codec.places import ESCAPED_GAP, OUT_OF_ORDER, Begin, Masks, at_once, check_masks
+from weightcast.shared.base.elements import ByteArray, Words
+from weightcast.shared.codec.places import (
+    ESCAPED_GAP,
+    OUT_OF_ORDER,
+    Begin,
+    Masks,
+    at_once,
+    check_masks,
+)
 from weightcast.shared.digest.native import (
     I64,
     U64,
@@ -32,7 +40,6 @@ from weightcast.shared.digest.native import (
     unwritable,
     word_at,
 )
-from weightcast.shared.words import ByteArray, Words
 
 _COUNT = 64
 _WORD = ir.IntType(64)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from weightcast.shared.base.elements import WordKind
 from weightcast.shared.digest.native import I64, U64, inlined
-from weightcast.shared.words import WordKind
 
 SIGN, LOW, HALF, SHIFT, MASK, FLOATS = range(6)
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from weightcast.shared.base.elements import ByteArray
 from weightcast.shared.codec import contexts, rice
 from weightcast.shared.codec.contexts import CODING, COUNT, EXPONENTS, K_REST, K, Table
 from weightcast.shared.codec.rice import ESCAPE, LONGEST, RICE, RUNS
@@ -21,7 +22,6 @@ from weightcast.shared.digest.native import (
     store64,
     trailing_zeros,
 )
-from weightcast.shared.words import ByteArray
 
 Array32 = NDArray[np.uint32]
 

@@ -8,6 +8,7 @@ import numpy as np
 from llvmlite import ir
 from numpy.typing import NDArray
 
+from weightcast.shared.base.elements import ByteArray, WordKind, Words
 from weightcast.shared.codec.native_exchange import keep64, moves_lanes
 from weightcast.shared.codec.native_list import copy16, list16
 from weightcast.shared.codec.native_ordinals import (
@@ -53,7 +54,6 @@ from weightcast.shared.digest.native_mix import (
     mixed_tail,
     opened,
 )
-from weightcast.shared.words import ByteArray, WordKind, Words
 
 _COUNT = 16
 _OLD, _NEW, _AT, _KIND, _MAGNITUDE, _EXPONENTS = range(6)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from weightcast.shared.base.elements import ByteArray, WordKind, Words
 from weightcast.shared.codec.contexts import EXPONENTS, Table
 from weightcast.shared.codec.native_codes import read_gaps
 from weightcast.shared.codec.native_ordinals import facts
@@ -19,7 +20,6 @@ from weightcast.shared.codec.native_steps import read_steps, room_for
 from weightcast.shared.codec.places import BAD_GAPS, BAD_PLACE, BAD_STEPS, GOOD, Taken
 from weightcast.shared.codec.scratch import scratch
 from weightcast.shared.digest.native import I64, SHIFTS, U64, frozen, kernel, unwritable
-from weightcast.shared.words import ByteArray, WordKind, Words
 
 Array32 = NDArray[np.uint32]
 Counts = NDArray[np.int64]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from weightcast.shared.base.elements import ByteArray, WordKind, Words
 from weightcast.shared.codec.native_codes import take, take_codes
 from weightcast.shared.codec.native_ordinals import HALF, excess, facts, ordinal, word_of
 from weightcast.shared.codec.native_ordinals import MASK as EXPONENT_MASK
@@ -30,7 +31,6 @@ from weightcast.shared.digest.native import (
     unwritable,
 )
 from weightcast.shared.digest.native_mix import MARGIN, SUMS, add8, closed, empty, merge8
-from weightcast.shared.words import ByteArray, WordKind, Words
 
 Array32 = NDArray[np.uint32]
 Counts = NDArray[np.int64]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.shared.words import ByteArray, Words
+from weightcast.shared.base.elements import ByteArray, Words
 
 Array32 = NDArray[np.uint32]
 Counts = NDArray[np.int64]

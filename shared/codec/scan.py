@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from weightcast.shared.base.elements import BLOCK_WORDS, Chunk, Words
 from weightcast.shared.codec import changes
 from weightcast.shared.codec.changes import Changes, Counted
 from weightcast.shared.codec.kernels import kernels
 from weightcast.shared.digest.step_sums import SpanSums
-from weightcast.shared.words import BLOCK_WORDS, Chunk, Words
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from weightcast.shared.base.elements import ByteArray, Chunk, WordKind, Words
 from weightcast.shared.codec import positions
 from weightcast.shared.codec.changes import Changes, Counted, Index
 from weightcast.shared.codec.kernels import kernels
@@ -36,7 +37,6 @@ from weightcast.shared.codec.rice import K_LIMIT, MARGIN, SLACK, rice_parameter
 from weightcast.shared.codec.scratch import scratch
 from weightcast.shared.codec.steps import Steps
 from weightcast.shared.digest.step_sums import SpanSums, spans_in
-from weightcast.shared.words import ByteArray, Chunk, WordKind, Words
 
 DecodedStep = tuple[Changes, SpanSums]
 """what changes, and the sums per span that prove it"""

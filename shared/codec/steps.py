@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from weightcast.shared.base.elements import ByteArray, WordKind
 from weightcast.shared.codec.changes import Changes
 from weightcast.shared.codec.kernels import kernels
 from weightcast.shared.codec.scratch import scratch
-from weightcast.shared.words import ByteArray, WordKind
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from weightcast.shared.base.elements import Chunk, Span, Words
 from weightcast.shared.codec import dense
 from weightcast.shared.codec.changes import Changes, Counted, compare
 from weightcast.shared.codec.choose import StepEncoding
@@ -12,7 +13,6 @@ from weightcast.shared.codec.kernels import kernels
 from weightcast.shared.codec.scan import all_of, masked_changes, scan
 from weightcast.shared.digest.hash import all_compiled
 from weightcast.shared.digest.step_sums import span_sums
-from weightcast.shared.words import Chunk, Span, Words
 
 _WORDS = 1 << 14
 _PADDING = slice(100, 128)

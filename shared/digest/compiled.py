@@ -34,7 +34,7 @@ import numpy as np
 from llvmlite import binding
 from numpy.typing import NDArray
 
-from weightcast.shared.files.entries import exists
+from weightcast.shared.files.paths import exists
 
 CACHE_VARIABLE = "WEIGHTCAST_CACHE"
 COMPLETE = "complete"

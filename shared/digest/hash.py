@@ -8,9 +8,9 @@ from types import ModuleType
 import numpy as np
 from numpy.typing import NDArray
 
+from weightcast.shared.base.elements import ByteArray
+from weightcast.shared.base.errors import Refused
 from weightcast.shared.digest.lanes import Lanes, LanesArray
-from weightcast.shared.errors import Refused
-from weightcast.shared.words import ByteArray
 
 _PROBE = np.arange(81, dtype=np.uint8)
 """vectors and a tail"""

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from weightcast.shared.base.elements import ByteArray, Words
 from weightcast.shared.digest.lanes import Lanes, LanesArray
 from weightcast.shared.digest.native import (
     I64,
@@ -32,7 +33,6 @@ from weightcast.shared.digest.native_mix import (
     rounds_a,
     rounds_b,
 )
-from weightcast.shared.words import ByteArray, Words
 
 _BATCH = 1024
 """8-byte words that are collected before they are mixed together: mixing many at once is what is quick"""

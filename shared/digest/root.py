@@ -10,8 +10,8 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from weightcast.shared.base.elements import TensorSpec, TensorTable
 from weightcast.shared.digest.lanes import MIX_A, MIX_B, Lanes, LanesArray
-from weightcast.shared.words import TensorSpec, TensorTable
 
 CONTEXT = "weightcast root 1"
 _NO_COMPONENT = bytes(4)

@@ -12,9 +12,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from weightcast.shared.base.elements import Chunk, Words
 from weightcast.shared.digest.hash import compiled
 from weightcast.shared.digest.lanes import ZERO, Lanes, LanesArray
-from weightcast.shared.words import Chunk, Words
 
 
 class ChangedWords(Protocol):

@@ -9,7 +9,7 @@ import errno
 import os
 import resource
 
-from weightcast.shared.errors import Refused, RetryLater, WeightcastError
+from weightcast.shared.base.errors import Refused, RetryLater, WeightcastError
 
 
 class DiskError(RetryLater):

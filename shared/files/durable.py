@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from weightcast.shared.errors import DamagedFile, Refused, RetryLater
-from weightcast.shared.failpoints import failpoint
+from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater
+from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.files.disk_errors import disk_error
-from weightcast.shared.files.entries import exists, is_link
+from weightcast.shared.files.paths import exists, is_link
 
 TEMPORARY_PREFIX = ".weightcast-tmp-"
 _BLOCK = 1 << 20

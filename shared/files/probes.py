@@ -19,11 +19,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightcast.shared.errors import Refused
+from weightcast.shared.base.errors import Refused
 from weightcast.shared.files.disk_errors import call_text, disk_error, is_lasting
 from weightcast.shared.files.durable import TEMPORARY_PREFIX, named, standing_for, sync_directory_alone
-from weightcast.shared.files.entries import exists
-from weightcast.shared.files.space import taken_bytes
+from weightcast.shared.files.paths import exists
+from weightcast.shared.files.system import taken_bytes
 
 _SCRATCH = f"{TEMPORARY_PREFIX}doctor-"
 _LEFT_SECONDS = 600.0

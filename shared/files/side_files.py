@@ -13,13 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightcast.shared.errors import DamagedFile, Refused
-from weightcast.shared.files.checkpoint import Checkpoint
+from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.files.durable import read_file
-from weightcast.shared.files.entries import is_directory, is_link
-from weightcast.shared.files.magic import START, check_kind
-from weightcast.shared.files.paths import printable, relative_name
-from weightcast.shared.files.safetensors import read_header_of
+from weightcast.shared.files.hf_checkpoint import Checkpoint
+from weightcast.shared.files.paths import is_directory, is_link, printable, relative_name
+from weightcast.shared.files.safetensors import START, check_kind, read_header_of
 
 _MOST_FILES = 20_000
 _SAME_WEIGHTS = re.compile(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import cast
 
-from weightcast.shared.errors import DamagedFile
+from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.files.paths import is_plain
 
 MAX_INTEGER = (1 << 63) - 1

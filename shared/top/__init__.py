@@ -10,7 +10,7 @@ __all__ = ["__version__"]
 def __getattr__(name: str) -> str:
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from weightcast.shared.service.software import VERSION
+    from weightcast.shared.daemon.status import VERSION
 
     return VERSION
 

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Literal, Protocol
 from urllib.parse import unquote, urlsplit
 
-from weightcast.shared.errors import USAGE, EngineFailed, Refused
-from weightcast.shared.service.addresses import http_parts, port_of
-from weightcast.shared.service.secrets import hide_queries
+from weightcast.shared.base.errors import USAGE, EngineFailed, Refused
+from weightcast.shared.daemon.environment import hide_queries, http_parts, port_of
 
 Kind = Literal["sglang", "vllm", "webhook"]
 Policy = Literal["recompute", "wait", "abort"]

@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightcast.shared.errors import NeedsReseed, Refused, RetryLater
-from weightcast.shared.files.entries import is_directory
-from weightcast.shared.local.loadable import require_loadable
-from weightcast.shared.local.local_checkpoint import LocalPaths, refuse_foreign
-from weightcast.shared.local.locks import FileLock, owner_text
-from weightcast.shared.local.state import LocalState
-from weightcast.shared.service.secrets import without_secrets
+from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater
+from weightcast.shared.checkpoint.local_checkpoint import LocalPaths, refuse_foreign
+from weightcast.shared.checkpoint.state.locks import FileLock, owner_text
+from weightcast.shared.checkpoint.state.state import LocalState
+from weightcast.shared.checkpoint.verify.inspect import require_loadable
+from weightcast.shared.daemon.environment import without_secrets
+from weightcast.shared.files.paths import is_directory
 
 PROBE_SECONDS = 1.0
 _TRY_SECONDS = 0.5

@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from weightcast.shared.errors import EngineFailed
-from weightcast.shared.failpoints import failpoint
-from weightcast.subscriber.engines.around import Around
+from weightcast.shared.base.errors import EngineFailed
+from weightcast.shared.base.failpoints import failpoint
 from weightcast.subscriber.engines.base import (
     QUOTED,
     Confirmation,
@@ -28,6 +27,7 @@ from weightcast.subscriber.engines.base import (
     ReloadOutcome,
     Suspect,
 )
+from weightcast.subscriber.engines.wrappers import Around
 
 Way = Literal["", "live", "reload"]
 Why = Literal[

@@ -8,17 +8,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from weightcast.shared.errors import EngineFailed, WeightcastError
-from weightcast.shared.failpoints import failpoint
+from weightcast.shared.base.errors import EngineFailed, WeightcastError
+from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
+from weightcast.shared.checkpoint.state.access import Readers, let_read_patches
+from weightcast.shared.checkpoint.state.state import EngineState, Mark, Position, Step
+from weightcast.shared.checkpoint.update.engine_patch import drop_engine_patches, write_engine_patch
 from weightcast.shared.files.disk_errors import disk_text
-from weightcast.shared.local.access import Readers, let_read_patches
-from weightcast.shared.local.engine_patch import drop_engine_patches, write_engine_patch
-from weightcast.shared.local.local_checkpoint import LocalCheckpoint
-from weightcast.shared.local.state import EngineState, Mark, Position, Step
-from weightcast.subscriber.engines.aligned import Sight, is_aligned, weights_of
 from weightcast.subscriber.engines.base import HeldWeights
-from weightcast.subscriber.engines.guarded import guarded
 from weightcast.subscriber.engines.live import ALIGNED, Aim, Live, PatchFile, Why
+from weightcast.subscriber.engines.rules import Sight, is_aligned, weights_of
+from weightcast.subscriber.engines.wrappers import guarded
 
 
 @dataclass(frozen=True)

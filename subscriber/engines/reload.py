@@ -14,18 +14,24 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from weightcast.shared.errors import EngineFailed, NeedsReseed, WeightcastError
-from weightcast.shared.failpoints import failpoint
-from weightcast.shared.local.access import Readers
-from weightcast.shared.local.engine_patch import drop_engine_patches
-from weightcast.shared.local.local_checkpoint import LocalCheckpoint
-from weightcast.shared.local.state import EngineState, LocalState, Mark, Phase, Step
-from weightcast.shared.service.backoff import Backoff
-from weightcast.subscriber.engines import align as alignment
-from weightcast.subscriber.engines.align import NotPatched, RetryPace
-from weightcast.subscriber.engines.aligned import (
+from weightcast.shared.base.errors import EngineFailed, NeedsReseed, WeightcastError
+from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
+from weightcast.shared.checkpoint.state.access import Readers
+from weightcast.shared.checkpoint.state.state import EngineState, LocalState, Mark, Phase, Step
+from weightcast.shared.checkpoint.update.engine_patch import drop_engine_patches
+from weightcast.shared.daemon.backoff import Backoff
+from weightcast.subscriber.engines import reload_one as alignment
+from weightcast.subscriber.engines.base import Engine, EngineFacts, HeldWeights
+from weightcast.subscriber.engines.live import Live, live_of
+from weightcast.subscriber.engines.offers import Candidate, Offer, make_offers
+from weightcast.subscriber.engines.reload_one import NotPatched, RetryPace
+from weightcast.subscriber.engines.rules import (
+    EngineResult,
+    ReloadOrder,
     Sight,
     after,
+    goes_on,
     in_doubt,
     is_aligned,
     is_another,
@@ -33,14 +39,10 @@ from weightcast.subscriber.engines.aligned import (
     label_of,
     may_relabel,
     noted,
+    reload_order,
     weights_of,
 )
-from weightcast.subscriber.engines.base import Engine, EngineFacts, HeldWeights
-from weightcast.subscriber.engines.grouped import is_grouped
-from weightcast.subscriber.engines.guarded import Guarded
-from weightcast.subscriber.engines.live import Live, live_of
-from weightcast.subscriber.engines.offers import Candidate, Offer, make_offers
-from weightcast.subscriber.engines.roster import EngineResult, ReloadOrder, goes_on, reload_order
+from weightcast.subscriber.engines.wrappers import Guarded, is_grouped
 
 _RETRY_FIRST, _RETRY_MOST, _RETRY_FAILED = 1.0, 60.0, 600.0
 _RETRY_UNSEEN = 30.0

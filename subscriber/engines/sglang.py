@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from weightcast.shared.errors import EngineFailed
+from weightcast.shared.base.errors import EngineFailed
 from weightcast.subscriber.engines.base import (
     QUOTED,
     Confirmation,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import httpx
 
-from weightcast.shared.errors import DamagedFile, EngineFailed
+from weightcast.shared.base.errors import DamagedFile, EngineFailed
 from weightcast.shared.files.strict_json import parse_object
 from weightcast.subscriber.engines.base import (
     QUOTED,
@@ -35,11 +35,7 @@ from weightcast.subscriber.engines.base import (
 )
 from weightcast.subscriber.engines.live import EngineLanes, NotTaken, PatchFile, held_of, lanes_of
 from weightcast.subscriber.engines.sglang import SGLang
-from weightcast.subscriber.engines.wire import (
-    NEVER_HANDLED,
-    Reply,
-    Wire,
-)
+from weightcast.subscriber.engines.wire import NEVER_HANDLED, Reply, Wire
 
 LOADER = "weightcast_engine.sglang_hook.load"
 INSTALL = "install weightcast-engine beside SGLang and start it as docs/engines.md says"

@@ -11,15 +11,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from weightcast.shared.base.elements import TensorTable
+from weightcast.shared.base.errors import DamagedFile, EngineFailed, RetryLater
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
+from weightcast.shared.checkpoint.state.state import Phase, Position, lanes_list
+from weightcast.shared.checkpoint.verify.scrub import Credit
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.root import root
-from weightcast.shared.errors import DamagedFile, EngineFailed, RetryLater
-from weightcast.shared.local.local_checkpoint import LocalCheckpoint
-from weightcast.shared.local.scrub import Credit
-from weightcast.shared.local.state import Phase, Position, lanes_list
-from weightcast.shared.words import TensorTable
-from weightcast.subscriber.engines.guarded import guarded
 from weightcast.subscriber.engines.live import EngineLanes, Live
+from weightcast.subscriber.engines.wrappers import guarded
 
 _PIECE_BYTES = 32 << 20
 _PIECE_NAMES, _PIECE_NAME_BYTES = 256, 16 << 10

@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx
 
-from weightcast.shared.errors import EngineFailed, WeightcastError
+from weightcast.shared.base.errors import EngineFailed, WeightcastError
 from weightcast.shared.files import durable
-from weightcast.shared.files.checkpoint import open_checkpoint
+from weightcast.shared.files.hf_checkpoint import open_checkpoint
 from weightcast.subscriber.engines.base import (
     Confirmation,
     Done,

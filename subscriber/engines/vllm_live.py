@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import httpx
 
-from weightcast.shared.errors import EngineFailed
+from weightcast.shared.base.errors import EngineFailed
 from weightcast.subscriber.engines.base import (
     Confirmation,
     Done,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import httpx
 
-from weightcast.shared.errors import EngineFailed
+from weightcast.shared.base.errors import EngineFailed
 from weightcast.subscriber.engines.base import (
     Confirmation,
     Done,

@@ -7,19 +7,24 @@ of redirects and cookies, and fail on what it cannot parse.
 
 from __future__ import annotations
 
+import errno
+import socket
 import ssl
 import time
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import urlsplit
 
 import httpx
 
-from weightcast.shared.errors import DamagedFile, EngineFailed
+from weightcast.shared.base.errors import DamagedFile, EngineFailed
+from weightcast.shared.daemon.client import Deadline
+from weightcast.shared.daemon.environment import port_of
 from weightcast.shared.files.strict_json import parse_object
-from weightcast.shared.service.deadline import Deadline
 from weightcast.subscriber.engines.base import (
     QUOTED,
     BadEngineOption,
@@ -35,7 +40,6 @@ from weightcast.subscriber.engines.base import (
     without_query,
 )
 from weightcast.subscriber.engines.keys import DENIED, Key, Keys, refusal
-from weightcast.subscriber.engines.listening import nobody_listens
 
 REPLY_LIMIT = 4 << 20
 """bytes; the largest honest reply is a page of metrics"""
@@ -232,3 +236,50 @@ def start_time(metrics: Reply) -> str | None:
         if name == b"process_start_time_seconds":
             return value.strip()[:QUOTED].decode("ascii", "replace")
     return None
+
+
+def nobody_listens(url: str, error: BaseException, seconds: float) -> bool:
+    """`error`: of a connection to `url`; it tells of one of its addresses only. `seconds`: to ask all."""
+    if not _is_refusal(error):
+        return False
+    parts, ends = urlsplit(url), time.monotonic() + seconds
+    try:
+        found = socket.getaddrinfo(parts.hostname, port_of(parts), type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return len(found) == 1 or all(
+        _refuses(family, address, ends - time.monotonic()) for family, _, _, _, address in found
+    )
+
+
+def _is_refusal(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, ConnectionRefusedError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _refuses(family: int, address: tuple[object, ...], seconds: float) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as asked:
+            asked.settimeout(max(seconds, 0.001))
+            asked.connect(address)
+    except ConnectionRefusedError:
+        return True
+    except OSError as error:
+        return error.errno == errno.EAFNOSUPPORT or _is_missing_loopback(family, str(address[0]))
+    return False
+
+
+def _is_missing_loopback(family: int, host: str) -> bool:
+    """Whether this machine lacks the address, as containers without IPv6 lack `::1`: nobody listens there.
+    That a connection gets no address of its own may also mean that all ports are in use."""
+    if not ip_address(host.partition("%")[0]).is_loopback:
+        return False
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as asked:
+            asked.bind((host, 0))
+    except OSError as error:
+        return error.errno == errno.EADDRNOTAVAIL
+    return False

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from weightcast.shared.errors import EngineFailed
+from weightcast.shared.base.errors import EngineFailed
 from weightcast.subscriber.engines.base import Timeouts
 from weightcast.subscriber.engines.keys import one_key
 from weightcast.subscriber.engines.wire import NO_ROUTE, Reply, Wire
-from weightcast.subscriber.groups.group import HOLD_PATH, RELEASE_PATH, Order
 from weightcast.subscriber.groups.messages import Hold, HoldRequest, ReleaseRequest
+from weightcast.subscriber.groups.order import HOLD_PATH, RELEASE_PATH, Order
 
 MOST_SECONDS = 5.0
 """for an answer, which needs no work"""

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from weightcast.shared.errors import EngineFailed, Refused, RetryLater
-from weightcast.shared.failpoints import failpoint
-from weightcast.shared.local.state import LocalState, Position
-from weightcast.subscriber.groups.group import Order
+from weightcast.shared.base.errors import EngineFailed, Refused, RetryLater
+from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.checkpoint.state.state import LocalState, Position
+from weightcast.subscriber.groups.order import Order
 
 if TYPE_CHECKING:
     from weightcast.subscriber.groups.messages import Hold

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from weightcast.shared.local.state import Position
-from weightcast.shared.service.snapshot import Frozen
-from weightcast.subscriber.groups.group import (
+from weightcast.shared.checkpoint.state.state import Position
+from weightcast.shared.daemon.frozen import Frozen
+from weightcast.subscriber.groups.order import (
     LEASE_LIMIT,
     NAME_LIMIT,
     NUMBER_LIMIT,

@@ -18,7 +18,7 @@ from examples import checkpoint
 from examples.attach import fsdp2
 from examples.model import CausalLM
 from weightcast.publisher import Publisher
-from weightcast.shared.errors import WeightcastError
+from weightcast.shared.base.errors import WeightcastError
 
 place = Path(sys.argv[1])
 channel, local, base, saved = (place / name for name in ("channel", "pub", "base", "saved"))

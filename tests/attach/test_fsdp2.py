@@ -20,7 +20,7 @@ from examples.model import CausalLM
 from weightcast.publisher import init_channel
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.local.follow import Follower, FollowOptions
+from weightcast.shared.checkpoint.follower import Follower, FollowOptions
 
 TINY = Config(
     hidden_size=24, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1

@@ -11,7 +11,7 @@ from core_cases import read_checkpoint
 from examples.attach.megatron_like import Sizes, exported, held, places, random_model, run
 from weightcast.publisher import Shard
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.local.follow import Follower, FollowOptions
+from weightcast.shared.checkpoint.follower import Follower, FollowOptions
 
 
 @pytest.mark.parametrize(("tensors", "stages"), [(2, 2), (1, 4)])

@@ -12,7 +12,7 @@ from safetensors.torch import load_file  # noqa: E402
 
 from examples.attach.quantised import BLOCK, HOW, power_of_two, quantised, run  # noqa: E402
 from weightcast.shared.channel.store import Channel  # noqa: E402
-from weightcast.shared.local.follow import Follower  # noqa: E402
+from weightcast.shared.checkpoint.follower import Follower  # noqa: E402
 
 
 @pytest.mark.parametrize("how", sorted(HOW))

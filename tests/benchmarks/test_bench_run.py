@@ -21,8 +21,8 @@ from benchmarks.results import load
 from benchmarks.run import check
 from benchmarks.session import measure
 from benchmarks.steps import Masters, simulated, unrelated
-from weightcast.shared.errors import Refused, RetryLater
-from weightcast.shared.service.cli import VERBS, run
+from weightcast.shared.base.errors import Refused, RetryLater
+from weightcast.shared.cli.main import VERBS, run
 
 VERB = EntryPoint("benchmarks", "benchmarks.verbs:register", VERBS)
 SMALLEST = 4_000_000

@@ -25,7 +25,7 @@ from benchmarks.field_path import (
     version_directory,
 )
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.local.follow import Follower
+from weightcast.shared.checkpoint.follower import Follower
 
 ROOT = Path(__file__).parents[2]
 

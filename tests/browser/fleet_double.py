@@ -14,11 +14,11 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from prometheus_client import CollectorRegistry
 
-from weightcast.publisher.fleet.page_routes import PAGE_PATHS, page_routes
-from weightcast.publisher.service.status import PublisherStatus
-from weightcast.shared.service.facts import Readiness
-from weightcast.shared.service.fleet import Fleet, verdict
-from weightcast.shared.service.http import make_app
+from weightcast.publisher.daemon.status import PublisherStatus
+from weightcast.publisher.fleet.routes import PAGE_PATHS, page_routes
+from weightcast.shared.daemon.fleet import Fleet, verdict
+from weightcast.shared.daemon.http import make_app
+from weightcast.shared.daemon.status import Readiness
 
 JSON = dict[str, Any]
 PHASES = ("plan", "fetch", "stage", "patch", "pause", "reload", "read_back", "resume")

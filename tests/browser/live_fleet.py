@@ -21,7 +21,7 @@ from daemonkit import Daemon, Places, base_tensors, changed, rename_in, write
 from hosts import SGLang
 from waiting import wait_until
 
-COMMAND = (sys.executable, "-m", "weightcast.shared.service.cli")
+COMMAND = (sys.executable, "-m", "weightcast.shared.cli.main")
 
 
 @dataclass

@@ -14,8 +14,8 @@ from fleet_double import Double, host
 from pydantic import BaseModel
 from tabs import OpenTab
 
-from weightcast.publisher.fleet.outlook import CatchUp, PrunePlan, Versions
-from weightcast.shared.service.fleet import Fleet
+from weightcast.publisher.fleet.catch_up_cost import CatchUp, PrunePlan, Versions
+from weightcast.shared.daemon.fleet import Fleet
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -8,12 +8,18 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from weightcast.shared.channel.base import Base, parse_base, write_base
-from weightcast.shared.channel.channel_file import ChannelFile, parse_channel_file, write_channel_file
+from weightcast.shared.base.elements import TensorSpec, TensorTable
+from weightcast.shared.base.errors import DamagedFile, Refused, UnknownFormat
 from weightcast.shared.channel.index import FileRecord
+from weightcast.shared.channel.run_files import (
+    Base,
+    ChannelFile,
+    parse_base,
+    parse_channel_file,
+    write_base,
+    write_channel_file,
+)
 from weightcast.shared.digest.root import root
-from weightcast.shared.errors import DamagedFile, Refused, UnknownFormat
-from weightcast.shared.words import TensorSpec, TensorTable
 
 TABLE = TensorTable.of(
     [

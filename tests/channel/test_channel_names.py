@@ -6,9 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightcast.shared.channel.layout import Layout, version_name, version_of
-from weightcast.shared.channel.pointer import Pointer, TornPointer, read_pointer, write_pointer
-from weightcast.shared.errors import DamagedFile, RetryLater
+from weightcast.shared.base.errors import DamagedFile, RetryLater
+from weightcast.shared.channel.layout import (
+    Layout,
+    Pointer,
+    TornPointer,
+    read_pointer,
+    version_name,
+    version_of,
+    write_pointer,
+)
 
 
 def test_names_of_versions() -> None:

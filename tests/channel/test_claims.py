@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.channel.claims import (
     Claim,
     Claimant,
@@ -20,7 +21,6 @@ from weightcast.shared.channel.claims import (
     write_claim,
 )
 from weightcast.shared.channel.layout import Layout
-from weightcast.shared.errors import DamagedFile, Refused
 
 FIRST = Claimant("trainer-0", 10, "boot-a", "pid:[1]", "100")
 SECOND = Claimant("trainer-1", 10, "boot-b", "pid:[2]", "200")

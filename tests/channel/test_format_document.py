@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 
 import weightcast.shared
+from weightcast.shared.base.elements import DTYPES, TensorSpec, TensorTable, grid, whole_part
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.container import encode_chunk
 from weightcast.shared.digest.hash import hash_bytes
 from weightcast.shared.digest.lanes import finalise
 from weightcast.shared.digest.root import root
-from weightcast.shared.words import DTYPES, TensorSpec, TensorTable, grid, whole_part
 
 DOCUMENT = (Path(weightcast.shared.__path__[0]).resolve().parent / "docs" / "FORMAT.md").read_text()
 

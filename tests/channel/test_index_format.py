@@ -11,6 +11,15 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weightcast.shared.base.elements import (
+    ChunkKey,
+    Part,
+    Segment,
+    TensorSpec,
+    TensorTable,
+    whole_part,
+)
+from weightcast.shared.base.errors import DamagedFile, Refused, UnknownFormat
 from weightcast.shared.channel.index import (
     ChunkRecord,
     FileRecord,
@@ -22,11 +31,9 @@ from weightcast.shared.channel.index import (
     parse_index,
     write_index,
 )
-from weightcast.shared.channel.records import TensorRecord, TensorRecords
+from weightcast.shared.channel.index_records import TensorRecord, TensorRecords
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.root import root
-from weightcast.shared.errors import DamagedFile, Refused, UnknownFormat
-from weightcast.shared.words import ChunkKey, Part, Segment, TensorSpec, TensorTable, whole_part
 
 TABLE = TensorTable.of(
     [

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from weightcast.shared.base.errors import DamagedFile, UnknownFormat
 from weightcast.shared.channel.reports import (
     REPORT_LIMIT,
     Report,
@@ -17,7 +18,6 @@ from weightcast.shared.channel.reports import (
     read_reports,
     write_report,
 )
-from weightcast.shared.errors import DamagedFile, UnknownFormat
 
 REPORT = Report(
     host="node-1",

@@ -20,16 +20,19 @@ from cryptography.hazmat.primitives.serialization import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightcast.shared.channel.keys import (
+from weightcast.shared.base.errors import Refused, Untrusted
+from weightcast.shared.channel.signing import (
     PrivateKey,
     PublicKey,
+    Statement,
+    Trust,
     load_private_key,
     parse_public_key,
+    require_same,
     trusted_keys,
     write_private_key,
+    write_signature,
 )
-from weightcast.shared.channel.signing import Statement, Trust, require_same, write_signature
-from weightcast.shared.errors import Refused, Untrusted
 
 SEED = bytes(range(32))
 """of the key in docs/FORMAT.md's example"""

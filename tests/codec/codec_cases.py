@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
+from weightcast.shared.base.elements import (
+    Chunk,
+    TensorSpec,
+    TensorTable,
+    Words,
+    grid,
+    kind_of,
+    whole_part,
+)
 from weightcast.shared.codec.changes import Changes
 from weightcast.shared.digest.step_sums import SpanSums
-from weightcast.shared.words import Chunk, TensorSpec, TensorTable, Words, grid, kind_of, whole_part
 
 KINDS = ("U8", "I16", "I32", "F8_E4M3", "F8_E5M2", "F16", "BF16", "F32")
 

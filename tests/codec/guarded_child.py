@@ -7,9 +7,9 @@ import mmap
 
 import numpy as np
 
+from weightcast.shared.base.elements import WordKind, kind_of
 from weightcast.shared.codec.kernels import kernels
 from weightcast.shared.codec.scratch import Scratch
-from weightcast.shared.words import WordKind, kind_of
 
 _KEPT = []
 

@@ -12,11 +12,11 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weightcast.shared.base.elements import DTYPES, Chunk, Words, kind_of
+from weightcast.shared.base.errors import DamagedFile, UnknownFormat
 from weightcast.shared.codec.changes import Changes, compare
 from weightcast.shared.codec.choose import FAST, PLANES, RAW, SMALL, STEPS, StepEncoding
 from weightcast.shared.codec.container import HEADER, decode_chunk, encode_chunk
-from weightcast.shared.errors import DamagedFile, UnknownFormat
-from weightcast.shared.words import DTYPES, Chunk, Words, kind_of
 
 compiles = settings(deadline=None)  # the first example compiles
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weightcast.shared.base.elements import DTYPES, Chunk, Words
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.choose import StepEncoding
 from weightcast.shared.codec.container import decode_step, encode_chunk
 from weightcast.shared.digest.step_sums import span_sums
-from weightcast.shared.words import DTYPES, Chunk, Words
 
 SIZES = st.lists(st.integers(1, 700), min_size=1, max_size=6)
 DENSITIES = st.sampled_from([0.0, 0.003, 0.05, 0.5, 1.0])

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weightcast.shared.base.elements import Words
 from weightcast.shared.codec.kernels import kernels
-from weightcast.shared.words import Words
 
 KERNELS = [oracle, kernels()]
 WIDTHS = ["<u1", "<u2", "<u4"]

@@ -41,7 +41,7 @@ def test_all_tests_pass_on_the_oracle() -> None:
 def test_a_machine_that_cannot_compile_is_refused_with_the_reason(tmp_path: Path) -> None:
     done = run(
         "-m",
-        "weightcast.shared.service.cli",
+        "weightcast.shared.cli.main",
         "bench",
         "--json",
         NUMBA_DISABLE_JIT="1",

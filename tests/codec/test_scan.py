@@ -8,13 +8,22 @@ from codec_cases import KINDS, chunk_of, counted, random_words, rows, spread, st
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weightcast.shared.base.elements import (
+    Chunk,
+    Part,
+    Segment,
+    TensorSpec,
+    TensorTable,
+    Words,
+    grid,
+    kind_of,
+)
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.kernels import kernels
 from weightcast.shared.codec.scan import masked_changes, scan
 from weightcast.shared.digest.hash import hash_bytes
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.step_sums import span_sums
-from weightcast.shared.words import Chunk, Part, Segment, TensorSpec, TensorTable, Words, grid, kind_of
 
 DENSITIES = (0.0, 0.002, 0.03, 0.4, 1.0)
 

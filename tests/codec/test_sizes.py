@@ -9,10 +9,10 @@ import pytest
 
 from weightcast.benchmarks.bounds import bounds
 from weightcast.benchmarks.steps import simulated
+from weightcast.shared.base.elements import ByteArray, Words, kind_of
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.choose import FAST, PLANES, RAW, SMALL, STEPS
 from weightcast.shared.codec.container import decode_chunk, encode_chunk
-from weightcast.shared.words import ByteArray, Words, kind_of
 
 WORDS = 1 << 20
 

@@ -9,8 +9,8 @@ import numpy_kernels as oracle
 import pytest
 from codec_cases import KINDS
 
+from weightcast.shared.base.elements import WordKind, Words, kind_of
 from weightcast.shared.codec.kernels import kernels
-from weightcast.shared.words import WordKind, Words, kind_of
 
 ROOMS = [oracle, kernels()]
 LONG = 255

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from weightcast.shared import failpoints
-from weightcast.shared.errors import WeightcastError
+from weightcast.shared.base import failpoints
+from weightcast.shared.base.errors import WeightcastError
 
 Action = Literal["kill", "stop", "term", "error"]
 _SIZE = 1 << 16
@@ -316,8 +316,8 @@ def _become(log: Path) -> None:
 
 def preload() -> None:
     """Imports and compiles what every child needs."""
-    import weightcast.publisher.service.daemon
-    import weightcast.subscriber.service.daemon  # noqa: F401
+    import weightcast.publisher.daemon.daemon
+    import weightcast.subscriber.daemon.daemon  # noqa: F401
     from weightcast.shared.codec.warm_up import warm_up
 
     warm_up()

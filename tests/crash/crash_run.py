@@ -34,7 +34,7 @@ from crash_world import Shape, World  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from weightcast.shared.failpoints import FAILPOINTS  # noqa: E402
+from weightcast.shared.base.failpoints import FAILPOINTS  # noqa: E402
 
 USES_OF_A_WORLD = 30
 WEIGHTS = {

@@ -25,7 +25,7 @@ from crash_processes import Child, NotReached, Order, fork, wait_for
 from crash_world import World
 
 from weightcast.publisher import Publisher
-from weightcast.shared.local.boot import Boot
+from weightcast.shared.checkpoint.state.state import Boot
 
 Side = Literal["publisher", "host", "member", "rank 1"]
 """rank 0 is a publisher like any other"""

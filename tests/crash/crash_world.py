@@ -36,13 +36,13 @@ from crash_processes import CRASHED, Child, NotReached, Order, fork, wait_for
 from ports import free_port
 
 from weightcast.publisher import Publisher, init_channel
-from weightcast.publisher.service.daemon import run_publisher
-from weightcast.publisher.service.settings import PublisherSettings
+from weightcast.publisher.daemon.daemon import run_publisher
+from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.shared.channel.layout import version_name
-from weightcast.shared.channel.shown import look
-from weightcast.shared.service.logs import setup_logs
-from weightcast.subscriber.service.daemon import run_subscriber
-from weightcast.subscriber.service.settings import SubscriberSettings
+from weightcast.shared.channel.render import look
+from weightcast.shared.daemon.logs import setup_logs
+from weightcast.subscriber.daemon.daemon import run_subscriber
+from weightcast.subscriber.daemon.settings import SubscriberSettings
 
 MARKER = "complete"
 POLL_SECONDS = 0.05

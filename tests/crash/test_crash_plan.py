@@ -11,7 +11,7 @@ from crash_processes import Order
 from crash_run import Plan, Tally, never_reached, short, uncovered
 from crash_scenarios import Run
 
-from weightcast.shared.failpoints import FAILPOINTS
+from weightcast.shared.base.failpoints import FAILPOINTS
 
 SEED = 20
 

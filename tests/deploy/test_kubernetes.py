@@ -16,9 +16,9 @@ from compose_stack import Service, Stack, read_dockerfile
 from pod_stack import DIRECTORY, check_of, containers, is_sidecar, pods, read_objects, services_of, trainer
 from ports import free_port
 
-from weightcast.publisher.service.settings import PublisherSettings
-from weightcast.shared.service.settings import ServiceSettings
-from weightcast.subscriber.service.settings import SubscriberSettings
+from weightcast.publisher.daemon.settings import PublisherSettings
+from weightcast.shared.daemon.settings import ServiceSettings
+from weightcast.subscriber.daemon.settings import SubscriberSettings
 
 SECRETS = {"token": "the-publishers-token", "host-token": "the-hosts-token", "report-token": "a-third-token"}
 ROLES: dict[str, type[ServiceSettings]] = {"publisher": PublisherSettings, "subscriber": SubscriberSettings}

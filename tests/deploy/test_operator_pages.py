@@ -13,12 +13,12 @@ import pytest
 import typer
 from pydantic import BaseModel
 
-from weightcast.publisher.service import status as publisher_status
-from weightcast.publisher.version.report import Publication
-from weightcast.shared import errors
-from weightcast.shared.service.app import new_app, register_sides
-from weightcast.shared.service.cli import VERBS
-from weightcast.shared.service.facts import Facts, LoopStatus
+from weightcast.publisher.daemon import status as publisher_status
+from weightcast.publisher.publish.report import Publication
+from weightcast.shared.base import errors
+from weightcast.shared.cli.app import new_app, register_sides
+from weightcast.shared.cli.main import VERBS
+from weightcast.shared.daemon.status import Facts, LoopStatus
 from weightcast.subscriber import status as host_status
 from weightcast.subscriber.engines.base import KINDS, OPTIONS, POLICIES
 

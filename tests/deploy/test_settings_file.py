@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from weightcast.publisher.service.settings import PublisherSettings
-from weightcast.shared.service.settings import ServiceSettings, describe_settings, load_settings
-from weightcast.subscriber.service.settings import SubscriberSettings
+from weightcast.publisher.daemon.settings import PublisherSettings
+from weightcast.shared.daemon.settings import ServiceSettings, describe_settings, load_settings
+from weightcast.subscriber.daemon.settings import SubscriberSettings
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 LINE = re.compile(r"(#?)(WEIGHTCAST_[A-Z_]+)=(.*)")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from test_docs_commands import own_words, unknown_in
 
-from weightcast.publisher.service.settings import PublisherSettings
-from weightcast.shared.service.variables import SETTINGS
-from weightcast.subscriber.service.settings import SubscriberSettings
+from weightcast.publisher.daemon.settings import PublisherSettings
+from weightcast.shared.daemon.environment import SETTINGS
+from weightcast.subscriber.daemon.settings import SubscriberSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "deploy" / "slurm" / "weightcast.sbatch"

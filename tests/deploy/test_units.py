@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from weightcast.publisher.service.settings import PublisherSettings
-from weightcast.shared.service.settings import ServiceSettings
-from weightcast.subscriber.service.settings import SubscriberSettings
+from weightcast.publisher.daemon.settings import PublisherSettings
+from weightcast.shared.daemon.settings import ServiceSettings
+from weightcast.subscriber.daemon.settings import SubscriberSettings
 
 UNITS = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
 INSTALLED = "/opt/weightcast/bin/weightcast"

@@ -80,7 +80,7 @@ def test_no_place_at_all(tmp_path: Path) -> None:
 _HASH = """
 import json, numpy as np, sys
 from weightcast.shared.digest.hash import hash_bytes
-from weightcast.shared.service.kernels import kernel_status
+from weightcast.shared.daemon.status import kernel_status
 hash_bytes(np.arange(8, dtype=np.uint8))
 print(json.dumps(kernel_status().by_name()), "numba" in sys.modules)
 """
@@ -141,7 +141,7 @@ def test_a_cache_without_room_is_told_and_not_taken_for_complete(tmp_path: Path)
 
 def test_status_says_why_kernels_cannot_be_compiled() -> None:
     environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
-    status = "from weightcast.shared.service.kernels import kernel_status; print(kernel_status())"
+    status = "from weightcast.shared.daemon.status import kernel_status; print(kernel_status())"
     done = subprocess.run(
         [sys.executable, "-c", status], env=environment, capture_output=True, text=True, check=True
     )

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 from blake3 import blake3
 
+from weightcast.shared.base.elements import TensorSpec, TensorTable
 from weightcast.shared.digest.lanes import Lanes, finalise
 from weightcast.shared.digest.root import root
-from weightcast.shared.words import TensorSpec, TensorTable
 
 TABLE = TensorTable.of(
     [

@@ -9,10 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightcast.shared.digest.hash import hash_bytes
-from weightcast.shared.digest.lanes import ZERO, Lanes
-from weightcast.shared.digest.step_sums import ChunkSums, SpanSums, StepSums, span_sums
-from weightcast.shared.words import (
+from weightcast.shared.base.elements import (
     Chunk,
     Part,
     Segment,
@@ -23,6 +20,9 @@ from weightcast.shared.words import (
     grid,
     whole_part,
 )
+from weightcast.shared.digest.hash import hash_bytes
+from weightcast.shared.digest.lanes import ZERO, Lanes
+from weightcast.shared.digest.step_sums import ChunkSums, SpanSums, StepSums, span_sums
 
 WIDTHS = {"U8": 1, "BF16": 2, "F32": 4, "F64": 8}
 

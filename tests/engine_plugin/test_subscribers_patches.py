@@ -15,11 +15,11 @@ from weightcast_engine.patch_file import read_patch
 
 from weightcast.publisher import Publisher, init_channel
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.local.engine_patch import directory_of, write_engine_patch
-from weightcast.shared.local.follow import Follower, FollowOptions
-from weightcast.shared.local.local_checkpoint import LocalCheckpoint
-from weightcast.shared.local.plan import Seed
-from weightcast.shared.local.stage import Staged
+from weightcast.shared.checkpoint.follower import Follower, FollowOptions
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
+from weightcast.shared.checkpoint.update.engine_patch import directory_of, write_engine_patch
+from weightcast.shared.checkpoint.update.plan import Seed
+from weightcast.shared.checkpoint.update.stage import Staged
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import signal
 import sys
 from pathlib import Path
 
-from weightcast.shared import failpoints
-from weightcast.shared.service.cli import main
+from weightcast.shared.base import failpoints
+from weightcast.shared.cli.main import main
 
 
 def struck_at(wanted: str, number: signal.Signals) -> None:

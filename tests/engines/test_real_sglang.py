@@ -44,10 +44,10 @@ from vllm_world import (
     was_caught,
 )
 
+from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.digest.lanes import Lanes
 from weightcast.shared.digest.root import root
-from weightcast.shared.errors import WeightcastError
-from weightcast.shared.files.checkpoint import open_checkpoint
+from weightcast.shared.files.hf_checkpoint import open_checkpoint
 from weightcast.subscriber.engines.sglang_live import ACTION, LOADER
 
 FULL = bool(os.environ.get("WEIGHTCAST_ENGINES_FULL"))

@@ -22,7 +22,7 @@ sys.path.insert(0, str(HERE.parent / "subscriber"))
 from hosts import Host, Run, Site, Weights  # noqa: E402
 from waiting import wait_until  # noqa: E402
 
-from weightcast.shared.errors import NeedsReseed, WeightcastError  # noqa: E402
+from weightcast.shared.base.errors import NeedsReseed, WeightcastError  # noqa: E402
 from weightcast.subscriber.engines.base import Done, Intact, Suspect  # noqa: E402
 
 pytestmark = pytest.mark.engines

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm_world import LONG, STEP_SECONDS, Tensors, World, copy_checkpoint, wait_until
 
-from weightcast.shared.errors import WeightcastError
+from weightcast.shared.base.errors import WeightcastError
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 SHARDED, SINGLE = "qwen2-untied-sharded-bf16", "llama-untied-single-fp32"

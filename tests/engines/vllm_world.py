@@ -27,8 +27,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from weightcast.publisher.api import Publisher
 from weightcast.publisher.channel_init import init_channel
-from weightcast.publisher.publisher import Publisher
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]

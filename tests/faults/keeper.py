@@ -23,7 +23,7 @@ sys.path[:0] = [str(TESTS / "faults"), str(TESTS / "crash"), str(TESTS)]
 from crash_processes import Child, Order, fork, preload  # noqa: E402
 from faulty_fs import serve  # noqa: E402
 
-from weightcast.shared.service.cli import main as main_command  # noqa: E402
+from weightcast.shared.cli.main import main as main_command  # noqa: E402
 
 Answer = dict[str, Any]
 CLONE_NEWUTS = 0x04000000

@@ -41,7 +41,7 @@ from hosts import Weights  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from weightcast.shared.service.cli import run as run_command  # noqa: E402
+from weightcast.shared.cli.main import run as run_command  # noqa: E402
 
 SETTLE_SECONDS = 60.0
 WARM_UP = 0.3

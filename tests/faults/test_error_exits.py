@@ -15,7 +15,7 @@ from core_cases import Model, tensor, write_checkpoint
 from failing_calls import CALLS, failing
 from in_process import Command
 
-from weightcast.shared.errors import EngineFailed, NotInTime, Refused, RetryLater
+from weightcast.shared.base.errors import EngineFailed, NotInTime, Refused, RetryLater
 from weightcast.shared.files.disk_errors import disk_error
 
 ERRORS = (

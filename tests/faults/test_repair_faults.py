@@ -12,7 +12,7 @@ from core_cases import snapshot
 from faultkit import Place
 from hosts import Run
 
-from weightcast.publisher.care.upkeep import UpkeepOptions
+from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.store import Channel
 

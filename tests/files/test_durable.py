@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from weightcast.shared import failpoints
-from weightcast.shared.errors import DamagedFile, RetryLater
+from weightcast.shared.base import failpoints
+from weightcast.shared.base.errors import DamagedFile, RetryLater
 from weightcast.shared.files import durable
 
 

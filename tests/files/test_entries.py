@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from weightcast.shared.files.entries import exists, is_directory, is_file, is_link, matching
+from weightcast.shared.files.paths import exists, is_directory, is_file, is_link, matching
 
 _ROOT = Path(__file__).parents[2]
 _QUESTIONS = (exists, is_directory, is_file, is_link)
@@ -70,8 +70,8 @@ def test_nobody_asks_pathlib() -> None:
     plugin = _ROOT / "subscriber/engine_plugin"
     rooms = [_ROOT / room for room in ("shared", "publisher", "subscriber")]
     sources = [source for room in rooms for source in room.rglob("*.py") if not source.is_relative_to(plugin)]
-    assert _ROOT / "shared/files/entries.py" in sources
+    assert _ROOT / "shared/files/paths.py" in sources
     assert {call for source in sources for call in _asked_of_pathlib(source)} == {
-        ("shared/files/checkpoint.py", "is_symlink"),  # of os.scandir's entries
+        ("shared/files/hf_checkpoint.py", "is_symlink"),  # of os.scandir's entries
         ("shared/digest/compiled.py", "glob"),  # the package's own sources
     }

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weightcast.shared.errors import DamagedFile, RetryLater
-from weightcast.shared.files.leased import LeasedFile
+from weightcast.shared.base.errors import DamagedFile, RetryLater
+from weightcast.shared.files.mapping import LeasedFile
 
 DATA = np.random.default_rng(3).integers(0, 256, 100_000, np.uint8).tobytes()
 WAIT = 20.0

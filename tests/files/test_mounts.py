@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from weightcast.shared.files.mounts import file_system
+from weightcast.shared.files.system import file_system
 
 
 def test_known_mounts_have_their_kinds() -> None:

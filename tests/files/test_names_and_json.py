@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightcast.shared.errors import DamagedFile
+from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.files.paths import file_name
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
 

@@ -28,7 +28,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def limited(kind: str, *words: object) -> subprocess.CompletedProcess[str]:
     """`kind`: S for the soft limit alone, H for both."""
     shell = f'ulimit -S -n {LIMIT} && ulimit -{kind} -n {LIMIT} && exec "$@"'
-    command = ["sh", "-c", shell, "sh", sys.executable, "-m", "weightcast.shared.service.cli"]
+    command = ["sh", "-c", shell, "sh", sys.executable, "-m", "weightcast.shared.cli.main"]
     return subprocess.run(
         [*command, *map(str, words)], check=False, capture_output=True, text=True, timeout=120
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from weightcast.shared.files.paging import populate, ready_to_write
+from weightcast.shared.files.mapping import populate, ready_to_write
 
 SIZE = 16 << 20
 

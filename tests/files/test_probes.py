@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from failing_calls import failing
 
-from weightcast.shared.errors import Refused
+from weightcast.shared.base.errors import Refused
+from weightcast.shared.checkpoint.local_checkpoint import LocalPaths, ensure_room, own
 from weightcast.shared.files.disk_errors import DiskError
 from weightcast.shared.files.probes import CHANNEL_NEEDS, LOCAL_NEEDS, Need, require, scratch_in
-from weightcast.shared.local.local_checkpoint import LocalPaths, ensure_room, own
 
 REFUSED_CALLS = [
     ("rename", errno.ENOSYS, "rename", CHANNEL_NEEDS),

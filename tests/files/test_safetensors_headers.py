@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
-from weightcast.shared.errors import DamagedFile
+from weightcast.shared.base.elements import DTYPES, TensorSpec
+from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.files.safetensors import Entry, pack_header, parse_header, read_header, tensor_spec
-from weightcast.shared.words import DTYPES, TensorSpec
 
 TENSORS = {
     "w": torch.arange(15, dtype=torch.float32).to(torch.bfloat16).reshape(3, 5),

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from weightcast.shared.errors import DamagedFile, Refused
+from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.files import side_files as rules
-from weightcast.shared.files.checkpoint import open_checkpoint
+from weightcast.shared.files.hf_checkpoint import open_checkpoint
 from weightcast.shared.files.paths import relative_name
 from weightcast.shared.files.side_files import SideFiles, left_text, side_files
 

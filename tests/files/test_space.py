@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from weightcast.shared.files import space
+from weightcast.shared.files import system
 from weightcast.shared.files.disk_errors import NoRoom
-from weightcast.shared.files.space import Space, require_free
+from weightcast.shared.files.system import Space, require_free
 
 
 def test_what_is_needed_is_told_apart_from_what_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(space, "space_of", lambda path: Space(4 << 20, 2_250_000, None))
+    monkeypatch.setattr(system, "space_of", lambda path: Space(4 << 20, 2_250_000, None))
     require_free(tmp_path, 2_250_000, "seeding")
     with pytest.raises(NoRoom, match=r"2\.1 MiB free, seeding needs 2\.4 MiB"):
         require_free(tmp_path, 2_500_000, "seeding")

@@ -14,13 +14,13 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import SecretStr
 
-from weightcast.publisher.service.queue import Queue
-from weightcast.publisher.service.routes import publication_routes
-from weightcast.shared.service.facts import LoopStatus, Readiness
-from weightcast.shared.service.http import make_app
-from weightcast.shared.service.metrics import new_registry
-from weightcast.subscriber.service.daemon import Subscriber
-from weightcast.subscriber.service.settings import SubscriberSettings
+from weightcast.publisher.daemon.routes import publication_routes
+from weightcast.publisher.daemon.sources.queue import Queue
+from weightcast.shared.daemon.http import make_app
+from weightcast.shared.daemon.metrics import new_registry
+from weightcast.shared.daemon.status import LoopStatus, Readiness
+from weightcast.subscriber.daemon.daemon import Subscriber
+from weightcast.subscriber.daemon.settings import SubscriberSettings
 
 TOKEN = "not-a-real-secret"
 ALLOWED = {200, 202, 307, 400, 401, 403, 404, 405, 409, 413, 422, 429, 431, 503}

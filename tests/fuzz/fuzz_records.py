@@ -12,25 +12,30 @@ from pathlib import Path
 
 from test_fuzz_parsers import INDEX, SAFETENSORS, TABLE
 
-from weightcast.publisher.service.inbox import parse_entries
-from weightcast.publisher.service.queue import Queue
-from weightcast.publisher.version import exchange
-from weightcast.publisher.version.diff import SegmentSums
-from weightcast.publisher.version.division import Division
-from weightcast.publisher.version.exchange import Sent, Share
-from weightcast.publisher.version.rendezvous import Attempt, Rank, collect_parts, find_attempt, leave_failure
-from weightcast.publisher.weights.boxes import Box
-from weightcast.shared.channel import marks
+from weightcast.publisher.daemon.sources.inbox import parse_entries
+from weightcast.publisher.daemon.sources.queue import Queue
+from weightcast.publisher.publish.diff import SegmentSums
+from weightcast.publisher.ranks import messages
+from weightcast.publisher.ranks.messages import Sent, Share
+from weightcast.publisher.ranks.rendezvous import Attempt, Rank, collect_parts, find_attempt, leave_failure
+from weightcast.publisher.ranks.shard_assignment import Division
+from weightcast.publisher.weights.shard_spec import Box
+from weightcast.shared.base.elements import ChunkKey, Part
+from weightcast.shared.base.errors import DamagedFile, Refused
+from weightcast.shared.channel import pins
 from weightcast.shared.channel.index import parse_index, write_index
-from weightcast.shared.channel.keys import load_private_key, trusted_keys
 from weightcast.shared.channel.layout import Layout
-from weightcast.shared.channel.signing import Statement, Trust, write_signature
+from weightcast.shared.channel.signing import (
+    Statement,
+    Trust,
+    load_private_key,
+    trusted_keys,
+    write_signature,
+)
 from weightcast.shared.digest.lanes import Lanes
-from weightcast.shared.errors import DamagedFile, Refused
-from weightcast.shared.files.checkpoint import open_checkpoint
-from weightcast.shared.words import ChunkKey, Part
+from weightcast.shared.files.hf_checkpoint import open_checkpoint
 from weightcast.subscriber.engines.wire import Reply
-from weightcast.subscriber.step.target import read_tag
+from weightcast.subscriber.sync.target import read_tag
 
 _ROOM = tempfile.TemporaryDirectory(prefix="fuzz-records-")
 ROOT = Path(_ROOM.name)
@@ -79,7 +84,7 @@ def _tags(data: bytes) -> object:
     except DamagedFile as error:
         followed = error.message
     try:
-        found = marks.tags(ROOT / "tagged")["stable"]
+        found = pins.tags(ROOT / "tagged")["stable"]
     except DamagedFile as error:
         assert followed == error.message
         raise
@@ -89,7 +94,7 @@ def _tags(data: bytes) -> object:
 
 def _order(data: bytes) -> object:
     placed("ordered/orders/rollback.json", data)
-    return marks.read_rollback(ROOT / "ordered")
+    return pins.read_rollback(ROOT / "ordered")
 
 
 def _queue(data: bytes) -> object:
@@ -131,10 +136,10 @@ _CHUNK = _VERSION.chunks[0]._replace(key=ChunkKey(0, "BF16", 0))
 _DRAFT = write_index(replace(_VERSION, parts=(_PART,), chunks=(_CHUNK,)), TABLE)
 DIVISION = Division((Part(0, ()), _PART), ({}, {}), {})
 _HOLDS = {0: Box.whole(TABLE[0].shape), 1: Box((0,) * len(TABLE[1].shape), TABLE[1].shape)}
-_SENT = exchange.write_sent(
+_SENT = messages.write_sent(
     Sent({ChunkKey(0, TABLE[0].dtype, 0): Share(0, 24, Lanes(1, 2), Lanes(3, 4))}, {0: "ab" * 16})
 )
-_SUMS = exchange.write_sums({0: SegmentSums(Lanes(1, 2), Lanes(3, 4), Lanes(5, 6))})
+_SUMS = messages.write_sums({0: SegmentSums(Lanes(1, 2), Lanes(3, 4), Lanes(5, 6))})
 _INBOX = {
     "format": 1,
     "entries": [
@@ -170,15 +175,15 @@ RECORDS: dict[str, Target] = {
     "attempt": (packed(asdict(ATTEMPT)), _attempt),
     "draft": (_DRAFT, _draft),
     "holds": (
-        exchange.write_holds(_HOLDS, TABLE),
-        lambda data: exchange.parse_holds(data, TABLE, "holds"),
+        messages.write_holds(_HOLDS, TABLE),
+        lambda data: messages.parse_holds(data, TABLE, "holds"),
     ),
     "plan": (
-        exchange.write_plan([_HOLDS, {}], TABLE),
-        lambda data: exchange.parse_plan(data, TABLE, "plan"),
+        messages.write_plan([_HOLDS, {}], TABLE),
+        lambda data: messages.parse_plan(data, TABLE, "plan"),
     ),
-    "sent": (_SENT, lambda data: exchange.parse_sent(data, "sent")),
-    "sums": (_SUMS, lambda data: exchange.parse_sums(data, TABLE, "sums")),
+    "sent": (_SENT, lambda data: messages.parse_sent(data, "sent")),
+    "sums": (_SUMS, lambda data: messages.parse_sums(data, TABLE, "sums")),
     "failed part": (_failure_example(), _failure),
     "checkpoint index": (packed(_WEIGHT_MAP), _checkpoint),
     "engine reply": (packed(_REPLY), lambda data: _reply(Reply("http://engine", 200, data))),

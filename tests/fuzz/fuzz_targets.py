@@ -10,13 +10,13 @@ from fuzz_doors import Doors
 from fuzz_records import RECORDS, Target
 from test_fuzz_parsers import PARSERS, STATE
 
+from weightcast.shared.base.elements import TensorSpec, TensorTable, grid
+from weightcast.shared.checkpoint.state.state import read_state, write_state
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.container import decode_chunk, encode_chunk
 from weightcast.shared.codec.field import PayloadWriter, open_payload
-from weightcast.shared.local.state import read_state, write_state
-from weightcast.shared.service.settings import load_settings
-from weightcast.shared.words import TensorSpec, TensorTable, grid
-from weightcast.subscriber.service.settings import SubscriberSettings
+from weightcast.shared.daemon.settings import load_settings
+from weightcast.subscriber.daemon.settings import SubscriberSettings
 
 WORDS = 3000
 TABLE = TensorTable.of([TensorSpec("a", "BF16", (WORDS,), 2 * WORDS)])

@@ -4,9 +4,9 @@ import resource
 import sys
 from pathlib import Path
 
+from weightcast.shared.base.elements import TensorSpec, TensorTable
+from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.index import INDEX_LIMIT, parse_index
-from weightcast.shared.errors import WeightcastError
-from weightcast.shared.words import TensorSpec, TensorTable
 
 PIECES = {
     "lists": b"[],",

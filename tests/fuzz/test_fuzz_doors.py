@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_fuzz_parsers import EXAMPLES, QUICK, damaged, damaged_bytes
 
-from weightcast.shared.service.daemon import Stop, Wakeup, run_daemon
-from weightcast.shared.service.http import HEADER_LIMIT
-from weightcast.shared.service.settings import ServiceSettings
+from weightcast.shared.daemon.http import HEADER_LIMIT
+from weightcast.shared.daemon.loop import Stop, Wakeup, run_daemon
+from weightcast.shared.daemon.settings import ServiceSettings
 
 Listed = list[tuple[bytes, bytes]]
 PATHS = st.sampled_from(

@@ -15,8 +15,8 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from weightcast.shared.channel.base import Base, parse_base, write_base
-from weightcast.shared.channel.channel_file import parse_channel_file
+from weightcast.shared.base.elements import ChunkKey, Part, Segment, TensorSpec, TensorTable
+from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.claims import Claimant, ClaimRecord, parse_claim, write_claim
 from weightcast.shared.channel.index import (
     ChunkRecord,
@@ -26,16 +26,11 @@ from weightcast.shared.channel.index import (
     parse_index,
     write_index,
 )
-from weightcast.shared.channel.pointer import parse_pointer
-from weightcast.shared.channel.records import FileRecord, TensorRecords
+from weightcast.shared.channel.index_records import FileRecord, TensorRecords
+from weightcast.shared.channel.layout import parse_pointer
 from weightcast.shared.channel.reports import Report, pack_report, parse_report
-from weightcast.shared.digest.lanes import Lanes
-from weightcast.shared.digest.root import root
-from weightcast.shared.errors import WeightcastError
-from weightcast.shared.files.safetensors import parse_header
-from weightcast.shared.local.journal import JournalHeader, JournalReader, JournalWriter
-from weightcast.shared.local.records import Packed, Record
-from weightcast.shared.local.state import (
+from weightcast.shared.channel.run_files import Base, parse_base, parse_channel_file, write_base
+from weightcast.shared.checkpoint.state.state import (
     Blocked,
     EngineState,
     LocalState,
@@ -46,7 +41,11 @@ from weightcast.shared.local.state import (
     read_state,
     write_state,
 )
-from weightcast.shared.words import ChunkKey, Part, Segment, TensorSpec, TensorTable
+from weightcast.shared.checkpoint.update.journal import JournalHeader, JournalReader, JournalWriter
+from weightcast.shared.checkpoint.update.journal_records import Packed, Record
+from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.root import root
+from weightcast.shared.files.safetensors import parse_header
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "60"))
 """per property; `make fuzz` asks for more"""

@@ -23,11 +23,11 @@ from field_reader import follow
 from field_writer import root_of, write_pointer, write_version
 
 from weightcast.publisher import Publisher, init_channel
+from weightcast.shared.base.errors import DamagedFile, NeedsReseed, RetryLater
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import DamagedFile, NeedsReseed, RetryLater
-from weightcast.shared.local.follow import Follower, FollowOptions
-from weightcast.shared.local.hashing import full_hash
+from weightcast.shared.checkpoint.follower import Follower, FollowOptions
+from weightcast.shared.checkpoint.verify.hashing import full_hash
 
 CHANNELS = Path(__file__).parent / "channels"
 BASE = CHANNELS / "base"

@@ -23,8 +23,8 @@ from cut_versions import commit_cut
 from independent_reader import read
 
 from weightcast.publisher import Publisher, init_channel
+from weightcast.shared.base.elements import Part, Segment, TensorTable
 from weightcast.shared.channel.index import INDEX_NAME, Encoding
-from weightcast.shared.words import Part, Segment, TensorTable
 
 GOLDEN = Path(__file__).parent / "channels"
 SEED = 11

@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-from weightcast.shared.local.locks import FileLock, owner_text
+from weightcast.shared.checkpoint.state.locks import FileLock, owner_text
 
 lock = FileLock(Path(sys.argv[1]))
 lock.acquire(text=owner_text())

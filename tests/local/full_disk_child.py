@@ -16,18 +16,18 @@ from pathlib import Path
 
 from core_cases import snapshot
 
-from weightcast.shared import failpoints
+from weightcast.shared.base import failpoints
+from weightcast.shared.base.errors import RetryLater
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import RetryLater
-from weightcast.shared.local import follow
-from weightcast.shared.local.plan import Seed
+from weightcast.shared.checkpoint import follower
+from weightcast.shared.checkpoint.update.plan import Seed
 
 what, channel_dir, base, mount = sys.argv[1], *map(Path, sys.argv[2:5])
 size, free = int(sys.argv[5]), int(sys.argv[6])
 moment = sys.argv[7]
 subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}m", "tmpfs", str(mount)], check=True)
 local = mount / "local"
-follower = follow.Follower(channel_dir, local, base, follow.FollowOptions(visible_seconds=0.2))
+follower = follower.Follower(channel_dir, local, base, follower.FollowOptions(visible_seconds=0.2))
 channel = Channel.open(channel_dir)
 follower.load(channel)
 if what != "seed":

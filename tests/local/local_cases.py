@@ -14,10 +14,10 @@ from core_cases import Model, every_dtype, some_changed, write_checkpoint
 
 from weightcast.publisher import Publisher, init_channel
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.local.follow import Follower, FollowOptions
-from weightcast.shared.local.plan import Patch, Seed, Stay
-from weightcast.shared.local.route import Route
-from weightcast.shared.local.stage import Staged
+from weightcast.shared.checkpoint.follower import Follower, FollowOptions
+from weightcast.shared.checkpoint.update.plan import Patch, Seed, Stay
+from weightcast.shared.checkpoint.update.sources import Route
+from weightcast.shared.checkpoint.update.stage import Staged
 
 
 @dataclass(frozen=True)

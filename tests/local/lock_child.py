@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from weightcast.shared.local.locks import FileLock, owner_text
+from weightcast.shared.checkpoint.state.locks import FileLock, owner_text
 
 lock = FileLock(Path(sys.argv[1]))
 lock.acquire(shared=sys.argv[2] == "shared", text=owner_text() if sys.argv[2] == "exclusive" else "")

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.local.follow import Follower
-from weightcast.shared.local.plan import Patch
+from weightcast.shared.checkpoint.follower import Follower
+from weightcast.shared.checkpoint.update.plan import Patch
 
 way, channel_dir, local, base = sys.argv[1], *map(Path, sys.argv[2:5])
 follower = Follower(channel_dir, local, base)

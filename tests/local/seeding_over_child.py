@@ -16,10 +16,10 @@ from pathlib import Path
 
 from core_cases import read_checkpoint, snapshot
 
+from weightcast.shared.base.errors import RetryLater
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import RetryLater
-from weightcast.shared.local.follow import Follower, FollowOptions
-from weightcast.shared.local.plan import Patch, Seed
+from weightcast.shared.checkpoint.follower import Follower, FollowOptions
+from weightcast.shared.checkpoint.update.plan import Patch, Seed
 
 how, channel_dir, base, other, mount = sys.argv[1], *map(Path, sys.argv[2:6])
 size, free = int(sys.argv[6]), int(sys.argv[7])

@@ -12,10 +12,10 @@ from core_cases import bytes_of, flip, read_checkpoint
 from local_cases import Run, catch_up, edit_state, following, make_run, phase_of, state_of, step_to
 
 from weightcast.publisher import Publisher
+from weightcast.shared.base.errors import DamagedFile, UnknownFormat, WrongRun
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import DamagedFile, UnknownFormat, WrongRun
-from weightcast.shared.local.follow import Follower
-from weightcast.shared.service.cli import run as weightcast
+from weightcast.shared.checkpoint.follower import Follower
+from weightcast.shared.cli.main import run as weightcast
 
 GARBLED = [b"", b"{", b"\x00" * 4096, b'{"format": 1}', b'{"format": 1, "format": 1}', b"[]"]
 

@@ -16,14 +16,14 @@ from core_cases import bytes_of, read_checkpoint, snapshot, some_changed, write_
 from local_cases import Run, catch_up, following, make_run
 
 from weightcast.publisher import Publisher
-from weightcast.publisher.care.upkeep import UpkeepOptions
 from weightcast.publisher.channel_repair import repair_channel
+from weightcast.publisher.maintenance.upkeep import UpkeepOptions
+from weightcast.shared.base.errors import Refused
 from weightcast.shared.channel.claims import claim, this_process
 from weightcast.shared.channel.faults import faults
 from weightcast.shared.channel.reports import Report, write_report
-from weightcast.shared.errors import Refused
-from weightcast.shared.local.follow import Follower, FollowOptions
-from weightcast.shared.service.cli import run as weightcast
+from weightcast.shared.checkpoint.follower import Follower, FollowOptions
+from weightcast.shared.cli.main import run as weightcast
 
 INDEX = "model.safetensors.index.json"
 KINDS = ["channel", "base", "latest", "index", "shard", "newest shard", "anchor index", "anchor shard"]

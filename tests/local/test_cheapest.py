@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightcast.shared.channel.shown import Shown
-from weightcast.shared.local.plan import (
+from weightcast.shared.channel.render import Shown
+from weightcast.shared.checkpoint.update.plan import (
     Here,
     Link,
     Look,

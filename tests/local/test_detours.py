@@ -15,16 +15,16 @@ from core_cases import bytes_of, every_dtype, read_checkpoint, some_changed, wri
 from local_cases import Run, catch_up, following, step_to
 
 from weightcast.publisher import Publisher, init_channel
-from weightcast.publisher.care.upkeep import UpkeepOptions
+from weightcast.publisher.maintenance.upkeep import UpkeepOptions
+from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError
 from weightcast.shared.channel.faults import of_channel
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import DamagedFile, Refused, RetryLater, WeightcastError
-from weightcast.shared.local.detours import Detours
-from weightcast.shared.local.follow import Follower, FollowOptions
-from weightcast.shared.local.stage import BadDelta
-from weightcast.subscriber.service.board import Board
-from weightcast.subscriber.step.host import SyncOptions
-from weightcast.subscriber.step.sync import Sync
+from weightcast.shared.checkpoint.follower import Follower, FollowOptions
+from weightcast.shared.checkpoint.update.sources import Detours
+from weightcast.shared.checkpoint.update.stage import BadDelta
+from weightcast.subscriber.daemon.status import Board
+from weightcast.subscriber.sync.host import SyncOptions
+from weightcast.subscriber.sync.sync import Sync
 
 INDEX = "model.safetensors.index.json"
 STEP_3, STEP_4, STEP_5 = "weight_v000003", "weight_v000004", "weight_v000005"

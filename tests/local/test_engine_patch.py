@@ -14,19 +14,19 @@ from core_cases import Model, all_changed, bytes_of, tensor, write_checkpoint
 from local_cases import Run, following, make_run, patch_keeping_undo, publish, staged, step_to
 
 from weightcast.publisher import init_channel
+from weightcast.shared.base.errors import DamagedFile, RetryLater
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.digest.hash import hash_bytes
-from weightcast.shared.errors import DamagedFile, RetryLater
-from weightcast.shared.local import engine_patch
-from weightcast.shared.local.engine_patch import (
+from weightcast.shared.checkpoint.follower import Follower
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
+from weightcast.shared.checkpoint.update import engine_patch
+from weightcast.shared.checkpoint.update.engine_patch import (
     NAME,
     EnginePatch,
     NoPatch,
     drop_engine_patches,
     write_engine_patch,
 )
-from weightcast.shared.local.follow import Follower
-from weightcast.shared.local.local_checkpoint import LocalCheckpoint
+from weightcast.shared.digest.hash import hash_bytes
 
 
 @pytest.fixture(scope="module")

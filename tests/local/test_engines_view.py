@@ -11,7 +11,7 @@ import pytest
 from core_cases import bytes_of, read_checkpoint
 from local_cases import Run, catch_up, following, make_run, state_of, step_to
 
-from weightcast.shared.errors import NeedsReseed, RetryLater
+from weightcast.shared.base.errors import NeedsReseed, RetryLater
 
 
 @pytest.fixture(scope="module")

@@ -31,11 +31,11 @@ from local_cases import (
     step_to,
 )
 
+from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, WrongRun
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import NeedsReseed, Refused, RetryLater, WrongRun
-from weightcast.shared.local.hashing import full_hash
-from weightcast.shared.local.local_checkpoint import LocalCheckpoint
-from weightcast.shared.local.locks import FileLock
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
+from weightcast.shared.checkpoint.state.locks import FileLock
+from weightcast.shared.checkpoint.verify.hashing import full_hash
 
 
 @pytest.fixture(scope="module")

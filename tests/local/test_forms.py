@@ -12,10 +12,10 @@ from local_cases import Run, following, patch_keeping_undo, publish, staged, ste
 from test_engine_patch import patched, read
 
 from weightcast.publisher import init_channel
+from weightcast.shared.checkpoint.update.engine_patch import write_engine_patch
+from weightcast.shared.checkpoint.update.journal import JournalReader
+from weightcast.shared.checkpoint.update.journal_records import PackedRecord
 from weightcast.shared.codec import changes, container
-from weightcast.shared.local.engine_patch import write_engine_patch
-from weightcast.shared.local.journal import JournalReader
-from weightcast.shared.local.records import PackedRecord
 
 
 @pytest.fixture(scope="module", params=["fast", "small", "xor"])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from weightcast.shared.local.local_checkpoint import WordsIn, gather
-from weightcast.shared.words import Chunk, Span, Words
+from weightcast.shared.base.elements import Chunk, Span, Words
+from weightcast.shared.checkpoint.local_checkpoint import WordsIn, gather
 
 CHUNK = Chunk(0, "BF16", 0, (Span(0, 0, 65, 0), Span(1, 10, 75, 128), Span(2, 0, 3, 256)), 320)
 PLACES = ((0, 65), (128, 193), (256, 259))

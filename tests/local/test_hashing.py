@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from local_cases import Run, following, publish
 
 from weightcast.publisher import init_channel
+from weightcast.shared.base.elements import ByteArray, TensorSpec, TensorTable
 from weightcast.shared.channel.store import Channel
+from weightcast.shared.checkpoint.verify.hashing import hash_tensors
 from weightcast.shared.digest.hash import hash_bytes
-from weightcast.shared.files.checkpoint import Place
-from weightcast.shared.local.hashing import hash_tensors
-from weightcast.shared.words import ByteArray, TensorSpec, TensorTable
+from weightcast.shared.files.hf_checkpoint import Place
 
 MIB = 1 << 20
 SIZES = {

@@ -9,12 +9,12 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weightcast.shared.base.elements import Chunk, Span, TensorSpec, TensorTable, Words, grid
+from weightcast.shared.base.errors import DamagedFile
+from weightcast.shared.checkpoint.update.journal import Direction, JournalHeader, JournalReader, JournalWriter
+from weightcast.shared.checkpoint.update.journal_records import Record, pack_changes, pack_whole
 from weightcast.shared.codec.changes import Changes, compare
 from weightcast.shared.codec.scan import masked_changes
-from weightcast.shared.errors import DamagedFile
-from weightcast.shared.local.journal import Direction, JournalHeader, JournalReader, JournalWriter
-from weightcast.shared.local.records import Record, pack_changes, pack_whole
-from weightcast.shared.words import Chunk, Span, TensorSpec, TensorTable, Words, grid
 
 HEADER = JournalHeader("run-1", "abc", 3, "r3", 7, 4, "r4", "d4")
 TABLE = TensorTable.of(

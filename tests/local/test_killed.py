@@ -25,7 +25,7 @@ from waiting import wait_until
 
 from weightcast.publisher import init_channel
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.local.hashing import full_hash
+from weightcast.shared.checkpoint.verify.hashing import full_hash
 
 CHILD = Path(__file__).with_name("patching_child.py")
 TENSORS = 1500

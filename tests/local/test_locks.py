@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from weightcast.shared.errors import RetryLater
-from weightcast.shared.local.local_checkpoint import LocalPaths, own
-from weightcast.shared.local.locks import FileLock, holder, owner_text
+from weightcast.shared.base.errors import RetryLater
+from weightcast.shared.checkpoint.local_checkpoint import LocalPaths, own
+from weightcast.shared.checkpoint.state.locks import FileLock, holder, owner_text
 
 CHILD = Path(__file__).with_name("lock_child.py")
 FORKING = Path(__file__).with_name("forking_child.py")

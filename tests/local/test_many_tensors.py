@@ -13,15 +13,15 @@ from local_cases import Run, following, patch_keeping_undo, staged, step_to
 
 from weightcast.publisher import Publisher, init_channel
 from weightcast.publisher.weights.match import match
-from weightcast.shared.channel.base import parse_base
+from weightcast.shared.base.elements import TensorTable
+from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Refused
 from weightcast.shared.channel.index import INDEX_NAME, parse_index
+from weightcast.shared.channel.run_files import parse_base
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import DamagedFile, NeedsReseed, Refused
-from weightcast.shared.files.checkpoint import open_checkpoint
+from weightcast.shared.checkpoint.follower import Follower
+from weightcast.shared.checkpoint.verify.hashing import full_hash
+from weightcast.shared.files.hf_checkpoint import open_checkpoint
 from weightcast.shared.files.safetensors import parse_header, read_header
-from weightcast.shared.local.follow import Follower
-from weightcast.shared.local.hashing import full_hash
-from weightcast.shared.words import TensorTable
 
 DTYPES = ("BF16", "F8_E4M3", "BF16", "F32", "BF16")
 

@@ -14,7 +14,7 @@ import pytest
 from core_cases import bytes_of, read_checkpoint, snapshot
 from local_cases import Run, catch_up, following, make_run, step_to
 
-from weightcast.shared.errors import DamagedFile, Refused, RetryLater
+from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater
 
 INDEX = "model.safetensors.index.json"
 

@@ -11,8 +11,8 @@ from core_cases import Model, all_changed, bytes_of, read_checkpoint, rot, tenso
 from local_cases import Run, catch_up, following, phase_of, publish, staged, step_to
 
 from weightcast.publisher import init_channel
-from weightcast.shared.errors import NeedsReseed
-from weightcast.shared.local.follow import Follower
+from weightcast.shared.base.errors import NeedsReseed
+from weightcast.shared.checkpoint.follower import Follower
 
 THREADS = 3
 

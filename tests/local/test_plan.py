@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from weightcast.shared.channel.shown import Shown
-from weightcast.shared.local.plan import (
+from weightcast.shared.channel.render import Shown
+from weightcast.shared.checkpoint.update.plan import (
     Here,
     Link,
     Need,

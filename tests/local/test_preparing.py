@@ -12,12 +12,12 @@ from core_cases import bytes_of, read_checkpoint
 from disk_errors import watched
 from local_cases import Run, catch_up, following, make_run, state_of, step_to
 
+from weightcast.shared.base.errors import DamagedFile, RetryLater
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import DamagedFile, RetryLater
-from weightcast.shared.local.follow import Follower, FollowOptions
-from weightcast.shared.local.spool import Incoming
-from weightcast.shared.local.stage import Fetched, stage
+from weightcast.shared.checkpoint.follower import Follower, FollowOptions
+from weightcast.shared.checkpoint.update.fetch import Incoming
+from weightcast.shared.checkpoint.update.stage import Fetched, stage
 
 WAIT = 20.0
 

@@ -23,12 +23,12 @@ from local_cases import (
     step_to,
 )
 
+from weightcast.shared.base.elements import TensorSpec, TensorTable
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.local.follow import Follower, FollowOptions
-from weightcast.shared.local.repair import Repaired, Walk, Way, cheapest, plan_walk
-from weightcast.shared.local.state import EngineState, Mark, read_state, write_state
-from weightcast.shared.local.ways import ways_to
-from weightcast.shared.words import TensorSpec, TensorTable
+from weightcast.shared.checkpoint.follower import Follower, FollowOptions
+from weightcast.shared.checkpoint.state.state import EngineState, Mark, read_state, write_state
+from weightcast.shared.checkpoint.update.sources import ways_to
+from weightcast.shared.checkpoint.verify.repair import Repaired, Walk, Way, cheapest, plan_walk
 
 ENCODINGS = ["fast", "small", "xor", "overwrite"]
 

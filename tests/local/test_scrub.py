@@ -12,12 +12,12 @@ from core_cases import Model, bytes_of, every_dtype, read_checkpoint, rot, tenso
 from local_cases import Run, following, publish, state_of, step_to
 
 from weightcast.publisher import init_channel
+from weightcast.shared.base.errors import NeedsReseed
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import NeedsReseed
-from weightcast.shared.local.follow import Follower
-from weightcast.shared.local.hashing import Differs
-from weightcast.shared.local.local_checkpoint import LocalCheckpoint
-from weightcast.shared.local.scrub import Scrub
+from weightcast.shared.checkpoint.follower import Follower
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
+from weightcast.shared.checkpoint.verify.hashing import Differs
+from weightcast.shared.checkpoint.verify.scrub import Scrub
 
 PIECE = 8 << 20
 LONG = 5 * PIECE

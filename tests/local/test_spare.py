@@ -14,12 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_cases import catch_up, following, make_run, patch_keeping_undo, phase_of, staged, step_to
 
-from weightcast.shared.errors import DamagedFile, RetryLater
-from weightcast.shared.local.journal import JournalHeader, JournalReader, JournalWriter
-from weightcast.shared.local.local_checkpoint import LocalPaths
-from weightcast.shared.local.records import Record
-from weightcast.shared.local.spare import begin, keep_journal, keep_shards, make_ready, spare_bytes
-from weightcast.shared.words import TensorSpec, TensorTable
+from weightcast.shared.base.elements import TensorSpec, TensorTable
+from weightcast.shared.base.errors import DamagedFile, RetryLater
+from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
+from weightcast.shared.checkpoint.update.buffer_reuse import (
+    begin,
+    keep_journal,
+    keep_shards,
+    make_ready,
+    spare_bytes,
+)
+from weightcast.shared.checkpoint.update.journal import JournalHeader, JournalReader, JournalWriter
+from weightcast.shared.checkpoint.update.journal_records import Record
 
 HEADER = JournalHeader("run-1", "abc", 3, "r3", 7, 4, "r4", "d4")
 TABLE = TensorTable.of([TensorSpec("a", "BF16", (5000,), 10_000)])

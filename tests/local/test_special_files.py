@@ -15,9 +15,9 @@ from core_cases import bytes_of, read_checkpoint
 from local_cases import Run, catch_up, following, make_run
 
 from weightcast.publisher import Publisher
+from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import WeightcastError
 
 INDEX = "model.safetensors.index.json"
 IN_CHANNEL = [

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightcast.shared.digest.lanes import Lanes
-from weightcast.shared.errors import DamagedFile, UnknownFormat
-from weightcast.shared.local.boot import UNKNOWN_BOOT, Boot
-from weightcast.shared.local.state import (
+from weightcast.shared.base.errors import DamagedFile, UnknownFormat
+from weightcast.shared.checkpoint.state.state import (
+    UNKNOWN_BOOT,
     Blocked,
+    Boot,
     EngineState,
     LocalState,
     Mark,
@@ -25,6 +25,7 @@ from weightcast.shared.local.state import (
     unpack_lanes,
     write_state,
 )
+from weightcast.shared.digest.lanes import Lanes
 
 TEXT = st.text(st.characters(blacklist_categories=("Cs", "Cc")), max_size=12)
 POSITIONS = st.builds(

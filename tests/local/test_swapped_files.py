@@ -11,7 +11,7 @@ import pytest
 from core_cases import bytes_of, flip, read_checkpoint
 from local_cases import Run, catch_up, following, make_run, state_of, step_to
 
-from weightcast.shared.errors import Refused, RetryLater, WrongRun
+from weightcast.shared.base.errors import Refused, RetryLater, WrongRun
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from core_cases import Model, bytes_of, much_changed, read_checkpoint, snapshot,
 from local_cases import Run, following, publish, staged, step_to
 
 from weightcast.publisher import init_channel
-from weightcast.shared.errors import RetryLater
+from weightcast.shared.base.errors import RetryLater
+from weightcast.shared.checkpoint.update.journal import JournalReader
 from weightcast.shared.files.disk_errors import NoRoom
-from weightcast.shared.local.journal import JournalReader
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,13 @@ from core_cases import bytes_of, read_checkpoint, write_checkpoint
 from local_cases import Run, catch_up, following, make_run, phase_of, publish
 
 from weightcast.publisher import init_channel
-from weightcast.shared.channel.base import parse_base
+from weightcast.shared.base.errors import WrongRun
 from weightcast.shared.channel.chain import verify
+from weightcast.shared.channel.run_files import parse_base
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import WrongRun
-from weightcast.shared.local.follow import Follower, FollowOptions
-from weightcast.shared.local.inspect import inspect
-from weightcast.shared.local.side_files import repair_files
+from weightcast.shared.checkpoint.follower import Follower, FollowOptions
+from weightcast.shared.checkpoint.state.side_files import repair_files
+from weightcast.shared.checkpoint.verify.inspect import inspect
 
 SIDE = {
     "spk_dict.pt": b"\x80\x02",

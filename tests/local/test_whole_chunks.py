@@ -13,14 +13,14 @@ from local_cases import Run, following, patch_keeping_undo, staged, step_to
 from test_engine_patch import patched, read
 
 from weightcast.publisher import Publisher, init_channel
-from weightcast.publisher.care.upkeep import UpkeepOptions
+from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.local.engine_patch import write_engine_patch
-from weightcast.shared.local.follow import Follower
-from weightcast.shared.local.hashing import full_hash
-from weightcast.shared.local.journal import JournalReader
-from weightcast.shared.local.records import PackedRecord
-from weightcast.shared.local.state import Step
+from weightcast.shared.checkpoint.follower import Follower
+from weightcast.shared.checkpoint.state.state import Step
+from weightcast.shared.checkpoint.update.engine_patch import write_engine_patch
+from weightcast.shared.checkpoint.update.journal import JournalReader
+from weightcast.shared.checkpoint.update.journal_records import PackedRecord
+from weightcast.shared.checkpoint.verify.hashing import full_hash
 
 FRESH = ("w.large", "w.odd")
 """tensors of one chunk that are new in versions 1 and 2"""

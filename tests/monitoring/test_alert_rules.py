@@ -13,7 +13,7 @@ import pytest
 import yaml
 from promkit import SHIPPED, dashboard_queries, shipped
 
-from weightcast.shared.service.metrics import PREFIX
+from weightcast.shared.daemon.metrics import PREFIX
 
 pytestmark = pytest.mark.monitoring
 ROOT = SHIPPED.parents[1]

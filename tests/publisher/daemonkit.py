@@ -200,7 +200,7 @@ class Daemon:
         with log.open("ab") as stream:
             process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "weightcast.shared.service.cli", "publisher", "run"),
+                    *(sys.executable, "-m", "weightcast.shared.cli.main", "publisher", "run"),
                     *("--channel", str(places.channel)),
                     *(("--base", str(places.base)) if base else ()),
                     *("--local", str(places.local), "--watch", str(places.watch)),

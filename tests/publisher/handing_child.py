@@ -14,7 +14,7 @@ from publisher_cases import as_numpy, numpy_model
 
 from weightcast.publisher.trainer.handover import HandOver
 from weightcast.publisher.weights.given import CastTensor
-from weightcast.shared.failpoints import watch
+from weightcast.shared.base.failpoints import watch
 
 export, moment = Path(sys.argv[1]), sys.argv[2]
 model = numpy_model(np.random.default_rng(3))

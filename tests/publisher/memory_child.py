@@ -12,7 +12,7 @@ from pathlib import Path
 
 from weightcast.publisher import Publisher
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.local.follow import Follower
+from weightcast.shared.checkpoint.follower import Follower
 
 
 def rss_anon() -> int:

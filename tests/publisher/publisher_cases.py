@@ -13,8 +13,8 @@ from core_cases import Model, Tensor, bytes_of, every_dtype, read_checkpoint, wr
 
 from weightcast.publisher import Publisher, init_channel
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.local.follow import Follower, FollowOptions
-from weightcast.shared.local.hashing import full_hash
+from weightcast.shared.checkpoint.follower import Follower, FollowOptions
+from weightcast.shared.checkpoint.verify.hashing import full_hash
 
 NUMPY_TYPES = {
     "BOOL": "?",

@@ -14,7 +14,7 @@ from core_cases import Model, all_changed
 from publisher_cases import as_numpy, numpy_model
 
 from weightcast.publisher import Publisher
-from weightcast.shared.errors import WeightcastError
+from weightcast.shared.base.errors import WeightcastError
 
 channel, local, base = map(Path, sys.argv[1:4])
 rank, world, steps = map(int, sys.argv[4:7])

@@ -5,9 +5,9 @@ import signal
 import sys
 from pathlib import Path
 
-from weightcast.publisher.service.daemon import run_publisher
-from weightcast.publisher.service.settings import PublisherSettings
-from weightcast.shared.failpoints import watch
+from weightcast.publisher.daemon.daemon import run_publisher
+from weightcast.publisher.daemon.settings import PublisherSettings
+from weightcast.shared.base.failpoints import watch
 
 name, left = sys.argv[1], int(sys.argv[2])
 channel, base, local, hand_over, port_file = map(Path, sys.argv[3:8])

@@ -17,9 +17,9 @@ import numpy as np
 from core_cases import Model, all_changed, bytes_of, read_checkpoint, tensor, write_checkpoint
 
 from weightcast.publisher import Publisher, init_channel
-from weightcast.publisher.care.orders import order_rollback
-from weightcast.publisher.care.upkeep import UpkeepOptions
-from weightcast.shared.errors import RetryLater
+from weightcast.publisher.maintenance.orders import order_rollback
+from weightcast.publisher.maintenance.upkeep import UpkeepOptions
+from weightcast.shared.base.errors import RetryLater
 
 what, root, mount = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(mount)], check=True)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from publisher_cases import Place, make_place
 
+from weightcast.shared.base.errors import NotInTime, Refused, RetryLater
 from weightcast.shared.channel.reports import Report, write_report
-from weightcast.shared.errors import NotInTime, Refused, RetryLater
-from weightcast.shared.service.arrivals import Arrivals
-from weightcast.shared.service.fleet import LOST_SECONDS
+from weightcast.shared.daemon.fleet import LOST_SECONDS
+from weightcast.shared.daemon.wait import Arrivals
 
 RUN = "run-under-test"
 

@@ -72,7 +72,7 @@ def test_both_daemons_say_it_in_log_and_status(places: Places) -> None:
     with log.open("wb") as stream:
         subscriber = subprocess.Popen(
             [
-                *(sys.executable, "-m", "weightcast.shared.service.cli", "subscriber", "run"),
+                *(sys.executable, "-m", "weightcast.shared.cli.main", "subscriber", "run"),
                 *("--channel", str(places.channel), "--base", str(places.base)),
                 *("--local", str(places.root / "host"), "--port", "0", "--port-file", str(port)),
                 *("--poll-seconds", "0.1", "--log-format", "json"),

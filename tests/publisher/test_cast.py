@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from publisher_cases import Place, make_place
 
 from weightcast.publisher import cast_like
-from weightcast.publisher.service.received import Received
+from weightcast.publisher.daemon.sources.handed import Received
 from weightcast.publisher.trainer.handover import HandOver
 from weightcast.publisher.weights.given import CastTensor, RawTensor
-from weightcast.shared.errors import Refused
+from weightcast.shared.base.errors import Refused
 
 torch = pytest.importorskip("torch")
 
@@ -109,8 +109,8 @@ def test_numpy_rounds_as_torch_does(bits: list[int]) -> None:
 
 
 def cast_from(array: Any) -> Any:
-    from weightcast.publisher.trainer import cast
+    from weightcast.publisher.trainer import precision
 
-    made = CastTensor(array, "BF16", cast._converted).made()
+    made = CastTensor(array, "BF16", precision._converted).made()
     assert isinstance(made, RawTensor)
     return np.asarray(made.data)

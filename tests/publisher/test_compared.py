@@ -15,11 +15,11 @@ from publisher_cases import as_numpy, make_place
 from sharded_world import Array, Cut, along, grid_of
 
 from weightcast.publisher import Shard
-from weightcast.publisher.version.compared import ComparedWeights
-from weightcast.publisher.version.shards import Own
+from weightcast.publisher.publish.compare import ComparedWeights
+from weightcast.publisher.ranks.shards import Own
 from weightcast.publisher.weights.tensors import GivenWeights
-from weightcast.shared.errors import NeedsReseed, RetryLater
-from weightcast.shared.local.local_checkpoint import LocalCheckpoint
+from weightcast.shared.base.errors import NeedsReseed, RetryLater
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 
 
 def cube(array: Array, rank: int, world: int) -> object:

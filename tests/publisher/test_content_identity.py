@@ -17,7 +17,7 @@ from test_publisher_desk import Office, Opening, opened, places, weights
 from waiting import wait_until
 
 from weightcast.publisher import Publisher
-from weightcast.publisher.service.queue import Job
+from weightcast.publisher.daemon.sources.queue import Job
 
 __all__ = ["opened", "places"]  # fixtures
 

@@ -29,10 +29,10 @@ from disk_errors import watched
 from publisher_cases import ENCODINGS, Place, as_numpy, make_place, numpy_model
 
 from weightcast.publisher import Publisher
+from weightcast.shared.base.errors import DamagedFile, Forked, NeedsReseed, Refused, RetryLater
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.claims import claim, this_process
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import DamagedFile, Forked, NeedsReseed, Refused, RetryLater
 
 CHILD = Path(__file__).with_name("publishing_child.py")
 INDEX = "model.safetensors.index.json"
@@ -459,7 +459,7 @@ def test_joining_from_an_anchor_without_a_base(place: Place, rng: np.random.Gene
 
 
 def joiner(place: Place, local: Path):  # type: ignore[no-untyped-def]
-    from weightcast.shared.local.follow import Follower, FollowOptions
+    from weightcast.shared.checkpoint.follower import Follower, FollowOptions
 
     return Follower(place.channel, local, None, FollowOptions(visible_seconds=0.2))
 

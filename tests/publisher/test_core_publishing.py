@@ -12,8 +12,8 @@ import pytest
 from core_cases import Model, Tensor, all_changed, every_dtype, some_changed, tensor
 from publisher_cases import ENCODINGS, as_numpy, make_place, numpy_model
 
+from weightcast.shared.base.errors import Refused
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import Refused
 
 torch = pytest.importorskip("torch")
 

@@ -16,9 +16,9 @@ from sharded_world import world_of
 from waiting import wait_until
 
 from weightcast.publisher import Publisher
+from weightcast.shared.base.errors import NotInTime, Refused
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import NotInTime, Refused
 
 CHILD = Path(__file__).with_name("rank_child.py")
 

@@ -19,9 +19,9 @@ from core_cases import Model, Tensor, all_changed, snapshot, some_changed, tenso
 from publisher_cases import ENCODINGS, Place, make_place
 
 from weightcast.publisher import Publisher, RawTensor, init_channel
+from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError, WrongRun
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.store import Channel, NoChannel
-from weightcast.shared.errors import DamagedFile, Refused, RetryLater, WeightcastError, WrongRun
 
 
 @pytest.fixture

@@ -12,14 +12,14 @@ import pytest
 from daemonkit import INDEX, Places, Tensors, base_tensors, changed, local_bytes, plain, rename_in
 from disk_errors import Disk, watched
 
-from weightcast.publisher.service.desk import Desk
-from weightcast.publisher.service.settings import PublisherSettings
-from weightcast.publisher.service.watched import RenamedIn
+from weightcast.publisher.daemon.publish_loop import Desk
+from weightcast.publisher.daemon.settings import PublisherSettings
+from weightcast.publisher.daemon.sources.watched import RenamedIn
+from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import WeightcastError
-from weightcast.shared.local.follow import Follower
-from weightcast.shared.service.daemon import Stop, Wakeup
-from weightcast.shared.service.metrics import Metrics
+from weightcast.shared.checkpoint.follower import Follower
+from weightcast.shared.daemon.loop import Stop, Wakeup
+from weightcast.shared.daemon.metrics import Metrics
 
 ELSEWHERE = ("hook.", "lock.")
 BESIDE = ("upkeep", "weightcast-claim")

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weightcast.shared.base.elements import Chunk, Part, Segment, TensorSpec, TensorTable, Words, grid
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.digest.hash import hash_bytes
 from weightcast.shared.digest.lanes import Lanes
-from weightcast.shared.words import Chunk, Part, Segment, TensorSpec, TensorTable, Words, grid
 
 torch = pytest.importorskip("torch")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from weightcast.publisher.version.elements import changed_elements
+from weightcast.publisher.publish.diff import changed_elements
+from weightcast.shared.base.elements import TensorSpec, TensorTable, grid
 from weightcast.shared.codec.scan import scan
-from weightcast.shared.words import TensorSpec, TensorTable, grid
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from waiting import wait_until
 from weightcast.publisher import HandOver, RawTensor, cast_like
 from weightcast.publisher.weights.export_rules import BadRule, Rename
 from weightcast.publisher.weights.precision import STORED, rounded
-from weightcast.shared.errors import Refused
+from weightcast.shared.base.errors import Refused
 
 torch = pytest.importorskip("torch")
 

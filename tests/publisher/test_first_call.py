@@ -9,7 +9,7 @@ import pytest
 from core_cases import tensor, write_checkpoint
 
 from weightcast.publisher import Publisher, init_channel
-from weightcast.shared.errors import NotInTime, Refused
+from weightcast.shared.base.errors import NotInTime, Refused
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from in_process import Command
 from waiting import wait_until
 
 from weightcast.shared.channel.reports import read_reports
-from weightcast.shared.service.arrivals import wait_for_hosts
+from weightcast.shared.daemon.wait import wait_for_hosts
 
-COMMAND = [sys.executable, "-m", "weightcast.shared.service.cli"]
+COMMAND = [sys.executable, "-m", "weightcast.shared.cli.main"]
 
 
 @dataclass

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import pytest
 from prometheus_client import generate_latest
 
-from weightcast.publisher.fleet.figures import FleetFigures, lag_label
-from weightcast.publisher.fleet.outlook import CatchUp, CatchUpRow, Joiner, VersionRow, Versions
+from weightcast.publisher.fleet.catch_up_cost import CatchUp, CatchUpRow, Joiner, VersionRow, Versions
+from weightcast.publisher.fleet.metrics import FleetFigures, lag_label
 from weightcast.publisher.fleet.view import ChannelPage
-from weightcast.shared.service.fleet import Fleet, Host
-from weightcast.shared.service.metrics import Metrics
+from weightcast.shared.daemon.fleet import Fleet, Host
+from weightcast.shared.daemon.metrics import Metrics
 
 
 def host(name: str, **facts: object) -> Host:

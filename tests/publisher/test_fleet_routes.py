@@ -18,10 +18,10 @@ from daemonkit import Daemon, Places, base_tensors, changed, rename_in, unprivil
 from in_process import Command
 from waiting import wait_until
 
-from weightcast.shared.channel.channel_file import ChannelFile, write_channel_file
 from weightcast.shared.channel.layout import Layout
-from weightcast.shared.channel.marks import keep, set_tag
+from weightcast.shared.channel.pins import keep, set_tag
 from weightcast.shared.channel.reports import REPORT_LIMIT, Report, Update, pack_report, write_report
+from weightcast.shared.channel.run_files import ChannelFile, write_channel_file
 
 HOSTS = 1100
 """whose page is larger than what a socket of the kernel takes"""

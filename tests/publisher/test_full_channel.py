@@ -13,11 +13,11 @@ from core_cases import Model, all_changed, bytes_of, read_checkpoint
 from publisher_cases import Place, make_place, numpy_model
 from waiting import wait_until
 
-from weightcast.publisher.care.retention import Retention
-from weightcast.publisher.care.upkeep import UpkeepOptions
+from weightcast.publisher.maintenance.retention import Retention
+from weightcast.publisher.maintenance.upkeep import UpkeepOptions
+from weightcast.shared.base.errors import RetryLater
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import RetryLater
 
 POINTER_BYTES = 6
 NOTE_BYTES = 4096

@@ -10,8 +10,8 @@ from core_cases import some_changed
 from publisher_cases import make_place
 from waiting import wait_until
 
-from weightcast.publisher.care.give_way import GiveWay
-from weightcast.publisher.care.upkeep import UpkeepOptions
+from weightcast.publisher.maintenance.throttle import GiveWay
+from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 
 
 class Clock:

@@ -18,10 +18,9 @@ from daemonkit import Daemon, Places
 from publisher_cases import Place, as_numpy, make_place, numpy_model
 from waiting import wait_until
 
-from weightcast.publisher.service.received import Received
-from weightcast.publisher.trainer.export import Export
-from weightcast.publisher.trainer.handover import HandOver
-from weightcast.shared.errors import Refused, RetryLater
+from weightcast.publisher.daemon.sources.handed import Received
+from weightcast.publisher.trainer.handover import Export, HandOver
+from weightcast.shared.base.errors import Refused, RetryLater
 
 HERE = Path(__file__).parent
 

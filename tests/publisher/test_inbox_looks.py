@@ -10,8 +10,8 @@ from disk_errors import watched
 from numpy.typing import NDArray
 from waiting import wait_until
 
-from weightcast.publisher.service.inbox import Sighting
-from weightcast.publisher.service.looks import (
+from weightcast.publisher.daemon.sources.inbox import Sighting
+from weightcast.publisher.daemon.sources.observation import (
     bury_leftovers,
     consume,
     consume_aside,
@@ -21,7 +21,7 @@ from weightcast.publisher.service.looks import (
     set_aside,
     was_moved_in,
 )
-from weightcast.shared.errors import Refused, RetryLater
+from weightcast.shared.base.errors import Refused, RetryLater
 
 
 def sightings(watch: Path, marker: str | None = None, arrived: bool = False) -> dict[str, Sighting]:

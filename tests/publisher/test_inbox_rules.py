@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightcast.publisher.service.inbox import (
+from weightcast.publisher.daemon.sources.inbox import (
     FileMark,
     Inbox,
     InboxEntry,
@@ -18,9 +18,9 @@ from weightcast.publisher.service.inbox import (
     pack_entries,
     parse_entries,
 )
-from weightcast.publisher.service.layouts import step_of
-from weightcast.shared.errors import DamagedFile
-from weightcast.shared.service.facts import Failure
+from weightcast.publisher.daemon.sources.layouts import step_of
+from weightcast.shared.base.errors import DamagedFile
+from weightcast.shared.daemon.status import Failure
 
 REQUEST = "0123456789abcdef"
 DAMAGED = Failure(error="DamagedFile", message="cut short")

@@ -12,8 +12,8 @@ import pytest
 from core_cases import Model, ended, some_changed
 from publisher_cases import Place, make_place
 
-from weightcast.publisher.care.retention import Retention
-from weightcast.publisher.care.upkeep import UpkeepOptions
+from weightcast.publisher.maintenance.retention import Retention
+from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.store import Channel
 

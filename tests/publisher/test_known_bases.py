@@ -10,7 +10,7 @@ import pytest
 from daemonkit import Daemon, Places, base_tensors, changed, local_bytes, plain, rename_in, write
 from in_process import Command
 
-from weightcast.shared.local import known_bases
+from weightcast.shared.checkpoint.state import known_bases
 
 
 @pytest.fixture

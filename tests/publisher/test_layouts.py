@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from weightcast.publisher.service.layouts import Fit, Layouts, matches, pattern_of, save_of, step_of
-from weightcast.shared.words import TensorSpec, TensorTable
+from weightcast.publisher.daemon.sources.layouts import Fit, Layouts, matches, pattern_of, save_of, step_of
+from weightcast.shared.base.elements import TensorSpec, TensorTable
 
 GOOD, WORSE = Fit(True, 9, 0), Fit(False, 8, -1)
 ACTOR, CRITIC = "global_step_20/actor/hf", "global_step_20/critic/hf"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightcast.publisher.weights.names import resolve
+from weightcast.publisher.weights.match import resolve
 
 KNOWN = ["model.layers.0.mlp.weight", "model.norm.weight", "lm_head.weight"]
 CASES = {

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from publisher_cases import Place, make_place
 
 from weightcast.publisher import Publisher
-from weightcast.shared.errors import Refused, RetryLater
+from weightcast.shared.base.errors import Refused, RetryLater
 
 torch = pytest.importorskip("torch")
 

@@ -23,7 +23,7 @@ from daemonkit import (
 )
 from waiting import wait_until
 
-from weightcast.shared.service.cli import run as weightcast
+from weightcast.shared.cli.main import run as weightcast
 
 
 def arrives(daemon: Daemon, version: int) -> None:
@@ -47,7 +47,7 @@ def host(places: Places, name: str, *flags: str) -> Iterator[Path]:
     """A subscriber's daemon; its local checkpoint."""
     local = places.root / name
     command = [
-        *(sys.executable, "-m", "weightcast.shared.service.cli", "subscriber", "run"),
+        *(sys.executable, "-m", "weightcast.shared.cli.main", "subscriber", "run"),
         *("--channel", str(places.channel), "--base", str(places.base), "--local", str(local)),
         *("--port", "0", "--poll-seconds", "0.1", "--threads", "1", *flags),
     ]

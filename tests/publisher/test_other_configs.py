@@ -12,7 +12,7 @@ import pytest
 from core_cases import all_changed, snapshot
 from publisher_cases import Place, make_place
 
-from weightcast.shared.errors import Refused, WrongRun
+from weightcast.shared.base.errors import Refused, WrongRun
 
 BASE: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],

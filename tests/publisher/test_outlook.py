@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 from publisher_cases import Place, make_place
 
-from weightcast.publisher.care.retention import CheapestWay, HeldVersion, Hop, Retention, Situation
-from weightcast.publisher.fleet.ledger import Ledger, Page
-from weightcast.publisher.fleet.outlook import catch_up, prune_plan, steps, version_rows
-from weightcast.publisher.fleet.posted import (
+from weightcast.publisher.fleet.catch_up_cost import catch_up, prune_plan, steps, version_rows
+from weightcast.publisher.fleet.report_intake import (
     BURST,
     PER_HOST_SECONDS,
     SILENT_SECONDS,
@@ -23,12 +21,13 @@ from weightcast.publisher.fleet.posted import (
     Posted,
     TooMany,
 )
-from weightcast.shared.channel.layout import Layout
-from weightcast.shared.channel.pointer import write_pointer
+from weightcast.publisher.fleet.version_history import Ledger, Page
+from weightcast.publisher.maintenance.retention import CheapestWay, HeldVersion, Hop, Retention, Situation
+from weightcast.shared.base.errors import Refused, RetryLater, WrongRun
+from weightcast.shared.channel.layout import Layout, write_pointer
+from weightcast.shared.channel.render import Shown
 from weightcast.shared.channel.reports import REPORTS_LIMIT, Report, pack_report, read_reports
-from weightcast.shared.channel.shown import Shown
-from weightcast.shared.errors import Refused, RetryLater, WrongRun
-from weightcast.shared.service.fleet import Host
+from weightcast.shared.daemon.fleet import Host
 
 
 def held(nbytes: int = 10, skips: dict[int, int] | None = None, anchor: int | None = None) -> HeldVersion:

@@ -14,7 +14,8 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 
-from weightcast.publisher.fleet.outlook import (
+from weightcast.publisher.daemon.status import PublisherStatus
+from weightcast.publisher.fleet.catch_up_cost import (
     CatchUp,
     CatchUpRow,
     Joiner,
@@ -22,10 +23,8 @@ from weightcast.publisher.fleet.outlook import (
     PrunePlan,
     VersionRow,
 )
-from weightcast.publisher.fleet.page_routes import PAGE_PATHS, page_routes
-from weightcast.publisher.service.status import PublisherStatus
-from weightcast.shared.service.facts import Readiness
-from weightcast.shared.service.fleet import (
+from weightcast.publisher.fleet.routes import PAGE_PATHS, page_routes
+from weightcast.shared.daemon.fleet import (
     EngineLine,
     Fleet,
     Host,
@@ -35,7 +34,8 @@ from weightcast.shared.service.fleet import (
     Standing,
     UpdateLine,
 )
-from weightcast.shared.service.http import make_app
+from weightcast.shared.daemon.http import make_app
+from weightcast.shared.daemon.status import Readiness
 
 TOKEN = "correct-horse"
 PAGE = Path(__file__).parents[2] / "publisher" / "page"

@@ -19,17 +19,16 @@ from publisher_cases import Place, make_place
 from waiting import wait_until
 
 from weightcast.publisher import Publisher
-from weightcast.publisher.care.living import LIVING_SECONDS, Living
-from weightcast.publisher.care.orders import order_rollback
-from weightcast.publisher.care.prune import Uptime, empty_trash
-from weightcast.publisher.care.retention import Retention
-from weightcast.publisher.care.upkeep import UpkeepOptions
-from weightcast.shared.channel import marks
+from weightcast.publisher.maintenance.orders import order_rollback
+from weightcast.publisher.maintenance.prune import LIVING_SECONDS, Living, Uptime, empty_trash
+from weightcast.publisher.maintenance.retention import Retention
+from weightcast.publisher.maintenance.upkeep import UpkeepOptions
+from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater
+from weightcast.shared.channel import pins
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.reports import Report, write_report
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import DamagedFile, Refused, RetryLater
-from weightcast.shared.local.follow import Follower
+from weightcast.shared.checkpoint.follower import Follower
 
 INDEX = "model.safetensors.index.json"
 KEEP_TWO = UpkeepOptions(skip_span=4, history_share=1000.0, retention=Retention(2, host_versions=3))
@@ -92,7 +91,7 @@ def test_a_publisher_prunes_and_everybody_arrives(place: Place) -> None:
         hosts = [stack.enter_context(host(place, f"at-{version}", version)) for version in (0, 3)]
         publisher.make_due()
         assert left(place) == [1, 2, 3, 4], "there were no full weights before version 3"
-        marks.keep(place.channel, 1)
+        pins.keep(place.channel, 1)
         grow(publisher, place, models, 2)
         assert "3 versions pruned" not in publisher.make_due()
         grow(publisher, place, models, 3)
@@ -365,7 +364,7 @@ def test_marks(pruned: Place, verb: Verb) -> None:
 
 
 def test_a_tag_that_says_nothing_stops_pruning(pruned: Place, verb: Verb) -> None:
-    marks.set_tag(pruned.channel, "best", 2)
+    pins.set_tag(pruned.channel, "best", 2)
     (pruned.channel / "tags" / "best").write_text("two")
     code, said = verb("channel", "prune", "--channel", pruned.channel, "--keep-versions", 2)
     assert code == DamagedFile.exit_code and "best" in str(said["message"]) and left(pruned)[0] == 1

@@ -11,7 +11,7 @@ from daemonkit import Places, base_tensors, changed, files_of, local_bytes, plai
 from in_process import Command
 
 from weightcast.publisher import Publisher
-from weightcast.shared.errors import Refused
+from weightcast.shared.base.errors import Refused
 
 
 @pytest.fixture

@@ -30,17 +30,17 @@ from prometheus_client import generate_latest
 from waiting import wait_until
 
 from weightcast.publisher import Publisher
-from weightcast.publisher.care.orders import order_rollback
-from weightcast.publisher.service.desk import Desk
-from weightcast.publisher.service.settings import PublisherSettings
-from weightcast.publisher.service.status import REFUSED_SHOWN
-from weightcast.publisher.service.watched import RenamedIn
-from weightcast.shared import failpoints
-from weightcast.shared.channel import marks
+from weightcast.publisher.daemon.publish_loop import Desk
+from weightcast.publisher.daemon.settings import PublisherSettings
+from weightcast.publisher.daemon.sources.watched import RenamedIn
+from weightcast.publisher.daemon.status import REFUSED_SHOWN
+from weightcast.publisher.maintenance.orders import order_rollback
+from weightcast.shared.base import failpoints
+from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WrongRun
+from weightcast.shared.channel import pins
 from weightcast.shared.channel.claims import claim, this_process
-from weightcast.shared.errors import DamagedFile, Refused, RetryLater, WrongRun
-from weightcast.shared.service.daemon import Stop, Wakeup
-from weightcast.shared.service.metrics import Metrics
+from weightcast.shared.daemon.loop import Stop, Wakeup
+from weightcast.shared.daemon.metrics import Metrics
 
 
 class Office:
@@ -745,7 +745,7 @@ def test_an_order_that_comes_while_a_checkpoint_begins_costs_no_checkpoint(
     office.step()
     assert places.latest() == "000002" and left.is_dir()
     assert [step for _, step in office.published()] == [1]
-    marks.resume(places.channel)
+    pins.resume(places.channel)
     office.settle()
     assert office.published()[-1] == (3, 2) and not left.exists()
 

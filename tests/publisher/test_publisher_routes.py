@@ -13,14 +13,14 @@ from daemonkit import base_tensors, write
 from prometheus_client import CollectorRegistry
 from waiting import wait_until
 
-from weightcast.publisher.service.queue import QUEUE_LIMIT, Queue
-from weightcast.publisher.service.routes import check_checkpoint, publication_routes
-from weightcast.publisher.version.report import Publication
-from weightcast.shared.errors import Refused
-from weightcast.shared.service.daemon import Stop, Wakeup, run_daemon
-from weightcast.shared.service.facts import LoopStatus, Readiness
-from weightcast.shared.service.http import make_app
-from weightcast.shared.service.settings import ServiceSettings
+from weightcast.publisher.daemon.routes import check_checkpoint, publication_routes
+from weightcast.publisher.daemon.sources.queue import QUEUE_LIMIT, Queue
+from weightcast.publisher.publish.report import Publication
+from weightcast.shared.base.errors import Refused
+from weightcast.shared.daemon.http import make_app
+from weightcast.shared.daemon.loop import Stop, Wakeup, run_daemon
+from weightcast.shared.daemon.settings import ServiceSettings
+from weightcast.shared.daemon.status import LoopStatus, Readiness
 
 
 class Door:

@@ -13,15 +13,14 @@ from core_cases import Model, all_changed, snapshot, some_changed, write_checkpo
 from publisher_cases import Place, make_place
 
 from weightcast.publisher import Publisher
-from weightcast.publisher.care.prune import empty_trash
-from weightcast.publisher.care.upkeep import UpkeepOptions
 from weightcast.publisher.channel_repair import Repairs, repair_channel
+from weightcast.publisher.maintenance.prune import empty_trash
+from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.faults import faults
-from weightcast.shared.channel.keys import load_private_key
-from weightcast.shared.channel.signing import Trust
+from weightcast.shared.channel.signing import Trust, load_private_key
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.service.cli import run as weightcast
+from weightcast.shared.cli.main import run as weightcast
 
 INDEX = "model.safetensors.index.json"
 KEEPS = UpkeepOptions(skip_span=4, history_share=1000.0)

@@ -13,7 +13,7 @@ from core_cases import all_changed
 from publisher_cases import Place, as_numpy, make_place, numpy_model
 
 from weightcast.publisher import init_channel
-from weightcast.shared.errors import Forked, Refused, WrongRun
+from weightcast.shared.base.errors import Forked, Refused, WrongRun
 
 
 @pytest.fixture

@@ -5,8 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightcast.publisher.care.retention import HeldVersion, Retention, Situation, cheapest, decide, window
-from weightcast.shared.channel.shown import Shown
+from weightcast.publisher.maintenance.retention import (
+    HeldVersion,
+    Retention,
+    Situation,
+    cheapest,
+    decide,
+    window,
+)
+from weightcast.shared.channel.render import Shown
 
 
 def held(anchor: int | None = None, skips: dict[int, int] | None = None, created: float = 0.0) -> HeldVersion:

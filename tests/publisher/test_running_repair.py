@@ -17,8 +17,8 @@ from daemonkit import Daemon, Places, base_tensors, changed, rename_in, snapshot
 from test_remake import DAMAGES, KEEPS, made, models_of
 from waiting import wait_until
 
-from weightcast.publisher.care.channel_check import ChannelCheck
-from weightcast.shared.channel import marks
+from weightcast.publisher.maintenance.repair import ChannelCheck
+from weightcast.shared.channel import pins
 from weightcast.shared.channel.faults import faults
 
 VERSIONS = 3
@@ -50,7 +50,7 @@ def test_an_order_over_http_repairs_the_newest_version(published: tuple[Places, 
     assert (answer.status_code, answer.json()) == (202, {"ordered": True})
     result = wait_until(lambda: daemon.status()["repair"])
     assert any("weight_v000003" in line for line in result["done"]) and result["left"] == []
-    assert committed(places.channel) == before and not marks.repair_ordered(places.channel)
+    assert committed(places.channel) == before and not pins.repair_ordered(places.channel)
     assert "channel repaired" in daemon.log.read_text()
 
 
@@ -59,7 +59,7 @@ def test_the_command_sends_the_order_and_waits(published: tuple[Places, Daemon])
     before = committed(places.channel)
     DAMAGES[0](places.channel / "weight_v000002")
     DAMAGES[4](places.channel / "weight_v000001")
-    command = [sys.executable, "-m", "weightcast.shared.service.cli", "channel", "repair", "--json"]
+    command = [sys.executable, "-m", "weightcast.shared.cli.main", "channel", "repair", "--json"]
     done = subprocess.run(
         [*command, "--channel", str(places.channel)], capture_output=True, text=True, check=False
     )
@@ -150,8 +150,8 @@ def test_a_publisher_in_process_obeys_at_its_next_publication(tmp_path: Path) ->
     before = committed(place.channel)
     DAMAGES[1](place.channel / "weight_v000003")
     with place.publisher(upkeep=KEEPS) as publisher:
-        marks.order_repair(place.channel)
+        pins.order_repair(place.channel)
         model = some_changed(models_of(place)[-1], np.random.default_rng(9))
         assert publisher.publish_checkpoint(place.new(model)).version == 4
-    assert not marks.repair_ordered(place.channel)
+    assert not pins.repair_ordered(place.channel)
     assert committed(place.channel).items() >= before.items()

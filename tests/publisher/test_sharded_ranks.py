@@ -11,10 +11,10 @@ from publisher_cases import ENCODINGS, Place, as_numpy, make_place, numpy_model
 from sharded_world import along, cut_model, grid_of, published, replicated, world_of
 
 from weightcast.publisher import PublishReport, Shard, cast_like
+from weightcast.shared.base.errors import NeedsReseed, Refused
 from weightcast.shared.channel.chain import verify
-from weightcast.shared.channel.pointer import Pointer
+from weightcast.shared.channel.layout import Pointer
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import NeedsReseed, Refused
 
 
 @pytest.fixture

@@ -16,18 +16,16 @@ from core_cases import Model, bytes_of, flip, read_checkpoint, snapshot, some_ch
 from publisher_cases import Place, make_place
 
 from weightcast.publisher import init_channel
-from weightcast.publisher.care.resign import sign_channel
-from weightcast.publisher.care.upkeep import UpkeepOptions
+from weightcast.publisher.maintenance.re_sign import sign_channel
+from weightcast.publisher.maintenance.upkeep import UpkeepOptions
+from weightcast.shared.base.errors import Refused, Untrusted, WeightcastError
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.index import INDEX_NAME
-from weightcast.shared.channel.keys import PrivateKey, load_private_key, write_private_key
-from weightcast.shared.channel.layout import Layout
-from weightcast.shared.channel.pointer import write_pointer
-from weightcast.shared.channel.signing import Trust
+from weightcast.shared.channel.layout import Layout, write_pointer
+from weightcast.shared.channel.signing import PrivateKey, Trust, load_private_key, write_private_key
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import Refused, Untrusted, WeightcastError
-from weightcast.shared.local.follow import Follower
-from weightcast.shared.service.cli import run as weightcast
+from weightcast.shared.checkpoint.follower import Follower
+from weightcast.shared.cli.main import run as weightcast
 
 SIG = f"{INDEX_NAME}.sig"
 

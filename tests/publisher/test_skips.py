@@ -16,21 +16,20 @@ from publisher_cases import Place, make_place
 from waiting import wait_until
 
 from weightcast.publisher import Publisher
-from weightcast.publisher.care.history import History
-from weightcast.publisher.care.pace import Pace, fewest_bytes
-from weightcast.publisher.care.past import Past
-from weightcast.publisher.care.skips import due_skips
-from weightcast.publisher.care.upkeep import Chain, UpkeepOptions, due_anchor
+from weightcast.publisher.maintenance.multi_step_deltas import due_skips
+from weightcast.publisher.maintenance.replay_log import History, Past
+from weightcast.publisher.maintenance.throttle import Pace, fewest_bytes
+from weightcast.publisher.maintenance.upkeep import Chain, UpkeepOptions, due_anchor
+from weightcast.shared.base.errors import DamagedFile, RetryLater
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.index import Index
-from weightcast.shared.channel.pointer import Pointer
-from weightcast.shared.channel.shown import Shown
+from weightcast.shared.channel.layout import Pointer
+from weightcast.shared.channel.render import Shown
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import DamagedFile, RetryLater
-from weightcast.shared.local.follow import Follower
-from weightcast.shared.local.local_checkpoint import LocalCheckpoint, LocalPaths
-from weightcast.shared.local.plan import Patch, Relabel, Seed
-from weightcast.shared.local.route import Route
+from weightcast.shared.checkpoint.follower import Follower
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths
+from weightcast.shared.checkpoint.update.plan import Patch, Relabel, Seed
+from weightcast.shared.checkpoint.update.sources import Route
 
 INDEX = "model.safetensors.index.json"
 SPANS = UpkeepOptions(skip_span=64, history_share=1000.0)

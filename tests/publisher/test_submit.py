@@ -16,9 +16,9 @@ from publisher_cases import Place, as_numpy, make_place, numpy_model
 from waiting import wait_until
 
 from weightcast.publisher import cast_like
-from weightcast.publisher.care.orders import order_rollback
-from weightcast.shared.channel import marks
-from weightcast.shared.errors import NotInTime, Refused, RetryLater, WeightcastError
+from weightcast.publisher.maintenance.orders import order_rollback
+from weightcast.shared.base.errors import NotInTime, Refused, RetryLater, WeightcastError
+from weightcast.shared.channel import pins
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 SECONDS = 240.0
@@ -246,7 +246,7 @@ def test_a_channel_that_went_on_meanwhile(place: Place, rng: np.random.Generator
         with pytest.raises(WeightcastError, match="held since the rollback to version 1"):
             handle.result(SECONDS)
         place.arrives(models[0], 3)
-        marks.resume(place.channel)
+        pins.resume(place.channel)
         assert publisher.submit(writable(models[3])).result(SECONDS).version == 4
     place.arrives(models[3], 4)
 

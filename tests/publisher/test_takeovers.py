@@ -13,10 +13,10 @@ from disk_errors import watched
 from publisher_cases import Place, make_place, numpy_model
 
 from weightcast.publisher import Publisher
-from weightcast.publisher.care.upkeep import UpkeepOptions
+from weightcast.publisher.maintenance.upkeep import UpkeepOptions
+from weightcast.shared.base.errors import Forked, Refused, RetryLater
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import Forked, Refused, RetryLater
 
 INDEX = "model.safetensors.index.json"
 SPANS = UpkeepOptions(skip_span=64, history_share=1000.0)

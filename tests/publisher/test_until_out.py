@@ -12,9 +12,9 @@ import pytest
 from core_cases import Model, all_changed, some_changed
 from publisher_cases import Place, as_numpy, make_place, numpy_model
 
-from weightcast.shared.errors import NeedsReseed
-from weightcast.shared.local.local_checkpoint import LocalPaths
-from weightcast.shared.local.locks import FileLock
+from weightcast.shared.base.errors import NeedsReseed
+from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
+from weightcast.shared.checkpoint.state.locks import FileLock
 
 
 @pytest.fixture

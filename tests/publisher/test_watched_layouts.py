@@ -25,8 +25,8 @@ from daemonkit import (
 from test_publisher_desk import Office, interrupted_at
 from waiting import wait_until
 
-from weightcast.publisher.service import looks
-from weightcast.publisher.service.settings import PublisherSettings
+from weightcast.publisher.daemon.settings import PublisherSettings
+from weightcast.publisher.daemon.sources import observation
 
 Opening = Callable[..., Office]
 
@@ -409,7 +409,7 @@ def test_other_safetensors_in_the_watched_directory_are_no_checkpoint(
 def test_many_files_elsewhere_hide_no_checkpoint(
     places: Places, opened: Opening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(looks, "_MOST_ENTRIES", 50)
+    monkeypatch.setattr(observation, "_MOST_ENTRIES", 50)
     office = opened()
     pickles(places.watch / "a_dataset" / "part", *(f"{n}.jsonl" for n in range(100)))
     (places.watch / "a_dataset" / "part" / "more").mkdir()

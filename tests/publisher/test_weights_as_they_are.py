@@ -11,7 +11,7 @@ from core_cases import Model, Tensor, all_changed, tensor
 from publisher_cases import Place, as_numpy, make_place
 
 from weightcast.publisher import init_channel
-from weightcast.shared.errors import Refused
+from weightcast.shared.base.errors import Refused
 
 torch = pytest.importorskip("torch")
 

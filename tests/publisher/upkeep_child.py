@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 from weightcast.publisher import Publisher
-from weightcast.publisher.care.retention import Retention
-from weightcast.publisher.care.upkeep import UpkeepOptions
-from weightcast.shared.failpoints import watch
+from weightcast.publisher.maintenance.retention import Retention
+from weightcast.publisher.maintenance.upkeep import UpkeepOptions
+from weightcast.shared.base.failpoints import watch
 
 name, channel, local, base, *new = sys.argv[1:]
 

@@ -15,11 +15,11 @@ from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 from waiting import wait_until
 
-from weightcast.shared.service.daemon import LoopStep, Stop, Wakeup, run_daemon
-from weightcast.shared.service.facts import LoopStatus, Readiness, Snapshot
-from weightcast.shared.service.http import make_app
-from weightcast.shared.service.logs import setup_logs
-from weightcast.shared.service.settings import ServiceSettings
+from weightcast.shared.daemon.http import make_app
+from weightcast.shared.daemon.logs import setup_logs
+from weightcast.shared.daemon.loop import LoopStep, Stop, Wakeup, run_daemon
+from weightcast.shared.daemon.settings import ServiceSettings
+from weightcast.shared.daemon.status import LoopStatus, Readiness, Snapshot
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from weightcast.shared.service.addresses import http_parts, is_host
+from weightcast.shared.daemon.environment import http_parts, is_host
 
 WRONG = ["", " ", "a..b", ".a", "-a", "a" * 64, "a." * 127 + "b", "xn--a", "ä.example", "a b", "*", "[::1]"]
 FIT = ["localhost", "a.example.", "a_b", "node-7", "0", "127.0.0.1", "::1", "fe80::1%lo", "xn--4ca.example"]

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from in_process import Command
 
+from weightcast.publisher.api import Publisher
 from weightcast.publisher.channel_init import init_channel
-from weightcast.publisher.publisher import Publisher
 
 INDEX = "model.safetensors.index.json"
 

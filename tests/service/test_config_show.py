@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from in_process import Command
 
-from weightcast.publisher.service.settings import PublisherSettings
-from weightcast.shared.service.cli import run
-from weightcast.shared.service.settings import BadSettings, load_settings, require_files
-from weightcast.subscriber.service.settings import SubscriberSettings
+from weightcast.publisher.daemon.settings import PublisherSettings
+from weightcast.shared.cli.main import run
+from weightcast.shared.daemon.settings import BadSettings, load_settings, require_files
+from weightcast.subscriber.daemon.settings import SubscriberSettings
 
 Shown = dict[str, dict[str, Any]]
 

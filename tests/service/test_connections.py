@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from fastapi.responses import Response, StreamingResponse
 from waiting import SECONDS, wait_until
 
-from weightcast.shared.service import connections
+from weightcast.shared.daemon import http
 
 TOKEN = "not-a-real-secret"
 Serve = Callable[..., Any]
@@ -47,7 +47,7 @@ def said_until_closed(peer: socket.socket) -> bytes:
 def test_a_request_that_does_not_come_to_its_end_is_given_up(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, begun: bytes, later: bytes
 ) -> None:
-    monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr(http, "REQUEST_SECONDS", 0.5)
     served = serve(token=TOKEN)
     with connected(served.url) as peer:
         peer.sendall(begun)
@@ -64,7 +64,7 @@ def test_a_request_that_is_here_has_all_the_time_that_its_answer_takes(
         @app.get("/v1/idle")
         def handler() -> Response:
             # this request is here by now, however slow the machine
-            monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.05)
+            monkeypatch.setattr(http, "REQUEST_SECONDS", 0.05)
             # another connection has come and was given up meanwhile
             with connected(served.url) as other:
                 assert said_until_closed(other) == b""
@@ -78,7 +78,7 @@ def test_a_request_that_is_here_has_all_the_time_that_its_answer_takes(
 def test_probes_are_answered_among_more_idle_connections_than_there_may_be(serve: Serve) -> None:
     served = serve(token=TOKEN)
     with contextlib.ExitStack() as crowd:
-        idle = [crowd.enter_context(connected(served.url)) for _ in range(connections.MOST + 50)]
+        idle = [crowd.enter_context(connected(served.url)) for _ in range(http.MOST + 50)]
         with served.client() as client:
             assert [client.get("/healthz").status_code for _ in range(3)] == [200] * 3
         with served.client(TOKEN) as client:
@@ -87,7 +87,7 @@ def test_probes_are_answered_among_more_idle_connections_than_there_may_be(serve
 
 
 def test_an_answer_that_nobody_reads_is_given_up(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "UNREAD_SECONDS", 0.2)
+    monkeypatch.setattr(http, "UNREAD_SECONDS", 0.2)
     ended: list[bool] = []
 
     async def pieces() -> AsyncIterator[bytes]:

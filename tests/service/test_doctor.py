@@ -18,25 +18,23 @@ import pytest
 from in_process import Command
 from waiting import wait_until
 
+from weightcast.publisher.api import Publisher
 from weightcast.publisher.channel_init import init_channel
-from weightcast.publisher.publisher import Publisher
-from weightcast.shared.files.disk_errors import DiskError
-from weightcast.shared.files.mounts import Mount
-from weightcast.shared.files.space import Space
-from weightcast.shared.service.cli import run
-from weightcast.shared.service.doctor.channel_rules import judge_channel
-from weightcast.shared.service.doctor.findings import Finding, Level, exit_code, size_text
-from weightcast.shared.service.doctor.local_rules import judge_local, step_bytes
-from weightcast.shared.service.doctor.machine import MachineFacts, look_at_machine
-from weightcast.shared.service.doctor.machine_rules import judge_machine
-from weightcast.shared.service.doctor.places import (
+from weightcast.shared.cli.main import run
+from weightcast.shared.doctor.findings import Finding, Level, exit_code, size_text
+from weightcast.shared.doctor.observe import (
     LocalFacts,
+    MachineFacts,
     PlaceFacts,
     RunFacts,
     answered,
+    look_at_machine,
     look_into_local,
 )
-from weightcast.shared.service.doctor.trials import TRIALS, TrialOutcome, try_all
+from weightcast.shared.doctor.probes import TRIALS, TrialOutcome, try_all
+from weightcast.shared.doctor.rules import judge_channel, judge_local, judge_machine, step_bytes
+from weightcast.shared.files.disk_errors import DiskError
+from weightcast.shared.files.system import Mount, Space
 
 GB = 10**9
 
@@ -141,7 +139,7 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
 
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
-    doctor = [sys.executable, "-m", "weightcast.shared.service.cli", "doctor", "--local"]
+    doctor = [sys.executable, "-m", "weightcast.shared.cli.main", "doctor", "--local"]
     command = [*doctor, str(tmp_path / "x")]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         wait_until(lambda: any(tmp_path.iterdir()) or process.poll() is not None)

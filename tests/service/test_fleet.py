@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from in_process import Command
 from rich.console import Console
 
-from weightcast.shared.channel.channel_file import ChannelFile, write_channel_file
+from weightcast.shared.base.errors import RetryLater
 from weightcast.shared.channel.claims import Claimant, ClaimRecord, this_process, write_claim
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.reports import (
@@ -30,8 +30,9 @@ from weightcast.shared.channel.reports import (
     pack_report,
     write_report,
 )
-from weightcast.shared.errors import RetryLater
-from weightcast.shared.service.fleet import (
+from weightcast.shared.channel.run_files import ChannelFile, write_channel_file
+from weightcast.shared.cli.fleet import MOST, table
+from weightcast.shared.daemon.fleet import (
     PAGE_BYTES,
     Bounds,
     Fleet,
@@ -42,7 +43,6 @@ from weightcast.shared.service.fleet import (
     presence_of,
     standing_of,
 )
-from weightcast.shared.service.verbs_fleet import MOST, table
 
 REPORT = Report("a", "/l", "run", "ready", 3, 3, "latest", 0, "", (), 1, "weightcast 0", phase="idle")
 

@@ -10,7 +10,7 @@ import pytest
 from disk_errors import Disk, watched
 from in_process import Command
 
-from weightcast.shared.channel.keys import load_private_key, trusted_keys
+from weightcast.shared.channel.signing import load_private_key, trusted_keys
 
 
 def test_a_key_for_the_publisher_and_one_for_the_hosts(tmp_path: Path, weightcast: Command) -> None:

@@ -14,11 +14,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from weightcast.publisher import init_channel
-from weightcast.shared.service.settings import load_settings
-from weightcast.shared.service.software import VERSION
-from weightcast.subscriber.service.settings import SubscriberSettings
-from weightcast.subscriber.service.wiring import options_of
-from weightcast.subscriber.verbs_sync import is_plain, plain_options
+from weightcast.shared.daemon.settings import load_settings
+from weightcast.shared.daemon.status import VERSION
+from weightcast.subscriber.commands_sync import is_plain, plain_options
+from weightcast.subscriber.daemon.settings import SubscriberSettings
+from weightcast.subscriber.daemon.wiring import options_of
 
 HEAVY = (
     "asyncio", "cryptography", "email", "fastapi", "httpx", "importlib.metadata", "numba",
@@ -27,7 +27,7 @@ HEAVY = (
 )  # fmt: skip
 COMMAND = """
 import json, sys
-from weightcast.shared.service.cli import run
+from weightcast.shared.cli.main import run
 code = run(sys.argv[1:])
 print(json.dumps([code, sorted(sys.modules)]))
 """
@@ -90,7 +90,7 @@ def unread(*arguments: object) -> tuple[int, str]:
     """Exit code and stderr of a command whose stdout is a pipe without a reader."""
     reader, writer = os.pipe()
     os.close(reader)
-    line = [sys.executable, "-m", "weightcast.shared.service.cli", *map(str, arguments)]
+    line = [sys.executable, "-m", "weightcast.shared.cli.main", *map(str, arguments)]
     try:
         done = subprocess.run(line, stdout=writer, stderr=subprocess.PIPE, timeout=300, check=False)
     finally:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightcast.shared.service.app import call, new_app
-from weightcast.shared.service.output import Output
-from weightcast.shared.service.plain import CHANNEL, JSON, THREADS, TRUSTED_KEY, Option, Verb
+from weightcast.shared.cli.app import call, new_app
+from weightcast.shared.cli.output import Output
+from weightcast.shared.cli.plain import CHANNEL, JSON, THREADS, TRUSTED_KEY, Option, Verb
 
 OPTIONS = (
     Option("checkpoint", Path, "A directory.", is_required=True, is_argument=True),

@@ -20,7 +20,7 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import Field
 from rich.console import Console
 
-from weightcast.shared.errors import (
+from weightcast.shared.base.errors import (
     EngineFailed,
     NeedsReseed,
     NotInTime,
@@ -28,22 +28,21 @@ from weightcast.shared.errors import (
     RetryLater,
     WeightcastError,
 )
-from weightcast.shared.service import cli
-from weightcast.shared.service.app import group
-from weightcast.shared.service.cli import VERBS
-from weightcast.shared.service.common_options import JsonOption
-from weightcast.shared.service.daemon import listen
-from weightcast.shared.service.options import settings_command
-from weightcast.shared.service.output import Output
-from weightcast.shared.service.settings import ServiceSettings
-from weightcast.shared.service.verbs import _show
+from weightcast.shared.cli import main
+from weightcast.shared.cli.app import JsonOption, group
+from weightcast.shared.cli.main import VERBS
+from weightcast.shared.cli.options import settings_command
+from weightcast.shared.cli.output import Output
+from weightcast.shared.cli.status import _show
+from weightcast.shared.daemon.loop import listen
+from weightcast.shared.daemon.settings import ServiceSettings
 
 Serve = Callable[..., Any]
-SHARED = EntryPoint("shared", "weightcast.shared.service.verbs:register", VERBS)
+SHARED = EntryPoint("shared", "weightcast.shared.cli.status:register", VERBS)
 HERE = EntryPoint("here", f"{__name__}:register_here", VERBS)
 ALSO = EntryPoint("also", f"{__name__}:register_also", VERBS)
 TORCHLESS = EntryPoint("publisher", "no_such_torch.verbs:register", VERBS)
-UNFINISHED = EntryPoint("subscriber", "weightcast.shared.errors:no_such_name", VERBS)
+UNFINISHED = EntryPoint("subscriber", "weightcast.shared.base.errors:no_such_name", VERBS)
 
 ERRORS: dict[str, type[BaseException]] = {
     "refused": Refused,
@@ -103,7 +102,7 @@ def register_also(app: typer.Typer) -> None:
 
 
 def run(*arguments: str, sides: tuple[EntryPoint, ...] = (SHARED, HERE, ALSO)) -> int:
-    return cli.run(list(arguments), sides)
+    return main.run(list(arguments), sides)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +144,7 @@ def test_an_interrupt_is_one_line_or_one_object(capsys: pytest.CaptureFixture[st
 def test_an_interrupt_while_a_verb_is_imported(words: list[str], tmp_path: Path) -> None:
     """numpy is the first library that both need."""
     (tmp_path / "numpy.py").write_text("raise KeyboardInterrupt")
-    command = [sys.executable, "-m", "weightcast.shared.service.cli", *words, "--json"]
+    command = [sys.executable, "-m", "weightcast.shared.cli.main", *words, "--json"]
     environment = dict(os.environ) | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 130 and json.loads(done.stdout)["error"] == "Interrupted"
@@ -228,7 +227,7 @@ def test_help_names_environment_and_default(capsys: pytest.CaptureFixture[str]) 
 
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "weightcast.shared.service.cli", *arguments],
+        [sys.executable, "-m", "weightcast.shared.cli.main", *arguments],
         capture_output=True,
         text=True,
         timeout=60,
@@ -360,7 +359,7 @@ def test_no_bar_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_bar_on_a_terminal() -> None:
     script = (
-        "from weightcast.shared.service.output import Output\n"
+        "from weightcast.shared.cli.output import Output\n"
         "with Output(json=True).progress('fetch [x]', 100) as advance: advance(100)\n"
         "print('{}')"
     )
@@ -434,7 +433,7 @@ STREAMS = {
 def test_an_error_that_cannot_be_said_keeps_its_exit_code(streams: str) -> None:
     arguments = ("channel", "log", "--channel", "/nowhere")
     told = command(*arguments)
-    line = ["sh", "-c", STREAMS[streams], "sh", sys.executable, "-m", "weightcast.shared.service.cli"]
+    line = ["sh", "-c", STREAMS[streams], "sh", sys.executable, "-m", "weightcast.shared.cli.main"]
     silent = subprocess.run([*line, *arguments], stdout=subprocess.PIPE, timeout=60, check=False)
     assert (silent.returncode, silent.stdout) == (told.returncode, b"") and told.stderr
     assert told.returncode not in (0, 1)
@@ -442,7 +441,7 @@ def test_an_error_that_cannot_be_said_keeps_its_exit_code(streams: str) -> None:
 
 @pytest.mark.parametrize("verb", ["log", "verify", "log --json"])
 def test_a_result_that_cannot_be_written_is_one_error(verb: str) -> None:
-    line = [sys.executable, "-m", "weightcast.shared.service.cli", "channel", *verb.split()]
+    line = [sys.executable, "-m", "weightcast.shared.cli.main", "channel", *verb.split()]
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
             [*line, "--channel", GOLDEN],
@@ -466,7 +465,7 @@ def test_a_result_waits_for_a_reader_that_is_slow() -> None:
     with contextlib.suppress(BlockingIOError):
         while True:
             os.write(writer, b"x" * 4096)
-    line = [sys.executable, "-m", "weightcast.shared.service.cli", "channel", "log", "--json"]
+    line = [sys.executable, "-m", "weightcast.shared.cli.main", "channel", "log", "--json"]
     child = subprocess.Popen([*line, "--channel", GOLDEN], stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     with os.fdopen(reader, "rb") as stream:
@@ -476,7 +475,7 @@ def test_a_result_waits_for_a_reader_that_is_slow() -> None:
 
 
 def test_a_lost_error_is_told_beside() -> None:
-    line = [sys.executable, "-m", "weightcast.shared.service.cli", "channel", "log", "--json"]
+    line = [sys.executable, "-m", "weightcast.shared.cli.main", "channel", "log", "--json"]
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
             [*line, "--channel", "/nowhere"],
@@ -492,7 +491,7 @@ def test_a_lost_error_is_told_beside() -> None:
 def test_a_file_never_takes_the_number_of_a_closed_stream(tmp_path: Path) -> None:
     opened = tmp_path / "opened"
     script = (
-        "import os, sys; from weightcast.shared.service.streams import steady_streams; steady_streams();"
+        "import os, sys; from weightcast.shared.cli.streams import steady_streams; steady_streams();"
         f"file = open({str(opened)!r}, 'w'); print(file.fileno(), file=file); file.flush();"
         "os.write(2, b'of a library'); print('said', file=sys.stderr); print('said')"
     )
@@ -503,7 +502,7 @@ def test_a_file_never_takes_the_number_of_a_closed_stream(tmp_path: Path) -> Non
 
 def test_the_first_process_of_a_container_ends_by_sigterm_before_its_verb_handles_it() -> None:
     program = (
-        "import os; own = os.getpid(); os.getpid = lambda: 1; from weightcast.shared.service import cli;"
+        "import os; own = os.getpid(); os.getpid = lambda: 1; from weightcast.shared.cli import main as cli;"
         "cli.run = lambda words: os.kill(own, 15); cli.main([])"
     )
     # outside a container, SIGTERM that nobody handles ends by the signal: -15

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from waiting import is_running, wait_until
 
-from weightcast.shared.errors import (
+from weightcast.shared.base.errors import (
     EngineFailed,
     NeedsReseed,
     NotInTime,
@@ -30,10 +30,10 @@ from weightcast.shared.errors import (
     RetryLater,
     WeightcastError,
 )
-from weightcast.shared.service.daemon import Loop, Stop, Wakeup, listen, next_status, run_daemon
-from weightcast.shared.service.facts import LoopStatus, Readiness, Snapshot
-from weightcast.shared.service.http import make_app
-from weightcast.shared.service.settings import ServiceSettings
+from weightcast.shared.daemon.http import make_app
+from weightcast.shared.daemon.loop import Loop, Stop, Wakeup, listen, next_status, run_daemon
+from weightcast.shared.daemon.settings import ServiceSettings
+from weightcast.shared.daemon.status import LoopStatus, Readiness, Snapshot
 
 Serve = Callable[..., Any]
 
@@ -42,12 +42,12 @@ import resource
 import sys
 from pathlib import Path
 from prometheus_client import CollectorRegistry
-from weightcast.shared.service.daemon import Wakeup, run_daemon
-from weightcast.shared.service.hooks import run_hook
-from weightcast.shared.service.http import make_app
-from weightcast.shared.service.logs import setup_logs
-from weightcast.shared.service.settings import ServiceSettings
-from weightcast.shared.service.facts import LoopStatus, Readiness, Snapshot
+from weightcast.shared.daemon.loop import Wakeup, run_daemon
+from weightcast.shared.daemon.hooks import run_hook
+from weightcast.shared.daemon.http import make_app
+from weightcast.shared.daemon.logs import setup_logs
+from weightcast.shared.daemon.settings import ServiceSettings
+from weightcast.shared.daemon.status import LoopStatus, Readiness, Snapshot
 
 folder, mode = Path(sys.argv[1]), sys.argv[2]
 if mode == "few files":

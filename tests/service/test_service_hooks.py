@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from waiting import is_running, wait_until
 
-from weightcast.publisher.service.settings import PublisherSettings
-from weightcast.shared.errors import NotInTime, Refused, RetryLater
-from weightcast.shared.service.hooks import run_hook
-from weightcast.shared.service.settings import describe_settings
-from weightcast.subscriber.service.settings import SubscriberSettings
+from weightcast.publisher.daemon.settings import PublisherSettings
+from weightcast.shared.base.errors import NotInTime, Refused, RetryLater
+from weightcast.shared.daemon.hooks import run_hook
+from weightcast.shared.daemon.settings import describe_settings
+from weightcast.subscriber.daemon.settings import SubscriberSettings
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from fastapi import APIRouter, FastAPI, Request
 from pydantic import BaseModel
 from waiting import wait_until
 
-from weightcast.shared.errors import EngineFailed, Refused, RetryLater, WeightcastError
-from weightcast.shared.service.facts import Readiness
-from weightcast.shared.service.http import BODY_LIMIT, HEADER_LIMIT, StrictRoute
+from weightcast.shared.base.errors import EngineFailed, Refused, RetryLater, WeightcastError
+from weightcast.shared.daemon.http import BODY_LIMIT, HEADER_LIMIT, StrictRoute
+from weightcast.shared.daemon.status import Readiness
 
 TOKEN = "not-a-real-secret"
 Serve = Callable[..., Any]

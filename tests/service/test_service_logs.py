@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from weightcast.shared.service.logs import forget_setup, get_log, setup_logs, size_text
+from weightcast.shared.daemon.logs import forget_setup, get_log, setup_logs, size_text
 
 
 def test_json_is_one_object_per_event() -> None:
@@ -146,7 +146,7 @@ def test_a_record_that_a_library_repeats_is_written_once_in_a_while(monkeypatch:
     library.error("no files left", exc_info=OSError("of another kind"))
     events = [json.loads(line)["event"].partition("\n")[0] for line in stream.getvalue().splitlines()]
     assert events == ["no files left", "something else", "no files left"]
-    monkeypatch.setattr("weightcast.shared.service.logs.REPEAT_SECONDS", 0)
+    monkeypatch.setattr("weightcast.shared.daemon.logs.REPEAT_SECONDS", 0)
     library.error("no files left\nsocket: 1000")
     assert json.loads(stream.getvalue().splitlines()[-1])["left_out"] == 999
 

@@ -8,19 +8,18 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from weightcast.publisher.service.figures import PublisherFigures
-from weightcast.publisher.service.layouts import Unpublished
-from weightcast.publisher.service.status import InboxStatus, PublisherStatus, waiting_status
-from weightcast.publisher.version.report import Publication
-from weightcast.shared import errors
-from weightcast.shared.errors import DamagedFile, Refused, RetryLater, Untrusted
-from weightcast.shared.local.stage import BadDelta
-from weightcast.shared.service import metrics
-from weightcast.shared.service.daemon import begun, next_status
-from weightcast.shared.service.disk import DiskFigures
-from weightcast.shared.service.facts import LoopStatus, Snapshot
-from weightcast.shared.service.metrics import Metrics
-from weightcast.subscriber.service.figures import SubscriberFigures
+from weightcast.publisher.daemon.metrics import PublisherFigures
+from weightcast.publisher.daemon.sources.layouts import Unpublished
+from weightcast.publisher.daemon.status import InboxStatus, PublisherStatus, waiting_status
+from weightcast.publisher.publish.report import Publication
+from weightcast.shared.base import errors
+from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, Untrusted
+from weightcast.shared.checkpoint.update.stage import BadDelta
+from weightcast.shared.daemon import metrics
+from weightcast.shared.daemon.loop import begun, next_status
+from weightcast.shared.daemon.metrics import DiskFigures, Metrics
+from weightcast.shared.daemon.status import LoopStatus, Snapshot
+from weightcast.subscriber.daemon.metrics import SubscriberFigures
 from weightcast.subscriber.status import EngineStatus, HostStatus, LiveStatus, UpdateStatus
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from pydantic import Field
 
-from weightcast.publisher.service.settings import PublisherSettings
-from weightcast.shared.service.settings import (
+from weightcast.publisher.daemon.settings import PublisherSettings
+from weightcast.shared.daemon.settings import (
     CONFIG_LIMIT,
     BadSettings,
     ServiceSettings,
@@ -14,7 +14,7 @@ from weightcast.shared.service.settings import (
     describe_settings,
     load_settings,
 )
-from weightcast.subscriber.service.settings import SubscriberSettings
+from weightcast.subscriber.daemon.settings import SubscriberSettings
 
 
 class ExampleSettings(ServiceSettings):

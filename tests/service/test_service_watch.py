@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from waiting import wait_until
 
-from weightcast.shared.service.daemon import Wakeup
-from weightcast.shared.service.watch import Watcher
+from weightcast.shared.daemon.loop import Wakeup
+from weightcast.shared.daemon.watch import Watcher
 
 
 def settle(wakeup: Wakeup) -> None:

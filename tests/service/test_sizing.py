@@ -14,17 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightcast.benchmarks.steps import Masters
-from weightcast.publisher.care.upkeep import UpkeepOptions
+from weightcast.publisher.api import Publisher
 from weightcast.publisher.channel_init import init_channel
-from weightcast.publisher.publisher import Publisher
+from weightcast.publisher.maintenance.upkeep import UpkeepOptions
+from weightcast.publisher.publish.report import PublishReport
 from weightcast.publisher.trainer.handover import HandOver
-from weightcast.publisher.version.report import PublishReport
 from weightcast.publisher.weights.given import RawTensor
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.files.checkpoint import open_checkpoint
-from weightcast.shared.local.follow import Follower
-from weightcast.shared.service.cli import run
-from weightcast.shared.service.sizing.rules import (
+from weightcast.shared.checkpoint.follower import Follower
+from weightcast.shared.cli.main import run
+from weightcast.shared.doctor.sizing import (
     Asked,
     RoleBytes,
     Weights,
@@ -37,6 +36,7 @@ from weightcast.shared.service.sizing.rules import (
     sizing,
     skip_share,
 )
+from weightcast.shared.files.hf_checkpoint import open_checkpoint
 
 ROOT = Path(__file__).parents[2]
 LAYERS, ROWS, COLUMNS = 6, 512, 1024

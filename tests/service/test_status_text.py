@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from weightcast.publisher.service.status import DatedRefusal, InboxStatus, PublisherStatus
-from weightcast.publisher.version.report import Publication
-from weightcast.shared.service.facts import LoopStatus
-from weightcast.shared.service.output import to_json
-from weightcast.shared.service.status_text import Summary, summary
+from weightcast.publisher.daemon.status import DatedRefusal, InboxStatus, PublisherStatus
+from weightcast.publisher.publish.report import Publication
+from weightcast.shared.cli.output import to_json
+from weightcast.shared.cli.status import Summary, summary
+from weightcast.shared.daemon.status import LoopStatus
 from weightcast.subscriber.status import EngineStatus, HostStatus, LastError
 
 NOW = 1_790_000_000.0

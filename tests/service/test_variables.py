@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import typer
 
-from weightcast.publisher.service.settings import PublisherSettings
+from weightcast.publisher.daemon.settings import PublisherSettings
+from weightcast.shared.cli.app import new_app, register_sides
+from weightcast.shared.cli.main import VERBS
+from weightcast.shared.daemon.environment import SETTINGS, unknown_variables
+from weightcast.shared.daemon.settings import describe_settings
 from weightcast.shared.digest.compiled import CACHE_VARIABLE
-from weightcast.shared.service.app import new_app, register_sides
-from weightcast.shared.service.cli import VERBS
-from weightcast.shared.service.settings import describe_settings
-from weightcast.shared.service.variables import SETTINGS, unknown_variables
-from weightcast.subscriber.service.settings import SubscriberSettings
+from weightcast.subscriber.daemon.settings import SubscriberSettings
 
 
 def test_all_settings_are_known() -> None:
@@ -79,7 +79,7 @@ def test_others_are_left_alone(name: str) -> None:
 
 @pytest.mark.parametrize("verb", [("--version",), ("channel", "log", "--channel", "/nowhere", "--json")])
 def test_a_command_warns_once_on_stderr_and_does_its_work(verb: tuple[str, ...]) -> None:
-    line = [sys.executable, "-m", "weightcast.shared.service.cli", *verb]
+    line = [sys.executable, "-m", "weightcast.shared.cli.main", *verb]
     bare = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
     given = os.environ | {"WEIGHTCAST_TOKENS": "s3cret"}
     told = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False, env=given)

@@ -17,8 +17,8 @@ from doubles import Answer, Call, Double, Drop, SGLangDouble, WebhookDouble, ser
 from hosts import Run, Site, on_disk
 from waiting import wait_until
 
-from weightcast.subscriber.service.daemon import Subscriber
-from weightcast.subscriber.service.settings import SubscriberSettings
+from weightcast.subscriber.daemon.daemon import Subscriber
+from weightcast.subscriber.daemon.settings import SubscriberSettings
 
 LEASE = 20.0
 SECONDS = 90.0
@@ -249,7 +249,7 @@ class Process:
         self._port_file.unlink(missing_ok=True)
         self._log = host.local.with_suffix(".log").open("ab")
         command = [
-            *(sys.executable, "-m", "weightcast.shared.service.cli", "subscriber", "run"),
+            *(sys.executable, "-m", "weightcast.shared.cli.main", "subscriber", "run"),
             *("--channel", str(host.run.channel), "--base", str(host.run.base_dir)),
             *("--local", str(host.local), "--port", str(host.port), "--port-file", str(self._port_file)),
             *("--poll-seconds", "0.2", "--threads", "1", "--no-report", *arguments),

@@ -14,20 +14,20 @@ from typing import Any
 import numpy as np
 from doubles import Answer, Double, SGLangDouble, VLLMDouble, WebhookDouble, serve
 
-from weightcast.publisher.care.upkeep import UpkeepOptions
+from weightcast.publisher.api import Publisher
 from weightcast.publisher.channel_init import init_channel
-from weightcast.publisher.publisher import Publisher
-from weightcast.publisher.version.report import PublishReport
-from weightcast.shared.local.state import LocalState, read_state
-from weightcast.subscriber.engines.align import RetryPace
+from weightcast.publisher.maintenance.upkeep import UpkeepOptions
+from weightcast.publisher.publish.report import PublishReport
+from weightcast.shared.checkpoint.state.state import LocalState, read_state
+from weightcast.subscriber.daemon.status import Board
 from weightcast.subscriber.engines.base import Timeouts, parse_engines
 from weightcast.subscriber.engines.kinds import open_engine
 from weightcast.subscriber.engines.reload import Engines
-from weightcast.subscriber.service.board import Board
+from weightcast.subscriber.engines.reload_one import RetryPace
 from weightcast.subscriber.status import HostStatus
-from weightcast.subscriber.step.host import Outcome, SyncOptions
-from weightcast.subscriber.step.sync import Sync
-from weightcast.subscriber.step.target import parse_target
+from weightcast.subscriber.sync.host import Outcome, SyncOptions
+from weightcast.subscriber.sync.sync import Sync
+from weightcast.subscriber.sync.target import parse_target
 
 WIDTHS = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "I64": 8, "U16": 2, "F16": 2, "BOOL": 1}
 QUICK = Timeouts(connect=5, probe=5, control=5, drain=1, reload=5)

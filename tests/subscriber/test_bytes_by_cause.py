@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hosts import Run, Site, Weights
 
-from weightcast.publisher.care.upkeep import UpkeepOptions
+from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 
 
 def _shards(directory: Path) -> int:

@@ -13,15 +13,14 @@ from doubles import Answer
 from hosts import Host, Run, SGLang, Site
 
 from weightcast.publisher import Publisher, init_channel
-from weightcast.publisher.care.orders import order_rollback
-from weightcast.publisher.care.upkeep import UpkeepOptions
-from weightcast.shared.channel import marks
+from weightcast.publisher.maintenance.orders import order_rollback
+from weightcast.publisher.maintenance.upkeep import UpkeepOptions
+from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater
+from weightcast.shared.channel import pins
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import DamagedFile, Refused, RetryLater
-from weightcast.shared.local.inspect import inspect
-from weightcast.shared.local.loadable import require_loadable
-from weightcast.shared.service.verbs_local import repair_local
+from weightcast.shared.checkpoint.verify.inspect import inspect, require_loadable
+from weightcast.shared.cli.local import repair_local
 
 TOKENIZER, TEMPLATE, TOOL = "tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool.jinja"
 NAMES = (TOKENIZER, TEMPLATE, TOOL)
@@ -154,7 +153,7 @@ def test_a_rollback_of_the_channel_carries_the_older_files(run: Carrying, site: 
     host.step()
     order_rollback(run.channel, 1)
     run._publisher.obey_orders()
-    marks.resume(run.channel)
+    pins.resume(run.channel)
     host.step()
     assert host.state.position.version == 4
     assert files_of(host.local) == run.expected[1]

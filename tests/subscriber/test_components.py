@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hosts import Run, SGLang, Site
 
-from weightcast.publisher.publisher import Publisher
-from weightcast.shared.errors import Refused
+from weightcast.publisher.api import Publisher
+from weightcast.shared.base.errors import Refused
 
 INDEX = "model.safetensors.index.json"
 

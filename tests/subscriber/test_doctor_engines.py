@@ -12,7 +12,7 @@ from doubles import Answer, Double, SGLangDouble, VLLMDouble, WebhookDouble, nob
 from in_process import Command
 from plugin_double import PluginDouble
 
-from weightcast.shared.service.cli import run
+from weightcast.shared.cli.main import run
 
 Levels = dict[str, str]
 Ask = Callable[[str], tuple[int, dict[str, dict[str, Any]]]]

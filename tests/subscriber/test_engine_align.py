@@ -20,7 +20,9 @@ from doubles import (
     serve,
 )
 
-from weightcast.subscriber.engines.align import (
+from weightcast.subscriber.engines.base import Engine, HeldWeights, Timeouts, parse_engine
+from weightcast.subscriber.engines.kinds import open_engine
+from weightcast.subscriber.engines.reload_one import (
     AlignMark,
     NotPatched,
     RetryPace,
@@ -28,9 +30,7 @@ from weightcast.subscriber.engines.align import (
     align_all,
     resume_if_it_names,
 )
-from weightcast.subscriber.engines.base import Engine, HeldWeights, Timeouts, parse_engine
-from weightcast.subscriber.engines.kinds import open_engine
-from weightcast.subscriber.engines.roster import EngineResult
+from weightcast.subscriber.engines.rules import EngineResult
 
 DOUBLES: dict[str, Callable[[], Double]] = {
     "sglang": SGLangDouble,

@@ -24,8 +24,16 @@ from doubles import (
     serve,
 )
 
-from weightcast.shared.errors import EngineFailed
-from weightcast.subscriber.engines.base import Done, Engine, Intact, NotSent, Suspect, Timeouts, parse_engine
+from weightcast.shared.base.errors import EngineFailed
+from weightcast.subscriber.engines.base import (
+    Done,
+    Engine,
+    Intact,
+    NotSent,
+    Suspect,
+    Timeouts,
+    parse_engine,
+)
 from weightcast.subscriber.engines.kinds import open_engine
 from weightcast.subscriber.engines.wire import REPLY_LIMIT
 

@@ -9,13 +9,13 @@ import pytest
 from hosts import QUICK, Host, SGLang, Site
 from sglang_plugin import SGLangPlugin
 
-from weightcast.shared.local.state import Mark
-from weightcast.subscriber.engines.align import RetryPace
+from weightcast.shared.checkpoint.state.state import Mark
 from weightcast.subscriber.engines.base import parse_engines
 from weightcast.subscriber.engines.kinds import open_engine
 from weightcast.subscriber.engines.live import Live, live_of
 from weightcast.subscriber.engines.reload import Engines
-from weightcast.subscriber.step.sync import Sync
+from weightcast.subscriber.engines.reload_one import RetryPace
+from weightcast.subscriber.sync.sync import Sync
 
 
 class Unprepared:

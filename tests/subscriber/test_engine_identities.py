@@ -11,7 +11,7 @@ from hosts import VLLM, SGLang, Site
 from in_process import Command
 from plugin_double import PluginDouble
 
-from weightcast.shared.errors import EngineFailed
+from weightcast.shared.base.errors import EngineFailed
 from weightcast.subscriber.engines.base import Misconfigured
 from weightcast.subscriber.engines.identities import ASKED, STEADY, Identities
 

@@ -16,10 +16,10 @@ from doubles import TRICKLES, Answer, Call, Drop, Hang, WebhookDouble
 from hosts import QUICK, VLLM, Host, Mapping_, Run, SGLang, Site
 from waiting import wait_until
 
-from weightcast.shared.local.state import Mark
+from weightcast.shared.checkpoint.state.state import Mark
+from weightcast.subscriber.daemon.settings import SubscriberSettings
+from weightcast.subscriber.daemon.wiring import open_engines
 from weightcast.subscriber.engines.base import BadEngineOption
-from weightcast.subscriber.service.settings import SubscriberSettings
-from weightcast.subscriber.service.wiring import open_engines
 from weightcast.subscriber.status import EngineStatus
 
 ROLLING = {"order": "rolling"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weightcast.subscriber.engines.base import EngineFacts
-from weightcast.subscriber.engines.roster import EngineResult, ResultState, judge, needs_reload
+from weightcast.subscriber.engines.rules import EngineResult, ResultState, judge, needs_reload
 
 
 def result(name: str, state: ResultState, attempts: int = 1) -> EngineResult:

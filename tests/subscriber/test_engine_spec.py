@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightcast.shared.errors import USAGE
+from weightcast.shared.base.errors import USAGE
+from weightcast.subscriber.daemon.settings import SubscriberSettings
 from weightcast.subscriber.engines.base import (
     BadEngineOption,
     EngineSpec,
@@ -19,7 +20,6 @@ from weightcast.subscriber.engines.base import (
 )
 from weightcast.subscriber.engines.kinds import open_engine
 from weightcast.subscriber.groups.door import MOST_SECONDS
-from weightcast.subscriber.service.settings import SubscriberSettings
 
 LOCAL = Path("/weights/local")
 ROOT = Path(__file__).parents[2]

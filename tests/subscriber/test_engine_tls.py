@@ -17,7 +17,7 @@ from cryptography.x509.oid import NameOID
 from doubles import SGLangDouble, serve
 from hosts import Mapping_, Site, on_disk
 
-from weightcast.shared.errors import EngineFailed
+from weightcast.shared.base.errors import EngineFailed
 from weightcast.subscriber.engines.base import BadEngineOption, Engine, parse_engine
 from weightcast.subscriber.engines.kinds import open_engine
 

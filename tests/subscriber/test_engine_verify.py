@@ -11,8 +11,8 @@ from doubles import Answer, Call, Drop
 from hosts import Clock, Host, Run, Site, on_disk
 from plugin_double import DOOR, PluginDouble
 
-from weightcast.shared.local.state import Mark
-from weightcast.shared.service.cli import run
+from weightcast.shared.checkpoint.state.state import Mark
+from weightcast.shared.cli.main import run
 from weightcast.subscriber.engines.verify import EngineVerify
 from weightcast.subscriber.status import EngineVerifyStatus
 

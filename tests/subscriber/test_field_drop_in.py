@@ -14,10 +14,10 @@ from field_channel import Encoding, FieldChannel
 from hosts import Host, SGLang, Site, Weights, on_disk
 
 from weightcast.publisher.field_hook import point
-from weightcast.shared.channel.pointer import read_pointer
-from weightcast.shared.errors import DamagedFile, Refused, RetryLater, WeightcastError
-from weightcast.subscriber.step.host import SyncOptions
-from weightcast.subscriber.step.target import parse_target
+from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError
+from weightcast.shared.channel.layout import read_pointer
+from weightcast.subscriber.sync.host import SyncOptions
+from weightcast.subscriber.sync.target import parse_target
 
 
 class Trainer(FieldChannel):

@@ -19,18 +19,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import wait_until
 
+from weightcast.shared.base.errors import EngineFailed, Refused, RetryLater
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import EngineFailed, Refused, RetryLater
-from weightcast.shared.local.scrub import Scrub
-from weightcast.shared.local.state import LocalState, Position
-from weightcast.shared.service.settings import BadSettings, load_settings
+from weightcast.shared.checkpoint.state.state import LocalState, Position
+from weightcast.shared.checkpoint.verify.scrub import Scrub
+from weightcast.shared.daemon.settings import BadSettings, load_settings
+from weightcast.subscriber.daemon.settings import SubscriberSettings
 from weightcast.subscriber.groups.door import MemberDoor
-from weightcast.subscriber.groups.group import HOLD_PATH, RELEASE_PATH, HoldState, Order, OrderPhase
 from weightcast.subscriber.groups.lead import GroupPace, Lead, Member
 from weightcast.subscriber.groups.messages import Hold, HoldRequest
-from weightcast.subscriber.service.settings import SubscriberSettings
-from weightcast.subscriber.step.held import GroupFollower, Post
+from weightcast.subscriber.groups.order import HOLD_PATH, RELEASE_PATH, HoldState, Order, OrderPhase
+from weightcast.subscriber.sync.group_follower import GroupFollower, Post
 
 AT = Position(7, "d7", "r7", 1, b"")
 NEXT = Position(8, "d8", "r8", 1, b"")

@@ -14,8 +14,8 @@ from hosts import Site, on_disk
 from waiting import wait_until
 
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.local.locks import FileLock
-from weightcast.shared.local.state import Blocked, read_state, write_state
+from weightcast.shared.checkpoint.state.locks import FileLock
+from weightcast.shared.checkpoint.state.state import Blocked, read_state, write_state
 
 UPDATE = "/update_weights_from_disk"
 SHORT = 3.0

@@ -16,24 +16,10 @@ from hypothesis import strategies as st
 
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.reports import Update, pack_report, parse_report, read_reports
-from weightcast.shared.local.state import Blocked, EngineState, Mark
-from weightcast.shared.service.facts import LoopStatus
-from weightcast.shared.service.fleet import REPORTS_PATH
-from weightcast.subscriber.engines.aligned import (
-    MOST_BLOCKED,
-    Sight,
-    block,
-    is_aligned,
-    may_relabel,
-    needs_undo,
-    retry_delay,
-    rolls_back,
-    unaligned,
-)
-from weightcast.subscriber.engines.base import EngineFacts, HeldWeights
-from weightcast.subscriber.engines.roster import EngineResult
-from weightcast.subscriber.engines.roster import ResultState as Came
-from weightcast.subscriber.service.report import (
+from weightcast.shared.checkpoint.state.state import Blocked, EngineState, Mark
+from weightcast.shared.daemon.fleet import REPORTS_PATH
+from weightcast.shared.daemon.status import LoopStatus
+from weightcast.subscriber.daemon.report import (
     CHANGE_SECONDS,
     EVERY_SECONDS,
     PHASE_SECONDS,
@@ -44,8 +30,29 @@ from weightcast.subscriber.service.report import (
     ahead_by,
     describe,
 )
-from weightcast.subscriber.status import EngineStatus, HostStatus, LastError, UpdateStatus, served, weakest
-from weightcast.subscriber.step.host import known
+from weightcast.subscriber.engines.base import EngineFacts, HeldWeights
+from weightcast.subscriber.engines.rules import (
+    MOST_BLOCKED,
+    EngineResult,
+    Sight,
+    block,
+    is_aligned,
+    may_relabel,
+    needs_undo,
+    retry_delay,
+    rolls_back,
+    unaligned,
+)
+from weightcast.subscriber.engines.rules import ResultState as Came
+from weightcast.subscriber.status import (
+    EngineStatus,
+    HostStatus,
+    LastError,
+    UpdateStatus,
+    served,
+    weakest,
+)
+from weightcast.subscriber.sync.host import known
 
 SERVED = EngineState(Mark.SERVED, 7, "label", "p1")
 FACTS = EngineFacts(reachable=True, label="7", process="p1")

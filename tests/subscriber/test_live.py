@@ -15,10 +15,10 @@ from hosts import QUICK, Host, SGLang, Site, Weights, on_disk
 from plugin_double import DOOR, PluginDouble
 from waiting import wait_until
 
-from weightcast.shared.local.state import Mark
-from weightcast.subscriber.engines.align import resume_if_it_names
+from weightcast.shared.checkpoint.state.state import Mark
 from weightcast.subscriber.engines.base import HeldWeights, parse_engines
 from weightcast.subscriber.engines.kinds import open_engine
+from weightcast.subscriber.engines.reload_one import resume_if_it_names
 from weightcast.subscriber.status import LiveStatus
 
 
@@ -342,7 +342,7 @@ def test_after_failures_in_the_pause_versions_are_reloaded_for_a_while(world: Wo
 
 
 def test_a_patch_as_large_as_the_model_is_not_made(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightcast.shared.local.engine_patch.ALWAYS_BYTES", 0)
+    monkeypatch.setattr("weightcast.shared.checkpoint.update.engine_patch.ALWAYS_BYTES", 0)
     data = world.run.versions[-1].tensors
     world.run.publish(
         replace(

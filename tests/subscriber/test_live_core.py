@@ -220,7 +220,7 @@ def test_a_patch_that_ends_on_a_full_disk_is_none(stepped: Stepped, monkeypatch:
         raise OSError(28, "No space left on device", str(stepped.local))
 
     with monkeypatch.context() as patched:
-        patched.setattr("weightcast.shared.local.engine_patch._content", full)
+        patched.setattr("weightcast.shared.checkpoint.update.engine_patch._content", full)
         stepped.follow()
     assert stepped.serves() and "No space left" in stepped.live.reason
     assert list(patches_of(stepped.local).iterdir()) == []

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from doubles import Call, VLLMDouble, serve
 
-from weightcast.subscriber.engines.align import align
 from weightcast.subscriber.engines.base import parse_engine
 from weightcast.subscriber.engines.kinds import open_engine
+from weightcast.subscriber.engines.reload_one import align
 
 SCHEMAS = sorted((Path(__file__).parents[1] / "engines" / "schemas").glob("vllm-*.json"))
 LABEL_ROUTES = {"/update_weight_version", "/weight_info"}

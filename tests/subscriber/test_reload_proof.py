@@ -14,8 +14,8 @@ from hosts import VLLM, Host, Mapping_, SGLang, Site, on_disk
 from in_process import Command
 from plugin_double import PluginDouble
 
-from weightcast.shared.errors import NeedsReseed
-from weightcast.subscriber.step import prover
+from weightcast.shared.base.errors import NeedsReseed
+from weightcast.subscriber.sync import loader
 
 ROUNDS = 12
 UNTOUCHED = "model.steps"
@@ -141,7 +141,7 @@ def test_the_command_proves_before_it_reloads(site: Site, weightcast: Command) -
 
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if every model were large."""
-    monkeypatch.setattr(prover, "ALWAYS_BYTES", 0)
+    monkeypatch.setattr(loader, "ALWAYS_BYTES", 0)
 
 
 def test_a_large_model_is_hashed_again_when_the_bound_has_passed(

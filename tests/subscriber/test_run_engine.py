@@ -18,12 +18,12 @@ from doubles import Hang
 from hosts import Run, SGLang, Site, on_disk
 from waiting import wait_until
 
-from weightcast.shared.errors import NeedsReseed, RetryLater
-from weightcast.shared.local.locks import FileLock
-from weightcast.shared.service.cli import run as run_command
-from weightcast.shared.service.settings import describe_settings
+from weightcast.shared.base.errors import NeedsReseed, RetryLater
+from weightcast.shared.checkpoint.state.locks import FileLock
+from weightcast.shared.cli.main import run as run_command
+from weightcast.shared.daemon.settings import describe_settings
+from weightcast.subscriber.daemon.settings import SubscriberSettings
 from weightcast.subscriber.engines.launch import Launch, hold_still, run_engine
-from weightcast.subscriber.service.settings import SubscriberSettings
 
 ENGINE = """
 import os, signal, sys

@@ -18,7 +18,7 @@ from plugin_double import lanes_of
 from pydantic import TypeAdapter
 from sglang_plugin import SGLangPlugin
 
-from weightcast.shared.errors import EngineFailed
+from weightcast.shared.base.errors import EngineFailed
 from weightcast.subscriber.engines.base import Timeouts, parse_engines
 from weightcast.subscriber.engines.kinds import open_engine
 from weightcast.subscriber.engines.live import NotTaken, Patchable, PatchFile, live_of

@@ -10,10 +10,10 @@ from doubles import Answer, Drop, Hang, WebhookDouble
 from hosts import Host, Mapping_, Site
 from pydantic import TypeAdapter
 
-from weightcast.shared.errors import WeightcastError
-from weightcast.shared.service import cli
+from weightcast.shared.base.errors import WeightcastError
+from weightcast.shared.cli import main
 from weightcast.subscriber.engines.base import BadEngineOption, Timeouts, parse_engines
-from weightcast.subscriber.engines.findings import judge_engines
+from weightcast.subscriber.engines.diagnose import judge_engines
 from weightcast.subscriber.status import HostStatus
 
 SECRET = "s3cret"
@@ -81,7 +81,7 @@ def test_the_settings_are_shown_without_it(capsys: pytest.CaptureFixture[str]) -
     hook = f"curl http://h/x?key=a,{SECRET},auth_token={SECRET} -d ?"
     options = ["--engine", f"webhook=http://h:1/hook?token={SECRET},copies=false", "--pre-read", hook]
     options += ["--channel", "/c", "--local", "/l", "--json"]
-    assert cli.run(["config", "show", "subscriber", *options]) == 0
+    assert main.run(["config", "show", "subscriber", *options]) == 0
     told = {one["name"]: one["value"] for one in json.loads(capsys.readouterr().out)["settings"]}
     assert told["engine"] == ["webhook=http://h:1/hook?...,copies=false"]
     assert told["pre_read"] == "curl http://h/x?... -d ?"

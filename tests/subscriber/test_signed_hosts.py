@@ -10,12 +10,11 @@ import pytest
 from hosts import Host, Run, SGLang, Site, on_disk
 from in_process import Command
 
+from weightcast.shared.base.errors import Refused, Untrusted
 from weightcast.shared.channel.index import INDEX_NAME
-from weightcast.shared.channel.keys import PrivateKey, write_private_key
 from weightcast.shared.channel.layout import Layout
-from weightcast.shared.channel.signing import Trust
-from weightcast.shared.errors import Refused, Untrusted
-from weightcast.subscriber.step.target import parse_target
+from weightcast.shared.channel.signing import PrivateKey, Trust, write_private_key
+from weightcast.subscriber.sync.target import parse_target
 
 
 @pytest.fixture

@@ -21,10 +21,10 @@ from hosts import Run, SGLang, Site, on_disk
 from in_process import Command
 from waiting import wait_until
 
-from weightcast.shared.channel.keys import PrivateKey
 from weightcast.shared.channel.reports import read_reports
+from weightcast.shared.channel.signing import PrivateKey
 
-COMMAND = [sys.executable, "-m", "weightcast.shared.service.cli"]
+COMMAND = [sys.executable, "-m", "weightcast.shared.cli.main"]
 TOKEN = "correct-horse"
 
 

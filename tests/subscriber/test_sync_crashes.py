@@ -15,10 +15,10 @@ from disk_errors import watched
 from doubles import Answer, Drop
 from hosts import Clock, Host, Mapping_, Run, SGLang, Site, on_disk
 
-from weightcast.shared.errors import EngineFailed, NeedsReseed, RetryLater
-from weightcast.shared.failpoints import watch
-from weightcast.shared.local.scrub import Scrub
-from weightcast.shared.local.state import Mark
+from weightcast.shared.base.errors import EngineFailed, NeedsReseed, RetryLater
+from weightcast.shared.base.failpoints import watch
+from weightcast.shared.checkpoint.state.state import Mark
+from weightcast.shared.checkpoint.verify.scrub import Scrub
 
 UPDATE = "/update_weights_from_disk"
 MOST_KILLS = 40

@@ -11,7 +11,7 @@ from disk_errors import Disk, watched
 from doubles import Answer
 from hosts import Host, Mapping_, Run, SGLang, Site
 
-from weightcast.shared.errors import WeightcastError
+from weightcast.shared.base.errors import WeightcastError
 
 UPDATE = "/update_weights_from_disk"
 REFUSAL = Answer(400, SGLang.reply(False, "Failed to get weights iterator: no."))

@@ -11,10 +11,10 @@ from disk_errors import watched
 from doubles import Answer
 from hosts import VLLM, Mapping_, Run, SGLang, Site, on_disk, pack
 
-from weightcast.publisher.care.upkeep import UpkeepOptions
-from weightcast.shared import failpoints
-from weightcast.shared.errors import DamagedFile, EngineFailed, RetryLater
-from weightcast.subscriber.step.target import BadTarget, parse_target
+from weightcast.publisher.maintenance.upkeep import UpkeepOptions
+from weightcast.shared.base import failpoints
+from weightcast.shared.base.errors import DamagedFile, EngineFailed, RetryLater
+from weightcast.subscriber.sync.target import BadTarget, parse_target
 
 
 def test_before_the_first_version_a_host_is_seeded_and_ready(site: Site) -> None:

@@ -9,9 +9,9 @@ import pytest
 from field_channel import Dialect, Encoding, FieldChannel, payload
 from hosts import Host, SGLang, Site, Weights, on_disk
 
-from weightcast.shared.errors import DamagedFile, Refused, RetryLater, WeightcastError
-from weightcast.subscriber.step.host import SyncOptions
-from weightcast.subscriber.step.target import parse_target
+from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError
+from weightcast.subscriber.sync.host import SyncOptions
+from weightcast.subscriber.sync.target import parse_target
 
 
 class Foreign(FieldChannel):

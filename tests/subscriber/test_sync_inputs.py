@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from hosts import Host, Run, SGLang, Site, Weights, on_disk
 
-from weightcast.shared.channel.pointer import TornPointer
-from weightcast.shared.errors import DamagedFile, Refused, RetryLater, WeightcastError, WrongRun
+from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError, WrongRun
+from weightcast.shared.channel.layout import TornPointer
 
 
 def files(directory: Path) -> dict[str, bytes]:

@@ -9,7 +9,7 @@ import pytest
 from doubles import Act, Answer, Drop, Hang
 from hosts import QUICK, Host, Mapping_, Run, SGLang, Site, on_disk
 
-from weightcast.shared.local.state import Mark
+from weightcast.shared.checkpoint.state.state import Mark
 
 UPDATE = "/update_weights_from_disk"
 REFUSAL = Answer(400, SGLang.reply(False, "Failed to get weights iterator: no."))

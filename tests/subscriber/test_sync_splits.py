@@ -7,8 +7,8 @@ import pytest
 from cut_versions import commit_cut
 from hosts import Run, SGLang, Site, Weights
 
-from weightcast.publisher.publisher import Publisher
-from weightcast.shared.words import Part, Segment, TensorTable
+from weightcast.publisher.api import Publisher
+from weightcast.shared.base.elements import Part, Segment, TensorTable
 
 
 def cut(table: TensorTable) -> tuple[Part, ...]:

@@ -12,8 +12,8 @@ from in_process import Command
 from test_subscriber_daemon import Daemon
 from waiting import wait_until
 
+from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.reports import read_reports
-from weightcast.shared.errors import WeightcastError
 
 PATIENT = ("--visible-deadline", "600")
 """no test would see the end of it"""

@@ -11,10 +11,10 @@ import pytest
 from hosts import Run, Site, Weights
 from in_process import Command
 
-from weightcast.shared.channel.keys import PrivateKey
 from weightcast.shared.channel.reports import read_reports
-from weightcast.shared.files.entries import exists
-from weightcast.shared.local.local_checkpoint import LocalPaths, own
+from weightcast.shared.channel.signing import PrivateKey
+from weightcast.shared.checkpoint.local_checkpoint import LocalPaths, own
+from weightcast.shared.files.paths import exists
 
 Start = Callable[..., tuple[int, str]]
 

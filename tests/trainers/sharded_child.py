@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from weightcast.publisher.transformers_hook import PublishCallback
-from weightcast.shared.errors import WeightcastError
+from weightcast.shared.base.errors import WeightcastError
 
 STEPS = 3
 root, world, how = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

@@ -36,9 +36,9 @@ from trl import GRPOConfig, GRPOTrainer
 
 from weightcast.publisher import init_channel
 from weightcast.publisher.transformers_hook import PublishCallback
+from weightcast.shared.base.errors import Refused, WrongRun
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.errors import Refused, WrongRun
-from weightcast.shared.local.follow import Follower, FollowOptions
+from weightcast.shared.checkpoint.follower import Follower, FollowOptions
 
 # the libraries' own deprecations are theirs
 pytestmark = [pytest.mark.trainers, pytest.mark.filterwarnings("default")]

@@ -13,8 +13,8 @@ pytest.importorskip("trl", reason="make test-trainers")
 from transformers import AutoConfig
 
 from weightcast.publisher.weights.config import CONFIG, check_config
-from weightcast.shared.channel.file_record import file_record
-from weightcast.shared.errors import WrongRun
+from weightcast.shared.base.errors import WrongRun
+from weightcast.shared.channel.index import file_record
 
 pytestmark = pytest.mark.trainers
 RELEASED: dict[str, dict[str, Any]] = json.loads(

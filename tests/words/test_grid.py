@@ -5,7 +5,15 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightcast.shared.words import BLOCK_WORDS, Part, Segment, TensorSpec, TensorTable, grid, whole_part
+from weightcast.shared.base.elements import (
+    BLOCK_WORDS,
+    Part,
+    Segment,
+    TensorSpec,
+    TensorTable,
+    grid,
+    whole_part,
+)
 
 CHUNK = 256
 

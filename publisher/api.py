@@ -1,0 +1,669 @@
+"""The publisher in process: one object per rank.
+
+State that must survive lies in the channel and in the local checkpoint; after any error both are read again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, SupportsIndex, get_args
+
+from weightcast.publisher.maintenance.orders import carry_out, held, is_carried_out, root_of, standing
+from weightcast.publisher.maintenance.repair import ChannelCheck, Repairs, is_sound, remake, repair
+from weightcast.publisher.maintenance.upkeep import Background, Upkeep, UpkeepOptions
+from weightcast.publisher.publish.carried_configs import is_carried
+from weightcast.publisher.publish.commit import PostWrite
+from weightcast.publisher.publish.owner import Owner
+from weightcast.publisher.publish.publish_job import (
+    Content,
+    PublishOptions,
+    Until,
+    Watching,
+    Work,
+    matched_to,
+)
+from weightcast.publisher.publish.report import PublishReport
+from weightcast.publisher.publish.signer import Vouching
+from weightcast.publisher.ranks.member import MemberRank
+from weightcast.publisher.ranks.rendezvous import Rank
+from weightcast.publisher.resume import Resumed, position, resumed
+from weightcast.publisher.submit import Handle, Hold, Submissions, WhenBusy
+from weightcast.publisher.weights.config import CONFIG, check_config
+from weightcast.publisher.weights.device_side import Baselines, OnDevice, When
+from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules, adapt
+from weightcast.publisher.weights.given import whole_step
+from weightcast.publisher.weights.precision import NonFinite
+from weightcast.publisher.weights.side_configs import carried_bytes, changed_configs
+from weightcast.publisher.weights.tensors import CheckpointWeights, GivenWeights, NewWeights, refuse_local
+from weightcast.shared.base.errors import (
+    DamagedFile,
+    NeedsReseed,
+    Refused,
+    Untrusted,
+    WeightcastError,
+)
+from weightcast.shared.base.progress import Advance
+from weightcast.shared.channel import pins
+from weightcast.shared.channel.claims import Claim, claim, this_process
+from weightcast.shared.channel.index import STEP_ENCODINGS, Encoding, Index
+from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.pins import Rollback
+from weightcast.shared.channel.run_files import Base, ChannelFile
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.checkpoint.follower import Follower, FollowOptions
+from weightcast.shared.checkpoint.state.known_bases import recorded_base
+from weightcast.shared.checkpoint.verify.scrub import Scrub
+from weightcast.shared.files.paths import exists, require_apart, require_places
+from weightcast.shared.files.probes import CHANNEL_NEEDS, COMMIT_NEEDS, require
+
+if TYPE_CHECKING:
+    from weightcast.shared.daemon.wait import Arrivals
+
+_BEAT_SECONDS = 10.0
+
+
+class Publisher:
+    """Publishes versions of one run; one per rank. Not thread-safe.
+
+    >>> with Publisher.open("/shared/run", local="/var/lib/weightcast", base="/models/base") as publisher:
+    ...     report = publisher.publish(model.state_dict(), step=1)
+    """
+
+    def __init__(
+        self,
+        follower: Follower,
+        rank: Rank,
+        options: PublishOptions,
+        claimed: Claim | None,
+        upkeep: Upkeep | None = None,
+    ) -> None:
+        self._follower, self._claim, self._upkeep = follower, claimed, upkeep
+        self._background: Background | None = None
+        self._trust, self._world_size = options.trust, rank.world_size
+        self._owner = None if claimed is None else Owner(follower, claimed, rank, options)
+        self._lone = None if claimed is None else Owner(follower, claimed, Rank(0, 1), options)
+        """what rank 0 publishes without the other ranks"""
+        self._member = MemberRank(follower, rank, options)
+        self._heart = None if claimed is None else _Heart(claimed)
+        self._closed = False
+        # the field's encodings need all new words on the host, whatever changed
+        near = options.encoding in STEP_ENCODINGS
+        whole_old = options.encoding == "small"
+        self.baselines = Baselines(options.on_device, whole_old=whole_old) if near else None
+        self._submissions = Submissions(self._publish)
+        self._until = options.until
+        self._arrivals: Arrivals | None = None
+        self._carry_config = options.carry_config
+        self._configs: Mapping[str, str] = {}
+        """of the last publication from files: those that were not the base's"""
+
+    @classmethod
+    def open(
+        cls,
+        channel: str | Path,
+        *,
+        local: str | Path,
+        base: str | Path | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        encoding: Encoding = "fast",
+        threads: int = 1,
+        take_over: bool = False,
+        take_over_seconds: float = 60.0,
+        post_write: PostWrite | None = None,
+        anchor_every: int = 0,
+        deadline_seconds: float = 600.0,
+        on_device: When = "auto",
+        device_baseline_bytes: int = 0,
+        pinned_baseline_bytes: int = 0,
+        upkeep: UpkeepOptions | None = None,
+        sign_key: str | Path | None = None,
+        trusted_keys: Sequence[str | Path] = (),
+        visible_seconds: float = 30.0,
+        non_finite: NonFinite = "allow",
+        until: Until = "patched",
+        carry_config: bool = False,
+    ) -> Publisher:
+        """`channel`: made by `init_channel` or `weightcast channel init`. `local`: this publisher's own local
+        checkpoint, seeded from `base` when it is new. Ranks other than 0 may share rank 0's `local` on its
+        machine.
+        `rank`, `world_size`: this process, and how many publish a version together; they wait
+        `deadline_seconds` for each other.
+        `encoding`: of the deltas. `threads`: that compare and encode.
+        `take_over`: take the channel from an owner that seems alive; without it an owner that was silent for
+        `take_over_seconds` counts as gone. `post_write(version, directory, phase)` is called with the phase
+        `version` when the files are there and `pointer` when `latest` names them. `anchor_every`: full
+        weights beside every so many versions, 0: none.
+        `on_device`: torch tensors on a CUDA device are compared there (`auto`), those on the CPU by
+        torch too (`always`), or all on the host (`never`); the version's bytes are the same.
+        What was published last may take `device_baseline_bytes` on the devices and `pinned_baseline_bytes` in
+        pinned host memory, for the next comparison (docs/operations.md, Tensors on a GPU).
+        `upkeep`: what rank 0 makes beside the versions, when `make_due` is called or, after
+        `work_in_background`, by itself.
+        `sign_key`: file with the key that signs every version (rank 0 alone needs it); `trusted_keys`: keys
+        beside it whose versions are continued, as text or files. `visible_seconds`: how long files that the
+        channel names may stay invisible before they count as lost.
+        `non_finite="refuse"`: a delta in which elements become NaN or infinite is not published.
+        `until="out"`: `publish` returns when the pointer names the version, and rank 0's local checkpoint
+        follows in a thread beside what the caller does next; the next call waits for it, as `settle` does.
+
+        `carry_config`: versions published from checkpoint directories carry tokenizer, chat template,
+        generation and processor files that are not the base's; hosts put them in place with the weights.
+
+        Raises Refused while another publisher owns the channel or when `local` lies in it, WrongRun when
+        `local` is another run's, Untrusted when the channel's base or newest version is signed by no key
+        known here.
+        """
+        if not 0 <= rank < world_size:
+            raise Refused(f"rank {rank} of world_size {world_size}", remedy="ranks count from 0")
+        directory = Path(channel)
+        require_places(directory, Path(local))
+        vouching = Vouching.load(sign_key, trusted_keys)
+        if rank == 0:
+            vouching.check_owner(Layout(directory))
+        opened = Channel.open(directory, vouching.trust)
+        opened.require_ours()
+        base = recorded_base(opened) if base is None else base
+        require_apart("--local", Path(local), "--channel", directory)
+        follower = Follower(
+            directory,
+            Path(local),
+            None if base is None else Path(base),
+            FollowOptions(threads=threads, visible_seconds=visible_seconds, carries=False),
+        )
+        options = PublishOptions(
+            encoding=encoding,
+            threads=threads,
+            deadline_seconds=deadline_seconds,
+            anchor_every=anchor_every,
+            post_write=post_write,
+            on_device=OnDevice(on_device, device_baseline_bytes, pinned_baseline_bytes),
+            key=vouching.key,
+            trust=vouching.trust,
+            non_finite=non_finite,
+            until=until,
+            carry_config=carry_config,
+        )
+        if rank != 0:
+            return cls(follower, Rank(rank, world_size), options, None)
+        with contextlib.ExitStack() as undo:
+            undo.callback(follower.close)
+            first = not exists(follower.paths.state)
+            require("--channel", directory, CHANNEL_NEEDS if first else COMMIT_NEEDS)
+            follower.own()
+            claimed = claim(
+                directory,
+                this_process(),
+                take_over=take_over,
+                patience=take_over_seconds,
+                above=follower.epoch,
+            )
+            keeper = Upkeep(directory, Path(local), claimed, upkeep or UpkeepOptions(), vouching)
+            keep = None if upkeep is None else keeper.keep
+            options = replace(options, give_up=keeper.give_up, keep=keep)
+            publisher = cls(follower, Rank(0, world_size), options, claimed, keeper)
+            undo.callback(publisher.close)
+            publisher.recover()
+            undo.pop_all()
+        return publisher
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        self.close()
+        if kind is None:
+            self._submissions.raise_unseen()
+
+    def close(self) -> None:
+        """Waits for what was submitted. Used in `with`, what went wrong with it is raised at the end."""
+        self._submissions.drain()
+        if self._background is not None:
+            self._background.stop()
+        if self._heart is not None:
+            self._heart.stop()
+        self._closed = True
+        if self._claim is not None:
+            # the next publisher waits a little longer when this cannot be told
+            with contextlib.suppress(OSError):
+                self._claim.release()
+        self._follower.close()
+
+    def _check_open(self) -> None:
+        """The claim is given back by then: another publisher may own the channel."""
+        if self._closed:
+            raise Refused("this publisher is closed", remedy="open another, or publish inside its `with`")
+
+    @property
+    def channel(self) -> Path:
+        return self._follower.channel_dir
+
+    @property
+    def version(self) -> int:
+        """The version that the pointer names, 0 before the first."""
+        return Channel.open(self._follower.channel_dir).pointed()
+
+    @property
+    def epoch(self) -> int:
+        return 0 if self._claim is None else self._claim.epoch
+
+    def check_owner(self) -> None:
+        """Raises Refused, naming the newer owner, when another publisher has the channel now."""
+        if self._claim is not None:
+            self._claim.check()
+
+    @property
+    def run_id(self) -> str:
+        return self.run[0].run_id
+
+    @functools.cached_property
+    def run(self) -> tuple[ChannelFile, Base]:
+        """What the channel was made with, as it was first read here: neither changes in a run."""
+        return Channel.open(self._follower.channel_dir, self._trust).require_ours()
+
+    @property
+    def config_changed(self) -> tuple[str, ...]:
+        """Config files of the checkpoint published last that are not those that hosts have."""
+        return tuple(self._configs)
+
+    @property
+    def left_behind(self) -> tuple[str, ...]:
+        """Files of the base that hosts do not get."""
+        return self._follower.left_behind
+
+    @property
+    def local_version(self) -> int | None:
+        state = self._follower.state
+        return None if state is None else state.position.version
+
+    def state_dict(self) -> dict[str, object]:
+        """For the trainer's checkpoint: where in the channel its weights stand. Waits for submissions."""
+        self._submissions.drain()
+        return position(self._follower.channel_dir)
+
+    def load_state_dict(self, state: Mapping[str, object]) -> Resumed:
+        """Checks that this channel is the one in which the checkpoint's weights were published, and says how
+        far it went on since. Nothing is published or undone: the next publication continues the chain.
+
+        Raises WrongRun for another channel, Forked for another history, Refused for what is no such state.
+        """
+        return resumed(self._follower.channel_dir, state)
+
+    def recover(self, advance: Advance | None = None) -> None:
+        """Finishes a version that was committed and never pointed to, and catches up with the channel. Rank 0
+        does this by itself at `open` and before every publication."""
+        self._check_open()
+        self._submissions.drain()
+        if self._owner is not None:
+            self._owner.recover(advance)
+
+    def verify_some(self, scrub: Scrub) -> None:
+        """Reads a little of the local checkpoint; what is wrong there is repaired at once."""
+        self._check_open()
+        self._submissions.drain()
+        local = self._follower.local
+        if self._owner is None or local is None:
+            return
+        try:
+            scrub.turn(local)
+        except NeedsReseed as error:
+            self._follower.doubt(error)
+            self.recover()
+        except OSError:
+            # which of two states lies on disk is not known
+            self._follower.release()
+            raise
+
+    def publish(
+        self,
+        named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any],
+        *,
+        step: SupportsIndex | None = None,
+        advance: Advance | None = None,
+        watching: Watching | None = None,
+    ) -> PublishReport:
+        """Publishes the next version from (HF name, torch tensor on any device or numpy array).
+
+        The tensors must stand still until this returns. With several ranks each gives the tensors that it
+        owns, and the trainer's `step`: by it they know that they publish the same weights. When this
+        raises, nothing is published that was not wholly proven: what is already committed (a hook failed, or
+        NotInTime on a rank other than 0) is finished by the next call. As `submit(...).result()`.
+        """
+        # once: a second look at an iterator would see nothing
+        read = functools.cache(lambda: GivenWeights(named_tensors, self.baselines))
+        return self._publish_now(Work(read, self._whole(step), advance, watching))
+
+    def submit(
+        self,
+        named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any],
+        *,
+        step: SupportsIndex | None = None,
+        when_busy: WhenBusy = "block",
+        hold: Hold = "tensors",
+    ) -> Handle:
+        """Begins the next version and lets the trainer go on; `result()` of the handle is `publish`'s report.
+
+        `when_busy="block"`: waits until the submission before is out, then until the tensors were compared,
+        and returns when they may change again. What is left to do needs them no longer.
+        `when_busy="newest"`: returns at once. Call `handle.release()` before the tensors change: it waits
+        for a comparison under way, and withdraws a submission that has not begun. One that waits while
+        another is published gives way to the next.
+
+        `hold="copy"`: copies what this process holds into host memory, in the run's precision, and returns:
+        the tensors may change, whatever becomes of channel and other ranks. Costs the step one copy, and as
+        much memory until the comparison is done; twice with `when_busy="newest"`.
+
+        Tensors given by an iterator are taken from it here, by this thread. Raises what the submission
+        before raised if its `result()` was not asked for; this one is not taken then.
+        """
+        self._check_open()
+        if hold not in get_args(Hold):
+            raise Refused(f"hold is {hold!r}", remedy='give "tensors" or "copy"')
+        step = self._whole(step)
+        weights = GivenWeights(named_tensors, self.baselines)
+        if hold == "copy":
+            # not before the one in flight has let go of its own
+            self._submissions.make_way(when_busy)
+            weights = weights.copied()
+        work = Work(
+            lambda: weights,
+            step,
+            allowed=self._raise_held,
+            on_device=weights.on_device,
+            copied=hold == "copy",
+        )
+        return self._submissions.submit(work, when_busy)
+
+    def wait(
+        self,
+        version: SupportsIndex | Handle,
+        *,
+        min_hosts: int | None = None,
+        fraction: float | None = None,
+        timeout: float = 600.0,
+    ) -> list[str]:
+        """Waits until that many hosts are ready and serve `version` or a later one; their names. A handle
+        of `submit` stands for the version that it becomes. `fraction`:
+        of the hosts whose reports still change. Both: both must hold; neither: one host.
+
+        Hosts say this of themselves in the channel, nobody authenticates it. Raises NotInTime that names the
+        hosts which are behind.
+        """
+        # pydantic costs a fifth of a second that most publishers need not pay
+        from weightcast.shared.daemon.wait import Arrivals
+
+        if isinstance(version, Handle):
+            began = time.monotonic()
+            version = version.result(timeout).version
+            timeout -= time.monotonic() - began
+        if not isinstance(version, SupportsIndex):
+            raise Refused(
+                f"version must be an integer or a handle, not {type(version).__name__}",
+                remedy="give the version of a report, or the handle that submit returned",
+            )
+        if self._arrivals is None:
+            self._arrivals = Arrivals.in_channel(self._follower.channel_dir)
+        return self._arrivals.wait(operator.index(version), min_hosts, fraction, timeout)
+
+    def publish_checkpoint(
+        self,
+        directory: str | Path,
+        *,
+        step: SupportsIndex | None = None,
+        advance: Advance | None = None,
+        watching: Watching | None = None,
+        cast: bool = False,
+        rename: Iterable[str] = (),
+        drop: Iterable[str] = (),
+    ) -> PublishReport:
+        """Publishes a complete HF checkpoint directory; Refused when it changes while it is read.
+
+        `cast`: round floating-point tensors to the run's dtypes. `rename`: "A=B", prefixes or patterns with
+        as many `*`. `drop`: globs of tensors to leave out.
+        """
+        rules = ExportRules.of(cast, rename, drop)
+        read = functools.partial(self.open_checkpoint, directory, rules)
+        return self.publish_weights(read, step=step, advance=advance, watching=watching)
+
+    def publish_weights(
+        self,
+        read: Callable[[], NewWeights],
+        *,
+        step: SupportsIndex | None = None,
+        advance: Advance | None = None,
+        watching: Watching | None = None,
+        request: str = "",
+    ) -> PublishReport:
+        """Publishes what `read` opens; it may be called twice, after what it gave was closed. `request`: 16
+        hex digits, by which `made_for` finds the version."""
+        return self._publish_now(Work(read, self._whole(step), advance, watching, request=request))
+
+    def made_for(self, request: str, above: int) -> Index | None:
+        """The version that was published for `request`, if it is one after `above`. That there are newer ones
+        says nothing: another publisher, an operator or a rollback may have made them."""
+        channel = Channel.open(self._follower.channel_dir, self._trust)
+        pointer, table = channel.pointer(), self.run[1].table
+        for version in range(0 if pointer is None else pointer.version, above, -1):
+            with contextlib.suppress(DamagedFile, Untrusted):
+                index = channel.index(pointer, version, table) if pointer is not None else None
+                if isinstance(index, Index) and index.request == request:
+                    return index
+        return None
+
+    def has_content(
+        self, read: Callable[[], NewWeights], version: int, root: str, advance: Advance | None = None
+    ) -> bool:
+        """Whether what `read` opens has the content of `version`, which had this root, and would carry the
+        same config files. Publishes nothing. Raises Refused for weights that do not fit the run."""
+        self._check_open()
+        self._submissions.drain()
+        file, base = self.run
+        local = self._follower.local
+        position = None if local is None else local.state.position
+        with contextlib.closing(read()) as weights:
+            channel = Channel.open(self.channel, self._trust)
+            if self._carry_config and not is_carried(channel, weights, version):
+                return False
+            matched = matched_to(file, base.table, weights, Rank(0, 1), Work(read, None))
+            content = Content(weights, matched, base, self._follower.options.threads)
+            return content.has_root(root, position, advance)
+
+    def root_of(self, version: int) -> str:
+        """Of a version up to the newest; empty where the channel no longer says."""
+        channel = Channel.open(self._follower.channel_dir, self._trust)
+        pointer = channel.pointer()
+        with contextlib.suppress(WeightcastError):
+            return "" if pointer is None else root_of(channel, pointer, version)
+        return ""
+
+    def open_checkpoint(self, directory: str | Path, rules: ExportRules = NO_RULES) -> NewWeights:
+        """A checkpoint directory as new weights of this run, for `publish_weights`."""
+        directory = Path(directory)
+        refuse_local(directory, self._follower.paths.directory)
+        weights, local = CheckpointWeights(directory), self._follower.local
+        own = self._follower.base_dir if local is None else local.checkpoint.directory
+        try:
+            check_config(directory / CONFIG, own, self.run[1].files)
+            base = self.run[1] if local is None else local.base
+            weights.configs = changed_configs(weights.checkpoint, own, base)
+            if self._carry_config:
+                weights.carry = carried_bytes(directory, weights.configs)
+        except BaseException:
+            weights.close()
+            raise
+        return self.adapted(weights, rules)
+
+    def adapted(self, weights: NewWeights, rules: ExportRules) -> NewWeights:
+        """`weights` as `rules` change them; closed where that is refused."""
+        file, base = self.run
+        try:
+            return adapt(weights, rules, file, base.table)
+        except BaseException:
+            weights.close()
+            raise
+
+    def _publish_now(self, work: Work) -> PublishReport:
+        self._check_open()
+        self._submissions.drain()
+        self._submissions.raise_unseen()
+        self._raise_held()
+        if self._owner is not None and self._until == "out":
+            return self._submissions.until_out(work)
+        return self._publish(work)
+
+    def _whole(self, step: SupportsIndex | None) -> int | None:
+        return whole_step(step, self._world_size)
+
+    def settle(self) -> PublishReport | None:
+        """Waits until the local checkpoint has followed the last version that was submitted or, with
+        `until="out"`, published; its report with the seconds of that. Raises what went wrong and was not told
+        yet: the version is out, and the next call catches up."""
+        return self._submissions.settle()
+
+    def _raise_held(self) -> None:
+        order = self._obey_orders()
+        if order is not None:
+            raise held(order)
+
+    def _publish(self, work: Work) -> PublishReport:
+        if self._owner is None:
+            return self._member.publish(work)
+        work.told = self._configs
+        try:
+            with contextlib.nullcontext() if self._upkeep is None else self._upkeep.way.publishing():
+                report = self._owner.publish(work)
+                if work.configs is not None:
+                    self._configs = {name: digest for name, digest in work.configs.items() if digest}
+                return report
+        finally:
+            # also when it failed: it may have lacked the room that upkeep makes
+            if self._background is not None:
+                self._background.wake()
+
+    def obey_orders(self) -> Rollback | None:
+        """Carries out a rollback that was ordered. Returns the order that holds publishing, if one does. The
+        pointer is put where this publisher last had it, should another one have put it back."""
+        self._check_open()
+        self._submissions.drain()
+        return self._obey_orders()
+
+    def _obey_orders(self) -> Rollback | None:
+        if self._lone is not None:
+            self._obey_repair()
+            self._lone.hold_pointer()
+        channel = Channel.open(self._follower.channel_dir)
+        order = standing(channel)
+        if order is None or self._lone is None:
+            return order
+        self._lone.recover()
+        if not is_carried_out(channel, order):
+            carry_out(self._lone, self._follower, channel, order)
+            if self._background is not None:
+                self._background.wake()
+        return order
+
+    def repair(self) -> Repairs:
+        """Repairs the channel: damaged and lost files are written again from this publisher's journals, an
+        anchor bridges lost deltas, files that no host can use move to `.trash`. Reads the whole channel.
+
+        Raises Refused on ranks other than 0."""
+        self._check_open()
+        self._submissions.drain()
+        return self._repair()
+
+    def _repair(self) -> Repairs:
+        if self._claim is None or self._lone is None:
+            raise Refused("only rank 0 repairs the channel", remedy="call it on rank 0")
+        self._claim.check()
+        lone, directory = self._lone, self._follower.channel_dir
+        if is_sound(directory, trust=self._trust):
+            return Repairs()
+
+        def write_anchor() -> int | None:
+            return self.version if lone.write_anchor() else None
+
+        local = self._follower.paths.directory
+        return repair(directory, self._claim, local, write_anchor, trust=self._trust)
+
+    def obey_repair(self) -> Repairs | None:
+        """Repairs the channel if an operator ordered it (`weightcast channel repair`, `POST /v1/repair`)."""
+        self._check_open()
+        self._submissions.drain()
+        return self._obey_repair()
+
+    def _obey_repair(self) -> Repairs | None:
+        directory = self._follower.channel_dir
+        if self._lone is None or not pins.repair_ordered(directory):
+            return None
+        try:
+            done = self._repair()
+        except Refused:
+            pins.end_repair(directory)
+            raise
+        pins.end_repair(directory)
+        return done
+
+    def check_channel(self, check: ChannelCheck) -> Repairs | None:
+        """Reads some of the channel's files; those of a damaged version are written again at once."""
+        self._check_open()
+        self._submissions.drain()
+        local, layout = self._follower.local, Layout(self._follower.channel_dir)
+        version = None if self._claim is None or local is None else check.turn(layout, local)
+        if version is None or self._claim is None:
+            return None
+        there = range(version, version + 1)
+        done, lost = remake(layout, self._follower.paths.directory, self._claim, there, only=version)
+        if not done:
+            check.give_up(version)
+        return Repairs(done=done, notes=lost)
+
+    def make_due(self) -> list[str]:
+        """Makes what is due beside the versions, here and now; what was made, in words."""
+        self._check_open()
+        made = []
+        while self._upkeep is not None and (one := self._upkeep.step()):
+            made.append(one)
+        return made
+
+    def work_in_background(self) -> Background | None:
+        """From now on what is due is made in a thread of its own. None on ranks other than 0."""
+        self._check_open()
+        if self._upkeep is not None and self._background is None:
+            self._background = Background(self._upkeep)
+            self._background.wake()
+        return self._background
+
+    def write_anchor(self) -> bool:
+        """Full weights of the current version beside it, for hosts without a base. False when they exist."""
+        self._check_open()
+        self._submissions.drain()
+        if self._owner is None:
+            raise Refused("only rank 0 writes anchors", remedy="call it on rank 0")
+        return self._owner.write_anchor()
+
+
+class _Heart:
+    """Shows in the claim that this process lives, also while a trainer does not publish."""
+
+    def __init__(self, claimed: Claim) -> None:
+        self._claim = claimed
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="weightcast-claim", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_BEAT_SECONDS):
+            # the channel may be away for a while; the next beat tells
+            with contextlib.suppress(OSError):
+                self._claim.beat()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()

@@ -1,1 +1,0 @@
-"""What is made, kept and removed beside the versions, and orders of operators."""

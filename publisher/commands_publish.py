@@ -1,0 +1,198 @@
+"""The verb `publish`, in a module of its own: that command imports no more than it needs."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+from weightcast.publisher.api import Publisher
+from weightcast.publisher.maintenance.orders import held, is_carried_out, standing
+from weightcast.publisher.maintenance.upkeep import UpkeepOptions
+from weightcast.publisher.publish.report import Publication, publication, total_seconds
+from weightcast.publisher.weights.config import CONFIG, check_config
+from weightcast.publisher.weights.export_rules import ExportRules, adapt
+from weightcast.publisher.weights.match import match
+from weightcast.publisher.weights.precision import NonFinite
+from weightcast.publisher.weights.side_configs import CARRY_CONFIG, config_text
+from weightcast.publisher.weights.tensors import CheckpointWeights, refuse_local
+from weightcast.shared.base.errors import WeightcastError
+from weightcast.shared.channel.index import Encoding
+from weightcast.shared.channel.run_files import Base, ChannelFile
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.cli.output import Output
+from weightcast.shared.cli.plain import CHANNEL, JSON, SIGN_KEY, THREADS, TRUSTED_KEY, Option, Verb
+from weightcast.shared.daemon.threads import working_threads
+from weightcast.shared.files.disk_errors import error_text
+from weightcast.shared.files.paths import exists, printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_OPTIONS = (
+    Option(
+        "checkpoint",
+        Path,
+        "HF checkpoint directory with the new weights.",
+        is_required=True,
+        is_argument=True,
+    ),
+    CHANNEL,
+    Option("local", Path, "The publisher's own local checkpoint.", is_required=True),
+    Option("base", Path, "The run's base; known where this user made the channel on this machine."),
+    Option("encoding", str, "Of the delta.", default="fast", choices=get_args(Encoding)),
+    Option("step", int, "The trainer's step.", least=0),
+    THREADS,
+    Option("take_over", bool, "Take the channel from a publisher that seems alive.", default=False),
+    SIGN_KEY,
+    TRUSTED_KEY,
+    Option("skip_span", int, "Make deltas from up to so many versions back; 0: none.", default=0, least=0),
+    Option("anchor", bool, "Write full weights beside the version, for new hosts.", default=False),
+    Option(
+        "non_finite",
+        str,
+        "Elements that become NaN or infinite.",
+        default="allow",
+        choices=get_args(NonFinite),
+    ),
+    Option("carry_config", bool, CARRY_CONFIG, default=False),
+    Option("cast", bool, "Round floating-point tensors to the base's dtypes.", default=False),
+    Option(
+        "rename",
+        list,
+        "A=B: rename tensors of the checkpoint that begin with A, or match A with *; repeatable.",
+    ),
+    Option("drop", list, "Glob of tensors of the checkpoint to leave out; repeatable."),
+    JSON,
+)
+
+
+def publish(
+    checkpoint: Path,
+    channel: Path,
+    local: Path,
+    base: Path | None,
+    encoding: Encoding,
+    step: int | None,
+    threads: int | None,
+    take_over: bool,
+    sign_key: Path | None,
+    trusted_key: list[str] | None,
+    skip_span: int,
+    anchor: bool,
+    non_finite: NonFinite,
+    carry_config: bool,
+    cast: bool,
+    rename: list[str] | None,
+    drop: list[str] | None,
+    as_json: bool,
+) -> None:
+    """Publish one checkpoint as the channel's next version."""
+    output = Output(json=as_json)
+    rules = ExportRules.of(cast, rename or (), drop or ())
+    _, described = _look(Channel.open(channel), checkpoint, local, base, take_over, rules)
+    with (
+        Publisher.open(
+            channel,
+            local=local,
+            base=base,
+            encoding=encoding,
+            threads=working_threads(threads),
+            take_over=take_over,
+            sign_key=sign_key,
+            trusted_keys=trusted_key or (),
+            non_finite=non_finite,
+            carry_config=carry_config,
+            upkeep=UpkeepOptions(skip_span=skip_span) if skip_span else None,
+        ) as publisher,
+        output.progress(f"publishing {checkpoint.name}", described.table.nbytes) as advance,
+    ):
+        read = partial(publisher.open_checkpoint, checkpoint, rules)
+        report = publisher.publish_weights(read, step=step, advance=advance)
+        if anchor:
+            _beside(publisher.write_anchor)
+        _beside(publisher.make_due)
+    done = publication(report, str(checkpoint))
+    output.result(done, lambda console: _show(console, done, total_seconds(done.seconds)))
+
+
+def _look(
+    channel: Channel,
+    checkpoint: Path,
+    local: Path,
+    base: Path | None,
+    take_over: bool,
+    rules: ExportRules,
+) -> tuple[ChannelFile, Base]:
+    """Before anything is claimed: what will be refused must not take the channel from a publisher."""
+    file, described = channel.require_ours()
+    order = standing(channel)
+    # one that was not carried out is the next owner's to carry out, but a living one is left to do it
+    if order is not None and (take_over or is_carried_out(channel, order)):
+        raise held(order)
+    refuse_local(checkpoint, local)
+    with contextlib.closing(CheckpointWeights(checkpoint)) as weights:
+        match(
+            adapt(weights, rules, file, described.table).table,
+            described.table,
+            frozen=file.frozen,
+            aliases=file.aliases,
+            partial=False,
+            by_flags=True,
+        )
+        own = next((known for known in (local, base) if known is not None and exists(known / CONFIG)), None)
+        if own is not None:
+            check_config(checkpoint / CONFIG, own, described.files)
+    return file, described
+
+
+def _beside(make: Callable[[], object]) -> None:
+    """The version is out: that something beside it fails must not look as if it were not."""
+    try:
+        make()
+    except (WeightcastError, OSError) as error:
+        print(f"warning: beside the version: {printable(error_text(error))}", file=sys.stderr)
+
+
+VERB = Verb("publish", publish, _OPTIONS)
+
+
+def _show(console: Console, done: Publication, seconds: float) -> None:
+    ratio = done.full_bytes / done.delta_bytes if done.delta_bytes else 0.0
+    adapted = ", ".join(f"{count:,} tensors {what}" for what, count in done.adapted.items() if count)
+    show_facts(
+        console,
+        {
+            "version": done.version,
+            "step": "-" if done.step is None else done.step,
+            **({} if done.resumed_from_step is None else {"resumed from step": done.resumed_from_step}),
+            "changed elements": f"{done.changed_elements:,} ({done.density_elements:.4%})",
+            "changed bytes": f"{done.density_bytes:.4%}",
+            "delta": f"{done.delta_bytes:,} bytes",
+            "full": f"{done.full_bytes:,} bytes (ratio {ratio:,.1f})",
+            "bits per change": f"{done.bits_per_change:.2f}",
+            "seconds": f"{seconds:.3f}",
+            **(
+                {"became NaN or infinite": f"{done.non_finite_elements:,} elements"}
+                if done.non_finite_elements
+                else {}
+            ),
+            **({"names": ", ".join(f"{r}: {n}" for r, n in done.mapped.items())} if done.mapped else {}),
+            **({"adapted": adapted} if adapted else {}),
+            **({"notes": "; ".join(done.notes)} if done.notes else {}),
+            **({"config changed": config_text(done.not_carried)} if done.not_carried else {}),
+            **({"config carried": ", ".join(done.carried)} if done.carried else {}),
+        },
+    )
+
+
+def show_facts(console: Console, facts: dict[str, object]) -> None:
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in facts.items():
+        table.add_row(name, str(value))
+    console.print(table)

@@ -1,0 +1,70 @@
+"""The publisher's daemon: HTTP, the watched directory and one work thread around the desk."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+
+from weightcast.publisher.daemon.publish_loop import Desk
+from weightcast.publisher.daemon.routes import publication_routes, repair_routes
+from weightcast.publisher.daemon.settings import PublisherSettings
+from weightcast.publisher.daemon.sources.watched import RenamedIn
+from weightcast.publisher.daemon.status import PublisherStatus, host_status
+from weightcast.publisher.fleet.metrics import FleetFigures
+from weightcast.publisher.fleet.routes import PAGE_PATHS, fleet_routes, page_routes
+from weightcast.publisher.fleet.view import FleetView
+from weightcast.shared.channel.claims import process_began
+from weightcast.shared.daemon.fleet import REPORTS_PATH
+from weightcast.shared.daemon.http import make_app
+from weightcast.shared.daemon.loop import Stop, Wakeup, run_daemon
+from weightcast.shared.daemon.metrics import new_registry, watch_loop
+from weightcast.shared.daemon.status import STATUS, LoopStatus, Snapshot, warm_up_in_background
+from weightcast.shared.daemon.watch import Watcher
+
+
+def run_publisher(settings: PublisherSettings) -> None:
+    """Runs until SIGTERM. Raises what ends the daemon: see `run_daemon`, and Refused once another publisher
+    has taken the channel."""
+    registry, wakeup, stop = new_registry(), Wakeup(), Stop()
+    loop = Snapshot(LoopStatus())
+    watch_loop(registry, loop)
+    renamed = RenamedIn()
+    view = FleetView(
+        settings.channel,
+        settings.upkeep.retention,
+        settings.bounds,
+        lambda: desk.publish_seconds,
+        publisher=lambda: desk.status().line(time.time()),
+    )
+    FleetFigures(registry, view.hosts, view.page)
+    desk = Desk(settings, registry, wakeup, stop, renamed, process_began())
+
+    def status() -> PublisherStatus:
+        hosts = tuple(map(host_status, view.hosts().hosts))
+        beside = {"loop": loop.get(), "kernels": STATUS.get(), "hosts": hosts, "now": time.time()}
+        return desk.status().model_copy(update={**beside, "report_error": view.posted.problem})
+
+    app = make_app(
+        "weightcast publisher",
+        status,
+        lambda: desk.status().readiness(),
+        registry,
+        None if settings.token is None else settings.token.get_secret_value(),
+        wakeup.set,
+        PublisherStatus,
+        PAGE_PATHS,
+        {} if settings.report_token is None else {REPORTS_PATH: settings.report_token.get_secret_value()},
+    )
+    app.include_router(page_routes())
+    app.include_router(publication_routes(lambda: desk.queue, settings.roots, wakeup.set))
+    app.include_router(repair_routes(settings.channel, wakeup.set))
+    app.include_router(fleet_routes(view, lambda: desk.status().run_id, lambda: bool(app.state.stopping())))
+    warm_up_in_background()
+    with ExitStack() as around:
+        view.start()
+        around.callback(view.stop)
+        if settings.watch is not None:
+            around.enter_context(Watcher(settings.watch, wakeup, renamed.note))
+        run_daemon(app, desk.step, wakeup, settings, desk.start, desk.close, loop, stop)
+    if desk.superseded is not None:
+        raise desk.superseded

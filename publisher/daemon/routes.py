@@ -1,0 +1,153 @@
+"""HTTP routes of the publisher: ask for a publication, and look how it went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import APIRouter, Header
+from pydantic import BaseModel, ConfigDict, Field
+
+from weightcast.publisher.daemon.sources.queue import QUEUE_LIMIT, Job, KeyReused, Queue, QueueFull, unread
+from weightcast.shared.base.errors import Refused, RetryLater
+from weightcast.shared.channel import pins
+from weightcast.shared.daemon.http import Answer, StrictRoute
+from weightcast.shared.daemon.status import Failure
+from weightcast.shared.files.disk_errors import disk_text
+from weightcast.shared.files.paths import is_directory, is_plain, matching
+
+_PATH_LIMIT = 4096
+_KEY_LIMIT = 255
+
+
+class PublishRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    checkpoint: str = Field(
+        min_length=1, max_length=_PATH_LIMIT, description="Absolute path of a checkpoint."
+    )
+    step: int | None = Field(None, ge=0, lt=1 << 63, description="The trainer's step: information only.")
+    key: str | None = Field(
+        None, min_length=1, max_length=_KEY_LIMIT, description="Idempotency key, if the header is not set."
+    )
+
+
+def publication_routes(
+    queue: Callable[[], Queue | None], roots: Sequence[Path], wake: Callable[[], None]
+) -> APIRouter:
+    """`queue`: None until the daemon has taken its channel. `roots`: see `check_checkpoint`."""
+    router = APIRouter(route_class=StrictRoute)
+
+    def opened() -> Queue:
+        found = queue()
+        if found is None:
+            raise RetryLater("the publisher is starting", remedy="try again when /readyz says so")
+        return found
+
+    @router.post("/v1/publish", status_code=202, responses={409: {"model": Failure}, 429: {"model": Failure}})
+    def publish(
+        request: PublishRequest,
+        idempotency_key: Annotated[str | None, Header(min_length=1, max_length=_KEY_LIMIT)] = None,
+    ) -> Job:
+        """Queues a publication. The same key (header `Idempotency-Key`, or `key`) gives the same one while
+        the checkpoint has the same content, which is compared first. Other content is a new version."""
+        key = request.key if idempotency_key is None else idempotency_key
+        try:
+            job = _asked(opened(), request, key, roots)
+        except QueueFull:
+            raise Answer(
+                429,
+                f"{QUEUE_LIMIT} publications wait already",
+                "ask again when one has ended",
+                {"Retry-After": "5"},
+            ) from None
+        except KeyReused:
+            raise Answer(
+                409,
+                "this key was used for another checkpoint or step",
+                "give each publication a key of its own",
+            ) from None
+        wake()
+        return job
+
+    @router.get("/v1/publications/{id}", responses={404: {"model": Failure}})
+    def show(id: str) -> Job:
+        """A publication that was asked for: how it stands, or how it ended."""
+        job = opened().get(id)
+        if job is None:
+            raise Answer(
+                404,
+                "no publication of this id is remembered",
+                "the newest are remembered: `weightcast channel log` lists what is out",
+            )
+        return job
+
+    return router
+
+
+def _asked(queue: Queue, request: PublishRequest, key: str | None, roots: Sequence[Path]) -> Job:
+    """Raises Refused, QueueFull and KeyReused."""
+    asked = request.checkpoint, request.step, key
+    known = queue.known(*asked)
+    if known is None or known.has_ended:
+        try:
+            check_checkpoint(request.checkpoint, roots)
+        except Refused:
+            if known is None:
+                raise
+            # consumed, or pruned by the trainer
+            return known if known.report is None else queue.change(known, note=unread(known.report))
+    return queue.ask(*asked)
+
+
+class RepairOrder(BaseModel):
+    ordered: bool = True
+
+
+def repair_routes(channel: Path, wake: Callable[[], None]) -> APIRouter:
+    router = APIRouter(route_class=StrictRoute)
+
+    @router.post("/v1/repair", status_code=202)
+    def repair() -> RepairOrder:
+        """Orders the publisher to repair its channel; `repair` in the status has the result."""
+        try:
+            pins.order_repair(channel)
+        except OSError as error:
+            raise RetryLater(disk_text(error, channel), remedy="check the channel's mount") from error
+        wake()
+        return RepairOrder()
+
+    return router
+
+
+def check_checkpoint(text: str, roots: Sequence[Path]) -> Path:
+    """The checkpoint's real path. Raises Refused unless it is an absolute path of a directory below one of
+    `roots`, links followed, or a root with weights; without roots, anywhere."""
+    path = Path(text)
+    if not is_plain(text) or not path.is_absolute():
+        raise Refused(f"{text[:200]!r} is not an absolute path", remedy="give the whole path")
+    try:
+        real = path.resolve(strict=True)
+        allowed = [root.resolve() for root in roots]
+    except (OSError, RuntimeError) as error:
+        # The same answer inside and outside of the roots: nobody shall probe the file system through this.
+        raise _not_allowed(text, roots) from error
+    if roots and not any(real.is_relative_to(root) and _is_a_save(real, root) for root in allowed):
+        raise _not_allowed(text, roots)
+    if not is_directory(real):
+        raise Refused(f"{text} is not a directory", remedy="give a checkpoint directory")
+    return real
+
+
+def _is_a_save(real: Path, root: Path) -> bool:
+    """A trainer may save into the watched directory itself."""
+    return real != root or bool(matching(root, "*.safetensors"))
+
+
+def _not_allowed(text: str, roots: Sequence[Path]) -> Refused:
+    where = f" in {' or '.join(map(str, roots))}" if roots else ""
+    return Refused(
+        f"{text} is no checkpoint directory{where}",
+        remedy="put it there, or start the publisher with --allow",
+    )

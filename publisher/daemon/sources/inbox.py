@@ -1,0 +1,595 @@
+"""Which checkpoint directory of a watched directory is published next: rules without IO.
+
+Name, inode, size and times of the files that hold the weights only tell whether a directory has to be looked
+at again. Its content is then compared with what was published, left alone or passed over under this name:
+other content is a new checkpoint, the same content is skipped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+
+from weightcast.publisher.daemon.sources.layouts import ROOT, Fit, Layouts, Unpublished, pattern_of, save_of
+from weightcast.shared.base.elements import TensorTable
+from weightcast.shared.base.errors import DamagedFile
+from weightcast.shared.daemon.status import Failure
+from weightcast.shared.files.hf_checkpoint import is_other_format
+from weightcast.shared.files.paths import file_name, is_plain
+from weightcast.shared.files.strict_json import Members, parse_object, write_object
+
+FORMAT = 1
+MEMORY_LIMIT = 256 << 20
+"""bytes of the inbox's memory on disk"""
+_VANISHED_KEPT = 4096
+_CONSUMED_KEPT, _CONTENTS_KEPT = 64, 1024
+"""with their files, and with the digest of their content alone: a backup may bring them back"""
+_MIXED_TIMES = 60
+"""the stillness after which a directory counts that was saved over in part, in times of the usual one"""
+_RENAME_TIMES = 5
+"""likewise, after which a save under a temporary name is reported"""
+_TREE = "tree"
+"""member of a memory that knows nested checkpoints, too"""
+_LOWEST = -(1 << 63)
+"""times may lie before 1970; inodes of some file systems use 64 bits"""
+_NUMBERS = re.compile(r"(\d+)", re.ASCII)
+
+
+@dataclass(frozen=True, order=True)
+class FileMark:
+    """Without the device: network mounts get another number at every reboot."""
+
+    name: str
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int = 0
+    """also changes when a writer puts the mtime back; 0 in memories of older releases"""
+
+
+Marks = frozenset[FileMark]
+
+
+def without_ctime(marks: Marks) -> Marks:
+    return frozenset(replace(mark, ctime_ns=0) for mark in marks)
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """One look at a directory. `name`: its path relative to the watched directory. `weights`: shards and
+    index, empty unless the checkpoint is complete."""
+
+    name: str
+    files: Marks
+    weights: Marks
+    completed_ns: int
+    """when the last of it was put in place, on the file system's clock"""
+    finished: bool
+    """its writer says so: marker there and no older than the weights, or renamed into place"""
+    problem: Failure | None = None
+    """why it is not complete"""
+    hidden: Marks = frozenset()
+    """files that do not count as its own"""
+    table: TensorTable | None = field(default=None, compare=False)
+    """of a complete checkpoint"""
+    temporary: bool = False
+    """its writer may be going to rename it"""
+
+
+class InboxOutcome(StrEnum):
+    PUBLISHING = "publishing"
+    PUBLISHED = "published"
+    CONSUMED = "consumed"
+    PASSED_OVER = "passed over"
+    EXISTING = "existing"
+    REFUSED = "refused"
+
+
+_PUBLISHED = (InboxOutcome.PUBLISHED, InboxOutcome.CONSUMED)
+
+
+@dataclass(frozen=True)
+class LastContent:
+    """Of the checkpoint that had a name last."""
+
+    version: int | None = None
+    root: str = ""
+    """of that version; empty where only the channel can say it"""
+    sample: str = ""
+    """of what was left alone or passed over, and so never read in full"""
+
+
+@dataclass(frozen=True)
+class InboxEntry:
+    """What became of a directory. `files`: its weights, or everything in it if it was refused. `version`: the
+    one that it became; while publishing, the channel's version before."""
+
+    outcome: InboxOutcome
+    files: Marks
+    version: int | None = None
+    behind: str = ""
+    """passed over for this one, whose publication has not ended"""
+    failure: Failure | None = None
+    request: str = ""
+    """while publishing: what the version's index says if it came to be"""
+    beside: Marks = frozenset()
+    """all else that lay there when it was chosen, hidden files too"""
+    content: LastContent | None = None
+
+    def holds(self, files: Marks) -> bool:
+        """Whether these are the weights that this entry is about."""
+        return self.outcome is not InboxOutcome.REFUSED and bool(self.files) and self.files <= files
+
+
+@dataclass(frozen=True)
+class InboxRules:
+    every: bool = False
+    """all in order of completion; otherwise the newest, and older ones are passed over"""
+    marker: str | None = None
+    settle_seconds: float = 1.0
+    existing: bool = False
+    consume: bool = False
+    """what was published is deleted"""
+    pattern: str | None = None
+    """of the checkpoints' relative paths; None: any, where it is clear"""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`chosen` is to be published now; `passed` are older and complete."""
+
+    chosen: Sighting | None
+    passed: tuple[Sighting, ...] = ()
+    refused: tuple[Sighting, ...] = ()
+    """finished and damaged"""
+    waiting: tuple[Unpublished, ...] = ()
+
+
+def is_candidate(name: str) -> bool:
+    """Whether a directory of this name may be published: hidden ones and `*.tmp` are still being made."""
+    return not is_temporary(name) and is_plain(name) and len(name) <= 255
+
+
+def is_temporary(name: str) -> bool:
+    return name.startswith(".") or name.endswith(".tmp")
+
+
+@dataclass
+class Inbox:
+    """The memory of one watched directory. Whoever changes it stores `pack_entries(entries)` before it acts
+    on that."""
+
+    rules: InboxRules
+    entries: dict[str, InboxEntry] = field(default_factory=dict)
+    base: TensorTable | None = None
+    """None where it is not known, or its tensors have other names than those of checkpoints"""
+    _since: dict[str, tuple[Marks, float]] = field(default_factory=dict)
+    """per name: what was seen, and when first, on a monotonic clock"""
+
+    def __post_init__(self) -> None:
+        self.layouts = Layouts(self.rules.pattern)
+
+    def is_known(self, name: str, files: Marks) -> bool:
+        own, by_older_release = self.entries.get(name), without_ctime(files)
+        if own is not None and own.outcome is InboxOutcome.REFUSED and own.files in (files, by_older_release):
+            return True
+        others = self.entries.values()
+        candidates = others if own is None else (own, *others)
+        known = next((e for e in candidates if e.holds(files) or e.holds(by_older_release)), None)
+        if own is None and known is not None and not known.request and not known.behind:
+            # it was renamed: from now on other files under this name are compared too
+            self.entries[name] = replace(known, beside=frozenset())
+        return known is not None
+
+    def content(self, name: str) -> LastContent | None:
+        """What a checkpoint of this name is compared with before it is published."""
+        own = self.entries.get(name)
+        if own is None or own.content is not None or own.outcome is not InboxOutcome.PUBLISHED:
+            return None if own is None else own.content
+        return LastContent(own.version)
+
+    def content_of(self, sighting: Sighting) -> LastContent | None:
+        """As `content`; for a new name, of the checkpoint whose files these seem to be: hard links change the
+        ctime."""
+        weights = without_ctime(sighting.weights)
+        names = [n for n, each in self.entries.items() if each.files and without_ctime(each.files) <= weights]
+        return self.content(sighting.name if sighting.name in self.entries or not names else names[0])
+
+    def unsampled(self) -> list[str]:
+        """Names of checkpoints that were not read and have no sample yet."""
+        return [
+            name
+            for name, entry in self.entries.items()
+            if entry.outcome in (InboxOutcome.EXISTING, InboxOutcome.PASSED_OVER)
+            and not entry.behind
+            and (entry.content is None or not entry.content.sample)
+        ]
+
+    def sampled(self, name: str, sample: str) -> None:
+        content = replace(self.content(name) or LastContent(), sample=sample)
+        self.entries[name] = replace(self.entries[name], content=content)
+
+    def ignore_existing(self, sightings: Iterable[Sighting], began_ns: int | None) -> Sequence[str]:
+        """At the very first start: what is complete now was there before, unless it was completed after
+        `began_ns`. Returns the names."""
+        found = {
+            each.name: self._entry(InboxOutcome.EXISTING, each)
+            for each in sightings
+            if each.weights and (began_ns is None or each.completed_ns <= began_ns)
+        }
+        self.entries |= found
+        return sorted(found)
+
+    def forget_existing(self) -> None:
+        """They are new, unless something was published already: a fleet would go back to them."""
+        entries = {n: each for n, each in self.entries.items() if each.outcome is not InboxOutcome.EXISTING}
+        if not any(entry.outcome in _PUBLISHED for entry in entries.values()):
+            self.entries = entries
+
+    def left_alone(self, present: Collection[str]) -> list[Unpublished]:
+        """`present`: names of what is there."""
+        remedy = "publish it with `POST /v1/publish`; before the first version, restart with --existing"
+        existing = [
+            Unpublished(name, "complete when this publisher first looked", remedy)
+            for name, each in self.entries.items()
+            if each.outcome is InboxOutcome.EXISTING and each.files and name in present
+        ]
+        patterns = set(map(pattern_of, present))
+        layouts = [each for pattern, each in self.layouts.left.items() if pattern in patterns]
+        return [*dict.fromkeys(layouts), *existing]
+
+    def choose(self, sightings: Sequence[Sighting], now: float) -> Choice:
+        """`sightings`: of directories that are not known; `now` in seconds on a monotonic clock."""
+        quiet = self._quiet_seconds(sightings, now)
+        waits = {each.name: self._wait(each, quiet[each.name]) for each in sightings}
+        whole = sorted((each for each in sightings if self._is_whole(each)), key=_in_order)
+        self._judge_layouts([each for each in whole if waits[each.name] is None])
+        whole = [each for each in whole if self.layouts.is_clear(each.name)]
+        ready = [each for each in whole if waits[each.name] is None]
+        refused = tuple(each for each in sightings if _is_broken(each))
+        broken = {each.name for each in refused}
+        waiting = tuple(
+            each for each in waits.values() if each is not None and each.reason and each.name not in broken
+        )
+        if not ready:
+            return Choice(None, (), refused, waiting)
+        if self.rules.every:
+            # One that is older and only has to settle comes first.
+            return Choice(ready[0] if ready[0] is whole[0] else None, (), refused, waiting)
+        newest = ready[-1]
+        return Choice(newest, tuple(whole[: whole.index(newest)]), refused, waiting)
+
+    def _is_whole(self, sighting: Sighting) -> bool:
+        if not sighting.weights or self._is_no_model(sighting):
+            return False
+        return sighting.finished or self.rules.marker is None
+
+    def _is_no_model(self, sighting: Sighting) -> bool:
+        """Whether other safetensors are in the watched directory itself."""
+        return sighting.name == ROOT and self._fit(sighting).is_none
+
+    def _judge_layouts(self, ready: Sequence[Sighting]) -> None:
+        if all(self.layouts.is_clear(each.name) for each in ready):
+            return
+        published = {
+            (each.version, name)
+            for name, each in self.entries.items()
+            if each.outcome is InboxOutcome.PUBLISHED and each.files and each.version is not None
+        }
+        self.layouts.judge({each.name: self._fit(each) for each in ready}, published)
+
+    def _fit(self, sighting: Sighting) -> Fit:
+        """As long as the base is not known, all fit equally."""
+        if self.base is None or sighting.table is None:
+            return Fit(complete=True)
+        return Fit.of(sighting.table, self.base)
+
+    def _quiet_seconds(self, sightings: Iterable[Sighting], now: float) -> Mapping[str, float]:
+        """How long nothing has changed, by name: in a save of several checkpoints in any of them."""
+        before, self._since = self._since, {}
+        changed: dict[str, float] = {}
+        for sighting in sightings:
+            files, since = before.get(sighting.name, (sighting.files, now))
+            since = since if files == sighting.files else now
+            self._since[sighting.name] = (sighting.files, since)
+            save = save_of(sighting.name)
+            changed[save] = max(since, changed.get(save, since))
+        return {name: now - changed[save_of(name)] for name in self._since}
+
+    def _wait(self, sighting: Sighting, quiet: float) -> Unpublished | None:
+        """Why it is not published yet; without a reason where there is nothing to say yet. Two looks are
+        needed even if the clock says otherwise: one look shows no stillness."""
+
+        def is_still(times: int = 1) -> bool:
+            return 0 < quiet >= self.rules.settle_seconds * times
+
+        def wait(reason: str, remedy: str = "") -> Unpublished:
+            is_checkpoint = not sighting.files or any(
+                is_of_a_checkpoint(mark.name) for mark in sighting.files
+            )
+            still = is_checkpoint and (sighting.finished or is_still())
+            return Unpublished(sighting.name, reason, remedy, still)
+
+        if sighting.temporary:
+            reason = "temporary name: hidden, or ends in .tmp" if is_still(_RENAME_TIMES) else ""
+            return wait(reason, "rename it when it is complete, with the directories around it")
+        if not sighting.weights:
+            problem = sighting.problem
+            return wait("incomplete") if problem is None else wait(problem.message, problem.remedy)
+        if self._is_no_model(sighting):
+            return wait("none of its tensors is one of the base's", "move files that are no model elsewhere")
+        if sighting.finished and not self._is_marked_as_before(sighting):
+            return None
+        marker = self.rules.marker
+        if marker is not None and not sighting.finished:
+            old = any(mark.name == marker for mark in sighting.files)
+            reason = f"{marker} is {'older than the weights' if old else 'not there'}"
+            return wait(reason, f"write {marker} into it after all weights (--marker)")
+        if self._is_mixed(sighting):
+            wanted = self.rules.settle_seconds * _MIXED_TIMES
+            reason = f"some of its files are those from before: waits until nothing changed for {wanted:g} s"
+            return None if is_still(_MIXED_TIMES) else wait(reason)
+        return None if is_still() else wait("may still be written: waits for a second look")
+
+    def _is_mixed(self, sighting: Sighting) -> bool:
+        """Whether a checkpoint seems to be saved over file by file: whole by its headers all the while."""
+        own = self.entries.get(sighting.name)
+        if own is None:
+            return False
+        weights, before = without_ctime(sighting.weights), without_ctime(own.files)
+        return not weights.isdisjoint(before) and not weights <= before
+
+    def _is_marked_as_before(self, sighting: Sighting) -> bool:
+        """Whether it is saved over in part, and its marker is that of the save before, given a new ctime."""
+        own = self.entries.get(sighting.name)
+        if own is None or self.rules.marker is None or not self._is_mixed(sighting):
+            return False
+        before = without_ctime(own.files | own.beside)
+        return any(mark.name == self.rules.marker for mark in without_ctime(sighting.files) & before)
+
+    def begin(self, choice: Choice, version: int, request: str) -> None:
+        """`version`: the channel's before the publication."""
+        if choice.chosen is None:
+            return
+        name = choice.chosen.name
+        begun = self._entry(InboxOutcome.PUBLISHING, choice.chosen)
+        self.entries[name] = replace(begun, version=version, request=request)
+        for passed in choice.passed:
+            self.entries[passed.name] = replace(self._entry(InboxOutcome.PASSED_OVER, passed), behind=name)
+
+    def _entry(self, outcome: InboxOutcome, sighting: Sighting) -> InboxEntry:
+        beside = (sighting.files | sighting.hidden) - sighting.weights
+        last = self.content(sighting.name)
+        content = None if last is None else replace(last, sample="")
+        return InboxEntry(outcome, sighting.weights, beside=beside, content=content)
+
+    def succeed(self, name: str, version: int, root: str = "") -> None:
+        """`root`: empty where only the channel can say it."""
+        self.entries[name] = replace(
+            self.entries[name],
+            outcome=InboxOutcome.PUBLISHED,
+            version=version,
+            request="",
+            content=LastContent(version, root),
+        )
+        for other, entry in self.entries.items():
+            if entry.behind == name:
+                self.entries[other] = replace(entry, behind="")
+
+    def adopt(self, sighting: Sighting, version: int, root: str = "") -> None:
+        self.entries[sighting.name] = self._entry(InboxOutcome.PUBLISHED, sighting)
+        self.succeed(sighting.name, version, root)
+
+    def skip(self, sighting: Sighting, content: LastContent) -> None:
+        """It was not read in full before, and its sample is the same."""
+        own = self.entries.get(sighting.name)
+        passed = own is not None and own.outcome is InboxOutcome.PASSED_OVER
+        outcome = InboxOutcome.PASSED_OVER if passed else InboxOutcome.EXISTING
+        self.entries[sighting.name] = replace(self._entry(outcome, sighting), content=content)
+
+    def give_up(self, name: str) -> None:
+        """The publication did not happen: it and those passed over for it are new again."""
+        kept = {}
+        for other, entry in self.entries.items():
+            is_new = other == name or entry.behind == name
+            left = content_alone(entry) if is_new else entry
+            if left is not None:
+                kept[other] = left
+        self.entries = kept
+
+    def refuse(self, sighting: Sighting, failure: Failure) -> None:
+        content = self.content(sighting.name)
+        self.give_up(sighting.name)
+        refused = InboxEntry(InboxOutcome.REFUSED, sighting.files, failure=failure, content=content)
+        self.entries[sighting.name] = refused
+
+    def resume(self, made_for: Callable[[str, int], int | None]) -> list[str]:
+        """After a kill. `made_for`: which version came of a request, if it is one after another version.
+        Returns the names of what has become one."""
+        published = []
+        for name, entry in list(self.entries.items()):
+            if entry.outcome is InboxOutcome.PUBLISHING and entry.version is not None:
+                version = made_for(entry.request, entry.version)
+                if version is None:
+                    self.give_up(name)
+                else:
+                    self.succeed(name, version)
+                    published.append(name)
+        return published
+
+    def is_consumed(self, name: str) -> bool:
+        return name in self.entries and self.entries[name].outcome is InboxOutcome.CONSUMED
+
+    def consumed(self, name: str) -> None:
+        entry = self.entries[name]
+        content = LastContent(entry.version) if entry.content is None else entry.content
+        self.entries[name] = InboxEntry(InboxOutcome.CONSUMED, frozenset(), content.version, content=content)
+
+    def consumable(self, name: str) -> Marks:
+        """All files of a published checkpoint as it was when it was chosen; none of any other."""
+        entry = self.entries.get(name)
+        if entry is None or entry.outcome is not InboxOutcome.PUBLISHED:
+            return frozenset()
+        return entry.files | entry.beside
+
+    def forget_vanished(self, present: frozenset[str]) -> None:
+        """Keeps the memory bounded. The latest vanished ones are kept: a mount may be away for a moment. What
+        was published and consumed is known by its content before long."""
+        vanished = [name for name in self.entries if name not in present]
+        ended = [name for name in vanished if self.rules.consume and self.entries[name].outcome in _PUBLISHED]
+        dropped = {*_but_last(vanished, _VANISHED_KEPT), *_but_last(ended, _CONTENTS_KEPT)}
+        for name in set(_but_last(ended, _CONSUMED_KEPT)) - dropped:
+            left = content_alone(self.entries[name])
+            if left is None or left.content is None or not left.content.root:
+                dropped.add(name)
+            else:
+                self.entries[name] = left
+        self.entries = {name: entry for name, entry in self.entries.items() if name not in dropped}
+
+    def refused(self) -> list[tuple[str, Failure]]:
+        return [(name, entry.failure) for name, entry in self.entries.items() if entry.failure is not None]
+
+
+def _but_last(names: Sequence[str], count: int) -> Sequence[str]:
+    return names[: max(0, len(names) - count)]
+
+
+def content_alone(entry: InboxEntry) -> InboxEntry | None:
+    """What is left of an entry whose files no longer count; None: nothing to compare with."""
+    content = entry.content
+    if content is None:
+        return None
+    outcome = InboxOutcome.EXISTING if content.version is None else InboxOutcome.PUBLISHED
+    if entry.outcome is InboxOutcome.CONSUMED:
+        outcome = entry.outcome
+    return InboxEntry(outcome, frozenset(), content.version, content=content)
+
+
+def _is_broken(sighting: Sighting) -> bool:
+    return sighting.finished and not sighting.weights and any(holds_weights(f.name) for f in sighting.files)
+
+
+def holds_weights(name: str) -> bool:
+    """Whether a file of this name holds weights, or says where they are."""
+    return name.endswith((".safetensors", ".safetensors.index.json"))
+
+
+def is_of_a_checkpoint(name: str) -> bool:
+    """Whether a directory with a file of this name is taken for a checkpoint, if not for a whole one."""
+    return holds_weights(name) or is_other_format(name) or name in ("config.json", "adapter_config.json")
+
+
+def _in_order(sighting: Sighting) -> tuple[int, list[tuple[int, str]]]:
+    """By completion; in one tick of the clock by name, numbers by value."""
+    pieces = _NUMBERS.split(sighting.name)
+    return sighting.completed_ns, [(int(p), "") if p.isascii() and p.isdigit() else (-1, p) for p in pieces]
+
+
+def pack_entries(entries: Mapping[str, InboxEntry], watch: str = "", *, tree: bool = False) -> bytes:
+    """`watch`: the directory that they are of; `tree`: they cover what is nested in it, too."""
+    return write_object(
+        {
+            "format": FORMAT,
+            **({"watch": watch} if watch else {}),
+            **({_TREE: True} if tree else {}),
+            "entries": [
+                {
+                    "name": name,
+                    "outcome": entry.outcome.value,
+                    "files": [_row(mark) for mark in sorted(entry.files)],
+                    "version": entry.version,
+                    "behind": entry.behind,
+                    **({"request": entry.request} if entry.request else {}),
+                    **({"beside": [_row(mark) for mark in sorted(entry.beside)]} if entry.beside else {}),
+                    **({"content": asdict(entry.content)} if entry.content is not None else {}),
+                    "failure": None if entry.failure is None else entry.failure.by_name(),
+                }
+                for name, entry in entries.items()
+            ],
+        }
+    )
+
+
+def _row(mark: FileMark) -> list[object]:
+    row: list[object] = [mark.name, mark.inode, mark.size, mark.mtime_ns]
+    return [*row, mark.ctime_ns] if mark.ctime_ns else row
+
+
+def parse_entries(data: bytes, what: str, watch: str = "") -> dict[str, InboxEntry] | None:
+    """None where they are of another directory than `watch`. Raises DamagedFile."""
+    members = Members(parse_object(data, what), what)
+    if members.integer("format") != FORMAT:
+        raise members.bad("format", str(FORMAT))
+    if watch and "watch" in members and members.text("watch") != watch:
+        return None
+    entries: dict[str, InboxEntry] = {}
+    for row in members.array("entries"):
+        each = Members(row, what)
+        name = _entry_name(each.text("name"))
+        if name in entries:
+            raise DamagedFile(f"{what}: {name!r} stands twice")
+        entries[name] = _parse_entry(each, what)
+    return entries
+
+
+def covers_tree(data: bytes, what: str) -> bool:
+    """Whether a memory knows nested checkpoints. Those of older releases do not. Raises DamagedFile."""
+    return _TREE in parse_object(data, what)
+
+
+def _entry_name(name: str) -> str:
+    """A path relative to the watched directory. Raises DamagedFile."""
+    return name if name == ROOT else "/".join(map(file_name, name.split("/")))
+
+
+def _parse_entry(members: Members, what: str) -> InboxEntry:
+    outcome = members.text("outcome")
+    if outcome not in [each.value for each in InboxOutcome]:
+        raise members.bad("outcome", "a known outcome")
+    return InboxEntry(
+        InboxOutcome(outcome),
+        _parse_marks(members, "files", what),
+        members.optional_integer("version"),
+        members.text("behind"),
+        parse_failure(members, "failure", what),
+        members.hex("request", 16) if "request" in members else "",
+        _parse_marks(members, "beside", what) if "beside" in members else frozenset(),
+        _parse_content(Members(members.object("content"), what)) if "content" in members else None,
+    )
+
+
+def _parse_content(members: Members) -> LastContent:
+    return LastContent(
+        members.optional_integer("version"),
+        _digest(members, "root"),
+        _digest(members, "sample"),
+    )
+
+
+def _digest(members: Members, key: str) -> str:
+    return members.hex(key, 64) if members.text(key, 64) else ""
+
+
+def parse_failure(members: Members, key: str, what: str) -> Failure | None:
+    """Raises DamagedFile."""
+    if members.is_null(key):
+        return None
+    found = members.object(key)
+    error, message, remedy = found.get("error"), found.get("message"), found.get("remedy", "")
+    if not (isinstance(error, str) and isinstance(message, str) and isinstance(remedy, str)):
+        raise DamagedFile(f"{what}: {key} is not an error with message and remedy")
+    return Failure(error=error, message=message, remedy=remedy)
+
+
+def _parse_marks(members: Members, key: str, what: str) -> Marks:
+    return frozenset(_mark(row, what) for row in members.array(key))
+
+
+def _mark(row: object, what: str) -> FileMark:
+    if type(row) is not list or len(row) not in (4, 5) or type(row[0]) is not str:
+        raise DamagedFile(f"{what}: a file is not [name, inode, bytes, mtime, ctime]")
+    if any(type(number) is not int or not _LOWEST <= number < 1 << 64 for number in row[1:]):
+        raise DamagedFile(f"{what}: bad numbers of file {row[0][:80]!r}")
+    return FileMark(file_name(row[0]), *row[1:])

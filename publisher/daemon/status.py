@@ -1,0 +1,235 @@
+"""What the publisher says of itself, and the numbers it exports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from weightcast.publisher.daemon.sources.layouts import Unpublished
+from weightcast.publisher.daemon.sources.queue import Job
+from weightcast.publisher.publish.report import Publication, total_seconds
+from weightcast.publisher.weights.side_configs import config_text
+from weightcast.shared.daemon.fleet import TEXT_SHOWN, Host, PublisherLine, RefusedCheckpoint
+from weightcast.shared.daemon.frozen import Frozen
+from weightcast.shared.daemon.status import Failure, KernelStatus, LoopStatus, Readiness, VerifyStatus
+
+PUBLICATIONS_SHOWN = 20
+WAITING_SHOWN = 20
+REFUSED_SHOWN = 20
+
+
+class Progress(Frozen):
+    """The running publication."""
+
+    source: str
+    phase: str
+    done_bytes: int = 0
+    """read in this phase"""
+    total_bytes: int
+    """of a whole checkpoint"""
+    since: float
+    """unix time of the publisher's clock"""
+
+
+class ReportedHost(Frozen):
+    """A host as its report shows it; reports are not authenticated."""
+
+    host: str
+    local: str
+    state: str
+    local_version: int | None
+    served_version: int | None
+    lag: int | None
+    last_error: str
+    age_seconds: float | None
+    """since the report last changed; null where that is not known"""
+
+
+class WaitingStatus(Frozen):
+    name: str
+    reason: str
+    remedy: str = ""
+
+
+class RefusedStatus(Frozen):
+    name: str
+    error: Failure
+
+
+class SkippedStatus(Frozen):
+    """A checkpoint whose files changed and whose content did not."""
+
+    name: str
+    reason: str
+
+
+class InboxStatus(Frozen):
+    watch: str
+    waiting: tuple[WaitingStatus, ...] = ()
+    refused: tuple[RefusedStatus, ...] = ()
+    waiting_count: int = 0
+    refused_count: int = 0
+    """of all, shown or not"""
+    skipped: tuple[SkippedStatus, ...] = ()
+    """the latest, newest last"""
+    skipped_count: int = 0
+    """since the daemon started"""
+    left_alone: tuple[WaitingStatus, ...] = ()
+    """checkpoints, and layouts of the watched directory, that waiting will not publish"""
+    left_alone_count: int = 0
+
+
+class UpkeepStatus(Frozen):
+    """What is made beside the versions."""
+
+    busy: bool = False
+    """something is being made, or about to be"""
+    made: str = ""
+    """the last thing"""
+    problem: str = ""
+    """why the last step made nothing; empty when all is well"""
+
+
+class RepairStatus(Frozen):
+    """The last repair of the channel, ordered or not."""
+
+    at: float
+    """unix time of the publisher's clock"""
+    done: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+    """what is still damaged"""
+    notes: tuple[str, ...] = ()
+
+
+class DatedFailure(Failure):
+    at: float
+    """unix time of the publisher's clock"""
+
+
+class DatedRefusal(DatedFailure):
+    source: str
+    """name or path of the checkpoint"""
+
+
+class Totals(Frozen):
+    """Since the daemon started; sizes in bytes."""
+
+    publications: int = 0
+    failures: int = 0
+    changed_elements: int = 0
+    delta_bytes: int = 0
+    full_bytes: int = 0
+    seconds: float = 0.0
+
+
+class PublisherStatus(Frozen):
+    role: str = "publisher"
+    run_id: str | None = None
+    channel: str
+    local: str
+    version: int | None = None
+    epoch: int | None = None
+    encoding: str
+    queue: tuple[Job, ...] = ()
+    publishing: Progress | None = None
+    publications: tuple[Publication, ...] = ()
+    """newest first"""
+    totals: Totals = Totals()
+    hosts: tuple[ReportedHost, ...] = ()
+    report_error: str = ""
+    """why what hosts posted does not get into the channel; empty when it does"""
+    inbox: InboxStatus | None = None
+    verify: VerifyStatus | None = None
+    last_error: DatedFailure | None = None
+    last_refused: DatedRefusal | None = None
+    """the last checkpoint that failed for good"""
+    held: str | None = None
+    repair: RepairStatus | None = None
+    config_changed: tuple[str, ...] = ()
+    """config files of the checkpoint published last that are not the base's, which hosts keep"""
+    left_behind: tuple[str, ...] = ()
+    """files of the base that hosts do not get: other formats of the weights, trainer state, hidden ones"""
+    upkeep: UpkeepStatus = UpkeepStatus()
+    now: float | None = None
+    """unix time of the publisher's clock"""
+    ready: bool = False
+    not_ready_reasons: tuple[str, ...] = ("starting",)
+    kernels: KernelStatus = KernelStatus()
+    loop: LoopStatus = LoopStatus()
+
+    def readiness(self) -> Readiness:
+        return Readiness(ready=self.ready, reasons=self.not_ready_reasons)
+
+    def line(self, now: float) -> PublisherLine:
+        """For the fleet. `now`: unix time of the publisher's clock."""
+        inbox = {} if self.inbox is None else self.inbox.model_dump()
+        counts = {name.removesuffix("_count"): n for name, n in inbox.items() if name.endswith("_count")}
+        doing = self.publishing
+        published = self.publications[0].at if self.publications else 0.0
+        return PublisherLine(
+            ready=self.ready,
+            reasons=self.not_ready_reasons,
+            publishing="" if doing is None else f"{doing.source}: {doing.phase}",
+            queue=len(self.queue),
+            inbox=counts,
+            held=self.held or "",
+            notes=tuple(self._notes()),
+            last_refused=self._refused(now),
+            refused_since_version=self.last_refused is not None and self.last_refused.at > published,
+        )
+
+    def _notes(self) -> Iterator[str]:
+        for last in self.publications[:1]:
+            if last.resumed_from_step is not None:
+                yield f"version {last.version} is of step {last.step}, after step {last.resumed_from_step}"
+        if self.config_changed:
+            yield f"changed: {config_text(self.config_changed)}"
+        if self.inbox is not None:
+            stuck = [each for each in self.inbox.waiting if each.remedy]
+            for each in (*stuck, *self.inbox.left_alone):
+                yield f"{each.name} is not published: {each.reason} ({each.remedy})"
+        if self.upkeep.problem:
+            yield f"maintenance: {self.upkeep.problem}"
+        if self.report_error:
+            yield f"reports: {self.report_error}"
+
+    def _refused(self, now: float) -> RefusedCheckpoint | None:
+        last = self.last_refused
+        if last is not None:
+            ago = max(0.0, now - last.at)
+            return _refused(last.source, last, ago)
+        # refused before this process started
+        earlier = self.inbox.refused if self.inbox is not None else ()
+        return _refused(earlier[-1].name, earlier[-1].error, None) if earlier else None
+
+
+def _refused(source: str, failure: Failure, ago: float | None) -> RefusedCheckpoint:
+    return RefusedCheckpoint(source=source, message=failure.message, remedy=failure.remedy, seconds_ago=ago)
+
+
+def add(totals: Totals, done: Publication) -> Totals:
+    return Totals(
+        publications=totals.publications + 1,
+        failures=totals.failures,
+        changed_elements=totals.changed_elements + done.changed_elements,
+        delta_bytes=totals.delta_bytes + done.delta_bytes,
+        full_bytes=totals.full_bytes + done.full_bytes,
+        seconds=totals.seconds + total_seconds(done.seconds),
+    )
+
+
+def waiting_status(waiting: Iterable[Unpublished]) -> tuple[WaitingStatus, ...]:
+    shown = [WaitingStatus(name=each.name, reason=each.reason, remedy=each.remedy) for each in waiting]
+    return tuple(shown[:WAITING_SHOWN])
+
+
+def host_status(host: Host) -> ReportedHost:
+    return ReportedHost(
+        host=host.host,
+        local=host.local[:TEXT_SHOWN],
+        state=host.state,
+        local_version=host.local_version,
+        served_version=host.served_version,
+        lag=host.lag,
+        last_error=host.last_error[:TEXT_SHOWN],
+        age_seconds=host.heard_seconds_ago,
+    )

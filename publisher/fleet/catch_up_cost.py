@@ -1,0 +1,240 @@
+"""What the publisher's page shows of versions: rows, what catching up costs, what pruning would do. Rules
+without IO."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+from weightcast.publisher.fleet.version_history import Page
+from weightcast.publisher.maintenance.retention import (
+    CheapestWay,
+    Hop,
+    Retention,
+    Situation,
+    cheapest,
+    decide,
+    window,
+)
+from weightcast.shared.daemon.fleet import Host, UpdateLine
+from weightcast.shared.daemon.frozen import Frozen
+
+_PREPARING = ("plan", "fetch", "stage", "patch")
+_RELOADING = ("pause", "reload", "read_back", "resume")
+
+
+class VersionRow(Frozen):
+    version: int
+    step: int | None
+    created: float
+    """unix time on the publisher's clock"""
+    bytes: int
+    """all files of the version, index included, without what lies beside it"""
+    changed: int
+    elements: int
+    density: float
+    """changed / elements"""
+    ratio: float | None
+    """bytes of the model / bytes"""
+    publish_seconds: float | None
+    """null for what this process did not publish"""
+    kept: bool
+    """kept by name"""
+    tags: tuple[str, ...]
+    anchor: bool
+    """full weights lie beside it, or it is full weights"""
+    skips: tuple[int, ...]
+    """older versions from which a delta leads here"""
+
+
+class Versions(Frozen):
+    versions: tuple[VersionRow, ...] = ()
+    """newest first"""
+    complete: bool = False
+    """false while older indexes are still being read"""
+
+
+class CatchUpRow(Frozen):
+    lag: int
+    bytes: int
+    steps: tuple[str, ...]
+    """what is read, in order"""
+    seconds: float | None
+    """estimated from what hosts report"""
+
+
+class WithoutBase(Frozen):
+    bytes: int
+    steps: tuple[str, ...]
+
+
+class Joiner(Frozen):
+    """A host that joins: with the base at hand, and (null where nothing leads there) without."""
+
+    bytes: int | None = None
+    steps: tuple[str, ...] = ()
+    seconds: float | None = None
+    without_base: WithoutBase | None = None
+
+
+class CatchUp(Frozen):
+    rows: tuple[CatchUpRow, ...] = ()
+    joiner: Joiner = Joiner()
+
+
+class PlannedVersion(Frozen):
+    version: int
+    bytes: int
+    """of the version with all that lies beside it"""
+    why: str
+
+
+class PrunePlan(Frozen):
+    horizon: int = 0
+    """lowest version from which every delta is kept"""
+    remove: tuple[PlannedVersion, ...] = ()
+    keep: tuple[PlannedVersion, ...] = ()
+    why_not: str = ""
+    """what keeps everything here"""
+
+
+def version_rows(page: Page, publish_seconds: Mapping[int, float]) -> Versions:
+    held, stated = page.versions or {}, page.stated or {}
+    tags: dict[int, list[str]] = {}
+    for name, version in (page.tags or {}).items():
+        tags.setdefault(version, []).append(name)
+    rows = []
+    for version in sorted(stated, reverse=True):
+        said, lies = stated[version], held[version]
+        nbytes = lies.shown.nbytes
+        rows.append(
+            VersionRow(
+                version=version,
+                step=said.step,
+                created=said.created,
+                bytes=nbytes,
+                changed=said.changed,
+                elements=said.elements,
+                density=said.changed / said.elements if said.elements else 0.0,
+                ratio=said.full_bytes / nbytes if nbytes else None,
+                publish_seconds=publish_seconds.get(version),
+                kept=version in page.kept,
+                tags=tuple(sorted(tags.get(version, []))),
+                anchor=lies.full is not None,
+                skips=tuple(sorted(lies.shown.skips)),
+            )
+        )
+    return Versions(versions=tuple(rows), complete=page.complete)
+
+
+def catch_up(page: Page, hosts: Sequence[Host]) -> CatchUp:
+    """For lags 1, 2, 4 and so on, and those that hosts have."""
+    held, pace = page.versions or {}, HostsPace.of(hosts)
+    lags = {1 << power for power in range(20)} | {host.lag for host in hosts if host.lag}
+    rows = []
+    for lag in sorted(lag for lag in lags if 0 < lag <= page.pointer):
+        way = cheapest(held, page.pointer, {page.pointer - lag: 0})
+        if way is not None:
+            rows.append(
+                CatchUpRow(lag=lag, bytes=way.nbytes, steps=steps(way), seconds=pace.seconds_for(way.nbytes))
+            )
+    return CatchUp(rows=tuple(rows), joiner=_joiner(page, pace))
+
+
+def _joiner(page: Page, pace: HostsPace) -> Joiner:
+    held = page.versions or {}
+    based, bare = cheapest(held, page.pointer, {0: 0}), cheapest(held, page.pointer, {})
+    without = None if bare is None else WithoutBase(bytes=bare.nbytes, steps=steps(bare))
+    if based is None:
+        return Joiner(without_base=without)
+    return Joiner(
+        bytes=based.nbytes,
+        steps=steps(based),
+        seconds=pace.seconds_for(based.nbytes),
+        without_base=without,
+    )
+
+
+def steps(way: CheapestWay) -> tuple[str, ...]:
+    """`anchor 4`, `delta 4 to 8`, and runs of single steps as one: `steps 9 to 12`."""
+    runs: list[list[Hop]] = []
+    for hop in way.hops:
+        if runs and _is_single(hop) and _is_single(runs[-1][-1]):
+            runs[-1].append(hop)
+        else:
+            runs.append([hop])
+    return tuple(map(_run_text, runs))
+
+
+def _is_single(hop: Hop) -> bool:
+    return hop.base_version == hop.version - 1
+
+
+def _run_text(run: Sequence[Hop]) -> str:
+    first, last = run[0], run[-1]
+    if first.base_version is None:
+        return f"anchor {first.version}"
+    if not _is_single(first):
+        return f"delta {first.base_version} to {first.version}"
+    return f"step {last.version}" if len(run) == 1 else f"steps {first.version} to {last.version}"
+
+
+class HostsPace(Frozen):
+    """What hosts took for deltas of late."""
+
+    per_byte: float | None = None
+    reload_seconds: float = 0.0
+
+    @classmethod
+    def of(cls, hosts: Iterable[Host]) -> HostsPace:
+        patches = [
+            update for host in hosts for update in host.updates if update.kind == "patch" and update.bytes
+        ]
+        nbytes = sum(update.bytes for update in patches)
+        if not nbytes:
+            return cls()
+        preparing = sum(_of(update, _PREPARING) for update in patches)
+        reloading = statistics.median(_of(update, _RELOADING) for update in patches)
+        return cls(per_byte=preparing / nbytes, reload_seconds=reloading)
+
+    def seconds_for(self, nbytes: int) -> float | None:
+        return None if self.per_byte is None else self.per_byte * nbytes + self.reload_seconds
+
+
+def _of(update: UpdateLine, phases: Iterable[str]) -> float:
+    return sum(update.seconds.get(phase, 0.0) for phase in phases)
+
+
+def prune_plan(situation: Situation, retention: Retention) -> PrunePlan:
+    """What the publisher would take out of the channel now, and why it keeps the rest."""
+    verdict = decide(situation, retention)
+    gone = {removal.version for removal in verdict.removals}
+    first = window(situation, retention) if verdict.horizon else 0
+    kept = [version for version in sorted(situation.versions) if version not in gone]
+    return PrunePlan(
+        horizon=verdict.horizon,
+        remove=tuple(
+            PlannedVersion(version=one.version, bytes=one.nbytes, why=one.why) for one in verdict.removals
+        ),
+        keep=tuple(
+            PlannedVersion(
+                version=version,
+                bytes=situation.versions[version].nbytes,
+                why=_why_kept(version, verdict.horizon, first, situation, verdict.why_not),
+            )
+            for version in kept
+        ),
+        why_not=verdict.why_not,
+    )
+
+
+def _why_kept(version: int, horizon: int, first: int, situation: Situation, why_not: str) -> str:
+    if version in situation.wanted:
+        return "kept by name or tagged"
+    if not horizon:
+        return why_not
+    if version >= first:
+        return f"from version {first} on hosts take every step on their own"
+    if version >= horizon:
+        return f"from the full weights of version {horizon} hosts come to version {first}"
+    return "on the way to a version that is kept by name, or of hosts that join"

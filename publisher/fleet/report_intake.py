@@ -1,0 +1,161 @@
+"""Reports that hosts post because the channel is read-only for them: taken in by any thread, written into the
+channel by one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from weightcast.shared.base.errors import Refused, WrongRun
+from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.reports import REPORTS_LIMIT, pack_report, parse_report, write_packed
+from weightcast.shared.files.disk_errors import disk_text
+
+PER_HOST_SECONDS = 0.5
+"""between two reports of a host"""
+ALL_PER_SECOND, BURST = 1000, 2000
+WAITING_BYTES = 32 << 20
+"""of reports that are taken and not yet written"""
+TRIES = 5
+"""of a host's report, while those of others are written"""
+SILENT_SECONDS = 86400.0
+"""after which a host that posted is forgotten"""
+_FAILURES_IN_A_ROW = 16
+"""after which the channel takes none now"""
+_TOLD_SECONDS = 120.0
+"""after a failure, unless the host's next report is written"""
+
+
+class TooMany(Exception):
+    """`seconds`: when to try again."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"try again in {seconds:g} s")
+        self.seconds = seconds
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """`packed`: the report as it is written."""
+
+    host: str
+    path: Path
+    packed: bytes
+
+
+@dataclass(frozen=True)
+class _Failing:
+    """Of one host. `tries`: those that say something of its report; `at`: of the last one, by our clock."""
+
+    reason: str
+    tries: int
+    at: float
+
+
+class Posted:
+    """The last report of each host, until it is written."""
+
+    def __init__(self, channel: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._channel, self._clock = channel, clock
+        self._lock = threading.Lock()
+        self._waiting: dict[str, _Waiting] = {}
+        self._waiting_bytes = 0
+        self._taken: dict[str, float] = {}
+        self._tokens, self._filled = float(BURST), clock()
+        self._failing: dict[str, _Failing] = {}
+        self.problem = ""
+        """why reports are not written; empty when all are"""
+
+    def take(self, data: bytes, run_id: str | None) -> None:
+        """Raises DamagedFile and UnknownFormat for what is no report, WrongRun for a host of another run,
+        TooMany when they come more quickly than they are written, Refused when there are too many hosts."""
+        with self._lock:
+            self._spend()
+        report = parse_report(data, "the posted report")
+        if run_id is not None and report.run_id not in ("", run_id):
+            raise WrongRun(
+                f"the report is of run {report.run_id}, this publisher's is {run_id}",
+                remedy="give --report-to the publisher of the run that --channel has",
+            )
+        path = Layout(self._channel).report(report.host, report.local)
+        # here, where what is wrong with it is answered to who posted it
+        packed = pack_report(report)
+        with self._lock:
+            if self._waiting_bytes + len(packed) > WAITING_BYTES:
+                raise TooMany(1.0)
+            self._admit(path.name)
+            self._waiting_bytes += len(packed)
+            self._waiting[path.name] = _Waiting(report.host, path, packed)
+
+    def _spend(self) -> None:
+        """Before anything is parsed."""
+        now = self._clock()
+        self._tokens = min(BURST, self._tokens + ALL_PER_SECOND * (now - self._filled))
+        self._filled = now
+        if self._tokens < 1:
+            raise TooMany(1.0)
+        self._tokens -= 1
+
+    def _admit(self, key: str) -> None:
+        now = self._clock()
+        last = self._taken.get(key)
+        if last is not None and now - last < PER_HOST_SECONDS:
+            raise TooMany(PER_HOST_SECONDS)
+        if last is None and len(self._taken) >= REPORTS_LIMIT:
+            self._forget(now - SILENT_SECONDS)
+        if last is None and len(self._taken) >= REPORTS_LIMIT:
+            raise Refused(f"more than {REPORTS_LIMIT} hosts report", remedy="restart the publisher")
+        # the order is that of the last reports
+        self._taken.pop(key, None)
+        self._taken[key] = now
+
+    def _forget(self, since: float) -> None:
+        while self._taken and next(iter(self._taken.values())) < since:
+            del self._taken[next(iter(self._taken))]
+
+    def write(self) -> None:
+        """For one thread. What cannot be written keeps nothing else from it, and is kept for the next time,
+        unless the host said something newer; what fails again and again beside others is given up."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+        failed: dict[str, _Waiting] = {}
+        written = in_a_row = 0
+        while waiting and in_a_row < _FAILURES_IN_A_ROW:
+            key, one = next(iter(waiting.items()))
+            del waiting[key]
+            try:
+                write_packed(one.path, one.packed)
+            except OSError as error:
+                failed[key] = one
+                self._note(key, f"{one.host}: {disk_text(error, one.path)}")
+                in_a_row += 1
+            else:
+                self._failing.pop(key, None)
+                written, in_a_row = written + 1, 0
+        with self._lock:
+            # those that were not tried come first
+            self._waiting = {**waiting, **self._still(failed, written > 0), **self._waiting}
+            self._waiting_bytes = sum(len(one.packed) for one in self._waiting.values())
+        self.problem = self._told()
+
+    def _note(self, key: str, reason: str) -> None:
+        before = self._failing.get(key)
+        self._failing[key] = _Failing(reason, 0 if before is None else before.tries, self._clock())
+
+    def _still(self, failed: dict[str, _Waiting], others_are_written: bool) -> dict[str, _Waiting]:
+        """Those that are tried again. On a channel that takes none, no report is at fault."""
+        if not others_are_written:
+            return failed
+        for key in failed:
+            self._failing[key] = replace(self._failing[key], tries=self._failing[key].tries + 1)
+        return {key: one for key, one in failed.items() if self._failing[key].tries < TRIES}
+
+    def _told(self) -> str:
+        since = self._clock() - _TOLD_SECONDS
+        self._failing = {key: one for key, one in self._failing.items() if one.at >= since}
+        reasons = [one.reason for one in self._failing.values()]
+        more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
+        return reasons[0] + more if reasons else ""

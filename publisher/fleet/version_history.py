@@ -1,0 +1,144 @@
+"""What the versions of a channel are, for people who look: every index is read once, newest first, at a pace
+that leaves the cores to publishing. For one thread."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightcast.publisher.maintenance.retention import HeldVersion
+from weightcast.shared.base.errors import WeightcastError
+from weightcast.shared.channel import pins
+from weightcast.shared.channel.index import Index
+from weightcast.shared.channel.layout import Pointer
+from weightcast.shared.channel.store import Channel
+
+ROWS_LIMIT = 1000
+"""versions whose indexes are read"""
+_SHARE, _AT_ONCE_SECONDS = 10, 0.2
+"""after reading for so long, as many times as long without"""
+_LOOK_SECONDS = 10.0
+_LOOK_SHARE = 20
+_NEWEST = 16
+"""versions that are looked at again also while nobody watches: anchors are made beside them later"""
+_MORE = 64
+"""versions beyond twice those that lay there, with which all directories are looked at: nobody may watch for
+months, and what was pruned is to be forgotten"""
+
+
+@dataclass(frozen=True)
+class Stated:
+    """What a version's index says; sizes in bytes, `created`: unix time on the publisher's clock."""
+
+    step: int | None
+    created: float
+    changed: int
+    elements: int
+    full_bytes: int
+    is_whole: bool
+
+
+@dataclass(frozen=True)
+class Page:
+    """`versions`: all that lie there; `stated`: of those whose indexes were read; `complete`: no more of them
+    will be."""
+
+    pointer: int = 0
+    versions: Mapping[int, HeldVersion] | None = None
+    stated: Mapping[int, Stated] | None = None
+    kept: frozenset[int] = frozenset()
+    tags: Mapping[str, int] | None = None
+    complete: bool = False
+
+
+class Ledger:
+    def __init__(self, channel: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._directory, self._clock = channel, clock
+        self._channel: Channel | None = None
+        self._held: dict[int, HeldVersion] = {}
+        self._stated: dict[int, Stated] = {}
+        self._pointer = self._lay_there = 0
+        self._looked_until = self._newest_until = self._read_until = -1.0
+        """when the next look at all directories, that at the newest, and the reading of indexes may begin"""
+
+    def read(self, *, look_around: bool) -> Page:
+        """`look_around`: at all versions that were there before, not only at the newest, for what was made
+        beside them, and pruned. Raises WeightcastError and OSError where the channel cannot be read now."""
+        if self._channel is None or self._channel.foreign:
+            self._channel = Channel.open(self._directory)
+        pointer = self._channel.pointer()
+        if pointer is None or self._channel.foreign:
+            return Page(complete=True)
+        self._look(self._channel, pointer, look_around)
+        self._read_indexes(self._channel, pointer)
+        wanted = sorted(self._held, reverse=True)[:ROWS_LIMIT]
+        return Page(
+            pointer.version,
+            dict(self._held),
+            dict(self._stated),
+            frozenset(pins.kept(self._directory)),
+            pins.tags(self._directory),
+            all(version in self._stated for version in wanted),
+        )
+
+    def _look(self, channel: Channel, pointer: Pointer, look_around: bool) -> None:
+        began = self._clock()
+        many = len(self._held) > 2 * self._lay_there + _MORE
+        asked = look_around and began >= self._looked_until
+        all_of_them = many or asked or pointer.version < self._pointer
+        again = _NEWEST if began >= self._newest_until else 0
+        above = 0 if all_of_them else max(0, self._pointer - again)
+        if above == pointer.version:
+            return
+        found = {}
+        for version, shown in channel.shown(pointer, above=above).items():
+            with contextlib.suppress(FileNotFoundError):
+                created = channel.layout.index(version).stat().st_mtime
+                known = self._stated.get(version)
+                found[version] = HeldVersion(shown, created, known is not None and known.is_whole)
+        if above:
+            self._held = {version: held for version, held in self._held.items() if version <= above} | found
+        else:
+            self._held, self._lay_there = found, len(found)
+        self._stated = {version: row for version, row in self._stated.items() if version in self._held}
+        self._pointer = pointer.version
+        now = self._clock()
+        due = now + max(_LOOK_SECONDS, _LOOK_SHARE * (now - began))
+        if all_of_them:
+            self._looked_until = due
+        if all_of_them or again:
+            self._newest_until = due
+
+    def _read_indexes(self, channel: Channel, pointer: Pointer) -> None:
+        for version in sorted(self._held, reverse=True)[:ROWS_LIMIT]:
+            began = self._clock()
+            if version in self._stated:
+                continue
+            if self._read_until - began > _SHARE * _AT_ONCE_SECONDS and version != pointer.version:
+                return
+            stated = _stated(channel, pointer, version)
+            if stated is None:
+                continue
+            self._stated[version] = stated
+            if stated.is_whole:
+                held = self._held[version]
+                self._held[version] = HeldVersion(held.shown, held.created, True)
+            now = self._clock()
+            self._read_until = max(self._read_until, began) + _SHARE * (now - began)
+
+
+def _stated(channel: Channel, pointer: Pointer, version: int) -> Stated | None:
+    """None for what cannot be read, or is no longer there: the next look at all directories tells."""
+    try:
+        index = channel.index(pointer, version, channel.require_ours()[1].table)
+    except (WeightcastError, OSError):
+        return None
+    if not isinstance(index, Index):
+        return None
+    totals = index.totals
+    return Stated(
+        index.step, index.created, totals.changed, totals.elements, totals.nbytes, index.kind == "anchor"
+    )

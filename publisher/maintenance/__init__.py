@@ -1,0 +1,1 @@
+"""Retention, anchors, multi-step deltas, repair and operators' orders."""

@@ -1,0 +1,144 @@
+"""A rollback: an operator's order that the channel's owner carries out, and what holds publishing after it.
+
+The order's file is the state: while it lies there nothing else is published. It is carried out when the
+newest version has the bytes that it asks for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from weightcast.publisher.maintenance.replay_log import Past
+from weightcast.publisher.publish.owner import Owner
+from weightcast.publisher.publish.publish_job import Work
+from weightcast.publisher.publish.report import PublishReport
+from weightcast.publisher.weights.tensors import CheckpointWeights, NewWeights
+from weightcast.shared.base.elements import TensorTable, Words
+from weightcast.shared.base.errors import Refused, RetryLater, WeightcastError
+from weightcast.shared.channel import pins
+from weightcast.shared.channel.index import Index
+from weightcast.shared.channel.layout import Pointer
+from weightcast.shared.channel.pins import Rollback
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.checkpoint.follower import Follower, FollowOptions
+
+
+class Held(Refused):
+    """Publishing is held by an order."""
+
+
+def order_rollback(channel: Path, to: int) -> Rollback:
+    """Leaves the order for the owner. Raises Refused for a version that the channel cannot say the bytes of,
+    or that is the newest one."""
+    opened = Channel.open(channel)
+    file, _ = opened.require_ours()
+    pointer = opened.pointer()
+    if pointer is None or not 0 <= to < pointer.version:
+        newest = 0 if pointer is None else pointer.version
+        raise Refused(
+            f"there is no version {to} before the newest, {newest}",
+            remedy="`weightcast channel log` lists versions",
+        )
+    order = Rollback(file.run_id, to, root_of(opened, pointer, to), time.time())
+    pins.order_rollback(channel, order)
+    return order
+
+
+def root_of(channel: Channel, pointer: Pointer, version: int) -> str:
+    _, base = channel.require_ours()
+    if version == 0:
+        return base.root
+    index = channel.index(pointer, version, base.table)
+    if not isinstance(index, Index):
+        raise Refused(f"version {version} is no longer in the channel", remedy="choose one that is kept")
+    return index.root
+
+
+def standing(channel: Channel) -> Rollback | None:
+    """The order that holds publishing. Raises Refused for one of another run."""
+    order, (file, _) = pins.read_rollback(channel.directory), channel.require_ours()
+    if order is not None and order.run_id != file.run_id:
+        raise Refused(
+            f"the order in {channel.directory} is of run {order.run_id}, not {file.run_id}",
+            remedy="`weightcast channel resume` withdraws it",
+        )
+    return order
+
+
+def held(order: Rollback) -> Held:
+    return Held(
+        f"publishing is held since the rollback to version {order.to}",
+        remedy="`weightcast channel resume` lets it go on",
+    )
+
+
+def is_carried_out(channel: Channel, order: Rollback) -> bool:
+    pointer = channel.pointer()
+    newest = Pointer(0, None, channel.directory) if pointer is None else pointer
+    return root_of(channel, newest, newest.version) == order.root
+
+
+def carry_out(owner: Owner, follower: Follower, channel: Channel, order: Rollback) -> PublishReport:
+    """Publishes the bytes of the order's version as the next one. `owner` publishes alone."""
+    with _weights(follower, channel, order) as read:
+        return owner.publish(Work(read, None, root=order.root, carried_of=order.to))
+
+
+@contextlib.contextmanager
+def _weights(follower: Follower, channel: Channel, order: Rollback) -> Iterator[Callable[[], NewWeights]]:
+    """What opens them, each time anew: from kept journals, or else from a copy that follows the channel to
+    that version as a host would."""
+    past = _past(follower.paths.directory, order)
+    if past is not None:
+        with past:
+            yield lambda: PastWeights(past, order.to)
+        return
+    scratch = follower.paths.room / "rollback"
+    shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        _bring(channel, scratch, follower.base_dir, order)
+        yield lambda: CheckpointWeights(scratch)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _past(local: Path, order: Rollback) -> Past | None:
+    try:
+        past = Past(local)
+    except (WeightcastError, OSError):
+        return None
+    position = past.positions().get(order.to)
+    if position is None or position.root != order.root:
+        past.close()
+        return None
+    return past
+
+
+def _bring(channel: Channel, scratch: Path, base: Path | None, order: Rollback) -> None:
+    follower = Follower(channel.directory, scratch, base, FollowOptions(visible_seconds=10.0, carries=False))
+    try:
+        follower.bring(channel, order.to)
+        if follower.local is None or follower.local.state.position.root != order.root:
+            raise RetryLater(f"version {order.to} could not be brought", remedy="it is tried again")
+    finally:
+        follower.close()
+
+
+class PastWeights(NewWeights):
+    """An older version as new weights. What is read is checked against the journals; who opened `past` closes
+    it."""
+
+    def __init__(self, past: Past, version: int) -> None:
+        self.table: TensorTable = past.table
+        self._words_in = past.words_at(version)
+
+    def words_in(self, name: str, start: int, stop: int) -> Words:
+        return self._words_in(self.table.numbers[name], start, stop)
+
+    def equal(self, name: str, other: str) -> bool:
+        # a base may store both of two tied tensors: then the run's table has both
+        return name == other or super().equal(name, other)

@@ -1,0 +1,344 @@
+"""Journals of the last steps, kept in the publisher's local checkpoint: with them its bytes can be read as
+they were some versions ago.
+
+`.weightcast/history/<version>.journal` and `<version>.json`, the step it belongs to; `<version>.index` and
+`.sig`, copies of what was committed. They are a cache: what is damaged or does not continue what lies here is
+dropped, and nothing depends on them but the work they save.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+
+from weightcast.shared.base.elements import Chunk, TensorTable, Words
+from weightcast.shared.base.errors import DamagedFile, RetryLater, WeightcastError
+from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.channel.index import INDEX_LIMIT
+from weightcast.shared.channel.layout import Layout, digits
+from weightcast.shared.channel.run_files import Base
+from weightcast.shared.channel.signing import SIGNATURE_LIMIT, signature_path
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths, WordsIn
+from weightcast.shared.checkpoint.state.state import Phase, Position, Step, parse_step, read_state, step_json
+from weightcast.shared.checkpoint.update.buffer_reuse import keep_journal
+from weightcast.shared.checkpoint.update.journal import JournalReader
+from weightcast.shared.checkpoint.update.journal_records import PackedRecord, Record
+from weightcast.shared.files.durable import read_file
+from weightcast.shared.files.paths import exists, matching
+from weightcast.shared.files.strict_json import parse_object
+
+_STEP_LIMIT = 256 << 20
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A step whose journal is kept at `path`."""
+
+    step: Step
+    path: Path
+    nbytes: int
+
+
+class History:
+    def __init__(self, paths: LocalPaths) -> None:
+        self.paths = paths
+        self._directory = paths.room / "history"
+
+    def keep(self, step: Step, channel: Layout) -> None:
+        """Gives the step's journal a second name, and copies its index. Where that cannot be done nothing is
+        kept."""
+        number = step.target.version
+        with contextlib.suppress(WeightcastError, OSError):
+            self._directory.mkdir(exist_ok=True)
+            self.drop(number)
+            try:
+                self._keep(number, step, channel)
+            except BaseException:
+                self.drop(number)
+                raise
+
+    def _keep(self, number: int, step: Step, channel: Layout) -> None:
+        os.link(self.paths.journal(step.journal), self._journal(number))
+        failpoint("history.linked", self._directory)
+        self._step(number).write_text(json.dumps(step_json(step)))
+        index = channel.index(number)
+        with contextlib.suppress(FileNotFoundError):
+            signature = read_file(signature_path(index), SIGNATURE_LIMIT)
+            self._signature(number).write_bytes(signature)
+        self._index(number).write_bytes(read_file(index, INDEX_LIMIT))
+        failpoint("history.kept", self._directory)
+
+    def index(self, position: Position) -> bytes | None:
+        """The exact bytes of a version's index, if they are kept."""
+        with contextlib.suppress(WeightcastError, OSError):
+            data = read_file(self._index(position.version), INDEX_LIMIT)
+            return data if blake3(data).hexdigest() == position.digest else None
+        return None
+
+    def signature(self, version: int) -> bytes | None:
+        with contextlib.suppress(WeightcastError, OSError):
+            return read_file(self._signature(version), SIGNATURE_LIMIT)
+        return None
+
+    def _index(self, version: int) -> Path:
+        return self._directory / f"{digits(version)}.index"
+
+    def _signature(self, version: int) -> Path:
+        return self._directory / f"{digits(version)}.sig"
+
+    def _journal(self, version: int) -> Path:
+        return self._directory / f"{digits(version)}.journal"
+
+    def _step(self, version: int) -> Path:
+        return self._directory / f"{digits(version)}.json"
+
+    def drop(self, version: int) -> None:
+        for path in self._files(version):
+            path.unlink(missing_ok=True)
+
+    def _files(self, version: int) -> tuple[Path, ...]:
+        return self._step(version), self._journal(version), self._index(version), self._signature(version)
+
+    def clear(self) -> None:
+        for version in self._left():
+            self.drop(version)
+
+    def trim(self, most_steps: int, most_bytes: int) -> None:
+        """Drops the oldest beyond either bound, and what a kill left without its step. The journal of one of
+        them is written over by the next."""
+        for version in set(self._left()) - set(self._versions()):
+            self.drop(version)
+        left = most_bytes
+        for count, version in enumerate(sorted(self._versions(), reverse=True)):
+            with contextlib.suppress(FileNotFoundError):
+                left -= self._journal(version).stat().st_size
+                left -= self._index(version).stat().st_size
+            if count >= most_steps or left < 0:
+                self._step(version).unlink(missing_ok=True)
+                keep_journal(self.paths, self._journal(version))
+                self.drop(version)
+
+    def drop_oldest(self, most: int | None) -> bool:
+        """The oldest step, if it led to no later version than `most`. False when none is dropped."""
+        oldest = min(self._left(), default=None)
+        if oldest is None or (most is not None and oldest > most):
+            return False
+        self.drop(oldest)
+        return True
+
+    def _versions(self) -> list[int]:
+        return self._numbers("*.json")
+
+    def _left(self) -> list[int]:
+        """Those of which anything lies there."""
+        return self._numbers("*")
+
+    def _numbers(self, pattern: str) -> list[int]:
+        return [int(path.stem) for path in matching(self._directory, pattern) if path.stem.isdecimal()]
+
+    def back_from(self, position: Position) -> Mapping[int, Kept]:
+        """The steps that led to `position`, by the version that each led to, without a gap."""
+        found: dict[int, Kept] = {}
+        at = position
+        while (kept := self._read(at.version)) is not None and _same(kept.step.target, at):
+            found[at.version] = kept
+            at = kept.step.base
+        return found
+
+    def _read(self, version: int) -> Kept | None:
+        path = self._journal(version)
+        try:
+            data = parse_object(read_file(self._step(version), _STEP_LIMIT), str(path))
+            return Kept(parse_step(data), path, path.stat().st_size)
+        except (WeightcastError, OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+
+def _same(one: Position, other: Position) -> bool:
+    return (one.version, one.digest, one.root) == (other.version, other.digest, other.root)
+
+
+class Past:
+    """Words at any version that kept journals lead back to. For one thread, beside the owner's."""
+
+    def __init__(self, directory: Path, check: Callable[[], None] = lambda: None) -> None:
+        """`check` is called between pieces and may raise to give up. Raises RetryLater when nothing lies in
+        `directory` now that could be read."""
+        self._check = check
+        self._history = History(LocalPaths(directory))
+        found = LocalCheckpoint.open(directory)
+        if found is None:
+            raise RetryLater(f"{directory} is not seeded", remedy="it is tried again after a publication")
+        self._local = found
+        self._seen: tuple[int, int] | None = None
+        self._kept: Mapping[int, Kept] = {}
+        self._undos: dict[int, _Undo] = {}
+        try:
+            with self._local.standing_still():
+                self._refresh()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for undo in self._undos.values():
+            undo.close()
+        self._undos.clear()
+        self._local.close()
+
+    def __enter__(self) -> Past:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def table(self) -> TensorTable:
+        return self._local.table
+
+    @property
+    def base(self) -> Base:
+        return self._local.base
+
+    @property
+    def run_id(self) -> str:
+        return self._local.state.run_id
+
+    @property
+    def files_beside(self) -> Mapping[str, Path]:
+        return self._local.files_beside
+
+    @property
+    def here(self) -> Position:
+        """Where the local checkpoint stood when it was last looked at."""
+        return self._local.state.position
+
+    def positions(self) -> dict[int, Position]:
+        """Every version whose words can be given."""
+        steps = [kept.step for kept in self._kept.values()]
+        return {p.version: p for p in (self.here, *(step.base for step in steps))}
+
+    def _refresh(self) -> None:
+        """Called while the checkpoint stands still."""
+        found = self._local.paths.state.stat()
+        seen = found.st_ino, found.st_mtime_ns
+        if seen == self._seen:
+            return
+        known = read_state(self._local.paths.state)
+        if known is None or known.phase is not Phase.CLEAN:
+            raise RetryLater(f"{self._local.directory} is not settled", remedy="it is tried again")
+        self._local.check_files()
+        self._local.state = known
+        self._kept = self._history.back_from(known.position)
+        self._seen = seen
+
+    def words_at(self, version: int) -> WordsIn:
+        """Copies of words as they were at `version`."""
+
+        def words_in(tensor: int, start: int, stop: int) -> Words:
+            self._check()
+            with self._local.standing_still():
+                self._refresh()
+                words, at = self._local.words_in(tensor, start, stop).copy(), self.here.version
+            self._undo(tensor, start, words, at, version)
+            return words
+
+        return words_in
+
+    def chunk_at(self, chunk: Chunk, version: int) -> Words:
+        """A copy of the chunk's words as they were at `version`, with its zero padding."""
+        self._check()
+        with self._local.standing_still():
+            self._refresh()
+            words, at = self._local.chunk_words(chunk).copy(), self.here.version
+        self.undo_chunk(chunk, words, at, version)
+        return words
+
+    def undo_chunk(self, chunk: Chunk, words: Words, version: int, older: int) -> None:
+        """Takes the chunk's words from `version` back to an older one, in place."""
+        for span in chunk.spans:
+            piece = words[span.offset : span.offset + span.words]
+            self._undo(span.tensor, span.start, piece, version, older)
+
+    def touches(self, chunk: Chunk, version: int, older: int) -> bool:
+        """False only when no word of the chunk changed between the two."""
+        undos = [self._opened(number) for number in range(older + 1, version + 1)]
+        return any(undo.touches(s.tensor, s.start, s.stop) for undo in undos for s in chunk.spans)
+
+    def _undo(self, tensor: int, start: int, words: Words, version: int, older: int) -> None:
+        for number in range(version, older, -1):
+            self._opened(number).undo(tensor, start, words)
+
+    def _opened(self, number: int) -> _Undo:
+        if number not in self._undos:
+            kept = self._kept.get(number)
+            if kept is None:
+                raise _dropped(number)
+            try:
+                self._undos[number] = _Undo(kept, self.table)
+            except DamagedFile as error:
+                if exists(kept.path):
+                    raise
+                raise _dropped(number) from error
+        return self._undos[number]
+
+
+def _dropped(number: int) -> RetryLater:
+    return RetryLater(f"the journal of version {number} is no longer kept")
+
+
+class _Undo:
+    """One kept journal; its records are found by tensor and word."""
+
+    def __init__(self, kept: Kept, table: TensorTable) -> None:
+        self._journal = JournalReader(kept.path, table)
+        try:
+            header, step = self._journal.header, kept.step
+            if (header.journal, header.target_root) != (step.journal, step.target.root):
+                raise DamagedFile(f"{kept.path}: the journal of another step")
+            self._places: dict[int, list[PackedRecord]] = {}
+            for place in self._journal.packed():
+                self._places.setdefault(place.tensor, []).append(place)
+            for places in self._places.values():
+                places.sort(key=lambda place: place.first)
+        except BaseException:
+            self.close()
+            raise
+        self._last: tuple[PackedRecord, Record] | None = None
+
+    def close(self) -> None:
+        self._journal.close()
+
+    def _between(self, tensor: int, start: int, stop: int) -> Iterator[PackedRecord]:
+        """Places of records that may have words in [start, stop): each ends before the next begins."""
+        places = self._places.get(tensor, [])
+        first = max(0, bisect.bisect_right(places, start, key=lambda place: place.first) - 1)
+        for place in places[first:]:
+            if place.first >= stop:
+                return
+            yield place
+
+    def touches(self, tensor: int, start: int, stop: int) -> bool:
+        return any(True for _ in self._between(tensor, start, stop))
+
+    def undo(self, tensor: int, start: int, words: Words) -> None:
+        for place in self._between(tensor, start, start + len(words)):
+            record = self._record(place)
+            low, high = np.searchsorted(record.index, [start, start + len(words)]).tolist()
+            index = record.index[low:high] - np.uint64(start)
+            if not np.array_equal(words[index], record.new[low:high]):
+                raise DamagedFile(f"{self._journal.path}: not the words that lie here")
+            words[index] = record.old[low:high]
+
+    def _record(self, place: PackedRecord) -> Record:
+        if self._last is None or self._last[0] != place:
+            self._last = place, self._journal.at(place)
+        return self._last[1]

@@ -1,0 +1,355 @@
+"""What is made beside the versions, after them: deltas from older versions, anchors.
+
+`Upkeep.step` makes at most one thing; who calls it, and when, is decided elsewhere. Everything is found out
+anew from the channel and the kept journals: a kill costs the work of one step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from weightcast.publisher.maintenance.multi_step_deltas import due_skips, existing_skips, write_skip
+from weightcast.publisher.maintenance.orders import standing
+from weightcast.publisher.maintenance.prune import (
+    GRACE_SECONDS,
+    Living,
+    empty_trash,
+    forget_hosts,
+    prune,
+    situation,
+)
+from weightcast.publisher.maintenance.replay_log import History, Past
+from weightcast.publisher.maintenance.retention import Retention, decide
+from weightcast.publisher.maintenance.throttle import GiveWay, Pace, fewest_bytes
+from weightcast.publisher.publish.anchors import Full, write_anchor
+from weightcast.publisher.publish.commit import discard
+from weightcast.publisher.publish.signer import UNSIGNED, Vouching
+from weightcast.shared.base.errors import DamagedFile, RetryLater, WeightcastError, counted
+from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.channel.claims import Claim
+from weightcast.shared.channel.index import INDEX_NAME, Index
+from weightcast.shared.channel.layout import ANCHOR, Layout, Pointer, base_of, version_of
+from weightcast.shared.channel.render import look
+from weightcast.shared.channel.reports import read_reports
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
+from weightcast.shared.checkpoint.state.state import Step
+from weightcast.shared.checkpoint.update.buffer_reuse import drop as drop_spares
+from weightcast.shared.checkpoint.update.buffer_reuse import make_ready, spare_bytes
+from weightcast.shared.codec.choose import StepEncoding
+from weightcast.shared.daemon.backoff import Due
+from weightcast.shared.files.disk_errors import disk_error
+from weightcast.shared.files.paths import exists, is_own_directory
+
+_ESTIMATE_EVERY = 16
+"""versions"""
+_HOSTS_EVERY = 3600.0
+"""seconds"""
+_SHORTEST_REST = 1.0
+"""seconds"""
+
+
+@dataclass(frozen=True)
+class UpkeepOptions:
+    """`skip_span`: versions that the widest delta from an older version spans, 0 makes none.
+
+    `anchor_every`: versions from one anchor to the next; `anchor_share`: bytes of deltas since the last one,
+    as a share of the full weights, that make the next one due; `anchor_seconds`: estimated time of a host for
+    these deltas that does, once they have half the bytes of the full weights; 0: not by this rule.
+    `history_share`: bytes of kept journals, as a share of the full weights."""
+
+    skip_span: int = 0
+    anchor_every: int = 0
+    anchor_share: float = 0.0
+    anchor_seconds: float = 0.0
+    history_share: float = 1.0
+    encoding: StepEncoding = "fast"
+    retention: Retention = field(default_factory=Retention)
+    """with a number of versions, that many without full weights make an anchor due too"""
+    grace_seconds: float = GRACE_SECONDS
+    """from a version's leaving the channel to its deletion"""
+
+    @property
+    def idle(self) -> bool:
+        anchors = self.anchor_every or self.anchor_share or self.anchor_seconds
+        return not (self.skip_span or anchors or self.retention.bounded)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The deltas since the last full weights: `anchor` is their version, 0 where there are none but the
+    base's; `seconds`: what a host takes for them, estimated."""
+
+    up_to: int = 0
+    anchor: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+def due_anchor(
+    at: int, chain: Chain, full_bytes: int, options: UpkeepOptions, readable: Collection[int]
+) -> int | None:
+    """The version whose full weights are to be written, one of `readable`."""
+    every = options.anchor_every
+    newest = at // every * every if every else 0
+    if newest > chain.anchor:
+        return newest if newest in readable else at
+    if options.anchor_share and at > chain.anchor and chain.nbytes >= options.anchor_share * full_bytes:
+        return at
+    slow = 0 < options.anchor_seconds <= chain.seconds
+    if slow and at > chain.anchor and 2 * chain.nbytes >= full_bytes:
+        return at
+    few = options.retention.keep_versions
+    return at if few is not None and at - chain.anchor >= few else None
+
+
+class Upkeep:
+    """For one thread."""
+
+    def __init__(
+        self, channel: Path, local: Path, claim: Claim, options: UpkeepOptions, vouching: Vouching = UNSIGNED
+    ) -> None:
+        self._channel, self._local, self._claim, self._options = channel, local, claim, options
+        self._vouching = vouching
+        self._paths = LocalPaths(local)
+        self._history = History(self._paths)
+        self._unspared = 0
+        """bytes of the last journal, where none is left that the next one is written over"""
+        self._stop = threading.Event()
+        self.way = GiveWay()
+        self._living, self._hosts_due = Living(), Due(_HOSTS_EVERY)
+        self._swept = False
+        self._chain = Chain()
+        self._pace, self._estimated = Pace(), 0
+        self.written = {"skip": 0, "anchor": 0}
+        """bytes since the start, by what they were for; other threads may read them"""
+
+    def keep(self, step: Step, seconds: float) -> None:
+        """Keeps the journal of a step that was just staged and patched, in so many seconds. Called by the
+        publishing thread."""
+        shown = look(Layout(self._channel).version_dir(step.target.version))
+        if shown is not None:
+            self._pace.measured(shown.nbytes, seconds)
+        span = max(self._options.skip_span, self._options.anchor_every, 1)
+        self._history.keep(step, Layout(self._channel))
+        full = Channel.open(self._channel).require_ours()[1].table.nbytes
+        self._history.trim(2 * span, int(self._options.history_share * full))
+
+        # kept, it is not there to be written over by the next one
+        kept = self._paths.journal(step.journal).stat().st_size
+        self._unspared = 0 if exists(self._paths.spare) else kept
+
+    def give_up(self) -> bool:
+        """Where the local disk is short: drops spares, then the oldest kept step that no standing rollback
+        goes back over. False when there is none. Called by the publishing thread."""
+        if spare_bytes(self._paths):
+            drop_spares(self._paths)
+            return True
+        try:
+            order = standing(Channel.open(self._channel))
+        except (WeightcastError, OSError):
+            return False
+        return self._history.drop_oldest(None if order is None else order.to)
+
+    def _make_spare(self) -> None:
+        nbytes, self._unspared = self._unspared, 0
+        with contextlib.suppress(OSError):  # nothing depends on it
+            make_ready(self._paths, nbytes, self._check)
+
+    def stop(self) -> None:
+        """Ends a running step at its next piece."""
+        self._stop.set()
+
+    def _check(self) -> None:
+        self.way.rest()
+        if self._stop.is_set():
+            raise RetryLater("the publisher stops", remedy="the next one goes on")
+
+    def step(self) -> str:
+        """What was made, in words; empty when nothing is due. Raises Refused when the channel has another
+        owner, RetryLater and OSError for what may pass."""
+        self._make_spare()
+        self._claim.check()
+        try:
+            # first: on a full disk nothing can be made before
+            empty_trash(Layout(self._channel), self._options.grace_seconds)
+            if self._hosts_due.take():
+                forget_hosts(self._channel, self._claim, time.time())
+        finally:
+            made = "" if self._options.idle else self._make_or_prune()
+        return made
+
+    @property
+    def rest_seconds(self) -> float | None:
+        """How long there is nothing to do while nothing is published: what was pruned comes due by itself."""
+        return max(_SHORTEST_REST, self._options.grace_seconds) if self._options.retention.bounded else None
+
+    def _make_or_prune(self) -> str:
+        channel = Channel.open(self._channel, self._vouching.trust)
+        pointer = channel.pointer()
+        if pointer is None:
+            return ""
+        self._sweep(channel)
+        try:
+            made = self._make(channel, pointer)
+        except OSError:
+            # what does not fit may, once this is gone
+            self._prune(channel, pointer)
+            raise
+        return made or self._prune(channel, pointer)
+
+    def _make(self, channel: Channel, pointer: Pointer) -> str:
+        with Past(self._local, self._check) as past:
+            if past.here.version != pointer.version:
+                return ""
+            return self._make_skip(channel, pointer, past) or self._make_anchor(channel, pointer, past)
+
+    def _prune(self, channel: Channel, pointer: Pointer) -> str:
+        if not self._options.retention.bounded:
+            return ""
+        hosts = self._living.versions(read_reports(channel.directory))
+        verdict = decide(situation(channel, pointer, hosts, time.time()), self._options.retention)
+        prune(channel, verdict, self._claim)
+        return f"{counted(len(verdict.removals), 'version')} pruned" if verdict.removals else ""
+
+    def _sweep(self, channel: Channel) -> None:
+        """What a kill left unfinished beside versions."""
+        if self._swept:
+            return
+        for version in channel.directory.iterdir():
+            if version_of(version.name) is None or not is_own_directory(version):
+                continue
+            for entry in version.iterdir():
+                name, _, epoch = entry.name.partition(".")
+                beside = name == ANCHOR or base_of(name) is not None
+                ours = epoch.startswith(f"{self._claim.epoch}-")
+                if beside and not ours and (epoch or not exists(entry / INDEX_NAME)):
+                    discard(channel.layout, entry)
+        self._swept = True
+
+    def _make_skip(self, channel: Channel, pointer: Pointer, past: Past) -> str:
+        positions, span = past.positions(), self._options.skip_span
+        made = existing_skips(channel.layout, positions, span)
+        for version, base_version in due_skips(pointer.version, min(positions), made, span):
+            main = channel.index(pointer, version, past.table)
+            base = positions.get(base_version)
+            if not isinstance(main, Index) or base is None or main.digest != positions[version].digest:
+                continue
+            try:
+                write_skip(
+                    channel.layout,
+                    past,
+                    main,
+                    base,
+                    self._claim,
+                    self._options.encoding,
+                    self._vouching.key,
+                )
+            except DamagedFile:
+                # one of the journals is wrong, and which one is not worth finding out
+                self._history.clear()
+                raise
+            self._wrote("skip", channel.layout.from_dir(version, base_version))
+            return f"delta of version {version} from version {base_version}"
+        return ""
+
+    def _make_anchor(self, channel: Channel, pointer: Pointer, past: Past) -> str:
+        self._follow_chain(channel, pointer, past.table.nbytes)
+        positions = past.positions()
+        version = due_anchor(pointer.version, self._chain, past.table.nbytes, self._options, positions.keys())
+        if version is None:
+            return ""
+        full = Full(positions[version], past.base, past.words_at(version), past.files_beside)
+        write_anchor(channel.layout, full, self._claim, self._vouching.key)
+        self._chain = Chain()
+        self._wrote("anchor", channel.layout.anchor_dir(version))
+        return f"anchor of version {version}"
+
+    def _wrote(self, cause: str, directory: Path) -> None:
+        shown = look(directory)
+        self.written[cause] += 0 if shown is None else shown.nbytes
+
+    def _follow_chain(self, channel: Channel, pointer: Pointer, full_bytes: int) -> None:
+        chain = self._chain
+        for version, shown in sorted(channel.shown(pointer, above=chain.up_to).items()):
+            whole = shown.anchor is not None or shown.nbytes >= full_bytes
+            anchor, nbytes = (version, 0) if whole else (chain.anchor, chain.nbytes + shown.nbytes)
+            seconds = 0.0 if whole else chain.seconds
+            chain = Chain(version, anchor, nbytes, seconds)
+        self._chain = self._estimate(channel, pointer, chain)
+
+    def _estimate(self, channel: Channel, pointer: Pointer, chain: Chain) -> Chain:
+        """Every version is looked at for it: only where it may matter, and only now and then."""
+        limit, at = self._options.anchor_seconds, pointer.version
+        soon = 0 <= at - self._estimated < _ESTIMATE_EVERY
+        if not limit or soon or self._pace.seconds_for(chain.nbytes) < limit:
+            return chain
+        self._estimated = at
+        nbytes = fewest_bytes(channel.shown(pointer, above=chain.anchor), chain.anchor, at)
+        return replace(chain, seconds=self._pace.seconds_for(chain.nbytes if nbytes is None else nbytes))
+
+
+class Background:
+    """Upkeep in a thread of its own, which gives way to publishing."""
+
+    def __init__(self, upkeep: Upkeep) -> None:
+        self._upkeep = upkeep
+        self.written: Mapping[str, int] = upkeep.written
+        self._wanted, self._ending = threading.Event(), threading.Event()
+        self._working = False
+        self.problem = ""
+        """why the last step made nothing; empty when all is well"""
+        self.made = ""
+        """what was made last"""
+        self._thread = threading.Thread(target=self._run, name="upkeep", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """False: nothing is due, or the last step failed."""
+        return self._working or self._wanted.is_set()
+
+    def wake(self) -> None:
+        self._wanted.set()
+
+    def stop(self) -> None:
+        self._ending.set()
+        self._upkeep.stop()
+        self._wanted.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        _give_way()
+        while not self._ending.is_set():
+            self._wanted.wait(self._upkeep.rest_seconds)
+            self._working = True
+            self._wanted.clear()
+            self._work()
+            self._working = False
+
+    def _work(self) -> None:
+        self._upkeep.way.begin()
+        try:
+            while not self._ending.is_set():
+                made = self._upkeep.step()
+                self.problem = ""
+                if not made:
+                    break
+                self.made = made
+            failpoint("upkeep.idle")
+        except Exception as error:
+            # what went wrong beside the versions is no reason to publish none
+            known = disk_error(error, "a file") if isinstance(error, OSError) else error
+            self.problem = f"{type(known).__name__}: {known}"
+
+
+def _give_way() -> None:
+    """Linux gives each thread a priority of its own."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

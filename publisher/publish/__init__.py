@@ -1,0 +1,1 @@
+"""One version, from comparison to the pointer."""

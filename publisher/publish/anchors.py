@@ -1,0 +1,215 @@
+"""Anchors: the full weights of a version, as an ordinary checkpoint directory with an index of its own.
+
+Beside a version (`weight_v000032/anchor/`) they let hosts join without a base; as a version of its own one
+starts a new chain where no delta can be made.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from weightcast.publisher.publish.commit import commit, discard, new_beside
+from weightcast.shared.base.elements import TensorTable, whole_part
+from weightcast.shared.base.errors import DamagedFile
+from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.base.progress import Advance
+from weightcast.shared.channel.claims import Claim
+from weightcast.shared.channel.index import (
+    INDEX_NAME,
+    FileRecord,
+    Index,
+    VersionTotals,
+    file_record,
+    write_index,
+)
+from weightcast.shared.channel.index_records import TensorRecords
+from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.run_files import Base
+from weightcast.shared.channel.signing import PrivateKey
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, WordsIn
+from weightcast.shared.checkpoint.state.state import Position, lanes_list
+from weightcast.shared.digest.hash import hash_bytes
+from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.root import root
+from weightcast.shared.files import durable
+from weightcast.shared.files.paths import exists
+from weightcast.shared.files.safetensors import Entry, pack_header
+
+SHARD_BYTES = 4 << 30
+_PIECE_BYTES = 8 << 20
+
+
+def write_weights(
+    directory: Path,
+    table: TensorTable,
+    words_in: WordsIn,
+    beside: Mapping[str, Path],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    advance: Advance | None = None,
+) -> tuple[tuple[FileRecord, ...], dict[str, str], list[Lanes]]:
+    """Shards and the files `beside` them, durable; the weight map; raw lanes of what was written, in table
+    order."""
+    lanes = [Lanes()] * len(table)
+    weight_map: dict[str, str] = {}
+    records: list[FileRecord] = []
+    shards = list(_shards(table, shard_bytes))
+    for number, tensors in enumerate(shards):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write_shard(directory / name, table, tensors, words_in, lanes, advance)
+        weight_map.update((table[tensor].name, name) for tensor in tensors)
+        records.append(file_record(directory / name))
+    for name, path in beside.items():
+        target = durable.make_within(directory, name)
+        durable.replace(target, durable.pieces_of(path))
+        records.append(file_record(target, name))
+    return tuple(records), weight_map, lanes
+
+
+def _shards(table: TensorTable, shard_bytes: int) -> Iterator[list[int]]:
+    shard: list[int] = []
+    size = 0
+    for number, spec in enumerate(table):
+        if shard and size + spec.nbytes > shard_bytes:
+            yield shard
+            shard, size = [], 0
+        shard.append(number)
+        size += spec.nbytes
+    if shard:
+        yield shard
+
+
+def _write_shard(
+    path: Path,
+    table: TensorTable,
+    tensors: Sequence[int],
+    words_in: WordsIn,
+    lanes: list[Lanes],
+    advance: Advance | None,
+) -> None:
+    entries, end = [], 0
+    for tensor in tensors:
+        spec = table[tensor]
+        entries.append(Entry(spec.name, spec.dtype, spec.shape, end, end + spec.nbytes))
+        end += spec.nbytes
+    with path.open("xb") as file:
+        file.write(pack_header(entries, {"format": "pt"}))
+        for tensor in tensors:
+            for start, piece in _pieces(table, tensor, words_in):
+                file.write(piece)
+                lanes[tensor] = lanes[tensor].plus(hash_bytes(np.frombuffer(piece, np.uint8), start // 8))
+                if advance is not None:
+                    advance(len(piece))
+        file.flush()
+        failpoint("anchor.copied", path)
+        os.fsync(file.fileno())
+    failpoint("anchor.synced", path)
+
+
+def _pieces(table: TensorTable, tensor: int, words_in: WordsIn) -> Iterator[tuple[int, memoryview]]:
+    spec = table[tensor]
+    step = _PIECE_BYTES // spec.kind.width
+    for start in range(0, spec.words, step):
+        words = words_in(tensor, start, min(start + step, spec.words))
+        yield start * spec.kind.width, memoryview(words.view(np.uint8))  # type: ignore[arg-type]
+
+
+def anchor_index(
+    run_id: str,
+    version: int,
+    epoch: int,
+    step: int | None,
+    base: Base,
+    written: tuple[tuple[FileRecord, ...], dict[str, str], list[Lanes]],
+) -> Index:
+    """`base`: tells which files readers of older releases know of."""
+    records, weight_map, lanes = written
+    table, known = base.table, {record.name for record in base.files}.union(weight_map.values())
+    files = tuple(record for record in records if record.name in known)
+    names = tuple(spec.name for spec in table)
+    return Index(
+        run_id=run_id,
+        version=version,
+        kind="anchor",
+        base_version=-1,
+        base_root="",
+        root=root(table, lanes),
+        parent="",
+        epoch=epoch,
+        encoding=None,
+        step=step,
+        created=time.time(),
+        weight_map=weight_map,
+        files=files,
+        tensors=TensorRecords(
+            names, np.array(lanes, np.uint64).reshape(-1, 2), np.zeros(len(table), np.int64)
+        ),
+        parts=(whole_part(table),),
+        chunks=(),
+        totals=VersionTotals(0, table.elements, table.nbytes, sum(file.size for file in records)),
+        side_files=tuple(record for record in records if record.name not in known),
+    )
+
+
+@dataclass(frozen=True)
+class Full:
+    """The full weights of a version, wherever they are read from. `beside`: files beside them, by name."""
+
+    position: Position
+    base: Base
+    words_in: WordsIn
+    beside: Mapping[str, Path]
+
+
+def write_anchor_beside(
+    layout: Layout, local: LocalCheckpoint, claim: Claim, key: PrivateKey | None = None
+) -> bool:
+    """The anchor of the version that the local checkpoint holds. False when it exists already."""
+    with local.standing_still():
+        full = Full(local.state.position, local.base, local.words_in, local.files_beside)
+        return write_anchor(layout, full, claim, key)
+
+
+def write_anchor(layout: Layout, full: Full, claim: Claim, key: PrivateKey | None = None) -> bool:
+    """The anchor beside a version. False when it exists already. Its digests must equal the version's before
+    its index is written; it appears through its index alone."""
+    directory = layout.anchor_dir(full.position.version)
+    if exists(directory / INDEX_NAME):
+        return False
+    made = new_beside(directory, claim.epoch)
+    failpoint("anchor.begun", made)
+    try:
+        index, data = _written(made, full, claim)
+        commit(layout, made, directory, index, data, claim, key, main=full.position.digest)
+    except FileExistsError:
+        discard(layout, made)
+        return False
+    except BaseException:
+        # not to fill a disk that is full already
+        discard(layout, made)
+        raise
+    failpoint("anchor.committed", directory)
+    return True
+
+
+def _written(directory: Path, full: Full, claim: Claim) -> tuple[Index, bytes]:
+    """Its files are there; what remains to be written is its index."""
+    position = full.position
+    written = write_weights(directory, full.base.table, full.words_in, full.beside)
+    if written[2] != lanes_list(position.lanes):
+        raise DamagedFile(
+            f"the publisher's local checkpoint does not hold version {position.version}; no anchor was "
+            "written",
+            remedy="run `weightcast local verify`",
+        )
+    index = anchor_index(full.base.run_id, position.version, claim.epoch, None, full.base, written)
+    index = replace(index, main=position.digest)
+    durable.sync_directory(directory)
+    failpoint("anchor.written", directory)
+    return index, write_index(index, full.base.table)

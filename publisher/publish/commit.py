@@ -1,0 +1,227 @@
+"""From staged shards to a version that the fleet follows.
+
+The commit point is the rename of a directory that is complete, index and all, to a name that nobody has. What
+an owner writes lies under names of its own until then: who lost the channel can neither clear it away nor
+write into it. Killed before: parts, cleared away by the next attempt. Killed after, before the pointer:
+`recover` verifies the version and finishes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+from blake3 import blake3
+
+from weightcast.shared.base.errors import DamagedFile, Forked, RetryLater
+from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.channel.claims import Claim
+from weightcast.shared.channel.index import INDEX_LIMIT, INDEX_NAME, Index, file_record
+from weightcast.shared.channel.layout import Layout, read_pointer, write_pointer
+from weightcast.shared.channel.signing import PrivateKey, signature_path, stated_by, write_signature
+from weightcast.shared.files import durable
+from weightcast.shared.files.paths import (
+    exists,
+    is_directory,
+    is_file,
+    is_link,
+    is_own_directory,
+    matching,
+)
+
+PostWrite = Callable[[int, Path, str], None]
+"""Called with version, its directory and the phase `version` (files are there) or `pointer`."""
+
+PRUNED = ".pruned"
+"""what versions in the trash end in that readers may still have open"""
+PUT_AWAY = ".put-away"
+"""what in the trash ends in that somebody may want back"""
+_HOOK_TRIES = 5
+_WHOLE = "whole"
+
+
+def move_shards(parts: Path, sources: Mapping[str, str]) -> Path:
+    """The version's directory as it will be, among the parts of its attempt: exactly the listed files."""
+    directory = parts / _WHOLE
+    directory.mkdir()
+    failpoint("version.begun", directory)
+    for name, source in sources.items():
+        (parts / source).rename(durable.make_within(directory, name))
+        failpoint("version.moved", directory)
+    durable.sync_directory(directory)
+    return directory
+
+
+def discard(layout: Layout, path: Path) -> None:
+    """Moves leftovers out of sight, then deletes them."""
+    layout.trash.mkdir(exist_ok=True)
+    grave = layout.trash / f"{path.name}-{secrets.token_hex(4)}"
+    with contextlib.suppress(FileNotFoundError):
+        path.rename(grave)
+        failpoint("trash.moved", path)
+        shutil.rmtree(grave)
+        failpoint("trash.deleted", path)
+
+
+def commit_version(
+    layout: Layout, made: Path, index: Index, data: bytes, claim: Claim, key: PrivateKey | None = None
+) -> Path:
+    """Gives what `made` holds the version's name. `data`: the index, written."""
+    directory = layout.version_dir(index.version)
+    try:
+        commit(layout, made, directory, index, data, claim, key)
+    except FileExistsError as error:
+        raise Forked(
+            f"{directory} was committed by somebody else", remedy="stop the other publisher of this channel"
+        ) from error
+    return directory
+
+
+def commit(
+    layout: Layout,
+    made: Path,
+    directory: Path,
+    index: Index,
+    data: bytes,
+    claim: Claim,
+    key: PrivateKey | None,
+    main: str = "",
+) -> None:
+    """Signature and index into `made`, which then becomes `directory`. `data`: the index, written; `main`:
+    digest of the version's main index for one that lies beside it and does not say. Raises FileExistsError,
+    and Refused of `claim`; what is there by then is untouched."""
+    path = made / INDEX_NAME
+    if key is not None:
+        statement = stated_by(index, blake3(data).hexdigest(), main or index.main)
+        durable.create(signature_path(path), write_signature(statement, key))
+    durable.create(path, data)
+    claim.check()
+    failpoint("index.allowed", made)
+    _take_name(layout, made, directory, data)
+    durable.sync_directory(directory.parent)
+
+
+def _take_name(layout: Layout, made: Path, directory: Path, data: bytes) -> None:
+    """A directory takes no name of another that holds something."""
+    try:
+        made.rename(directory)
+    except OSError as error:
+        if _holds(directory, data):
+            return  # an NFS server whose reply was lost reports our own success as a conflict
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        if exists(directory / INDEX_NAME):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(directory)) from error
+        # without an index nobody's: put there by hand, or begun by a release that wrote in place
+        discard(layout, directory)
+        made.rename(directory)
+
+
+def _holds(directory: Path, data: bytes) -> bool:
+    with contextlib.suppress(OSError, DamagedFile):
+        return durable.read_file(directory / INDEX_NAME, INDEX_LIMIT) == data
+    return False
+
+
+def advance_pointer(layout: Layout, version: int, claim: Claim, post_write: PostWrite | None) -> None:
+    """Tells the fleet. Hooks are retried; the version is not written again for them. Raises Refused of
+    `claim`, also where the channel was lost while the pointer was written."""
+    directory = layout.version_dir(version)
+    _hook(post_write, version, directory, "version")
+    _point(layout, version, claim)
+    failpoint("pointer.moved", directory)
+    _hook(post_write, version, layout.channel, "pointer")
+
+
+def put_pointer_right(layout: Layout, claim: Claim) -> None:
+    """An owner of before that was suspended right before its rename may have put the pointer back. Where the
+    version is gone too, the channel was restored, and the pointer stays."""
+    pointer = read_pointer(layout.channel)
+    at = 0 if pointer is None else pointer.version
+    if at < claim.pointed and exists(layout.index(claim.pointed)):
+        _point(layout, claim.pointed, claim)
+    claim.pointed = max(claim.pointed, at)
+
+
+def _point(layout: Layout, version: int, claim: Claim) -> None:
+    def allowed() -> None:
+        claim.check()
+        failpoint("pointer.allowed", layout.version_dir(version))
+
+    write_pointer(layout.channel, version, allowed)
+    # no rename compares: who lost the channel in between says so, and the new owner puts the pointer right
+    claim.check()
+    claim.pointed = max(claim.pointed, version)
+
+
+def _hook(post_write: PostWrite | None, version: int, directory: Path, phase: str) -> None:
+    if post_write is None:
+        return
+    for left in reversed(range(_HOOK_TRIES)):
+        try:
+            return post_write(version, directory, phase)
+        except RetryLater:
+            if not left:
+                raise
+            time.sleep(0.2 * (_HOOK_TRIES - left))
+
+
+def verify_files(directory: Path, index: Index, but: Collection[str] = ()) -> None:
+    """Every file that the index names is there and what it says. `but`: those that are known to be."""
+    for record in index.all_files:
+        if record.name in but:
+            continue
+        path = durable.within(directory, record.name)
+        if is_link(path) or not is_file(path) or file_record(path, record.name) != record:
+            raise DamagedFile(
+                f"{path} is missing or damaged",
+                remedy="the version is not served; run `weightcast channel verify`",
+            )
+
+
+def drop_parts(layout: Layout, epoch: int) -> None:
+    """Parts of attempts that came to nothing, up to those of `epoch`, and what a kill left half deleted: only
+    the channel's owner may call this. Who is no longer that leaves alone what newer owners make."""
+    for entry in layout.channel.iterdir():
+        if entry.name.endswith(".parts") and is_own_directory(entry):
+            for attempt in matching(entry, "*"):
+                if is_own_directory(attempt) and not _is_newer(attempt.name, epoch):
+                    drop_attempt(layout, attempt)
+            with contextlib.suppress(OSError):
+                entry.rmdir()
+    for entry in layout.trash.iterdir() if is_directory(layout.trash) else ():
+        if is_own_directory(entry) and not entry.name.endswith((PRUNED, PUT_AWAY)):
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(entry)
+
+
+def new_beside(directory: Path, epoch: int) -> Path:
+    """Where what will be `directory`, beside a version, is made: under a name that nobody else has."""
+    made = directory.with_name(f"{directory.name}.{epoch}-{secrets.token_hex(4)}")
+    made.mkdir()
+    return made
+
+
+def drop_attempt(layout: Layout, attempt: Path) -> None:
+    discard(layout, attempt)
+    with contextlib.suppress(OSError):  # while there are others
+        attempt.parent.rmdir()
+
+
+def _is_newer(attempt: str, epoch: int) -> bool:
+    number = attempt.partition("-")[0]
+    return number.isascii() and number.isdigit() and int(number[:15]) > epoch
+
+
+def new_parts_dir(layout: Layout, version: int, epoch: int) -> Path:
+    directory = layout.parts_dir(version, epoch, secrets.token_hex(4))
+    directory.parent.mkdir(exist_ok=True)
+    directory.mkdir()
+    failpoint("attempt.begun", directory)
+    return directory

@@ -1,0 +1,248 @@
+"""The diff pass: every old and new byte read once, changed chunks encoded, the new bytes hashed in full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightcast.publisher.weights.device_side import Near, drifted
+from weightcast.publisher.weights.match import Matched
+from weightcast.publisher.weights.precision import NonFinite, became_non_finite, check_finite
+from weightcast.publisher.weights.tensors import NewWeights
+from weightcast.shared.base.elements import DTYPES, Chunk, Part, TensorTable, Words, grid
+from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater
+from weightcast.shared.base.progress import Advance
+from weightcast.shared.channel.delta_writer import ChunkStep, PartFiles, ShardWriter
+from weightcast.shared.channel.index_records import TensorRecords
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, gather
+from weightcast.shared.checkpoint.state.state import unpack_lanes
+from weightcast.shared.codec.changes import Changes, compare
+from weightcast.shared.codec.choose import FetchWords
+from weightcast.shared.codec.parallel import ordered
+from weightcast.shared.codec.scan import Scan, scan
+from weightcast.shared.digest.hash import hash_bytes
+from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.step_sums import SpanSums, StepSums
+
+_NO_COUNTS = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class SegmentSums:
+    """Over one part's segments of a tensor that other parts have segments of too: the touched 8-byte words
+    before and after, and all words after."""
+
+    old: Lanes
+    new: Lanes
+    full: Lanes
+
+    def plus(self, other: SegmentSums) -> SegmentSums:
+        return SegmentSums(self.old.plus(other.old), self.new.plus(other.new), self.full.plus(other.full))
+
+    def proves(self, recorded: Lanes) -> bool:
+        """Over the whole tensor: whether these bytes are the recorded ones with these changes."""
+        return recorded.minus(self.old).plus(self.new) == self.full
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One part's step. `tensors`: of each changed tensor the new raw lanes, from all of the part's bytes of
+    it, and how many elements changed. `split`: of tensors that the part has not alone."""
+
+    files: PartFiles
+    tensors: TensorRecords
+    split: Mapping[int, SegmentSums]
+    non_finite: Mapping[int, int]
+    """elements of each tensor that became NaN or infinite"""
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """`full`: of all new words of each span. `changed`: elements, of each span that `step` names."""
+
+    chunk: Chunk
+    new: FetchWords
+    full: NDArray[np.uint64]
+    changed: NDArray[np.int64]
+    step: ChunkStep | None = None
+    prepared: bytes = b""
+    non_finite: tuple[tuple[int, int], ...] = ()
+    """(tensor, elements that became so)"""
+
+
+def write_difference(
+    local: LocalCheckpoint,
+    part: Part,
+    weights: NewWeights,
+    matched: Matched,
+    writer: ShardWriter,
+    *,
+    threads: int = 1,
+    advance: Advance | None = None,
+    non_finite: NonFinite = "allow",
+    merged: Callable[[Chunk], Words] | None = None,
+) -> Difference:
+    """`merged`: the new words of a chunk where they do not all come from `weights`. Raises Refused when a
+    frozen tensor changed, or elements became NaN or infinite that are not to, NeedsReseed when the local
+    checkpoint is not what its state says; of tensors that the part has not alone the caller proves that. The
+    writer is closed on success only."""
+    near = weights.near(local, matched) if merged is None else None
+    comparison = _Comparison(local, weights, matched, writer, near, merged)
+    book = _Book(len(local.table))
+    for one in ordered(comparison.compare, grid(local.table, part), threads):
+        writer.append(one.chunk, one.prepared, one.new, one.step)
+        book.add(one)
+        if advance is not None:
+            advance(one.chunk.words * one.chunk.kind.width)
+    _check_frozen(local.table, matched, book)
+    if non_finite == "refuse":
+        check_finite(local.table, book.non_finite)
+    split = {tensor: book.segment_sums(tensor) for tensor in _split(local.table, part)}
+    _check_baseline(local, book, split)
+    if near is not None:
+        near.done(book.full_lanes())
+    tensors = TensorRecords.numbered(local.table, book.step.changed, book.full, book.elements)
+    return Difference(writer.close(), tensors, split, book.non_finite)
+
+
+def _split(table: TensorTable, part: Part) -> set[int]:
+    pieces = ((one.tensor, (one.start, one.stop)) for one in part.segments)
+    return {tensor for tensor, place in pieces if place != (0, table[tensor].words)}
+
+
+@dataclass
+class _Comparison:
+    local: LocalCheckpoint
+    weights: NewWeights
+    matched: Matched
+    writer: ShardWriter
+    near: Near | None
+    merged: Callable[[Chunk], Words] | None
+
+    def compare(self, chunk: Chunk) -> _Compared:
+        old = self.local.chunk_words(chunk)
+        near = None if self.near is None else self.near.scan(chunk, old)
+        if near is not None:
+            changes = near.changes
+            return self._encoded(chunk, old, lambda: self._fetched(chunk, old, changes), near)
+        new = self.merged(chunk) if self.merged is not None else self._new(chunk)
+        return self._encoded(chunk, old, lambda: new, scan(chunk, old, new))
+
+    def _encoded(self, chunk: Chunk, old: Words, new: FetchWords, found: Scan) -> _Compared:
+        if not len(found.changes):
+            return _Compared(chunk, new, found.full, _NO_COUNTS)
+        prepared = self.writer.prepare(chunk, old, new, found.changes)
+        step = ChunkStep(found.changes, found.sums)
+        changed = changed_elements(self.local.table, chunk, found.changes, found.sums)
+        odd = tuple(became_non_finite(chunk, found.changes, new))
+        return _Compared(chunk, new, found.full, changed, step, prepared, odd)
+
+    def _fetched(self, chunk: Chunk, old: Words, changes: Changes) -> Words:
+        """All words after all, for a mode that holds them, and with them a look at all of the old ones."""
+        new = self._new(chunk)
+        if len(compare(old, new)) != len(changes):
+            raise drifted(chunk)
+        return new
+
+    def _new(self, chunk: Chunk) -> Words:
+        run = self.weights.run_in(chunk, self.matched.sources)
+        return gather(chunk, self._new_words) if run is None else run
+
+    def _new_words(self, tensor: int, start: int, stop: int) -> Words:
+        name = self.matched.sources.get(tensor)
+        if name is None:
+            return self.local.words_in(tensor, start, stop)
+        return self.weights.words_in(name, start, stop)
+
+
+class _Book:
+    """Sums and counts of the part's tensors. `full`: uint64[tensors, 2], over all new words of those `seen`;
+    `elements`: int64[tensors], changed ones."""
+
+    def __init__(self, tensors: int) -> None:
+        self.step = StepSums(tensors)
+        self.full = np.zeros((tensors, 2), np.uint64)
+        self.seen = np.zeros(tensors, np.bool_)
+        self.elements = np.zeros(tensors, np.int64)
+        self.non_finite: dict[int, int] = {}
+
+    def add(self, one: _Compared) -> None:
+        np.add.at(self.full, one.chunk.tensors, one.full)
+        self.seen[one.chunk.tensors] = True
+        if one.step is not None:
+            self.step.add(one.step.sums)
+            np.add.at(self.elements, one.step.sums.tensors, one.changed)
+        for tensor, count in one.non_finite:
+            self.non_finite[tensor] = self.non_finite.get(tensor, 0) + count
+
+    def segment_sums(self, tensor: int) -> SegmentSums:
+        old_a, old_b, new_a, new_b = self.step.lanes[tensor].tolist()
+        return SegmentSums(Lanes(old_a, old_b), Lanes(new_a, new_b), Lanes(*self.full[tensor].tolist()))
+
+    def full_lanes(self) -> dict[int, Lanes]:
+        seen = np.flatnonzero(self.seen)
+        return dict(zip(seen.tolist(), map(Lanes._make, self.full[seen].tolist()), strict=True))
+
+
+def _check_frozen(table: TensorTable, matched: Matched, book: _Book) -> None:
+    refuse_moved(table, [tensor for tensor in sorted(matched.frozen) if book.step.words[tensor]])
+
+
+def refuse_moved(table: TensorTable, moved: Sequence[int]) -> None:
+    """`moved`: frozen tensors that changed."""
+    if moved:
+        names = ", ".join(table[tensor].name for tensor in moved[:5])
+        raise Refused(f"frozen tensors changed: {names}", remedy="unfreeze them in a new channel")
+
+
+def _check_baseline(local: LocalCheckpoint, book: _Book, split: Iterable[int]) -> None:
+    """The full hash of the new bytes must be what arithmetic on the recorded lanes gives: else the local
+    checkpoint has drifted from what the channel says, or somebody wrote into the weights meanwhile."""
+    recorded = unpack_lanes(local.state.position.lanes)
+    drifted_from = book.seen & (book.step.after(recorded) != book.full).any(axis=1)
+    drifted_from[list(split)] = False
+    for tensor in np.flatnonzero(drifted_from)[:1].tolist():
+        own = hash_bytes(local.words_in(tensor, 0, local.table[tensor].words).view(np.uint8))
+        if own == Lanes(*recorded[tensor].tolist()):
+            raise RetryLater(
+                f"{local.table[tensor].name} changed while it was published; nothing was published",
+                remedy="publish again, and write into no weights until that has returned",
+            )
+        raise NeedsReseed(
+            f"{local.directory}: {local.table[tensor].name} has drifted from version "
+            f"{local.state.position.version}; nothing was published",
+            remedy="the publisher's local checkpoint is seeded again from base and channel",
+        )
+
+
+def check_ties(weights: NewWeights, matched: Matched, table: TensorTable) -> None:
+    """Tied tensors that were given must be equal. Refused names the first that is not."""
+    for name, tensor in matched.ties:
+        spec = table[tensor]
+        source = matched.sources.get(tensor, name)
+        if weights.table[weights.table.numbers[name]].words != spec.words:
+            raise Refused(f"{name} is tied to {spec.name} and has another shape", remedy="tie the weights")
+        if not weights.equal(name, source):
+            raise Refused(
+                f"{name} is tied to {spec.name} and has other values",
+                remedy="tie the weights before publishing, or make a channel without this alias",
+            )
+
+
+def changed_elements(table: TensorTable, chunk: Chunk, changes: Changes, sums: SpanSums) -> NDArray[np.int64]:
+    """int64[n]: of each of the spans that `sums` names."""
+    width = chunk.kind.width
+    if chunk.dtype in DTYPES and DTYPES[chunk.dtype][0] == width:
+        return sums.changed
+    borders = np.searchsorted(changes.index, [span.offset for span in chunk.spans] + [chunk.words])
+    counts = np.zeros(len(chunk.spans), np.int64)
+    for n in np.flatnonzero(np.diff(borders)).tolist():
+        spec = table[chunk.spans[n].tensor]
+        words = changes.index[borders[n] : borders[n + 1]]
+        per_element = max(1, spec.nbytes // max(1, spec.elements) // width)
+        first = chunk.spans[n].start - chunk.spans[n].offset
+        counts[n] = len(np.unique((words.astype(np.int64) + first) // per_element))
+    return counts[counts > 0]

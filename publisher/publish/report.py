@@ -1,0 +1,148 @@
+"""What a publication did, typed: for callers, `--json` and status."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from weightcast.shared.daemon.status import Facts
+
+
+@dataclass(frozen=True)
+class PublishReport:
+    """One committed version. Counts are of elements, sizes of bytes, `seconds` by phase."""
+
+    run_id: str
+    version: int
+    base_version: int
+    kind: str
+    """delta or anchor"""
+    step: int | None
+    root: str
+    encoding: str | None
+    elements: int
+    changed_elements: int
+    full_bytes: int
+    changed_bytes: int
+    """bytes of the changed elements"""
+    delta_bytes: int
+    """all files of the version, index included"""
+    tensors_changed: int
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    mapped: Mapping[str, int] = field(default_factory=dict)
+    """what was done to the names that were given, and to how many: `{"-module.": 291}`"""
+    cast: int = 0
+    """tensors that were rounded to the run's dtype"""
+    renamed: int = 0
+    dropped: int = 0
+    """tensors of the checkpoint that were left out"""
+    notes: tuple[str, ...] = ()
+    """what was tolerated in the checkpoint, and options that had no effect on it"""
+    config_changed: tuple[str, ...] = ()
+    """config files of the checkpoint that differ from the base's; once per change"""
+    carried: tuple[str, ...] = ()
+    """config files that hosts of this version have in place of the base's"""
+    non_finite: Mapping[str, int] = field(default_factory=dict)
+    """elements by tensor that became NaN or infinite with this version, of what this rank compared; empty for
+    an anchor, which is compared with nothing"""
+    resumed_from_step: int | None = None
+    """the step of the version before, where this one's is lower: the trainer went back to an earlier step"""
+    anchor_problem: str = ""
+    """why an anchor that was due could not be written; it is tried again beside the next version"""
+
+    @property
+    def density_elements(self) -> float:
+        return self.changed_elements / self.elements if self.elements else 0.0
+
+    @property
+    def density_bytes(self) -> float:
+        return self.changed_bytes / self.full_bytes if self.full_bytes else 0.0
+
+    @property
+    def non_finite_elements(self) -> int:
+        return sum(self.non_finite.values())
+
+    @property
+    def bits_per_change(self) -> float:
+        return 8 * self.delta_bytes / self.changed_elements if self.changed_elements else 0.0
+
+
+class Publication(Facts):
+    """A version as status and answers show it; sizes in bytes, `seconds` by phase."""
+
+    version: int
+    kind: str = ""
+    """delta or anchor"""
+    step: int | None = None
+    resumed_from_step: int | None = None
+    """the step of the version before, where this one's is lower"""
+    root: str = ""
+    """digest of all tensors, by which a retry is compared; empty in records of older releases"""
+    source: str = ""
+    """the checkpoint's name or path"""
+    changed_elements: int = 0
+    density_elements: float = 0.0
+    density_bytes: float = 0.0
+    delta_bytes: int = 0
+    full_bytes: int = 0
+    bits_per_change: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    mapped: dict[str, int] = field(default_factory=dict)
+    """what was done to the names that were given, and to how many"""
+    cast: int = 0
+    """tensors that were rounded to the run's dtype"""
+    renamed: int = 0
+    dropped: int = 0
+    """tensors of the checkpoint that were left out"""
+    notes: tuple[str, ...] = ()
+    """what was tolerated in the checkpoint, and options that had no effect on it"""
+    config_changed: tuple[str, ...] = ()
+    """config files of the checkpoint that differ from the base's; once per change"""
+    carried: tuple[str, ...] = ()
+    """config files that hosts of this version have in place of the base's"""
+    non_finite_elements: int = 0
+    """that became NaN or infinite with this version"""
+    at: float = 0.0
+    """unix time of the publisher's clock"""
+
+    @property
+    def not_carried(self) -> tuple[str, ...]:
+        """Changed config files that hosts do not get."""
+        return tuple(name for name in self.config_changed if name not in self.carried)
+
+    @property
+    def adapted(self) -> dict[str, int]:
+        """Tensors by what options did to them."""
+        return {"cast": self.cast, "renamed": self.renamed, "dropped": self.dropped}
+
+
+def publication(report: PublishReport, source: str) -> Publication:
+    return Publication(
+        version=report.version,
+        kind=report.kind,
+        step=report.step,
+        resumed_from_step=report.resumed_from_step,
+        root=report.root,
+        source=source,
+        changed_elements=report.changed_elements,
+        density_elements=report.density_elements,
+        density_bytes=report.density_bytes,
+        delta_bytes=report.delta_bytes,
+        full_bytes=report.full_bytes,
+        bits_per_change=report.bits_per_change,
+        seconds=dict(report.seconds),
+        mapped=dict(report.mapped),
+        cast=report.cast,
+        renamed=report.renamed,
+        dropped=report.dropped,
+        notes=report.notes,
+        config_changed=report.config_changed,
+        carried=report.carried,
+        non_finite_elements=report.non_finite_elements,
+        at=time.time(),
+    )
+
+
+def total_seconds(seconds: dict[str, float]) -> float:
+    return seconds["total"] if "total" in seconds else sum(seconds.values())

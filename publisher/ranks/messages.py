@@ -1,0 +1,224 @@
+"""What ranks tell each other in an attempt's directory beside their parts. Its files live as long as the
+attempt: all ranks run the same release, and hosts never see them.
+
+`holds-<rank>.json`   which boxes the rank holds, before anything is compared
+`plan.json`           all ranks' holds, from rank 0: each rank computes the same division from it
+`sent-<rank>.json`    changes to what others write, chunk by chunk of theirs; digests of what it holds doubly
+`sent-<rank>.bin`     the blobs of those chunks
+`sums-<rank>.json`    sums over its segments of tensors that are split, so that rank 0 can prove the whole
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+from weightcast.publisher.publish.diff import SegmentSums
+from weightcast.publisher.ranks.shard_assignment import Holds
+from weightcast.publisher.weights.shard_spec import Box
+from weightcast.shared.base.elements import CHUNK_WORDS, ChunkKey, TensorTable
+from weightcast.shared.base.errors import DamagedFile
+from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.files import durable
+from weightcast.shared.files.safetensors import naturals
+from weightcast.shared.files.strict_json import Members, parse_object, write_object
+
+LIMIT = 128 << 20
+_BLOB_LIMIT = 4 * CHUNK_WORDS + 4096
+"""bytes; a blob is no longer than its words, but for its header"""
+PLAN = "plan.json"
+
+
+def holds_name(rank: int) -> str:
+    return f"holds-{rank:05d}.json"
+
+
+def sent_name(rank: int) -> str:
+    return f"sent-{rank:05d}.json"
+
+
+def blobs_name(rank: int) -> str:
+    return f"sent-{rank:05d}.bin"
+
+
+def sums_name(rank: int) -> str:
+    return f"sums-{rank:05d}.json"
+
+
+def write_holds(holds: Holds, table: TensorTable) -> bytes:
+    return write_object({"holds": _rows(holds, table)})
+
+
+def write_plan(holds: Sequence[Holds], table: TensorTable) -> bytes:
+    return write_object({"ranks": [_rows(one, table) for one in holds]})
+
+
+def parse_holds(data: bytes, table: TensorTable, what: str) -> Holds:
+    """Raises DamagedFile."""
+    return _holds(Members(parse_object(data, what), what).array("holds"), table, what)
+
+
+def parse_plan(data: bytes, table: TensorTable, what: str) -> list[Holds]:
+    """Raises DamagedFile."""
+    rows = Members(parse_object(data, what), what).array("ranks")
+    return [_holds(one, table, what) for one in rows]
+
+
+def _rows(holds: Holds, table: TensorTable) -> list[list[object]]:
+    """`[tensors]` for tensors held whole, `[tensors, offsets, sizes]` for those with the same box: layers are
+    alike."""
+    alike: dict[Box | None, list[int]] = {}
+    for tensor, box in sorted(holds.items()):
+        whole = box == Box.whole(table[tensor].shape)
+        alike.setdefault(None if whole else box, []).append(tensor)
+    return [
+        [tensors] if box is None else [tensors, list(box.offsets), list(box.sizes)]
+        for box, tensors in alike.items()
+    ]
+
+
+def _holds(rows: object, table: TensorTable, what: str) -> Holds:
+    if type(rows) is not list:
+        raise DamagedFile(f"{what}: what a rank holds is not an array")
+    holds: dict[int, Box] = {}
+    for row in cast(list[object], rows):
+        for tensor, box in _boxes(row, table, what):
+            if tensor in holds or not box.fits(table[tensor].shape):
+                raise DamagedFile(f"{what}: impossible piece of tensor {tensor}")
+            holds[tensor] = box
+    return holds
+
+
+def _boxes(row: object, table: TensorTable, what: str) -> list[tuple[int, Box]]:
+    cells = cast(list[object], row) if type(row) is list and len(row) in (1, 3) else []
+    numbers = [naturals(cell, len(table) if n == 0 else 64) for n, cell in enumerate(cells)]
+    if not numbers or None in numbers:
+        raise DamagedFile(f"{what}: bad row {repr(row)[:60]}")
+    tensors, *box = cast(list[tuple[int, ...]], numbers)
+    if any(tensor >= len(table) for tensor in tensors):
+        raise DamagedFile(f"{what}: a tensor that the run does not have")
+    if box:
+        return [(tensor, Box(box[0], box[1])) for tensor in tensors]
+    return [(tensor, Box.whole(table[tensor].shape)) for tensor in tensors]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank holds of a chunk of another's: the blob's place, length 0 where nothing changed; lanes of
+    the packed words before and after."""
+
+    offset: int
+    length: int
+    old: Lanes
+    new: Lanes
+
+
+@dataclass(frozen=True)
+class Sent:
+    """`shares`: by part (the writing rank) and chunk. `digests`: of tensors that another rank holds too."""
+
+    shares: Mapping[ChunkKey, Share] = field(default_factory=dict)
+    digests: Mapping[int, str] = field(default_factory=dict)
+
+
+def write_sent(sent: Sent) -> bytes:
+    rows = [
+        [key.part, key.dtype, key.number, one.offset, one.length, one.old.hex(), one.new.hex()]
+        for key, one in sent.shares.items()
+    ]
+    return write_object({"shares": rows, "digests": [[n, text] for n, text in sent.digests.items()]})
+
+
+def parse_sent(data: bytes, what: str) -> Sent:
+    """Raises DamagedFile."""
+    facts = Members(parse_object(data, what), what)
+    shares = dict(_share(row, what) for row in facts.array("shares"))
+    digests = dict(_digest(row, what) for row in facts.array("digests"))
+    if len(shares) != len(facts.array("shares")) or len(digests) != len(facts.array("digests")):
+        raise DamagedFile(f"{what}: something is listed twice")
+    return Sent(shares, digests)
+
+
+def _share(row: object, what: str) -> tuple[ChunkKey, Share]:
+    cells = cast(list[object], row) if type(row) is list and len(row) == 7 else [None] * 7
+    part, dtype, number, offset, length, old, new = cells
+    counts = naturals([part, number, offset, length], 4)
+    if counts is None or type(dtype) is not str or counts[3] > _BLOB_LIMIT:
+        raise DamagedFile(f"{what}: bad row {repr(row)[:60]}")
+    return ChunkKey(counts[0], dtype, counts[1]), Share(
+        counts[2], counts[3], _lanes(old, what), _lanes(new, what)
+    )
+
+
+def _digest(row: object, what: str) -> tuple[int, str]:
+    if type(row) is not list or len(row) != 2 or type(row[1]) is not str or naturals(row[:1], 1) is None:
+        raise DamagedFile(f"{what}: bad digest {repr(row)[:60]}")
+    return row[0], row[1]
+
+
+def _lanes(value: object, what: str) -> Lanes:
+    try:
+        return Lanes.from_hex(value if type(value) is str else "")
+    except ValueError as error:
+        raise DamagedFile(f"{what}: {error}") from error
+
+
+def write_sums(sums: Mapping[int, SegmentSums]) -> bytes:
+    rows = [[tensor, one.old.hex(), one.new.hex(), one.full.hex()] for tensor, one in sums.items()]
+    return write_object({"sums": rows})
+
+
+def parse_sums(data: bytes, table: TensorTable, what: str) -> dict[int, SegmentSums]:
+    """Raises DamagedFile."""
+    found: dict[int, SegmentSums] = {}
+    for row in Members(parse_object(data, what), what).array("sums"):
+        cells = cast(list[object], row) if type(row) is list and len(row) == 4 else [None]
+        numbers = naturals(cells[:1], 1)
+        if numbers is None or numbers[0] >= len(table) or numbers[0] in found:
+            raise DamagedFile(f"{what}: bad row {repr(row)[:60]}")
+        found[numbers[0]] = SegmentSums(*(_lanes(cell, what) for cell in cells[1:]))
+    return found
+
+
+class BlobFile:
+    """The blobs that a rank sends, one after another."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        # what a killed process of this rank left is not read: its record was never there
+        path.unlink(missing_ok=True)
+        self._file = path.open("xb")
+        self._end = 0
+
+    def append(self, blob: bytes) -> int:
+        """Its offset."""
+        self._file.write(blob)
+        self._end += len(blob)
+        return self._end - len(blob)
+
+    def close(self) -> None:
+        """Durable; gone when nothing was sent."""
+        with self._file as file:
+            file.flush()
+            os.fsync(file.fileno())
+        if not self._end:
+            self.path.unlink()
+
+    def abandon(self) -> None:
+        self._file.close()
+        self.path.unlink(missing_ok=True)
+
+
+def read_blob(path: Path, share: Share) -> bytes:
+    """Raises DamagedFile when the file ends too early."""
+    fd = durable.open_regular(path)
+    try:
+        data = os.pread(fd, share.length, share.offset)
+    finally:
+        os.close(fd)
+    if len(data) != share.length:
+        raise DamagedFile(f"{path}: ends before byte {share.offset + share.length}")
+    return data

@@ -1,0 +1,401 @@
+"""Where the ranks of one publication meet: a directory of parts in the channel. No collectives.
+
+Rank 0 opens an attempt; every rank says what it holds, and rank 0 tells all of it to all. Every rank sends
+changes to those that write what it holds, then leaves its shard and draft, or says that it failed. Rank 0
+commits exactly the drafts it has verified. The other ranks learn the outcome from the channel alone.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from weightcast.publisher.publish.diff import SegmentSums
+from weightcast.publisher.publish.draft import Frame
+from weightcast.publisher.ranks import messages
+from weightcast.publisher.ranks.messages import Sent
+from weightcast.publisher.ranks.shard_assignment import Division, Holds
+from weightcast.shared.base.elements import TensorTable
+from weightcast.shared.base.errors import (
+    DamagedFile,
+    NeedsReseed,
+    NotInTime,
+    Refused,
+    RetryLater,
+    WeightcastError,
+)
+from weightcast.shared.channel.index import INDEX_LIMIT, Index, parse_index, write_index
+from weightcast.shared.channel.layout import Layout
+from weightcast.shared.files import durable
+from weightcast.shared.files.paths import exists, matching
+from weightcast.shared.files.strict_json import Members, parse_object
+
+_POLL_SECONDS = 0.05
+_LIMIT = 1 << 20
+_OPEN = "open.json"
+_CLOSED = "closed.json"
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Rank:
+    number: int
+    world_size: int
+
+    @property
+    def alone(self) -> bool:
+        return self.world_size == 1
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One try at a version, as rank 0 opened it. `base_digest` is that of the index it starts from."""
+
+    version: int
+    epoch: int
+    base_digest: str
+    step: int | None
+    world_size: int
+    encoding: str
+    created: float
+
+    @classmethod
+    def of(cls, frame: Frame, world_size: int) -> Attempt:
+        return cls(
+            version=frame.version,
+            epoch=frame.epoch,
+            base_digest=frame.base.digest,
+            step=frame.step,
+            world_size=world_size,
+            encoding=frame.encoding,
+            created=frame.created,
+        )
+
+
+def shard_name(rank: int) -> str:
+    return f"part-{rank:05d}.safetensors"
+
+
+def open_attempt(directory: Path, attempt: Attempt) -> None:
+    durable.replace(directory / _OPEN, json.dumps(asdict(attempt)).encode())
+
+
+def close_attempt(directory: Path, error: BaseException) -> None:
+    """Tells the other ranks that this attempt is over without a version."""
+    facts = {"reason": reason_of(error), "drifted": isinstance(error, NeedsReseed)}
+    durable.replace(directory / _CLOSED, json.dumps(facts).encode())
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a rank leaves: its part, sums of tensors that are split, what it sent."""
+
+    draft: Index
+    sums: Mapping[int, SegmentSums]
+    sent: Sent
+
+
+def leave_holds(directory: Path, rank: int, holds: Holds, table: TensorTable) -> None:
+    durable.replace(directory / messages.holds_name(rank), messages.write_holds(holds, table))
+
+
+def leave_plan(directory: Path, holds: Sequence[Holds], table: TensorTable) -> None:
+    durable.replace(directory / messages.PLAN, messages.write_plan(holds, table))
+
+
+def leave_sent(directory: Path, rank: int, sent: Sent) -> None:
+    durable.replace(directory / messages.sent_name(rank), messages.write_sent(sent))
+
+
+def leave_part(directory: Path, rank: int, left: Left, table: TensorTable) -> None:
+    """The draft is what the others wait for."""
+    durable.replace(directory / messages.sums_name(rank), messages.write_sums(left.sums))
+    durable.replace(_draft(directory, rank), write_index(left.draft, table))
+
+
+def leave_failure(directory: Path, rank: int, error: BaseException, drifted: bool) -> None:
+    """`drifted`: a local checkpoint is not what it claims; nobody knows for sure whose."""
+    facts = {"reason": reason_of(error), "drifted": drifted}
+    durable.replace(_failure(directory, rank), json.dumps(facts).encode())
+
+
+def reason_of(error: BaseException) -> str:
+    kind = "" if isinstance(error, WeightcastError) else f"{type(error).__name__}: "
+    return _printable(f"{kind}{error}"[:500])
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def _draft(directory: Path, rank: int) -> Path:
+    return directory / f"part-{rank:05d}.json"
+
+
+def _failure(directory: Path, rank: int) -> Path:
+    return directory / f"part-{rank:05d}.failed.json"
+
+
+def collect_holds(directory: Path, attempt: Attempt, table: TensorTable, deadline: float) -> list[Holds]:
+    """All other ranks' holds, in rank order. Raises as `collect`."""
+
+    def read(rank: int) -> Holds | None:
+        path = directory / messages.holds_name(rank)
+        data = _read(path, messages.LIMIT)
+        return None if data is None else messages.parse_holds(data, table, str(path))
+
+    return collect(directory, attempt, range(1, attempt.world_size), read, deadline)
+
+
+def await_plan(directory: Path, attempt: Attempt, table: TensorTable, deadline: float) -> list[Holds]:
+    """All ranks' holds as rank 0 told them."""
+    path = directory / messages.PLAN
+    for _ in _looks(deadline):
+        _raise_over(directory)
+        data = _read(path, messages.LIMIT)
+        if data is None:
+            continue
+        plan = messages.parse_plan(data, table, str(path))
+        if len(plan) != attempt.world_size:
+            raise DamagedFile(f"{path}: {len(plan)} ranks in a world of {attempt.world_size}")
+        return plan
+    raise NotInTime(
+        f"version {attempt.version}: rank 0 did not tell in time what the ranks hold",
+        remedy="is rank 0 alive? nothing was published",
+    )
+
+
+def collect_sent(directory: Path, attempt: Attempt, ranks: Sequence[int], deadline: float) -> dict[int, Sent]:
+    """Raises as `collect`."""
+
+    def read(rank: int) -> Sent | None:
+        path = directory / messages.sent_name(rank)
+        data = _read(path, messages.LIMIT)
+        return None if data is None else messages.parse_sent(data, str(path))
+
+    return dict(zip(ranks, collect(directory, attempt, ranks, read, deadline), strict=True))
+
+
+def collect_parts(
+    directory: Path, attempt: Attempt, division: Division, table: TensorTable, deadline: float
+) -> list[Left]:
+    """What all other ranks leave, in rank order. Raises as `collect`."""
+
+    def read(rank: int) -> Left | None:
+        data = _read(_draft(directory, rank), INDEX_LIMIT)
+        if data is None:
+            return None
+        draft = _checked(parse_index(data, table), attempt, rank, division)
+        sums, sent = (directory / name(rank) for name in (messages.sums_name, messages.sent_name))
+        return Left(
+            draft,
+            messages.parse_sums(durable.read_file(sums, messages.LIMIT), table, str(sums)),
+            messages.parse_sent(durable.read_file(sent, messages.LIMIT), str(sent)),
+        )
+
+    return collect(directory, attempt, range(1, attempt.world_size), read, deadline)
+
+
+def collect(
+    directory: Path,
+    attempt: Attempt,
+    ranks: Sequence[int],
+    read: Callable[[int], Found | None],
+    deadline: float,
+) -> list[Found]:
+    """What each of `ranks` leaves. NotInTime names the ranks that are missing, Refused the one that failed or
+    why rank 0 gave up; NeedsReseed where that was a drifted local checkpoint, RetryLater where the attempt
+    was cleared away."""
+    found: dict[int, Found] = {}
+    for _ in _looks(deadline):
+        _raise_over(directory)
+        for rank in ranks:
+            _raise_failure(directory, rank)
+            one = None if rank in found else read(rank)
+            if one is not None:
+                found[rank] = one
+        if len(found) == len(ranks):
+            return [found[rank] for rank in ranks]
+    missing = [str(rank) for rank in ranks if rank not in found]
+    raise NotInTime(
+        f"version {attempt.version}: rank{'s' if len(missing) > 1 else ''} {', '.join(missing)} of "
+        f"{attempt.world_size} left no part in time",
+        remedy="are all ranks alive, and do they publish the same step? nothing was published",
+    )
+
+
+def _checked(draft: Index, attempt: Attempt, rank: int, division: Division) -> Index:
+    same = (draft.version, draft.parent, draft.step, draft.encoding) == (
+        attempt.version,
+        attempt.base_digest,
+        attempt.step,
+        attempt.encoding,
+    )
+    if not same or any(file.name != shard_name(rank) for file in draft.files):
+        raise Refused(
+            f"rank {rank} left a part of version {draft.version}, step {draft.step}; "
+            f"rank 0 publishes version {attempt.version}, step {attempt.step}",
+            remedy="all ranks publish the same step with the same encoding",
+        )
+    if len(draft.parts) != 1 or draft.parts[0].segments != division.parts[rank].segments:
+        raise Refused(
+            f"rank {rank} left another part than is its own", remedy="run the same release on all ranks"
+        )
+    return draft
+
+
+def _raise_failure(directory: Path, rank: int) -> None:
+    failure = _members(_failure(directory, rank))
+    if failure is not None:
+        text = f"rank {rank} failed: {_printable(failure.text('reason'))}"
+        if failure.boolean("drifted"):
+            raise NeedsReseed(text, remedy="nothing was published; publish again on all ranks")
+        raise Refused(text, remedy="nothing was published")
+
+
+def _raise_closed(directory: Path) -> None:
+    closed = _members(directory / _CLOSED)
+    if closed is not None:
+        text = f"rank 0 gave up: {_printable(closed.text('reason'))}"
+        if closed.boolean("drifted"):
+            raise NeedsReseed(text, remedy="nothing was published; publish again on all ranks")
+        raise Refused(text, remedy="nothing was published")
+
+
+def is_cleared(directory: Path) -> bool:
+    """Whether an attempt that was open is there no more: rank 0 has begun again, or has committed it."""
+    return not exists(directory / _OPEN)
+
+
+def _raise_over(directory: Path) -> None:
+    """While there can be no version of it yet: one that was committed is cleared away too."""
+    _raise_closed(directory)
+    if is_cleared(directory):
+        raise RetryLater(
+            "the attempt at a version was cleared away: rank 0 began again, or another publisher took over",
+            remedy="publish again on this rank; nothing was published",
+        )
+
+
+def attempts_seen(layout: Layout) -> set[Path]:
+    """Attempts that are there already: what became of them is no news to a rank that begins now."""
+    return set(_directories(layout))
+
+
+def find_attempt(
+    layout: Layout,
+    step: int | None,
+    rank: Rank,
+    above: int,
+    deadline: float,
+    seen: set[Path],
+) -> tuple[Path, Attempt]:
+    """The newest open attempt at a version above `above` for this step, where the rank took no part yet.
+    Raises Refused when rank 0 gave up one that is not in `seen`, which is then added there; in the end for
+    one in `seen` too: this rank came late."""
+    closed: list[Path] = []
+    for _ in _looks(deadline):
+        fitting = sorted(
+            (one for one in _attempts(layout, rank.number) if one[1].version > above and one[1].step == step),
+            key=lambda one: (one[1].epoch, one[1].created),
+        )
+        found = [one for one in fitting if not exists(one[0] / _CLOSED)]
+        if found:
+            _raise_other_world(found[-1][1], rank)
+            return found[-1]
+        closed = [directory for directory, _ in fitting]
+        for directory in closed:
+            if directory not in seen:
+                seen.add(directory)
+                _raise_closed(directory)
+    for directory in reversed(closed):
+        _raise_closed(directory)
+    raise NotInTime(
+        f"rank 0 opened no version above {above} for step {step} in time",
+        remedy="is rank 0 alive, and does it publish the same step?",
+    )
+
+
+def _raise_other_world(attempt: Attempt, rank: Rank) -> None:
+    if attempt.world_size != rank.world_size:
+        raise Refused(
+            f"rank 0 publishes with {attempt.world_size} ranks, this rank with {rank.world_size}",
+            remedy="give all ranks the same world_size",
+        )
+
+
+def _attempts(layout: Layout, rank: int) -> list[tuple[Path, Attempt]]:
+    """Without those in which the rank took part."""
+    attempts = []
+    for directory in _directories(layout):
+        facts = _members(directory / _OPEN)
+        done = (_draft(directory, rank), _failure(directory, rank))
+        if facts is not None and not any(exists(path) for path in done):
+            attempts.append((directory, _attempt(facts)))
+    return attempts
+
+
+def _directories(layout: Layout) -> list[Path]:
+    """Rank 0 clears attempts away while others look."""
+    parts = matching(layout.channel, "weight_v*.parts")
+    return [directory for attempts in parts for directory in matching(attempts, "*")]
+
+
+def _attempt(facts: Members) -> Attempt:
+    return Attempt(
+        version=facts.integer("version"),
+        epoch=facts.integer("epoch"),
+        base_digest=facts.text("base_digest", 64),
+        step=facts.optional_integer("step"),
+        world_size=facts.integer("world_size", 1),
+        encoding=facts.text("encoding", 32),
+        created=facts.number("created"),
+    )
+
+
+def wait_for_commit(
+    directory: Path, attempt: Attempt, committed: Callable[[], Index | None], deadline: float
+) -> Index:
+    """Success is the version's index seen, with this attempt's step, and the pointer at it."""
+    for _ in _looks(deadline):
+        index = committed()
+        if index is None:
+            _raise_closed(directory)
+            continue
+        if (index.parent, index.step) != (attempt.base_digest, attempt.step):
+            raise Refused(
+                f"version {attempt.version} was committed by another attempt (step {index.step})",
+                remedy="publish again",
+            )
+        return index
+    raise NotInTime(
+        f"version {attempt.version} was not committed in time",
+        remedy="look at rank 0; this rank catches up by itself at the next publish",
+    )
+
+
+def _looks(deadline: float) -> Iterator[None]:
+    """One step for each look: one at least, the last one about at the deadline."""
+    while True:
+        yield
+        if time.monotonic() >= deadline:
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def _members(path: Path) -> Members | None:
+    """None when the file is not there. Raises DamagedFile."""
+    data = _read(path, _LIMIT)
+    return None if data is None else Members(parse_object(data, str(path)), str(path))
+
+
+def _read(path: Path, limit: int) -> bytes | None:
+    try:
+        return durable.read_file(path, limit)
+    except (FileNotFoundError, NotADirectoryError):
+        return None

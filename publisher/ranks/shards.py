@@ -1,0 +1,240 @@
+"""One rank's side of a version that several ranks hold: what it sends to those that write, and the new words
+of what it writes itself. Tensors are never gathered: what passes between ranks are changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightcast.publisher.ranks.messages import BlobFile, Sent, Share, blobs_name, read_blob
+from weightcast.publisher.ranks.shard_assignment import Division
+from weightcast.publisher.weights.shard_spec import Box, Run, runs_of
+from weightcast.publisher.weights.tensors import NewWeights
+from weightcast.shared.base.elements import Chunk, ChunkKey, Part, Span, TensorTable, Words, grid, padded
+from weightcast.shared.base.errors import DamagedFile, NeedsReseed
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
+from weightcast.shared.codec.container import decode_step, encode_chunk
+from weightcast.shared.codec.field import digest_stream
+from weightcast.shared.codec.parallel import ordered
+from weightcast.shared.codec.scan import changes_of
+from weightcast.shared.digest.hash import hash_bytes
+from weightcast.shared.digest.lanes import Lanes
+
+_DIGESTED = 4 << 20
+"""words at a time"""
+
+
+def runs_in(table: TensorTable, boxes: Mapping[int, Box]) -> Runs:
+    return {tensor: runs_of(box, table[tensor]) for tensor, box in boxes.items()}
+
+
+@dataclass(frozen=True)
+class Own:
+    """What this rank gives. `names`: tensor number to the name it is given by."""
+
+    rank: int
+    local: LocalCheckpoint
+    weights: NewWeights
+    names: Mapping[int, str]
+
+    def words(self, piece: PackedRun) -> Words:
+        run = piece.run
+        return self.weights.words_in(self.names[piece.tensor], run.at, run.at + run.words)
+
+    def pack_new(self, packed: PackedChunk) -> Words:
+        words: Words = np.zeros(packed.chunk.words, packed.chunk.kind.numpy)
+        for piece in packed.pieces:
+            words[piece.place : piece.place + piece.run.words] = self.words(piece)
+        return words
+
+    def digest(self, tensor: int, box: Box) -> str:
+        """xxh3-128 of the piece's new bytes, row-major."""
+        stream = digest_stream("xxh3-128")
+        end = sum(run.words for run in runs_of(box, self.local.table[tensor]))
+        for start in range(0, end, _DIGESTED):
+            words = self.weights.words_in(self.names[tensor], start, min(start + _DIGESTED, end))
+            stream.update(np.ascontiguousarray(words).tobytes())
+        return stream.hexdigest()
+
+
+def senders(division: Division, table: TensorTable, rank: int) -> list[int]:
+    """The other ranks that hold something of what this one writes."""
+    segments = division.parts[rank].segments
+    found = []
+    for other, boxes in enumerate(division.answers):
+        concerned = [segment for segment in segments if segment.tensor in boxes]
+        meets = (
+            True
+            for segment in concerned
+            for run in runs_of(boxes[segment.tensor], table[segment.tensor])
+            for _ in run.clip(segment.start, segment.stop)
+        )
+        if other != rank and any(meets):
+            found.append(other)
+    return found
+
+
+def send(own: Own, division: Division, directory: Path, threads: int) -> Mapping[ChunkKey, Share]:
+    """Writes the blobs for all other ranks; nothing is left behind when it raises."""
+    mine = runs_in(own.local.table, division.answers[own.rank])
+    shares: dict[ChunkKey, Share] = {}
+    file = BlobFile(directory / blobs_name(own.rank))
+    try:
+        with own.local.standing_still():
+            chunks = _concerned(own, division.parts, mine)
+            for key, blob, old, new in ordered(lambda one: _encoded(own, *one), chunks, threads):
+                shares[key] = Share(file.append(blob), len(blob), old, new)
+        file.close()
+    except BaseException:
+        file.abandon()
+        raise
+    return shares
+
+
+def _concerned(own: Own, parts: Sequence[Part], mine: Runs) -> Iterator[tuple[Chunk, PackedChunk]]:
+    for part in parts:
+        if part.number == own.rank or not any(segment.tensor in mine for segment in part.segments):
+            continue
+        for chunk in grid(own.local.table, part):
+            packed = pack(chunk, mine)
+            if packed is not None:
+                yield chunk, packed
+
+
+def _encoded(own: Own, chunk: Chunk, packed: PackedChunk) -> tuple[ChunkKey, bytes, Lanes, Lanes]:
+    old = packed.gather(own.local.chunk_words(chunk))
+    new = own.pack_new(packed)
+    changes, _ = changes_of(packed.chunk, old, new)
+    blob = encode_chunk(packed.chunk, old, new, changes) if len(changes) else b""
+    return chunk.key, blob, _lanes(old), _lanes(new)
+
+
+def _lanes(packed: Words) -> Lanes:
+    return hash_bytes(packed.view(np.uint8))
+
+
+@dataclass(frozen=True)
+class FromRank:
+    """What another rank sent. `runs`: of what it answers for."""
+
+    rank: int
+    runs: Runs
+    sent: Sent
+    path: Path
+
+    def merge(self, chunk: Chunk, old: Words, new: Words) -> None:
+        """Its words of the chunk into `new`. Raises NeedsReseed where it compared with other old words,
+        DamagedFile where it does not become what it holds."""
+        packed = pack(chunk, self.runs)
+        if packed is None:
+            return
+        share = self.sent.shares.get(chunk.key)
+        if share is None:
+            raise DamagedFile(f"{self.path}: rank {self.rank} sent nothing for {chunk.key}")
+        words = packed.gather(old)
+        if _lanes(words) != share.old:
+            raise NeedsReseed(
+                f"the local checkpoints of this rank and of rank {self.rank} differ; nothing was published",
+                remedy="both are read in full before the next publication",
+            )
+        if share.length:
+            changes, _ = decode_step(read_blob(self.path, share), packed.chunk, words)
+            changes.apply(words)
+        if _lanes(words) != share.new:
+            raise DamagedFile(f"{self.path}: {chunk.key} decodes to other words than rank {self.rank} holds")
+        packed.scatter(words, new)
+
+
+@dataclass(frozen=True)
+class Merged:
+    """New words of this rank's part: its own and what was sent."""
+
+    own: Own
+    mine: Runs
+    received: Sequence[FromRank]
+
+    def __call__(self, chunk: Chunk) -> Words:
+        """`chunk` is one of the rank's own part, numbered 0 there."""
+        chunk = Chunk(self.own.rank, chunk.dtype, chunk.number, chunk.spans, chunk.words)
+        old = self.own.local.chunk_words(chunk)
+        new = old.copy()
+        packed = pack(chunk, self.mine)
+        for piece in () if packed is None else packed.pieces:
+            run = piece.run
+            piece.within(new)[:] = self.own.words(piece).reshape(run.count, run.length)
+        for one in self.received:
+            one.merge(chunk, old, new)
+        return new
+
+
+Runs = Mapping[int, tuple[Run, ...]]
+"""of what a rank holds: tensor number to runs, ascending"""
+
+
+@dataclass(frozen=True)
+class PackedRun:
+    """`run` of a tensor in the chunk: its words there count from `origin`; in the packed words they stand
+    from `place`."""
+
+    tensor: int
+    run: Run
+    origin: int
+    place: int
+
+    def within(self, words: Words) -> NDArray[np.unsignedinteger]:
+        """A view [count, length] of it in the chunk's words."""
+        return self.run.within(words, self.origin)
+
+
+@dataclass(frozen=True)
+class PackedChunk:
+    """`chunk` is what the codec sees: one span for each span of the chunk of which something is held."""
+
+    chunk: Chunk
+    pieces: tuple[PackedRun, ...]
+
+    def gather(self, words: Words) -> Words:
+        """Packed words of the chunk's, zero where padded."""
+        packed: Words = np.zeros(self.chunk.words, self.chunk.kind.numpy)
+        for piece in self.pieces:
+            run = piece.run
+            packed[piece.place : piece.place + run.words].reshape(run.count, run.length)[:] = piece.within(
+                words
+            )
+        return packed
+
+    def scatter(self, packed: Words, words: Words) -> None:
+        """Writes packed words to where they stand in the chunk's."""
+        for piece in self.pieces:
+            run = piece.run
+            piece.within(words)[:] = packed[piece.place : piece.place + run.words].reshape(
+                run.count, run.length
+            )
+
+
+def pack(chunk: Chunk, held: Runs) -> PackedChunk | None:
+    """None where nothing of the chunk is held."""
+    spans: list[Span] = []
+    pieces: list[PackedRun] = []
+    filled = 0
+    for span in chunk.spans:
+        place = filled
+        for run in _clipped(held.get(span.tensor, ()), span):
+            pieces.append(PackedRun(span.tensor, run, span.start - span.offset, place))
+            place += run.words
+        if place > filled:
+            # numbered from 0: the sums of packed words prove only that both sides have the same ones
+            spans.append(Span(span.tensor, 0, place - filled, filled))
+            filled += padded(place - filled)
+    if not spans:
+        return None
+    return PackedChunk(Chunk(chunk.part, chunk.dtype, chunk.number, tuple(spans), filled), tuple(pieces))
+
+
+def _clipped(runs: Sequence[Run], span: Span) -> Iterator[Run]:
+    for run in runs:
+        yield from run.clip(span.start, span.stop)

@@ -1,1 +1,0 @@
-"""The daemon: what it is asked for, what it says of itself."""

@@ -1,0 +1,89 @@
+"""A trainer's masters in the precision of the run: fp32 against a bf16 base, cast when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weightcast.publisher.api import Publisher
+from weightcast.publisher.channel_init import ties_of
+from weightcast.publisher.weights.given import CastTensor, RawTensor, dtype_of, pairs_of
+from weightcast.publisher.weights.match import resolve
+from weightcast.publisher.weights.precision import STORED, rounded, rounds
+from weightcast.shared.base.elements import TensorTable
+from weightcast.shared.base.errors import Refused
+from weightcast.shared.checkpoint.follower import open_base
+
+
+@dataclass(frozen=True)
+class CastWeights:
+    """Pairs for `publish` and `submit`. `tensors` and `elements`: how many are rounded to another dtype. A
+    tensor is cast when its turn comes: at most two casts are in memory at a time."""
+
+    pairs: tuple[tuple[str, Any], ...]
+    tensors: int
+    elements: int
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        return iter(self.pairs)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+
+def cast_like(
+    base: str | Path | Publisher, named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any]
+) -> CastWeights:
+    """Floating-point tensors in the dtype that the run has for them, rounded to the nearest, ties to even
+    (F64 by way of F32). `base`: the publisher, or the base's checkpoint directory. What has the right dtype,
+    and what the run does not know, passes unchanged.
+
+    Raises Refused for a tensor that cannot become the run's by rounding (integers, 8 bits).
+    """
+    table, ties = _run_of(base)
+    pairs = list(pairs_of(named_tensors))
+    names = resolve([name for name, _ in dict(pairs).items()], {*table.numbers, *ties}).run_names
+    cast, tensors, elements = [], 0, 0
+    for name, tensor in pairs:
+        run_name = ties.get(names[name], names[name])
+        number = table.numbers.get(run_name)
+        wanted = None if number is None else table[number].dtype
+        has = dtype_of(name, tensor)
+        if wanted is None or wanted == has:
+            cast.append((name, tensor))
+            continue
+        if not rounds(has, wanted):
+            raise Refused(
+                f"{name} is {has}, the run has {wanted}: that is no rounding",
+                remedy="quantise before publishing (docs/trainers.md)",
+            )
+        cast.append((name, CastTensor(tensor, wanted, _converted)))
+        tensors, elements = tensors + 1, elements + int(np.prod(tensor.shape, dtype=np.int64))
+    return CastWeights(tuple(cast), tensors, elements)
+
+
+def _run_of(base: str | Path | Publisher) -> tuple[TensorTable, Mapping[str, str]]:
+    if isinstance(base, Publisher):
+        file, known = base.run
+        return known.table, file.aliases
+    checkpoint = open_base(Path(base))
+    return checkpoint.table, ties_of(Path(base), checkpoint)
+
+
+def _converted(tensor: Any, dtype: str) -> Any:
+    if isinstance(tensor, np.ndarray | RawTensor):
+        return _rounded(tensor, dtype)
+    import torch
+
+    kinds = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    return tensor.detach().to(kinds[dtype])
+
+
+def _rounded(tensor: Any, dtype: str) -> RawTensor:
+    found = dtype_of("", tensor)
+    flat = tensor.flat if isinstance(tensor, RawTensor) else np.ascontiguousarray(tensor).reshape(-1)
+    return RawTensor(dtype, tuple(tensor.shape), rounded(flat.view(STORED[found]), found, dtype))

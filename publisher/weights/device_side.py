@@ -1,0 +1,305 @@
+"""Tensors that live on a device are compared there, against what was published last.
+
+A *baseline* is a chunk's words as the local checkpoint has them, held on the device, else in pinned host
+memory, else brought from the local checkpoint for every publication. It is a cache: a publication leaves its
+changes beside the baseline, and the next one applies them if the local checkpoint's lanes say that they were
+published, leaves them if it still is where it was, and forgets everything if it is anywhere else.
+
+What the device finds is held to what is recorded: the full lanes of the new words, summed on the device, must
+be the recorded lanes plus what the found changes make of them (`diff.write_difference`).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, Literal
+
+import numpy as np
+
+from weightcast.publisher.weights.device_words import (
+    Found,
+    differing,
+    fetch,
+    has_whole_eights,
+    on_host,
+    span_lanes,
+    words_of,
+)
+from weightcast.shared.base.elements import Chunk, ChunkKey, Span, Words
+from weightcast.shared.base.errors import NeedsReseed
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
+from weightcast.shared.checkpoint.state.state import lanes_list
+from weightcast.shared.codec.changes import Changes
+from weightcast.shared.codec.scan import Scan
+from weightcast.shared.digest.hash import hash_bytes
+from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.step_sums import SpanSums, span_sums
+
+When = Literal["auto", "always", "never"]
+Flat = Callable[[int], Any]
+"""tensor number to the given tensor, one-dimensional and contiguous"""
+
+_FEW = 4
+"""a chunk with more than one change in so many words crosses as a whole, which is shorter"""
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """`when`: auto compares tensors on CUDA devices (ROCm's too) there, always also torch's on the CPU.
+    `device_bytes`, `pinned_bytes`: how much of a baseline may be held on the devices together and in pinned
+    host memory; beside it each device needs about 200 MB while a chunk is compared, for each thread."""
+
+    when: When = "auto"
+    device_bytes: int = 0
+    pinned_bytes: int = 0
+
+    def takes(self, tensor: Any) -> bool:
+        if isinstance(tensor, np.ndarray) or self.when == "never":
+            return False
+        return self.when == "always" or str(tensor.device.type) == "cuda"
+
+
+@dataclass
+class _Held:
+    """`words`: the baseline, on `device` or pinned. `later`: int64 positions and words that the publication
+    under way changes, beside `words`."""
+
+    chunk: Chunk
+    device: Any
+    words: Any
+    pinned: bool
+    later: tuple[Any, Any] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.chunk.words * self.chunk.kind.width
+
+    def arrive(self) -> None:
+        if self.later is not None:
+            place, words = self.later
+            self.words[place] = words
+
+
+class Baselines:
+    """Of one publisher, for its life. `whole_old`: the encoding reads all old words on the host, not only
+    those that change, so that all of them are proven."""
+
+    def __init__(self, options: OnDevice, *, whole_old: bool) -> None:
+        self.options, self.whole_old = options, whole_old
+        self.compared = 0
+        """chunks that the last publication compared on a device"""
+        self._room: dict[bool, float] = {False: options.device_bytes, True: options.pinned_bytes}
+        """bytes left, pinned or not"""
+        self._held: dict[ChunkKey, _Held] = {}
+        self._base = ""
+        self._lanes: Mapping[int, Lanes] = {}
+        self._later: Mapping[int, Lanes] = {}
+        """of the tensors that are held: as they are, and as they are once `_Held.later` is applied"""
+        self._lock = threading.Lock()
+        self._under_way = False
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(held.nbytes for held in self._held.values())
+
+    def open(self, local: LocalCheckpoint, flat: Flat, devices: Mapping[int, Any]) -> Near | None:
+        """`devices`: where the tensors lie that are compared there. None after a publication that failed in
+        its comparison: the next one is compared on the host, whatever was wrong."""
+        failed, self._under_way, self.compared = self._under_way, False, 0
+        if failed:
+            self.forget()
+            return None
+        _settle(set(devices.values()))
+        recorded = lanes_list(local.state.position.lanes)
+        if local.base.digest != self._base:
+            self.forget()
+        self._move({tensor: recorded[tensor] for tensor in self._lanes})
+        self._base, self._under_way = local.base.digest, True
+        return Near(self, flat, devices, recorded)
+
+    def _move(self, now: Mapping[int, Lanes]) -> None:
+        """To where the local checkpoint is, which `now` says."""
+        import torch
+
+        if now not in (self._lanes, self._later):
+            return self.forget()
+        if now == self._later:
+            try:
+                for held in self._held.values():
+                    held.arrive()
+            except torch.cuda.OutOfMemoryError:
+                self.forget()
+
+    def forget(self) -> None:
+        for key in list(self._held):
+            self.drop(key)
+        self._lanes, self._later = {}, {}
+
+    def done(
+        self, seen: Collection[ChunkKey], before: Mapping[int, Lanes], after: Mapping[int, Lanes]
+    ) -> None:
+        """`seen`: chunks that were compared; of others nothing is known from now on."""
+        for key in list(self._held):
+            if key not in seen:
+                self.drop(key)
+        self._lanes, self._later, self._under_way = before, after, False
+        self.compared = len(seen)
+
+    def out_of_memory(self) -> None:
+        """The device is the trainer's first: nothing is held there again."""
+        self._room[False] = -math.inf
+        for key, held in list(self._held.items()):
+            if not held.pinned:
+                self.drop(key)
+
+    def words(self, chunk: Chunk, old: Words, device: Any) -> Any:
+        """The baseline on `device`, not to be written. `old`: the same words on the host."""
+        held = self._held.get(chunk.key)
+        if held is not None and (held.chunk != chunk or held.device != device):
+            self.drop(chunk.key)
+            held = None
+        if held is None:
+            held = self._new(chunk, old, device)
+        if held is None:
+            return on_host(old).to(device)
+        return held.words.to(device, non_blocking=True)
+
+    def _new(self, chunk: Chunk, old: Words, device: Any) -> _Held | None:
+        for pinned in (False, True):
+            if self._take(pinned, old.nbytes):
+                words = self._pinned(old, device) if pinned else on_host(old).to(device, copy=True)
+                if words is not None:
+                    held = self._held[chunk.key] = _Held(chunk, device, words, pinned)
+                    return held
+        return None
+
+    def _pinned(self, old: Words, device: Any) -> Any:
+        """None when the host has no more memory to pin."""
+        import torch
+
+        here = on_host(old)
+        try:
+            return torch.empty_like(here, pin_memory=device.type == "cuda").copy_(here)
+        except RuntimeError:
+            self._room[True] = -math.inf
+            return None
+
+    def _take(self, pinned: bool, nbytes: int) -> bool:
+        with self._lock:
+            if nbytes > self._room[pinned]:
+                return False
+            self._room[pinned] -= nbytes
+            return True
+
+    def keep(self, key: ChunkKey, place: Any, words: Any) -> None:
+        """What the publication under way changes."""
+        held = self._held.get(key)
+        if held is not None:
+            held.later = (place.to(held.words.device), words.to(held.words.device))
+
+    def drop(self, key: ChunkKey) -> None:
+        held = self._held.pop(key, None)
+        if held is not None:
+            with self._lock:
+                self._room[held.pinned] += held.nbytes
+
+
+class Near:
+    """One publication's comparison of the tensors on devices."""
+
+    def __init__(
+        self, baselines: Baselines, flat: Flat, devices: Mapping[int, Any], recorded: list[Lanes]
+    ) -> None:
+        self._baselines, self._flat, self._devices, self._recorded = baselines, flat, devices, recorded
+        self._seen: set[ChunkKey] = set()
+
+    def scan(self, chunk: Chunk, old: Words) -> Scan | None:
+        """`old`: the local checkpoint's words. None: to be compared on the host, as its tensors do not lie on
+        one device, too much of it changes, or the device has no memory left. From several threads at once."""
+        import torch
+
+        with torch.no_grad():
+            try:
+                found = self._found(chunk, old)
+            except torch.cuda.OutOfMemoryError:
+                self._baselines.out_of_memory()
+                found = None
+        if found is None:
+            self._baselines.drop(chunk.key)
+            return None
+        self._seen.add(chunk.key)
+        return self._with_old(chunk, old, found)
+
+    def done(self, full: Mapping[int, Lanes]) -> None:
+        """All chunks were compared and agree with what is recorded. `full`: new lanes of each tensor."""
+        self._baselines.done(self._seen, {tensor: self._recorded[tensor] for tensor in full}, full)
+
+    def _found(self, chunk: Chunk, old: Words) -> Found | None:
+        import torch
+
+        devices = {self._devices.get(span.tensor) for span in chunk.spans}
+        if None in devices or len(devices) != 1:
+            return None
+        new = self._gathered(chunk)
+        place = differing(self._baselines.words(chunk, old, devices.pop()), new)
+        if _FEW * len(place) > sum(span.words for span in chunk.spans):
+            return None
+        changed = new[place]
+        self._baselines.keep(chunk.key, place, changed)
+        return fetch(place.to(torch.int32), changed, span_lanes(chunk, new), chunk.kind)
+
+    def _gathered(self, chunk: Chunk) -> Any:
+        first = chunk.spans[0]
+        pieces = [
+            words_of(self._flat(span.tensor), chunk.kind)[span.start : span.stop] for span in chunk.spans
+        ]
+        if first.words == chunk.words and has_whole_eights(pieces[0]):
+            return pieces[0]
+        words = pieces[0].new_zeros(chunk.words)
+        for span, piece in zip(chunk.spans, pieces, strict=True):
+            words[span.offset : span.offset + span.words] = piece
+        return words
+
+    def _with_old(self, chunk: Chunk, old: Words, found: Found) -> Scan:
+        """Old words come from the host's memory: what of them is not as recorded shows in the sums."""
+        before = old[found.index]
+        if (before == found.new).any():
+            raise drifted(chunk)
+        changes = Changes(found.index, before, found.new)
+        sums = span_sums(chunk, old, changes)
+        if self._baselines.whole_old and len(changes):
+            _check_whole(chunk, old, found.lanes, sums)
+        return Scan(changes, np.array(found.lanes, np.uint64), sums)
+
+
+def _check_whole(chunk: Chunk, old: Words, full: Iterable[Lanes], sums: SpanSums) -> None:
+    step = sums.total()
+    expected = reduce(Lanes.plus, full).minus(step.new).plus(step.old)
+    if reduce(Lanes.plus, (_lanes(span, old) for span in chunk.spans)) != expected:
+        raise drifted(chunk)
+
+
+def _lanes(span: Span, words: Words) -> Lanes:
+    data = words[span.offset : span.offset + span.words].view(np.uint8)
+    return hash_bytes(data, span.start * words.itemsize // 8)
+
+
+def drifted(chunk: Chunk) -> NeedsReseed:
+    return NeedsReseed(
+        f"chunk {chunk.number} of {chunk.dtype}: the local checkpoint and its copy on the device differ; "
+        "nothing was published",
+        remedy="the publisher's local checkpoint is seeded again from base and channel",
+    )
+
+
+def _settle(devices: set[Any]) -> None:
+    """What the trainer has queued on its streams is done before other streams and threads read."""
+    import torch
+
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

@@ -1,0 +1,1 @@
+"""Errors, elements and failpoints: what every other room imports."""

@@ -1,0 +1,1 @@
+"""A local checkpoint: one directory that weightcast patches in place."""

@@ -1,0 +1,456 @@
+"""A local checkpoint: an HF checkpoint directory that weightcast patches in place.
+
+`<directory>/.weightcast/` holds state.json, base.json, journal/, spool/, carried/, spares, locks (`owner`,
+`patch`).
+The weight files are mapped read-write for the object's life; they are only ever written through these
+mappings or by seeding, never replaced by rename.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+
+from weightcast.shared.base.elements import BLOCK_WORDS, ByteArray, Chunk, TensorTable, Words
+from weightcast.shared.base.errors import Linked, NeedsReseed, Refused, RetryLater
+from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.channel.run_files import BASE_LIMIT, Base, parse_base
+from weightcast.shared.checkpoint.state.locks import FileLock, Wait, holder, owner_text
+from weightcast.shared.checkpoint.state.state import (
+    LANES_BYTES,
+    Boot,
+    LocalState,
+    Proofs,
+    check_roots,
+    read_state,
+    write_state,
+)
+from weightcast.shared.codec.scratch import scratch
+from weightcast.shared.files import durable
+from weightcast.shared.files.hf_checkpoint import (
+    Checkpoint,
+    FileIdentity,
+    Place,
+    file_identity,
+    open_checkpoint,
+    run_of,
+    surplus_weights,
+)
+from weightcast.shared.files.mapping import populate, ready_to_write, unshare_blocks
+from weightcast.shared.files.paths import exists, is_directory, is_file, is_link
+from weightcast.shared.files.probes import LOCAL_NEEDS, require
+from weightcast.shared.files.system import file_system, taken_bytes
+
+WordsIn = Callable[[int, int, int], Words]
+"""tensor number, start, stop to these words"""
+
+_SEEDED_AGAIN = "the next sync seeds it again from base or anchor"
+_LEAVE_ALONE = "nothing else may write here; the next sync reads all of it, or seeds it again"
+PATCH_LOCK_SECONDS = 60.0
+_PAGE = 4096
+_SHARING_SYSTEMS = ("xfs",)
+"""file systems whose files may share blocks"""
+_PLAIN_SYSTEMS = ("ext4", "xfs", "tmpfs")
+"""file systems that compress nothing"""
+
+
+@dataclass(frozen=True)
+class LocalPaths:
+    """Where things lie in a local checkpoint; no IO."""
+
+    directory: Path
+
+    @property
+    def room(self) -> Path:
+        return self.directory / ".weightcast"
+
+    @property
+    def state(self) -> Path:
+        return self.room / "state.json"
+
+    @property
+    def base(self) -> Path:
+        return self.room / "base.json"
+
+    @property
+    def journals(self) -> Path:
+        return self.room / "journal"
+
+    @property
+    def spool(self) -> Path:
+        return self.room / "spool"
+
+    @property
+    def spare(self) -> Path:
+        """Of a journal."""
+        return self.room / "spare"
+
+    @property
+    def unready_spare(self) -> Path:
+        """One that is being made."""
+        return self.room / "spare.unready"
+
+    def spare_shard(self, number: int) -> Path:
+        return self.room / f"spare.{number}"
+
+    @property
+    def owner(self) -> Path:
+        return self.room / "owner"
+
+    @property
+    def patch(self) -> Path:
+        return self.room / "patch"
+
+    @property
+    def carried(self) -> Path:
+        """Config files by their BLAKE3."""
+        return self.room / "carried"
+
+    def journal(self, journal: str) -> Path:
+        return self.journals / f"{journal}.journal"
+
+
+@dataclass(frozen=True)
+class _Mapped:
+    path: Path
+    map: mmap.mmap
+    device: int
+    inode: int
+    size: int
+    in_memory: bool
+    """on tmpfs: pages are small and never written back"""
+    header: bytes
+    """BLAKE3 of what says where which tensor lies; no patch touches it"""
+
+    @property
+    def is_in_place(self) -> bool:
+        try:
+            found = os.lstat(self.path)
+        except FileNotFoundError:
+            return False
+        return (found.st_dev, found.st_ino, found.st_size) == (self.device, self.inode, self.size)
+
+
+def refuse_foreign(paths: LocalPaths) -> None:
+    if is_foreign(paths):
+        raise Refused(
+            f"{paths.directory} is not empty and is not a weightcast local checkpoint",
+            remedy="choose an empty or new directory for --local",
+        )
+
+
+def is_foreign(paths: LocalPaths) -> bool:
+    """Whether the directory holds somebody else's files. A new disk has one directory of its own."""
+    if not is_directory(paths.directory) or is_directory(paths.room):
+        return False
+    names = os.listdir(paths.directory)
+    return any(not durable.is_temporary(name) and name != "lost+found" for name in names)
+
+
+def ensure_room(paths: LocalPaths) -> None:
+    """Makes the directories. Refused when the directory holds somebody else's files, or where nothing is
+    seeded yet and its file system does not do."""
+    refuse_foreign(paths)
+    if not exists(paths.state):
+        require("--local", paths.room if is_directory(paths.room) else paths.directory, LOCAL_NEEDS)
+    paths.directory.mkdir(parents=True, exist_ok=True)
+    for directory in (paths.room, paths.journals, paths.spool):
+        if is_link(directory):
+            raise Refused(f"{directory} is a symbolic link", remedy="remove it; links are refused here")
+        directory.mkdir(exist_ok=True)
+
+
+def empty_spool(paths: LocalPaths) -> None:
+    """Fetched shards are of no use once they are staged, or when their fetcher was killed."""
+    for path in sorted(paths.spool.rglob("*"), reverse=True):
+        path.rmdir() if is_directory(path) else path.unlink()
+        failpoint("spool.removed", path)
+
+
+class HasWriter(RetryLater):
+    """Another process has the local checkpoint."""
+
+
+def own(paths: LocalPaths) -> FileLock:
+    """The owner lock, taken; HasWriter when another writer lives."""
+    ensure_room(paths)
+    lock = FileLock(paths.owner)
+    try:
+        lock.acquire(text=owner_text())
+    except RetryLater as error:
+        raise HasWriter(
+            f"{paths.directory} already has a writer ({holder(paths.owner) or 'it does not say which'})",
+            remedy="one publisher or subscriber per local checkpoint: stop one of the two, or give each a "
+            "--local of its own",
+        ) from error
+    return lock
+
+
+class LocalCheckpoint:
+    """Open, mapped and described by a state. Only the holder of the owner lock may call what writes."""
+
+    def __init__(self, paths: LocalPaths, base: Base, state: LocalState, checkpoint: Checkpoint) -> None:
+        self.paths = paths
+        self.base = base
+        self.state = state
+        self.checkpoint = checkpoint
+        self.host = Boot.here()
+        self.proofs = Proofs(len(base.table))
+        self._maps: dict[Path, _Mapped] = {}
+        self._words: dict[int, Words] = {}
+        self._home_of: dict[int, tuple[Words, int]] = {}
+        self._homes: dict[tuple[Path, np.dtype[np.unsignedinteger], int], Words] = {}
+        self._map_all()
+        self._index = _digest_of(checkpoint.index_file)
+
+    @classmethod
+    def open(cls, directory: Path) -> LocalCheckpoint | None:
+        """None when nothing was ever seeded here. NeedsReseed when the files no longer fit the state,
+        DamagedFile when the state contradicts itself."""
+        paths = LocalPaths(directory)
+        state = read_state(paths.state)
+        if state is None:
+            return None
+        try:
+            base = parse_base(durable.read_file(paths.base, BASE_LIMIT))
+            checkpoint = open_checkpoint(directory, follow_links=False)
+        except FileNotFoundError as error:
+            raise NeedsReseed(f"{error.filename} is gone", remedy=_SEEDED_AGAIN) from error
+        except Refused as error:
+            # a kill while seeding may leave no weights at all, which is no damage but no checkpoint either
+            raise NeedsReseed(error.message, remedy=_SEEDED_AGAIN) from error
+        if checkpoint.table != base.table or len(state.position.lanes) != LANES_BYTES * len(base.table):
+            raise NeedsReseed(
+                f"{directory}: its tensors are no longer those of the run's base", remedy=_SEEDED_AGAIN
+            )
+        check_roots(paths.state, state, base.table)
+        return cls(paths, base, state, checkpoint)
+
+    @property
+    def directory(self) -> Path:
+        return self.paths.directory
+
+    @property
+    def table(self) -> TensorTable:
+        return self.base.table
+
+    @property
+    def files_beside(self) -> dict[str, Path]:
+        """Files of the run beside the weights that are there, by name."""
+        paths = {record.name: self.directory / record.name for record in self.base.all_files}
+        return {name: path for name, path in paths.items() if is_file(path)}
+
+    def _map_all(self) -> None:
+        for path in self.checkpoint.weight_files:
+            self._maps[path] = _map(path)
+        self._in_memory = any(mapped.in_memory for mapped in self._maps.values())
+
+    def close(self) -> None:
+        self._words.clear()
+        self._home_of.clear()
+        self._homes.clear()
+        for mapped in self._maps.values():
+            # views handed out keep a map alive; it is dropped with them
+            with contextlib.suppress(BufferError):
+                mapped.map.close()
+        self._maps.clear()
+
+    def __enter__(self) -> LocalCheckpoint:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def save(self, state: LocalState) -> None:
+        """Makes `state` durable, then current."""
+        state = state.but(host=self.host)
+        write_state(self.paths.state, state)
+        self.state = state
+
+    def check_files(self) -> None:
+        """Raises NeedsReseed when a path no longer leads to the file that is mapped, or what says where its
+        tensors lie is another than when it was opened."""
+        for mapped in self._maps.values():
+            if not mapped.is_in_place:
+                raise NeedsReseed(f"{mapped.path} was replaced while it was in use", remedy=_LEAVE_ALONE)
+            if _header_digest(mapped.map) != mapped.header:
+                raise NeedsReseed(f"{mapped.path}: somebody else wrote its header", remedy=_LEAVE_ALONE)
+        if self._index != _digest_of(self.checkpoint.index_file):
+            raise NeedsReseed(f"{self.checkpoint.index_file} was changed", remedy=_LEAVE_ALONE)
+
+    def check_alone(self) -> None:
+        """Raises RetryLater when weights lie here that are none of the checkpoint's: engines read every
+        safetensors file that they find."""
+        for surplus in surplus_weights(self.checkpoint, [record.name for record in self.base.all_files]):
+            raise RetryLater(
+                f"{surplus} is no part of the checkpoint, but engines would load it", remedy="remove it"
+            )
+
+    def file_identities(self) -> tuple[FileIdentity, ...]:
+        """Of the weight files."""
+        return tuple(file_identity(path) for path in self.checkpoint.weight_files)
+
+    def words(self, tensor: int) -> Words:
+        """A writable view of a tensor's words in its mapped file; may be unaligned."""
+        found = self._words.get(tensor)
+        if found is None:
+            home, start = self.home(tensor)
+            found = self._words[tensor] = home[start : start + self.table[tensor].words]
+        return found
+
+    def home(self, tensor: int) -> tuple[Words, int]:
+        """All words of the file that a tensor lies in, writable, and which is the tensor's first. The same
+        array for all tensors of a file and dtype that begin on its words."""
+        known = self._home_of.get(tensor)
+        if known is None:
+            known = self._home_of[tensor] = self._found_home(tensor)
+        return known
+
+    def _found_home(self, tensor: int) -> tuple[Words, int]:
+        spec, place = self.table[tensor], self.checkpoint.places[tensor]
+        kind, rest = spec.kind.numpy, place.offset % spec.kind.width
+        key = (place.file, kind, rest)
+        found = self._homes.get(key)
+        if found is None:
+            mapped = self._maps[place.file]
+            found = np.frombuffer(mapped.map, kind, (mapped.size - rest) // kind.itemsize, rest)
+            self._homes[key] = found
+        return found, place.offset // kind.itemsize
+
+    @property
+    def places(self) -> Sequence[Place]:
+        return self.checkpoint.places
+
+    def bytes_at(self, place: Place) -> ByteArray:
+        found = np.frombuffer(self._maps[place.file].map, np.uint8, place.nbytes, place.offset)
+        if self._in_memory:
+            populate(found)
+        return found
+
+    def words_in(self, tensor: int, start: int, stop: int) -> Words:
+        words = self.words(tensor)[start:stop]
+        if self._in_memory:
+            populate(words)
+        return words
+
+    def begin_writing(self, words: Words, changes: int) -> None:
+        """`words`: a stretch of a tensor in which so many words will be written. Where few pages stay as they
+        are, all of them are made ready at once; memory of tmpfs is never written back, and is ready."""
+        if changes * _PAGE >= words.nbytes and not self._in_memory:
+            ready_to_write(words)
+
+    def chunk_words(self, chunk: Chunk) -> Words:
+        """The chunk's words with zero padding; not to be written. A view where the chunk is one run."""
+        place = run_of(chunk, self.checkpoint.places.__getitem__)
+        if place is None or place.offset % chunk.kind.width:
+            return gather(chunk, self.words_in)
+        home, _ = self.home(chunk.spans[0].tensor)
+        start = place.offset // chunk.kind.width
+        words = home[start : start + chunk.words]
+        if self._in_memory:
+            populate(words)
+        return words
+
+    @contextlib.contextmanager
+    def patching(self, seconds: float = PATCH_LOCK_SECONDS, wait: Wait = time.sleep) -> Iterator[None]:
+        """The exclusive patch lock, and the field's own lock where such a directory exists. `wait` is called
+        between attempts and may raise."""
+        with FileLock(self.paths.patch).holding(seconds=seconds, wait=wait), self._field_lock(seconds):
+            yield
+
+    @contextlib.contextmanager
+    def standing_still(self, seconds: float = PATCH_LOCK_SECONDS) -> Iterator[None]:
+        """The shared patch lock: bytes and state do not change while it is held."""
+        with FileLock(self.paths.patch).holding(shared=True, seconds=seconds):
+            yield
+
+    @contextlib.contextmanager
+    def _field_lock(self, seconds: float) -> Iterator[None]:
+        room = self.directory / ".weight_sync"
+        if not is_directory(room):
+            yield
+            return
+        with FileLock(room / "lock").holding(seconds=seconds):
+            # its state would let a patched engine replay on bytes that are ours now
+            (room / "state.json").unlink(missing_ok=True)
+            yield
+
+
+def gather(chunk: Chunk, words_in: WordsIn) -> Words:
+    """Assembles a chunk from its tensors: uint[chunk.words], zero where padded. In memory of this thread's
+    scratch, which is lent again when nobody holds it."""
+    first = chunk.spans[0]
+    if len(chunk.spans) == 1 and first.words == chunk.words:
+        view = words_in(first.tensor, first.start, first.stop)
+        if view.flags.aligned:
+            return view
+    words = scratch().lend("gathered", chunk.kind.numpy, chunk.words)
+    padding = np.zeros(BLOCK_WORDS, words.dtype)
+    pieces: list[Words] = []
+    filled = 0
+    for span in chunk.spans:
+        if filled < span.offset:
+            pieces.append(padding[: span.offset - filled])
+        pieces.append(words_in(span.tensor, span.start, span.stop))
+        filled = span.offset + span.words
+    pieces.append(padding[: chunk.words - filled])
+    np.concatenate(pieces, out=words)
+    return words
+
+
+def _fill_holes(fd: int, path: Path, found: os.stat_result) -> None:
+    """A store to a hole, or to a block shared with a copy, is SIGBUS on a full disk, not an error. Elsewhere
+    fewer blocks need not be holes."""
+    system = file_system(found.st_dev)
+    sparse = taken_bytes(found) < found.st_size
+    if system in _PLAIN_SYSTEMS:
+        try:
+            if sparse:
+                os.posix_fallocate(fd, 0, found.st_size)
+            if system in _SHARING_SYSTEMS:
+                unshare_blocks(fd, found.st_size)
+        except OSError as error:
+            raise RetryLater(
+                f"{path} has holes, or blocks shared with a copy, that cannot be filled: {error.strerror}",
+                remedy="free space on the local disk; nothing was changed",
+            ) from error
+
+
+def _map(path: Path) -> _Mapped:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        found = os.fstat(fd)
+        if found.st_nlink > 1:
+            raise Linked(
+                f"{path} has {found.st_nlink} links: patching it would change another directory's file",
+                remedy="give the local checkpoint files of its own",
+            )
+        _fill_holes(fd, path, found)
+        with durable.named(path, "mmap"):
+            mapped = mmap.mmap(fd, found.st_size)
+    finally:
+        os.close(fd)
+    in_memory = file_system(found.st_dev) == "tmpfs"
+    device, inode, size = found.st_dev, found.st_ino, found.st_size
+    return _Mapped(path, mapped, device, inode, size, in_memory, _header_digest(mapped))
+
+
+def _header_digest(mapped: mmap.mmap) -> bytes:
+    length = int.from_bytes(mapped[:8], "little")
+    return blake3(mapped[: 8 + min(length, len(mapped))]).digest()
+
+
+def _digest_of(path: Path | None) -> bytes:
+    """Empty when there is no such file."""
+    try:
+        return b"" if path is None else blake3(path.read_bytes()).digest()
+    except FileNotFoundError:
+        return b""

@@ -1,0 +1,1 @@
+"""The durable state of a local checkpoint, and its locks."""

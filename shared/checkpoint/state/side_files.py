@@ -1,0 +1,270 @@
+"""Files beside the weights of a local checkpoint: missing ones are completed, damaged ones repaired."""
+
+from __future__ import annotations
+
+import contextlib
+import stat
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from blake3 import blake3
+
+from weightcast.shared.base.errors import DamagedFile, RetryLater, WeightcastError
+from weightcast.shared.channel.chain import check_files
+from weightcast.shared.channel.index import CARRIED, file_record
+from weightcast.shared.channel.index_records import FileRecord, carried_records, write_file_records
+from weightcast.shared.channel.run_files import Base, write_base
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths
+from weightcast.shared.checkpoint.state.state import Position
+from weightcast.shared.checkpoint.update.fetch import Awaited, Patience
+from weightcast.shared.checkpoint.verify.seed import check_other_files
+from weightcast.shared.files import durable
+from weightcast.shared.files.hf_checkpoint import Checkpoint
+from weightcast.shared.files.paths import exists, is_file, matching
+from weightcast.shared.files.side_files import side_files
+from weightcast.shared.files.strict_json import Members, parse_object, write_object
+
+UNLISTED = "unknown: base.json of an older release does not list them; start once with --base"
+
+
+def complete(local: LocalCheckpoint, run: Base | None, base: Checkpoint | None) -> tuple[str, ...]:
+    """Copies files that are missing from `base`, which need not be the run's: bytes decide. `run`: the
+    channel's. Returns the names of files that are still missing. Raises OSError."""
+    known = local.base.side_files
+    listed = {record.name: record for record in known or ()}
+    if run is not None and run.side_files is not None:
+        listed |= {record.name: record for record in run.side_files}
+        _list(local, tuple(listed.values()))
+    elif known is None and base is not None:
+        _list(local, _found(local.base, base))
+    missing = [record for record in local.base.all_files if not is_file(local.directory / record.name)]
+    source = None if base is None else base.directory
+    return tuple(
+        record.name for record in missing if source is None or not _copied(source, local.directory, record)
+    )
+
+
+def _found(run: Base, base: Checkpoint) -> tuple[FileRecord, ...] | None:
+    """Files beside the weights that no base.json lists; None where `base` cannot be read or is another."""
+    known = {record.name for record in run.files}
+    with contextlib.suppress(WeightcastError, OSError):
+        if _is_of(run, base):
+            files = side_files(base).files
+            return tuple(file_record(path, name) for name, path in files.items() if name not in known)
+    return None
+
+
+def _is_of(run: Base, base: Checkpoint) -> bool:
+    """Whether `base` has the run's tensors, config and tokenizer. Nothing else vouches for side files that
+    no base.json lists."""
+    if base.table == run.table:
+        check_other_files(base.directory, {path.name: path for path in base.other_files}, run.files)
+        return True
+    return False
+
+
+def _list(local: LocalCheckpoint, listed: tuple[FileRecord, ...] | None) -> None:
+    if listed != local.base.side_files:
+        local.base = replace(local.base, side_files=listed)
+        durable.replace(local.paths.base, write_base(local.base))
+
+
+def repair_files(local: LocalCheckpoint, sources: Sequence[Path]) -> list[str]:
+    """Copies files beside the weights that are not the run's from a source that has the right ones. Returns
+    the names of those that were written."""
+    return [
+        record.name
+        for record in Carried(local.paths).expected(local.base, local.state.position)
+        if any(check_files(local.directory, [record]))
+        and any(_copied(source, local.directory, record) for source in sources)
+    ]
+
+
+def _copied(source: Path, directory: Path, record: FileRecord) -> bool:
+    with contextlib.suppress(WeightcastError, OSError):
+        pieces = durable.pieces_of(source / record.name)
+        durable.replace(durable.make_within(directory, record.name), proven(record, pieces))
+        return True
+    return False
+
+
+Sets = dict[str, tuple[FileRecord, ...]]
+"""by digest of the version, the last one noted last"""
+_KEPT = 16
+_LIMIT = 16 << 20
+_PAUSE = 0.2
+
+
+class Carried:
+    """What the versions of one local checkpoint carry. For the owner; `expected` for any reader."""
+
+    def __init__(self, paths: LocalPaths) -> None:
+        self._paths = paths
+        self._memory = paths.room / "carried.json"
+
+    def sets(self) -> Sets:
+        """Empty where no version ever carried anything."""
+        what = str(self._memory)
+        try:
+            versions = Members(parse_object(durable.read_file(self._memory, _LIMIT), what), what)
+            return {
+                digest: carried_records(Members({CARRIED: rows}, what), what)
+                for digest, rows in versions.object("versions").items()
+            }
+        except (FileNotFoundError, DamagedFile):
+            return {}  # what the local version carries is learned from the channel again
+
+    def note(
+        self,
+        here: str | None,
+        digest: str,
+        records: tuple[FileRecord, ...],
+        directory: Path,
+        patience: Patience,
+    ) -> None:
+        """Fetches what version `digest` carries from its directory and remembers it. `here`: the version of
+        the local checkpoint. Raises RetryLater or DamagedFile for what is not there, or not right, within
+        its time."""
+        sets = self.sets()
+        if sets.get(digest) == records or not (sets or records):
+            return
+        for record in records:
+            self._fetch(directory, record, patience)
+        if here is not None:
+            sets.setdefault(here, ())
+        sets.pop(digest, None)
+        sets[digest] = records
+        kept = dict(list(sets.items())[-_KEPT:])
+        rows = {version: write_file_records(files) for version, files in kept.items()}
+        durable.replace(self._memory, write_object({"versions": rows}))
+
+    def _fetch(self, directory: Path, record: FileRecord, patience: Patience) -> None:
+        retries = 0
+        while not exists(self._paths.carried / record.blake3):
+            try:
+                source = durable.within(directory, f"{CARRIED}/{record.name}")
+                self.keep(record, durable.pieces_of(source, follow_links=False))
+                return patience.on_wait(None) if retries else None
+            except FileNotFoundError as error:
+                failure: WeightcastError = RetryLater(
+                    f"{error.filename} is not there",
+                    remedy="check the mount, and whether the version was pruned",
+                )
+            except DamagedFile as error:
+                failure = error
+            retries += 1
+            waited = time.monotonic() - patience.began
+            if waited > patience.seconds:
+                raise failure
+            left, name = patience.seconds - waited, str(directory / CARRIED / record.name)
+            patience.on_wait(Awaited(patience.version, name, failure.message, retries, waited, left))
+            patience.wait(_PAUSE)
+
+    def keep(self, record: FileRecord, pieces: Iterable[bytes]) -> None:
+        """Raises DamagedFile where the pieces are not the record's bytes."""
+        path = self._paths.carried / record.blake3
+        path.parent.mkdir(exist_ok=True)
+        durable.replace(path, proven(record, pieces))
+
+    def path(self, record: FileRecord) -> Path | None:
+        """Of the copy that is kept here."""
+        path = self._paths.carried / record.blake3
+        return path if is_file(path) else None
+
+    def settle(self, local: LocalCheckpoint) -> list[str]:
+        """Puts the files of the local version in place. Returns the names of those that were written or
+        removed; raises DamagedFile where one cannot be."""
+        sets, position = self.sets(), local.state.position
+        if not sets or (position.version and position.digest not in sets):
+            return []  # not known: left as they are
+        base = {record.name: record for record in local.base.all_files}
+        wanted = base | _by_name(sets.get(position.digest, ()))
+        names = sorted({record.name for records in sets.values() for record in records})
+        changed = [name for name in names if self._put(local, name, wanted.get(name), base.get(name))]
+        self._sweep(sets, base)
+        return changed
+
+    def _put(
+        self, local: LocalCheckpoint, name: str, wanted: FileRecord | None, original: FileRecord | None
+    ) -> bool:
+        path = durable.within(local.directory, name)
+        here = _digest(path)
+        if here == (None if wanted is None else wanted.blake3):
+            return False
+        if wanted is None:
+            path.unlink()
+            durable.sync_directory(path.parent)
+            return True
+        if original is not None and here == original.blake3:
+            self.keep(original, durable.pieces_of(path))
+        source = self.path(wanted)
+        if source is None:
+            raise DamagedFile(
+                f"{path} is not that of the local version, and no copy is kept",
+                remedy="run `weightcast local verify --repair` with --channel and --base",
+            )
+        durable.replace(durable.make_within(local.directory, name), proven(wanted, durable.pieces_of(source)))
+        _let_read(path, local)
+        return True
+
+    def _sweep(self, sets: Sets, base: Mapping[str, FileRecord]) -> None:
+        """What no version that is remembered carries, nor replaces."""
+        carried = [record for records in sets.values() for record in records]
+        wanted = {record.blake3 for record in carried}
+        wanted |= {base[record.name].blake3 for record in carried if record.name in base}
+        for path in matching(self._paths.carried, "*"):
+            if path.name not in wanted:
+                path.unlink()
+
+    def expected(self, base: Base, position: Position) -> tuple[FileRecord, ...]:
+        """The files beside the weights as they are at that version."""
+        here = _by_name(self.sets().get(position.digest, ()))
+        return tuple(({record.name: record for record in base.all_files} | here).values())
+
+    def unsettled(self, directory: Path, base: Base, position: Position) -> str | None:
+        """The first file that is not yet that of the version."""
+        sets = self.sets()
+        wanted = {record.name: record.blake3 for record in self.expected(base, position)}
+        for name in {record.name for records in sets.values() for record in records}:
+            if position.digest in sets and _digest(durable.within(directory, name)) != wanted.get(name):
+                return name
+        return None
+
+    def names(self, position: Position) -> tuple[str, ...]:
+        return tuple(record.name for record in self.sets().get(position.digest, ()))
+
+
+def proven(record: FileRecord, pieces: Iterable[bytes]) -> Iterable[bytes]:
+    """The pieces; raises DamagedFile after the last one where they are not the record's bytes."""
+    hasher, size = blake3(), 0
+    for piece in pieces:
+        hasher.update(piece)
+        size += len(piece)
+        yield piece
+    if (size, hasher.hexdigest()) != (record.size, record.blake3):
+        raise DamagedFile(
+            f"{record.name}: {size} bytes with BLAKE3 {hasher.hexdigest()[:16]}, "
+            f"expected {record.size} bytes and {record.blake3[:16]}"
+        )
+
+
+def _let_read(path: Path, local: LocalCheckpoint) -> None:
+    """By whoever reads the weights."""
+    path.chmod(stat.S_IMODE(local.checkpoint.weight_files[0].stat().st_mode))
+    for parent in path.relative_to(local.directory).parents[:-1]:
+        (local.directory / parent).chmod(stat.S_IMODE(local.directory.stat().st_mode))
+
+
+def _by_name(records: Iterable[FileRecord]) -> dict[str, FileRecord]:
+    return {record.name: record for record in records}
+
+
+def _digest(path: Path) -> str | None:
+    hasher = blake3()
+    with contextlib.suppress(FileNotFoundError):
+        for piece in durable.pieces_of(path, follow_links=False):
+            hasher.update(piece)
+        return hasher.hexdigest()
+    return None

@@ -1,0 +1,1 @@
+"""From a version in the channel to patched files: plan, fetch, stage, patch."""

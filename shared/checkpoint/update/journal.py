@@ -1,0 +1,293 @@
+"""The journal of one step: absolute old and new words. docs/FORMAT.md, Journal.
+
+It is complete only with its footer, and counts only while the state names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import xxhash
+
+from weightcast.shared.base.elements import ByteArray, TensorTable, Words
+from weightcast.shared.base.errors import DamagedFile
+from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.checkpoint.update import buffer_reuse as spares
+from weightcast.shared.checkpoint.update.journal_records import (
+    HEAD,
+    BadRecordError,
+    Packed,
+    PackedRecord,
+    Record,
+    exchange,
+    exchange_many,
+    pack_record,
+    parse_head,
+    unpacked,
+)
+from weightcast.shared.codec.places import Begin, at_once
+from weightcast.shared.codec.scratch import scratch
+from weightcast.shared.files.durable import named, open_regular
+from weightcast.shared.files.strict_json import Members, parse_object
+
+_MAGIC = b"wcjrnl1\n"
+_END = b"wcjend1\n"
+_HEADER_LIMIT = 64 << 10
+_FOOTER_TENSOR = 0xFFFFFFFF
+_HEADS = 16 << 10
+"""bytes that are read for a head: those of the next short records lie in them"""
+
+
+@dataclass(frozen=True)
+class JournalHeader:
+    run_id: str
+    journal: str
+    base_version: int
+    base_root: str
+    generation: int
+    target_version: int
+    target_root: str
+    target_digest: str
+
+
+class Direction(Enum):
+    FORWARD = "forward"
+    BACK = "back"
+
+
+class JournalWriter:
+    """`spare`: a file to be written over where there is one (spare.py). FileExistsError where `path` is."""
+
+    def __init__(self, path: Path, header: JournalHeader, spare: Path | None = None) -> None:
+        self._path = path
+        self._file = path.open("xb") if spare is None else spares.begin(path, spare, len(_END))
+        self._records = 0
+        self.changes = 0
+        try:
+            self._file.write(_prefix(header))
+            failpoint("journal.begun", path)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def add(self, record: Record) -> None:
+        self.write(pack_record(record))
+
+    def write(self, packed: Packed) -> None:
+        with named(self._path):
+            self._file.flush()
+            self._write(packed.buffers)
+        self._records += packed.records
+        self.changes += packed.changes
+        failpoint("journal.record", self._path)
+
+    def _write(self, buffers: Sequence[bytes | memoryview]) -> None:
+        left = [memoryview(buffer) for buffer in buffers]
+        while left:
+            done = os.writev(self._file.fileno(), left)
+            while left and done >= len(left[0]):
+                done -= len(left.pop(0))
+            if left:
+                left[0] = left[0][done:]
+
+    def close(self) -> None:
+        with named(self._path):
+            self._file.flush()
+            self._file.truncate(os.lseek(self._file.fileno(), 0, os.SEEK_CUR))
+            self._file.write(HEAD.pack(_FOOTER_TENSOR, 0, self._records, 0, 0, 0) + _END)
+            self._file.close()
+        failpoint("journal.complete", self._path)
+
+    def abandon(self) -> None:
+        # on a full disk closing fails like the write before it
+        with contextlib.suppress(OSError):
+            self._file.close()
+        self._path.unlink(missing_ok=True)
+
+
+def _prefix(header: JournalHeader) -> bytes:
+    text = json.dumps(asdict(header)).encode()
+    return _MAGIC + struct.pack("<I", len(text)) + text
+
+
+class JournalReader:
+    """Raises DamagedFile for anything that is not a complete journal of this table. Its file is not written
+    over until `close`."""
+
+    def __init__(self, path: Path, table: TensorTable) -> None:
+        self.path = path
+        self._table = table
+        try:
+            self._file = os.fdopen(open_regular(path), "rb")
+        except FileNotFoundError as error:
+            raise DamagedFile(f"{path}: the journal is gone") from error
+        try:
+            self._lock()
+            self._size = os.fstat(self._file.fileno()).st_size
+            self.header = self._read_header()
+            self._start = self._file.tell()
+            self._check_footer()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> JournalReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _lock(self) -> None:
+        """Against being written over (spare.py), which begins with another name."""
+        fd = self._file.fileno()
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(fd), os.lstat(self.path)):
+                return
+        raise self._bad("the journal is gone")
+
+    def _bad(self, why: str) -> DamagedFile:
+        return DamagedFile(
+            f"{self.path}: {why}", remedy="the journal is discarded; the checkpoint is re-hashed"
+        )
+
+    def _read(self, size: int) -> bytes:
+        data = self._file.read(size) if size <= self._size else b""
+        if len(data) != size:
+            raise self._bad("ends early")
+        return data
+
+    def _read_header(self) -> JournalHeader:
+        if self._read(len(_MAGIC)) != _MAGIC:
+            raise self._bad("not a journal")
+        (length,) = struct.unpack("<I", self._read(4))
+        if length > _HEADER_LIMIT:
+            raise self._bad("header too long")
+        members = Members(parse_object(self._read(length), str(self.path)), str(self.path))
+        return JournalHeader(
+            run_id=members.text("run_id"),
+            journal=members.text("journal"),
+            base_version=members.integer("base_version"),
+            base_root=members.text("base_root"),
+            generation=members.integer("generation"),
+            target_version=members.integer("target_version"),
+            target_root=members.text("target_root"),
+            target_digest=members.text("target_digest"),
+        )
+
+    def _check_footer(self) -> None:
+        tail = HEAD.size + len(_END)
+        if self._size - self._start < tail:
+            raise self._bad("incomplete")
+        self._file.seek(self._size - tail)
+        self._footer = HEAD.unpack(self._read(HEAD.size))
+        if self._footer[0] != _FOOTER_TENSOR or self._read(len(_END)) != _END:
+            raise self._bad("incomplete")
+
+    def packed(self) -> Iterator[PackedRecord]:
+        """Records whose headers fit the table; their payloads are left where they are."""
+        offset, end = self._start, self._size - HEAD.size - len(_END)
+        block, begin = b"", offset
+        for _ in range(self._footer[2]):
+            if offset + HEAD.size > begin + len(block):
+                block, begin = os.pread(self._file.fileno(), _HEADS, offset), offset
+            record = self._head(block[offset - begin : offset - begin + HEAD.size], offset, end)
+            yield record
+            offset = record.offset + record.size
+        if offset != end:
+            raise self._bad("more records than the footer counts")
+
+    def _head(self, head: bytes, offset: int, end: int) -> PackedRecord:
+        if len(head) != HEAD.size:
+            raise self._bad("ends early")
+        try:
+            record = parse_head(head, self._table, offset + HEAD.size)
+        except BadRecordError as error:
+            raise self._bad(str(error)) from error
+        if record.offset + record.size > end:
+            raise self._bad("ends early")
+        return record
+
+    def exchange(
+        self, record: PackedRecord, words: Words, way: Direction, *, again: bool, begin: Begin = at_once
+    ) -> int | None:
+        """Writes new words over old ones of the record's tensor, or the way back, and reads them back.
+        `begin` is called with the stretch of `words` that the record covers, and how many of it will change.
+        Returns the first word that is none of those expected (`again`: or already written); some before it
+        are written then. Raises DamagedFile with nothing of the record written. Safe in any thread."""
+        kind = self._table[record.tensor].kind
+        payload, back = self._payload(record), way is Direction.BACK
+        try:
+            return exchange(record, payload, kind, words, begin, back=back, again=again)
+        except BadRecordError as error:
+            raise self._bad(str(error)) from error
+
+    def exchange_many(
+        self,
+        records: Sequence[PackedRecord],
+        words: Words,
+        places: Sequence[tuple[int, int]],
+        way: Direction,
+        *,
+        again: bool,
+        begin: Begin = at_once,
+    ) -> tuple[PackedRecord, int] | None:
+        """As `exchange`, of lists that lie near each other, in the order of the journal; `places` as in
+        `records.exchange_many`. Returns the record and the word that is none of those expected; none is
+        written then."""
+        start, stop = records[0].offset, records[-1].offset + records[-1].size
+        room = self._bytes(start, stop - start)
+        payloads = [room[one.offset - start : one.offset - start + one.size] for one in records]
+        for record, payload in zip(records, payloads, strict=True):
+            self._check(record, payload)
+        try:
+            return exchange_many(
+                records, payloads, words, places, begin, back=way is Direction.BACK, again=again
+            )
+        except BadRecordError as error:
+            raise self._bad(str(error)) from error
+
+    def _payload(self, record: PackedRecord) -> ByteArray:
+        room = self._bytes(record.offset, record.size)
+        self._check(record, room)
+        return room
+
+    def _bytes(self, offset: int, size: int) -> ByteArray:
+        """In this thread's scratch."""
+        room = scratch().take("journal", np.uint8, size)
+        if os.preadv(self._file.fileno(), [room.data], offset) != size:
+            raise self._bad("ends early")
+        return room
+
+    def _check(self, record: PackedRecord, payload: ByteArray) -> None:
+        if xxhash.xxh3_64_intdigest(payload.data) != record.checksum:
+            raise self._bad("record damaged")
+
+    def records(self) -> Iterator[Record]:
+        return map(self.at, self.packed())
+
+    def at(self, record: PackedRecord) -> Record:
+        """Safe in any thread."""
+        spec = self._table[record.tensor]
+        try:
+            found = unpacked(record, self._payload(record), spec.kind)
+        except BadRecordError as error:
+            raise self._bad(str(error)) from error
+        if found.index[-1] >= spec.words:
+            raise self._bad("record out of order, or past the end of its tensor")
+        return found

@@ -1,0 +1,387 @@
+"""Records of a journal: what changes in a stretch of one tensor, listed, under a mask where much does, or all
+of its words where few stay. docs/FORMAT.md, Journal."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from weightcast.shared.base.elements import ByteArray, Chunk, TensorTable, WordKind, Words
+from weightcast.shared.codec.changes import Changes, worth_masks
+from weightcast.shared.codec.kernels import kernels
+from weightcast.shared.codec.places import (
+    Begin,
+    check_masks,
+    exchange_at,
+    places_under,
+    unpack_gaps,
+    unpack_many_gaps,
+)
+
+Pieces = Sequence[bytes | memoryview]
+
+HEAD = struct.Struct("<IIQIIQ")
+"""tensor, word width, first word, changes, escapes or `_WHOLE` or `_MASKED` and a length, checksum"""
+_FACTS = struct.Struct("<IIQII")
+"""a head without its checksum: xxh3-64 of the payload, xor that of these bytes"""
+_WHOLE = 1 << 31
+_MASKED = 3 << 30
+_WORTH_MASKS = 1 << 12
+"""words per span, on the average of a chunk, from which its changes stay under masks: short lists are
+exchanged many at once"""
+_FEW = 16
+"""records whose buffers are written as they are; more are joined first"""
+_PIECE = 256 << 10
+"""bytes of a stretch that are compared, written and read back while a core's cache holds them"""
+
+
+@dataclass(frozen=True)
+class Record:
+    """Changes of one tensor: `index` uint64[k], words in strictly increasing order; `old`, `new` word[k]."""
+
+    tensor: int
+    index: NDArray[np.uint64]
+    old: Words
+    new: Words
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Records as they lie in a journal. `buffers` follow each other; `changes`: of all records."""
+
+    buffers: Pieces
+    records: int
+    changes: int
+
+
+class PackedRecord(NamedTuple):
+    """A record's head; its payload lies at `offset` of the journal. `whole`: so many words are there, those
+    that stay among them; `masked`: it tells by a bit each which of so many change; both 0: `changes` are
+    listed. `checksum`: xxh3-64 of the payload, if the head is what was written."""
+
+    tensor: int
+    width: int
+    first: int
+    changes: int
+    escapes: int
+    whole: int
+    masked: int
+    checksum: int
+    offset: int
+
+    @property
+    def listed(self) -> bool:
+        return not self.whole and not self.masked
+
+    @property
+    def words(self) -> int:
+        """Old ones, and as many new ones, at the payload's end."""
+        return self.whole or self.changes
+
+    @property
+    def places(self) -> int:
+        """Bytes before them, which say where they are."""
+        if self.masked:
+            return _mask_bytes(self.masked)
+        return 0 if self.whole else self.changes + 4 * self.escapes
+
+    @property
+    def size(self) -> int:
+        """Bytes of the payload."""
+        return self.places + 2 * self.width * self.words
+
+
+def _mask_bytes(words: int) -> int:
+    return -(-words // 64) * 8
+
+
+class BadRecordError(ValueError):
+    """A record is none of this table's, or its payload is damaged."""
+
+
+# -- packing
+
+
+def pack_record(record: Record) -> Packed:
+    near = (record.index - record.index[0]).astype(np.uint32)
+    bounds = [0, len(near)]
+    return _listed([(record.tensor, int(record.index[0]))], near, bounds, record.old, record.new)
+
+
+def pack_changes(chunk: Chunk, changes: Changes) -> Packed:
+    """A record for each span with changes. Safe in any thread; `changes` must stay as they are until they are
+    written."""
+    long = chunk.words >= _WORTH_MASKS * len(chunk.spans)
+    if long and worth_masks(len(changes), chunk.words):
+        masks = changes.masks
+        if masks is None:
+            masks = kernels().masks_of(changes.index, chunk.words)
+        return _pack_masked(chunk, masks, changes)
+    index, borders = changes.index, [0, len(changes.index)]
+    if len(chunk.spans) > 1:
+        offsets = np.array([span.offset for span in chunk.spans], np.uint32)
+        borders = [*np.searchsorted(index, offsets).tolist(), len(index)]
+    spans = [span for span, (start, end) in zip(chunk.spans, pairwise(borders), strict=True) if end > start]
+    bounds = sorted({0, *borders})
+    heads = [
+        (span.tensor, int(index[start]) + span.start - span.offset)
+        for span, start in zip(spans, bounds, strict=False)
+    ]
+    return _listed(heads, index, bounds, changes.old, changes.new)
+
+
+def _pack_masked(chunk: Chunk, masks: NDArray[np.uint64], changes: Changes) -> Packed:
+    def pieces() -> Iterator[tuple[int, Pieces]]:
+        found = 0
+        for span in chunk.spans:
+            bits = masks[span.offset >> 6 :][: _mask_bytes(span.words) >> 3]
+            count = len(changes) if len(chunk.spans) == 1 else int(np.bitwise_count(bits).sum())
+            here = slice(found, found + count)
+            yield count, (_bytes_of(bits), _bytes_of(changes.old[here]), _bytes_of(changes.new[here]))
+            found += count
+
+    return _stretches(chunk, _MASKED, pieces())
+
+
+def pack_whole(chunk: Chunk, old: Words, new: Words, counts: Sequence[int] | None = None) -> Packed:
+    """As `pack_changes`, for where few words stay. `old`, `new`: word[chunk.words], not to be changed until
+    they are written. `counts`: changes of each span, where they are known."""
+    heres = [slice(span.offset, span.offset + span.words) for span in chunk.spans]
+    if counts is None:
+        counts = [int(np.count_nonzero(old[here] != new[here])) for here in heres]
+    pieces = [(_bytes_of(old[here]), _bytes_of(new[here])) for here in heres]
+    return _stretches(chunk, _WHOLE, zip(counts, pieces, strict=True))
+
+
+def _stretches(chunk: Chunk, form: int, spans: Iterable[tuple[int, Pieces]]) -> Packed:
+    """A record of all of each span with changes. `spans`: how many, and its payload."""
+    buffers: list[bytes | memoryview] = []
+    changes = records = 0
+    for span, (count, payload) in zip(chunk.spans, spans, strict=True):
+        if count:
+            length = form | span.words
+            buffers.append(_head(span.tensor, chunk.kind.width, span.start, count, length, payload))
+            buffers.extend(payload)
+            changes += count
+            records += 1
+    return _packed(buffers, records, changes)
+
+
+def _listed(
+    heads: Sequence[tuple[int, int]], index: NDArray[np.uint32], bounds: Sequence[int], old: Words, new: Words
+) -> Packed:
+    """`heads`: tensor and first word of each record, which has changes bounds[n] to bounds[n + 1]."""
+    if not len(index):
+        return Packed((), 0, 0)
+    gaps = np.empty(len(index), np.uint8)
+    escapes, counts = kernels().pack_gaps(index, np.array(bounds, np.int64), gaps)
+    gap_bytes, escape_bytes, old_bytes, new_bytes = map(_bytes_of, (gaps, escapes, old, new))
+    buffers: list[bytes | memoryview] = []
+    width, escaped, few = new.itemsize, 0, len(heads) <= _FEW
+    for (tensor, first), (start, end), count in zip(heads, pairwise(bounds), counts.tolist(), strict=True):
+        payload = (
+            gap_bytes[start:end],
+            escape_bytes[4 * escaped : 4 * (escaped + count)],
+            old_bytes[width * start : width * end],
+            new_bytes[width * start : width * end],
+        )
+        pieces = payload if few else (b"".join(payload),)
+        buffers.append(_head(tensor, width, first, end - start, count, pieces))
+        buffers.extend(pieces)
+        escaped += count
+    return _packed(buffers, len(heads), len(index))
+
+
+def _packed(buffers: Pieces, records: int, changes: int) -> Packed:
+    return Packed(buffers if records <= _FEW else [b"".join(buffers)], records, changes)
+
+
+def _bytes_of(array: NDArray[Any]) -> memoryview:
+    return np.ascontiguousarray(array).view(np.uint8).data
+
+
+def _head(tensor: int, width: int, first: int, changes: int, more: int, payload: Pieces) -> bytes:
+    facts = _FACTS.pack(tensor, width, first, changes, more)
+    checksum = _checksum(payload) ^ xxhash.xxh3_64_intdigest(facts)
+    return facts + checksum.to_bytes(8, "little")
+
+
+def _checksum(pieces: Pieces) -> int:
+    if len(pieces) == 1:
+        return xxhash.xxh3_64_intdigest(pieces[0])
+    state = xxhash.xxh3_64()
+    for piece in pieces:
+        state.update(piece)
+    return int(state.intdigest())
+
+
+# -- reading
+
+
+def parse_head(head: bytes, table: TensorTable, offset: int) -> PackedRecord:
+    """`offset`: of the payload. Raises BadRecordError."""
+    tensor, width, first, changes, more, checksum = HEAD.unpack(head)
+    if tensor >= len(table):
+        raise BadRecordError("record of no tensor")
+    own_width, words = table.forms[tensor]
+    if width != own_width or changes == 0:
+        raise BadRecordError("record of no tensor")
+    escapes, whole, masked = _of_form(more)
+    stretch = whole or masked
+    if first >= words or stretch > words - first:
+        raise BadRecordError("record past the end of its tensor")
+    if changes > (stretch if more >= _WHOLE else words) or escapes > changes:
+        raise BadRecordError("record longer than its tensor")
+    checksum ^= xxhash.xxh3_64_intdigest(head[: _FACTS.size])
+    return PackedRecord(tensor, width, first, changes, escapes, whole, masked, checksum, offset)
+
+
+def _of_form(more: int) -> tuple[int, int, int]:
+    """Escapes; words that are all there; words under a mask."""
+    if more >= _MASKED:
+        return 0, 0, more - _MASKED
+    return (0, more - _WHOLE, 0) if more >= _WHOLE else (more, 0, 0)
+
+
+def _words(record: PackedRecord, payload: ByteArray, kind: WordKind) -> tuple[Words, Words]:
+    """Old and new ones."""
+    starts = (record.places, record.places + record.width * record.words)
+    old, new = (np.frombuffer(payload, kind.numpy, record.words, start) for start in starts)
+    return old, new
+
+
+def _gaps(record: PackedRecord, payload: ByteArray) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
+    """And escapes, of a list."""
+    return payload[: record.changes], np.frombuffer(payload, "<u4", record.escapes, record.changes)
+
+
+def _masks(record: PackedRecord, payload: ByteArray) -> NDArray[np.uint64]:
+    return np.frombuffer(payload, "<u8", record.places >> 3)
+
+
+def unpacked(record: PackedRecord, payload: ByteArray, kind: WordKind) -> Record:
+    """In memory of its own. Raises BadRecordError."""
+    old, new = _words(record, payload, kind)
+    if record.whole:
+        index = np.flatnonzero(old != new)
+        if len(index) != record.changes:
+            raise BadRecordError(f"record with {len(index)} changes where {record.changes} should be")
+        places = index.astype(np.uint64) + np.uint64(record.first)
+        return Record(record.tensor, places, old[index], new[index])
+    if record.masked:
+        masks = _masks(record, payload)
+        try:
+            check_masks(record.masked, masks, record.changes)
+        except ValueError as error:
+            raise BadRecordError(f"record with {error}") from error
+        places = places_under(masks).astype(np.uint64) + np.uint64(record.first)
+        return Record(record.tensor, places, old.copy(), new.copy())
+    reached = unpack_gaps(record.first, *_gaps(record, payload))
+    if reached is None:
+        raise BadRecordError("record out of order, or past the end of its tensor")
+    return Record(record.tensor, reached.astype(np.uint64), old.copy(), new.copy())
+
+
+def exchange(
+    record: PackedRecord,
+    payload: ByteArray,
+    kind: WordKind,
+    words: Words,
+    begin: Begin,
+    *,
+    back: bool,
+    again: bool,
+) -> int | None:
+    """As `JournalReader.exchange`. Raises BadRecordError with nothing written."""
+    old, new = _words(record, payload, kind)
+    before, after = _ways(old, new, back)
+    if record.whole:
+        stretch = words[record.first : record.first + record.whole]
+        begin(stretch, record.changes)
+        change = _exchange_again if again else kernels().exchange_all
+        place = change(stretch, before, after)
+        return None if place is None else record.first + place
+    try:
+        failed: int | None
+        if record.masked:
+            masks = _masks(record, payload)
+            failed = kernels().exchange_masked(
+                words, record.first, record.masked, masks, before, after, again=again, begin=begin
+            )
+        else:
+            gaps, escapes = _gaps(record, payload)
+            failed = kernels().exchange_packed(
+                words, record.first, gaps, escapes, before, after, again=again, begin=begin
+            )
+    except ValueError as error:
+        raise BadRecordError(f"record with {error}") from error
+    return failed
+
+
+def _ways(old: Words, new: Words, back: bool) -> tuple[Words, Words]:
+    """What is expected, and what is written."""
+    return (new, old) if back else (old, new)
+
+
+def exchange_many(
+    records: Sequence[PackedRecord],
+    payloads: Sequence[ByteArray],
+    words: Words,
+    places: Sequence[tuple[int, int]],
+    begin: Begin,
+    *,
+    back: bool,
+    again: bool,
+) -> tuple[PackedRecord, int] | None:
+    """As `exchange`, of many short lists at once: a model may have several 100,000 small tensors. `places`:
+    where each record's tensor begins in `words`, and how many words it has. Where a word is not the expected
+    one nothing is written; returns its record and it."""
+    pieces = zip(*map(_pieces, records, payloads), strict=True)
+    gaps, escapes, old, new = map(np.concatenate, pieces)
+    facts = ((one.changes, one.escapes, one.first) for one in records)
+    rows = ((*one, *place) for one, place in zip(facts, places, strict=True))
+    columns = zip(*rows, strict=True)
+    counts, escaped, firsts, homes, limits = (np.array(column, np.int64) for column in columns)
+    index = unpack_many_gaps(firsts, counts, gaps, escaped, escapes.view("<u4"))
+    if index is None or (index[np.cumsum(counts) - 1] >= limits).any():
+        raise BadRecordError("record with changes out of order, or past the end")
+    index += np.repeat(homes, counts)
+    begin(words[index.min() : index.max() + 1], len(index))
+    wrong = exchange_at(words, index, *_ways(old.view(words.dtype), new.view(words.dtype), back), again=again)
+    if wrong is None:
+        return None
+    number = int(np.searchsorted(np.cumsum(counts), wrong, side="right"))
+    return records[number], int(index[wrong] - homes[number])
+
+
+def _pieces(record: PackedRecord, payload: ByteArray) -> tuple[ByteArray, ByteArray, ByteArray, ByteArray]:
+    """Gaps, escapes, old and new words of a list."""
+    places, words = record.places, record.width * record.changes
+    return (
+        payload[: record.changes],
+        payload[record.changes : places],
+        payload[places : places + words],
+        payload[places + words :],
+    )
+
+
+def _exchange_again(words: Words, before: Words, after: Words) -> int | None:
+    """The first word that is not the expected one. By bytes: a copy that was killed may have ended within a
+    word, so that any byte may be from either side; all words are hashed after it."""
+    target, expected, wanted = (array.view(np.uint8) for array in (words, before, after))
+    for start in range(0, len(target), _PIECE):
+        here, old, new = (each[start : start + _PIECE] for each in (target, expected, wanted))
+        wrong = (here != old) & (here != new)
+        if not wrong.any():
+            here[:] = new
+            wrong = here != new
+        if wrong.any():
+            return (start + int(wrong.argmax())) // words.itemsize
+    return None

@@ -1,0 +1,361 @@
+"""Patch and undo: a journal's absolute words into the mapped files, under the patch lock.
+
+Order: state says `patching` (durable), words are compared, written and read back, state says the new
+position. Killed in between, the journal is replayed: each word is old or new, else the checkpoint is dirty.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+from weightcast.shared.base.errors import DamagedFile, NeedsReseed, counted
+from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.base.progress import Advance
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, empty_spool
+from weightcast.shared.checkpoint.state.state import LocalState, Phase, Position, Step
+from weightcast.shared.checkpoint.update import buffer_reuse
+from weightcast.shared.checkpoint.update.engine_patch import drop_engine_patches
+from weightcast.shared.checkpoint.update.journal import Direction, JournalReader
+from weightcast.shared.checkpoint.update.journal_records import PackedRecord
+from weightcast.shared.checkpoint.verify.hashing import (
+    Damaged,
+    Differs,
+    differing,
+    full_hash,
+    hash_tensors,
+    nearest,
+)
+from weightcast.shared.codec.parallel import SMALL_RESULTS, ordered
+
+
+def patch(local: LocalCheckpoint, step: Step, *, way_back: bool = True, threads: int = 1) -> None:
+    """Moves the checkpoint from `step.base` to `step.target`. The caller holds the patch lock.
+
+    The journal is kept. It is the undo until `forget_undo`; without `way_back`, where nobody could refuse the
+    version, nothing before it can be undone and no state names the journal: the caller removes it
+    (`drop_journal`). Raises NeedsReseed, with state `dirty`, when a word is not the one that the journal
+    expects.
+    """
+    if local.state.phase is not Phase.CLEAN or local.state.position.root != step.base.root:
+        raise NeedsReseed("the checkpoint is no longer at the version that was staged")
+    require_readable(local)
+    local.save(local.state.but(phase=Phase.PATCHING, active=step))
+    failpoint("patch.begun", local.directory)
+    _write_all(local, step, Direction.FORWARD, replay=False, threads=threads)
+    failpoint("patch.written", local.directory)
+    require_files(local)
+    before = local.state.undo
+    local.save(_arrived(local, step.target, (*before, step) if way_back else ()))
+    failpoint("patch.recorded", local.directory)
+    if not way_back:
+        for one in before:
+            drop_journal(local, one)
+
+
+def require_files(local: LocalCheckpoint) -> None:
+    """Raises NeedsReseed, with state `dirty`, when a file is no longer the one that is mapped: what lies
+    there now was never checked. The caller holds the patch lock."""
+    try:
+        local.check_files()
+    except NeedsReseed:
+        local.save(local.state.but(phase=Phase.DIRTY))
+        raise
+
+
+def require_readable(local: LocalCheckpoint) -> None:
+    """As `require_files`, and RetryLater when an engine that loads the directory would find more than the
+    checkpoint in it."""
+    require_files(local)
+    local.check_alone()
+
+
+def relabel(local: LocalCheckpoint, target: Position) -> None:
+    """Records a version with the same bytes: equal roots need no patch."""
+    if target.root != local.state.position.root:
+        raise DamagedFile(f"version {target.version} has another root than the local checkpoint")
+    state = local.state
+    local.save(state.but(position=target, epoch=state.followed(target), generation=state.generation + 1))
+
+
+def undo(local: LocalCheckpoint, *, threads: int = 1) -> None:
+    """Goes back over all kept steps, newest first. The caller holds the patch lock."""
+    while local.state.undo:
+        step = local.state.undo[-1]
+        require_files(local)
+        local.save(local.state.but(phase=Phase.UNDOING, active=step))
+        failpoint("undo.begun", local.directory)
+        _write_all(local, step, Direction.BACK, replay=False, threads=threads)
+        failpoint("undo.written", local.directory)
+        require_files(local)
+        local.save(_arrived(local, step.base, local.state.undo[:-1]))
+        failpoint("undo.recorded", local.directory)
+        drop_journal(local, step)
+
+
+def drop_journal(local: LocalCheckpoint, step: Step) -> None:
+    """Of a step that the state does not name any more."""
+    buffer_reuse.keep_journal(local.paths, local.paths.journal(step.journal))
+    failpoint("journal.removed", local.directory)
+
+
+def forget_undo(local: LocalCheckpoint) -> None:
+    """Every engine serves the position: the way back is dropped."""
+    if local.state.undo:
+        steps = local.state.undo
+        local.save(local.state.but(undo=()))
+        failpoint("undo.forgotten", local.directory)
+        for step in steps:
+            drop_journal(local, step)
+
+
+def _arrived(local: LocalCheckpoint, position: Position, undo_steps: tuple[Step, ...]) -> LocalState:
+    state = local.state
+    return state.but(
+        phase=Phase.CLEAN,
+        active=None,
+        position=position,
+        undo=undo_steps,
+        epoch=state.followed(position),
+        files=local.file_identities(),
+        generation=state.generation + 1,
+    )
+
+
+def _write_all(local: LocalCheckpoint, step: Step, way: Direction, *, replay: bool, threads: int) -> None:
+    with JournalReader(local.paths.journal(step.journal), local.table) as journal:
+        header = journal.header
+        named = (header.run_id, header.journal, header.base_version, header.base_root, header.target_digest)
+        base, target = step.base, step.target
+        if named != (local.state.run_id, step.journal, base.version, base.root, target.digest):
+            raise DamagedFile(f"{journal.path}: belongs to another run or version")
+        try:
+            exchange(local, journal, way, again=replay, threads=threads)
+        except UnexpectedWordError as found:  # no thread writes any more
+            _dirty(local, found)
+
+
+def _dirty(local: LocalCheckpoint, found: UnexpectedWordError) -> None:
+    local.save(local.state.but(phase=Phase.DIRTY))
+    name = local.table[found.tensor].name
+    raise NeedsReseed(
+        f"{local.directory}: word {found.word} of {name} is not what the journal expects",
+        remedy="something else wrote to the local checkpoint; the next sync seeds it again",
+    )
+
+
+def is_replayed(local: LocalCheckpoint) -> bool:
+    """Whether `recover` writes words."""
+    return local.state.phase in (Phase.PATCHING, Phase.UNDOING) and local.state.host.same_boot(local.host)
+
+
+def recover(local: LocalCheckpoint, *, threads: int = 1, advance: Advance | None = None) -> None:
+    """Finishes what a kill left behind. The caller holds the patch lock.
+
+    After a kill while patching or undoing in the same boot, the journal is replayed and everything is
+    re-hashed. After a reboot (or where the boot is unknown) no journal is trusted: everything is re-hashed,
+    also when the files are not the ones that were left.
+    Raises NeedsReseed when the bytes are no version that the state knows.
+    """
+    state = local.state
+    if state.phase in (Phase.SEEDING, Phase.DIRTY):
+        raise NeedsReseed(f"{local.directory} is {state.phase.value}", remedy="the next sync seeds it again")
+    rebooted = not state.host.same_boot(local.host)
+    if rebooted:
+        _after_reboot(local, threads, advance)
+    elif is_replayed(local):
+        _replay(local, threads, advance)
+    elif state.files != local.file_identities():
+        rehash(local, threads=threads, advance=advance)
+    drop_strays(local)
+
+
+def _replay(local: LocalCheckpoint, threads: int, advance: Advance | None) -> None:
+    step = local.state.active
+    if step is None:
+        raise NeedsReseed(f"{local.directory}: its state names no journal")
+    forward = local.state.phase is Phase.PATCHING
+    try:
+        _write_all(
+            local, step, Direction.FORWARD if forward else Direction.BACK, replay=True, threads=threads
+        )
+    except DamagedFile as error:
+        local.save(local.state.but(phase=Phase.DIRTY))
+        raise NeedsReseed(error.message, remedy="the next sync seeds it again") from error
+    failpoint("replay.written", local.directory)
+    position = step.target if forward else step.base
+    began = _require_bytes(local, position, threads, advance)
+    kept = tuple(known for known in local.state.undo if known != step)
+    arrived = _arrived(local, position, (*kept, step) if forward else kept)
+    local.save(arrived.but(last_full_hash=began))
+
+
+def _after_reboot(local: LocalCheckpoint, threads: int, advance: Advance | None) -> None:
+    """Unsynced pages and journals may be gone: only the bytes themselves say where the checkpoint is."""
+    positions = known_positions(local.state)
+    report = full_hash(local, threads=threads, advance=advance)
+    for position in positions:
+        if report.root == position.root:
+            local.save(_arrived(local, position, ()).but(last_full_hash=report.began))
+            return
+    # no way back leads over a journal that was not synced, once this boot counts as the state's
+    local.save(local.state.but(phase=Phase.DIRTY, undo=()))
+    position = nearest(local.table, report.lanes, repairable(local.state))
+    names = differing(local.table, report.lanes, position.lanes)
+    raise Differs(
+        f"{local.directory}: other bytes in {counted(len(names), 'tensor')} after a restart of the machine",
+        position,
+        names,
+    )
+
+
+def known_positions(state: LocalState) -> tuple[Position, ...]:
+    """Versions that the bytes may be, the likeliest first."""
+    step = state.active
+    return (state.position,) if step is None else (step.target, step.base)
+
+
+def repairable(state: LocalState) -> tuple[Position, ...]:
+    """Versions to repair towards: none that engines refused, where there is another."""
+    blocked = {one.digest for one in state.blocked}
+    known = known_positions(state)
+    return tuple(position for position in known if position.digest not in blocked) or known
+
+
+def _require_bytes(
+    local: LocalCheckpoint, position: Position, threads: int, advance: Advance | None
+) -> float:
+    """Returns the unix time at which it began to read."""
+    report = full_hash(local, threads=threads, advance=advance, expected=position.lanes)
+    if report.root != position.root:
+        local.save(local.state.but(phase=Phase.DIRTY))
+        names = report.differing
+        raise Differs(
+            f"{local.directory}: {', '.join(names[:3])} differ from version {position.version}",
+            position,
+            names,
+        )
+    return report.began
+
+
+def rehash(local: LocalCheckpoint, *, threads: int = 1, advance: Advance | None = None) -> None:
+    """Reads every byte and records that it agrees. Raises NeedsReseed, with state `dirty`, when it does not.
+    The caller holds the patch lock."""
+    require_files(local)
+    began = _require_bytes(local, local.state.position, threads, advance)
+    local.save(local.state.but(last_full_hash=began, files=local.file_identities()))
+
+
+def prove(
+    local: LocalCheckpoint, seconds: float, *, threads: int = 1, advance: Advance | None = None
+) -> None:
+    """Hashes every tensor whose last hash is more than `seconds` old. Raises Damaged, with state `dirty`,
+    when one is not the version's. The time is not made durable here: the next save of the state does that."""
+    proofs, began = local.proofs, local.proofs.clock()
+    proofs.add_full_hash(local.state.last_full_hash)
+    stale = proofs.before(began - seconds)
+    if not stale.size:
+        return
+    found = hash_tensors(local.table, local, only=stale.tolist(), threads=threads, advance=advance)
+    position = local.state.position
+    wrong = differing(local.table, found, position.lanes, only=stale)
+    # the path may lead to another file by now than the one that was hashed
+    require_files(local)
+    if wrong:
+        local.save(local.state.but(phase=Phase.DIRTY))
+        message = f"{local.directory}: damaged bytes in {', '.join(wrong[:3])} of version {position.version}"
+        raise Damaged(message, position, wrong, whole=stale.size == len(local.table))
+    proofs.add(stale, began)
+    local.state = local.state.but(last_full_hash=time.time() - proofs.age)
+
+
+def drop_strays(local: LocalCheckpoint) -> None:
+    """Journals that no state names, spares, patches for engines, everything in the spool: leftovers of a
+    kill."""
+    named = {step.journal for step in local.state.steps}
+    for path in local.paths.journals.iterdir():
+        if path.stem not in named:
+            path.unlink()
+    buffer_reuse.drop(local.paths)
+    drop_engine_patches(local.paths)
+    empty_spool(local.paths)
+
+
+_BATCH = 256 << 10
+"""bytes of records that a thread takes at once"""
+_MANY = 32
+"""lists from which they are exchanged at once"""
+
+
+class UnexpectedWordError(Exception):
+    """A word that is none of those that the journal expects."""
+
+    def __init__(self, tensor: int, word: int) -> None:
+        self.tensor, self.word = tensor, word
+
+
+def exchange(
+    local: LocalCheckpoint, journal: JournalReader, way: Direction, *, again: bool, threads: int = 1
+) -> None:
+    """Every record, as `JournalReader.exchange`. Raises UnexpectedWordError once no thread writes any more;
+    some words are written then."""
+
+    def work(batch: Sequence[PackedRecord]) -> None:
+        for alike in _alike(local, batch):
+            if len(alike) < _MANY or not alike[0].listed:
+                _one_by_one(local, journal, alike, way, again)
+            else:
+                _at_once(local, journal, alike, way, again)
+
+    for _ in ordered(work, _batches(journal.packed()), threads, each=SMALL_RESULTS):
+        pass
+
+
+def _batches(records: Iterable[PackedRecord]) -> Iterator[Sequence[PackedRecord]]:
+    """Thousands of records may hold a few changes each: a thread takes some at once."""
+    batch: list[PackedRecord] = []
+    size = 0
+    for record in records:
+        batch.append(record)
+        size += record.size
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _alike(local: LocalCheckpoint, batch: Sequence[PackedRecord]) -> Sequence[Sequence[PackedRecord]]:
+    """Records that may be exchanged at once: lists of words of one file and dtype."""
+    if len(batch) < _MANY:
+        return [batch]
+    found: dict[tuple[bool, int], list[PackedRecord]] = {}
+    for record in batch:
+        found.setdefault((record.listed, id(local.home(record.tensor)[0])), []).append(record)
+    return list(found.values())
+
+
+def _one_by_one(
+    local: LocalCheckpoint,
+    journal: JournalReader,
+    records: Sequence[PackedRecord],
+    way: Direction,
+    again: bool,
+) -> None:
+    for record in records:
+        words = local.words(record.tensor)
+        failed = journal.exchange(record, words, way, again=again, begin=local.begin_writing)
+        if failed is not None:
+            raise UnexpectedWordError(record.tensor, failed)
+        failpoint("patch.record", local.directory)
+
+
+def _at_once(
+    local: LocalCheckpoint, journal: JournalReader, lists: Sequence[PackedRecord], way: Direction, again: bool
+) -> None:
+    words, _ = local.home(lists[0].tensor)
+    places = [(local.home(one.tensor)[1], local.table.forms[one.tensor][1]) for one in lists]
+    failed = journal.exchange_many(lists, words, places, way, again=again, begin=local.begin_writing)
+    if failed is not None:
+        raise UnexpectedWordError(failed[0].tensor, failed[1])
+    failpoint("patch.record", local.directory)

@@ -1,0 +1,486 @@
+"""What brings a local checkpoint to a target: rules without IO.
+
+The caller gathers facts, asks `plan`, and where the answer is `Need` or `Look` reads that and asks again.
+
+Versions are nodes; steps, deltas from older versions and full weights are ways between them. The way of the
+fewest bytes is searched from the target back, on sizes that the directories show; only the indexes on it are
+read, and what contradicts them is no way.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from weightcast.shared.base.errors import MEND_CHANNEL
+from weightcast.shared.channel.render import Shown
+
+FULL = -1
+"""stands for the base version where full weights are meant"""
+MOST_FOLDED = 64
+"""versions in one leg: what is held of their indexes while they fold stays bounded"""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What planning needs of an index. `digest` is that of the version's own index, also for a delta from an
+    older version, which lies beside it."""
+
+    version: int
+    kind: Literal["delta", "anchor"]
+    base_version: int
+    parent: str | None
+    """None: the format does not say (foreign)"""
+    digest: str
+    root: str
+    epoch: int
+    grid: str
+    """equal for versions that fold; empty for anchors"""
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Here:
+    """Where the local checkpoint stands."""
+
+    version: int
+    digest: str
+    root: str
+    epoch: int
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """`links`: main indexes read so far; a version mapped to None does not exist (pruned or never published).
+    `skips`: indexes of deltas from older versions read so far, by version and base version. `shown`: what
+    directories show, of the versions above `looked`; one that shows nothing is missing. `base`: the digest of
+    version 0 when its full weights are at hand. `exact`: the target was asked for by number, going back is
+    meant."""
+
+    here: Here | None
+    target: int
+    links: Mapping[int, Link | None]
+    base: str | None
+    shown: Mapping[int, Shown] = field(default_factory=dict)
+    looked: int = 0
+    skips: Mapping[tuple[int, int], Link | None] = field(default_factory=dict)
+    exact: bool = False
+    avoid: Collection[tuple[int, int]] = ()
+    """what was found damaged, as version and base version, `FULL` for full weights: no way leads over it"""
+    damaged: Collection[int] = ()
+    """versions in `links` mapped to None because their index cannot be used"""
+    blocked: frozenset[str] = frozenset()
+    epoch: int = 0
+    """the highest that was ever followed here, also before a reseed"""
+    signed: bool = False
+    """every link is signed by a trusted key: what does not continue what lies here is no accident"""
+    reached: int = 0
+    """the version that was last applied here, also where its bytes are lost"""
+
+
+@dataclass(frozen=True)
+class Need:
+    """The index of `version` must be read before a plan can be made: the main one, or the one of its delta
+    from `base_version`. `also`: others that will be asked for if nothing speaks against it."""
+
+    version: int
+    base_version: int | None = None
+    also: tuple[Need, ...] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True)
+class Look:
+    """The directories of the versions above `above`, up to the target, must be looked at."""
+
+    above: int
+
+
+@dataclass(frozen=True)
+class Stay:
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Legs of versions to fold: versions of a leg share a grid; legs follow one another. `skips`: versions
+    that are reached by a delta from an older version, and from which."""
+
+    legs: tuple[tuple[int, ...], ...]
+    nbytes: int
+    skips: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Relabel:
+    """Same bytes under the version's number, then the legs."""
+
+    version: int
+    then: Patch = Patch((), 0)
+
+
+@dataclass(frozen=True)
+class Seed:
+    """Full weights of `version` (0: the base), then the legs."""
+
+    version: int
+    then: Patch
+    reason: str
+
+
+@dataclass(frozen=True)
+class Refuse:
+    reason: str
+    remedy: str
+    waits: bool = False
+    """True: nothing is wrong here, a later target may be accepted"""
+
+
+Plan = Stay | Relabel | Patch | Seed | Refuse | Need | Look
+
+
+@dataclass(frozen=True)
+class _Hop:
+    """One delta: from `base_version` to `version`."""
+
+    version: int
+    base_version: int
+    nbytes: int
+    beside: bool
+    """True: a delta from an older version, beside the main one"""
+
+
+_Source = Literal["here", "equal", "base", "anchor"]
+
+
+@dataclass(frozen=True)
+class _Way:
+    """From a source at `version` along `hops`, oldest first."""
+
+    source: _Source
+    version: int
+    hops: tuple[_Hop, ...]
+
+
+def plan(facts: PlanFacts) -> Plan:
+    here = facts.here
+    reached = facts.reached if here is None else here.version
+    if facts.target < reached and not facts.exact and (here is not None or facts.signed):
+        return _rewound(facts, reached)
+    if here is not None and facts.target == here.version:
+        return _same_version(facts, here)
+    if facts.target > 0 and facts.target not in facts.links:
+        return Need(facts.target)
+    target = facts.links.get(facts.target)
+    if target is not None:
+        refusal = _refusal(facts, target)
+        if refusal is not None:
+            return refusal
+        if here is not None and target.root and target.root == here.root:
+            return Relabel(facts.target)
+    if here is None:
+        return _seed(facts, "")
+    if facts.target < here.version:
+        return _seed(facts, f"going back from version {here.version}")
+    return _patch(facts, here)
+
+
+def _refusal(facts: PlanFacts, target: Link) -> Refuse | None:
+    if target.digest in facts.blocked:
+        return Refuse(
+            f"version {target.version} was refused by the engines", "publish a newer version", waits=True
+        )
+    lowest = _lowest_epoch(facts)
+    if target.epoch < lowest:
+        return Refuse(
+            f"version {target.version} was written by a publisher of epoch {target.epoch}, "
+            f"this host already follows epoch {lowest}",
+            "stop the old publisher; if the channel was restored from a backup, remove the local checkpoint",
+        )
+    return None
+
+
+def _lowest_epoch(facts: PlanFacts) -> int:
+    """Of a target. Versions asked for by number may be of earlier publishers, unless they would continue what
+    lies here."""
+    here = facts.here
+    if facts.exact:
+        return here.epoch if here is not None and facts.target > here.version else 0
+    return max(facts.epoch, here.epoch if here is not None else 0)
+
+
+def _same_version(facts: PlanFacts, here: Here) -> Plan:
+    if here.version == 0:
+        if facts.base is not None and facts.base != here.digest:
+            return _forked(facts, "the local base is another run's")
+        return Stay()
+    if here.version not in facts.links:
+        return Need(here.version)
+    link = facts.links[here.version]
+    if link is not None and link.digest != here.digest:
+        return _forked(facts, f"version {here.version} of the channel is not the one that lies here")
+    return Stay()
+
+
+def _forked(facts: PlanFacts, reason: str) -> Plan:
+    """Two histories of one run. Unsigned, the channel is right: it may have been restored. Signed, somebody
+    may be replaying what its publisher once wrote."""
+    return _replayed(reason) if facts.signed else _seed(facts, reason)
+
+
+def _rewound(facts: PlanFacts, reached: int) -> Plan:
+    """Nothing goes back on the pointer's word. Unsigned, it may be a stale mount's or an operator's."""
+    reason = (
+        f"the channel was rewound: latest names version {facts.target}, "
+        f"version {reached} was applied here before"
+    )
+    return _replayed(reason) if facts.signed else Stay(reason)
+
+
+def _replayed(reason: str) -> Refuse:
+    return Refuse(
+        reason,
+        "find out who can write to the channel; to go back give --target with the version's number; "
+        "if the channel was restored from a backup, remove the local checkpoint",
+    )
+
+
+def _patch(facts: PlanFacts, here: Here) -> Plan:
+    if facts.looked > here.version:
+        return Look(here.version)
+    way = _search(facts, here)
+    if isinstance(way, Need):
+        return way
+    fork = _fork(facts, here)
+    if fork and facts.signed and (way is None or way.source == "anchor"):
+        return _replayed(fork)
+    if way is None:
+        return _seed(facts, _why_not(facts, here))
+    then = _legs(facts, way)
+    if way.source == "anchor":
+        reason = _why_not(facts, here) or f"full weights of version {way.version} are fewer bytes"
+        return Seed(way.version, then, reason)
+    return then if way.source == "here" else Relabel(way.version, then)
+
+
+def _seed(facts: PlanFacts, reason: str) -> Plan:
+    if facts.looked > 0:
+        return Look(0)
+    way = _search(facts, None)
+    if isinstance(way, Need):
+        return way
+    if way is None:
+        why = dict.fromkeys(filter(None, [reason, _why_not(facts, None)]))
+        return Refuse(
+            ": ".join([f"version {facts.target} cannot be reached", *why]),
+            MEND_CHANNEL
+            if facts.damaged
+            else "give --base with the run's base checkpoint, or have the publisher write an anchor",
+        )
+    return Seed(way.version, _legs(facts, way), reason or "no local checkpoint yet")
+
+
+def _legs(facts: PlanFacts, way: _Way) -> Patch:
+    legs: list[list[int]] = []
+    grid: str | None = None
+    for hop in way.hops:
+        link = _link(facts, hop)
+        found = "" if link is None else link.grid
+        if found != grid or len(legs[-1]) == MOST_FOLDED:
+            legs.append([])
+            grid = found
+        legs[-1].append(hop.version)
+    skips = {hop.version: hop.base_version for hop in way.hops if hop.beside}
+    return Patch(tuple(tuple(leg) for leg in legs), sum(hop.nbytes for hop in way.hops), skips)
+
+
+def _search(facts: PlanFacts, here: Here | None) -> _Way | Need | None:
+    """The way of the fewest bytes to the target, from `here` or full weights, its indexes all read. None:
+    there is no way."""
+    reached: set[int] = set()
+    tie = 0
+    queue: list[tuple[int, int, int, int, _Source | None, _Trail | None]]
+    queue = [(0, 0, tie, facts.target, None, None)]
+    while queue:
+        cost, hops, _, version, source, trail = heapq.heappop(queue)
+        if source is not None:
+            way = _Way(source, version, _unrolled(trail))
+            return _unread(facts, here, way) or way
+        if version in reached:
+            continue
+        reached.add(version)
+        for kind, nbytes in _sources(facts, here, version):
+            tie += 1
+            heapq.heappush(queue, (cost + nbytes, hops, tie, version, kind, trail))
+        if version not in facts.links and version not in facts.shown and _beyond(here, version):
+            return Need(version)
+        for hop in _hops(facts, here, version):
+            tie += 1
+            longer = _Trail(hop, trail)
+            heapq.heappush(queue, (cost + hop.nbytes, hops + 1, tie, hop.base_version, None, longer))
+    return _full_weights(facts, reached)
+
+
+def _full_weights(facts: PlanFacts, reached: Collection[int]) -> Need | None:
+    """Where nothing leads on: a version taken for a step may hold full weights. Largest first."""
+    unread = [version for version in reached if version in facts.shown and version not in facts.links]
+    if not unread:
+        return None
+    return Need(max(unread, key=lambda version: (facts.shown[version].nbytes, version)))
+
+
+@dataclass(frozen=True)
+class _Trail:
+    hop: _Hop
+    after: _Trail | None
+
+
+def _unrolled(trail: _Trail | None) -> tuple[_Hop, ...]:
+    hops: list[_Hop] = []
+    while trail is not None:
+        hops.append(trail.hop)
+        trail = trail.after
+    return tuple(hops)
+
+
+def _beyond(here: Here | None, version: int) -> bool:
+    """Whether deltas to `version` may be part of a way."""
+    return version > (0 if here is None else here.version)
+
+
+def _sources(facts: PlanFacts, here: Here | None, version: int) -> Iterator[tuple[_Source, int]]:
+    """Where a way may begin at `version`, and the bytes of that."""
+    link, shown = facts.links.get(version), facts.shown.get(version)
+    if here is not None and version == here.version:
+        yield "here", 0
+    elif here is not None and link is not None and link.root and link.root == here.root:
+        yield "equal", 0
+    if (version, FULL) in facts.avoid:
+        return
+    if here is None and version == 0 and facts.base is not None:
+        yield "base", 0
+    if not _beyond(here, version) or (link is None and version in facts.links):
+        return
+    if link is not None and link.kind == "anchor":
+        yield "anchor", link.nbytes
+    elif shown is not None and shown.anchor is not None:
+        yield "anchor", shown.anchor
+
+
+def _hops(facts: PlanFacts, here: Here | None, version: int) -> Iterator[_Hop]:
+    """Deltas that lead to `version`, as far as nothing that was read speaks against them."""
+    shown, lowest = facts.shown.get(version), 0 if here is None else here.version
+    known = version in facts.links
+    if not _beyond(here, version) or (known and facts.links[version] is None):
+        return
+    for hop in (*_main_hop(facts, version), *_skips(shown, version)):
+        sound = (hop.version, hop.base_version) not in facts.avoid
+        if sound and hop.base_version >= lowest and _holds(facts, here, hop):
+            yield hop
+
+
+def _main_hop(facts: PlanFacts, version: int) -> Sequence[_Hop]:
+    link, shown = facts.links.get(version), facts.shown.get(version)
+    if link is None:
+        # an unread one is taken for a step
+        return () if shown is None else (_Hop(version, version - 1, shown.nbytes, False),)
+    if link.kind == "anchor":
+        return ()
+    return (_Hop(version, link.base_version, link.nbytes if shown is None else shown.nbytes, False),)
+
+
+def _skips(shown: Shown | None, version: int) -> Iterator[_Hop]:
+    for base_version, nbytes in () if shown is None else shown.skips.items():
+        yield _Hop(version, base_version, nbytes, True)
+
+
+def _link(facts: PlanFacts, hop: _Hop) -> Link | None:
+    if hop.beside:
+        return facts.skips.get((hop.version, hop.base_version))
+    return facts.links.get(hop.version)
+
+
+def _holds(facts: PlanFacts, here: Here | None, hop: _Hop) -> bool:
+    link, main = _link(facts, hop), facts.links.get(hop.version)
+    if link is None:
+        return not hop.beside or (hop.version, hop.base_version) not in facts.skips
+    if hop.beside and main is not None and (link.digest, link.root) != (main.digest, main.root):
+        return False
+    return _starts_from(facts, here, link)
+
+
+def _starts_from(facts: PlanFacts, here: Here | None, link: Link) -> bool:
+    """Whether the base that a delta names is the one that is there."""
+    base = facts.links.get(link.base_version)
+    if here is not None and link.base_version == here.version:
+        if link.parent is None and here.version > 0:
+            # foreign indexes name no parent: the local version's own index must be the one applied
+            return base is None or base.digest == here.digest
+        return link.parent is None or link.parent == here.digest
+    if link.parent is None:
+        return True
+    if link.base_version == 0 and facts.base:
+        return link.parent == facts.base
+    return base is None or link.parent == base.digest
+
+
+def _unread(facts: PlanFacts, here: Here | None, way: _Way) -> Need | None:
+    """What of the way was not read yet, from the target back."""
+    needs = [need for hop in reversed(way.hops) for need in _unread_of(facts, here, hop)]
+    if way.source == "anchor" and way.version not in facts.links:
+        needs.append(Need(way.version))
+    return replace(needs[0], also=tuple(needs[1:])) if needs else None
+
+
+def _unread_of(facts: PlanFacts, here: Here | None, hop: _Hop) -> Iterator[Need]:
+    if hop.version not in facts.links:
+        yield Need(hop.version)
+    if hop.beside and (hop.version, hop.base_version) not in facts.skips:
+        yield Need(hop.version, hop.base_version)
+    link = _link(facts, hop)
+    if here is None or link is None or link.parent is not None:
+        return
+    if hop.base_version == here.version > 0 and hop.base_version not in facts.links:
+        yield Need(hop.base_version)
+
+
+def _why_not(facts: PlanFacts, here: Here | None) -> str:
+    """Where the steps from the target back to `here`, or to full weights, break off; empty if they do not."""
+    stop_at = 0 if here is None else here.version
+    version, expected = facts.target, None
+    while version > stop_at:
+        link = facts.links.get(version)
+        if link is None and version in facts.damaged:
+            return f"the index of version {version} is damaged"
+        if link is None:
+            return f"version {version} is no longer in the channel" if version in facts.links else ""
+        if expected is not None and link.digest != expected:
+            return f"version {version} is not the one that the next version starts from"
+        if (version, link.base_version) in facts.avoid:
+            return f"the delta of version {version} is damaged"
+        if link.kind == "anchor":
+            return f"version {version} begins a new chain"
+        if not _starts_from(facts, here, link) and link.base_version == stop_at:
+            return _other_base(link, here)
+        expected, version = link.parent, link.base_version
+    if version < stop_at:
+        return f"no deltas from version {stop_at}"
+    return "no full weights to start from" if here is None and facts.base is None else ""
+
+
+def _fork(facts: PlanFacts, here: Here) -> str:
+    """Empty unless a step that was read continues another version than the one that lies here."""
+    for link in facts.links.values():
+        continues = link is not None and link.kind == "delta" and link.base_version == here.version
+        if link is not None and continues and not _starts_from(facts, here, link):
+            return _other_base(link, here)
+    return ""
+
+
+def _other_base(link: Link, here: Here | None) -> str:
+    if here is None:
+        return f"version {link.version} starts from another base"
+    if link.parent is None:
+        return f"version {here.version} of the channel was rewritten"
+    return f"version {link.version} continues another version {here.version} than the one that lies here"

@@ -1,0 +1,1 @@
+"""Proving, seeding and repairing the bytes of a local checkpoint."""

@@ -1,0 +1,437 @@
+"""Seeding: full weights from a base or an anchor become a local checkpoint.
+
+Nothing is written before the source's tensors, files and every byte have been compared with what the channel
+says of it. Phase `seeding` is durable before the first byte and replaced by `clean` only after a full hash of
+what was written; killed in between, seeding starts over into the same files.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from blake3 import blake3
+
+from weightcast.shared.base.elements import ByteArray, TensorTable, Words
+from weightcast.shared.base.errors import (
+    MEND_CHANNEL,
+    DamagedFile,
+    NeedsReseed,
+    Refused,
+    WrongRun,
+    counted,
+)
+from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.base.progress import Advance
+from weightcast.shared.channel.index import INDEX_NAME, FileRecord, Index, file_record
+from weightcast.shared.channel.run_files import Base, parse_base, write_base
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths
+from weightcast.shared.checkpoint.state.state import (
+    Boot,
+    LocalState,
+    Phase,
+    Position,
+    pack_lanes,
+    write_state,
+)
+from weightcast.shared.checkpoint.update.buffer_reuse import make_room
+from weightcast.shared.checkpoint.verify.hashing import differing, hash_tensors
+from weightcast.shared.digest.root import root
+from weightcast.shared.files import durable
+from weightcast.shared.files.disk_errors import disk_error
+from weightcast.shared.files.hf_checkpoint import Checkpoint, Place
+from weightcast.shared.files.mapping import LeasedFile, is_open_elsewhere
+from weightcast.shared.files.paths import exists, is_file, is_link
+from weightcast.shared.files.side_files import side_files
+from weightcast.shared.files.system import taken_bytes
+
+_BLOCK = 8 << 20
+_RESERVE = 1 << 20
+"""bytes of free space asked for beside the weights: state, config, tokenizer"""
+
+
+@dataclass(frozen=True)
+class SeedSource:
+    """Full weights at `position`. `base` describes the run: tensor table and the files beside the weights.
+    `anchor`: the index that lists the files, for weights that come out of the channel."""
+
+    checkpoint: Checkpoint
+    position: Position
+    run_id: str
+    base: Base
+    foreign: bool = False
+    anchor: Index | None = None
+
+    @property
+    def digests(self) -> Mapping[str, str] | None:
+        """BLAKE3 hex by name of the files that may be taken; None: all, as they are."""
+        if self.anchor is None:
+            return None
+        listed = (*self.anchor.files, *self.anchor.side_files)
+        return {file.name: file.blake3 for file in listed} | {INDEX_NAME: self.anchor.digest}
+
+    @cached_property
+    def beside(self) -> Mapping[str, Path]:
+        """Files beside the weights that are copied, by name: config, tokenizer, code; not the index."""
+        digests = self.digests
+        files = side_files(self.checkpoint).files
+        return {name: path for name, path in files.items() if digests is None or name in digests}
+
+    @property
+    def local_base(self) -> Base:
+        """`base` for the local checkpoint. It lists every file that is copied: base.json of an older release
+        lists fewer."""
+        listed = {record.name for record in self.base.all_files}
+        more = [file_record(path, name) for name, path in self.beside.items() if name not in listed]
+        if self.anchor is not None and not more:
+            return self.base
+        return replace(self.base, side_files=(*(self.base.side_files or ()), *more))
+
+
+def seed(
+    paths: LocalPaths,
+    source: SeedSource,
+    *,
+    threads: int = 1,
+    advance: Advance | None = None,
+    keep: LocalState | None = None,
+) -> LocalCheckpoint:
+    """Seeds into `paths` (owner and patch lock held). `keep`: epoch, engines and blocked versions of an
+    earlier state survive.
+
+    Raises WrongRun when the source is not what the channel describes (nothing is written then), RetryLater
+    when there is no space.
+    """
+    check_source(source, threads=threads, advance=advance)
+    _check_room(paths, source)
+    state = _seeding_state(source, keep)
+    failpoint("seed.checked", paths.directory)
+    with _errors_of(paths):
+        durable.replace(paths.base, write_base(source.local_base))
+        write_state(paths.state, state)
+        _copy_files(paths, source, advance)
+    opened = LocalCheckpoint.open(paths.directory)
+    if opened is None:
+        raise NeedsReseed(f"{paths.state} vanished while seeding")
+    began = time.time()
+    found = hash_tensors(opened.table, opened, threads=threads, advance=advance)
+    if pack_lanes(found) != source.position.lanes:
+        opened.close()
+        raise NeedsReseed(
+            f"{paths.directory}: what was written is not what was read", remedy="check the disk"
+        )
+    failpoint("seed.hashed", paths.directory)
+    opened.save(state.but(phase=Phase.CLEAN, last_full_hash=began, files=opened.file_identities()))
+    return opened
+
+
+def _seeding_state(source: SeedSource, keep: LocalState | None) -> LocalState:
+    state = LocalState(
+        run_id=source.run_id,
+        position=source.position,
+        phase=Phase.SEEDING,
+        epoch=source.position.epoch,
+        host=Boot.here(),
+        foreign=source.foreign,
+    )
+    if keep is None:
+        return state
+    return state.but(
+        generation=keep.generation + 1,
+        epoch=keep.followed(source.position),
+        engines=keep.engines,
+        blocked=keep.blocked,
+    )
+
+
+def check_source(source: SeedSource, *, threads: int = 1, advance: Advance | None = None) -> None:
+    """Tensors, then config and tokenizer files, then all bytes against `source.position`. Raises WrongRun,
+    and DamagedFile where an anchor is the source: nobody gave it."""
+    try:
+        _check_source(source, threads, advance)
+    except WrongRun as error:
+        if source.anchor is None:
+            raise
+        raise DamagedFile(error.message, remedy=MEND_CHANNEL) from error
+
+
+def _check_source(source: SeedSource, threads: int, advance: Advance | None) -> None:
+    where = source.checkpoint.directory
+    check_table(where, source.checkpoint.table, source.base.table)
+    _check_listed(source)
+    # a release that did not know of side files may have written the anchor
+    expected = source.base.all_files if source.anchor is None else source.base.files
+    check_other_files(where, source.beside, expected)
+    with ReadCheckpoint(source.checkpoint) as read:
+        found = hash_tensors(source.base.table, read, threads=threads, advance=advance)
+    if root(source.base.table, found) != source.position.root:
+        names = differing(source.base.table, found, source.position.lanes)
+        raise WrongRun(
+            f"{where}: {counted(len(names), 'tensor')} with other bytes than version "
+            f"{source.position.version}: {', '.join(names[:3])}",
+            remedy="give the checkpoint that the channel was made from",
+        )
+
+
+def _check_listed(source: SeedSource) -> None:
+    if source.anchor is None:
+        return
+    listed = {file.name: file.size for file in source.anchor.files}
+    for path in source.checkpoint.weight_files:
+        if path.name not in listed:
+            raise DamagedFile(f"{path} is not listed in the anchor's index", remedy=MEND_CHANNEL)
+        if path.stat().st_size != listed[path.name]:
+            raise DamagedFile(
+                f"{path} has {path.stat().st_size} bytes, its index lists {listed[path.name]}",
+                remedy=MEND_CHANNEL,
+            )
+
+
+def check_table(where: Path, found: TensorTable, expected: TensorTable) -> None:
+    """WrongRun that names tensors missing, extra, re-typed or re-shaped: the first, and how many more."""
+    problems = table_problems(found, expected)
+    if problems:
+        raise WrongRun(
+            f"{where} does not fit the run: {listing(problems)}",
+            remedy="give the checkpoint that the channel was made from",
+        )
+
+
+def listing(problems: Sequence[str], most: int = 10) -> str:
+    more = f"; and {len(problems) - most} more" if len(problems) > most else ""
+    return "; ".join(problems[:most]) + more
+
+
+def table_problems(found: TensorTable, expected: TensorTable) -> list[str]:
+    problems = []
+    for spec in expected:
+        number = found.numbers.get(spec.name)
+        if number is None:
+            problems.append(f"{spec.name} is missing")
+        elif (found[number].dtype, found[number].shape) != (spec.dtype, spec.shape):
+            other = found[number]
+            problems.append(
+                f"{spec.name} is {other.dtype} {list(other.shape)}, expected {spec.dtype} {list(spec.shape)}"
+            )
+    problems.extend(
+        f"{spec.name} is not part of the run" for spec in found if spec.name not in expected.numbers
+    )
+    return problems
+
+
+def check_other_files(where: Path, found: Mapping[str, Path], expected: Sequence[FileRecord]) -> None:
+    for record in expected:
+        path = found.get(record.name)
+        if path is None or file_record(path).blake3 != record.blake3:
+            state = "missing" if path is None else "different"
+            raise WrongRun(
+                f"{where / record.name} is {state} from the run's",
+                remedy="give the channel's base with all of its files, config and tokenizer included",
+            )
+
+
+class ReadCheckpoint:
+    """A checkpoint's files open for one pass. A writer beside us is an error then, not a SIGBUS."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._files: dict[Path, LeasedFile] = {}
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            for path in checkpoint.weight_files:
+                self._files[path] = LeasedFile(path, follow_links=checkpoint.links)
+            undo.pop_all()
+
+    def __enter__(self) -> ReadCheckpoint:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        while self._files:
+            self._files.popitem()[1].close()
+
+    @property
+    def places(self) -> Sequence[Place]:
+        return self._checkpoint.places
+
+    def words_in(self, tensor: int, start: int, stop: int) -> Words:
+        """Not to be kept for longer than a few seconds, and maybe not aligned. Raises RetryLater when the
+        file has become shorter than its header says."""
+        spec, place = self._checkpoint.table[tensor], self._checkpoint.places[tensor]
+        width = spec.kind.width
+        there = Place(place.file, place.offset + start * width, (stop - start) * width)
+        return self.bytes_at(there).view(spec.kind.numpy)
+
+    def bytes_at(self, place: Place) -> ByteArray:
+        """As `words_in`."""
+        return self._files[place.file].view(place.offset, place.nbytes)
+
+
+def _check_room(paths: LocalPaths, source: SeedSource) -> None:
+    """Raises Refused for a target that is not a file of this directory alone, RetryLater when what is to be
+    written does not fit beside what is not written over. Nothing is changed."""
+    wanted = _RESERVE
+    for path in source.checkpoint.weight_files:
+        target = paths.directory / path.name
+        wanted += path.stat().st_size
+        if is_link(target) or (exists(target) and target.stat().st_nlink > 1):
+            raise Refused(
+                f"{target} is a link: writing it would change another directory's file",
+                remedy="remove it, or choose an empty directory for --local",
+            )
+        if exists(target):
+            wanted -= taken_bytes(target.stat())
+    missing = [path for name, path in source.beside.items() if not exists(paths.directory / name)]
+    wanted += sum(path.stat().st_size for path in missing)
+    device = paths.directory.stat().st_dev
+    make_room(paths, wanted - sum(_given_back(stray, device) for stray in _strays(paths, source)), "seeding")
+
+
+def _given_back(stray: Path, device: int) -> int:
+    """Bytes that the file system `device` has again when the file is removed: none while another name or an
+    open file, such as an engine's mapping, keeps them."""
+    found = stray.lstat()
+    alone = stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and not is_open_elsewhere(stray)
+    return taken_bytes(found) if alone and found.st_dev == device else 0
+
+
+def _strays(paths: LocalPaths, source: SeedSource) -> list[Path]:
+    """Of an earlier run, or of full weights in other files: engines would read them."""
+    wanted = {path.name for path in source.checkpoint.weight_files} | _small_files(source).keys()
+    return [
+        path
+        for path in paths.directory.iterdir()
+        if path.name not in wanted and path.suffix in (".safetensors", ".json") and is_file(path)
+    ]
+
+
+def _small_files(source: SeedSource) -> dict[str, Path]:
+    """What is beside the weights, by name, their index included."""
+    index = source.checkpoint.index_file
+    return dict(source.beside) if index is None else {**source.beside, index.name: index}
+
+
+@contextmanager
+def _errors_of(paths: LocalPaths) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(error, paths.directory) from error
+
+
+def _copy_files(paths: LocalPaths, source: SeedSource, advance: Advance | None) -> None:
+    checkpoint, digests = source.checkpoint, source.digests
+    for stray in _strays(paths, source):
+        stray.unlink()
+        failpoint("seed.stray", stray)
+    for name, path in _small_files(source).items():
+        durable.replace(durable.make_within(paths.directory, name), _proven(path, name, digests))
+    for path in checkpoint.weight_files:
+        # the room that one file gives back may be what another one needs
+        _cut(paths.directory / path.name, path.stat().st_size)
+    for path in checkpoint.weight_files:
+        hasher = None if digests is None else blake3()
+        _copy_into(path, paths.directory / path.name, hasher, advance)
+        _check_digest(path, path.name, hasher, digests)
+    durable.sync_directory(paths.directory)
+
+
+def _cut(target: Path, size: int) -> None:
+    """To at most `size` bytes, where there is such a file."""
+    if exists(target) and target.stat().st_size > size:
+        os.truncate(target, size)
+
+
+def _proven(path: Path, name: str, digests: Mapping[str, str] | None) -> Iterator[bytes]:
+    hasher = blake3()
+    for piece in durable.pieces_of(path):
+        hasher.update(piece)
+        yield piece
+    _check_digest(path, name, hasher, digests)
+
+
+def _check_digest(path: Path, name: str, read: blake3 | None, digests: Mapping[str, str] | None) -> None:
+    """Of the bytes that were taken: lanes, which were compared before, are no proof against intent."""
+    if read is not None and digests is not None and read.hexdigest() != digests[name]:
+        raise DamagedFile(f"{path} is not the file that its index lists", remedy=MEND_CHANNEL)
+
+
+def _copy_into(source: Path, target: Path, hasher: blake3 | None, advance: Advance | None) -> None:
+    """Copies into the same inode if there is one, every byte written, so that a later store through a mapping
+    never needs a new block."""
+    read = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        write = os.open(target, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        try:
+            with durable.named(target):
+                _copy_all(read, source, write, target, hasher, advance)
+        finally:
+            os.close(write)
+    finally:
+        os.close(read)
+
+
+def _copy_all(
+    read: int, source: Path, write: int, target: Path, hasher: blake3 | None, advance: Advance | None
+) -> None:
+    size = os.fstat(read).st_size
+    os.ftruncate(write, size)
+    if size:
+        os.posix_fallocate(write, 0, size)
+    failpoint("seed.allocated", target)
+    at = 0
+    while block := _read_block(read, source, at):
+        at += _write_block(write, block, at)
+        if hasher is not None:
+            hasher.update(block)
+        if advance is not None:
+            advance(len(block))
+    failpoint("seed.copied", target)
+    os.fsync(write)
+    failpoint("seed.synced", target)
+
+
+def _read_block(fd: int, source: Path, at: int) -> bytes:
+    with durable.named(source):
+        return os.pread(fd, _BLOCK, at)
+
+
+def _write_block(fd: int, block: bytes, at: int) -> int:
+    view = memoryview(block)
+    done = 0
+    while done < len(block):
+        done += os.pwrite(fd, view[done:], at + done)
+    return done
+
+
+def describe(
+    checkpoint: Checkpoint, run_id: str, *, threads: int = 1, advance: Advance | None = None
+) -> Base:
+    """What a run starts from: the tensors of a checkpoint with lanes and root, digests of its other files.
+    Reads every byte."""
+    with ReadCheckpoint(checkpoint) as read:
+        lanes = hash_tensors(checkpoint.table, read, threads=threads, advance=advance)
+    listed = {path.name for path in checkpoint.other_files}
+    records = [file_record(path, name) for name, path in side_files(checkpoint).files.items()]
+    base = Base(
+        run_id,
+        checkpoint.table,
+        lanes,
+        root(checkpoint.table, lanes),
+        tuple(record for record in records if record.name in listed),
+        side_files=tuple(record for record in records if record.name not in listed),
+    )
+    return parse_base(write_base(base))
+
+
+def start_of(base: Base) -> Position:
+    """Version 0."""
+    return Position(0, base.digest, base.root, 0, pack_lanes(base.lanes))

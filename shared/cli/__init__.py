@@ -1,0 +1,1 @@
+"""The `weightcast` command."""

@@ -1,0 +1,263 @@
+"""Verbs that look at a channel: `channel log`, `channel show`, `channel verify`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, Untrusted
+from weightcast.shared.channel.chain import ChainEntry, Problem, entries, read_entry
+from weightcast.shared.channel.faults import faults
+from weightcast.shared.channel.index import ForeignIndex, Index
+from weightcast.shared.channel.layout import version_name
+from weightcast.shared.channel.signing import Trust
+from weightcast.shared.channel.store import Channel, FullVersion, require_named
+from weightcast.shared.cli.app import ChannelOption, JsonOption, TrustedKeyOption, group
+from weightcast.shared.cli.output import Output, time_text
+from weightcast.shared.files.paths import printable
+
+LIMIT_SHOWN_TENSORS = 50
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the log. `density`: changed elements / elements; `ratio`: bytes of the model / bytes
+    published. None where the format does not say."""
+
+    version: int
+    kind: str
+    base_version: int | None
+    step: int | None
+    epoch: int | None
+    changed: int | None
+    density: float | None
+    bytes: int | None
+    ratio: float | None
+    created: float | None
+    """unix time on the publisher's clock"""
+    anchor: bool
+    problem: str
+    signed_by: str | None = None
+    """id of the trusted key that signed it; None also where no keys were given"""
+
+
+def register_channel(app: typer.Typer) -> None:
+    channel = group(app, "channel", "Make and inspect channels.")
+    channel.command("log")(log)
+    channel.command("show")(show)
+    channel.command("verify")(check)
+
+
+def log(
+    channel: ChannelOption,
+    last: Annotated[int | None, typer.Option("--last", min=1, help="Only the newest versions.")] = None,
+    trusted_key: TrustedKeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the versions of a channel and, with trusted keys, who signed them."""
+    require_named(channel)
+    trust = Trust.load(trusted_key or ())
+    opened = Channel.open(channel, trust)
+    pointer = opened.pointer()
+    anchored = frozenset() if pointer is None or opened.foreign else opened.anchored(pointer)
+    found = list(entries(opened, pointer))
+    found = found[-last if last is not None else 0 :]
+    rows = [row_of(entry, entry.version in anchored, trust) for entry in found]
+    facts = {
+        "channel": str(channel),
+        "run_id": None if opened.file is None else opened.file.run_id,
+        "foreign": opened.foreign,
+        "latest": None if pointer is None else pointer.version,
+        "versions": rows,
+    }
+    Output(json=as_json).result(
+        {**facts, "versions": [vars(row) for row in rows]}, lambda console: _log_table(console, facts, rows)
+    )
+    if trust is not None and any(row.signed_by is None for row in rows):
+        raise typer.Exit(Untrusted.exit_code)
+
+
+def row_of(entry: ChainEntry, anchored: bool, trust: Trust | None = None) -> Row:
+    index = entry.index
+    if isinstance(index, Index):
+        totals = index.totals
+        return Row(
+            version=index.version,
+            kind=index.kind,
+            base_version=None if index.kind == "anchor" else index.base_version,
+            step=index.step,
+            epoch=index.epoch,
+            changed=totals.changed,
+            density=totals.changed / totals.elements if totals.elements else 0.0,
+            bytes=totals.delta_bytes,
+            ratio=totals.nbytes / totals.delta_bytes if totals.delta_bytes else None,
+            created=index.created,
+            anchor=anchored or index.kind == "anchor",
+            problem=entry.problem,
+            signed_by=None if trust is None else trust.signer(index.digest),
+        )
+    base = index.base_version if isinstance(index, ForeignIndex) else None
+    kind = {ForeignIndex: "foreign delta", FullVersion: "full"}.get(type(index), "unreadable")
+    return Row(
+        entry.version, kind, base, None, None, None, None, None, None, None, kind == "full", entry.problem
+    )
+
+
+def _log_table(console: Console, facts: dict[str, Any], rows: list[Row]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for title in ("version", "kind", "step", "density", "bytes", "ratio", "created", ""):
+        table.add_column(title, justify="left" if title in ("kind", "") else "right")
+    for row in rows:
+        table.add_row(
+            str(row.version),
+            row.kind + (" +anchor" if row.anchor and row.kind == "delta" else ""),
+            _or_dash(row.step),
+            _or_dash(row.density, "{:.3%}"),
+            _or_dash(row.bytes, "{:,}"),
+            _or_dash(row.ratio, "{:.1f}x"),
+            "-" if row.created is None else time_text(row.created),
+            printable(row.problem or ("" if row.signed_by is None else f"signed by {row.signed_by}")),
+        )
+    console.print(f"run {printable(facts['run_id'] or 'foreign')}, latest {_or_dash(facts['latest'])}")
+    console.print(table)
+
+
+def _or_dash(value: float | int | None, form: str = "{}") -> str:
+    return "-" if value is None else form.format(value)
+
+
+def show(
+    version: Annotated[int, typer.Argument(min=0, help="Version to show; 0 is the base.")],
+    channel: ChannelOption,
+    trusted_key: TrustedKeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what the index of a version says and, with trusted keys, who signed it."""
+    trust = Trust.load(trusted_key or ())
+    opened = Channel.open(channel, trust)
+    facts = base_facts(opened) if version == 0 else version_facts(opened, version)
+    if trust is not None:
+        facts["signed_by"] = trust.signer(facts["digest"])
+    Output(json=as_json).result(facts, lambda console: _show_facts(console, facts))
+
+
+def base_facts(channel: Channel) -> dict[str, Any]:
+    """Version 0. Raises Refused for a foreign channel, which has none."""
+    file, base = channel.require_ours()
+    return {
+        "version": 0,
+        "kind": "base",
+        "run_id": file.run_id,
+        "created": file.created,
+        "root": base.root,
+        "digest": base.digest,
+        "tensors": len(base.table),
+        "elements": base.table.elements,
+        "full_bytes": base.table.nbytes,
+        "files": [[record.name, record.size, record.blake3] for record in base.all_files],
+        "frozen": list(file.frozen),
+        "aliases": dict(file.aliases),
+    }
+
+
+def version_facts(channel: Channel, version: int) -> dict[str, Any]:
+    """Raises Refused for a version that is not published, DamagedFile for one that cannot be read."""
+    pointer = channel.pointer()
+    if pointer is None or version > pointer.version:
+        raise Refused(f"version {version} is not published", remedy="`weightcast channel log` lists versions")
+    entry = read_entry(channel, pointer, version, pointer.prefix / version_name(version))
+    if isinstance(entry.index, Index):
+        return _index_facts(entry.index)
+    if isinstance(entry.index, ForeignIndex):
+        found = entry.index
+        return {
+            "version": found.version,
+            "kind": "foreign delta",
+            "base_version": found.base_version,
+            "encoding": found.encoding,
+            "checksum_format": found.checksum_format,
+            "digest": found.digest,
+            "tensors_changed": len(found.weight_map),
+            "files": sorted(set(found.weight_map.values())),
+        }
+    if entry.index is not None:
+        return {"version": version, "kind": "full", "digest": entry.index.digest}
+    raise DamagedFile(f"version {version}: {entry.problem}", remedy="run `weightcast channel verify`")
+
+
+def _index_facts(index: Index) -> dict[str, Any]:
+    return {
+        "version": index.version,
+        "kind": index.kind,
+        "run_id": index.run_id,
+        "epoch": index.epoch,
+        "base_version": None if index.kind == "anchor" else index.base_version,
+        "encoding": index.encoding,
+        "step": index.step,
+        "created": index.created,
+        "root": index.root,
+        "base_root": index.base_root,
+        "digest": index.digest,
+        "parent": index.parent,
+        "parts": len(index.parts),
+        "chunks_changed": len(index.chunks),
+        "elements": index.totals.elements,
+        "elements_changed": index.totals.changed,
+        "full_bytes": index.totals.nbytes,
+        "delta_bytes": index.totals.delta_bytes,
+        "files": [[record.name, record.size, record.blake3] for record in index.all_files],
+        "tensors": {name: record.changed for name, record in index.tensors.items()},
+    }
+
+
+def _show_facts(console: Console, facts: dict[str, Any]) -> None:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            rows = sorted(value.items(), key=lambda item: str(item[0]))[:LIMIT_SHOWN_TENSORS]
+            more = len(value) - len(rows)
+            lines = [f"{printable(str(key))} {printable(str(each))}" for key, each in rows]
+            table.add_row(name, "\n".join(lines + ([f"and {more} more"] if more else [])) or "-")
+        elif isinstance(value, list):
+            table.add_row(name, "\n".join(printable(_line(each)) for each in value) or "-")
+        else:
+            table.add_row(name, time_text(value) if name == "created" else printable(str(value)))
+    console.print(table)
+
+
+def _line(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def check(channel: ChannelOption, trusted_key: TrustedKeyOption = None, as_json: JsonOption = False) -> None:
+    """Check every file of every version, the chain of versions and, with trusted keys, who signed it."""
+    output = Output(json=as_json)
+    require_named(channel)
+    with output.progress(f"reading {channel}", None) as advance:
+        problems = faults(channel, advance, Trust.load(trusted_key or ()))
+    if problems and not as_json:
+        show_problems(problems)
+    facts = {"channel": str(channel), "problems": [vars(problem) for problem in problems]}
+    if as_json or not problems:
+        output.result(facts, lambda console: console.print(f"{channel}: no problem found"))
+    if problems:
+        raise typer.Exit(exit_code_of(problems))
+
+
+def exit_code_of(problems: Sequence[Problem]) -> int:
+    """What cannot be read now may be as it should."""
+    kind = RetryLater if all(problem.unread for problem in problems) else DamagedFile
+    return kind.exit_code
+
+
+def show_problems(problems: Sequence[Problem]) -> None:
+    for problem in problems:
+        where = "" if problem.version is None else f"version {problem.version}: "
+        typer.echo(printable(where + problem.message))
+        if problem.meaning:
+            typer.echo(f"  {problem.meaning}")

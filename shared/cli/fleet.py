@@ -1,0 +1,382 @@
+"""Verbs that look at a fleet: `fleet`, `wait`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import quote
+
+import typer
+from pydantic import ValidationError
+from rich.cells import cell_len
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.text import Text
+
+from weightcast.shared.base.errors import Refused, WeightcastError, counted
+from weightcast.shared.channel.reports import UPDATES_LIMIT
+from weightcast.shared.channel.reports import forget as forget_report
+from weightcast.shared.channel.store import require_named
+from weightcast.shared.cli.app import JsonOption
+from weightcast.shared.cli.output import Output, to_json
+from weightcast.shared.cli.streams import is_unread
+from weightcast.shared.daemon.client import Daemon
+from weightcast.shared.daemon.fleet import (
+    WORST_FIRST,
+    Fleet,
+    FleetReader,
+    Host,
+    PublisherLine,
+    age,
+    names_of,
+    require_gone,
+    short,
+    short_names_of,
+    trouble_of,
+    verdict,
+)
+from weightcast.shared.daemon.wait import Arrivals
+from weightcast.shared.files.disk_errors import disk_text
+from weightcast.shared.files.paths import printable
+
+FLEET_PATH = "/v1/fleet"
+MOST = 50
+"""hosts, unless all are wanted: a thousand take seconds to lay out, and nobody reads them"""
+_WATCH_SECONDS = 1.0
+_LEVELS = {"bad": "bold red", "warning": "yellow", "good": "green"}
+_STYLES = {
+    "failed": "bold red",
+    "lost": "red",
+    "stale": "yellow",
+    "behind": "cyan",
+    "ready": "green",
+    "stopped": "dim",
+}
+_MOST_ERROR = 400
+_NAMES_SHOWN, _NOTES_SHOWN = 10, 4
+_UPDATES_SHOWN = 1
+_COLUMNS = ("host", "", "doing", "served", "local", "lag", "heard", "engines", "target", "last update")
+_RIGHT = ("served", "local", "lag", "heard")
+_DROPPED_FIRST = ("last update", "local", "doing", "target")
+_GAP, _INDENT = 2, 4
+
+LookAtFleet = Callable[[], Fleet]
+
+AnyChannelOption = Annotated[
+    Path | None, typer.Option("--channel", envvar="WEIGHTCAST_CHANNEL", help="The channel's directory.")
+]
+UrlOption = Annotated[
+    str | None, typer.Option("--url", help="Address of the publisher, e.g. 127.0.0.1:8340, instead.")
+]
+TokenOption = Annotated[
+    str | None, typer.Option("--token", envvar="WEIGHTCAST_TOKEN", help="Bearer token of the publisher.")
+]
+
+
+def register_fleet(app: typer.Typer) -> None:
+    app.command("fleet")(fleet)
+    app.command("wait")(wait)
+
+
+def fleet(
+    channel: AnyChannelOption = None,
+    url: UrlOption = None,
+    token: TokenOption = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Go on, once a second, until Ctrl-C.")] = False,
+    whole: Annotated[bool, typer.Option("--all", help=f"All hosts, not only the {MOST} worst.")] = False,
+    forget: Annotated[
+        list[str] | None,
+        typer.Option("--forget", help="Delete the report of this stopped or lost host. Repeatable."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the hosts of a run: who is behind, who is gone, and why. Hosts say this of themselves."""
+    if forget:
+        if watch or whole:
+            raise typer.BadParameter("--forget shows nothing: drop --watch and --all")
+        _forget(forget, channel, url, token, as_json)
+        return
+    with _looking(channel, url, token, UPDATES_LIMIT if as_json else _UPDATES_SHOWN) as look:
+        if watch:
+            # the way in which it is meant to end
+            with suppress(KeyboardInterrupt):
+                _watch(look, as_json)
+            return
+        found = look()
+        most = None if whole else MOST
+        Output(json=as_json).result(found, lambda console: console.print(table(found, console.width, most)))
+
+
+def wait(
+    version: Annotated[int, typer.Option("--version", min=0, help="This version or a later one.")],
+    fraction: Annotated[
+        float | None,
+        typer.Option(
+            "--fraction",
+            help="Share of the hosts, up to 1. Hosts that stopped, are lost, or went silent without a "
+            "version do not count.",
+        ),
+    ] = None,
+    min_hosts: Annotated[int | None, typer.Option("--min-hosts", help="So many hosts at least.")] = None,
+    timeout: Annotated[float, typer.Option("--timeout", min=0.0, help="Seconds.")] = 600.0,
+    channel: AnyChannelOption = None,
+    url: UrlOption = None,
+    token: TokenOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Wait until hosts are ready with a version: one, or as many as asked for. Exit code 4 after the time."""
+    with _looking(channel, url, token, updates=0) as look:
+        hosts = Arrivals(look, poll_seconds=_WATCH_SECONDS / 2).wait(version, min_hosts, fraction, timeout)
+    facts = {"version": version, "hosts": hosts}
+    Output(json=as_json).result(
+        facts,
+        lambda console: console.print(f"{counted(len(hosts), 'host')} ready with version {version} or later"),
+    )
+
+
+def _forget(
+    names: Sequence[str], channel: Path | None, url: str | None, token: str | None, as_json: bool
+) -> None:
+    """All of them or none."""
+    with _looking(channel, url, token, updates=0) as look:
+        fleet = look()
+        hosts = [_host_named(name, fleet) for name in dict.fromkeys(names)]
+        for host in hosts:
+            require_gone(host)
+        for host in hosts:
+            _delete_report(host, channel, url, token)
+    rows = [host.model_dump(include={"key", "host", "local", "standing"}) for host in hosts]
+    said = "\n".join(f"forgot {printable(h.host)} ({printable(h.local)}), {h.standing}" for h in hosts)
+    Output(json=as_json).result({"forgotten": rows}, lambda console: console.print(said))
+
+
+def _delete_report(host: Host, channel: Path | None, url: str | None, token: str | None) -> None:
+    if url is not None:
+        with Daemon(url, token) as daemon:
+            daemon.delete(f"/v1/hosts/{quote(host.key, safe='')}")
+    elif channel is not None:
+        try:
+            forget_report(channel, host.key)
+        except OSError as error:
+            raise Refused(
+                f"the report of {host.host} cannot be deleted: {disk_text(error, channel)}",
+                remedy="give --url of the publisher, or access to hosts/ in the channel",
+            ) from error
+
+
+def _host_named(name: str, fleet: Fleet) -> Host:
+    """By its name, a name with as much of its path as tells it apart, or its key."""
+    shorts, longs = short_names_of(fleet.hosts), names_of(fleet.hosts)
+    found = [h for h in fleet.hosts if name in (h.host, shorts[h.key], longs[h.key], h.key)]
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(sorted(printable(shorts[h.key]) for h in (found or fleet.hosts))[:_NAMES_SHOWN])
+    problem = (
+        f"{counted(len(found), 'host')} named {name[:100]!r}" if found else f"no host named {name[:100]!r}"
+    )
+    raise Refused(problem, remedy=f"give one of: {known}" if known else "no host has reported")
+
+
+@contextmanager
+def _looking(channel: Path | None, url: str | None, token: str | None, updates: int) -> Iterator[LookAtFleet]:
+    """`--url` wins: the channel may come from the environment. `updates`: of each host that are needed."""
+    if url is not None:
+        with Daemon(url, token) as daemon:
+            yield lambda: _parsed(daemon.get(FLEET_PATH), daemon.url)
+    elif channel is not None:
+        yield partial(_named, channel, FleetReader(channel, updates=updates))
+    else:
+        raise typer.BadParameter("give --channel or --url")
+
+
+def _named(channel: Path, reader: FleetReader) -> Fleet:
+    require_named(channel)
+    return reader.read()
+
+
+def _parsed(body: bytes, address: str) -> Fleet:
+    try:
+        return Fleet.model_validate_json(body)
+    except ValidationError as error:
+        raise Refused(
+            f"{address} did not answer with a fleet: {error.error_count()} members are wrong",
+            remedy="is it a publisher of this release?",
+        ) from None
+
+
+def _watch(look: LookAtFleet, as_json: bool) -> None:
+    if as_json:
+        _repeat(look, lambda found: print(to_json(found), flush=True))
+        return
+    console = Console(markup=False, highlight=False, emoji=False)
+    if not sys.stdout.isatty():
+        _repeat(look, lambda found: console.print(table(found, console.width, MOST)))
+        return
+    with Live(console=console, auto_refresh=False, screen=True) as live:
+        _repeat(
+            look,
+            lambda found: live.update(table(found, console.width, rows=console.height), refresh=True),
+            lambda error: live.update(Text(printable(str(error)), style="red"), refresh=True),
+        )
+
+
+def _repeat(
+    look: LookAtFleet,
+    show: Callable[[Fleet], None],
+    tell: Callable[[WeightcastError], None] = lambda error: print(error, file=sys.stderr, flush=True),
+) -> None:
+    """Until Ctrl-C, or until nobody reads it. A publisher that restarts, or a mount that is away, does not
+    end it."""
+    while not is_unread():
+        try:
+            show(look())
+        except WeightcastError as error:
+            tell(error)
+        time.sleep(_WATCH_SECONDS)
+
+
+def table(fleet: Fleet, width: int, most: int | None = None, rows: int | None = None) -> RenderableType:
+    """The verdict, then the hosts, worst first: at most `most`, and no more than fit into `rows` lines of
+    `width` columns."""
+    hosts = sorted(fleet.hosts, key=lambda host: host.severity)[: rows if most is None else most]
+    names = short_names_of(fleet.hosts)
+    cells = [_COLUMNS, *((printable(names[host.key]), *_cells(host)) for host in hosts)]
+    columns = _fitting(cells, width)
+    lines: list[RenderableType] = list(_head(fleet, width if rows is not None else None))
+    if hosts:
+        lines.append(_row(cells[0], columns, "dim"))
+    shown = 0
+    for host, row in zip(hosts, cells[1:], strict=True):
+        block = [_row(row, columns, "", _STYLES[host.standing]), *_trouble(host, fleet, rows and width)]
+        if rows is not None and shown and len(lines) + len(block) >= rows:
+            break
+        lines, shown = lines + block, shown + 1
+    if shown < len(fleet.hosts):
+        lines.append(Text(f"and {len(fleet.hosts) - shown} more, none worse: --all, --json"))
+    elif rows is None and fleet.counts.lost:
+        lines.append(Text("for hosts that will not return: weightcast fleet --forget HOST", style="dim"))
+    return Group(*lines)
+
+
+def _head(fleet: Fleet, cut: int | None) -> list[Text]:
+    found = fleet.verdict if fleet.verdict.text else verdict(fleet)
+    lines = [(found.text, _LEVELS[found.level]), (_counts(fleet), "")]
+    lines += [(text, "dim") for text in _publisher(fleet)]
+    if fleet.time_source != "channel" and (fleet.hosts or fleet.owner):
+        unknown = "it is behind the reports, so ages are unknown (?)"
+        local = unknown if fleet.time_source == "unknown" else "ages are by this machine's clock"
+        lines.append((f"hosts/ cannot be written from here: {local}", "yellow"))
+    return [Text(printable(text)[:cut], style=style) for text, style in lines]
+
+
+def _counts(fleet: Fleet) -> str:
+    counts = fleet.counts.model_dump()
+    said = ", ".join(f"{counts[standing]} {standing}" for standing in WORST_FIRST[::-1] if counts[standing])
+    latest = "-" if fleet.latest is None else str(fleet.latest)
+    if fleet.latest_age_seconds is not None:
+        latest += f" ({age(fleet.latest_age_seconds)} old)"
+    hosts = counted(len(fleet.hosts), "host")
+    return f"run {fleet.run_id or 'foreign'}, latest {latest}; {hosts}{': ' if said else ''}{said}"
+
+
+def _publisher(fleet: Fleet) -> Iterator[str]:
+    owner, line = fleet.owner, fleet.publisher
+    if line is None:
+        if owner is not None:
+            yield f"publisher {owner.state}, heard {age(owner.heard_seconds_ago)} ago: {owner.name}"
+        return
+    inbox = [f"{number} {what.replace('_', ' ')}" for what, number in line.inbox.items() if number]
+    doing = [f"publishing {line.publishing}"] if line.publishing else []
+    yield f"publisher {'; '.join([*_state(line), *doing, f'queue {line.queue}', *inbox])}"
+    yield from line.notes[:_NOTES_SHOWN]
+    if line.last_refused is not None and (line.refused_since_version or line.inbox.get("refused")):
+        if short(line.last_refused.message) != line.last_refused.message:
+            yield f"refused {line.last_refused.source}: {line.last_refused.message}"
+        yield f"remedy: {line.last_refused.remedy}"
+
+
+def _state(line: PublisherLine) -> list[str]:
+    return [
+        "ready" if line.ready else f"not ready: {'; '.join(line.reasons)}",
+        *([line.held] if line.held else []),
+    ]
+
+
+def _fitting(cells: Sequence[Sequence[str]], width: int) -> dict[int, int]:
+    """The width of each column that is shown: those that say least go first where not all fit."""
+    widths = {at: max(cell_len(row[at]) for row in cells) for at in range(len(_COLUMNS))}
+    if all(row[_COLUMNS.index("target")] == "latest" for row in cells[1:]):
+        del widths[_COLUMNS.index("target")]
+    for name in _DROPPED_FIRST:
+        if sum(widths.values()) + _GAP * (len(widths) - 1) <= width:
+            break
+        widths.pop(_COLUMNS.index(name), None)
+    return widths
+
+
+def _row(cells: Sequence[str], columns: Mapping[int, int], style: str, standing: str = "") -> Text:
+    line = Text(style=style)
+    for at, width in columns.items():
+        space = " " * (width - cell_len(cells[at]))
+        cell = space + cells[at] if _COLUMNS[at] in _RIGHT else cells[at] + space
+        line.append(cell, style=standing if at == 1 else None).append(" " * _GAP)
+    line.rstrip()
+    return line
+
+
+def _trouble(host: Host, fleet: Fleet, cut: int | None) -> list[RenderableType]:
+    """The error and its remedy, each on lines of its own; in a live view on one line each."""
+    if host.standing == "ready":
+        return []
+    texts = [text for text in trouble_of(host, fleet.run_id) if text]
+    shown = [Text(_cut(printable(text), cut and cut - _INDENT), style="dim") for text in texts]
+    return [Padding(text, (0, 0, 0, _INDENT), expand=False) for text in shown]
+
+
+def _cut(text: str, most: int | None) -> str:
+    most = _MOST_ERROR if most is None else most
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _cells(host: Host) -> Sequence[str]:
+    """After its name."""
+    return (
+        host.standing,
+        _doing(host),
+        _number(host.served_version),
+        _number(host.local_version),
+        _number(host.lag),
+        age(host.heard_seconds_ago),
+        _engines(host),
+        printable(host.target),
+        _last_update(host),
+    )
+
+
+def _doing(host: Host) -> str:
+    if host.standing in ("stopped", "lost"):
+        return ""
+    return printable(host.state if host.state != "ready" else host.phase or host.state)
+
+
+def _engines(host: Host) -> str:
+    others = [f"{one.name} {one.state}".strip() for one in host.engines if one.state != "serving"]
+    return printable(", ".join(others)) or (f"{len(host.engines)} serving" if host.engines else "-")
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def _last_update(host: Host) -> str:
+    if not host.updates:
+        return "-"
+    newest = host.updates[0]
+    how = "in" if newest.outcome == "done" else f"{newest.outcome} after"
+    return printable(f"{newest.kind} {newest.version} {how} {newest.seconds.get('total', 0.0):.2f} s")

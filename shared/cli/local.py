@@ -1,0 +1,195 @@
+"""Verbs that look at a local checkpoint: `local verify`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from weightcast.shared.base.errors import DamagedFile, Refused, counted
+from weightcast.shared.base.progress import Advance
+from weightcast.shared.channel.signing import Trust
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.checkpoint.follower import Follower, FollowOptions
+from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
+from weightcast.shared.checkpoint.state.locks import FileLock
+from weightcast.shared.checkpoint.state.side_files import repair_files
+from weightcast.shared.checkpoint.verify.inspect import Inspection, inspect
+from weightcast.shared.checkpoint.verify.repair import Repaired, restore_base
+from weightcast.shared.cli.app import JsonOption, TrustedKeyOption, group
+from weightcast.shared.cli.output import Output
+from weightcast.shared.daemon.settings import BadSettings
+from weightcast.shared.daemon.threads import working_threads
+from weightcast.shared.files.paths import is_directory, printable
+
+LOCK_SECONDS = 60.0
+_WRONG_MEMORY = "it answers with wrong weights; restart it, or let the daemon's own verify reload it"
+
+
+@dataclass(frozen=True)
+class EngineFound:
+    """What an engine holds in its memory. `root`: over all tensors; None where it does not tell all."""
+
+    engine: str
+    version: int
+    root: str | None
+    tensors: int
+    differing: tuple[str, ...]
+    refused: Mapping[str, str]
+
+
+EngineLook = Callable[[str, Path, Sequence[str], Advance | None], EngineFound]
+"""An `--engine` option, the local checkpoint, names of tensors (none: all)."""
+_looks: list[EngineLook] = []
+
+
+def engines_are_read_by(look: EngineLook) -> None:
+    """Told by the side that speaks to engines."""
+    _looks[:] = [look]
+
+
+def register_local(app: typer.Typer) -> None:
+    group(app, "local", "Inspect local checkpoints.").command("verify")(verify)
+
+
+def verify(
+    local: Annotated[
+        Path, typer.Option("--local", envvar="WEIGHTCAST_LOCAL", help="Directory of the local checkpoint.")
+    ],
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Bring right what differs; needs --channel.")
+    ] = False,
+    channel: Annotated[
+        Path | None,
+        typer.Option("--channel", envvar="WEIGHTCAST_CHANNEL", help="Channel to repair from."),
+    ] = None,
+    base: Annotated[
+        Path | None, typer.Option("--base", envvar="WEIGHTCAST_BASE", help="HF checkpoint to repair from.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, help="Working threads; unset: every core allowed.")
+    ] = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--engine",
+            help="Also read the memory of this engine, which has weightcast-engine: URL or kind=URL[,...]; "
+            "repeatable.",
+        ),
+    ] = None,
+    name: Annotated[
+        list[str] | None,
+        typer.Option("--name", help="Only this tensor of the engine's memory; repeatable."),
+    ] = None,
+    trusted_key: TrustedKeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Read every byte of a local checkpoint, and of engines, and compare it with the version that it is."""
+    output, count = Output(json=as_json), working_threads(threads)
+    if name and not engine:
+        raise BadSettings("--name needs --engine", remedy="the files of a local checkpoint are read whole")
+    if repair and channel is None:
+        raise BadSettings("--repair needs --channel", remedy="give the channel that the checkpoint follows")
+    with output.progress(f"reading {local}", None) as advance:
+        found = inspect_local(local, count, advance)
+        done: Repaired | None = None
+        if repair and channel is not None and found.faults:
+            done = repair_local(local, channel, base, count, advance, Trust.load(trusted_key or ()))
+            found = inspect_local(local, count, advance)
+        engines = [_look(option, local, name or (), advance) for option in engine or ()]
+    facts = _facts(local, found, done) | {"engines": [asdict(each) for each in engines]}
+    output.result(facts, lambda console: _show(console, local, found, done, engines))
+    if found.faults or any(each.differing for each in engines):
+        raise typer.Exit(DamagedFile.exit_code)
+
+
+def _look(option: str, local: Path, names: Sequence[str], advance: Advance | None) -> EngineFound:
+    if not _looks:
+        raise Refused("engines cannot be read here", remedy="install weightcast's subscriber")
+    return _looks[0](option, local, names, advance)
+
+
+def inspect_local(local: Path, threads: int, advance: Advance | None = None) -> Inspection:
+    """While the checkpoint stands still. Raises Refused when there is none, RetryLater while it is being
+    patched."""
+    paths = LocalPaths(local)
+    if not is_directory(paths.room):
+        raise Refused(f"{local} is no local checkpoint", remedy="give the --local of a daemon")
+    with FileLock(paths.patch).holding(shared=True, seconds=LOCK_SECONDS):
+        return inspect(local, threads=threads, advance=advance)
+
+
+def repair_local(
+    local: Path,
+    channel: Path,
+    base: Path | None,
+    threads: int,
+    advance: Advance | None = None,
+    trust: Trust | None = None,
+) -> Repaired | None:
+    """Engines are not told: they are noted as in doubt, and reloaded by the next sync. Raises RetryLater
+    while a daemon owns the checkpoint."""
+    opened = Channel.open(channel, trust)
+    with closing(Follower(channel, local, base, FollowOptions(threads, visible_seconds=0.0))) as follower:
+        follower.adopt(opened, advance)
+        if opened.base is not None:
+            restore_base(LocalPaths(local), opened.base)
+        follower.load(opened, advance)
+        follower.rehash(advance)
+        done = follower.repair(opened, advance)
+        if follower.local is not None:
+            repair_files(follower.local, follower.sources(opened))
+    return done
+
+
+def _facts(local: Path, found: Inspection, done: Repaired | None) -> dict[str, Any]:
+    report = found.report
+    return {
+        "local": str(local),
+        "version": None if found.state is None else found.state.position.version,
+        "root": None if report is None else report.root,
+        "expected_root": None if found.state is None else found.state.position.root,
+        "intact": not found.faults,
+        "differing": [] if report is None else list(report.differing),
+        "faults": [vars(fault) for fault in found.faults],
+        "repaired": None if done is None else {**vars(done), "position": done.position.version},
+    }
+
+
+def _show(
+    console: Console,
+    local: Path,
+    found: Inspection,
+    done: Repaired | None,
+    engines: Sequence[EngineFound],
+) -> None:
+    for each in engines:
+        _show_engine(console, each)
+    if done is not None:
+        console.print(
+            f"repaired {counted(done.words, 'word')} in {counted(len(done.tensors), 'tensor')}"
+            f" from {printable(done.source) or '-'}"
+        )
+    for fault in found.faults:
+        console.print(f"{printable(fault.file)}: {printable(fault.problem)}\n  {fault.meaning}")
+    if not found.faults and found.report is not None:
+        console.print(
+            f"{local}: every byte is that of version {found.report.version}, root {found.report.root}"
+        )
+
+
+def _show_engine(console: Console, found: EngineFound) -> None:
+    name = printable(found.engine)
+    for tensor in found.differing:
+        console.print(f"{name}: {printable(tensor)} differs in its memory\n  {_WRONG_MEMORY}")
+    for tensor, reason in found.refused.items():
+        console.print(f"{name}: {printable(tensor)} cannot be read back: {printable(reason)}")
+    if not found.differing:
+        told = found.tensors - len(found.refused)
+        root = "" if found.root is None else f", root {found.root}"
+        console.print(f"{name}: {told} of {found.tensors} tensors are those of version {found.version}{root}")

@@ -1,0 +1,131 @@
+"""What a verb prints: one result on stdout (text or JSON), progress and errors on stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, is_dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from weightcast.shared.base.errors import WeightcastError
+from weightcast.shared.base.progress import Advance
+from weightcast.shared.cli.streams import unwritten
+from weightcast.shared.files.paths import printable
+
+# typer, pydantic and rich cost a third of a second that verbs without them need not pay
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+    from pydantic import BaseModel
+    from rich.console import Console
+
+_PIPE_COLUMNS = 200
+"""rich cuts tables at 80 columns where there is no terminal: digests would be lost in pipes and logs"""
+
+
+@dataclass(frozen=True)
+class Output:
+    json: bool = False
+
+    def result(
+        self, data: BaseModel | Mapping[str, Any] | DataclassInstance, human: Callable[[Console], None]
+    ) -> None:
+        """Prints `data` as one line of JSON, or calls `human` with a console on stdout. Nested dataclasses,
+        paths and byte strings (as hex) may occur in `data`."""
+        if self.json:
+            print(to_json(data), flush=True)
+        else:
+            human(console(sys.stdout.isatty()))
+
+    def error(self, error: WeightcastError) -> None:
+        if self.json:
+            print(json.dumps(error_fields(error)), flush=True)
+            if unwritten() is None:
+                return
+        print(f"error: {printable(error.message)}", file=sys.stderr)
+        if error.remedy:
+            print(f"remedy: {printable(error.remedy)}", file=sys.stderr, flush=True)
+
+    @contextmanager
+    def progress(self, title: str, total_bytes: int | None) -> Iterator[Advance]:
+        """A bar on stderr while the block runs, if stderr is a terminal. The yielded function counts bytes
+        done and may be called from any thread."""
+        if not sys.stderr.isatty():
+            yield lambda nbytes: None
+            return
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(printable(title), total=total_bytes)
+            yield lambda nbytes: bar.advance(task, nbytes)
+
+
+def console(is_terminal: bool) -> Console:
+    """A console on stdout that prints text as it is: names from channels and engines are no markup."""
+    from rich.console import Console
+
+    width = None if is_terminal or "COLUMNS" in os.environ else _PIPE_COLUMNS
+    return Console(width=width, markup=False, highlight=False, emoji=False)
+
+
+def error_fields(error: WeightcastError) -> dict[str, str | int]:
+    return {
+        "error": type(error).__name__,
+        "message": error.message,
+        "remedy": error.remedy,
+        "exit_code": error.exit_code,
+    }
+
+
+def time_text(unix: float) -> str:
+    """Seconds since 1970 as a date and time in UTC."""
+    try:
+        return datetime.fromtimestamp(unix, UTC).isoformat(" ", "seconds")
+    except (ValueError, OverflowError, OSError):
+        return "-"
+
+
+def to_json(data: BaseModel | Mapping[str, Any] | DataclassInstance) -> str:
+    if _is_model(data):
+        return data.model_dump_json()
+    return json.dumps(_plain(data), default=_plain)
+
+
+def _is_model(value: object) -> TypeGuard[BaseModel]:
+    """Without importing pydantic, which is there if there is a model of it."""
+    pydantic = sys.modules.get("pydantic")
+    return pydantic is not None and isinstance(value, pydantic.BaseModel)
+
+
+def _plain(value: Any) -> Any:
+    if _is_model(value):
+        return value.model_dump(mode="json")
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (bytes, bytearray)):
+        return value.hex()
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise TypeError(f"no JSON for {type(value).__name__}")

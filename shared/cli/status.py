@@ -1,0 +1,288 @@
+"""Verbs of both sides: `status`, `wake`, and those of the rooms below where this release has them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from weightcast.shared.base.errors import FIX_ENGINE
+from weightcast.shared.cli.app import JsonOption
+from weightcast.shared.cli.output import Output, time_text
+from weightcast.shared.daemon.client import Daemon, parsed
+from weightcast.shared.daemon.fleet import age
+from weightcast.shared.files.paths import printable
+
+STATUS_PATH, WAKE_PATH = "/v1/status", "/v1/wake"
+_ROOMS = ("channel", "local", "keys", "fleet")
+_TIMES = ("at", "since", "created", "last_full_hash", "full_pass", "last_fault_at", "step_began")
+
+TokenOption = Annotated[
+    str | None, typer.Option("--token", envvar="WEIGHTCAST_TOKEN", help="Bearer token of the daemon.")
+]
+
+
+UrlArgument = Annotated[
+    str,
+    typer.Argument(
+        help="Address of a daemon: 127.0.0.1:8341, http[s]://HOST:PORT, or a port of this machine."
+    ),
+]
+TimeoutOption = Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds to wait for the answer.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("status")(status)
+    app.command("wake")(wake)
+    for room in _ROOMS:
+        module = f"weightcast.shared.cli.{room}"
+        if find_spec(module) is not None:
+            getattr(import_module(module), f"register_{room}")(app)
+
+
+def status(
+    url: UrlArgument,
+    token: TokenOption = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show every member of the answer.")
+    ] = False,
+    timeout: TimeoutOption = 10.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Show whether a publisher or subscriber is ready, at which version, and if not why."""
+    answer = fetch_status(url, token, timeout)
+    show = _show_all if verbose else _show
+    Output(json=as_json).result(answer, lambda console: show(console, answer))
+
+
+def wake(
+    url: UrlArgument,
+    token: TokenOption = None,
+    timeout: TimeoutOption = 10.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Have a daemon look at once. A subscriber also retries the engines that failed."""
+    with Daemon(url, token, timeout) as daemon:
+        daemon.post_json(WAKE_PATH, b"")
+        facts = {"url": daemon.url, "woken": True}
+    Output(json=as_json).result(facts, lambda console: console.print(f"{facts['url']} looks now"))
+
+
+def fetch_status(url: str, token: str | None, timeout_seconds: float) -> dict[str, Any]:
+    """The status of the daemon at `url` (host:port or http[s]://…). Raises NotInTime if it does not answer,
+    RetryLater if it is too busy, Refused if it wants another token or is no daemon."""
+    with Daemon(url, token, timeout_seconds) as daemon:
+        return parsed(daemon.get(STATUS_PATH), daemon.url)
+
+
+def _show(console: Console, answer: dict[str, Any]) -> None:
+    if "ready" not in answer:
+        # not a status of ours: nothing is passed over
+        _show_all(console, answer)
+        return
+    found = summary(answer)
+    console.print(Text(printable(found.sentence), style="green" if found.well else "bold red"))
+    if found.remedy:
+        console.print(f"remedy: {printable(found.remedy)}")
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in found.rows:
+        table.add_row(name, printable(value))
+    console.print(table)
+
+
+def _show_all(console: Console, answer: dict[str, Any]) -> None:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in _flat("", answer):
+        table.add_row(name, value)
+    console.print(table)
+
+
+def _flat(prefix: str, value: Any) -> list[tuple[str, str]]:
+    """Nested members as dotted names; an object in a list is one row, or a long history hides the rest."""
+    if isinstance(value, dict) and value:
+        return [
+            row for name, each in value.items() for row in _flat(f"{prefix}.{name}" if prefix else name, each)
+        ]
+    if isinstance(value, list) and any(isinstance(each, (dict, list)) for each in value):
+        return [(printable(f"{prefix}[{number}]"), _inline(each)) for number, each in enumerate(value)]
+    return [(printable(prefix), _member(prefix, value))]
+
+
+def _inline(value: Any) -> str:
+    return ", ".join(f"{name} {cell}".strip() for name, cell in _flat("", value))
+
+
+def _member(name: str, value: Any) -> str:
+    if isinstance(value, float) and name.rpartition(".")[2] in _TIMES:
+        return time_text(value)
+    return _cell(value)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return ", ".join(map(_cell, value)) or "-"
+    if value is None or value == {}:
+        return "-"
+    return printable(value if isinstance(value, str) else json.dumps(value))
+
+
+Answer = Mapping[str, Any]
+Row = tuple[str, str]
+_MOST = 2
+"""reasons in the sentence, rows of a kind"""
+_RESUME = "end the rollback with `weightcast channel resume`"
+
+
+@dataclass(frozen=True)
+class Summary:
+    well: bool
+    sentence: str
+    remedy: str
+    rows: Sequence[Row]
+
+
+def summary(answer: Answer) -> Summary:
+    is_publisher = answer.get("role") == "publisher"
+    said = _publisher_says(answer) if is_publisher else f"serves {_version(answer, 'served_version')}"
+    problem, remedy = _publisher_problem(answer) if is_publisher else _host_problem(answer)
+    name = "publisher" if is_publisher else str(answer.get("host") or "host")
+    ready = "ready" if answer.get("ready") else "not ready"
+    rows = _publisher_rows(answer) if is_publisher else _host_rows(answer)
+    sentence = f"{name} is {ready}: {said}{'; ' if problem else ''}{problem}"
+    return Summary(not problem, sentence, remedy, [row for row in (*rows, *_troubles(answer)) if row[1]])
+
+
+def _publisher_says(answer: Answer) -> str:
+    """The version and, where this process published it, since when by the daemon's own clock."""
+    version, newest = _version(answer, "version"), _newest(answer)
+    if newest.get("version") != answer.get("version"):
+        return version
+    step = "" if newest.get("step") is None else f"step {newest['step']}, "
+    if newest.get("resumed_from_step") is not None:
+        step += f"after step {newest['resumed_from_step']}, "
+    return f"{version} ({step}published {age(_now(answer) - newest.get('at', 0.0))} ago)"
+
+
+def _publisher_problem(answer: Answer) -> tuple[str, str]:
+    """What keeps it from publishing, and the remedy; empty where nothing does."""
+    refused = _of(answer, "last_refused")
+    if not answer.get("ready"):
+        return _reasons(answer), str(_of(answer, "last_error").get("remedy", ""))
+    if refused.get("at", 0.0) > _newest(answer).get("at", 0.0):
+        ago = age(_now(answer) - refused["at"])
+        return f"{refused.get('source')} was refused {ago} ago: {refused.get('message')}", refused.get(
+            "remedy", ""
+        )
+    return (f"held: {answer['held']}", _RESUME) if answer.get("held") else ("", "")
+
+
+def _host_problem(answer: Answer) -> tuple[str, str]:
+    failed = any(engine.get("state") == "failed" for engine in _list(answer, "engines"))
+    remedy = str(_of(answer, "last_error").get("remedy") or (FIX_ENGINE if failed else ""))
+    if not answer.get("ready"):
+        return _reasons(answer), remedy
+    degraded = _some(_texts(answer, "degraded"))
+    return (f"degraded: {degraded}", remedy) if degraded else ("", "")
+
+
+def _publisher_rows(answer: Answer) -> Iterator[Row]:
+    doing, inbox = _of(answer, "publishing"), _of(answer, "inbox")
+    yield from _places(answer)
+    yield "publishing", f"{doing.get('source')}: {doing.get('phase')}" if doing else "nothing now"
+    yield "queue", str(len(_list(answer, "queue")))
+    counts = {name.removesuffix("_count"): n for name, n in inbox.items() if name.endswith("_count")}
+    said = ", ".join(f"{number} {what.replace('_', ' ')}" for what, number in counts.items() if number)
+    yield "inbox", f"{inbox.get('watch')}: {said or 'nothing waits'}" if inbox else ""
+    for kind in ("waiting", "left_alone"):
+        for each in _list(inbox, kind)[-_MOST:]:
+            remedy = f" ({each['remedy']})" if each.get("remedy") else ""
+            yield kind.replace("_", " "), f"{each.get('name')}: {each.get('reason')}{remedy}"
+    for each in _list(inbox, "refused")[-_MOST:]:
+        yield "refused", f"{each.get('name')}: {_of(each, 'error').get('message')}"
+    yield "config changed", ", ".join(_texts(answer, "config_changed"))
+    yield "hosts", f"{len(_list(answer, 'hosts'))} reported; `weightcast fleet --url` shows them"
+    yield "maintenance", str(_of(answer, "upkeep").get("problem", ""))
+
+
+def _host_rows(answer: Answer) -> Iterator[Row]:
+    yield from _places(answer)
+    yield "target", f"{answer.get('target')}: {_version(answer, 'target_version')}"
+    yield "local copy", _version(answer, "local_version")
+    # a step that ended says nothing of engines that are still to follow
+    idle = answer.get("state") == "idle" and not answer.get("ready")
+    yield "doing", "waiting for what is named above" if idle else str(answer.get("state"))
+    engines = _list(answer, "engines")
+    serving = [engine for engine in engines if engine.get("state") == "serving"]
+    for engine in [engine for engine in engines if engine not in serving] + serving[:_MOST]:
+        said = f"{engine.get('name')} ({engine.get('kind')}) {engine.get('state')}"
+        reason = f": {engine['reason']}" if engine.get("reason") else ""
+        yield "engine", f"{said}, {_version(engine, 'version')}{reason}"
+    yield "engines", f"{len(serving)} of {len(engines)} serving" if len(serving) > _MOST else ""
+    for update in _list(answer, "updates")[-1:]:
+        total = _of(update, "seconds").get("total", 0.0)
+        yield "last update", f"{update.get('kind')} {update.get('version')} in {total:.2f} s"
+    for blocked in _list(answer, "blocked")[-_MOST:]:
+        yield "blocked", f"version {blocked.get('version')}: {blocked.get('reason')}"
+
+
+def _places(answer: Answer) -> Iterator[Row]:
+    for name in ("run_id", "channel", "local"):
+        yield name.removesuffix("_id"), str(answer.get(name) or "-")
+
+
+def _troubles(answer: Answer) -> Iterator[Row]:
+    message, verify = _of(answer, "last_error").get("message", ""), _of(answer, "verify")
+    yield "last error", "" if message == _of(answer, "last_refused").get("message") else str(message)
+    yield "reports", str(answer.get("report_error") or "")
+    yield "verify", f"{verify['faults']} faults: {verify.get('last_fault')}" if verify.get("faults") else ""
+    yield "kernels", str(_of(answer, "kernels").get("problem") or "")
+
+
+def _newest(answer: Answer) -> Answer:
+    return next(iter(_list(answer, "publications")), {})
+
+
+def _now(answer: Answer) -> float:
+    return float(answer.get("now") or time.time())
+
+
+def _version(answer: Answer, name: str) -> str:
+    return "no version" if answer.get(name) is None else f"version {answer[name]}"
+
+
+def _reasons(answer: Answer) -> str:
+    return _some(_texts(answer, "not_ready_reasons")) or "it gives no reason"
+
+
+def _some(texts: Sequence[str]) -> str:
+    more = f" (and {len(texts) - _MOST} more)" if len(texts) > _MOST else ""
+    return "; ".join(texts[:_MOST]) + more
+
+
+def _of(answer: Answer, name: str) -> Answer:
+    found = answer.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _list(answer: Answer, name: str) -> list[Answer]:
+    return [each for each in _several(answer, name) if isinstance(each, dict)]
+
+
+def _texts(answer: Answer, name: str) -> list[str]:
+    return [str(each) for each in _several(answer, name)]
+
+
+def _several(answer: Answer, name: str) -> Iterable[Any]:
+    found = answer.get(name)
+    return found if isinstance(found, list) else ()

@@ -1,0 +1,1 @@
+"""What both daemons share: loop, HTTP, settings, logs, metrics, the fleet view."""

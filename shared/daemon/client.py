@@ -1,0 +1,212 @@
+"""Asking a weightcast daemon over HTTP: JSON in answers that are capped, and errors that say what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+from collections.abc import Mapping
+from typing import Any, Self
+
+import httpx
+
+from weightcast.shared.base.errors import USAGE, NotInTime, Refused, RetryLater
+from weightcast.shared.daemon.environment import http_parts
+from weightcast.shared.daemon.settings import is_token
+
+ANSWER_LIMIT = 16 << 20
+
+
+class BadAddress(Refused):
+    """A usage error."""
+
+    exit_code = USAGE
+
+
+class Daemon:
+    """The daemon at `url` (host:port or http[s]://…). Every call raises NotInTime if it does not answer,
+    RetryLater if it is too busy, Refused if it wants another token, refuses, or is no daemon.
+    `token_from`: where the token is set, for the remedy."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None,
+        timeout_seconds: float = 10.0,
+        token_from: str = "--token or WEIGHTCAST_TOKEN",
+    ) -> None:
+        """Connects to nothing yet. Raises BadAddress."""
+        self.url, self._token_from = base_url(url), token_from
+        headers = {"Accept-Encoding": "identity"} | _authorization(token)
+        self._seconds = timeout_seconds
+        # trust_env off: neither a proxy nor a .netrc comes between two machines of one cluster.
+        self._client = httpx.Client(
+            timeout=timeout_seconds,
+            trust_env=False,
+            headers=headers,
+            # a deadline is of a connection
+            limits=httpx.Limits(max_keepalive_connections=0),
+        )
+
+    def close(self) -> None:
+        self._client.close()
+
+    def __enter__(self) -> Daemon:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def get(self, path: str) -> bytes:
+        """The body of a good answer."""
+        return self._ask("GET", path, None)
+
+    def post_json(self, path: str, body: bytes) -> bytes:
+        return self._ask("POST", path, body)
+
+    def delete(self, path: str) -> bytes:
+        return self._ask("DELETE", path, None)
+
+    def _ask(self, method: str, path: str, body: bytes | None) -> bytes:
+        address = self.url + path
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        deadline = Deadline(self._seconds)
+        extensions = {"trace": deadline.trace}
+        try:
+            with (
+                deadline,
+                self._client.stream(
+                    method, address, content=body, headers=headers, extensions=extensions
+                ) as response,
+            ):
+                answer = _capped(response, address)
+                if deadline.passed:
+                    raise httpx.ReadTimeout("")
+        # the latter of a redirect to nowhere
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            why = f"not whole within {self._seconds:g} s" if deadline.passed else str(error)
+            raise NotInTime(
+                f"no answer from {address}: {why or type(error).__name__}",
+                remedy="check address and port, and that the daemon runs",
+            ) from error
+        self._judge(response, answer, address)
+        return answer
+
+    def _judge(self, response: httpx.Response, body: bytes, address: str) -> None:
+        code = response.status_code
+        scheme = response.headers.get("WWW-Authenticate", "").partition(" ")[0].lower()
+        if code == 407 or (code in (401, 403) and scheme not in ("", "bearer")):
+            raise Refused(
+                f"a proxy at {address} wants credentials of its own ({code})",
+                remedy="give the daemon's own address, or let the proxy pass this host",
+            )
+        if code in (401, 403):
+            raise Refused(
+                f"{address} refused the token ({code})", remedy=f"give its token with {self._token_from}"
+            )
+        if code in (429, 503):
+            raise RetryLater(f"{address} is busy", remedy="try again")
+        if code not in (200, 202):
+            said = _member(body, "message")
+            raise Refused(
+                f"{address} answered {code}{': ' if said else ''}{said}",
+                remedy=_member(body, "remedy")
+                or "check that a weightcast daemon of this release listens there",
+            )
+
+
+def base_url(url: str) -> str:
+    """Without a slash at its end; a number alone is a port of this machine. Raises BadAddress."""
+    place = f"127.0.0.1:{url}" if url.isascii() and url.isdecimal() else url
+    text = (place if "://" in place else f"http://{place}").rstrip("/")
+    if http_parts(text) is None:
+        raise BadAddress(f"{url} is no http address", remedy="give PORT, HOST:PORT, or http[s]://HOST:PORT")
+    return text
+
+
+def _authorization(token: str | None) -> dict[str, str]:
+    if token is None or token == "":
+        return {}
+    if not is_token(token):
+        raise BadAddress("a token is printable ASCII without spaces")
+    return {"Authorization": f"Bearer {token}"}
+
+
+def _capped(response: httpx.Response, address: str) -> bytes:
+    body = bytearray()
+    for piece in response.iter_raw():
+        body += piece
+        if len(body) > ANSWER_LIMIT:
+            raise Refused(
+                f"the answer of {address} is larger than {ANSWER_LIMIT} bytes", remedy="is it a daemon?"
+            )
+    return bytes(body)
+
+
+def parsed(body: bytes, address: str) -> dict[str, Any]:
+    """The JSON object of an answer. Raises Refused."""
+    try:
+        answer = json.loads(body)
+    except (ValueError, RecursionError):
+        answer = None
+    if not isinstance(answer, dict):
+        raise Refused(
+            f"{address} did not answer with a JSON object",
+            remedy="check that a weightcast daemon listens there",
+        )
+    return answer
+
+
+def _member(body: bytes, name: str) -> str:
+    try:
+        value = json.loads(body).get(name)
+    except (ValueError, RecursionError, AttributeError):
+        return ""
+    return value[:1000] if isinstance(value, str) else ""
+
+
+class Deadline:
+    """For one exchange over a connection of its own; `with` begins its time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.passed = False
+        """what was read since may be cut short"""
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._timer = threading.Timer(seconds, self._end)
+        self._timer.daemon = True
+
+    def __enter__(self) -> Self:
+        self._timer.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._timer.cancel()
+        self._timer.join()
+        if self._socket is not None:
+            self._socket.close()
+
+    def trace(self, event: str, info: Mapping[str, Any]) -> None:
+        """The `trace` extension of an httpx request."""
+        if event == "connection.connect_tcp.complete":
+            self.watch(info["return_value"].get_extra_info("socket"))
+
+    def watch(self, connection: socket.socket) -> None:
+        """As soon as it is connected. It may be wrapped by TLS afterwards."""
+        with self._lock:
+            self._socket = socket.socket(fileno=os.dup(connection.fileno()))
+            if self.passed:
+                self._shut_down()
+
+    def _end(self) -> None:
+        with self._lock:
+            self.passed = True
+            self._shut_down()
+
+    def _shut_down(self) -> None:
+        if self._socket is not None:
+            # the peer may have gone meanwhile
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)

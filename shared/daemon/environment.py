@@ -1,0 +1,131 @@
+"""Variables of the environment that weightcast reads: one of another name is mostly misspelt, and what it was
+to set is not set.
+
+All names at one place, of both sides: one settings file may serve both. Tests hold them to the settings and
+to the options of all verbs, which take too long to import for the commands of every version.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Mapping
+from urllib.parse import SplitResult, urlsplit
+
+PREFIX = "WEIGHTCAST_"
+_SETTINGS = (
+    "ALIAS", "ALLOW", "ANCHOR_EVERY", "ANCHOR_SECONDS", "ANCHOR_SHARE", "BASE", "CARRY_CONFIG", "CAST",
+    "CHANNEL", "CONSUME", "DROP", "ENCODING", "ENGINE", "ENGINE_ATTEMPTS", "ENGINE_CHECK_SECONDS",
+    "ENGINE_DEADLINE", "EVERY", "EXISTING", "FROZEN", "GROUP_DEADLINE", "GROUP_FOLLOWER", "GROUP_LEASE",
+    "GROUP_MEMBER", "GROUP_PATCH", "GROUP_TOKEN", "HAND_OVER", "HISTORY_SHARE", "HOOK_SECONDS", "HOST",
+    "HOST_VERSIONS", "KEEP_HOURS", "KEEP_VERSIONS", "LOCAL", "LOG_FORMAT", "LOG_LEVEL", "LOST_SECONDS",
+    "MARKER", "MEMORY_BUDGET", "NON_FINITE", "ON_ENGINE_FAILED", "POLL_SECONDS", "PORT", "PORT_FILE",
+    "POST_WRITE", "PRE_READ", "PUBLISH_SECONDS", "READABLE_BY", "RELOAD", "RENAME", "REPORT",
+    "REPORT_SECONDS", "REPORT_TO", "REPORT_TOKEN", "SETTLE_SECONDS", "SIGN_KEY", "SKIP_SPAN", "STALE_SECONDS",
+    "STOP_SECONDS", "TAKE_OVER", "TARGET", "THREADS", "TOKEN", "TRUSTED_KEY", "VERIFIED_WITHIN",
+    "VERIFY_ENGINE_EVERY", "VERIFY_RATE", "VISIBLE_DEADLINE", "WATCH", "WATCH_PATTERN",
+)  # fmt: skip
+_OTHERS = (
+    "CACHE",  # of compiled kernels
+    "PATCH_DIR", "PATCH_LIMIT",  # of weightcast-engine, in an engine's process
+    "VERSION", "DIR", "PHASE", "DEADLINE", "ENGINE_NAME", "ENGINE_URL", "ENGINE_REASON",  # told to hooks
+    "ENGINES_FULL", "ENGINE_VENV", "SGLANG_VENV", "SGLANG_SERVER_VENV", "CHROMIUM", "PICTURES",  # of tests
+)  # fmt: skip
+SETTINGS = frozenset(PREFIX + name for name in _SETTINGS)
+KNOWN = SETTINGS | {PREFIX + name for name in _OTHERS}
+_OF_TESTS = PREFIX + "TEST_"
+# what Kubernetes sets for a service whose name begins with "weightcast"
+_OF_SERVICES = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)|_PORT(_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?)?")
+
+
+def unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Names with our prefix that nothing reads, and the nearest one that is read (empty: none is near)."""
+    # settings are read in any case
+    names = {name: name.upper() for name in environment if name.upper().startswith(PREFIX)}
+    strange = {name: upper for name, upper in names.items() if upper not in KNOWN and not _is_foreign(upper)}
+    return {name: _nearest(upper) for name, upper in sorted(strange.items())}
+
+
+def _is_foreign(name: str) -> bool:
+    rest = name.removeprefix(PREFIX[:-1])
+    return name.startswith(_OF_TESTS) or any(
+        found.end() == len(rest) for found in _OF_SERVICES.finditer(rest)
+    )
+
+
+def _nearest(name: str) -> str:
+    # most commands find nothing, and start without it
+    from difflib import get_close_matches
+
+    settings = {setting.removeprefix(PREFIX): setting for setting in sorted(SETTINGS)}
+    found = get_close_matches(name.removeprefix(PREFIX), settings, 1, 0.7)
+    return settings[found[0]] if found else ""
+
+
+_SECRET = re.compile(r"token(?!iz)|secret|password|authorization|api_?key", re.IGNORECASE)
+_OPTION_BEHIND = rf",(?!\w*(?:{_SECRET.pattern}))[a-z_]+="
+_QUERY = re.compile(rf"\?(?:[^\s,'\"]|(?!{_OPTION_BEHIND}),)+", re.IGNORECASE)
+
+
+def is_secret_name(name: str) -> bool:
+    return _SECRET.search(name) is not None
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """What a command that we start inherits: no secret of either daemon's settings, which read names in any
+    case; one settings file may serve both. Tests hold the settings' secrets to this rule."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if not (name.upper().startswith(PREFIX) and is_secret_name(name))
+    }
+
+
+def hide_queries(text: str) -> str:
+    """Of all addresses in it: receivers take tokens there. A query ends before what looks like an engine's
+    next option."""
+    return _QUERY.sub("?...", text)
+
+
+URL_LIMIT = 2048
+_LABEL = r"(?!-)[A-Za-z0-9_-]{1,63}"
+_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*\.?")
+_NAME_LIMIT = 253
+
+
+def is_host(text: str) -> bool:
+    """Whether it is an address or a name in ASCII (`xn--...` for others)."""
+    return _is_address(text) or (
+        len(text) <= _NAME_LIMIT and _NAME.fullmatch(text) is not None and _is_encoded(text)
+    )
+
+
+def http_parts(url: str) -> SplitResult | None:
+    """The parts of an http or https URL that a client can ask; None: it is none."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        return None
+    is_fit = _is_address(host) if "[" in parts.netloc else is_host(host)
+    is_plain = len(url) <= URL_LIMIT and url.isprintable() and not re.search(r"\s", url)
+    return parts if parts.scheme in ("http", "https") and is_fit and is_plain and port != 0 else None
+
+
+def port_of(parts: SplitResult) -> int:
+    """Of an http or https URL, also where it names none."""
+    return parts.port or (443 if parts.scheme == "https" else 80)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(text))
+    except ValueError:
+        return False
+
+
+def _is_encoded(name: str) -> bool:
+    try:
+        return bool(name.encode("ascii").decode("idna"))
+    except UnicodeError:
+        return False

@@ -1,0 +1,567 @@
+"""The fleet as its hosts' reports show it: presence by the clock of the channel's file system, versions, lag.
+
+Reports are not authenticated: everything here is a hint.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from weightcast.shared.base.errors import Refused, RetryLater, counted
+from weightcast.shared.channel.claims import PATIENCE_SECONDS, owner_of
+from weightcast.shared.channel.claims import Owner as ClaimOwner
+from weightcast.shared.channel.layout import Layout, read_pointer
+from weightcast.shared.channel.reports import (
+    CAUSES,
+    UPDATES_LIMIT,
+    ChannelClock,
+    Heard,
+    Report,
+    ReportReader,
+    Silence,
+    StoredReport,
+    TimeSource,
+)
+from weightcast.shared.channel.run_files import ChannelFile, parse_channel_file
+from weightcast.shared.daemon.frozen import Frozen
+from weightcast.shared.files.durable import read_file
+from weightcast.shared.files.paths import is_directory
+
+REPORTS_PATH = "/v1/reports"
+"""of the publisher, where hosts post what they cannot write into the channel"""
+STALE_SECONDS = 60.0
+LOST_SECONDS = 120.0
+MOST_WITH_UPDATES = 100
+"""hosts: in larger fleets the updates are shown host by host"""
+PAGE_BYTES = 8 << 20
+"""of a fleet as JSON: where it would have more, hosts with more than their share of it are shown bare"""
+ENGINES_SHOWN, TEXT_SHOWN = 16, 512
+"""of a host in a larger fleet; characters"""
+_BARE_TEXT = 64
+_CHANNEL_FILE_LIMIT = 16 << 20
+_LATEST = "latest"
+_MOST_PARTS = 64
+"""of a path in a host's short name"""
+_STOPPED = "stopped"
+_MOST_TEXT = 120
+"""characters of an error in the verdict"""
+
+Presence = Literal["live", "stale", "lost"]
+Standing = Literal["ready", "behind", "stale", "lost", "failed", "stopped"]
+WORST_FIRST: tuple[Standing, ...] = ("failed", "lost", "stale", "behind", "ready", "stopped")
+Level = Literal["good", "warning", "bad"]
+OwnerState = Literal["alive", "silent", "dead", "stopped", "unknown"]
+
+
+class EngineLine(Frozen):
+    name: str
+    kind: str
+    state: str
+    version: int | None
+    """the last one that it confirmed"""
+    confirmed_by: str
+
+
+class UpdateLine(Frozen):
+    version: int
+    kind: str
+    """seed, patch, relabel, reload, undo or repair"""
+    began: float
+    """unix time, on the host's clock"""
+    seconds: Mapping[str, float]
+    """by phase"""
+    bytes: int
+    outcome: str
+    """done, or refused by the engines"""
+
+
+class Host(Frozen):
+    key: str
+    """name of its report"""
+    host: str
+    local: str
+    run_id: str
+    presence: Presence
+    heard_seconds_ago: float | None
+    """since its report last changed; null where the reader cannot know"""
+    state: str
+    """ready, or what it is at"""
+    ready: bool
+    standing: Standing
+    phase: str
+    """what it is at, ready or not"""
+    local_version: int | None
+    served_version: int | None
+    target: str
+    """latest, a version or a tag"""
+    target_version: int | None
+    lag: int | None
+    """versions: of a host that follows latest to the newest one, else to its own target"""
+    last_error: str
+    remedy: str
+    retries: int
+    """steps tried again since its start"""
+    bytes: Mapping[str, int]
+    """read from the channel since its start, by cause"""
+    engines: tuple[EngineLine, ...]
+    software: str
+    clock_offset_seconds: float | None
+    """by which its clock is ahead"""
+    updates: tuple[UpdateLine, ...]
+    """newest first"""
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether `wait` counts it: not when it stopped, is lost, or went silent without a version."""
+        return self.standing not in ("lost", "stopped") and not (self.standing == "stale" and self._is_empty)
+
+    @property
+    def is_ghost(self) -> bool:
+        """Lost without ever having held a version: mostly a start with wrong settings."""
+        return self.standing == "lost" and self._is_empty
+
+    @property
+    def _is_empty(self) -> bool:
+        return self.local_version is None and self.served_version is None
+
+    @property
+    def severity(self) -> tuple[int, int, str]:
+        """Worst first, ghosts last."""
+        at = len(WORST_FIRST) if self.is_ghost else WORST_FIRST.index(self.standing)
+        return at, -(self.lag or 0), self.key
+
+    def in_brief(self) -> Host:
+        return self._cut(TEXT_SHOWN, ENGINES_SHOWN)
+
+    def bare(self) -> Host:
+        """Where it stands, and little of what it says."""
+        return self._cut(_BARE_TEXT, 0)
+
+    def _cut(self, text: int, engines: int) -> Host:
+        told = ("host", "local", "run_id", "target", "last_error", "remedy", "software")
+        cut: dict[str, object] = {name: getattr(self, name)[:text] for name in told}
+        return self.model_copy(update={**cut, "engines": self.engines[:engines], "updates": ()})
+
+
+class Counts(Frozen):
+    """Every host counts once."""
+
+    ready: int = 0
+    """serves its target"""
+    behind: int = 0
+    stale: int = 0
+    lost: int = 0
+    failed: int = 0
+    """an engine failed, or an error keeps it from being ready"""
+    stopped: int = 0
+    """ended on request"""
+
+
+class LagCount(Frozen):
+    lag: int
+    hosts: int
+
+
+class Bounds(Frozen):
+    """A report that stands still for so long is stale, then lost."""
+
+    stale_seconds: float = STALE_SECONDS
+    lost_seconds: float = LOST_SECONDS
+
+
+class Owner(Frozen):
+    """The publisher that owns the channel, by its claim."""
+
+    name: str
+    state: OwnerState
+    heard_seconds_ago: float | None
+
+
+class RefusedCheckpoint(Frozen):
+    source: str
+    message: str
+    remedy: str
+    seconds_ago: float | None
+    """null where this process did not refuse it itself"""
+
+
+class PublisherLine(Frozen):
+    """What the publisher's daemon says of itself."""
+
+    ready: bool
+    reasons: tuple[str, ...] = ()
+    """why it is not ready"""
+    publishing: str = ""
+    """source and phase of the running publication"""
+    queue: int = 0
+    inbox: Mapping[str, int] = {}
+    """watched checkpoints, by what became of them: waiting, refused"""
+    held: str = ""
+    notes: tuple[str, ...] = ()
+    """what people should know although it works: checkpoints left alone, a trainer that went back"""
+    last_refused: RefusedCheckpoint | None = None
+    refused_since_version: bool = False
+    """no version was published after the last refusal"""
+
+
+class Verdict(Frozen):
+    """The answer to "is all well?"."""
+
+    level: Level = "good"
+    text: str = ""
+
+
+class Fleet(Frozen):
+    now: float
+    """unix time, of who looked"""
+    channel: str
+    run_id: str | None
+    latest: int | None
+    """what the pointer names"""
+    hosts: tuple[Host, ...] = ()
+    counts: Counts = Counts()
+    lag: tuple[LagCount, ...] = ()
+    """of hosts that take part"""
+    bounds: Bounds = Bounds()
+    latest_age_seconds: float | None = None
+    """since the newest version was published"""
+    time_source: TimeSource = "channel"
+    """whose clock the ages are by: the channel's file system, or this machine where nothing can be written"""
+    owner: Owner | None = None
+    publisher: PublisherLine | None = None
+    """null where no daemon was asked"""
+    verdict: Verdict = Verdict()
+
+    def page(self) -> bytes:
+        """As JSON: all of it in small fleets, bounded in any."""
+        few = len(self.hosts) <= MOST_WITH_UPDATES
+        body = self._with(self.hosts if few else (host.in_brief() for host in self.hosts))
+        if len(body) <= PAGE_BYTES:
+            return body
+        share = PAGE_BYTES // len(self.hosts)
+        briefs = (host.in_brief() for host in self.hosts)
+        return self._with(host if len(host.model_dump_json()) <= share else host.bare() for host in briefs)
+
+    def _with(self, hosts: Iterable[Host]) -> bytes:
+        return self.model_copy(update={"hosts": tuple(hosts)}).model_dump_json().encode()
+
+
+@dataclass(frozen=True)
+class RunHead:
+    """What hosts are held against."""
+
+    run_id: str | None
+    latest: int | None
+
+
+class FleetReader:
+    """Looks at a channel again and again, and remembers when each report last changed. For one thread."""
+
+    def __init__(
+        self,
+        channel: Path,
+        bounds: Bounds | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+        updates: int = UPDATES_LIMIT,
+        publisher: Callable[[], PublisherLine | None] = lambda: None,
+    ) -> None:
+        """`updates`: so many of each host's are read; they are most of a report."""
+        self._channel, self._now, self._publisher = channel, now, publisher
+        self._channel_clock = ChannelClock(channel, clock, now)
+        self._bounds = Bounds() if bounds is None else bounds
+        members = EngineLine.model_fields.keys()
+        self._reports = ReportReader(channel, updates=updates, engine_members=members)
+        self._heard = Heard(clock)
+        self._shown: dict[str, tuple[Report, Host]] = {}
+
+    def read(self) -> Fleet:
+        """Raises RetryLater when there is no channel, DamagedFile when its pointer cannot be read."""
+        run = _run_of(self._channel)
+        reports = self._reports.read()
+        claim = _claim(self._channel)
+        dates = [each.written for each in reports] + ([] if claim is None else [claim.written])
+        clock = self._channel_clock.read(max(dates, default=0.0))
+        silences = self._heard.silences(reports, clock.now)
+        hosts = tuple(self._host(each, silences[each.key], run) for each in reports)
+        self._shown = {each.key: self._shown[each.key] for each in reports}
+        fleet = Fleet(
+            now=self._now(),
+            channel=str(self._channel),
+            run_id=run.run_id,
+            latest=run.latest,
+            hosts=hosts,
+            counts=count(hosts),
+            lag=distribution(hosts),
+            bounds=self._bounds,
+            latest_age_seconds=_version_age(self._channel, run.latest, clock.now),
+            time_source=clock.source,
+            owner=None if claim is None else _owner(claim, clock.now),
+            publisher=self._publisher(),
+        )
+        return fleet.model_copy(update={"verdict": verdict(fleet)})
+
+    def _host(self, stored: StoredReport, silence: Silence, run: RunHead) -> Host:
+        known = self._shown.get(stored.key)
+        # a report that was not read again is the same object
+        host = known[1] if known is not None and known[0] is stored.report else as_host(stored)
+        presence = presence_of(silence, self._bounds)
+        shown = host.model_copy(
+            update={
+                "heard_seconds_ago": round(max(0.0, silence.seconds), 3) if silence.exact else None,
+                "presence": presence,
+                "lag": lag_of(host, run),
+                "standing": standing_of(host, presence, run),
+            }
+        )
+        self._shown[stored.key] = stored.report, host
+        return shown
+
+
+def _claim(channel: Path) -> ClaimOwner | None:
+    try:
+        return owner_of(channel)
+    except OSError:
+        return None
+
+
+def _owner(claim: ClaimOwner, now: float | None) -> Owner:
+    silent = None if now is None else round(max(0.0, now - claim.written), 3)
+    state: OwnerState = "stopped" if claim.released else "dead" if claim.dead else "unknown"
+    if silent is not None and state == "unknown":
+        state = "silent" if silent >= PATIENCE_SECONDS else "alive"
+    return Owner(name=claim.name, state=state, heard_seconds_ago=silent)
+
+
+def _version_age(channel: Path, version: int | None, now: float | None) -> float | None:
+    layout = Layout(channel)
+    if now is None or version is None:
+        return None
+    try:
+        written = (layout.index(version) if version else layout.channel_json).stat().st_mtime
+    except OSError:
+        return None
+    return round(max(0.0, now - written), 3)
+
+
+def _run_of(channel: Path) -> RunHead:
+    if not is_directory(channel):
+        raise RetryLater(f"{channel} is not a directory", remedy="mount it, or correct --channel")
+    pointer, file = read_pointer(channel), _channel_file(channel)
+    if pointer is None:
+        return RunHead(None if file is None else file.run_id, None if file is None else 0)
+    return RunHead(pointer.run if file is None else file.run_id, pointer.version)
+
+
+def _channel_file(channel: Path) -> ChannelFile | None:
+    try:
+        return parse_channel_file(read_file(Layout(channel).channel_json, _CHANNEL_FILE_LIMIT))
+    except FileNotFoundError:
+        return None
+
+
+def as_host(sighting: StoredReport) -> Host:
+    """As it says itself: presence, standing and lag are not judged yet."""
+    report = sighting.report
+    return Host(
+        key=sighting.key,
+        host=report.host,
+        local=report.local,
+        run_id=report.run_id,
+        presence="live",
+        heard_seconds_ago=0.0,
+        state=report.state,
+        ready=report.state == "ready",
+        standing="behind",
+        phase=report.phase,
+        local_version=report.local_version,
+        served_version=report.served_version,
+        target=report.target,
+        target_version=report.target_version,
+        lag=report.lag,
+        last_error=report.last_error,
+        remedy=report.remedy,
+        retries=report.retries,
+        bytes={cause: report.bytes.get(cause, 0) for cause in CAUSES},
+        engines=tuple(map(_engine, report.engines)),
+        software=report.software,
+        clock_offset_seconds=report.clock_offset,
+        updates=tuple(UpdateLine(**vars(update)) for update in report.updates),
+    )
+
+
+def _engine(engine: Mapping[str, object]) -> EngineLine:
+    def text(member: str) -> str:
+        value = engine.get(member)
+        return value[:256] if isinstance(value, str) else ""
+
+    version = engine.get("version")
+    return EngineLine(
+        name=text("name"),
+        kind=text("kind"),
+        state=text("state"),
+        version=version if type(version) is int else None,
+        confirmed_by=text("confirmed_by"),
+    )
+
+
+def presence_of(silence: Silence, bounds: Bounds) -> Presence:
+    """A host whose age is not known counts as live once it is heard, not before."""
+    if silence.seconds >= bounds.lost_seconds:
+        return "lost"
+    return "live" if silence.exact and silence.seconds < bounds.stale_seconds else "stale"
+
+
+def lag_of(host: Host, run: RunHead) -> int | None:
+    """A host that stands still does not know how far the others went."""
+    if host.target != _LATEST or run.latest is None or _is_other(host, run):
+        return host.lag
+    return None if host.served_version is None else run.latest - host.served_version
+
+
+def _is_other(host: Host, run: RunHead) -> bool:
+    """A host that is not seeded yet is of no run."""
+    return run.run_id is not None and host.run_id not in ("", run.run_id)
+
+
+def standing_of(host: Host, presence: Presence, run: RunHead) -> Standing:
+    if host.state == _STOPPED:
+        return "stopped"
+    if presence != "live":
+        return presence
+    engine_failed = any(engine.state == "failed" for engine in host.engines)
+    if engine_failed or _is_other(host, run) or (host.last_error and not host.ready):
+        return "failed"
+    lag = lag_of(host, run)
+    return "ready" if host.ready and lag is not None and lag <= 0 else "behind"
+
+
+def require_gone(host: Host) -> None:
+    """Raises Refused unless the host stopped or is lost."""
+    if host.standing in ("stopped", "lost"):
+        return
+    heard = "at an unknown time" if host.heard_seconds_ago is None else f"{age(host.heard_seconds_ago)} ago"
+    raise Refused(
+        f"{host.host} ({host.local}) is {host.standing}, heard {heard}; "
+        "only a stopped or lost host can be forgotten",
+        remedy="stop its subscriber, or wait until it is lost",
+    )
+
+
+def trouble_of(host: Host, run_id: str | None) -> tuple[str, str]:
+    """What is wrong with a host, and what to do about it."""
+    if not host.last_error and _is_other(host, RunHead(run_id, None)):
+        remedy = "give it this run's channel, or a local directory of its own"
+        return f"follows another run, {host.run_id}", remedy
+    return host.last_error, host.remedy
+
+
+def count(hosts: Iterable[Host]) -> Counts:
+    found = Counter(str(host.standing) for host in hosts)
+    return Counts(**found)
+
+
+def distribution(hosts: Iterable[Host]) -> tuple[LagCount, ...]:
+    found = Counter(host.lag for host in hosts if host.takes_part and host.lag is not None)
+    return tuple(LagCount(lag=lag, hosts=hosts) for lag, hosts in sorted(found.items()))
+
+
+def names_of(hosts: Iterable[Host]) -> dict[str, str]:
+    """What people call each, by its key: its name, and its local checkpoint where others have that name."""
+    shown = tuple(hosts)
+    count = Counter(host.host for host in shown)
+    return {h.key: h.host if count[h.host] == 1 else f"{h.host}:{h.local}" for h in shown}
+
+
+def short_names_of(hosts: Iterable[Host]) -> dict[str, str]:
+    """As `names_of`, with no more of each local checkpoint's path than tells them apart."""
+    shown = tuple(hosts)
+    names, left, parts = {h.key: h.host for h in shown}, _ambiguous({h.key: h.host for h in shown}), 0
+    while left and parts < _MOST_PARTS:
+        parts += 1
+        for host in (h for h in shown if h.key in left):
+            names[host.key] = f"{host.host}:{'/'.join(host.local.split('/')[-parts:])}"
+        left = _ambiguous(names)
+    return names
+
+
+def _ambiguous(names: Mapping[str, str]) -> set[str]:
+    count = Counter(names.values())
+    return {key for key, name in names.items() if count[name] > 1}
+
+
+def of_run(fleet: Fleet) -> Sequence[Host]:
+    """Hosts of the channel's run that take part."""
+    return [
+        host
+        for host in fleet.hosts
+        if host.takes_part and (fleet.run_id is None or host.run_id in ("", fleet.run_id))
+    ]
+
+
+def verdict(fleet: Fleet) -> Verdict:
+    """One sentence: how many hosts serve the newest version, the worst of them, what the publisher lacks."""
+    findings = [*_publisher_findings(fleet), *_host_findings(fleet)]
+    levels = [level for level, _ in findings]
+    level: Level = "bad" if "bad" in levels else "warning" if "warning" in levels else "good"
+    return Verdict(level=level, text="; ".join([_turnout(fleet), *(text for _, text in findings)]))
+
+
+def _turnout(fleet: Fleet) -> str:
+    expected = [host for host in fleet.hosts if host.standing != "stopped" and not host.is_ghost]
+    ready = [host for host in expected if host.standing == "ready"]
+    if not expected:
+        return "no host is running" if fleet.counts.stopped else "no host has reported"
+    newest = fleet.latest is not None and all(host.served_version == fleet.latest for host in ready)
+    target = f"version {fleet.latest}" if newest else "the target version"
+    verb = "serves" if len(expected) == 1 else "serve"
+    return f"{len(ready)} of {counted(len(expected), 'host')} {verb} {target}"
+
+
+def _host_findings(fleet: Fleet) -> list[tuple[Level, str]]:
+    troubled = [h for h in fleet.hosts if h.standing not in ("ready", "stopped") and not h.is_ghost]
+    if not troubled:
+        return []
+    first, names = min(troubled, key=lambda host: host.severity), short_names_of(fleet.hosts)
+    same = sum(host.standing == first.standing for host in troubled) - 1
+    more = f" (and {same} more {first.standing})" if same else ""
+    bad = first.standing in ("failed", "lost")
+    why = short(trouble_of(first, fleet.run_id)[0]) or first.standing
+    return [("bad" if bad else "warning", f"{names[first.key]}: {why}{more}")]
+
+
+def _publisher_findings(fleet: Fleet) -> list[tuple[Level, str]]:
+    found: list[tuple[Level, str]] = []
+    owner, line = fleet.owner, fleet.publisher
+    if owner is not None and owner.state not in ("alive", "unknown") and line is None:
+        said = f"publisher {owner.state}, heard {age(owner.heard_seconds_ago)} ago"
+        found.append(("warning" if owner.state == "stopped" else "bad", said))
+    if line is None:
+        return found
+    if not line.ready:
+        found.append(("bad", f"publisher not ready: {short('; '.join(line.reasons))}"))
+    if line.last_refused is not None and (line.refused_since_version or line.inbox.get("refused")):
+        said = f"{line.last_refused.source} refused: {short(line.last_refused.message)}"
+        found.append(("bad" if line.refused_since_version else "warning", said))
+    if line.held:
+        found.append(("warning", f"publisher held: {line.held}"))
+    return found
+
+
+def short(text: str) -> str:
+    return text[:_MOST_TEXT] + ("..." if len(text) > _MOST_TEXT else "")
+
+
+def age(seconds: float | None) -> str:
+    """For people: `5 s`, `22 min`, `3 h`, `4 days`; `?` where it is not known."""
+    if seconds is None:
+        return "?"
+    for unit, size, most in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172_800)):
+        if seconds < most:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86400:.0f} days"

@@ -1,0 +1,513 @@
+"""The HTTP side of a daemon. Routes of its own are added with `app.include_router`; handlers that block are
+plain functions, which FastAPI runs in threads."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import resource
+import socket
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from functools import cache
+from html import escape
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import urlsplit
+
+import h11
+from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from pydantic import BaseModel, TypeAdapter
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from weightcast.shared.base.errors import DamagedFile, RetryLater, WeightcastError
+from weightcast.shared.daemon.status import Facts, Failure, Readiness
+from weightcast.shared.files.strict_json import parse_object
+
+BODY_LIMIT = 1 << 20
+HEADER_LIMIT = 16 << 10
+"""bytes of a request before its body; the server bounds what has come without an end in the same way"""
+DISCARD_LIMIT = 16 << 20
+"""A body up to here is read to its end before it is refused: an answer to a peer that still sends is lost
+in the reset of its connection."""
+OPEN_PATH = "/healthz"
+_ONE_OBJECT = "send one JSON object, each key once: see /docs"
+_NO_ROUTE = "see /docs for what can be asked, and how"
+_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+
+
+class StrictRoute(APIRoute):
+    """For routers whose routes take JSON: a body with one meaning, or 422, whatever its header calls it. The
+    framework would take the last of two equal keys, and has its own idea of which types are JSON."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def strictly(request: Request) -> Response:
+            body = await request.body()
+            try:
+                if body:
+                    parse_object(body, "the body")
+            except DamagedFile as error:
+                raise DamagedFile(error.message, remedy=_ONE_OBJECT) from error
+            return await handle(request)
+
+        return strictly
+
+
+def make_app(
+    title: str,
+    status: Callable[[], BaseModel | Facts],
+    ready: Callable[[], Readiness],
+    metrics: CollectorRegistry,
+    token: str | None,
+    wake: Callable[[], None],
+    status_model: type[BaseModel | Facts] = BaseModel,
+    open_paths: Collection[str] = (),
+    path_tokens: Mapping[str, str] | None = None,
+) -> FastAPI:
+    """`/healthz`, `/readyz`, `/v1/status`, `/v1/wake`, `/metrics`, `/docs`, `/openapi.json`. With a token
+    everything but `/healthz` asks for it, and reading `open_paths`; a path of `path_tokens` takes its own
+    token too, which opens nothing else. `status_model` is what OpenAPI shows of the status.
+    `app.state.dead`, a function set by `run_daemon`, gives the reason for an unhealthy answer ("" when all is
+    well)."""
+    bearer = [Depends(HTTPBearer(auto_error=False))] if token is not None else []
+    app = FastAPI(
+        title=title,
+        version="1",
+        dependencies=bearer,
+        docs_url=None,
+        redoc_url=None,
+        # a redirect is no answer of ours, and fails on a query that is not UTF-8
+        redirect_slashes=False,
+        responses={"default": {"model": Failure, "description": "Refused, or failed"}},
+    )
+    app.state.dead = lambda: ""
+    app.state.stopping = lambda: False
+    _add_probes(app, ready)
+    _add_docs(app)
+    _add_verbs(app, status, metrics, wake, status_model)
+    _add_error_answers(app)
+    app.add_middleware(
+        _Gate, token=token, open_paths=frozenset(open_paths), path_tokens=dict(path_tokens or {})
+    )
+    return app
+
+
+def _add_probes(app: FastAPI, ready: Callable[[], Readiness]) -> None:
+    @app.get("/healthz", tags=["probes"], responses={503: {"model": Readiness}})
+    def healthz() -> Response:
+        """200 while the daemon can do its work, 503 when only a restart helps."""
+        reason = app.state.dead()
+        return _readiness(Readiness(ready=not reason, reasons=(reason,) if reason else ()))
+
+    @app.get("/readyz", tags=["probes"], responses={200: {"model": Readiness}, 503: {"model": Readiness}})
+    def readyz() -> Response:
+        """200 when the daemon is ready, 503 with reasons when it is not."""
+        reason = "stopping" if app.state.stopping() else app.state.dead()
+        if reason:
+            return _readiness(Readiness(ready=False, reasons=(reason,)))
+        return _readiness(ready())
+
+
+def _add_docs(app: FastAPI) -> None:
+    @app.get("/docs", include_in_schema=False)
+    def show_docs() -> Response:
+        return HTMLResponse(docs_page(app.openapi()), headers=HEADERS)
+
+
+def _add_verbs(
+    app: FastAPI,
+    status: Callable[[], BaseModel | Facts],
+    metrics: CollectorRegistry,
+    wake: Callable[[], None],
+    status_model: type[BaseModel | Facts],
+) -> None:
+    @app.get("/v1/status", responses={200: {"model": status_model}})
+    def show_status() -> Response:
+        """What the daemon is at, and what it did last."""
+        return Response(_json(status()), media_type="application/json")
+
+    @app.post("/v1/wake", status_code=202)
+    def wake_loop() -> Response:
+        """The loop looks at once instead of at its next poll."""
+        wake()
+        return Response(status_code=202)
+
+    @app.get("/metrics", tags=["probes"])
+    def show_metrics() -> Response:
+        """For Prometheus."""
+        return Response(generate_latest(metrics), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def _json(facts: BaseModel | Facts) -> bytes:
+    form: Any = type(facts)
+    return _adapter(form).dump_json(facts)
+
+
+@cache
+def _adapter(form: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(form)
+
+
+def _readiness(readiness: Readiness) -> Response:
+    return JSONResponse(readiness.by_name(), status_code=200 if readiness.ready else 503)
+
+
+def _add_error_answers(app: FastAPI) -> None:
+    @app.exception_handler(WeightcastError)
+    def expected(request: Request, error: WeightcastError) -> Response:
+        headers = {"Retry-After": "1"} if isinstance(error, RetryLater) else None
+        return _failure(error.http_status, type(error).__name__, error.message, error.remedy, headers)
+
+    @app.exception_handler(HTTPException)
+    def by_framework(request: Request, error: HTTPException) -> Response:
+        code = error.status_code
+        remedy = getattr(error, "remedy", "") or _NO_ROUTE
+        return _failure(code, _phrase(code), str(error.detail), remedy, error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    def invalid(request: Request, error: RequestValidationError) -> Response:
+        # Places and messages only: the values may be anything, a secret too.
+        problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+        is_json = request.headers.get("content-type", "").lower().startswith("application/json")
+        remedy = "see /docs" if is_json or request.method != "POST" else "send Content-Type: application/json"
+        return _failure(422, "InvalidRequest", "; ".join(problems), remedy, None)
+
+
+class Answer(HTTPException):
+    """An error of a route, with what to do about it."""
+
+    def __init__(self, status: int, message: str, remedy: str, headers: dict[str, str] | None = None) -> None:
+        super().__init__(status, message, headers)
+        self.remedy = remedy
+
+
+def _failure(status: int, error: str, message: str, remedy: str, headers: Any) -> JSONResponse:
+    body = Failure(error=error, message=message, remedy=remedy).by_name()
+    return JSONResponse(body, status_code=status, headers=headers)
+
+
+def _phrase(status: int) -> str:
+    return HTTPStatus(status).phrase.replace(" ", "")
+
+
+class _Gate:
+    """Before any route: token, origin, size of the body. A pure ASGI middleware, since it must also see
+    requests that no route takes."""
+
+    def __init__(
+        self, app: ASGIApp, token: str | None, open_paths: frozenset[str], path_tokens: Mapping[str, str]
+    ) -> None:
+        self._app = app
+        self._open_paths = open_paths
+        self._expected = None if token is None else _bearer(token)
+        self._path_tokens = {path: _bearer(each) for path, each in path_tokens.items()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._http(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if _header_bytes(scope) > HEADER_LIMIT:
+            answer = _failure(
+                431,
+                _phrase(431),
+                f"headers above {HEADER_LIMIT} bytes",
+                "send shorter headers, or a shorter query",
+                {"Connection": "close"},
+            )
+            await answer(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        refusal = self._refusal(scope, headers)
+        if refusal is not None:
+            await refusal(scope, receive, send)
+            return
+        body = await _read_body(headers, receive)
+        if body is None:
+            answer = _failure(
+                413,
+                _phrase(413),
+                f"the body is larger than {BODY_LIMIT} bytes",
+                "send less: /docs has what each route takes",
+                {"Connection": "close"},
+            )
+            await answer(scope, receive, send)
+            return
+        await self._app(scope, _replay(body, receive), send)
+
+    def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
+        if scope["path"] == OPEN_PATH:
+            return None
+        if self._expected is None:
+            return _browser_refusal(scope["method"], headers)
+        if scope["path"] in self._open_paths and scope["method"] in _SAFE_METHODS:
+            return None
+        given = headers.get("authorization", "").encode("latin-1", "replace")
+        # The scheme's name is case-insensitive (RFC 9110, 11.1), the token is not.
+        scheme, _, rest = given.partition(b" ")
+        said = scheme.title() + b" " + rest.strip()
+        narrow = self._path_tokens.get(scope["path"])
+        if hmac.compare_digest(said, self._expected):
+            return None
+        if narrow is not None and hmac.compare_digest(said, narrow):
+            return None
+        return _failure(
+            401,
+            "Unauthorized",
+            "this daemon asks for a bearer token",
+            "send the header Authorization: Bearer TOKEN",
+            {"WWW-Authenticate": "Bearer"},
+        )
+
+
+def _bearer(token: str) -> bytes:
+    return f"Bearer {token}".encode()
+
+
+def _header_bytes(scope: Scope) -> int:
+    target = len(scope["raw_path"]) + len(scope["query_string"])
+    return target + sum(len(name) + len(value) for name, value in scope["headers"])
+
+
+def _browser_refusal(method: str, headers: Headers) -> Response | None:
+    """Without a token the door is open to this machine's users, but not to web pages that their browsers
+    show: those come with a foreign Origin, or (a rebound name) with a Host that is no address."""
+    host = headers.get("host", "")
+    if not _is_plain_host(host):
+        return _failure(
+            403, "Forbidden", f"unexpected Host {host[:100]!r}", "use an address, or set a token", None
+        )
+    origin = headers.get("origin")
+    if method not in _SAFE_METHODS and origin is not None and not _is_of(host, origin):
+        return _failure(403, "Forbidden", "a request of another site", "set a token", None)
+    return None
+
+
+def _is_of(host: str, origin: str) -> bool:
+    try:
+        return urlsplit(origin).netloc == host
+    except ValueError:
+        return False
+
+
+def _is_plain_host(host: str) -> bool:
+    try:
+        name = urlsplit(f"//{host}").hostname
+        return name in (None, "localhost") or bool(ipaddress.ip_address(str(name)))
+    except ValueError:
+        return False
+
+
+async def _read_body(headers: Headers, receive: Receive) -> bytes | None:
+    """The whole body, or None when it is longer than BODY_LIMIT, whatever its length header says."""
+    announced = headers.get("content-length", "0")
+    if not announced.isdecimal() or int(announced[:20]) > DISCARD_LIMIT:
+        return None
+    body, size = bytearray(), 0
+    while size <= DISCARD_LIMIT:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            # Half a body is no body; nobody is there to read the answer.
+            return None
+        piece = message.get("body", b"")
+        size += len(piece)
+        if size <= BODY_LIMIT:
+            body += piece
+        if not message.get("more_body", False):
+            return bytes(body) if size <= BODY_LIMIT else None
+    return None
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    pending = [body]
+
+    async def replay() -> Message:
+        if pending:
+            return {"type": "http.request", "body": pending.pop(), "more_body": False}
+        return await receive()
+
+    return replay
+
+
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; width: 100%; }
+th, td { text-align: left; vertical-align: top; padding: .25rem .75rem .25rem 0; }
+tr { border-top: 1px solid color-mix(in srgb, currentcolor 20%, transparent); }
+h2 { font-size: 1rem; margin: 2rem 0 .25rem; }
+"""
+
+Schema = Mapping[str, Any]
+
+
+def docs_page(openapi: Schema) -> str:
+    """HTML of an OpenAPI 3.1 document: its routes, then its schemas with their members."""
+    title = escape(openapi["info"]["title"])
+    schemas = openapi.get("components", {}).get("schemas", {})
+    shown = "".join(_members(name, schema) for name, schema in sorted(schemas.items()))
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style>'
+        f'<h1>{title}</h1><p>The same for programs: <a href="/openapi.json">openapi.json</a>.</p>'
+        f"<table>{_head('Route', 'What it does', 'Takes', 'Answers')}{''.join(_routes(openapi))}</table>"
+        f"{shown}</html>\n"
+    )
+
+
+def _head(*titles: str) -> str:
+    return f"<tr>{''.join(f'<th>{title}</th>' for title in titles)}</tr>"
+
+
+def _row(*cells: str) -> str:
+    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+
+
+def _routes(openapi: Schema) -> Iterator[str]:
+    for path, methods in sorted(openapi["paths"].items()):
+        for method, route in methods.items():
+            yield _row(
+                f"<code>{method.upper()} {escape(path)}</code>",
+                escape(route.get("description") or route["summary"]),
+                "<br>".join([*_bodies(route.get("requestBody", {})), *_parameters(route)]),
+                "<br>".join(
+                    " ".join(["else" if status == "default" else escape(status), *_bodies(answer)])
+                    for status, answer in sorted(route["responses"].items())
+                ),
+            )
+
+
+def _parameters(route: Schema) -> Iterator[str]:
+    for each in route.get("parameters", ()):
+        yield f"<code>{escape(each['name'])}</code> ({escape(each['in'])}): {_kind(each['schema'])}"
+
+
+def _bodies(holder: Schema) -> list[str]:
+    """Of a request or an answer: a schema for each media type that says one."""
+    found = (_kind(each.get("schema", {})) for each in holder.get("content", {}).values())
+    return list(filter(None, found))
+
+
+def _members(name: str, schema: Schema) -> str:
+    rows = "".join(
+        _row(f"<code>{escape(member)}</code>", _kind(each), escape(each.get("description", "")))
+        for member, each in schema.get("properties", {}).items()
+    )
+    about = escape(schema.get("description", ""))
+    return f'<h2 id="{escape(name)}">{escape(name)}</h2><p>{about}</p><table>{rows}</table>'
+
+
+def _kind(schema: Schema) -> str:
+    """A type in words: `list of <a>Host</a>`, `integer or null`, `"delta" or "anchor"`."""
+    if "$ref" in schema:
+        name = escape(schema["$ref"].rpartition("/")[2])
+        return f'<a href="#{name}">{name}</a>'
+    if "anyOf" in schema:
+        return " or ".join(map(_kind, schema["anyOf"]))
+    if "enum" in schema:
+        return " or ".join(f"<code>{escape(str(value))}</code>" for value in schema["enum"])
+    inner = schema.get("items") or schema.get("additionalProperties")
+    if isinstance(inner, Mapping):
+        return f"{'list of' if schema['type'] == 'array' else 'by name:'} {_kind(inner)}"
+    return escape(str(schema.get("type", "")))
+
+
+MOST = 256
+BACKLOG = 128
+"""that wait to be accepted; so many may be accepted at once"""
+REQUEST_SECONDS = 20.0
+"""until a request is here with its body; counted from the connection's first moment or the answer before"""
+UNREAD_SECONDS = 60.0
+"""that a peer may leave an answer unread"""
+
+
+def most_connections() -> int:
+    """A quarter of the files that this process may open: with those that are accepted at once, and those
+    that are being closed, half are left for its work."""
+    return min(MOST, _open_files() // 4)
+
+
+def backlog() -> int:
+    return max(1, min(BACKLOG, _open_files() // 16))
+
+
+def _open_files() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST * 16 if soft == resource.RLIM_INFINITY else soft
+
+
+def drop_unread(listener: socket.socket) -> None:
+    """Connections of `listener` end when their peer does not take what was sent."""
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(UNREAD_SECONDS * 1000))
+
+
+class Connection(H11Protocol):
+    """One that does not bring its request in time is closed. Where there are too many, the one that has been
+    waited for longest makes room for the newest: a health check comes through a crowd of idle ones. When all
+    have a request under way, the newest is answered with 503 (uvicorn's `limit_concurrency`)."""
+
+    _deadline: asyncio.TimerHandle | None = None
+    """None: the request is here, and is being answered"""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_request()
+        if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
+            self._make_room()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+            self._await_request()
+        else:
+            self._stop_waiting()
+
+    def _await_request(self) -> None:
+        if self._deadline is None and not self.transport.is_closing():
+            self._deadline = self.loop.call_later(REQUEST_SECONDS, self._close)
+
+    def _stop_waiting(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _make_room(self) -> None:
+        waiting = {
+            other._deadline.when(): other
+            for other in self.connections
+            if isinstance(other, Connection) and other._deadline is not None and other is not self
+        }
+        if waiting:
+            waiting[min(waiting)]._close()
+
+    def _close(self) -> None:
+        self._stop_waiting()
+        self.connections.discard(self)
+        self.transport.abort()

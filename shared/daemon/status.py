@@ -1,0 +1,168 @@
+"""What status, answers and `--json` show, as plain values: pydantic and FastAPI read these classes as they
+are, and commands that answer nobody over HTTP do without both."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, dataclass_transform
+
+from weightcast.shared.base.errors import Refused
+from weightcast.shared.codec.warm_up import warm_up
+from weightcast.shared.daemon.logs import get_log
+from weightcast.shared.digest.hash import compiled
+
+if TYPE_CHECKING:
+    from weightcast.shared.checkpoint.verify.scrub import ScrubStatus
+
+
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+class Facts:
+    """Subclasses are frozen dataclasses, their members given by name."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
+
+    def but(self, **changes: Any) -> Self:
+        return replace(self, **changes)  # type: ignore[type-var]
+
+    def by_name(self) -> dict[str, Any]:
+        """Facts within them likewise."""
+        return asdict(self)  # type: ignore[call-overload, no-any-return]
+
+
+class Snapshot(Generic[T]):
+    """Holds one frozen value. One thread sets it, any thread gets it."""
+
+    def __init__(self, value: T) -> None:
+        self._value = value
+
+    def get(self) -> T:
+        return self._value
+
+    def set(self, value: T) -> None:
+        self._value = value
+
+
+class Failure(Facts):
+    """An error as status and HTTP answers show it."""
+
+    error: str
+    """name of the class"""
+    message: str
+    remedy: str = ""
+
+
+class Readiness(Facts):
+    ready: bool
+    reasons: tuple[str, ...] = ()
+    """why not"""
+
+
+class LoopStatus(Facts):
+    """What a daemon's loop did. `steps` counts finished steps; `failures` those that ended in a
+    WeightcastError, `crashes` those that ended in anything else."""
+
+    steps: int = 0
+    failures: int = 0
+    crashes: int = 0
+    failures_in_a_row: int = 0
+    retries: int = 0
+    """steps begun because the one before had failed"""
+    errors: Mapping[str, int] = field(default_factory=dict)
+    """failures and crashes by kind: the class in the tree of errors, or `crash`"""
+    last_failure: Failure | None = None
+    """of the last step; None once a step succeeded"""
+    step_began: float | None = None
+    """unix time; None between steps. One that lasts tells of a file system or an engine that hangs"""
+    pause_seconds: float = 0.0
+    """until the next step, unless something wakes the loop"""
+
+
+log = get_log("kernels")
+
+
+class KernelStatus(Facts):
+    """`kind`: what digest and codec run on."""
+
+    kind: Literal["starting", "numba", "unusable"] = "starting"
+    cached_in: str = ""
+    """directory that keeps compiled kernels; empty: every process compiles them anew"""
+    problem: str = ""
+    """why kernels are not compiled, or not kept"""
+
+
+STATUS = Snapshot(KernelStatus())
+"""of this process"""
+
+
+def warm_up_in_background() -> None:
+    """At a daemon's start: about a minute of one core where nothing is cached. The process may end before it
+    is done."""
+    threading.Thread(target=_warm_up, name="warm-up", daemon=True).start()
+
+
+def _warm_up() -> None:
+    if kernel_status().kind == "numba":
+        warm_up()
+    STATUS.set(kernel_status())
+    if STATUS.get().problem:
+        log.warning("kernels", **STATUS.get().by_name())
+
+
+def kernel_status() -> KernelStatus:
+    """Compiles a first kernel if none is."""
+    try:
+        compiled()
+    except Refused as error:
+        return KernelStatus(kind="unusable", problem=f"{error.message}; {error.remedy}")
+    from weightcast.shared.digest.native import CACHE, STORE
+
+    if CACHE is None:
+        return KernelStatus(
+            kind="numba", problem="no private directory to keep kernels in: set WEIGHTCAST_CACHE"
+        )
+    lost = f"not all can be kept, so that every process compiles some: {STORE.problem}"
+    return KernelStatus(kind="numba", cached_in=str(CACHE), problem=lost if STORE.problem else "")
+
+
+class VerifyStatus(Facts):
+    """Of the background verify, since the start."""
+
+    rate: int
+    """bytes per second, at most; 0: off"""
+    done_bytes: int
+    """of this pass"""
+    total_bytes: int
+    passes: int
+    full_pass: float | None
+    """unix time at which the last whole pass began: every byte was read since"""
+    faults: int
+    last_fault: str
+    last_fault_at: float | None
+    """unix time"""
+
+
+def verify_status(scrub: ScrubStatus | None) -> VerifyStatus | None:
+    if scrub is None:
+        return None
+    return VerifyStatus(
+        rate=scrub.rate,
+        done_bytes=scrub.done_bytes,
+        total_bytes=scrub.total_bytes,
+        passes=scrub.passes,
+        full_pass=scrub.full_pass,
+        faults=scrub.faults,
+        last_fault=scrub.last_fault,
+        last_fault_at=scrub.last_fault_at,
+    )
+
+
+VERSION = "0.1.0"
+"""as in pyproject.toml"""
+SOFTWARE = f"weightcast {VERSION}"
+"""what a daemon says that it is"""

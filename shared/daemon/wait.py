@@ -1,0 +1,153 @@
+"""Waiting until hosts serve a version, by what they say of themselves."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from weightcast.shared.base.errors import NotInTime, Refused, RetryLater, WeightcastError, counted
+from weightcast.shared.daemon.fleet import Fleet, FleetReader, Host, names_of, of_run
+from weightcast.shared.files.paths import printable
+
+_POLL_SECONDS = 0.25
+_SHOWN = 10
+_MOST_ERROR = 200
+
+
+@dataclass(frozen=True)
+class Turnout:
+    """Hosts that take part, in the order of their reports. `behind`: with what they say of themselves;
+    `absent`: those that nobody waits for, with the reason."""
+
+    arrived: tuple[str, ...]
+    behind: tuple[str, ...]
+    absent: tuple[str, ...] = ()
+
+    def satisfies(self, min_hosts: int | None, fraction: float | None) -> bool:
+        wanted = 1 if min_hosts is None else min_hosts
+        if fraction is not None:
+            share = math.ceil(fraction * (len(self.arrived) + len(self.behind)) - 1e-9)
+            wanted = max(share, 1) if min_hosts is None else max(share, min_hosts)
+        return len(self.arrived) >= wanted
+
+
+def judge(version: int, hosts: Iterable[Host]) -> Turnout:
+    """Only a host that is ready, and was heard from lately, has arrived."""
+    arrived, behind = [], []
+    shown = tuple(hosts)
+    names = names_of(shown)
+    for host in shown:
+        served = host.served_version
+        if host.ready and host.presence == "live" and served is not None and served >= version:
+            arrived.append(names[host.key])
+        else:
+            behind.append(f"{names[host.key]} ({_standing(host)})")
+    return Turnout(tuple(arrived), tuple(behind))
+
+
+def absent_of(fleet: Fleet) -> tuple[str, ...]:
+    names = names_of(fleet.hosts)
+    return tuple(f"{names[h.key]} ({h.standing})" for h in fleet.hosts if not h.takes_part)
+
+
+def _standing(host: Host) -> str:
+    state = host.state if host.presence == "live" else host.presence
+    version = "no version" if host.served_version is None else f"version {host.served_version}"
+    engines = [f"engine {one.name} {one.state}" for one in host.engines if one.state not in ("", "serving")]
+    why = printable(host.last_error[:_MOST_ERROR]) or ", ".join(engines)
+    return f"{state}, {version}{': ' if why else ''}{why}"
+
+
+class Arrivals:
+    """`look` gives the fleet as of now."""
+
+    def __init__(
+        self,
+        look: Callable[[], Fleet],
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+        poll_seconds: float = _POLL_SECONDS,
+    ) -> None:
+        self._look, self._clock, self._pause, self._poll_seconds = look, clock, pause, poll_seconds
+
+    @classmethod
+    def in_channel(
+        cls,
+        channel: Path,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> Arrivals:
+        return cls(FleetReader(channel, clock=clock, updates=0).read, clock, pause)
+
+    def wait(self, version: int, min_hosts: int | None, fraction: float | None, timeout: float) -> list[str]:
+        """Names of the hosts that are ready and serve `version` or a later one, as soon as they are that
+        many. `fraction`: of the hosts of the run that take part: not those that stopped, are lost, or fell
+        silent before they held a version. Both: both must hold; neither: one host.
+
+        Raises NotInTime that names the hosts which are behind, Refused for what makes no sense."""
+        if min_hosts is not None and min_hosts < 1:
+            raise Refused(f"cannot wait for {min_hosts} hosts", remedy="give at least one")
+        if fraction is not None and not 0 < fraction <= 1:
+            raise Refused(
+                f"cannot wait for {fraction:g} of the hosts", remedy="give a fraction above 0 and up to 1"
+            )
+        deadline = self._clock() + timeout
+        while True:
+            found, trouble = self._situation(version)
+            if found is not None and found.satisfies(min_hosts, fraction):
+                return list(found.arrived)
+            if self._clock() >= deadline:
+                raise _late(version, found, timeout) if trouble is None else trouble
+            self._pause(self._poll_seconds)
+
+    def _situation(self, version: int) -> tuple[Turnout | None, WeightcastError | None]:
+        """What cannot be read now may be read in a moment; what is wrong for good is raised."""
+        try:
+            fleet = self._look()
+            turnout = judge(version, of_run(fleet))
+            return replace(turnout, absent=absent_of(fleet)), None
+        except Refused:
+            raise
+        except WeightcastError as trouble:
+            return None, trouble
+        except OSError as error:
+            where = error.filename or "the channel"
+            return None, RetryLater(
+                f"{where} cannot be read: {error.strerror or error}", remedy="look at the channel's mount"
+            )
+
+
+def wait_for_hosts(
+    channel: str | Path,
+    version: int,
+    *,
+    min_hosts: int | None = None,
+    fraction: float | None = None,
+    timeout: float = 600.0,
+) -> list[str]:
+    """Waits until that many hosts are ready and serve `version` or a later one; their names: see
+    `Arrivals.wait`. Hosts say this of themselves in the channel, nobody authenticates it."""
+    return Arrivals.in_channel(Path(channel)).wait(version, min_hosts, fraction, timeout)
+
+
+def _late(version: int, found: Turnout | None, timeout: float) -> NotInTime:
+    found = Turnout((), ()) if found is None else found
+    waited = len(found.arrived) + len(found.behind)
+    absent = f"; not counted: {_some(found.absent)}" if found.absent else ""
+    behind = _some(found.behind) or ("none" if absent else "nobody reports")
+    return NotInTime(
+        f"{len(found.arrived)} of {counted(waited, 'host')} ready with version {version} or later "
+        f"after {timeout:g} s; behind: {behind}{absent}",
+        remedy="look at these hosts; `weightcast status` of each says more"
+        if waited
+        else "start the subscribers"
+        if absent
+        else "does a subscriber follow this channel, and report to it (--report, --report-to)?",
+    )
+
+
+def _some(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

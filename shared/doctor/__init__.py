@@ -1,0 +1,1 @@
+"""`weightcast doctor`: observations, rules and remedies, and the sizing plan."""

@@ -1,0 +1,315 @@
+"""What a directory is and does: facts, no judgement."""
+
+from __future__ import annotations
+
+import os
+import resource
+import stat
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from weightcast.shared.base.errors import WeightcastError
+from weightcast.shared.channel.index import Index
+from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.store import Channel
+from weightcast.shared.checkpoint.local_checkpoint import LocalPaths, is_foreign
+from weightcast.shared.checkpoint.state.state import Boot
+from weightcast.shared.checkpoint.update.buffer_reuse import spare_bytes
+from weightcast.shared.daemon.status import kernel_status
+from weightcast.shared.daemon.threads import usable_cores
+from weightcast.shared.doctor.probes import TrialOutcome, Tried, try_all
+from weightcast.shared.files.disk_errors import DiskError, disk_error, disk_remedy, disk_text
+from weightcast.shared.files.paths import exists, is_directory, is_link
+from weightcast.shared.files.system import Mount, Space, mount_of, nearest_directory, space_of
+
+T = TypeVar("T")
+_END_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class PlaceFacts:
+    """`tried`: where the trials ran: the directory or one below it; None where nothing may be written."""
+
+    asked: Path
+    there: bool
+    is_link: bool
+    is_directory: bool
+    tried: Path | None
+    refused: DiskError | None
+    """why nothing could be tried; None: it was tried, or there is nowhere to"""
+    mount: Mount | None
+    space: Space
+    open_to_all: bool
+    """everybody on the machine may replace files"""
+    left: str
+    """why something of the trials is still there; empty: nothing is"""
+    trials: Mapping[str, TrialOutcome] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Of the channel's run; None where it does not say. `delta_bytes`, `changed`: of the newest version."""
+
+    foreign: bool = False
+    version: int | None = None
+    full_bytes: int | None = None
+    elements: int | None = None
+    delta_bytes: int | None = None
+    changed: int | None = None
+    problem: str = ""
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class LocalFacts:
+    """`seeded`: weights lie there already; `strange`: files that are not weightcast's, and nothing of it;
+    `spare_bytes`: of files that those of the next version are written over."""
+
+    seeded: bool
+    strange: bool
+    files: int
+    spare_bytes: int = 0
+
+
+def answered(look: Callable[[], T], seconds: float) -> T | None:
+    """None when `look` hangs, as calls into a dead network mount do. The thread is left behind: nothing can
+    end it. Raises what `look` raises."""
+    results: list[T] = []
+    failures: list[Exception] = []
+    # not `join`: once it is interrupted, Python takes the thread for ended
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            results.append(look())
+        except Exception as error:  # for the thread that waits
+            failures.append(error)
+        finally:
+            ended.set()
+
+    try:
+        threading.Thread(target=run, name="doctor", daemon=True).start()
+        ended.wait(seconds)
+    except KeyboardInterrupt:
+        # what it made it removes by itself, unless the place hangs
+        ended.wait(min(seconds, _END_SECONDS))
+        raise
+    if failures:
+        raise failures[0]
+    return results[0] if results else None
+
+
+def look_at_channel(channel: Path) -> PlaceFacts:
+    """Hosts need not write there: where only `hosts/` lets them, that is tried. Raises OSError when not even
+    what is there can be looked at."""
+    places = [channel, Layout(channel).hosts_dir] if is_directory(channel) else []
+    return _facts(channel, places)
+
+
+def look_at_local(local: Path) -> PlaceFacts:
+    """A directory in use is tried in weightcast's own part, where no engine looks. Raises OSError."""
+    room = LocalPaths(local).room
+    return _facts(local, [room if is_directory(room) else local.absolute()])
+
+
+def _facts(asked: Path, places: Sequence[Path]) -> PlaceFacts:
+    nearest = nearest_directory(asked)
+    place, refused, tried = _tried(places)
+    return PlaceFacts(
+        asked=asked,
+        there=os.path.lexists(asked),
+        is_link=is_link(asked),
+        is_directory=is_directory(asked),
+        tried=place,
+        refused=refused,
+        mount=mount_of(nearest),
+        space=space_of(nearest),
+        open_to_all=exists(asked) and _open_to_all(asked),
+        left=tried.left,
+        trials=tried.outcomes,
+    )
+
+
+def _tried(places: Sequence[Path]) -> tuple[Path | None, DiskError | None, Tried]:
+    refused: DiskError | None = None
+    for place in places:
+        try:
+            return place, None, try_all(place)
+        except OSError as error:
+            refused = refused or disk_error(error, place)
+    return None, refused, Tried({})
+
+
+def _open_to_all(path: Path) -> bool:
+    mode = path.stat().st_mode
+    return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
+
+
+def look_at_run(channel: Path) -> RunFacts:
+    """Reads channel.json, base.json, pointer and the newest index."""
+    try:
+        return _run_facts(Channel.open(channel))
+    except WeightcastError as error:
+        return RunFacts(problem=error.message, remedy=error.remedy)
+    except OSError as error:
+        return RunFacts(problem=disk_text(error, channel), remedy=disk_remedy(error))
+
+
+def _run_facts(channel: Channel) -> RunFacts:
+    pointer = channel.pointer()
+    version = None if pointer is None else pointer.version
+    if channel.base is None:
+        return RunFacts(foreign=True, version=version)
+    table = channel.base.table
+    index = None if pointer is None else channel.index(pointer, pointer.version, table)
+    ours = index if isinstance(index, Index) else None
+    return RunFacts(
+        version=version,
+        full_bytes=table.nbytes,
+        elements=table.elements,
+        delta_bytes=None if ours is None else ours.totals.delta_bytes,
+        changed=None if ours is None else ours.totals.changed,
+    )
+
+
+def look_into_local(local: Path) -> LocalFacts:
+    """Raises OSError."""
+    names = set(os.listdir(local)) if is_directory(local) else set()
+    paths = LocalPaths(local)
+    room = paths.room.name
+    weights = [name for name in names if name.endswith(".safetensors")]
+    return LocalFacts(
+        seeded=room in names and bool(weights),
+        strange=is_foreign(paths),
+        files=len(weights),
+        spare_bytes=spare_bytes(paths),
+    )
+
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
+_SHM = Path("/dev/shm")
+_VM = Path("/proc/sys/vm")
+_NONE = 1 << 62
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    cores: int
+    memory_bytes: int
+    """of the machine"""
+    limit_bytes: int
+    """of the machine or of the control group that allows less"""
+    available_bytes: int
+    """that may still be taken, page cache included"""
+    dirty_bytes: int
+    """of pages that may wait for their disk before the kernel slows down who writes more"""
+    shm_bytes: int
+    """size of /dev/shm; 0: there is none"""
+    open_files: int
+    """RLIMIT_NOFILE: soft"""
+    open_files_most: int
+    """hard"""
+    file_bytes: int | None
+    """RLIMIT_FSIZE; None: no limit"""
+    locked_bytes: int | None
+    """RLIMIT_MEMLOCK; None: no limit"""
+    boot_id: bool
+    """whether the kernel tells one"""
+    machine_id: bool
+    kernels: str
+    """numba or numpy"""
+    kernel_problem: str
+
+
+def look_at_machine() -> MachineFacts:
+    """Compiles a first kernel where none is kept."""
+    rows = _meminfo()
+    memory, available = (rows.get(name, _NONE) for name in ("MemTotal", "MemAvailable"))
+    limit, used = _control_group()
+    host, kernels = Boot.here(), kernel_status()
+    open_files, open_files_most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MachineFacts(
+        cores=usable_cores(),
+        memory_bytes=memory,
+        limit_bytes=min(memory, limit),
+        available_bytes=min(available, max(0, limit - used)),
+        dirty_bytes=_unthrottled(rows, limit),
+        shm_bytes=_size_of(_SHM),
+        open_files=open_files,
+        open_files_most=open_files_most,
+        file_bytes=_limit(resource.RLIMIT_FSIZE),
+        locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
+        boot_id=bool(host.boot_id),
+        machine_id=_text(Path("/etc/machine-id")) != "",
+        kernels=kernels.kind,
+        kernel_problem=kernels.problem,
+    )
+
+
+def _meminfo() -> dict[str, int]:
+    """Of proc(5), in bytes."""
+    rows = dict(line.split(":", 1) for line in _text(_MEMINFO).splitlines() if ":" in line)
+    numbers = {name: row.split()[:1] for name, row in rows.items()}
+    return {name: int(one[0]) << 10 for name, one in numbers.items() if one and one[0].isdigit()}
+
+
+def _unthrottled(meminfo: dict[str, int], limit: int) -> int:
+    """The kernel's mm/page-writeback.c: half way between the amounts at which it begins to write back and at
+    which it stops writers, shares of the memory that files may have."""
+    files = sum(meminfo.get(name, 0) for name in ("MemFree", "Active(file)", "Inactive(file)"))
+    most, least = (_amount(name, min(files, limit)) for name in ("dirty", "dirty_background"))
+    return (most + (least if least < most else most // 2)) // 2 if most else _NONE
+
+
+def _amount(name: str, memory: int) -> int:
+    """Of a pair of vm.NAME_bytes and vm.NAME_ratio, of which the other one is 0."""
+    nbytes, percent = (_number(_text(_VM / f"{name}_{unit}")) or 0 for unit in ("bytes", "ratio"))
+    return nbytes or memory * percent // 100
+
+
+def _control_group() -> tuple[int, int]:
+    """Limit and use of the tightest control group (version 2) that this process is in. What the page cache
+    of files holds can be taken back and is not counted; files in a tmpfs cannot, and are."""
+    own = next((line[3:] for line in _text(_OWN_CGROUP).splitlines() if line.startswith("0::")), "/")
+    found = [(_NONE, 0)]
+    directory = _CGROUPS / own.lstrip("/")
+    for place in (directory, *directory.parents):
+        if place.is_relative_to(_CGROUPS):
+            limit = _number(_text(place / "memory.max"))
+            if limit is not None:
+                found.append((limit, _in_use(place)))
+    return min(found, key=lambda each: each[0] - each[1])
+
+
+def _in_use(group: Path) -> int:
+    rows = dict(line.split(" ", 1) for line in _text(group / "memory.stat").splitlines() if " " in line)
+    cached = (_number(rows.get("file", "")) or 0) - (_number(rows.get("shmem", "")) or 0)
+    return max(0, (_number(_text(group / "memory.current")) or 0) - max(0, cached))
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def _limit(which: int) -> int | None:
+    soft = resource.getrlimit(which)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _size_of(mount: Path) -> int:
+    try:
+        return space_of(mount).total_bytes
+    except OSError:
+        return 0
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""

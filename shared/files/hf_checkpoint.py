@@ -1,0 +1,372 @@
+"""Checkpoint directories as Hugging Face libraries write them: safetensors, an index, config, tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from weightcast.shared.base.elements import Chunk, TensorSpec, TensorTable
+from weightcast.shared.base.errors import DamagedFile, Refused
+from weightcast.shared.files.durable import read_file
+from weightcast.shared.files.paths import file_name, printable
+from weightcast.shared.files.safetensors import START, Header, check_kind, read_header_of, tensor_spec
+from weightcast.shared.files.strict_json import Members, parse_object
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_SIGNATURE = f"{_INDEX}.sig"
+_INDEX_LIMIT = 256 << 20
+_OTHER_WEIGHTS = re.compile(r"\.(bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|npz|safetensors)(\.index\.json)?$")
+"""Weights in other formats, and safetensors that belong to no `model` (`consolidated.safetensors`)."""
+
+
+_ADAPTER = re.compile(r"[._](lora_|hada_w|lokr_w|oft_r|ia3_l|vera_lambda)")
+_IS_ADAPTER = "{} is a LoRA adapter, not full weights: it holds {}"
+_MERGE = "merge it into its base (peft: `merge_and_unload`) and export the full weights"
+_SAVE_AGAIN = "safetensors refuses it too: compare it with its source, or save the checkpoint again"
+_Spot = tuple[int, int, int]
+"""of a tensor: number of its shard, offset, bytes"""
+
+
+class Place(NamedTuple):
+    """Where a tensor's bytes lie. `file` lies in the checkpoint directory, and may be a link there if links
+    were followed."""
+
+    file: Path
+    offset: int
+    nbytes: int
+
+
+def run_of(chunk: Chunk, place_of: Callable[[int], Place | None]) -> Place | None:
+    """Where the words of a chunk lie in one run of a file, none of them padding; None where they do not.
+    `place_of`: a tensor's, by its number, all of one checkpoint. The safetensors library writes tensors of a
+    dtype in the order of their names, which is a chunk's."""
+    width, filled, found = chunk.kind.width, 0, None
+    for span in chunk.spans:
+        place = place_of(span.tensor)
+        if place is None or span.offset != filled:
+            return None
+        begin = place.offset + width * (span.start - filled)
+        if found is None:
+            found = Place(place.file, begin, width * chunk.words)
+        elif begin != found.offset or place.file is not found.file:
+            return None
+        filled += span.words
+    return found if filled == chunk.words else None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """`places` in table order; files sorted by name. `other_files`: config, tokenizer, code, everything
+    regular in the directory itself that has no suffix of weights and is not hidden; `side_files.py` has all
+    that a host gets."""
+
+    directory: Path
+    table: TensorTable
+    places: tuple[Place, ...]
+    weight_files: tuple[Path, ...]
+    other_files: tuple[Path, ...]
+    index_file: Path | None
+    links: bool
+    """whether links were followed"""
+    notes: tuple[str, ...] = ()
+    """small faults in its files that safetensors and engines tolerate"""
+
+
+@dataclass(frozen=True)
+class FileIdentity:
+    """Changes whenever a file is replaced or written (short of a forged mtime)."""
+
+    name: str
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+
+
+def identities(checkpoint: Checkpoint) -> tuple[FileIdentity, ...]:
+    """Of every file, through links; equal before and after reading, the bytes read are of one checkpoint.
+    Raises FileNotFoundError."""
+    index = () if checkpoint.index_file is None else (checkpoint.index_file,)
+    files = (*checkpoint.weight_files, *checkpoint.other_files, *index)
+    return tuple(file_identity(path) for path in files)
+
+
+def file_identity(path: Path) -> FileIdentity:
+    """Through links. Raises FileNotFoundError."""
+    at = path.stat()
+    return FileIdentity(path.name, at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns)
+
+
+def open_checkpoint(directory: Path, *, follow_links: bool) -> Checkpoint:
+    """Reads the index and all headers, no weights. Raises FileNotFoundError when there is no such directory,
+    Refused when it is no checkpoint, DamagedFile with the file's name when something in it is wrong."""
+    try:
+        names = _regular_files(directory, follow_links)
+    except NotADirectoryError as error:
+        raise Refused(f"{directory} is no directory", remedy="give a checkpoint directory") from error
+    try:
+        return _opened(directory, names, follow_links)
+    except DamagedFile as error:
+        if error.remedy:
+            raise
+        raise DamagedFile(error.message, remedy=_SAVE_AGAIN) from error
+
+
+def _opened(directory: Path, names: Sequence[str], follow_links: bool) -> Checkpoint:
+    _refuse_adapter(directory, names)
+    index = _weight_index(directory, names, follow_links)
+    shards = [_single(directory, names)] if index is None else sorted(set(index.weight_map.values()))
+    notes = _check_present(directory, names, shards, follow_links)
+    headers = {
+        name: read_header_of(directory / name, follow_links=follow_links, tolerant=True) for name in shards
+    }
+    if index is not None:
+        notes += [f"{_INDEX}: {note}" for note in (*index.notes, *_index_notes(index.weight_map, headers))]
+    notes += [f"{name}: {note}" for name, header in headers.items() for note in header.notes]
+    _check_doubles(directory, headers)
+    table, spots = _laid_out(tuple(headers.values()))
+    if len(table) and all(is_adapter_tensor(spec.name) for spec in table):
+        raise adapter_refused(_IS_ADAPTER.format(directory, table[0].name))
+    files = [directory / name for name in headers]
+    return Checkpoint(
+        directory,
+        table,
+        tuple(Place(files[shard], offset, nbytes) for shard, offset, nbytes in spots),
+        tuple(directory / name for name in shards),
+        tuple(directory / name for name in names if name not in shards and not _is_weights(name)),
+        directory / _INDEX if _INDEX in names else None,
+        follow_links,
+        tuple(notes),
+    )
+
+
+def _refuse_adapter(directory: Path, names: Sequence[str]) -> None:
+    """Of peft, as it saves them; some bases hold one beside their own weights."""
+    found = [name for name in names if name.startswith("adapter_model.") or name == "adapter_config.json"]
+    if found and _SINGLE not in names and _INDEX not in names:
+        raise adapter_refused(_IS_ADAPTER.format(directory, found[0]))
+
+
+def is_adapter_tensor(name: str) -> bool:
+    return _ADAPTER.search(name) is not None
+
+
+def adapter_refused(message: str) -> Refused:
+    return Refused(message, remedy=_MERGE)
+
+
+def surplus_weights(checkpoint: Checkpoint, known: Iterable[str] = ()) -> Iterator[Path]:
+    """Safetensors files that lie in the directory now and are neither the checkpoint's nor `known`."""
+    own = {path.name for path in checkpoint.weight_files} | set(known)
+    with os.scandir(checkpoint.directory) as scan:
+        names = sorted(entry.name for entry in scan)
+    for name in names:
+        if name.endswith(".safetensors") and not name.startswith(".") and name not in own:
+            yield checkpoint.directory / name
+
+
+def _is_weights(name: str) -> bool:
+    return name == _SIGNATURE or _OTHER_WEIGHTS.search(name) is not None
+
+
+def _regular_files(directory: Path, follow_links: bool) -> list[str]:
+    """Sorted names. Hidden files belong to tools, not to the checkpoint."""
+    with os.scandir(directory) as scan:
+        entries = sorted((entry for entry in scan if not entry.name.startswith(".")), key=lambda e: e.name)
+    linked = [entry.name for entry in entries if entry.is_symlink()]
+    if linked and not follow_links:
+        raise DamagedFile(
+            f"{directory / linked[0]} is a symbolic link",
+            remedy="links are refused here: copy the files, or give the directory as `--base`",
+        )
+    return [entry.name for entry in entries if _is_regular(directory, entry)]
+
+
+def _is_regular(directory: Path, entry: os.DirEntry[str]) -> bool:
+    try:
+        return stat.S_ISREG(entry.stat().st_mode)
+    except OSError as error:
+        raise DamagedFile(
+            f"{directory / entry.name} vanished, or is a link to nothing",
+            remedy="download the file that it leads to, or remove the link",
+        ) from error
+
+
+class _WeightIndex(NamedTuple):
+    weight_map: Mapping[str, str]
+    """tensor name to shard"""
+    notes: tuple[str, ...]
+
+
+def _weight_index(directory: Path, names: Sequence[str], follow_links: bool) -> _WeightIndex | None:
+    """None without an index."""
+    if _INDEX not in names:
+        return None
+    data = read_file(directory / _INDEX, _INDEX_LIMIT, follow_links=follow_links)
+    check_kind(data[:START], directory / _INDEX)
+    try:
+        index = _parsed_index(data)
+    except DamagedFile as error:
+        raise DamagedFile(f"{directory}{os.sep}{error.message}", remedy=error.remedy) from error
+    if index is None:
+        raise Refused(f"{directory} is a delta, not a checkpoint", remedy="give one with full weights")
+    return index
+
+
+@lru_cache(maxsize=2)
+def _parsed_index(data: bytes) -> _WeightIndex | None:
+    """None for a delta's index. Remembered by its bytes, as headers are. Engines read the names of the files
+    alone: `metadata` may be anything."""
+    twice: list[str] = []
+    members = parse_object(data, _INDEX, twice, float)
+    metadata = members.get("metadata")
+    if isinstance(metadata, dict) and "delta_encoding" in metadata:
+        return None
+    notes = [f"{name!r} is given twice" for name in twice]
+    if "metadata" in members and not isinstance(metadata, dict):
+        notes.append(f"metadata is {json.dumps(metadata)[:40]}")
+    weight_map = Members(members, _INDEX).text_map("weight_map")
+    if not weight_map:
+        raise DamagedFile(f"{_INDEX}: weight_map names no file")
+    for shard in set(weight_map.values()):
+        file_name(shard)
+    return _WeightIndex(weight_map, tuple(notes))
+
+
+def _single(directory: Path, names: Sequence[str]) -> str:
+    found = [name for name in names if name.endswith(".safetensors")]
+    if _SINGLE in found and not [name for name in found if _is_shard(name) and name != _SINGLE]:
+        return _SINGLE
+    if len(found) == 1 and not _is_shard(found[0]):
+        return found[0]
+    if not found:
+        raise no_checkpoint(directory, names)
+    raise Refused(
+        f"{directory} is no checkpoint: {len(found)} safetensors files and no {_INDEX}",
+        remedy="is the save complete? the index is written last",
+    )
+
+
+def _is_shard(name: str) -> bool:
+    return name.startswith("model-") and name.endswith(".safetensors")
+
+
+def _check_present(
+    directory: Path, names: Iterable[str], shards: Sequence[str], follow_links: bool
+) -> list[str]:
+    """Notes on shards that the index does not name: engines ignore them. A local checkpoint has none."""
+    missing = sorted(set(shards) - set(names))
+    if missing:
+        raise DamagedFile(
+            f"{directory / printable(missing[0])} is missing; the index names it",
+            remedy="copy, download or save that file too; or correct the index",
+        )
+    surplus = sorted({name for name in names if name == _SINGLE or _is_shard(name)} - set(shards))
+    if _SINGLE in surplus or (surplus and not follow_links):
+        raise DamagedFile(
+            f"{directory / surplus[0]} is not named by {_INDEX}",
+            remedy="left over from another checkpoint? remove it or the index",
+        )
+    return [f"{_INDEX}: does not name {name}, which engines ignore" for name in surplus]
+
+
+def _index_notes(weight_map: Mapping[str, str], headers: Mapping[str, Header]) -> Iterator[str]:
+    """Engines load what the named files hold, whatever the index says of single tensors."""
+    held = {name: shard for shard, header in headers.items() for name in header.entries}
+    if held == weight_map:
+        return
+    for faulty, problem in (
+        ([name for name in weight_map if name not in held], "names tensors that no file holds"),
+        ([name for name in held if name not in weight_map], "does not name tensors that a file holds"),
+        (
+            [name for name in held if weight_map.get(name, held[name]) != held[name]],
+            "names another file for tensors",
+        ),
+    ):
+        if faulty:
+            yield f"{problem}: {faulty[0]}" + (f" and {len(faulty) - 1} more" if faulty[1:] else "")
+
+
+def _check_doubles(directory: Path, headers: Mapping[str, Header]) -> None:
+    """Names within one file are unique already."""
+    if len(headers) < 2:
+        return
+    seen: dict[str, str] = {}
+    for shard, header in headers.items():
+        for name in header.entries:
+            other = seen.setdefault(name, shard)
+            if other != shard:
+                raise DamagedFile(
+                    f"{directory / other} and {shard} both hold {name!r}",
+                    remedy="remove it from one of them: which one an engine loads is not defined",
+                )
+
+
+@lru_cache(maxsize=2)
+def _laid_out(headers: tuple[Header, ...]) -> tuple[TensorTable, tuple[_Spot, ...]]:
+    """Names are unique, within a header and across shards. Remembered, so that checkpoints with the same
+    headers have one table."""
+    specs: list[TensorSpec] = []
+    spots: dict[str, _Spot] = {}
+    for shard, header in enumerate(headers):
+        for entry in header.entries.values():
+            specs.append(tensor_spec(entry))
+            spots[entry.name] = shard, header.data_start + entry.begin, entry.nbytes
+    table = TensorTable.of(specs)
+    return table, tuple(spots[spec.name] for spec in table)
+
+
+_FORMATS = {
+    "a PyTorch distributed checkpoint": re.compile(r"\.distcp$"),
+    "GGUF": re.compile(r"\.gguf$"),
+    "PyTorch": re.compile(r"\.(bin|pt|pth|ckpt)$"),
+    "another format": re.compile(r"\.(h5|msgpack|onnx|npz)$"),
+}
+_TRAINING_STATE = re.compile(r"(optimizer|scheduler|scaler|rng_state|random_states|training_args)")
+_DEPTH = 4
+_MOST_DIRECTORIES = 1000
+_REMEDY = "save Hugging Face safetensors: save_pretrained with safe_serialization=True"
+
+
+def is_other_format(name: str) -> bool:
+    """Whether a file of this name holds weights, but no safetensors."""
+    return _format_of(name) != ""
+
+
+def no_checkpoint(directory: Path, names: Collection[str]) -> Refused:
+    """`names`: of the files in it."""
+    others = sorted(name for name in names if is_other_format(name))
+    below = next(_below(directory), None)
+    if others:
+        more = f" and {len(others) - 1} more" if others[1:] else ""
+        found = f"only {_format_of(others[0])} ({printable(others[0])}{more})"
+        return Refused(f"{directory} has no safetensors, {found}", remedy=_REMEDY)
+    if below is not None:
+        return Refused(f"{directory} has no safetensors, but {below} has", remedy=f"give {below}")
+    return Refused(
+        f"{directory} is no checkpoint: no safetensors file", remedy="is it complete, and the right one?"
+    )
+
+
+def _format_of(name: str) -> str:
+    if _TRAINING_STATE.match(name):
+        return ""
+    return next((what for what, pattern in _FORMATS.items() if pattern.search(name)), "")
+
+
+def _below(directory: Path) -> Iterator[Path]:
+    """Directories in it with safetensors, as far as they are found quickly."""
+    for number, (path, inner, names) in enumerate(os.walk(directory)):
+        at = Path(path)
+        deep = len(at.relative_to(directory).parts) >= _DEPTH or number > _MOST_DIRECTORIES
+        inner[:] = [] if deep else sorted(name for name in inner if not name.startswith("."))
+        if at != directory and any(name.endswith(".safetensors") for name in names):
+            yield at

@@ -1,0 +1,133 @@
+"""Small files in which the system tells of itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightcast.shared.files.disk_errors import NoRoom
+from weightcast.shared.files.paths import is_directory
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+MACHINE_ID = Path("/etc/machine-id")
+
+
+def system_text(path: Path) -> str:
+    """Empty where the system does not tell."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+_MOUNTS = Path("/proc/self/mountinfo")
+_OCTAL = re.compile(r"\\([0-7]{3})")
+
+
+@dataclass(frozen=True)
+class Mount:
+    """`kind`: the kernel's name (`ext4`, `tmpfs`, `nfs4`); `options`: of the mount and of its file system."""
+
+    point: Path
+    device: str
+    """major:minor"""
+    kind: str
+    options: frozenset[str]
+
+
+def file_system(device: int) -> str:
+    """The kernel's name for `st_dev`; empty where it cannot be told."""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    return next((mount.kind for mount in _mounts() if mount.device == wanted), "")
+
+
+def mount_of(path: Path) -> Mount | None:
+    """Where `path`, which exists, is mounted; None where it cannot be told. Of mounts at one place the last
+    one hides the others. Raises OSError."""
+    place = path.resolve(strict=True)
+    over = [mount for mount in _mounts() if place.is_relative_to(mount.point)]
+    deepest = max((len(mount.point.parts) for mount in over), default=0)
+    return next((mount for mount in reversed(over) if len(mount.point.parts) == deepest), None)
+
+
+def _mounts() -> Iterator[Mount]:
+    try:
+        lines = _MOUNTS.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        fields = line.split()
+        if "-" not in fields[6:]:
+            continue
+        after = fields[fields.index("-", 6) + 1 :]
+        if len(after) >= 2:
+            options = frozenset(fields[5].split(",")) | frozenset((after[2:] or [""])[0].split(","))
+            yield Mount(Path(_plain(fields[4])), fields[2], after[0], options)
+
+
+def _plain(field: str) -> str:
+    """Blanks and backslashes stand as octal numbers."""
+    return _OCTAL.sub(lambda match: chr(int(match[1], 8)), field)
+
+
+_BLOCK = 512
+"""bytes in which stat counts what a file takes, whatever the file system's own blocks are"""
+
+
+@dataclass(frozen=True)
+class Space:
+    total_bytes: int
+    free_bytes: int
+    free_files: int | None
+    """None where the file system does not count them"""
+
+
+def space_of(path: Path) -> Space:
+    """Raises OSError."""
+    found = os.statvfs(path)
+    return Space(
+        found.f_blocks * found.f_frsize,
+        found.f_bavail * found.f_frsize,
+        found.f_favail if found.f_files else None,
+    )
+
+
+def taken_bytes(found: os.stat_result) -> int:
+    """What the file's blocks take: less than its size where it has holes."""
+    return found.st_blocks * _BLOCK
+
+
+def nearest_directory(path: Path) -> Path:
+    """`path`, or the directory above it in which it would be made. Raises OSError."""
+    path = path.absolute()
+    while not is_directory(path):
+        path = path.parent
+    return path
+
+
+def require_free(directory: Path, nbytes: int, work: str) -> None:
+    """Before anything is written. Raises NoRoom when `work` needs more than there is, and OSError."""
+    free = space_of(directory).free_bytes
+    if free < nbytes:
+        raise NoRoom(
+            f"{directory}: {free / (1 << 20):.1f} MiB free, {work} needs {nbytes / (1 << 20):.1f} MiB",
+            remedy="free space on the local disk; nothing was changed",
+        )
+
+
+_MOST = 1 << 20
+"""where the hard limit is higher or infinite: some programs close all files up to their limit"""
+
+
+def raise_limit() -> None:
+    """Sets this process's soft limit to the hard one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,1 @@
+"""The subscriber's daemon."""

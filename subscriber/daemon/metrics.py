@@ -1,0 +1,206 @@
+"""What a subscriber shows as Prometheus metrics, taken from its status."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal, get_args
+
+from weightcast.shared.daemon.metrics import (
+    NONE,
+    OTHER,
+    Metrics,
+    VerifyFigures,
+    age,
+    byte_count,
+    count,
+    duration,
+    facts,
+    number,
+    one_of,
+)
+from weightcast.subscriber.engines.live import Why
+from weightcast.subscriber.status import (
+    Cause,
+    EngineCondition,
+    EngineStatus,
+    HostStatus,
+    LiveStatus,
+    MoveKind,
+    ReloadProof,
+    UpdateStatus,
+)
+from weightcast.subscriber.sync.target import FOLLOW_LATEST
+
+PHASES = (
+    "plan", "seed", "repair", "fetch", "stage", "offer", "group", "lock", "patch", "verify", "pause",
+    "reload", "read_back", "resume", OTHER,
+)  # fmt: skip
+CAUSES: tuple[str, ...] = get_args(Cause)
+CONDITIONS: tuple[str, ...] = get_args(EngineCondition)
+WHYS: tuple[str, ...] = (*get_args(Why), OTHER)
+Way = Literal["live", "reload"]
+_ENGINE = "as --engine names it"
+_NAN = float("nan")
+
+
+class SubscriberFigures:
+    """`show` is called with every status; updates are counted once each."""
+
+    def __init__(self, registry: Metrics) -> None:
+        self._run = facts(
+            registry,
+            "run",
+            "The run that is followed here; always 1.",
+            {"run_id": "the channel's", "role": ("subscriber",), "software": "this daemon's"},
+        )
+        self._local = number(registry, "local_version", "Version on disk; -1: none.")
+        self._target = number(registry, "target_version", "Version to be reached; -1: not known.")
+        self._served = number(registry, "served_version", "Lowest version an engine confirmed; -1: none.")
+        self._lag = number(
+            registry, "lag_versions", "Target less served version; NaN while either is not known."
+        )
+        self._follows = number(
+            registry, "follows_latest", "1 when the target is latest, 0 for a version or a tag."
+        )
+        self._ready = number(registry, "ready", "1 when every engine serves the local version.")
+        self._degraded = number(registry, "degraded", "1 when the host is not where it should be.")
+        self._blocked = number(registry, "blocked_versions", "Versions that the engines refused.")
+        self._bytes = byte_count(
+            registry,
+            "channel",
+            "Bytes of versions, by direction and by what they were for.",
+            {"direction": ("read",), "cause": CAUSES},
+        )
+        self._changes = count(registry, "changed_words", "Words changed on disk by updates.")
+        self._updates = count(
+            registry, "updates", "Moves of the local checkpoint and reloads.", {"kind": get_args(MoveKind)}
+        )
+        self._seconds = duration(registry, "update", "A whole update.", {"kind": get_args(MoveKind)})
+        self._phases = duration(registry, "update_phase", "Time of an update by phase.", {"phase": PHASES})
+        self._paused = duration(registry, "engine_pause", "Longest pause of an engine in an update.")
+        self._damage = count(
+            registry,
+            "digest_mismatches",
+            "Files of the channel and tensors on disk that were not what their digests say.",
+            {"place": ("channel", "local")},
+        )
+        self._proof_age = age(
+            registry,
+            "reload_proof_age",
+            "Age of the oldest hash of the local weights when engines were last reloaded; NaN: never.",
+        )
+        self._proof_bound = age(
+            registry, "reload_proof_bound", "Age from which weights are hashed again before a reload."
+        )
+        self._engines = _EngineFigures(registry)
+        self._verify = VerifyFigures(registry)
+        self._read: Mapping[Cause, int] = {}
+        self._newest: UpdateStatus | None = None
+
+    def show(self, status: HostStatus) -> None:
+        self._run.info({"run_id": status.run_id or "", "role": "subscriber", "software": status.software})
+        self._local.set(_number(status.local_version))
+        self._target.set(_number(status.target_version))
+        self._served.set(_number(status.served_version))
+        self._lag.set(_NAN if status.lag_versions is None else status.lag_versions)
+        self._follows.set(status.target == FOLLOW_LATEST.text)
+        self._ready.set(status.ready)
+        self._degraded.set(bool(status.degraded))
+        self._blocked.set(len(status.blocked))
+        self._engines.show(status.engines)
+        self._verify.show(status.verify, status.last_full_hash)
+        self._show_proof(status.reload_proof)
+        for cause, nbytes in status.bytes_by_cause.items():
+            self._bytes.labels("read", cause).inc(nbytes - self._read.get(cause, 0))
+        self._read = status.bytes_by_cause
+        for update in self._unseen(status):
+            self._count(update)
+
+    def _show_proof(self, proof: ReloadProof | None) -> None:
+        known = _NAN if proof is None or proof.age_seconds is None else proof.age_seconds
+        self._proof_age.set(known)
+        self._proof_bound.set(_NAN if proof is None else proof.bound_seconds)
+
+    def _unseen(self, status: HostStatus) -> list[UpdateStatus]:
+        found: list[UpdateStatus] = []
+        for update in reversed(status.updates):
+            if update is self._newest:
+                break
+            found.append(update)
+        if status.updates:
+            self._newest = status.updates[-1]
+        return found[::-1]
+
+    def _count(self, update: UpdateStatus) -> None:
+        self._updates.labels(update.kind).inc()
+        self._changes.inc(update.changes)
+        for phase, seconds in update.seconds.items():
+            if phase == "total":
+                self._seconds.labels(update.kind).observe(seconds)
+            else:
+                self._phases.labels(one_of(phase, PHASES)).observe(seconds)
+        if update.pause_seconds is not None:
+            self._paused.observe(update.pause_seconds)
+        self._damage.labels("channel").inc(len(update.around))
+        self._damage.labels("local").inc(update.kind == "repair")
+
+
+class _EngineFigures:
+    def __init__(self, registry: Metrics) -> None:
+        engine = {"engine": _ENGINE}
+        self._state = number(
+            registry,
+            "engine_state",
+            "1 for the state that the engine is in.",
+            {**engine, "state": CONDITIONS},
+        )
+        self._version = number(registry, "engine_version", "Version it confirmed last; -1: none.", engine)
+        self._failures = number(registry, "engine_failures", "Rounds of reloads in vain, in a row.", engine)
+
+        self._ways = count(
+            registry,
+            "engine_updates",
+            "How engines with via=live came to versions: by a patch of their memory, or from disk.",
+            {**engine, "way": get_args(Way)},
+        )
+        self._because = count(
+            registry,
+            "engine_disk_reloads",
+            "Reloads from disk of engines with via=live, by their cause.",
+            {**engine, "because": WHYS},
+        )
+        self._faults = count(
+            registry, "engine_verify_faults", "Times that an engine's memory was found wrong.", engine
+        )
+        self._seen: dict[tuple[str, Way], int] = {}
+        self._lives: dict[str, LiveStatus] = {}
+
+    def show(self, engines: Iterable[EngineStatus]) -> None:
+        for engine in engines:
+            for condition in CONDITIONS:
+                self._state.labels(engine.name, condition).set(engine.state == condition)
+            self._version.labels(engine.name).set(_number(engine.version))
+            self._failures.labels(engine.name).set(engine.failures)
+            if engine.live is not None:
+                self._count(engine.name, "live", engine.live.patches)
+                self._count(engine.name, "reload", engine.live.reloads)
+                self._count_causes(engine.name, engine.live)
+
+    def _count(self, name: str, way: Way, total: int) -> None:
+        seen = self._seen.get((name, way), 0)
+        self._ways.labels(name, way).inc(total - seen)
+        self._seen[name, way] = total
+
+    def _count_causes(self, name: str, live: LiveStatus) -> None:
+        before, self._lives[name] = self._lives.get(name, LiveStatus()), live
+        self._faults.labels(name).inc(_faults(live) - _faults(before))
+        for why, times in live.because.items():
+            self._because.labels(name, one_of(why, WHYS)).inc(times - before.because.get(why, 0))
+
+
+def _faults(live: LiveStatus) -> int:
+    return 0 if live.verify is None else live.verify.faults
+
+
+def _number(version: int | None) -> int:
+    return NONE if version is None else version

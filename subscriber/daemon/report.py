@@ -1,0 +1,287 @@
+"""The host's report: on change, else every half minute; a hint to the publisher.
+
+In a thread of its own, so that a host in a long step is heard from, and one whose channel hangs still ends.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from weightcast.shared.base.errors import FIX_ENGINE, WeightcastError
+from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.reports import UPDATES_LIMIT, Report, Update, pack_report, write_report
+from weightcast.shared.daemon.backoff import Backoff, jittered
+from weightcast.shared.daemon.client import Daemon, parsed
+from weightcast.shared.daemon.fleet import REPORTS_PATH
+from weightcast.shared.daemon.logs import get_log
+from weightcast.shared.files.paths import exists
+from weightcast.subscriber.daemon.settings import SubscriberSettings
+from weightcast.subscriber.status import EngineStatus, HostStatus, UpdateStatus
+
+EVERY_SECONDS = 30.0
+CHANGE_SECONDS = 1.0
+"""between two reports, however much changes"""
+PHASE_SECONDS = 5.0
+"""before a phase is worth a report of its own"""
+LONGEST_PAUSE = 60.0
+"""before the next try where reports cannot be delivered"""
+_UNDELIVERED = Backoff(CHANGE_SECONDS, LONGEST_PAUSE)
+_LOOK_SECONDS = 0.25
+_STOP_SECONDS = 2.0
+_LAST_PAUSE = 0.6
+_POST_SECONDS = 5.0
+_TICK = 0.05
+"""seconds within which two clocks count as equal: file times are coarse"""
+
+VERIFY_CHANNEL = "check the mount; run `weightcast channel verify` on the publisher's machine"
+
+log = get_log("report")
+
+
+class Undelivered(Exception):
+    """The message says where to, and why."""
+
+
+class Door(Protocol):
+    def deliver(self, report: Report) -> float | None:
+        """Returns the seconds by which this host's clock is ahead of the receiver's. Raises Undelivered."""
+
+    def close(self) -> None: ...
+
+
+class InChannel:
+    """A file in the channel."""
+
+    def __init__(self, channel: Path, now: Callable[[], float] = time.time) -> None:
+        self._channel, self._now = channel, now
+
+    def deliver(self, report: Report) -> float | None:
+        """Nothing is made where no channel is mounted: then nothing is returned."""
+        layout = Layout(self._channel)
+        began = self._now()
+        try:
+            if not exists(layout.channel_json) and not exists(layout.latest):
+                return None
+            written = write_report(self._channel, report)
+        except OSError as error:
+            raise Undelivered(
+                f"{self._channel}: no report of this host can be written: {error.strerror or error}; "
+                "give --report-to where the channel is read-only"
+            ) from error
+        return ahead_by(began, self._now(), written)
+
+    def close(self) -> None:
+        pass
+
+
+class ToPublisher:
+    """Posted to the publisher, for hosts that cannot write to the channel."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None,
+        now: Callable[[], float] = time.time,
+        seconds: float = _POST_SECONDS,
+    ) -> None:
+        self._now = now
+        self._daemon = Daemon(url, token, seconds, token_from="WEIGHTCAST_REPORT_TOKEN")
+
+    def deliver(self, report: Report) -> float | None:
+        began = self._now()
+        try:
+            answer = parsed(self._daemon.post_json(REPORTS_PATH, pack_report(report)), self._daemon.url)
+        except WeightcastError as error:
+            raise Undelivered(f"no report of this host reaches the publisher: {error}") from error
+        there = answer.get("now")
+        return ahead_by(began, self._now(), there) if isinstance(there, float) else None
+
+    def close(self) -> None:
+        self._daemon.close()
+
+
+def ahead_by(began: float, ended: float, there: float) -> float:
+    """Seconds by which the clock that read `began` and `ended` is ahead of the one that read `there` in
+    between; 0 when it may have been the same."""
+    if there < began - _TICK:
+        return round(began - there, 3)
+    return round(ended - there, 3) if there > ended + _TICK else 0.0
+
+
+def open_reporter(settings: SubscriberSettings) -> Reporter | None:
+    """None where this host reports to nobody."""
+    if settings.report_to is not None:
+        door: Door = ToPublisher(settings.report_to, settings.reports_token)
+    elif settings.report:
+        door = InChannel(settings.channel)
+    else:
+        return None
+    return Reporter(door, settings.report_seconds)
+
+
+class Reporter:
+    """Delivers when something worth telling changed or time is up; what fails is told, never raised."""
+
+    def __init__(
+        self, door: Door, every_seconds: float = EVERY_SECONDS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._door, self._every, self._clock = door, every_seconds, clock
+        self._last: Report | None = None
+        self._due = self._free = 0.0
+        """when a report is due, changed or not, and when the next may be delivered"""
+        self._told = 0.0
+        self._failures = 0
+        # a restarted host must not seem to stand still
+        self._counter = int(time.time())
+        self._offset: float | None = None
+        self.error = ""
+
+    def report(self, status: HostStatus) -> None:
+        """Called often: mostly nothing is due."""
+        report, now = describe(status), self._clock()
+        if now >= self._free and (now >= self._due or self._tells(report, now)):
+            self._deliver(report, now)
+
+    def last(self, status: HostStatus) -> None:
+        """As the process ends: now, whatever was reported a moment ago. One that failed is tried once more:
+        a publisher takes no two reports of a host within half a second."""
+        self._deliver(describe(status), self._clock())
+        if self.error:
+            time.sleep(_LAST_PAUSE)
+            self._deliver(describe(status), self._clock())
+
+    def close(self) -> None:
+        self._door.close()
+
+    def _tells(self, report: Report, now: float) -> bool:
+        if self._last is None:
+            return True
+        if report == self._last:
+            return False
+        alike = replace(report, phase=self._last.phase, retries=self._last.retries, bytes=self._last.bytes)
+        return alike != self._last or now >= self._told + PHASE_SECONDS
+
+    def _deliver(self, report: Report, now: float) -> None:
+        self._counter += 1
+        try:
+            offset = self._door.deliver(replace(report, counter=self._counter, clock_offset=self._offset))
+        except Undelivered as error:
+            self._fail(str(error), now)
+            return
+        if offset is not None:
+            self._offset = offset
+        self.error, self._last, self._failures = "", report, 0
+        self._told, self._free = now, now + CHANGE_SECONDS
+        self._due = now + jittered(self._every)
+
+    def _fail(self, error: str, now: float) -> None:
+        if error != self.error:
+            log.warning("no report", reason=error)
+        self.error = error
+        self._failures += 1
+        self._free = now + jittered(min(_UNDELIVERED.pause(self._failures), self._every))
+
+
+class Reporting:
+    """A thread that reports what `status` says; None: nothing, as another process speaks for this host.
+    `start` and `stop` belong to one thread."""
+
+    def __init__(self, reporter: Reporter, status: Callable[[], HostStatus | None]) -> None:
+        self._reporter, self._status = reporter, status
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="report", daemon=True)
+
+    @property
+    def error(self) -> str:
+        """Why the last report was not delivered."""
+        return self._reporter.error
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The last report says that the host stopped; a channel that hangs is not waited for."""
+        self._ending.set()
+        if self._thread.ident is not None:
+            self._thread.join(_STOP_SECONDS)
+
+    def _run(self) -> None:
+        pause = _LOOK_SECONDS
+        while not self._ending.wait(pause):
+            try:
+                status = self._status()
+                if status is not None:
+                    self._reporter.report(status)
+                pause = _LOOK_SECONDS
+            except Exception:
+                log.exception("reporting crashed")
+                pause = min(2 * pause, LONGEST_PAUSE)
+        status = self._status()
+        if status is not None:
+            self._reporter.last(status)
+        self._reporter.close()
+
+
+def describe(status: HostStatus) -> Report:
+    """`counter` is 0."""
+    error, remedy = _trouble(status)
+    return Report(
+        host=status.host,
+        local=status.local,
+        run_id=status.run_id or "",
+        state="ready" if status.ready else status.state,
+        local_version=status.local_version,
+        served_version=status.served_version,
+        target=status.target,
+        lag=status.lag_versions,
+        last_error=error,
+        engines=tuple(map(_engine, status.engines)),
+        counter=0,
+        software=status.software,
+        phase=status.state,
+        target_version=status.target_version,
+        remedy=remedy,
+        retries=status.loop.retries,
+        bytes={str(cause): nbytes for cause, nbytes in status.bytes_by_cause.items()},
+        updates=tuple(map(_update, reversed(status.updates[-UPDATES_LIMIT:]))),
+    )
+
+
+def _trouble(status: HostStatus) -> tuple[str, str]:
+    """What went wrong, and what to do about it. An engine that fails is no error of the host's step."""
+    error = status.last_error
+    if error is not None:
+        return f"{error.error}: {error.message}", error.remedy
+    waiting = status.waiting_for
+    if waiting is not None:
+        return f"waiting for version {waiting.version}: {waiting.reason}", VERIFY_CHANNEL
+    failed = [f"engine {one.name} failed: {one.reason}" for one in status.engines if one.state == "failed"]
+    return "; ".join(failed), FIX_ENGINE if failed else ""
+
+
+def _engine(engine: EngineStatus) -> dict[str, object]:
+    return {
+        "name": engine.name,
+        "kind": engine.kind,
+        "state": engine.state,
+        "mark": engine.mark,
+        "version": engine.version,
+        "confirmed_by": engine.confirmed_by,
+        "aligned": engine.aligned,
+    }
+
+
+def _update(update: UpdateStatus) -> Update:
+    return Update(
+        version=update.version,
+        kind=update.kind,
+        began=round(update.at - update.seconds.get("total", 0.0), 3),
+        seconds={phase: round(seconds, 4) for phase, seconds in update.seconds.items()},
+        bytes=update.bytes,
+        outcome="refused" if update.kind == "undo" or not update.taken else "done",
+    )

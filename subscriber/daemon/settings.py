@@ -1,0 +1,215 @@
+"""Settings of the subscriber."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from weightcast.shared.checkpoint.state.access import Readers
+from weightcast.shared.daemon.settings import (
+    SUBSCRIBER_PORT,
+    ServiceSettings,
+    Token,
+    is_loopback,
+    problem_of,
+)
+from weightcast.shared.files.paths import require_places
+from weightcast.subscriber.engines.base import (
+    SYNTAX,
+    BadEngineOption,
+    address_of,
+    parse_engine,
+    parse_engines,
+)
+from weightcast.subscriber.engines.rules import ReloadOrder
+from weightcast.subscriber.groups.order import LEASE_LIMIT, is_member_url
+from weightcast.subscriber.sync.target import BadTarget, parse_target
+
+MOST_MEMBERS = 256
+
+
+class SubscriberSettings(ServiceSettings):
+    port: int = Field(SUBSCRIBER_PORT, ge=0, le=65535, description="Its port; 0 takes a free one.")
+    channel: Path = Field(description="The channel's directory.")
+    local: Path = Field(description="Local checkpoint: the directory that engines load from.")
+    base: Path | None = Field(None, description="HF checkpoint directory that the run starts from.")
+    engine: tuple[str, ...] = Field(
+        (), description="Inference engine kind=URL[,key=value...]; may be repeated. Kinds: docs/engines.md."
+    )
+    target: str = Field("latest", min_length=1, max_length=255, description="latest, a version or a tag.")
+    pre_read: str | None = Field(
+        None, min_length=1, description="Command run before a version of the channel is read."
+    )
+    visible_deadline: float = Field(
+        120.0,
+        gt=0,
+        le=86400,
+        allow_inf_nan=False,
+        description="Seconds until what the pointer names must be visible here.",
+    )
+    engine_deadline: float = Field(
+        300.0,
+        gt=0,
+        le=86400,
+        allow_inf_nan=False,
+        description="Seconds that an engine may take to reload.",
+    )
+    reload: ReloadOrder = Field(
+        "together", description="Engines at the same time, or the next once the one before is confirmed."
+    )
+    engine_check_seconds: float = Field(
+        2.0,
+        gt=0,
+        le=3600,
+        allow_inf_nan=False,
+        description="Pause between two looks at engines that serve, to see one that restarted.",
+    )
+    engine_attempts: int = Field(
+        5, ge=1, le=1000, description="Rounds of reloads in vain until an engine counts as failed."
+    )
+    on_engine_failed: str | None = Field(
+        None,
+        min_length=1,
+        description="Command run when an engine has failed; the word exit: end with code 5.",
+    )
+    verify_engine_every: int = Field(
+        0,
+        ge=0,
+        le=1_000_000,
+        description="Versions after which all of a patched engine's memory is verified at once; 0: at the "
+        "pace of --verify-rate alone.",
+    )
+    verified_within: float = Field(
+        600.0,
+        ge=0,
+        le=86400 * 365,
+        allow_inf_nan=False,
+        description="Before engines reload, weights last hashed more than this many seconds ago are hashed "
+        "again. 0, or up to 1 GiB of weights: all of them, before every reload.",
+    )
+    readable_by: Readers | None = Field(
+        None, description="Who may read the local checkpoint; unset: whom the umask lets."
+    )
+    report: bool = Field(True, description="Write a report of this host to the channel.")
+    report_to: str | None = Field(
+        None,
+        max_length=2048,
+        description="URL of the publisher that reports are posted to, where the channel is read-only here.",
+    )
+    report_token: Token | None = Field(
+        None,
+        description="Bearer token for hosts' reports to the publisher, no more; unset: WEIGHTCAST_TOKEN.",
+    )
+    report_seconds: float = Field(
+        30.0,
+        ge=0.5,
+        le=3600,
+        allow_inf_nan=False,
+        description="Between two reports while nothing changes.",
+    )
+    group_member: tuple[str, ...] = Field(
+        (),
+        max_length=MOST_MEMBERS,
+        description="Leads an engine group: URL of another host's subscriber; repeatable.",
+    )
+    group_follower: bool = Field(
+        False, description="The local checkpoint moves only when the leader of its engine group asks."
+    )
+    group_patch: bool = Field(
+        False,
+        description="Every host of the engine group stages patches for engines with via=live; set it on all.",
+    )
+    group_token: Token | None = Field(
+        None, description="Bearer token of the group's members; unset: this subscriber's own."
+    )
+    group_lease: float = Field(
+        30.0,
+        ge=0.3,
+        le=LEASE_LIMIT,
+        allow_inf_nan=False,
+        description="Seconds that members stand still without word of their leader.",
+    )
+    group_deadline: float = Field(
+        300.0,
+        gt=0,
+        le=86400,
+        allow_inf_nan=False,
+        description="Seconds that members may take to come to a version.",
+    )
+
+    @field_validator("engine", mode="after")
+    @classmethod
+    def _check_engines(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        # What is wrong with `local` itself is said elsewhere, and it is then absent here.
+        problems = engine_problems(value, info.data.get("local", Path("/")))
+        if problems:
+            raise ValueError("; ".join(problems))
+        return value
+
+    @field_validator("target", mode="after")
+    @classmethod
+    def _check_target(cls, value: str) -> str:
+        try:
+            parse_target(value)
+        except BadTarget as error:
+            raise ValueError(str(error)) from error
+        return value
+
+    @model_validator(mode="after")
+    def _check_group(self) -> Self:
+        if self.group_follower and (self.engine or self.group_member):
+            raise ValueError("group_follower: engines and members are given to the group's leader")
+        for url in self.group_member:
+            if not is_member_url(url):
+                raise ValueError("group_member: give http://HOST:PORT or https://HOST:PORT, nothing more")
+            if self.members_token is None and not is_loopback(urlsplit(url).hostname or ""):
+                raise ValueError("group_member: other machines ask for a token; set WEIGHTCAST_GROUP_TOKEN")
+        if len(set(map(address_of, self.group_member))) < len(self.group_member):
+            raise ValueError("group_member: a URL is given twice")
+        return self
+
+    @model_validator(mode="after")
+    def _check_report_to(self) -> Self:
+        if self.report_to is None:
+            return self
+        if not is_member_url(self.report_to):
+            raise ValueError("report_to: give http://HOST:PORT or https://HOST:PORT, nothing more")
+        if not self.report:
+            raise ValueError("report_to: means nothing without reports (--no-report)")
+        if self.reports_token is None and not is_loopback(urlsplit(self.report_to).hostname or ""):
+            raise ValueError("report_to: other machines ask for a token; set WEIGHTCAST_REPORT_TOKEN")
+        return self
+
+    def missing(self) -> list[str]:
+        problem = problem_of(lambda: require_places(self.channel, self.local))
+        return [*super().missing(), *filter(None, [problem])]
+
+    @property
+    def reports_token(self) -> str | None:
+        token = self.token if self.report_token is None else self.report_token
+        return None if token is None else token.get_secret_value()
+
+    @property
+    def members_token(self) -> str | None:
+        token = self.token if self.group_token is None else self.group_token
+        return None if token is None else token.get_secret_value()
+
+
+def engine_problems(texts: Sequence[str], local: Path) -> list[str]:
+    """What is wrong with `--engine` options, all of it."""
+    problems = []
+    for text in texts:
+        try:
+            parse_engine(text, local)
+        except BadEngineOption as error:
+            problems.append(error.message)
+    if not problems:
+        try:
+            parse_engines(texts, local)
+        except BadEngineOption as error:
+            problems.append(error.message)
+    return [*problems, f"give {SYNTAX}"] if problems else []

@@ -1,0 +1,292 @@
+"""From what a step knows to the status that HTTP threads show: one frozen snapshot, swapped whole."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Literal
+
+from weightcast.shared.base.errors import WeightcastError
+from weightcast.shared.channel.signing import Trust
+from weightcast.shared.checkpoint.state.state import EngineState, LocalState, Mark, Phase
+from weightcast.shared.daemon.status import SOFTWARE, Snapshot, verify_status
+from weightcast.subscriber.engines.base import Engine
+from weightcast.subscriber.engines.live import live_of
+from weightcast.subscriber.engines.reload import Engines
+from weightcast.subscriber.engines.verify import EngineVerifyFacts
+from weightcast.subscriber.groups.lead import Lead, Line
+from weightcast.subscriber.status import (
+    KEPT_UPDATES,
+    BlockedStatus,
+    EngineCondition,
+    EngineStatus,
+    EngineVerifyStatus,
+    GroupStatus,
+    HostStatus,
+    LastError,
+    LiveStatus,
+    MemberStatus,
+    UpdateStatus,
+    served,
+    weakest,
+)
+from weightcast.subscriber.sync.host import SyncOptions
+from weightcast.subscriber.sync.sync import Sync
+
+if TYPE_CHECKING:
+    from weightcast.subscriber.sync.group_follower import Post
+
+
+from weightcast.shared.base.errors import counted
+from weightcast.shared.daemon.logs import size_text
+
+ShownMark = Literal["served", "pausing", "suspect", "unknown"]
+
+
+class Board:
+    """`show` is what `Sync` calls; `status` is read by any thread."""
+
+    def __init__(self, options: SyncOptions) -> None:
+        self.status = Snapshot(
+            HostStatus(
+                software=SOFTWARE,
+                host=socket.gethostname(),
+                channel=str(options.channel.absolute()),
+                local=str(options.local.absolute()),
+                target=options.target.text,
+            )
+        )
+        self._updates: deque[UpdateStatus] = deque(maxlen=KEPT_UPDATES)
+        self._taken = 0
+        self._error: tuple[WeightcastError, float] | None = None
+
+    def show(self, sync: Sync) -> None:
+        self._take_moves(sync)
+        view, state = sync.view, sync.view.local
+        engines = engines_status(sync.engines, state, view.engine_verify)
+        local_version = _readable_version(state)
+        confirmed = served(engines, local_version)
+        target = view.target_version
+        self.status.set(
+            self.status.get().but(
+                state=view.state,
+                progress_bytes=view.progress_bytes,
+                bytes_read=view.bytes_read,
+                bytes_by_cause=dict(view.bytes_by_cause),
+                local_version=local_version,
+                target_version=target,
+                served_version=confirmed,
+                confirmed_by=weakest(engine.confirmed_by for engine in engines),
+                lag_versions=None if None in (target, confirmed) else target - confirmed,  # type: ignore[operator]
+                updates=tuple(self._updates),
+                signed=_signed(sync.options.trust, state),
+                engines=engines,
+                degraded=view.degraded,
+                carried=view.carried,
+                engines_to_restart=view.to_restart,
+                left_behind=view.left_behind,
+                base_notes=view.base_notes,
+                base_files=view.base_files,
+                last_error=self._last_error(sync),
+                waiting_for=view.waiting_for,
+                ready=not view.not_ready,
+                not_ready_reasons=view.not_ready,
+                verify=verify_status(view.scrub),
+                reload_proof=view.proof,
+                **_of_state(state),
+            )
+        )
+
+    def _take_moves(self, sync: Sync) -> None:
+        """`moves` starts anew with every step."""
+        moves = sync.view.moves
+        if len(moves) < self._taken:
+            self._taken = 0
+        self._updates.extend(moves[self._taken :])
+        self._taken = len(moves)
+
+    def _last_error(self, sync: Sync) -> LastError | None:
+        """Stays while the next step is under way, until one ends well."""
+        error = sync.view.error
+        if error is not None and (self._error is None or self._error[0] is not error):
+            self._error = (error, sync.host.calls.now())
+        if error is None and sync.view.state == "idle":
+            self._error = None
+        if self._error is None:
+            return None
+        error, at = self._error
+        return LastError(error=type(error).__name__, message=error.message, remedy=error.remedy, at=at)
+
+
+def _signed(trust: Trust | None, state: LocalState | None) -> str:
+    if trust is None:
+        return "not checked"
+    key = None if state is None else trust.signer(state.position.digest)
+    return "not verified" if key is None else f"verified by {key}"
+
+
+def _readable_version(state: LocalState | None) -> int | None:
+    """None while the bytes are no version: there is none, or they are being written."""
+    if state is None or state.phase in (Phase.SEEDING, Phase.DIRTY):
+        return None
+    return state.position.version
+
+
+def _of_state(state: LocalState | None) -> dict[str, object]:
+    if state is None:
+        return {}
+    return {
+        "run_id": state.run_id,
+        "local_root": state.position.root,
+        "last_full_hash": state.last_full_hash,
+        "assurance": "changed-tensors" if state.foreign else "full",
+        "blocked": tuple(
+            BlockedStatus(version=b.version, digest=b.digest, reason=b.reason, attempts=b.attempts)
+            for b in state.blocked
+        ),
+    }
+
+
+def engines_status(
+    engines: Engines, state: LocalState | None, verified: Mapping[str, EngineVerifyFacts]
+) -> tuple[EngineStatus, ...]:
+    aligned = frozenset[str]() if state is None else engines.aligned(state)
+    serving = frozenset[str]() if state is None else engines.serving(state)
+    records = {} if state is None else state.engines
+    return tuple(
+        _engine_status(
+            engine,
+            engines,
+            records.get(engine.spec.name),
+            engine.spec.name in aligned,
+            engine.spec.name in serving,
+            verified.get(engine.spec.name),
+        )
+        for engine in engines.engines
+    )
+
+
+def _engine_status(
+    engine: Engine,
+    engines: Engines,
+    record: EngineState | None,
+    aligned: bool,
+    serving: bool,
+    verified: EngineVerifyFacts | None,
+) -> EngineStatus:
+    spec = engine.spec
+    facts, last = engines.facts(spec.name), engines.last(spec.name)
+    return EngineStatus(
+        name=spec.name,
+        kind=spec.kind,
+        url=spec.shown_url,
+        mark=_mark(record),
+        version=None if record is None else record.version,
+        confirmed_by="" if record is None else record.confirmed_by,
+        process=facts.process if record is None else record.process,
+        aligned=aligned,
+        reachable=facts.reachable,
+        reason="" if serving else engines.reason(spec.name),
+        ready=serving,
+        state=_condition(engines, spec.name, record, aligned=aligned, serving=serving),
+        failures=engines.failures(spec.name),
+        seconds={} if last is None else {part: round(each, 6) for part, each in asdict(last.phases).items()},
+        pause_seconds=None if last is None else last.pause_seconds,
+        via=spec.via,
+        drafter=facts.drafter,
+        live=_live_status(engine, verified),
+    )
+
+
+def _live_status(engine: Engine, verified: EngineVerifyFacts | None) -> LiveStatus | None:
+    live = live_of(engine)
+    if live is None:
+        return None
+    facts = live.facts
+    return LiveStatus(
+        way=facts.way,
+        patches=facts.patches,
+        reloads=facts.reloads,
+        because={str(why): count for why, count in facts.because.items()},
+        reason=facts.reason,
+        verify=None if verified is None else EngineVerifyStatus(**asdict(verified)),
+    )
+
+
+def _condition(
+    engines: Engines, name: str, record: EngineState | None, *, aligned: bool, serving: bool
+) -> EngineCondition:
+    if serving:
+        return "serving"
+    if aligned:
+        return "paused"
+    if engines.failed(name):
+        return "failed"
+    if not engines.facts(name).reachable:
+        return "silent"
+    return "suspect" if record is not None and record.mark is Mark.SUSPECT else "waiting"
+
+
+def _mark(record: EngineState | None) -> ShownMark:
+    marks: dict[Mark, ShownMark] = {
+        Mark.SERVED: "served",
+        Mark.PAUSING: "pausing",
+        Mark.SUSPECT: "suspect",
+    }
+    return "unknown" if record is None else marks[record.mark]
+
+
+def group_status(lead: Lead, post: Post | None) -> GroupStatus | None:
+    """As of now."""
+    if post is not None:
+        hold = post.hold()
+        return GroupStatus(
+            role="follower",
+            leader=hold.leader,
+            state=hold.state,
+            ordered_version=hold.version,
+            reason=hold.reason,
+            lease_seconds_left=hold.seconds_left,
+            heard_seconds_ago=post.heard_seconds(),
+        )
+    if lead.members:
+        return GroupStatus(role="leader", members=tuple(map(_member_status, lead.lines)))
+    return None
+
+
+def _member_status(line: Line) -> MemberStatus:
+    hold = line.hold
+    return MemberStatus(
+        url=line.member.url,
+        state="unknown" if hold is None else hold.state,
+        version=None if hold is None else hold.local_version,
+        reason=line.failure or ("" if hold is None else hold.reason),
+        seconds_left=None if hold is None else hold.seconds_left,
+    )
+
+
+def of_move(move: UpdateStatus, served_version: int | None, words: int) -> str:
+    """`served_version`: what engines confirmed; `words`: all that the model has."""
+    version = f"version {move.version}" + ("" if move.step is None else f" (step {move.step})")
+    facts = [f"{move.seconds['total']:.2f} s"]
+    if move.pause_seconds is not None:
+        facts.append(f"pause {1000 * move.pause_seconds:.0f} ms")
+    match move.kind:
+        case "patch":
+            facts[:0] = [f"{size_text(move.bytes)} fetched", f"{move.changes / max(words, 1):.1%} changed"]
+            done = "serving" if served_version == move.version else "local checkpoint is now"
+        case "seed":
+            facts[:0] = [f"{size_text(move.bytes)} read"]
+            done = "seeded"
+        case "repair":
+            facts[:0] = [counted(move.changes, "wrong word")]
+            done = "repaired"
+        case "undo":
+            done = "rolled back to"
+        case "relabel":
+            done = "same weights are now"
+        case _:
+            done = "engines reloaded with"
+    return f"{done} {version}: {', '.join(facts)}"

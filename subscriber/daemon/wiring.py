@@ -1,0 +1,125 @@
+"""From settings to the parts that daemon and one-shot share. No web framework: one-shots start quickly."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from weightcast.shared.base.errors import WeightcastError
+from weightcast.shared.channel.signing import Trust
+from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
+from weightcast.shared.checkpoint.state.state import read_state
+from weightcast.shared.checkpoint.update.prepare import PreRead
+from weightcast.shared.daemon.hooks import run_hook
+from weightcast.shared.daemon.threads import working_threads
+from weightcast.subscriber.daemon.settings import SubscriberSettings
+from weightcast.subscriber.engines.base import (
+    BadEngineOption,
+    Engine,
+    EngineSpec,
+    Timeouts,
+    parse_engines,
+)
+from weightcast.subscriber.engines.reload import Engines
+from weightcast.subscriber.engines.reload_one import RetryPace
+from weightcast.subscriber.engines.rules import ReloadOrder
+from weightcast.subscriber.engines.wrappers import Grouped
+from weightcast.subscriber.groups.lead import PATIENCE, GroupPace, Lead, Member
+from weightcast.subscriber.groups.order import NAME_LIMIT
+from weightcast.subscriber.sync.host import SyncOptions
+from weightcast.subscriber.sync.target import parse_target
+
+ATTEMPTS = 2
+
+
+def options_of(settings: SubscriberSettings) -> SyncOptions:
+    """Raises BadTarget, and Refused for a trusted key that is none."""
+    return SyncOptions(
+        channel=settings.channel,
+        local=settings.local.absolute(),
+        base=settings.base,
+        target=parse_target(settings.target),
+        threads=working_threads(settings.threads, settings.memory_budget),
+        visible_seconds=settings.visible_deadline,
+        pre_read=None if settings.pre_read is None else _hook(settings.pre_read, settings.hook_seconds),
+        trust=Trust.load(settings.trusted_key),
+        readable_by=settings.readable_by,
+        verified_within=settings.verified_within,
+        group_follower=settings.group_follower,
+        group_patch=settings.group_patch,
+    )
+
+
+def _hook(command: str, seconds: float) -> PreRead:
+    def run(version: int, directory: Path) -> None:
+        run_hook(command, version=version, directory=directory, phase="pre_read", deadline_seconds=seconds)
+
+    return run
+
+
+def open_lead(settings: SubscriberSettings) -> Lead:
+    """Connects to nothing yet."""
+    lease = settings.group_lease
+    return Lead(
+        _members(settings) if settings.group_member else [],
+        name=f"{socket.gethostname()}:{settings.local.absolute()}"[:NAME_LIMIT],
+        pace=GroupPace(lease=lease, deadline=settings.group_deadline, patience=min(lease, PATIENCE)),
+        first_term=int(time.time() * 1000),
+    )
+
+
+def _members(settings: SubscriberSettings) -> list[Member]:
+    # an HTTP client takes long to import, and most commands ask nobody
+    from weightcast.subscriber.groups.door import MemberDoor
+
+    token, lease = settings.members_token, settings.group_lease
+    return [MemberDoor(url, token, lease) for url in settings.group_member]
+
+
+def open_engines(
+    settings: SubscriberSettings, lead: Lead | None = None, stopping: Callable[[], bool] = lambda: False
+) -> Engines:
+    """Connects to nothing yet. `lead`: of the group whose hosts the engines read. `stopping`: as of Engines.
+    Raises BadEngineOption."""
+    specs = parse_engines(settings.engine, settings.local)
+    limits = Timeouts(reload=settings.engine_deadline)
+    pace = RetryPace(attempts=ATTEMPTS, total=settings.engine_deadline)
+    _require_one_mapping(specs, settings.reload)
+    engines = [_open_engine(spec, settings.local, limits) for spec in specs]
+    if lead is not None and lead.members:
+        engines = [Grouped(engine, lead) for engine in engines]
+    return Engines(
+        engines,
+        pace=pace,
+        order=settings.reload,
+        failed_after=settings.engine_attempts,
+        look_seconds=settings.engine_check_seconds,
+        group_patches=settings.group_patch,
+        stopping=stopping,
+    )
+
+
+def _open_engine(spec: EngineSpec, local: Path, limits: Timeouts) -> Engine:
+    from weightcast.subscriber.engines.kinds import open_engine
+
+    return open_engine(spec, run_id=lambda: _run_id(local), timeouts=limits)
+
+
+def _require_one_mapping(specs: Sequence[EngineSpec], order: ReloadOrder) -> None:
+    mapping = [spec.name for spec in specs if not spec.copies_weights]
+    if order == "rolling" and len(mapping) > 1:
+        raise BadEngineOption(
+            f"--reload rolling: {', '.join(mapping)} map the same files and must be paused together; "
+            "use together, or copies=true for engines that copy their weights"
+        )
+
+
+def _run_id(local: Path) -> str:
+    """For the engines' information; empty for a foreign channel. The channel itself may hang just now."""
+    try:
+        state = read_state(LocalPaths(local).state)
+    except (WeightcastError, OSError):
+        return ""
+    return "" if state is None or state.foreign else state.run_id

@@ -1,1 +1,0 @@
-"""The daemon: what it is told, what it says of its host."""

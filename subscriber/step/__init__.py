@@ -1,1 +1,0 @@
-"""One step of a host: from the channel to engines that serve."""

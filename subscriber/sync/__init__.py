@@ -1,0 +1,1 @@
+"""One step of a host, from the channel to engines that serve."""
