@@ -8,11 +8,14 @@ STAMP := $(VENV)/.installed
 
 install: $(STAMP)
 
+# Editors, mypy and the import contracts see the flat folders as `weightcast.*` through the links in .typing.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || { echo "weightcast needs Python 3.11 to 3.14 (set PYTHON=python3.14)"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "python3-venv is missing: apt install python3-venv"; exit 2; }
 	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,demo]'
+	@mkdir -p .typing/weightcast
+	@for p in benchmarks shared publisher subscriber; do ln -sfn ../../$$p .typing/weightcast/$$p; done
 	@echo "compiling kernels once (about a minute)"
 	@$(BIN)/python -c 'from weightcast.shared.codec.warm_up import warm_up; warm_up()'
 	@touch $(STAMP)
@@ -123,12 +126,7 @@ bench: install
 	$(BIN)/python -m benchmarks --results benchmarks/results.json --docs docs $(BENCH_ARGS)
 	$(BIN)/python -m benchmarks.report
 
-# mypy and the import contracts see the flat folders through a folder of links.
-.typing/weightcast/benchmarks:
-	@mkdir -p .typing/weightcast
-	@for p in benchmarks shared publisher subscriber; do ln -sfn ../../$$p .typing/weightcast/$$p; done
-
-lint: install .typing/weightcast/benchmarks
+lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p weightcast.benchmarks -p weightcast.shared -p weightcast.publisher -p weightcast.subscriber

@@ -1,0 +1,116 @@
+"""Documents, messages and docstrings keep to the words of docs/glossary.md: no phrase of `WORST`.
+
+A room of the source, or a document, has at most its number in `BUDGET`: lower it, never raise it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+WORST = (
+    "lies", "stands", "is no", "are no", "is told", "told", "beside", "one that", "of which", "in vain",
+    "brought right", "bring right", "shall", "doors", "stood still", "stands still", "for good",
+    "nobody foresaw",
+)  # fmt: skip
+PHRASE = re.compile(r"\b(" + "|".join(map(re.escape, sorted(WORST, key=len, reverse=True))) + r")\b", re.I)
+ALLOWED = re.compile(r"\bis no longer\b|\bare no longer\b|\bno one that\b", re.I)
+"""English that a phrase of `WORST` begins, and that is plain"""
+CODE = re.compile(r"^```.*?^```|^    .*?$|`[^`\n]*`|\]\([^)]*\)", re.MULTILINE | re.DOTALL)
+"""code, field values and link targets of a document"""
+UNCHECKED = ("docs/glossary.md", "docs/measurements/", "docs/benchmarks", "docs/adr/", "CHANGELOG.md")
+"""the page that quotes the words, pages of figures, history"""
+BUDGET = {
+    "README.md": 18,
+    "docs/FORMAT.md": 32,
+    "docs/architecture.md": 9,
+    "docs/engines-measured.md": 6,
+    "docs/engines.md": 39,
+    "docs/hazards.md": 32,
+    "docs/metrics.md": 3,
+    "docs/operations.md": 63,
+    "docs/reliability.md": 35,
+    "docs/security.md": 8,
+    "docs/sizing.md": 10,
+    "docs/trainers.md": 17,
+    "docs/tutorial.md": 3,
+    "examples/README.md": 1,
+    "publisher": 34,
+    "publisher/daemon": 32,
+    "publisher/fleet": 11,
+    "publisher/maintenance": 18,
+    "publisher/publish": 25,
+    "publisher/ranks": 12,
+    "publisher/trainer": 3,
+    "publisher/weights": 22,
+    "shared/base": 14,
+    "shared/channel": 47,
+    "shared/checkpoint": 76,
+    "shared/cli": 12,
+    "shared/codec": 24,
+    "shared/daemon": 27,
+    "shared/digest": 11,
+    "shared/doctor": 14,
+    "shared/files": 29,
+    "subscriber": 4,
+    "subscriber/daemon": 10,
+    "subscriber/engine_plugin": 73,
+    "subscriber/engines": 57,
+    "subscriber/groups": 8,
+    "subscriber/sync": 27,
+}
+"""phrases allowed in the strings and docstrings of a room, and in a document; 0 where nothing is listed"""
+
+
+@cache
+def tracked(pattern: str) -> tuple[str, ...]:
+    """Files of the project; outside a Git tree, all that match."""
+    found = subprocess.run(
+        ["git", "ls-files", pattern], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return tuple(found.stdout.split()) or tuple(str(path.relative_to(ROOT)) for path in ROOT.rglob(pattern))
+
+
+def phrases(text: str) -> list[str]:
+    return PHRASE.findall(ALLOWED.sub("", text))
+
+
+DOCUMENTS = [name for name in tracked("*.md") if not name.startswith(UNCHECKED)]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_a_document_has_no_more_of_them_than_its_budget(document: str) -> None:
+    text = CODE.sub(lambda code: "\n" * code[0].count("\n"), (ROOT / document).read_text())
+    found = [f"{at}: {phrase}" for at, line in enumerate(text.splitlines(), 1) for phrase in phrases(line)]
+    assert len(found) <= BUDGET.get(document, 0), f"reword (docs/glossary.md): {found}"
+
+
+def room_of(name: str) -> str:
+    """`shared/codec`, `publisher/ranks`, or the side for a module directly in it."""
+    parts = Path(name).parts
+    return "/".join(parts[:2]) if len(parts) > 2 else parts[0]
+
+
+@cache
+def found_by_room() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name in (*tracked("publisher/*.py"), *tracked("subscriber/*.py"), *tracked("shared/*.py")):
+        if (ROOT / name).exists():
+            for node in ast.walk(ast.parse((ROOT / name).read_text())):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.setdefault(room_of(name), []).extend(
+                        f"{name}:{node.lineno}: {phrase}" for phrase in phrases(node.value)
+                    )
+    return found
+
+
+@pytest.mark.parametrize("room", sorted({*found_by_room()}))
+def test_a_room_has_no_more_of_them_than_its_budget(room: str) -> None:
+    found = found_by_room().get(room, [])
+    assert len(found) <= BUDGET.get(room, 0), "reword (docs/glossary.md):\n" + "\n".join(found)
