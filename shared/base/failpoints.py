@@ -20,7 +20,7 @@ FAILPOINTS: Mapping[str, str] = {
     "file.renamed": "it has its name; the directory is not synced",
     "file.linked": "the same, for a file that must not have existed",
     "directory.synced": "names made or changed in a directory are durable",
-    "lock.wanted": "a lock file is open, the lock not taken",
+    "lock.wanted": "a lock is about to be taken",
     "lock.taken": "the lock is held",
     "lock.released": "the lock is free again",
     "shard.written": "a shard of a version has all its bytes, not synced",

@@ -210,3 +210,4 @@ def _adopt_standard_logging(level: int) -> None:
         library.handlers.clear()
         library.propagate = True
     root.setLevel(level)
+    logging.getLogger("filelock").setLevel(max(level, logging.INFO))  # it logs every attempt

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from failing_calls import failing
 
 from weightcast.shared.base.errors import RetryLater
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths, own
@@ -98,6 +102,108 @@ def test_a_fork_of_the_holder_neither_holds_nor_releases(tmp_path: Path, end: st
             holding.wait()
         lock.acquire()
         lock.release()
+
+
+def test_a_lock_is_released_by_another_thread(tmp_path: Path) -> None:
+    lock = FileLock(tmp_path / "owner")
+    taking = threading.Thread(target=lock.acquire)
+    taking.start()
+    taking.join()
+    assert lock.held
+    with pytest.raises(RetryLater):
+        FileLock(lock.path).acquire()
+    lock.release()
+    assert not lock.held
+    FileLock(lock.path).acquire()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_lock_is_not_reentrant(tmp_path: Path, shared: bool) -> None:
+    lock = FileLock(tmp_path / "owner")
+    with lock.holding(shared=shared), pytest.raises(RetryLater):
+        lock.acquire(shared=shared)
+    assert not lock.held
+    FileLock(lock.path).acquire()
+
+
+def test_a_shared_holder_takes_its_text_away(tmp_path: Path) -> None:
+    lock = FileLock(tmp_path / "patch")
+    lock.acquire(shared=True, text=owner_text())
+    assert holder(lock.path) == owner_text()
+    lock.release()
+    assert holder(lock.path) == ""
+
+
+class Stopped(Exception):
+    pass
+
+
+def stop(seconds: float) -> None:
+    raise Stopped
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_stop_ends_the_wait(tmp_path: Path, shared: bool) -> None:
+    lock = FileLock(tmp_path / "patch")
+    with held_elsewhere(lock.path), pytest.raises(Stopped):
+        lock.acquire(shared=shared, seconds=60.0, wait=stop)
+    assert not lock.held
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_interrupt_right_after_the_flock_leaves_nothing_locked(
+    tmp_path: Path, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(name: str, path: Path | None = None) -> None:
+        if name == "lock.taken":
+            raise KeyboardInterrupt
+
+    lock = FileLock(tmp_path / "patch")
+    with monkeypatch.context() as patched:
+        patched.setattr("weightcast.shared.checkpoint.state.locks.failpoint", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            lock.acquire(shared=shared)
+    assert not lock.held
+    lock.acquire()
+    lock.release()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_an_error_that_names_the_call(
+    tmp_path: Path, code: int, shared: bool
+) -> None:
+    lock = FileLock(tmp_path / "patch")
+    with failing("flock", tmp_path, code), pytest.raises(OSError, match=os.strerror(code)) as caught:
+        lock.acquire(shared=shared, seconds=5.0)
+    assert caught.value.errno == code and caught.value.filename == str(lock.path)
+    assert caught.value.__notes__ == ["flock"] and not lock.held
+    lock.acquire()
+    lock.release()
+
+
+def test_a_missing_directory_is_not_made(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        FileLock(tmp_path / "none" / "patch").acquire()
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_reader_needs_no_right_to_write(tmp_path: Path) -> None:
+    path = tmp_path / "patch"
+    path.write_bytes(b"")
+    real = os.open
+
+    def open_(name: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_RDWR:
+            raise PermissionError(errno.EACCES, "denied", name)
+        return real(name, flags, mode)
+
+    with (
+        mock.patch.object(os, "open", open_),
+        FileLock(path).holding(shared=True),
+        pytest.raises(PermissionError),
+    ):
+        FileLock(path).acquire()
 
 
 def test_the_lock_file_stays(tmp_path: Path) -> None:

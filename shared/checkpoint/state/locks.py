@@ -1,10 +1,8 @@
-"""Two locks of a local checkpoint, both flock on files that are never deleted.
+"""Locks of a local checkpoint: flocks on files that are never deleted.
 
-`owner` is held by a writer for its life. `patch` is held exclusively while bytes change or an engine reads
-them, shared by readers that need them to stand still.
-
-A flock belongs to the open file, which a forked child has too: its holder unlocks it, and a child closes its
-own descriptors at once, or it would hold the lock after its parent's death.
+A writer holds `owner` for its life. `patch` is held exclusively while bytes change or an engine reads them,
+and shared by readers that need unchanging bytes. `filelock` waits, unlocks, and drops a lock from a forked
+child, which would otherwise keep it after its parent's death.
 """
 
 from __future__ import annotations
@@ -14,9 +12,11 @@ import fcntl
 import os
 import socket
 import time
-import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+
+from filelock import Timeout, UnixFileLock
 
 from weightcast.shared.base.errors import RetryLater, WeightcastError
 from weightcast.shared.base.failpoints import failpoint
@@ -27,76 +27,103 @@ _TEXT_LIMIT = 4096
 Wait = Callable[[float], None]
 
 
+class _SharedLock(UnixFileLock):
+    """Needs no more than read access to an existing file."""
+
+    def _acquire(self) -> None:
+        fd = _open(self._lock_path)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self._context.lock_file_fd = fd
+        except BlockingIOError:
+            os.close(fd)
+        except BaseException:
+            self._context.lock_file_fd = None
+            os.close(fd)
+            raise
+
+
+def _open(path: str) -> int:
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags | os.O_CREAT | os.O_RDWR, 0o644)
+    except PermissionError:
+        return os.open(path, flags | os.O_RDONLY)
+
+
 class FileLock:
-    """One flock. Not reentrant; taken and released by the same object."""
+    """One flock. Not reentrant. Any thread may release it; a forked child does not hold it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fd: int | None = None
-        self._signed = False
-        """the text is ours and shared: it must not speak for the next holder"""
+        self._lock: UnixFileLock | None = None
+        self._fd = -1
+        """of the lock file while the lock is held; it belongs to `_lock`"""
+        self._clears_text = False
+        """a shared holder's text must not remain for the next holder"""
 
     @property
     def held(self) -> bool:
-        return self._fd is not None
+        return self._lock is not None and self._lock.is_locked
 
     @property
     def in_place(self) -> bool:
         """Whether the lock is held on the file that others would lock too."""
-        if self._fd is None:
-            return False
         try:
-            return os.path.samestat(os.fstat(self._fd), os.lstat(self.path))
+            return self.held and os.path.samestat(os.fstat(self._fd), os.lstat(self.path))
         except FileNotFoundError:
             return False
 
     def acquire(
         self, *, shared: bool = False, seconds: float = 0.0, text: str = "", wait: Wait = time.sleep
     ) -> None:
-        """Raises RetryLater, naming the holder, when the lock is not free within `seconds`, and what `wait`
-        raises, which is called between attempts."""
-        fd = _open(self.path, shared)
+        """Leaves `text` in the file for messages. `wait` is called between attempts and may raise.
+
+        Raises RetryLater, naming the holder, when the lock is not free within `seconds`; OSError where the
+        file system has no locks."""
+        if self.held:
+            raise self._refusal()
+        os.stat(self.path.parent)  # filelock would create a missing directory
+
+        def paused() -> bool:
+            wait(_TRY_EVERY)
+            return False
+
+        lock = (_SharedLock if shared else UnixFileLock)(
+            self.path,
+            mode=0o644,
+            thread_local=False,
+            fallback_to_soft=False,
+            on_acquired=partial(self._taken, text),
+        )
         failpoint("lock.wanted", self.path)
         try:
-            self._wait(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, seconds, wait)
-            if text:
-                _leave_text(fd, text)
-            self._signed = shared and bool(text)
-            failpoint("lock.taken", self.path)
-        except BaseException:
-            _unlock(fd)
-            raise
-        self._fd = fd
-        _held.add(self)
+            with named(self.path, "flock"):
+                lock.acquire(seconds, 0.0, blocking=seconds > 0, cancel_check=paused)
+        except Timeout:
+            raise self._refusal() from None
+        self._lock, self._clears_text = lock, shared and bool(text)
 
-    def _wait(self, fd: int, kind: int, seconds: float, wait: Wait) -> None:
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                with named(self.path, "flock"):
-                    return fcntl.flock(fd, kind | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise RetryLater(
-                        f"{self.path} is held by {holder(self.path) or 'another process'}",
-                        remedy="wait for it, or stop that process",
-                    ) from None
-            wait(_TRY_EVERY)
+    def _taken(self, text: str, fd: int) -> None:
+        self._fd = fd
+        if text:
+            _write_text(fd, text)
+        failpoint("lock.taken", self.path)
+
+    def _refusal(self) -> RetryLater:
+        return RetryLater(
+            f"{self.path} is held by {holder(self.path) or 'another process'}",
+            remedy="wait for it, or stop that process",
+        )
 
     def release(self) -> None:
-        if self._fd is not None:
-            if self._signed:
-                _leave_text(self._fd, "")
-            _unlock(self._fd)
-            self._fd = None
-            _held.discard(self)
+        lock, self._lock = self._lock, None
+        if lock is not None and lock.is_locked:
+            if self._clears_text:
+                _write_text(self._fd, "")
+            with contextlib.suppress(OSError):
+                lock.release()
             failpoint("lock.released", self.path)
-
-    def _leave_to_parent(self) -> None:
-        """In a forked child, which holds nothing: closed, not unlocked."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
 
     @contextlib.contextmanager
     def holding(
@@ -109,36 +136,7 @@ class FileLock:
             self.release()
 
 
-_held: weakref.WeakSet[FileLock] = weakref.WeakSet()
-
-
-def _leave_all_to_parent() -> None:
-    for lock in list(_held):
-        lock._leave_to_parent()
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_leave_all_to_parent)
-
-
-def _unlock(fd: int) -> None:
-    with contextlib.suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_UN)
-    os.close(fd)
-
-
-def _open(path: Path, shared: bool) -> int:
-    """Who may only read the checkpoint may hold it still all the same."""
-    flags = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    try:
-        return os.open(path, flags | os.O_RDWR, 0o644)
-    except PermissionError:
-        if not shared:
-            raise
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-
-
-def _leave_text(fd: int, text: str) -> None:
+def _write_text(fd: int, text: str) -> None:
     with contextlib.suppress(OSError):
         os.ftruncate(fd, 0)
         os.pwrite(fd, text.encode(), 0)
