@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import Chunk, WordKind, Words
-from weightcast.shared.digest.lanes import MIX_A, MIX_B, Lanes
+from weightcast.shared.codec.constants import MIX_A, MIX_B
+from weightcast.shared.digest.lanes import Lanes
 
 
 def words_of(flat: Any, kind: WordKind) -> Any:

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import Chunk, Words
-from weightcast.shared.codec.kernels import kernels
 from weightcast.shared.codec.places import places_under
+from weightcast.shared.digest.load import kernels
 
 Index = NDArray[np.uint32]
 

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import ByteArray, WordKind
 from weightcast.shared.codec.contexts import CODING
-from weightcast.shared.codec.kernels import kernels
 from weightcast.shared.codec.rice import K_LIMIT, NOTHING, RUNS, SLACK, expected_bits
 from weightcast.shared.codec.scratch import scratch
 from weightcast.shared.codec.steps import Steps
+from weightcast.shared.digest.load import kernels
 
 CONTEXT = struct.Struct("<BBBBI")
 """coding, k (of runs: k of their lengths), k of what ends a run, 0, bytes of the stream"""

@@ -16,6 +16,7 @@ from weightcast.shared.codec.native_rice import plan_contexts, put_magnitudes, p
 from weightcast.shared.codec.native_scan import compared, masked, scanned, scatter, split, sums_of_all
 from weightcast.shared.codec.native_sparse import put_fast, take_fast
 from weightcast.shared.codec.native_steps import take_steps
+from weightcast.shared.digest.lanes_native import hash_pieces, touched
 
 __all__ = [
     "add_steps",
@@ -25,6 +26,7 @@ __all__ = [
     "exchange_masked",
     "exchange_packed",
     "exponents_of_all",
+    "hash_pieces",
     "join_planes",
     "masked",
     "masks_of",
@@ -44,4 +46,5 @@ __all__ = [
     "take_fast",
     "take_steps",
     "take_values",
+    "touched",
 ]

@@ -9,19 +9,8 @@ from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import WordKind, Words
 from weightcast.shared.codec.native_ordinals import LOW, exponent, facts
-from weightcast.shared.digest.native import (
-    I64,
-    U64,
-    frozen,
-    inlined,
-    kernel,
-    on_stack,
-    reaching64,
-    set_bits,
-    trailing_zeros,
-    unwritable,
-    word_at,
-)
+from weightcast.shared.digest.native import I64, U64, frozen, inlined, kernel, unwritable
+from weightcast.shared.digest.native_ops import on_stack, reaching64, set_bits, trailing_zeros, word_at
 
 Array32 = NDArray[np.uint32]
 Counts = NDArray[np.int64]

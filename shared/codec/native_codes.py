@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import ByteArray
 from weightcast.shared.codec.rice import ESCAPE, GREATEST, LONGEST
-from weightcast.shared.digest.native import I64, U64, frozen, inlined, kernel, load64, trailing_zeros
+from weightcast.shared.digest.native import I64, U64, frozen, inlined, kernel
+from weightcast.shared.digest.native_ops import load64, trailing_zeros
 
 Array32 = NDArray[np.uint32]
 

@@ -20,19 +20,8 @@ from weightcast.shared.codec.native_ordinals import (
     word_of,
 )
 from weightcast.shared.codec.scratch import scratch
-from weightcast.shared.digest.native import (
-    U64,
-    address,
-    frozen,
-    intrinsic,
-    kernel,
-    reaching64,
-    repeated,
-    set_bits,
-    trailing_zeros,
-    types,
-    unwritable,
-)
+from weightcast.shared.digest.native import U64, frozen, intrinsic, kernel, types, unwritable
+from weightcast.shared.digest.native_ops import address, reaching64, repeated, set_bits, trailing_zeros
 
 _COUNT = 64
 

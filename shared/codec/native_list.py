@@ -6,8 +6,9 @@ from typing import Any
 
 from llvmlite import ir
 
-from weightcast.shared.codec.native_exchange import machine_has
-from weightcast.shared.digest.native import address, cgutils, intrinsic, types
+from weightcast.shared.codec.native_masked import machine_has
+from weightcast.shared.digest.native import cgutils, intrinsic, types
+from weightcast.shared.digest.native_ops import address
 
 _COUNT = 16
 _NUMBER, _WORD = ir.IntType(32), ir.IntType(64)

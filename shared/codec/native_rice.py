@@ -11,17 +11,8 @@ from weightcast.shared.base.elements import ByteArray
 from weightcast.shared.codec import contexts, rice
 from weightcast.shared.codec.contexts import CODING, COUNT, EXPONENTS, K_REST, K, Table
 from weightcast.shared.codec.rice import ESCAPE, LONGEST, RICE, RUNS
-from weightcast.shared.digest.native import (
-    I64,
-    U64,
-    inlined,
-    kernel,
-    on_stack,
-    reaching64,
-    rule,
-    store64,
-    trailing_zeros,
-)
+from weightcast.shared.digest.native import I64, U64, inlined, kernel, rule
+from weightcast.shared.digest.native_ops import on_stack, reaching64, store64, trailing_zeros
 
 Array32 = NDArray[np.uint32]
 

@@ -9,8 +9,8 @@ from llvmlite import ir
 from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import ByteArray, WordKind, Words
-from weightcast.shared.codec.native_exchange import keep64, moves_lanes
 from weightcast.shared.codec.native_list import copy16, list16
+from weightcast.shared.codec.native_masked import keep64, moves_lanes
 from weightcast.shared.codec.native_ordinals import (
     FLOATS,
     HALF,
@@ -27,22 +27,12 @@ from weightcast.shared.digest.native import (
     I64,
     SHIFTS,
     U64,
-    address,
-    differing64,
     frozen,
     intrinsic,
     kernel,
-    on_stack,
     on_zen,
-    prefetch,
-    prefetch64_early,
-    repeated,
-    set_bits,
-    set_word,
-    trailing_zeros,
     types,
     unwritable,
-    word_at,
 )
 from weightcast.shared.digest.native_mix import (
     SUMS,
@@ -53,6 +43,18 @@ from weightcast.shared.digest.native_mix import (
     mix_changed64,
     mixed_tail,
     opened,
+)
+from weightcast.shared.digest.native_ops import (
+    address,
+    differing64,
+    on_stack,
+    prefetch,
+    prefetch64_early,
+    repeated,
+    set_bits,
+    set_word,
+    trailing_zeros,
+    word_at,
 )
 
 _COUNT = 16

@@ -19,18 +19,9 @@ from weightcast.shared.codec.native_ordinals import SHIFT as EXPONENT_SHIFT
 from weightcast.shared.codec.places import Taken
 from weightcast.shared.codec.rice import GREATEST, NOTHING, RUNS
 from weightcast.shared.codec.scratch import scratch
-from weightcast.shared.digest.native import (
-    I64,
-    SHIFTS,
-    U64,
-    frozen,
-    kernel,
-    load64,
-    on_stack,
-    prefetch,
-    unwritable,
-)
+from weightcast.shared.digest.native import I64, SHIFTS, U64, frozen, kernel, unwritable
 from weightcast.shared.digest.native_mix import MARGIN, SUMS, add8, closed, empty, merge8
+from weightcast.shared.digest.native_ops import load64, on_stack, prefetch
 
 Array32 = NDArray[np.uint32]
 Counts = NDArray[np.int64]

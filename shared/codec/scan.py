@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from weightcast.shared.base.elements import BLOCK_WORDS, Chunk, Words
 from weightcast.shared.codec import changes
 from weightcast.shared.codec.changes import Changes, Counted
-from weightcast.shared.codec.kernels import kernels
+from weightcast.shared.digest.load import kernels
 from weightcast.shared.digest.step_sums import SpanSums
 
 

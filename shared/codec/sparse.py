@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from weightcast.shared.base.elements import ByteArray, Chunk, WordKind, Words
 from weightcast.shared.codec import positions
 from weightcast.shared.codec.changes import Changes, Counted, Index
-from weightcast.shared.codec.kernels import kernels
 from weightcast.shared.codec.magnitudes import (
     CONTEXT,
     GroupedMagnitudes,
@@ -36,6 +35,7 @@ from weightcast.shared.codec.places import BAD_GAPS, BAD_PLACE, BAD_STEPS, Taken
 from weightcast.shared.codec.rice import K_LIMIT, MARGIN, SLACK, rice_parameter
 from weightcast.shared.codec.scratch import scratch
 from weightcast.shared.codec.steps import Steps
+from weightcast.shared.digest.load import kernels
 from weightcast.shared.digest.step_sums import SpanSums, spans_in
 
 DecodedStep = tuple[Changes, SpanSums]

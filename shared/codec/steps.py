@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import ByteArray, WordKind
 from weightcast.shared.codec.changes import Changes
-from weightcast.shared.codec.kernels import kernels
 from weightcast.shared.codec.scratch import scratch
+from weightcast.shared.digest.load import kernels
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from weightcast.shared.codec import dense
 from weightcast.shared.codec.changes import Changes, Counted, compare
 from weightcast.shared.codec.choose import StepEncoding
 from weightcast.shared.codec.container import decode_chunk, encode_chunk
-from weightcast.shared.codec.kernels import kernels
 from weightcast.shared.codec.scan import all_of, masked_changes, scan
-from weightcast.shared.digest.hash import all_compiled
+from weightcast.shared.digest.load import kernels, mark_complete
 from weightcast.shared.digest.step_sums import span_sums
 
 _WORDS = 1 << 14
@@ -33,7 +32,7 @@ def warm_up() -> None:
         _both_ways(chunk, old, new, "small")
         new[::2] ^= 1  # step bytes
         _both_ways(chunk, old, new, "fast")
-    all_compiled()
+    mark_complete()
 
 
 def _both_ways(chunk: Chunk, old: Words, new: Words, encoding: StepEncoding) -> None:

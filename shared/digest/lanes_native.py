@@ -8,20 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import ByteArray, Words
-from weightcast.shared.digest.lanes import Lanes, LanesArray
-from weightcast.shared.digest.native import (
-    I64,
-    SHIFTS,
-    U64,
-    frozen,
-    inlined,
-    kernel,
-    load64,
-    on_stack,
-    prefetch,
-    prefetch64,
-    unwritable,
-)
+from weightcast.shared.digest.native import I64, SHIFTS, U64, frozen, inlined, kernel, unwritable
 from weightcast.shared.digest.native_mix import (
     A0,
     B0,
@@ -33,6 +20,7 @@ from weightcast.shared.digest.native_mix import (
     rounds_a,
     rounds_b,
 )
+from weightcast.shared.digest.native_ops import load64, on_stack, prefetch, prefetch64
 
 _BATCH = 1024
 """8-byte words that are collected before they are mixed together: mixing many at once is what is quick"""
@@ -56,14 +44,10 @@ def _hash(data: ByteArray, pieces: Any, lanes: Any) -> None:
         lanes[row, 0], lanes[row, 1] = a + tail_a, b + tail_b
 
 
-def hash_pieces(data: ByteArray, pieces: NDArray[np.int64]) -> LanesArray:
+def hash_pieces(data: ByteArray, pieces: NDArray[np.int64]) -> NDArray[np.uint64]:
     lanes = np.empty((len(pieces), 2), np.uint64)
     _hash(frozen(data), unwritable(np.ascontiguousarray(pieces)), lanes)
     return lanes
-
-
-def hash_bytes(data: ByteArray, first_word: int) -> Lanes:
-    return Lanes(*hash_pieces(data, np.array([[0, len(data), first_word]], np.int64))[0].tolist())
 
 
 @inlined

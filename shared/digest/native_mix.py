@@ -11,8 +11,9 @@ from typing import Any
 
 from llvmlite import ir
 
-from weightcast.shared.digest.lanes import MIX_A, MIX_B
-from weightcast.shared.digest.native import U64, address, inlined, intrinsic, kernel, repeated, types
+from weightcast.shared.codec.constants import MIX_A, MIX_B
+from weightcast.shared.digest.native import U64, inlined, intrinsic, kernel, types
+from weightcast.shared.digest.native_ops import address, repeated
 
 _WORD = ir.IntType(64)
 _LANES = ir.VectorType(_WORD, 8)

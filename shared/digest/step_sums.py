@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import Chunk, Words
-from weightcast.shared.digest.hash import compiled
 from weightcast.shared.digest.lanes import ZERO, Lanes, LanesArray
+from weightcast.shared.digest.load import kernels
 
 
 class ChangedWords(Protocol):
@@ -70,7 +70,7 @@ def span_sums(chunk: Chunk, old: Words, changes: ChangedWords) -> SpanSums:
         return SpanSums.of(chunk, np.zeros((len(ends), 4), np.uint64), nothing)
     if len(old) != chunk.words or changes.index[-1] >= ends[-1]:
         raise ValueError("old words or changes of another chunk")
-    return SpanSums.of(chunk, *compiled().touched(old, changes.index, changes.new, ends, numbers))
+    return SpanSums.of(chunk, *kernels().touched(old, changes.index, changes.new, ends, numbers))
 
 
 def spans_in(chunk: Chunk) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -8,8 +8,8 @@ import mmap
 import numpy as np
 
 from weightcast.shared.base.elements import WordKind, kind_of
-from weightcast.shared.codec.kernels import kernels
 from weightcast.shared.codec.scratch import Scratch
+from weightcast.shared.digest.load import kernels
 
 _KEPT = []
 

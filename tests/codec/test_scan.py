@@ -19,10 +19,10 @@ from weightcast.shared.base.elements import (
     kind_of,
 )
 from weightcast.shared.codec.changes import compare
-from weightcast.shared.codec.kernels import kernels
 from weightcast.shared.codec.scan import masked_changes, scan
 from weightcast.shared.digest.hash import hash_bytes
 from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.load import kernels
 from weightcast.shared.digest.step_sums import span_sums
 
 DENSITIES = (0.0, 0.002, 0.03, 0.4, 1.0)

@@ -122,8 +122,8 @@ import resource
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 """
 _ALL = """
-from weightcast.shared.digest.hash import all_compiled
-all_compiled()
+from weightcast.shared.digest.load import mark_complete
+mark_complete()
 print(kernel_status().problem)
 """
 

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import ByteArray, Chunk, TensorTable, WordKind, Words
 from weightcast.shared.codec.changes import Changes, worth_masks
-from weightcast.shared.codec.kernels import kernels
 from weightcast.shared.codec.places import (
     Begin,
     check_masks,
@@ -24,6 +23,7 @@ from weightcast.shared.codec.places import (
     unpack_gaps,
     unpack_many_gaps,
 )
+from weightcast.shared.digest.load import kernels
 
 Pieces = Sequence[bytes | memoryview]
 
