@@ -20,12 +20,10 @@ import numpy as np
 
 from weightcast.shared.base.elements import CHUNK_WORDS, Chunk, Span
 from weightcast.shared.base.errors import WeightcastError
-from weightcast.shared.codec.changes import compare
-from weightcast.shared.codec.choose import StepEncoding
-from weightcast.shared.codec.container import decode_step, encode_chunk
-from weightcast.shared.codec.parallel import ordered
-from weightcast.shared.codec.scan import scan
-from weightcast.shared.digest.hash import hash_bytes
+from weightcast.shared.codec.changes import compare, scan
+from weightcast.shared.codec.container import StepEncoding, decode_step, encode_chunk
+from weightcast.shared.digest.checksums import hash_bytes
+from weightcast.shared.kernels.parallel import ordered
 
 from .bounds import bounds
 from .field_path import FieldChunks

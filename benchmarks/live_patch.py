@@ -34,7 +34,7 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.shared.digest.hash import hash_bytes
+from weightcast.shared.digest.checksums import hash_bytes
 from weightcast.shared.files.safetensors import read_header
 
 MAKE_MODEL = """

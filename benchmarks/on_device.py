@@ -26,9 +26,8 @@ from weightcast.publisher.weights.device_words import differing, on_host, span_l
 from weightcast.shared.base.elements import Chunk, TensorSpec, TensorTable, Words, grid, whole_part
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.warm_up import warm_up
-from weightcast.shared.digest.hash import hash_bytes
-from weightcast.shared.digest.lanes import Lanes
-from weightcast.shared.digest.step_sums import span_sums
+from weightcast.shared.digest.checksums import Lanes, hash_bytes
+from weightcast.shared.digest.sums import span_sums
 
 from .steps import Case, simulated
 

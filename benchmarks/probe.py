@@ -40,7 +40,7 @@ def _processor() -> str:
     """By its maker's name, which generations share, and by LLVM's where kernels are compiled."""
     name = _field("/proc/cpuinfo", "model name")
     try:
-        from weightcast.shared.digest.native import processor
+        from weightcast.shared.kernels.compiler import processor
     except ImportError:
         return name
     return f"{name} ({processor()})"

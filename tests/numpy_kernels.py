@@ -1,7 +1,7 @@
 """The kernels of digest and codec once more, in numpy: the oracle that compiled kernels are compared with.
 
-Names, arguments and results are those of `weightcast.shared.codec.native` and of
-`weightcast.shared.digest.lanes_native`.
+Names, arguments and results are those of `weightcast.shared.kernels.native` and of
+`weightcast.shared.kernels.mix`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import ByteArray, WordKind, Words
-from weightcast.shared.codec.contexts import CODING, COUNT, K_REST, K, Table
-from weightcast.shared.codec.contexts import plan_contexts as plan_contexts
-from weightcast.shared.codec.places import (
+from weightcast.shared.digest import checksums
+from weightcast.shared.digest.checksums import ZERO, Lanes, LanesArray
+from weightcast.shared.digest.root import mix_a, mix_b
+from weightcast.shared.kernels import load
+from weightcast.shared.kernels.constants import (
+    CODING,
+    COUNT,
+    ESCAPE,
+    GREATEST,
+    K_REST,
+    LONGEST,
+    NOTHING,
+    RICE,
+    RUNS,
+    SLACK,
+    K,
+    Table,
+)
+from weightcast.shared.kernels.constants import plan_contexts as plan_contexts
+from weightcast.shared.kernels.places import (
     BAD_GAPS,
     BAD_PLACE,
     BAD_STEPS,
@@ -31,15 +48,12 @@ from weightcast.shared.codec.places import (
     places_under,
     unpack_gaps,
 )
-from weightcast.shared.codec.rice import ESCAPE, GREATEST, LONGEST, NOTHING, RICE, RUNS, SLACK
-from weightcast.shared.digest import load
-from weightcast.shared.digest.lanes import ZERO, Lanes, LanesArray
-from weightcast.shared.digest.root import mix_a, mix_b
 
 
 def install() -> None:
     """Makes this process compute with this module, to test the oracle itself."""
-    load.kernels = lambda: sys.modules[__name__]
+    for module in (load, checksums):
+        module.kernels = lambda: sys.modules[__name__]
 
 
 BLOCK = 1 << 17

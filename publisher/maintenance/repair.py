@@ -44,7 +44,7 @@ from weightcast.shared.checkpoint.state.state import Position
 from weightcast.shared.checkpoint.verify.scrub import Credit
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.daemon.backoff import Due
-from weightcast.shared.digest.step_sums import span_sums
+from weightcast.shared.digest.sums import span_sums
 from weightcast.shared.files import durable
 from weightcast.shared.files.paths import is_directory
 from weightcast.shared.files.strict_json import parse_object

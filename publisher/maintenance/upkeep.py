@@ -42,7 +42,7 @@ from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
 from weightcast.shared.checkpoint.state.state import Step
 from weightcast.shared.checkpoint.update.buffer_reuse import drop as drop_spares
 from weightcast.shared.checkpoint.update.buffer_reuse import make_ready, spare_bytes
-from weightcast.shared.codec.choose import StepEncoding
+from weightcast.shared.codec.container import StepEncoding
 from weightcast.shared.daemon.backoff import Due
 from weightcast.shared.files.disk_errors import disk_error
 from weightcast.shared.files.paths import exists, is_own_directory

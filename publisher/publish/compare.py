@@ -32,15 +32,12 @@ from weightcast.shared.channel.index import Index, file_record
 from weightcast.shared.channel.run_files import ChannelFile
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import Position
-from weightcast.shared.codec.changes import Changes
-from weightcast.shared.codec.parallel import ordered
-from weightcast.shared.codec.scan import scan
-from weightcast.shared.codec.scratch import scratch
-from weightcast.shared.digest.hash import hash_bytes
-from weightcast.shared.digest.lanes import Lanes
-from weightcast.shared.digest.load import kernels
+from weightcast.shared.codec.changes import Changes, scan
+from weightcast.shared.digest.checksums import Lanes, hash_bytes
 from weightcast.shared.files import durable
 from weightcast.shared.files.paths import is_link
+from weightcast.shared.kernels.load import kernels
+from weightcast.shared.kernels.parallel import ordered, scratch
 
 _INDEX_BYTES = 4
 

@@ -19,13 +19,11 @@ from weightcast.shared.channel.delta_writer import ChunkStep, PartFiles, ShardWr
 from weightcast.shared.channel.index_records import TensorRecords
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, gather
 from weightcast.shared.checkpoint.state.state import unpack_lanes
-from weightcast.shared.codec.changes import Changes, compare
-from weightcast.shared.codec.choose import FetchWords
-from weightcast.shared.codec.parallel import ordered
-from weightcast.shared.codec.scan import Scan, scan
-from weightcast.shared.digest.hash import hash_bytes
-from weightcast.shared.digest.lanes import Lanes
-from weightcast.shared.digest.step_sums import SpanSums, StepSums
+from weightcast.shared.codec.changes import Changes, Scan, compare, scan
+from weightcast.shared.codec.container import FetchWords
+from weightcast.shared.digest.checksums import Lanes, hash_bytes
+from weightcast.shared.digest.sums import SpanSums, StepSums
+from weightcast.shared.kernels.parallel import ordered
 
 _NO_COUNTS = np.zeros(0, np.int64)
 

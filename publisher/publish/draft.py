@@ -17,7 +17,7 @@ from weightcast.shared.base.errors import NeedsReseed
 from weightcast.shared.channel.index import ChunkRecord, Encoding, FileRecord, Index, VersionTotals
 from weightcast.shared.channel.index_records import TensorRecords
 from weightcast.shared.checkpoint.state.state import Position, unpack_lanes
-from weightcast.shared.digest.lanes import Lanes, LanesArray
+from weightcast.shared.digest.checksums import Lanes, LanesArray
 from weightcast.shared.digest.root import root
 
 

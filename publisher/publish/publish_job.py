@@ -31,9 +31,9 @@ from weightcast.shared.channel.store import Channel
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import Position, Step, unpack_lanes
 from weightcast.shared.checkpoint.verify.hashing import hash_tensor
-from weightcast.shared.codec.parallel import SMALL_RESULTS, ordered
-from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.checksums import Lanes
 from weightcast.shared.digest.root import root
+from weightcast.shared.kernels.parallel import SMALL_RESULTS, ordered
 
 Until = Literal["patched", "out"]
 """when a publication returns: its local checkpoint is at the version, or the pointer is"""

@@ -21,7 +21,7 @@ from weightcast.publisher.ranks.shard_assignment import Holds
 from weightcast.publisher.weights.shard_spec import Box
 from weightcast.shared.base.elements import CHUNK_WORDS, ChunkKey, TensorTable
 from weightcast.shared.base.errors import DamagedFile
-from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.checksums import Lanes
 from weightcast.shared.files import durable
 from weightcast.shared.files.safetensors import naturals
 from weightcast.shared.files.strict_json import Members, parse_object, write_object

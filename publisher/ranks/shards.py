@@ -14,15 +14,23 @@ from weightcast.publisher.ranks.messages import BlobFile, Sent, Share, blobs_nam
 from weightcast.publisher.ranks.shard_assignment import Division
 from weightcast.publisher.weights.shard_spec import Box, Run, runs_of
 from weightcast.publisher.weights.tensors import NewWeights
-from weightcast.shared.base.elements import Chunk, ChunkKey, Part, Span, TensorTable, Words, grid, padded
+from weightcast.shared.base.elements import (
+    Chunk,
+    ChunkKey,
+    Part,
+    Span,
+    TensorTable,
+    Words,
+    grid,
+    padded,
+)
 from weightcast.shared.base.errors import DamagedFile, NeedsReseed
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
+from weightcast.shared.codec.changes import changes_of
 from weightcast.shared.codec.container import decode_step, encode_chunk
-from weightcast.shared.codec.field import digest_stream
-from weightcast.shared.codec.parallel import ordered
-from weightcast.shared.codec.scan import changes_of
-from weightcast.shared.digest.hash import hash_bytes
-from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.codec.slime import digest_stream
+from weightcast.shared.digest.checksums import Lanes, hash_bytes
+from weightcast.shared.kernels.parallel import ordered
 
 _DIGESTED = 4 << 20
 """words at a time"""

@@ -23,7 +23,14 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from weightcast.publisher.weights.given import CastTensor, RawTensor, in_torch, pairs_of, spec_of, whole_step
+from weightcast.publisher.weights.given import (
+    CastTensor,
+    RawTensor,
+    in_torch,
+    pairs_of,
+    spec_of,
+    whole_step,
+)
 from weightcast.shared.base.elements import TensorSpec
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError
 from weightcast.shared.checkpoint.state.locks import FileLock, owner_text

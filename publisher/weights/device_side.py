@@ -33,11 +33,9 @@ from weightcast.shared.base.elements import Chunk, ChunkKey, Span, Words
 from weightcast.shared.base.errors import NeedsReseed
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import lanes_list
-from weightcast.shared.codec.changes import Changes
-from weightcast.shared.codec.scan import Scan
-from weightcast.shared.digest.hash import hash_bytes
-from weightcast.shared.digest.lanes import Lanes
-from weightcast.shared.digest.step_sums import SpanSums, span_sums
+from weightcast.shared.codec.changes import Changes, Scan
+from weightcast.shared.digest.checksums import Lanes, hash_bytes
+from weightcast.shared.digest.sums import SpanSums, span_sums
 
 When = Literal["auto", "always", "never"]
 Flat = Callable[[int], Any]

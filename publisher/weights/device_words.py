@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import Chunk, WordKind, Words
-from weightcast.shared.codec.constants import MIX_A, MIX_B
-from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.checksums import Lanes
+from weightcast.shared.kernels.constants import MIX_A, MIX_B
 
 
 def words_of(flat: Any, kind: WordKind) -> Any:

@@ -22,8 +22,8 @@ from weightcast.shared.channel.index import (
 from weightcast.shared.channel.layout import from_name, version_name
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.container import decode_step
-from weightcast.shared.codec.field import PayloadReader, digest_stream, open_payload
-from weightcast.shared.digest.step_sums import SpanSums, span_sums
+from weightcast.shared.codec.slime import PayloadReader, digest_stream, open_payload
+from weightcast.shared.digest.sums import SpanSums, span_sums
 from weightcast.shared.files.durable import named, open_regular
 from weightcast.shared.files.safetensors import Header, read_header
 

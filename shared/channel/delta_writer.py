@@ -20,10 +20,9 @@ from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.index import ChunkRecord, Encoding, FileRecord, file_record
 from weightcast.shared.codec.changes import Changes
-from weightcast.shared.codec.choose import FetchWords, StepEncoding
-from weightcast.shared.codec.container import encode_chunk
-from weightcast.shared.codec.field import PayloadWriter, digest_stream
-from weightcast.shared.digest.step_sums import SpanSums
+from weightcast.shared.codec.container import FetchWords, StepEncoding, encode_chunk
+from weightcast.shared.codec.slime import PayloadWriter, digest_stream
+from weightcast.shared.digest.sums import SpanSums
 from weightcast.shared.files.durable import named
 from weightcast.shared.files.mapping import begin_write_back
 from weightcast.shared.files.safetensors import Entry, pack_header

@@ -46,8 +46,8 @@ from weightcast.shared.channel.index_records import (
     write_lane_rows,
 )
 from weightcast.shared.channel.index_records import FileRecord as FileRecord
-from weightcast.shared.codec.choose import StepEncoding
-from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.codec.container import StepEncoding
+from weightcast.shared.digest.checksums import Lanes
 from weightcast.shared.digest.root import root
 from weightcast.shared.files.paths import file_name, is_plain
 from weightcast.shared.files.safetensors import naturals

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import MAIN, TensorTable
 from weightcast.shared.base.errors import DamagedFile, Refused, UnknownFormat
-from weightcast.shared.digest.lanes import Lanes, LanesArray
+from weightcast.shared.digest.checksums import Lanes, LanesArray
 from weightcast.shared.files.paths import file_name, relative_name
 from weightcast.shared.files.strict_json import MAX_INTEGER, Members
 

@@ -26,7 +26,7 @@ from weightcast.shared.channel.index_records import (
     write_file_records,
     write_lane_rows,
 )
-from weightcast.shared.digest.lanes import LanesArray
+from weightcast.shared.digest.checksums import LanesArray
 from weightcast.shared.digest.root import root
 from weightcast.shared.files.durable import read_file
 from weightcast.shared.files.paths import is_plain

@@ -33,7 +33,13 @@ from weightcast.shared.channel.index import (
 )
 from weightcast.shared.channel.layout import Layout, Pointer, read_pointer, version_name, version_of
 from weightcast.shared.channel.render import Shown, look
-from weightcast.shared.channel.run_files import BASE_LIMIT, Base, ChannelFile, parse_base, parse_channel_file
+from weightcast.shared.channel.run_files import (
+    BASE_LIMIT,
+    Base,
+    ChannelFile,
+    parse_base,
+    parse_channel_file,
+)
 from weightcast.shared.channel.signing import (
     SIGNATURE_LIMIT,
     Statement,

@@ -33,7 +33,6 @@ from weightcast.shared.checkpoint.state.state import (
     read_state,
     write_state,
 )
-from weightcast.shared.codec.scratch import scratch
 from weightcast.shared.files import durable
 from weightcast.shared.files.hf_checkpoint import (
     Checkpoint,
@@ -48,6 +47,7 @@ from weightcast.shared.files.mapping import populate, ready_to_write, unshare_bl
 from weightcast.shared.files.paths import exists, is_directory, is_file, is_link
 from weightcast.shared.files.probes import LOCAL_NEEDS, require
 from weightcast.shared.files.system import file_system, taken_bytes
+from weightcast.shared.kernels.parallel import scratch
 
 WordsIn = Callable[[int, int, int], Words]
 """tensor number, start, stop to these words"""

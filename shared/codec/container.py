@@ -16,18 +16,141 @@ sums over the touched words, which the caller checks (`weightcast.shared.digest.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import replace
+from enum import IntEnum
+from typing import Literal
 
 import numpy as np
 import xxhash
 
-from weightcast.shared.base.elements import ByteArray, Chunk, Words
+from weightcast.shared.base.elements import ByteArray, Chunk, WordKind, Words
 from weightcast.shared.base.errors import DamagedFile, UnknownFormat
-from weightcast.shared.codec import choose, dense, sparse
-from weightcast.shared.codec.changes import Changes, Counted, worth_masks
-from weightcast.shared.codec.choose import FetchWords, StepEncoding
-from weightcast.shared.codec.scan import all_of, changes_of, masked_changes
+from weightcast.shared.codec import dense, magnitudes, positions, sparse
+from weightcast.shared.codec.changes import Changes, Counted, all_of, changes_of, masked_changes, worth_masks
 from weightcast.shared.codec.sparse import DecodedStep
+
+StepEncoding = Literal["fast", "small"]
+FetchWords = Callable[[], Words]
+"""A chunk's words with padding, which may have to come from afar: called where they are needed."""
+
+
+class Mode(IntEnum):
+    """A blob's first byte."""
+
+    RAW = 0
+    FAST = 1
+    SMALL = 2
+    STEPS = 3
+    PLANES = 4
+
+
+_WORTH_FRAMES = 4096
+"""words from which tables of a frame pay for themselves"""
+_WORTH_CLASSES = 256
+"""changes from which headers of classes do"""
+_MANY = 1 / 3
+"""share of changed words from which step bytes are looked at"""
+_SPEED = 1.3
+"""how many times the bits quicker step bytes may take then"""
+_FEW_LONGER = 1 / 16
+"""share of changes that may be too long for a step byte"""
+_CLASSES_SAVE = 0.4
+"""bits per change that classes save at such shares"""
+_UNRELATED = 1 / 2
+"""share of the raw size from which planes are looked at"""
+_HOPELESS = 0.99
+"""share of the raw size from which nothing is tried"""
+_DENSE = 1 / 4
+"""share of changed words from which payloads that hold every word are looked at"""
+
+
+def encode(
+    changes: Changes, old: Words, new: FetchWords, counted: Counted, kind: WordKind, encoding: StepEncoding
+) -> tuple[int, bytes | memoryview]:
+    """Mode and payload, never longer than the raw words of the spans; good until the thread encodes again.
+    `old`: with padding."""
+    mode = None
+    if len(changes) > _DENSE * counted.words and counted.words >= _WORTH_FRAMES:
+        mode = _dense(changes, old, new, counted, kind, encoding)
+    if mode == Mode.RAW:
+        return Mode.RAW, _bytes_of(counted.pick(new()))
+    if mode == Mode.PLANES:
+        found: _Found = (Mode.PLANES, dense.encode_planes(counted.pick(new())))
+    elif mode == Mode.STEPS:
+        found = Mode.STEPS, dense.encode_steps(counted.pick(old), counted.pick(new()), kind)
+    else:
+        found = _changewise(changes, old, counted, kind, encoding)
+    if found is None or len(found[1]) >= counted.words * kind.width:
+        return Mode.RAW, _bytes_of(counted.pick(new()))
+    return found
+
+
+def _bytes_of(words: Words) -> memoryview:
+    return np.ascontiguousarray(words).view(np.uint8).data
+
+
+_Found = tuple[int, bytes | memoryview] | None
+
+
+def _dense(
+    changes: Changes, old: Words, new: FetchWords, counted: Counted, kind: WordKind, encoding: StepEncoding
+) -> int | None:
+    """A mode that holds every word, by a sample of the words; None where changes alone are better."""
+    after = dense.sampled(counted.pick(new()))
+    if len(changes) >= _MANY * counted.words:
+        taken = dense.sample_steps(dense.sampled(counted.pick(old)), after, kind)
+        if _steps_pay(taken, len(changes), counted, encoding):
+            return Mode.STEPS
+    expected = positions.expected_gap_bits(len(changes), counted.words)
+    expected += len(changes) + _magnitude_bits(changes, kind)
+    raw = 8 * counted.words * kind.width
+    if expected <= _UNRELATED * raw:
+        return None
+    planes = dense.plane_bits(after) * counted.words
+    if min(planes, expected) >= _HOPELESS * raw:
+        return Mode.RAW
+    return Mode.PLANES if planes < expected else None
+
+
+def _steps_pay(taken: dense.StepSample, changed: int, counted: Counted, encoding: StepEncoding) -> bool:
+    share = changed / counted.words  # contexts, which shorten lengths by up to an eighth, are left out
+    gap_bits = positions.expected_gap_bits(changed, counted.words) / counted.words
+    expected = gap_bits + share * (1 + taken.length_bits)
+    expected = expected * _SPEED if encoding == "fast" else expected - share * _CLASSES_SAVE
+    return taken.longer <= _FEW_LONGER * share and taken.bits <= expected
+
+
+def _magnitude_bits(changes: Changes, kind: WordKind) -> float:
+    """Of all changes, by a sample of them."""
+    before = dense.sampled(changes.old)
+    some = Changes(changes.index[: len(before)], before, dense.sampled(changes.new))
+    bits = magnitudes.grouped(magnitudes.measure(some, kind), kind).expected_bits
+    return bits * len(changes) / len(before)
+
+
+def _changewise(
+    changes: Changes, old: Words, counted: Counted, kind: WordKind, encoding: StepEncoding
+) -> _Found:
+    most = counted.words * kind.width
+    if encoding == "small" and kind.exponent_mask and len(changes) >= _WORTH_CLASSES:
+        small = _small(changes, old, counted, kind, most)
+        if small is not None:
+            return Mode.SMALL, small
+    fast = sparse.encode_fast(changes, counted, kind, most)
+    return None if fast is None else (Mode.FAST, fast)
+
+
+def _small(changes: Changes, old: Words, counted: Counted, kind: WordKind, most: int) -> bytes | None:
+    measured = magnitudes.measure(changes, kind)
+    grouped = magnitudes.grouped(measured, kind)
+    for exact in (False, True):
+        classes = positions.classify(measured, old, counted, kind, exact=exact)
+        payload = sparse.encode_small(changes.index, old, counted, classes, measured, grouped, kind, most)
+        if payload is not None or classes.exact:
+            return payload
+    return None
+
 
 _FACTS = struct.Struct("<BBHIII")
 _CHECKSUM = struct.Struct("<Q")
@@ -45,7 +168,7 @@ def encode_chunk(
     words."""
     counted = Counted.of(chunk)
     fetch = new if callable(new) else lambda: new
-    mode, payload = choose.encode(changes, old, fetch, counted, chunk.kind, encoding)
+    mode, payload = encode(changes, old, fetch, counted, chunk.kind, encoding)
     return _blob(mode, chunk, counted.words, len(changes), payload)
 
 
@@ -66,7 +189,7 @@ def decode_chunk(blob: bytes | memoryview, chunk: Chunk, old: Words) -> Changes:
 
 
 def decode_step(blob: bytes | memoryview, chunk: Chunk, old: Words) -> DecodedStep:
-    """What changes, and the sums over the touched words as `weightcast.shared.digest.step_sums.span_sums` has
+    """What changes, and the sums over the touched words as `weightcast.shared.digest.sums.span_sums` has
     them. `old`: word[chunk.words] as when it was encoded; with other words the result is wrong without an
     error, which only the sums show. Raises DamagedFile, UnknownFormat."""
     if len(old) != chunk.words or old.dtype != chunk.kind.numpy:
@@ -84,15 +207,15 @@ def _step(
     mode: int, payload: ByteArray, chunk: Chunk, old: Words, counted: Counted, changed: int
 ) -> DecodedStep:
     match mode:
-        case choose.FAST:
+        case Mode.FAST:
             return sparse.decode_fast(payload, old, chunk, counted, changed)
-        case choose.SMALL:
+        case Mode.SMALL:
             return sparse.decode_small(payload, old, chunk, counted, changed)
-        case choose.RAW:
+        case Mode.RAW:
             new = _raw(payload, chunk, counted)
-        case choose.STEPS:
+        case Mode.STEPS:
             new = dense.decode_steps(payload, counted.pick(old), chunk.kind)
-        case choose.PLANES:
+        case Mode.PLANES:
             new = dense.decode_planes(payload, counted.words, chunk.kind)
         case _:
             raise UnknownFormat(

@@ -23,8 +23,8 @@ else:
     from backports.zstd import CompressionParameter, Strategy, ZstdCompressor
 
 from weightcast.shared.base.elements import ByteArray, WordKind, Words
-from weightcast.shared.codec.scratch import scratch
-from weightcast.shared.digest.load import kernels
+from weightcast.shared.kernels.load import kernels
+from weightcast.shared.kernels.parallel import scratch
 
 _FRAME = struct.Struct("<I")
 """bytes of the zstd frame that follows"""

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import ByteArray, WordKind, Words
 from weightcast.shared.codec.changes import Counted, Index
-from weightcast.shared.codec.rice import GREATEST, K_LIMIT, expected_bits, rice_parameter
-from weightcast.shared.codec.scratch import scratch
-from weightcast.shared.codec.steps import Steps
-from weightcast.shared.digest.load import kernels
+from weightcast.shared.codec.magnitudes import Steps
+from weightcast.shared.kernels.constants import GREATEST, K_LIMIT, expected_bits, rice_parameter
+from weightcast.shared.kernels.load import kernels
+from weightcast.shared.kernels.parallel import scratch
 
 CLASS = struct.Struct("<BBBBII")
 """lowest exponent, k, 1 where unchanged words are coded, 0, codes, bytes of them"""

@@ -27,16 +27,16 @@ from weightcast.shared.codec.changes import Changes, Counted, Index
 from weightcast.shared.codec.magnitudes import (
     CONTEXT,
     GroupedMagnitudes,
+    Steps,
     heads_of,
     read_contexts,
     unplanned,
 )
-from weightcast.shared.codec.places import BAD_GAPS, BAD_PLACE, BAD_STEPS, Taken
-from weightcast.shared.codec.rice import K_LIMIT, MARGIN, SLACK, rice_parameter
-from weightcast.shared.codec.scratch import scratch
-from weightcast.shared.codec.steps import Steps
-from weightcast.shared.digest.load import kernels
-from weightcast.shared.digest.step_sums import SpanSums, spans_in
+from weightcast.shared.digest.sums import SpanSums, spans_in
+from weightcast.shared.kernels.constants import K_LIMIT, MARGIN, SLACK, rice_parameter
+from weightcast.shared.kernels.load import kernels
+from weightcast.shared.kernels.parallel import scratch
+from weightcast.shared.kernels.places import BAD_GAPS, BAD_PLACE, BAD_STEPS, Taken
 
 DecodedStep = tuple[Changes, SpanSums]
 """what changes, and the sums per span that prove it"""

@@ -6,12 +6,10 @@ import numpy as np
 
 from weightcast.shared.base.elements import Chunk, Span, Words
 from weightcast.shared.codec import dense
-from weightcast.shared.codec.changes import Changes, Counted, compare
-from weightcast.shared.codec.choose import StepEncoding
-from weightcast.shared.codec.container import decode_chunk, encode_chunk
-from weightcast.shared.codec.scan import all_of, masked_changes, scan
-from weightcast.shared.digest.load import kernels, mark_complete
-from weightcast.shared.digest.step_sums import span_sums
+from weightcast.shared.codec.changes import Changes, Counted, all_of, compare, masked_changes, scan
+from weightcast.shared.codec.container import StepEncoding, decode_chunk, encode_chunk
+from weightcast.shared.digest.sums import span_sums
+from weightcast.shared.kernels.load import kernels, mark_complete
 
 _WORDS = 1 << 14
 _PADDING = slice(100, 128)

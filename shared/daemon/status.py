@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, dataclas
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.codec.warm_up import warm_up
 from weightcast.shared.daemon.logs import get_log
-from weightcast.shared.digest.load import kernels
+from weightcast.shared.kernels.load import kernels
 
 if TYPE_CHECKING:
     from weightcast.shared.checkpoint.verify.scrub import ScrubStatus
@@ -120,7 +120,7 @@ def kernel_status() -> KernelStatus:
         kernels()
     except Refused as error:
         return KernelStatus(kind="unusable", problem=f"{error.message}; {error.remedy}")
-    from weightcast.shared.digest.native import CACHE, STORE
+    from weightcast.shared.kernels.compiler import CACHE, STORE
 
     if CACHE is None:
         return KernelStatus(

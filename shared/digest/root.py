@@ -11,8 +11,8 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import TensorSpec, TensorTable
-from weightcast.shared.codec.constants import MIX_A, MIX_B
-from weightcast.shared.digest.lanes import Lanes, LanesArray
+from weightcast.shared.digest.checksums import Lanes, LanesArray
+from weightcast.shared.kernels.constants import MIX_A, MIX_B
 
 CONTEXT = "weightcast root 1"
 _NO_COMPONENT = bytes(4)

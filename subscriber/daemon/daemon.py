@@ -28,7 +28,13 @@ from weightcast.shared.daemon.http import make_app
 from weightcast.shared.daemon.logs import get_log, setup_logs
 from weightcast.shared.daemon.loop import Stop, Wakeup, begun, run_daemon
 from weightcast.shared.daemon.metrics import DiskFigures, new_registry, watch_loop
-from weightcast.shared.daemon.status import STATUS, LoopStatus, Readiness, Snapshot, warm_up_in_background
+from weightcast.shared.daemon.status import (
+    STATUS,
+    LoopStatus,
+    Readiness,
+    Snapshot,
+    warm_up_in_background,
+)
 from weightcast.shared.daemon.watch import Watcher
 from weightcast.shared.files.disk_errors import DiskError
 from weightcast.shared.files.paths import exists, require_directory

@@ -16,7 +16,7 @@ from weightcast.shared.base.errors import DamagedFile, EngineFailed, RetryLater
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import Phase, Position, lanes_list
 from weightcast.shared.checkpoint.verify.scrub import Credit
-from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.checksums import Lanes
 from weightcast.shared.digest.root import root
 from weightcast.subscriber.engines.live import EngineLanes, Live
 from weightcast.subscriber.engines.wrappers import guarded

@@ -32,7 +32,7 @@ from weightcast.shared.channel.index import (
     write_index,
 )
 from weightcast.shared.channel.index_records import TensorRecord, TensorRecords
-from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.checksums import Lanes
 from weightcast.shared.digest.root import root
 
 TABLE = TensorTable.of(

@@ -8,8 +8,8 @@ import mmap
 import numpy as np
 
 from weightcast.shared.base.elements import WordKind, kind_of
-from weightcast.shared.codec.scratch import Scratch
-from weightcast.shared.digest.load import kernels
+from weightcast.shared.kernels.load import kernels
+from weightcast.shared.kernels.parallel import Scratch
 
 _KEPT = []
 

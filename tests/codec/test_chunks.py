@@ -15,8 +15,17 @@ from hypothesis import strategies as st
 from weightcast.shared.base.elements import DTYPES, Chunk, Words, kind_of
 from weightcast.shared.base.errors import DamagedFile, UnknownFormat
 from weightcast.shared.codec.changes import Changes, compare
-from weightcast.shared.codec.choose import FAST, PLANES, RAW, SMALL, STEPS, StepEncoding
-from weightcast.shared.codec.container import HEADER, decode_chunk, encode_chunk
+from weightcast.shared.codec.container import (
+    FAST,
+    HEADER,
+    PLANES,
+    RAW,
+    SMALL,
+    STEPS,
+    StepEncoding,
+    decode_chunk,
+    encode_chunk,
+)
 
 compiles = settings(deadline=None)  # the first example compiles
 

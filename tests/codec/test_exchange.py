@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightcast.shared.base.elements import Words
-from weightcast.shared.digest.load import kernels
+from weightcast.shared.kernels.load import kernels
 
 KERNELS = [oracle, kernels()]
 WIDTHS = ["<u1", "<u2", "<u4"]

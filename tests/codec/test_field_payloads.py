@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightcast.shared.base.errors import DamagedFile, Refused, UnknownFormat
-from weightcast.shared.codec.field import ONE_SHOT, PayloadWriter, digest_stream, open_payload
+from weightcast.shared.codec.slime import ONE_SHOT, PayloadWriter, digest_stream, open_payload
 
 OLD_A = np.arange(16, dtype=np.uint16).view(np.uint8)
 NEW_A = np.array([0, 0x1234, *range(2, 16)], np.uint16).view(np.uint8)

@@ -13,8 +13,17 @@ import reference_decoder
 
 from weightcast.shared.base.elements import Chunk, Words, kind_of
 from weightcast.shared.codec.changes import compare
-from weightcast.shared.codec.choose import FAST, PLANES, RAW, SMALL, STEPS, StepEncoding
-from weightcast.shared.codec.container import HEADER, decode_chunk, encode_chunk
+from weightcast.shared.codec.container import (
+    FAST,
+    HEADER,
+    PLANES,
+    RAW,
+    SMALL,
+    STEPS,
+    StepEncoding,
+    decode_chunk,
+    encode_chunk,
+)
 
 FOLDER = Path(__file__).parent.parent / "golden" / "codec"
 SIZES = [1, 70, 1300, 3]

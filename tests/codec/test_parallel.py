@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from waiting import SECONDS
 
-from weightcast.shared.codec.parallel import ordered
+from weightcast.shared.kernels.parallel import ordered
 
 THREADS = (1, 2, 3, 5)
 

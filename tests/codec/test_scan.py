@@ -18,12 +18,10 @@ from weightcast.shared.base.elements import (
     grid,
     kind_of,
 )
-from weightcast.shared.codec.changes import compare
-from weightcast.shared.codec.scan import masked_changes, scan
-from weightcast.shared.digest.hash import hash_bytes
-from weightcast.shared.digest.lanes import Lanes
-from weightcast.shared.digest.load import kernels
-from weightcast.shared.digest.step_sums import span_sums
+from weightcast.shared.codec.changes import compare, masked_changes, scan
+from weightcast.shared.digest.checksums import Lanes, hash_bytes
+from weightcast.shared.digest.sums import span_sums
+from weightcast.shared.kernels.load import kernels
 
 DENSITIES = (0.0, 0.002, 0.03, 0.4, 1.0)
 

@@ -8,11 +8,9 @@ import codec_cases as cases
 import numpy as np
 import pytest
 
-from weightcast.shared.codec.changes import Changes, compare
-from weightcast.shared.codec.choose import StepEncoding
-from weightcast.shared.codec.container import decode_chunk, encode_chunk
-from weightcast.shared.codec.scan import scan
-from weightcast.shared.codec.scratch import Scratch
+from weightcast.shared.codec.changes import Changes, compare, scan
+from weightcast.shared.codec.container import StepEncoding, decode_chunk, encode_chunk
+from weightcast.shared.kernels.parallel import Scratch
 
 
 def test_results_outlive_the_next_chunk() -> None:

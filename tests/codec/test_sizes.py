@@ -11,8 +11,7 @@ from weightcast.benchmarks.bounds import bounds
 from weightcast.benchmarks.steps import simulated
 from weightcast.shared.base.elements import ByteArray, Words, kind_of
 from weightcast.shared.codec.changes import compare
-from weightcast.shared.codec.choose import FAST, PLANES, RAW, SMALL, STEPS
-from weightcast.shared.codec.container import decode_chunk, encode_chunk
+from weightcast.shared.codec.container import Mode, decode_chunk, encode_chunk
 
 WORDS = 1 << 20
 
@@ -25,7 +24,7 @@ def test_bits_per_change(density: float) -> None:
     fast = encode_chunk(chunk, case.old, case.new, changes)
     small = encode_chunk(chunk, case.old, case.new, changes, "small")
     ideal = bounds(case)
-    assert (fast[0], small[0]) == (FAST, SMALL)
+    assert (fast[0], small[0]) == (Mode.FAST, Mode.SMALL)
     header_bits = 8 * 200 / len(changes)
     assert 8 * len(fast) / len(changes) < 1.04 * ideal.fast + header_bits
     assert 8 * len(small) / len(changes) < 1.06 * ideal.small + 2 * header_bits
@@ -41,7 +40,9 @@ def test_the_bounds_are_below_what_any_blob_takes() -> None:
         assert bound < 8 * len(blob) / len(changes) < 1.1 * bound
 
 
-@pytest.mark.parametrize(("density", "mode"), [(0.3, FAST), (0.4, STEPS), (0.95, STEPS), (1.0, PLANES)])
+@pytest.mark.parametrize(
+    ("density", "mode"), [(0.3, Mode.FAST), (0.4, Mode.STEPS), (0.95, Mode.STEPS), (1.0, Mode.PLANES)]
+)
 def test_fast_takes_the_mode_that_is_quick_at_a_density(density: float, mode: int) -> None:
     case = simulated(WORDS // 4, density, seed=5)
     chunk = cases.chunk_of("BF16", [WORDS // 4])
@@ -53,7 +54,7 @@ def test_noise_goes_raw() -> None:
     rng = np.random.default_rng(6)
     old, new = rng.integers(0, 1 << 16, (2, WORDS // 4), dtype=np.uint16)
     chunk = cases.chunk_of("BF16", [WORDS // 4])
-    assert encode_chunk(chunk, old, new, compare(old, new))[0] == RAW
+    assert encode_chunk(chunk, old, new, compare(old, new))[0] == Mode.RAW
 
 
 def test_step_bytes_are_little_but_their_huffman_codes() -> None:
@@ -62,7 +63,7 @@ def test_step_bytes_are_little_but_their_huffman_codes() -> None:
     share = np.bincount(steps, minlength=256) / len(steps)
     entropy = -(share[share > 0] * np.log2(share[share > 0])).sum() / 8
     blob = encode_chunk(cases.chunk_of("BF16", [WORDS]), case.old, case.new, compare(case.old, case.new))
-    assert blob[0] == STEPS
+    assert blob[0] == Mode.STEPS
     assert len(blob) < 1.08 * entropy * WORDS
 
 
@@ -74,7 +75,7 @@ def test_runs_of_words_that_stay_take_next_to_nothing() -> None:
         encode_chunk(cases.chunk_of("BF16", [len(one)]), one, other, compare(one, other))
         for one, other in ((case.old, case.new), (old, new))
     )
-    assert half[0] == both[0] == STEPS
+    assert half[0] == both[0] == Mode.STEPS
     assert len(both) < 1.02 * len(half)
     whole = decode_chunk(both, chunk, old).whole
     assert whole is not None and np.array_equal(whole, new)

@@ -10,7 +10,7 @@ import pytest
 from codec_cases import KINDS
 
 from weightcast.shared.base.elements import WordKind, Words, kind_of
-from weightcast.shared.digest.load import kernels
+from weightcast.shared.kernels.load import kernels
 
 ROOMS = [oracle, kernels()]
 LONG = 255

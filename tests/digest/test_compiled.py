@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-native = pytest.importorskip("weightcast.shared.digest.native", exc_type=ImportError)
+native = pytest.importorskip("weightcast.shared.kernels.compiler", exc_type=ImportError)
 
-from weightcast.shared.digest.compiled import Code, Store, undefined_symbols  # noqa: E402
+from weightcast.shared.kernels.loader import Code, Store, undefined_symbols  # noqa: E402
 
 
 def mixed(words: Any, pair: Any, number: Any, down: Any) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from weightcast.shared.digest.compiled import cache_directory, key
+from weightcast.shared.kernels.loader import cache_directory, key
 
 CPU = "a cpu"
 
@@ -79,7 +79,7 @@ def test_no_place_at_all(tmp_path: Path) -> None:
 
 _HASH = """
 import json, numpy as np, sys
-from weightcast.shared.digest.hash import hash_bytes
+from weightcast.shared.digest.checksums import hash_bytes
 from weightcast.shared.daemon.status import kernel_status
 hash_bytes(np.arange(8, dtype=np.uint8))
 print(json.dumps(kernel_status().by_name()), "numba" in sys.modules)
@@ -122,7 +122,7 @@ import resource
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 """
 _ALL = """
-from weightcast.shared.digest.load import mark_complete
+from weightcast.shared.kernels.load import mark_complete
 mark_complete()
 print(kernel_status().problem)
 """

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightcast.shared.digest.hash import hash_bytes, hash_pieces
-from weightcast.shared.digest.lanes import ZERO, Lanes, finalise
+from weightcast.shared.digest.checksums import ZERO, Lanes, finalise, hash_bytes, hash_pieces
 
 M = (1 << 64) - 1
 

@@ -4,7 +4,7 @@ import pytest
 from blake3 import blake3
 
 from weightcast.shared.base.elements import TensorSpec, TensorTable
-from weightcast.shared.digest.lanes import Lanes, finalise
+from weightcast.shared.digest.checksums import Lanes, finalise
 from weightcast.shared.digest.root import root
 
 TABLE = TensorTable.of(

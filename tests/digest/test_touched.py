@@ -20,9 +20,8 @@ from weightcast.shared.base.elements import (
     grid,
     whole_part,
 )
-from weightcast.shared.digest.hash import hash_bytes
-from weightcast.shared.digest.lanes import ZERO, Lanes
-from weightcast.shared.digest.step_sums import ChunkSums, SpanSums, StepSums, span_sums
+from weightcast.shared.digest.checksums import ZERO, Lanes, hash_bytes
+from weightcast.shared.digest.sums import ChunkSums, SpanSums, StepSums, span_sums
 
 WIDTHS = {"U8": 1, "BF16": 2, "F32": 4, "F64": 8}
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from weightcast.shared.digest.hash import hash_bytes
+from weightcast.shared.digest.checksums import hash_bytes
 
 CODES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",

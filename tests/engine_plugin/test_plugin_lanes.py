@@ -19,7 +19,7 @@ from weightcast_engine.live_words import resident
 from weightcast_engine.piece import Piece
 from weightcast_engine.words import INTEGERS, Form
 
-from weightcast.shared.digest.hash import hash_bytes
+from weightcast.shared.digest.checksums import hash_bytes
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "channels"
 

@@ -32,7 +32,7 @@ from weightcast.shared.channel.signing import (
     trusted_keys,
     write_signature,
 )
-from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.checksums import Lanes
 from weightcast.shared.files.hf_checkpoint import open_checkpoint
 from weightcast.subscriber.engines.wire import Reply
 from weightcast.subscriber.sync.target import read_tag

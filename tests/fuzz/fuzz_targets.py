@@ -14,7 +14,7 @@ from weightcast.shared.base.elements import TensorSpec, TensorTable, grid
 from weightcast.shared.checkpoint.state.state import read_state, write_state
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.container import decode_chunk, encode_chunk
-from weightcast.shared.codec.field import PayloadWriter, open_payload
+from weightcast.shared.codec.slime import PayloadWriter, open_payload
 from weightcast.shared.daemon.settings import load_settings
 from weightcast.subscriber.daemon.settings import SubscriberSettings
 

@@ -43,7 +43,7 @@ from weightcast.shared.checkpoint.state.state import (
 )
 from weightcast.shared.checkpoint.update.journal import JournalHeader, JournalReader, JournalWriter
 from weightcast.shared.checkpoint.update.journal_records import Packed, Record
-from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.checksums import Lanes
 from weightcast.shared.digest.root import root
 from weightcast.shared.files.safetensors import parse_header
 

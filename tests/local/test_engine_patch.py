@@ -26,7 +26,7 @@ from weightcast.shared.checkpoint.update.engine_patch import (
     drop_engine_patches,
     write_engine_patch,
 )
-from weightcast.shared.digest.hash import hash_bytes
+from weightcast.shared.digest.checksums import hash_bytes
 
 
 @pytest.fixture(scope="module")

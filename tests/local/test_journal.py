@@ -13,8 +13,7 @@ from weightcast.shared.base.elements import Chunk, Span, TensorSpec, TensorTable
 from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.checkpoint.update.journal import Direction, JournalHeader, JournalReader, JournalWriter
 from weightcast.shared.checkpoint.update.journal_records import Record, pack_changes, pack_whole
-from weightcast.shared.codec.changes import Changes, compare
-from weightcast.shared.codec.scan import masked_changes
+from weightcast.shared.codec.changes import Changes, compare, masked_changes
 
 HEADER = JournalHeader("run-1", "abc", 3, "r3", 7, 4, "r4", "d4")
 TABLE = TensorTable.of(

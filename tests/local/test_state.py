@@ -25,7 +25,7 @@ from weightcast.shared.checkpoint.state.state import (
     unpack_lanes,
     write_state,
 )
-from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.checksums import Lanes
 
 TEXT = st.text(st.characters(blacklist_categories=("Cs", "Cc")), max_size=12)
 POSITIONS = st.builds(

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from weightcast.shared.base.elements import Chunk, Part, Segment, TensorSpec, TensorTable, Words, grid
 from weightcast.shared.codec.changes import compare
-from weightcast.shared.digest.hash import hash_bytes
-from weightcast.shared.digest.lanes import Lanes
+from weightcast.shared.digest.checksums import Lanes, hash_bytes
 
 torch = pytest.importorskip("torch")
 

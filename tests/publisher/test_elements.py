@@ -7,7 +7,7 @@ import pytest
 
 from weightcast.publisher.publish.diff import changed_elements
 from weightcast.shared.base.elements import TensorSpec, TensorTable, grid
-from weightcast.shared.codec.scan import scan
+from weightcast.shared.codec.changes import scan
 
 
 @pytest.mark.parametrize(

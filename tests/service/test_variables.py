@@ -17,7 +17,7 @@ from weightcast.shared.cli.app import new_app, register_sides
 from weightcast.shared.cli.main import VERBS
 from weightcast.shared.daemon.environment import SETTINGS, unknown_variables
 from weightcast.shared.daemon.settings import describe_settings
-from weightcast.shared.digest.compiled import CACHE_VARIABLE
+from weightcast.shared.kernels.loader import CACHE_VARIABLE
 from weightcast.subscriber.daemon.settings import SubscriberSettings
 
 

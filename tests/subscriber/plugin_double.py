@@ -16,7 +16,7 @@ from core_cases import ITEM_SIZES
 from doubles import Answer, Call, Double
 from hosts import digest, unpack
 
-from weightcast.shared.digest.hash import hash_bytes
+from weightcast.shared.digest.checksums import hash_bytes
 
 DOOR = "/v1/weightcast"
 WIDTHS = {**ITEM_SIZES, "U16": 2}

@@ -13,10 +13,10 @@ from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.channel.store import Channel
 from weightcast.shared.checkpoint.follower import open_base
 from weightcast.shared.checkpoint.verify.seed import check_table
-from weightcast.shared.digest.compiled import private_directory
 from weightcast.shared.files import durable
 from weightcast.shared.files.paths import is_directory
 from weightcast.shared.files.strict_json import parse_object, write_object
+from weightcast.shared.kernels.loader import private_directory
 
 _DIRECTORY, _FILE = "bases", "bases.json"
 _LIMIT = 4 << 20

@@ -33,7 +33,7 @@ from weightcast.shared.checkpoint.state.state import (
 )
 from weightcast.shared.checkpoint.verify.hashing import distance_from, hash_tensors
 from weightcast.shared.checkpoint.verify.seed import start_of
-from weightcast.shared.digest.lanes import LanesArray
+from weightcast.shared.digest.checksums import LanesArray
 from weightcast.shared.digest.root import root
 from weightcast.shared.files import durable
 from weightcast.shared.files.hf_checkpoint import open_checkpoint

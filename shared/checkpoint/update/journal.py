@@ -35,10 +35,10 @@ from weightcast.shared.checkpoint.update.journal_records import (
     parse_head,
     unpacked,
 )
-from weightcast.shared.codec.places import Begin, at_once
-from weightcast.shared.codec.scratch import scratch
 from weightcast.shared.files.durable import named, open_regular
 from weightcast.shared.files.strict_json import Members, parse_object
+from weightcast.shared.kernels.parallel import scratch
+from weightcast.shared.kernels.places import Begin, at_once
 
 _MAGIC = b"wcjrnl1\n"
 _END = b"wcjend1\n"

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import ByteArray, Chunk, TensorTable, WordKind, Words
 from weightcast.shared.codec.changes import Changes, worth_masks
-from weightcast.shared.codec.places import (
+from weightcast.shared.kernels.load import kernels
+from weightcast.shared.kernels.places import (
     Begin,
     check_masks,
     exchange_at,
@@ -23,7 +24,6 @@ from weightcast.shared.codec.places import (
     unpack_gaps,
     unpack_many_gaps,
 )
-from weightcast.shared.digest.load import kernels
 
 Pieces = Sequence[bytes | memoryview]
 

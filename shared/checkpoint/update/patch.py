@@ -26,7 +26,7 @@ from weightcast.shared.checkpoint.verify.hashing import (
     hash_tensors,
     nearest,
 )
-from weightcast.shared.codec.parallel import SMALL_RESULTS, ordered
+from weightcast.shared.kernels.parallel import SMALL_RESULTS, ordered
 
 
 def patch(local: LocalCheckpoint, step: Step, *, way_back: bool = True, threads: int = 1) -> None:

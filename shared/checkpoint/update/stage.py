@@ -25,11 +25,11 @@ from weightcast.shared.checkpoint.update.fetch import Incoming
 from weightcast.shared.checkpoint.update.journal import JournalHeader, JournalWriter
 from weightcast.shared.checkpoint.update.journal_records import Packed, pack_changes, pack_whole
 from weightcast.shared.codec.changes import Changes
-from weightcast.shared.codec.parallel import ordered
-from weightcast.shared.digest.lanes import LanesArray
+from weightcast.shared.digest.checksums import LanesArray
 from weightcast.shared.digest.root import root
-from weightcast.shared.digest.step_sums import StepSums
+from weightcast.shared.digest.sums import StepSums
 from weightcast.shared.files.disk_errors import disk_error
+from weightcast.shared.kernels.parallel import ordered
 
 
 class BadDelta(DamagedFile):

@@ -16,11 +16,10 @@ from weightcast.shared.base.errors import NeedsReseed
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, WordsIn
 from weightcast.shared.checkpoint.state.state import Position, unpack_lanes
-from weightcast.shared.codec.parallel import SMALL_RESULTS, ordered
-from weightcast.shared.digest.hash import hash_bytes, hash_pieces
-from weightcast.shared.digest.lanes import Lanes, LanesArray
+from weightcast.shared.digest.checksums import Lanes, LanesArray, hash_bytes, hash_pieces
 from weightcast.shared.digest.root import root
 from weightcast.shared.files.hf_checkpoint import Place
+from weightcast.shared.kernels.parallel import SMALL_RESULTS, ordered
 
 _RUN = 16 << 20
 """bytes of a file that are hashed at a time, whose tensors they are; a multiple of 8"""

@@ -17,8 +17,7 @@ from weightcast.shared.base.errors import RetryLater
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import LANES_BYTES, Phase, Position, unpack_lanes
 from weightcast.shared.checkpoint.verify.hashing import Differs
-from weightcast.shared.digest.hash import hash_bytes
-from weightcast.shared.digest.lanes import ZERO, Lanes
+from weightcast.shared.digest.checksums import ZERO, Lanes, hash_bytes
 
 _PIECE_BYTES = 8 << 20
 _MOST_SECONDS = 10.0

@@ -19,7 +19,7 @@ def kernels() -> ModuleType:
     """The module `native`, checked by a known checksum. Raises Refused where kernels cannot be compiled or
     compute something else."""
     try:
-        from weightcast.shared.codec import native
+        from weightcast.shared.kernels import native
 
         probe = native.hash_pieces(_PROBE, np.array([[0, len(_PROBE), 3]]))
         found = "".join(f"{word:016x}" for word in probe[0].tolist())
@@ -39,6 +39,6 @@ def kernels() -> ModuleType:
 def mark_complete() -> None:
     """Call this after every kernel was used: later processes then start without importing the compiler."""
     kernels()
-    from weightcast.shared.digest.native import STORE
+    from weightcast.shared.kernels.compiler import STORE
 
     STORE.completed()

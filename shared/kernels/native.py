@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from weightcast.shared.codec.native_classes import exponents_of_all, put_classes, take_classes
-from weightcast.shared.codec.native_codes import take_values
-from weightcast.shared.codec.native_dense import add_steps, escaped, join_planes, split_planes, step_bytes
-from weightcast.shared.codec.native_exchange import (
+from weightcast.shared.kernels.dense import add_steps, escaped, join_planes, split_planes, step_bytes
+from weightcast.shared.kernels.fast import put_fast, take_fast, take_steps
+from weightcast.shared.kernels.journal import (
     exchange_all,
     exchange_masked,
     exchange_packed,
     masks_of,
     pack_gaps,
 )
-from weightcast.shared.codec.native_rice import plan_contexts, put_magnitudes, put_values
-from weightcast.shared.codec.native_scan import compared, masked, scanned, scatter, split, sums_of_all
-from weightcast.shared.codec.native_sparse import put_fast, take_fast
-from weightcast.shared.codec.native_steps import take_steps
-from weightcast.shared.digest.lanes_native import hash_pieces, touched
+from weightcast.shared.kernels.mix import hash_pieces, touched
+from weightcast.shared.kernels.rice import plan_contexts, put_magnitudes, put_values, take_values
+from weightcast.shared.kernels.scan import compared, masked, scanned, scatter, split, sums_of_all
+from weightcast.shared.kernels.small import exponents_of_all, put_classes, take_classes
 
 __all__ = [
     "add_steps",

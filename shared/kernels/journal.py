@@ -5,29 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import ByteArray, Words
-from weightcast.shared.codec.native_masked import differing_under64, exchange64, moves_lanes
-from weightcast.shared.codec.places import (
+from weightcast.shared.kernels.compiler import I64, U64, frozen, inlined, kernel, unwritable
+from weightcast.shared.kernels.places import (
     ESCAPED_GAP,
     OUT_OF_ORDER,
+    Array32,
     Begin,
+    Counts,
     Masks,
     at_once,
     check_masks,
 )
-from weightcast.shared.digest.native import (
-    I64,
-    U64,
-    frozen,
-    inlined,
-    kernel,
-    unwritable,
-)
-from weightcast.shared.digest.native_ops import (
+from weightcast.shared.kernels.vectors import (
     differing64,
+    differing_under64,
+    exchange64,
     load64,
+    moves_lanes,
     on_stack,
     prefetch,
     set_bits,
@@ -35,9 +31,6 @@ from weightcast.shared.digest.native_ops import (
     trailing_zeros,
     word_at,
 )
-
-Array32 = NDArray[np.uint32]
-Counts = NDArray[np.int64]
 
 _BLOCK = 1 << 9
 """changes written before they are read back; also how far ahead cache lines are asked for"""

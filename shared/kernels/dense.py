@@ -8,20 +8,24 @@ import numpy as np
 from llvmlite import ir
 
 from weightcast.shared.base.elements import ByteArray, WordKind, Words
-from weightcast.shared.codec.native_ordinals import (
+from weightcast.shared.kernels.compiler import U64, frozen, intrinsic, kernel, types, unwritable
+from weightcast.shared.kernels.parallel import scratch
+from weightcast.shared.kernels.vectors import (
     FLOATS,
     HALF,
     LOW,
     SIGN,
+    address,
     excess,
     facts,
     ordinal,
+    reaching64,
+    repeated,
+    set_bits,
     step_between,
+    trailing_zeros,
     word_of,
 )
-from weightcast.shared.codec.scratch import scratch
-from weightcast.shared.digest.native import U64, frozen, intrinsic, kernel, types, unwritable
-from weightcast.shared.digest.native_ops import address, reaching64, repeated, set_bits, trailing_zeros
 
 _COUNT = 64
 

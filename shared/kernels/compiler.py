@@ -18,7 +18,7 @@ import numpy as np
 from llvmlite import binding
 from numpy.typing import NDArray
 
-from weightcast.shared.digest.compiled import (
+from weightcast.shared.kernels.loader import (
     Code,
     Kernel,
     Store,

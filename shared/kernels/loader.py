@@ -39,14 +39,6 @@ from weightcast.shared.files.paths import exists
 CACHE_VARIABLE = "WEIGHTCAST_CACHE"
 COMPLETE = "complete"
 """lies there when everything that warming up needs was kept"""
-_SOURCES = (
-    "digest/*native*.py",
-    "digest/compiled.py",
-    "digest/lanes.py",
-    "codec/*native*.py",
-    "codec/contexts.py",
-    "codec/rice.py",
-)
 
 
 def cache_directory(environment: Mapping[str, str], cpu: str) -> Path | None:
@@ -73,11 +65,9 @@ def private_directory(environment: Mapping[str, str], name: str) -> Path | None:
 def key(cpu: str) -> str:
     """Changes with every source of a kernel: numba itself looks only at the file that holds the function, not
     at what that calls."""
-    room = Path(__file__).parent.parent
     text = hashlib.blake2b(cpu.encode(), digest_size=8)
-    for pattern in _SOURCES:
-        for source in sorted(room.glob(pattern)):
-            text.update(source.name.encode() + b"\0" + source.read_bytes())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        text.update(source.name.encode() + b"\0" + source.read_bytes())
     return text.hexdigest()
 
 

@@ -8,12 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import WordKind, Words
-from weightcast.shared.codec.native_ordinals import LOW, exponent, facts
-from weightcast.shared.digest.native import I64, U64, frozen, inlined, kernel, unwritable
-from weightcast.shared.digest.native_ops import on_stack, reaching64, set_bits, trailing_zeros, word_at
-
-Array32 = NDArray[np.uint32]
-Counts = NDArray[np.int64]
+from weightcast.shared.kernels.compiler import I64, U64, frozen, inlined, kernel, unwritable
+from weightcast.shared.kernels.places import Array32, Counts
+from weightcast.shared.kernels.vectors import (
+    LOW,
+    exponent,
+    facts,
+    on_stack,
+    reaching64,
+    set_bits,
+    trailing_zeros,
+    word_at,
+)
 
 CLASSES = 8
 _ALL = (1 << 64) - 1

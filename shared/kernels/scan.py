@@ -9,21 +9,7 @@ from llvmlite import ir
 from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import ByteArray, WordKind, Words
-from weightcast.shared.codec.native_list import copy16, list16
-from weightcast.shared.codec.native_masked import keep64, moves_lanes
-from weightcast.shared.codec.native_ordinals import (
-    FLOATS,
-    HALF,
-    LOW,
-    MASK,
-    SHIFT,
-    SIGN,
-    exponent,
-    facts,
-    step_between,
-)
-from weightcast.shared.codec.scratch import scratch
-from weightcast.shared.digest.native import (
+from weightcast.shared.kernels.compiler import (
     I64,
     SHIFTS,
     U64,
@@ -34,7 +20,7 @@ from weightcast.shared.digest.native import (
     types,
     unwritable,
 )
-from weightcast.shared.digest.native_mix import (
+from weightcast.shared.kernels.mix import (
     SUMS,
     closed,
     empty,
@@ -44,15 +30,30 @@ from weightcast.shared.digest.native_mix import (
     mixed_tail,
     opened,
 )
-from weightcast.shared.digest.native_ops import (
+from weightcast.shared.kernels.parallel import scratch
+from weightcast.shared.kernels.places import Array32
+from weightcast.shared.kernels.vectors import (
+    FLOATS,
+    HALF,
+    LOW,
+    MASK,
+    SHIFT,
+    SIGN,
     address,
+    copy16,
     differing64,
+    exponent,
+    facts,
+    keep64,
+    list16,
+    moves_lanes,
     on_stack,
     prefetch,
     prefetch64_early,
     repeated,
     set_bits,
     set_word,
+    step_between,
     trailing_zeros,
     word_at,
 )
@@ -125,7 +126,6 @@ class _Split:
         return self._builder.and_(self._builder.lshr(self._before, self._fact(SHIFT)), self._fact(MASK))
 
 
-Array32 = NDArray[np.uint32]
 Tallies = NDArray[np.int64]
 
 _BLOCK = 1 << 12

@@ -1,14 +1,50 @@
-"""The contexts of magnitudes: which exponent begins them, how each is coded.
-
-Plain loops over arrays of int64: what they are here for numpy's kernels, `native_rice` compiles.
-"""
+"""What kernels and the format share: constants, and how codes are planned."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.shared.codec.rice import NOTHING, RICE, RUNS, rice_parameter
+MIX_A = (0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
+
+
+MIX_B = (0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
+"""Of each lane: the multiplier of the word's number, then the two of the mix."""
+
+ESCAPE = 23
+LONGEST = ESCAPE + 1 + 32
+"""bits of an escaped code"""
+SLACK = 8
+"""bytes that must follow the last stream in its buffer"""
+MARGIN = 32
+"""bytes a writer may touch behind the most it was allowed"""
+GREATEST = (1 << 32) - 1
+K_LIMIT = 31
+
+NOTHING, RICE, RUNS = range(3)
+"""How the magnitudes of a context are coded."""
+
+_GOLDEN_LOG = 0.48121182505960347
+"""ln((1 + sqrt 5) / 2)"""
+
+
+def rice_parameter(total: int, count: int) -> int:
+    """The best k for `count` geometric values with sum `total` (Kiely 2004): the least with 2**k above
+    _GOLDEN_LOG / ln(1 + 1 / mean), which is close to _GOLDEN_LOG (mean + 1/2)."""
+    if total <= 0 or count <= 0:
+        return 0
+    bound, k = int(_GOLDEN_LOG * (total / count + 0.5)), 0
+    while bound > 0 and k < K_LIMIT:
+        bound >>= 1
+        k += 1
+    return k
+
+
+def expected_bits(total: int, count: int) -> float:
+    """About how many bits the codes of such values take."""
+    k = rice_parameter(total, count)
+    return count * (k + 1) + max(0.0, total / (1 << k) - (count / 2 if k else 0))
+
 
 Table = NDArray[np.int64]
 

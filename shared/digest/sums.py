@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.shared.base.elements import Chunk, Words
-from weightcast.shared.digest.lanes import ZERO, Lanes, LanesArray
-from weightcast.shared.digest.load import kernels
+from weightcast.shared.digest.checksums import ZERO, Lanes, LanesArray
+from weightcast.shared.kernels.load import kernels
 
 
 class ChangedWords(Protocol):
