@@ -10,7 +10,7 @@
     24 payload. Raw: the new words of all spans, without padding
 
 Little-endian. The checksum finds damage early and is no authority: the index holds the file's digest and the
-sums over the touched words, which the caller checks (`weightcast.shared.digest.touched`).
+sums over the touched words, which the caller checks (`weightcast.shared.digest.sums`).
 """
 
 from __future__ import annotations

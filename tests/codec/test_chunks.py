@@ -16,12 +16,8 @@ from weightcast.shared.base.elements import DTYPES, Chunk, Words, kind_of
 from weightcast.shared.base.errors import DamagedFile, UnknownFormat
 from weightcast.shared.codec.changes import Changes, compare
 from weightcast.shared.codec.container import (
-    FAST,
     HEADER,
-    PLANES,
-    RAW,
-    SMALL,
-    STEPS,
+    Mode,
     StepEncoding,
     decode_chunk,
     encode_chunk,
@@ -98,14 +94,14 @@ def test_special_words_step_to_each_other(dtype: str) -> None:
     fill = np.zeros(far, chunk.kind.numpy)
     before = cases.spread(chunk, np.concatenate([old.astype(chunk.kind.numpy), fill]))
     after = cases.spread(chunk, np.concatenate([new.astype(chunk.kind.numpy), fill]))
-    assert assert_round_trip(chunk, before, after)[0] == FAST
+    assert assert_round_trip(chunk, before, after)[0] == Mode.FAST
 
 
 def test_the_longest_step_of_fp32_both_ways() -> None:
     chunk = cases.chunk_of("F32", [100])
     old, new = np.zeros(128, np.uint32), np.zeros(128, np.uint32)
     old[[3, 70]], new[[3, 70]] = [0xFFFFFFFF, 0x7FFFFFFF], [0x7FFFFFFF, 0xFFFFFFFF]
-    assert assert_round_trip(chunk, old, new)[0] == FAST
+    assert assert_round_trip(chunk, old, new)[0] == Mode.FAST
 
 
 def test_all_words_of_16_bits_step_anywhere() -> None:
@@ -138,7 +134,7 @@ def test_many_long_gaps(places: Sequence[int]) -> None:
     old = cases.weights(chunk, np.random.default_rng(4))
     new = old.copy()
     new[places] ^= np.uint16(1)
-    assert assert_round_trip(chunk, old, new)[0] == FAST
+    assert assert_round_trip(chunk, old, new)[0] == Mode.FAST
 
 
 def test_classes_of_a_large_chunk_come_from_a_sample_that_may_mislead() -> None:
@@ -165,7 +161,7 @@ def test_small_is_smaller(dtype: str) -> None:
     new[smallest[cases.inside(chunk)[smallest]][::2]] ^= 1
     changes = compare(old, new)
     small = encode_chunk(chunk, old, new, changes, "small")
-    assert small[0] == SMALL
+    assert small[0] == Mode.SMALL
     assert len(small) < 0.9 * len(encode_chunk(chunk, old, new, changes))
 
 
@@ -180,7 +176,7 @@ def test_unrelated_words_go_raw_without_padding() -> None:
     chunk = cases.chunk_of("BF16", [1, 65])
     rng = np.random.default_rng(7)
     blob = assert_round_trip(chunk, cases.random_words(chunk, rng), cases.random_words(chunk, rng))
-    assert blob[0] == RAW and len(blob) == 24 + 2 * 66
+    assert blob[0] == Mode.RAW and len(blob) == 24 + 2 * 66
 
 
 def test_nothing_changed() -> None:
@@ -210,24 +206,24 @@ def sample(
     rng = np.random.default_rng(10)
     chunk = cases.chunk_of(dtype, [words, 1, 77])
     old = cases.weights(chunk, rng)
-    new = cases.weights(chunk, rng) if mode == PLANES else cases.stepped(chunk, old, density, 0.1, rng)
+    new = cases.weights(chunk, rng) if mode == Mode.PLANES else cases.stepped(chunk, old, density, 0.1, rng)
     blob = encode_chunk(chunk, old, new, compare(old, new), encoding)
     assert blob[0] == mode
     return chunk, old, blob
 
 
 SAMPLES = [
-    sample(FAST, "BF16", 0.05),
-    sample(FAST, "BF16", 0.9),
-    sample(FAST, "F32", 0.9),
-    sample(FAST, "I8", 0.3),
-    sample(FAST, "F8_E4M3", 0.2),
-    sample(SMALL, "BF16", 0.2, "small"),
-    sample(SMALL, "F8_E4M3", 0.7, "small"),
-    sample(SMALL, "F32", 0.9, "small"),
-    sample(STEPS, "BF16", 0.7, words=4100),
-    sample(STEPS, "I8", 0.9, words=4100),
-    sample(PLANES, "BF16", 1.0, words=4100),
+    sample(Mode.FAST, "BF16", 0.05),
+    sample(Mode.FAST, "BF16", 0.9),
+    sample(Mode.FAST, "F32", 0.9),
+    sample(Mode.FAST, "I8", 0.3),
+    sample(Mode.FAST, "F8_E4M3", 0.2),
+    sample(Mode.SMALL, "BF16", 0.2, "small"),
+    sample(Mode.SMALL, "F8_E4M3", 0.7, "small"),
+    sample(Mode.SMALL, "F32", 0.9, "small"),
+    sample(Mode.STEPS, "BF16", 0.7, words=4100),
+    sample(Mode.STEPS, "I8", 0.9, words=4100),
+    sample(Mode.PLANES, "BF16", 1.0, words=4100),
 ]
 
 
@@ -259,7 +255,11 @@ def test_damage_behind_a_right_checksum_is_refused_or_lawful(
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.sampled_from([RAW, FAST, SMALL, STEPS, PLANES]), st.integers(0, 400), st.binary(max_size=300))
+@given(
+    st.sampled_from([Mode.RAW, Mode.FAST, Mode.SMALL, Mode.STEPS, Mode.PLANES]),
+    st.integers(0, 400),
+    st.binary(max_size=300),
+)
 def test_random_payloads_are_refused_or_lawful(mode: int, changed: int, payload: bytes) -> None:
     chunk, old, _ = SAMPLES[0]
     facts = struct.pack("<BBHIII", mode, 2, 0, cases.counted(chunk), changed, len(payload))
@@ -278,7 +278,7 @@ def test_signs_that_are_not_filled_with_zeros(encoding: StepEncoding, bit: int) 
     new = old.copy()
     new[::100][:12] += 1
     blob = bytearray(encode_chunk(chunk, old, new, compare(old, new), encoding))
-    assert blob[0] == FAST
+    assert blob[0] == Mode.FAST
     contexts, gaps = blob[HEADER + 1], int.from_bytes(blob[HEADER + 4 : HEADER + 8], "little")
     blob[HEADER + 8 + 8 * contexts + gaps + 1] |= bit
     with pytest.raises(DamagedFile, match="not filled with zeros"):
@@ -370,7 +370,7 @@ def test_raw_words_that_change_another_number_than_the_header_says() -> None:
     rng = np.random.default_rng(13)
     old, new = cases.random_words(chunk, rng), cases.random_words(chunk, rng)
     blob = encode_chunk(chunk, old, new, compare(old, new))
-    assert blob[0] == RAW
+    assert blob[0] == Mode.RAW
     with pytest.raises(DamagedFile, match="40 words change where 39 should"):
         decode_chunk(resealed(blob[:8] + struct.pack("<I", 39) + blob[12:]), chunk, old)
 
@@ -389,14 +389,14 @@ def test_streams_that_nothing_reads_are_refused() -> None:
     gap_of_100 = bytes([1 | 100 << 1])
     beyond = struct.pack("<BBBBII", 0, 7, 0, 0, 1, 1)
     payloads = {
-        FAST: struct.pack("<BBBBI", 0, 1, 0, 0, 0) + empty_run + b"\1" + end,
-        SMALL: struct.pack("<BBBBI", 1, 1, 0, 0, 1) + nothing + beyond + gap_of_100 + end,
+        Mode.FAST: struct.pack("<BBBBI", 0, 1, 0, 0, 0) + empty_run + b"\1" + end,
+        Mode.SMALL: struct.pack("<BBBBI", 1, 1, 0, 0, 1) + nothing + beyond + gap_of_100 + end,
     }
     for mode, payload in payloads.items():
         with pytest.raises(DamagedFile):
             decode_chunk(unchanged(mode, payload), chunk, old)
     lawful = struct.pack("<BBBBI", 0, 1, 0, 0, 0) + nothing + end
-    assert len(decode_chunk(unchanged(FAST, lawful), chunk, old)) == 0
+    assert len(decode_chunk(unchanged(Mode.FAST, lawful), chunk, old)) == 0
 
 
 def test_old_words_of_another_chunk_are_a_callers_error() -> None:

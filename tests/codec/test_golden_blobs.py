@@ -14,12 +14,8 @@ import reference_decoder
 from weightcast.shared.base.elements import Chunk, Words, kind_of
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.container import (
-    FAST,
     HEADER,
-    PLANES,
-    RAW,
-    SMALL,
-    STEPS,
+    Mode,
     StepEncoding,
     decode_chunk,
     encode_chunk,
@@ -29,16 +25,20 @@ FOLDER = Path(__file__).parent.parent / "golden" / "codec"
 SIZES = [1, 70, 1300, 3]
 FRAMED_SIZES = [1, 70, 5000, 3]
 SHAPES: dict[str, tuple[int, StepEncoding, float, float]] = {
-    "sparse": (FAST, "fast", 0.02, 0.6),
-    "dense": (FAST, "fast", 0.9, 0.1),
-    "small": (SMALL, "small", 0.25, 0.1),
-    "inverted": (SMALL, "small", 0.8, 0.3),
-    "raw": (RAW, "fast", 1.0, 1.0),
-    "classes": (SMALL, "small", 0.9, 0.1),
+    "sparse": (Mode.FAST, "fast", 0.02, 0.6),
+    "dense": (Mode.FAST, "fast", 0.9, 0.1),
+    "small": (Mode.SMALL, "small", 0.25, 0.1),
+    "inverted": (Mode.SMALL, "small", 0.8, 0.3),
+    "raw": (Mode.RAW, "fast", 1.0, 1.0),
+    "classes": (Mode.SMALL, "small", 0.9, 0.1),
 }
 """of each: mode, encoding, share of changed words, share of them with a step longer than one"""
 FLOATS = tuple(dtype for dtype in cases.KINDS if kind_of(dtype).exponent_mask)
-FRAMED = {"steps": (STEPS, 0.7, 0.01), "planes": (PLANES, 1.0, 1.0), "escapes": (STEPS, 0.7, 0.01)}
+FRAMED = {
+    "steps": (Mode.STEPS, 0.7, 0.01),
+    "planes": (Mode.PLANES, 1.0, 1.0),
+    "escapes": (Mode.STEPS, 0.7, 0.01),
+}
 FRAMED_DTYPES = {
     "steps": ("BF16", "F8_E4M3", "I16", "F32"),
     "planes": ("BF16", "F32"),
@@ -49,7 +49,7 @@ FRAMED_DTYPES = {
 
 def pairs() -> Iterator[tuple[str, str]]:
     for shape, (mode, *_) in SHAPES.items():
-        yield from ((dtype, shape) for dtype in (FLOATS if mode == SMALL else cases.KINDS))
+        yield from ((dtype, shape) for dtype in (FLOATS if mode == Mode.SMALL else cases.KINDS))
 
 
 def framed_pairs() -> Iterator[tuple[str, str]]:
@@ -142,7 +142,11 @@ def write(shapes: Sequence[str]) -> None:
         mode, density, longer = FRAMED[shape]
         chunk = cases.chunk_of(dtype, FRAMED_SIZES)
         old = cases.weights(chunk, rng)
-        new = cases.stepped(chunk, old, density, longer, rng) if mode == STEPS else cases.weights(chunk, rng)
+        new = (
+            cases.stepped(chunk, old, density, longer, rng)
+            if mode == Mode.STEPS
+            else cases.weights(chunk, rng)
+        )
         if shape == "escapes":
             new = with_long_steps(chunk, old, new)
         if shape in shapes:
