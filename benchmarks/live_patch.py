@@ -63,8 +63,8 @@ def own_patches(worker, directory, name):
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.checkpoint_weight_patch import (
         CheckpointWeightPatch, load_checkpoint_weight_patches)
-    from weightcast_engine.patch_file import read_patch
-    from weightcast_engine.words import DTYPES
+    from weightcast_engine.update.patch_file import read_patch
+    from weightcast_engine.update.elements import DTYPES
     patches = [
         CheckpointWeightPatch(c.name, c.form.shape, DTYPES[c.form.dtype], c.words.view(DTYPES[c.form.dtype]),
                               torch.from_numpy(c.index.astype("int64")))

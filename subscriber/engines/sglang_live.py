@@ -37,7 +37,7 @@ from weightcast.subscriber.engines.live import EngineLanes, NotTaken, PatchFile,
 from weightcast.subscriber.engines.sglang import SGLang
 from weightcast.subscriber.engines.wire import NEVER_HANDLED, Reply, Wire
 
-LOADER = "weightcast_engine.sglang_hook.load"
+LOADER = "weightcast_engine.sglang.hook.load"
 INSTALL = "install weightcast-engine beside SGLang and start it as docs/engines.md says"
 LOG = "see the engine's log"
 NOT_PATCHABLE = "the engine says that it cannot be patched"

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from weightcast_engine.front import Front
-from weightcast_engine.rank import Answer, EngineRank, Order
+from weightcast_engine.update.front import Front
+from weightcast_engine.update.rank import Answer, EngineRank, Order
 
 HIDDEN, HEADS, KV_HEADS, HEAD, INNER, VOCABULARY = 16, 4, 2, 8, 24, 20
 PADDED = 24

@@ -11,8 +11,8 @@ import pytest
 import torch
 from patch_writer import name_of, root, some_changed, write_patch
 from plugin_models import Llama, ToyHost, checkpoint
-from weightcast_engine import doors
-from weightcast_engine.words import misplaced
+from weightcast_engine.update import routes
+from weightcast_engine.update.elements import misplaced
 
 
 class Site:
@@ -23,11 +23,11 @@ class Site:
 
     def post(self, door: str, body: Any) -> tuple[int, dict[str, Any]]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        status, answer = asyncio.run(doors.order(self.host.front, door, data))
+        status, answer = asyncio.run(routes.order(self.host.front, door, data))
         return status, json.loads(json.dumps(answer))
 
     def get(self) -> dict[str, Any]:
-        status, answer = asyncio.run(doors.look(self.host.front))
+        status, answer = asyncio.run(routes.look(self.host.front))
         assert status == 200
         return answer
 
@@ -111,7 +111,7 @@ def test_a_rank_that_fails_rolls_all_back_and_one_that_can_not_leaves_a_doubt(tm
     assert not site.get()["in_doubt"] and site.get()["version"] is None
 
 
-@pytest.mark.parametrize("policy", doors.POLICIES)
+@pytest.mark.parametrize("policy", routes.POLICIES)
 def test_an_update_is_one_order_with_its_pause(site: Site, policy: str) -> None:
     site.holds()
     site.post("check", {"file": site.patch()})
@@ -206,11 +206,11 @@ def test_members_are_exactly_those_of_the_door(site: Site, door: str) -> None:
 
 
 def test_orders_are_carried_out_one_at_a_time(site: Site) -> None:
-    async def both() -> list[doors.Reply]:
+    async def both() -> list[routes.Reply]:
         data = json.dumps(GOOD["digest"]).encode()
-        first = asyncio.create_task(doors.order(site.host.front, "digest", data))
+        first = asyncio.create_task(routes.order(site.host.front, "digest", data))
         await asyncio.sleep(0)
-        return [await doors.order(site.host.front, "digest", data), await first]
+        return [await routes.order(site.host.front, "digest", data), await first]
 
     site.host.controls.slow = True
     replies = asyncio.run(both())

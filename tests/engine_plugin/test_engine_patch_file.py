@@ -18,8 +18,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from patch_writer import header_and_payload, lanes, name_of, packed, root, write_patch
-from weightcast_engine.patch_file import parse_patch, read_patch
-from weightcast_engine.refusals import BadPatch
+from weightcast_engine.update.patch_file import parse_patch, read_patch
+from weightcast_engine.update.refusals import BadPatch
 
 HERE = Path(__file__).resolve().parent
 GOLDEN = HERE / "7-00c0ffee.patch"
@@ -197,7 +197,7 @@ def test_only_regular_files_of_a_bounded_size_are_opened(tmp_path: Path) -> None
 def test_the_plugin_needs_torch_and_numpy_alone() -> None:
     """Nothing of the rest of weightcast, and no web library: engines bring their own of all else."""
     code = (
-        "import sys; import weightcast_engine.front, weightcast_engine.doors\n"
+        "import sys; import weightcast_engine.update.front, weightcast_engine.update.routes\n"
         "tops = {name.partition('.')[0] for name in sys.modules}\n"
         "sys.exit(' '.join(tops & {'weightcast', 'fastapi', 'vllm', 'blake3'}) or 0)"
     )

@@ -15,7 +15,7 @@ import pytest
 import torch
 from patch_writer import lanes, name_of, root, some_changed, write_checkpoint, write_patch
 from plugin_models import Llama, ToyHost, checkpoint
-from weightcast_engine import sglang_hook
+from weightcast_engine.sglang import hook
 
 RANKS = 2
 ITS_OWN = ("checksum", "snapshot", "compare", "reset_tensors")
@@ -68,9 +68,9 @@ class Server:
     def update(self, door: str, **body: Any) -> tuple[bool, Any]:
         return self.send(json.dumps({"door": door, "body": body}))
 
-    def send(self, name: str, load_format: str = sglang_hook.LOADER) -> tuple[bool, Any]:
+    def send(self, name: str, load_format: str = hook.LOADER) -> tuple[bool, Any]:
         def on_rank(rank: int) -> tuple[bool, str]:
-            result: tuple[bool, str] = sglang_hook.around_update(
+            result: tuple[bool, str] = hook.around_update(
                 lambda *given, **named: (True, json.dumps("the server's own")),
                 self.updaters[rank],
                 named_tensors=[(name, torch.zeros(1))],
@@ -81,7 +81,7 @@ class Server:
         first, *others = self.on_ranks(on_rank)
         assert (
             [json.loads(told)["status"] for _, told in others] == [json.loads(first[1])["status"]]
-            if (load_format == sglang_hook.LOADER)
+            if (load_format == hook.LOADER)
             else others == [first]
         )
         return first[0], json.loads(first[1])
@@ -96,10 +96,10 @@ class Server:
         """One step, beside the serving engine."""
 
         def on_rank(rank: int) -> SimpleNamespace:
-            answer: SimpleNamespace = sglang_hook.around_question(
+            answer: SimpleNamespace = hook.around_question(
                 lambda manager, question: SimpleNamespace(success=True, message="the server's own"),
                 self.managers[rank],
-                SimpleNamespace(action=text if text in ITS_OWN else sglang_hook.ACTION + text),
+                SimpleNamespace(action=text if text in ITS_OWN else hook.ACTION + text),
             )
             return answer
 
@@ -114,7 +114,7 @@ class Server:
     def reload(self, success: bool = True) -> None:
         """By the server itself."""
         answers = self.on_ranks(
-            lambda rank: sglang_hook.around_reload(
+            lambda rank: hook.around_reload(
                 lambda updater, path: (success, "said"), self.updaters[rank], "/model"
             )
         )
@@ -191,7 +191,7 @@ def test_other_updates_and_questions_are_the_servers_own(server: Server) -> None
 def test_a_patch_is_checked_and_memory_read_while_it_serves(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: float
 ) -> None:
-    monkeypatch.setattr(sglang_hook, "STEP", step)
+    monkeypatch.setattr(hook, "STEP", step)
     assert server.ask("holds", version=0, root=root(0), label="0") == {"status": 200}
     base = server.base
     for version in (1, 2):
@@ -217,7 +217,7 @@ READ = json.dumps({"door": "digest", "body": EVERYTHING})
 
 
 def test_an_order_ends_before_another_begins(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_hook, "STEP", 0.0)
+    monkeypatch.setattr(hook, "STEP", 0.0)
     assert server.question(READ) == {"status": 202, "rest": 0.0}
     other = json.dumps({"door": "holds", "body": {"version": 0, "root": root(0), "label": "0"}})
     assert server.question(other)["status"] == 503
@@ -232,14 +232,14 @@ def test_an_order_ends_before_another_begins(server: Server, monkeypatch: pytest
 def test_an_order_that_nobody_goes_on_with_makes_room(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sglang_hook, "STEP", 0.0)
-    monkeypatch.setattr(sglang_hook, "ABANDONED", -1.0)
+    monkeypatch.setattr(hook, "STEP", 0.0)
+    monkeypatch.setattr(hook, "ABANDONED", -1.0)
     assert server.question(READ)["status"] == 202
     assert server.ask("holds", version=0, root=root(0), label="0")["status"] == 200
 
 
 def test_what_comes_in_the_pause_does_not_wait(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_hook, "STEP", 0.0)
+    monkeypatch.setattr(hook, "STEP", 0.0)
     server.ask("holds", version=0, root=root(0), label="0")
     target = some_changed(server.base, 1)
     file = write_patch(server.patches, server.base, target, 1)
@@ -307,7 +307,7 @@ def test_a_session_in_which_nothing_was_loaded_had_weights_from_without(
 ) -> None:
     server.ask("holds", version=0, root=root(0), label="0")
     ended = server.on_ranks(
-        lambda rank: sglang_hook.around_end(
+        lambda rank: hook.around_end(
             lambda updater, run_post_load: run_post_load, server.updaters[rank], run_post_load=run_post_load
         )
     )
@@ -386,14 +386,14 @@ def test_the_hook_is_registered_only_where_patches_are_expected(monkeypatch: pyt
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.delenv("WEIGHTCAST_PATCH_DIR", raising=False)
-    sglang_hook.register()
+    hook.register()
     assert registered == []
     monkeypatch.setenv("WEIGHTCAST_PATCH_DIR", "/x")
-    sglang_hook.register()
+    hook.register()
     assert registered == [
-        (sglang_hook.TARGET, sglang_hook.around_update, "around"),
-        (sglang_hook.ASKED, sglang_hook.around_question, "around"),
-        (sglang_hook.RELOADS, sglang_hook.around_reload, "around"),
-        (sglang_hook.ENDED, sglang_hook.around_end, "around"),
-        *((target, sglang_hook.around_load, "around") for target in sglang_hook.LOADS),
+        (hook.TARGET, hook.around_update, "around"),
+        (hook.ASKED, hook.around_question, "around"),
+        (hook.RELOADS, hook.around_reload, "around"),
+        (hook.ENDED, hook.around_end, "around"),
+        *((target, hook.around_load, "around") for target in hook.LOADS),
     ]

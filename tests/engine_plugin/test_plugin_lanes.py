@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plugin_models import ToyHost
 from torch import nn
-from weightcast_engine.blocks import Block, View, blocks_of, disjoint, on_whole_words, tile
-from weightcast_engine.lanes import PIECE, Lanes, sums
-from weightcast_engine.live_words import resident
-from weightcast_engine.piece import Piece
-from weightcast_engine.words import INTEGERS, Form
+from weightcast_engine.update.checksums import PIECE, Lanes, sums
+from weightcast_engine.update.elements import INTEGERS, Form
+from weightcast_engine.update.live_elements import resident
+from weightcast_engine.update.places import Block, Piece, View, blocks_of, disjoint, on_whole_words, tile
 
 from weightcast.shared.digest.checksums import hash_bytes
 

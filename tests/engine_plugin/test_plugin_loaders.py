@@ -21,8 +21,8 @@ import torch
 from patch_writer import bytes_of, lanes, root, some_changed, write_patch
 from plugin_models import ToyHost
 from torch import Tensor, nn
-from weightcast_engine.front import Front
-from weightcast_engine.refusals import BadPatch, OtherBase, Refusal
+from weightcast_engine.update.front import Front
+from weightcast_engine.update.refusals import BadPatch, OtherBase, Refusal
 
 W = torch.arange(48, dtype=torch.float32).reshape(6, 8) + 1
 

@@ -10,7 +10,7 @@ import torch
 from patch_writer import lanes, root, some_changed, write_patch
 from plugin_models import ToyHost
 from torch import Tensor, nn
-from weightcast_engine.refusals import BadPatch, InDoubt, OtherBase
+from weightcast_engine.update.refusals import BadPatch, InDoubt, OtherBase
 
 HEADS, NOPE, VALUE, RANK = 4, 6, 10, 8
 

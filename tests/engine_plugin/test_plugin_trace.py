@@ -11,10 +11,10 @@ import torch
 from patch_writer import bytes_of, lanes, root, some_changed, write_checkpoint, write_patch
 from plugin_models import Llama, ToyEngine, ToyHost, checkpoint
 from torch import Tensor, nn
-from weightcast_engine.derived import live_tensors, own_tensors, private_copies
-from weightcast_engine.refusals import BadPatch
-from weightcast_engine.trace import Map, trace
-from weightcast_engine.words import checkpoint_forms
+from weightcast_engine.loader.derived import live_tensors, own_tensors, private_copies
+from weightcast_engine.loader.trace import Map, trace
+from weightcast_engine.update.elements import checkpoint_forms
+from weightcast_engine.update.refusals import BadPatch
 
 
 class Loads(nn.Module):

@@ -14,14 +14,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from patch_writer import bytes_of, lanes, root, some_changed, write_patch
 from plugin_models import Llama, Mixture, ToyHost, checkpoint
-from weightcast_engine import live_words
-from weightcast_engine.blocks import Block
-from weightcast_engine.live_words import LiveUpdate
-from weightcast_engine.patch_file import read_patch
-from weightcast_engine.piece import Piece
-from weightcast_engine.rank import Answer, Order
-from weightcast_engine.refusals import BadPatch, InDoubt, NotPaused, OtherBase
-from weightcast_engine.words import INTEGERS
+from weightcast_engine.update import live_elements
+from weightcast_engine.update.elements import INTEGERS
+from weightcast_engine.update.live_elements import LiveUpdate
+from weightcast_engine.update.patch_file import read_patch
+from weightcast_engine.update.places import Block, Piece
+from weightcast_engine.update.rank import Answer, Order
+from weightcast_engine.update.refusals import BadPatch, InDoubt, NotPaused, OtherBase
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -332,8 +331,8 @@ def test_short_parts_are_written_together_as_far_as_memory_is_bounded(
     changes = read_patch(tmp_path, write_patch(tmp_path, base, target, 1)).changes
     starts = dict(zip(base, range(0, 30 * 130, 130), strict=True))
     for short, checked, budget in ((1 << 14, 1 << 17, 1 << 30), (20, 100, 1 << 30), (20, 100, 9000)):
-        monkeypatch.setattr(live_words, "SHORT", short)
-        monkeypatch.setattr(live_words, "CHECKED", checked)
+        monkeypatch.setattr(live_elements, "SHORT", short)
+        monkeypatch.setattr(live_elements, "CHECKED", checked)
         live = torch.full((30 * 130,), -1, dtype=torch.int32)
         for name, start in starts.items():
             live[start : start + len(base[name])] = 0

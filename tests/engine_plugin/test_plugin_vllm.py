@@ -15,12 +15,11 @@ import torch
 from patch_writer import bytes_of, root, some_changed, write_checkpoint, write_patch
 from plugin_models import Ranks
 from torch import Tensor, nn
-from weightcast_engine import vllm_worker
-from weightcast_engine.front import Front
-from weightcast_engine.rank import Answer, EngineRank, Order
-from weightcast_engine.refusals import BadPatch, InDoubt, OtherBase
-from weightcast_engine.vllm_doors import VllmControls
-from weightcast_engine.vllm_worker import VllmEngine
+from weightcast_engine.update.front import Front
+from weightcast_engine.update.rank import Answer, EngineRank, Order
+from weightcast_engine.update.refusals import BadPatch, InDoubt, OtherBase
+from weightcast_engine.vllm.routes import VllmControls
+from weightcast_engine.vllm.worker import METHOD, VllmEngine, obey
 
 OUT, IN, BLOCK = 256, 128, 128
 
@@ -236,7 +235,7 @@ class Worker(SimpleNamespace):
 
 
 def looked(worker: Worker) -> tuple[object, object, object]:
-    told = vllm_worker.obey(worker, {"do": "look"})
+    told = obey(worker, {"do": "look"})
     return told["version"], told["label"], told["doubt"]
 
 
@@ -251,7 +250,7 @@ def test_what_vllm_loads_itself_is_known_by_nobody(tmp_path: Path, monkeypatch: 
         lambda: worker.reset_weights(seed=1),
     )
     for load in loads:
-        assert vllm_worker.obey(worker, hold)["status"] == 200
+        assert obey(worker, hold)["status"] == 200
         assert looked(worker) == (3, "3", "")
         assert load() in ("from /x", {"x": 1}, "random")
         assert looked(worker) == (None, None, "")
@@ -260,10 +259,10 @@ def test_what_vllm_loads_itself_is_known_by_nobody(tmp_path: Path, monkeypatch: 
         worker.reload_weights()
     worker.update_weights(None)
     assert looked(worker) == (None, None, "a reload was not ended")
-    assert vllm_worker.obey(worker, hold)["status"] == 409
+    assert obey(worker, hold)["status"] == 409
     worker.fails = False
     worker.reload_weights()
-    assert vllm_worker.obey(worker, hold)["status"] == 200 and looked(worker) == (3, "3", "")
+    assert obey(worker, hold)["status"] == 200 and looked(worker) == (3, "3", "")
 
 
 class Replicas:
@@ -279,7 +278,7 @@ class Replicas:
     async def _call(
         self, utility: str, method: str, timeout: None, args: tuple[Order], named: None, *, engine: bytes
     ) -> list[Answer]:
-        assert (utility, method, timeout, named) == ("collective_rpc", vllm_worker.METHOD, None, None)
+        assert (utility, method, timeout, named) == ("collective_rpc", METHOD, None, None)
         return [self.replicas[engine].obey(*args)]
 
     async def is_paused(self) -> bool:

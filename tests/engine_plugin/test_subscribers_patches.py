@@ -11,7 +11,7 @@ import pytest
 import torch
 from patch_writer import header_and_payload, packed, write_checkpoint
 from test_engine_patch_file import GOLDEN, models
-from weightcast_engine.patch_file import read_patch
+from weightcast_engine.update.patch_file import read_patch
 
 from weightcast.publisher import Publisher, init_channel
 from weightcast.shared.channel.store import Channel

@@ -34,7 +34,7 @@ from sglang_release import load_models
 models = load_models()
 app = FastAPI()
 STARTED = time.time()
-LOADER = "weightcast_engine.sglang_hook.load"
+LOADER = "weightcast_engine.sglang.hook.load"
 ACTION = "weightcast "
 NOT_FLUSHED = (
     "Weights were updated, but the cache was not flushed because requests are still running or queued. "

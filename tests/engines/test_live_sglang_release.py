@@ -29,7 +29,7 @@ def found(tree: ast.AST, name: str) -> ast.AST:
 
 
 def test_the_hooks_target_is_called_as_the_hook_expects() -> None:
-    from weightcast_engine.sglang_hook import TARGET
+    from weightcast_engine.sglang.hook import TARGET
 
     module, kind, method = TARGET.rsplit(".", 2)
     function = found(found(source(module), kind), method)
@@ -40,7 +40,7 @@ def test_the_hooks_target_is_called_as_the_hook_expects() -> None:
 
 
 def test_questions_are_answered_between_two_steps_of_the_scheduler() -> None:
-    from weightcast_engine.sglang_hook import ASKED
+    from weightcast_engine.sglang.hook import ASKED
 
     module, kind, method = ASKED.rsplit(".", 2)
     function = found(found(source(module), kind), method)
@@ -54,7 +54,7 @@ def test_questions_are_answered_between_two_steps_of_the_scheduler() -> None:
 
 
 def test_the_servers_own_loads_are_where_the_hook_expects_them() -> None:
-    from weightcast_engine.sglang_hook import ENDED, LOADS, RELOADS
+    from weightcast_engine.sglang.hook import ENDED, LOADS, RELOADS
 
     for target in (RELOADS, *LOADS):
         module, kind, method = target.rsplit(".", 2)
@@ -74,7 +74,7 @@ def test_hooks_around_get_the_original_first() -> None:
 
 def test_what_the_hook_asks_before_it_patches_is_there() -> None:
     """What SGLang itself refuses updates for, and how it marks layers that it has packed."""
-    from weightcast_engine.sglang_hook import TARGET
+    from weightcast_engine.sglang.hook import TARGET
 
     updates = source(TARGET.rsplit(".", 2)[0])
     refusal = found(updates, "_unsupported_derived_weight_cache_error")

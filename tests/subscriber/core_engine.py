@@ -21,10 +21,10 @@ from patch_writer import CODES, bytes_of, some_changed
 from plugin_models import Llama, Ranks, ToyEngine, checkpoint
 from safetensors.torch import load_file
 from torch import Tensor
-from weightcast_engine import doors
-from weightcast_engine.front import Front
-from weightcast_engine.rank import EngineRank
-from weightcast_engine.words import misplaced
+from weightcast_engine.update import routes
+from weightcast_engine.update.elements import misplaced
+from weightcast_engine.update.front import Front
+from weightcast_engine.update.rank import EngineRank
 
 Tensors = Mapping[str, Tensor]
 PATCH_LIMIT = 1 << 24
@@ -87,12 +87,12 @@ class CoreEngine(Double):
         return patches_of(local) if self.patches is None else self.patches
 
     def behave(self, call: Call) -> Answer:
-        if call.method == "GET" and call.path == doors.PREFIX:
-            return self._answer(doors.look(self.front))
-        door = call.path.removeprefix(f"{doors.PREFIX}/")
-        if call.method != "POST" or door not in doors.DOORS:
+        if call.method == "GET" and call.path == routes.PREFIX:
+            return self._answer(routes.look(self.front))
+        door = call.path.removeprefix(f"{routes.PREFIX}/")
+        if call.method != "POST" or door not in routes.DOORS:
             return Answer(404, {"detail": "Not Found"})
-        return self._answer(doors.order(self.front, door, json.dumps(call.body).encode()))
+        return self._answer(routes.order(self.front, door, json.dumps(call.body).encode()))
 
     def _answer(self, reply: Any) -> Answer:
         return Answer(*asyncio.run_coroutine_threadsafe(reply, self._loop).result())

@@ -12,7 +12,7 @@ from typing import Any
 from doubles import Answer, Call
 from plugin_double import PluginDouble
 
-LOADER = "weightcast_engine.sglang_hook.load"
+LOADER = "weightcast_engine.sglang.hook.load"
 ACTION = "weightcast "
 
 

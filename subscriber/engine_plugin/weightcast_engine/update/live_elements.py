@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from weightcast_engine.blocks import Block
-from weightcast_engine.lanes import PIECE, Lanes, sums
-from weightcast_engine.patch_file import Change
-from weightcast_engine.piece import Piece
-from weightcast_engine.words import Form
+from weightcast_engine.update.checksums import PIECE, Lanes, sums
+from weightcast_engine.update.elements import Form
+from weightcast_engine.update.patch_file import Change
+from weightcast_engine.update.places import Block, Piece
 
 CHECKED = 1 << 17
 """changes handled at once: what is needed beside patch and update is bounded by them"""

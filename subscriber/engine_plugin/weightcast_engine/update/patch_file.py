@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from weightcast_engine import strict
-from weightcast_engine.lanes import Lanes
-from weightcast_engine.refusals import RELOAD, BadPatch
-from weightcast_engine.words import DTYPES, INTEGERS, Form, open_regular
+from weightcast_engine.update.checksums import Lanes
+from weightcast_engine.update.elements import DTYPES, INTEGERS, Form, open_regular
+from weightcast_engine.update.refusals import RELOAD, BadPatch
+from weightcast_engine.update.strict_json import hexadecimal, json_object, members, natural, shape, text
 
 MAGIC = b"wcpatch1"
 NAME = re.compile(r"[0-9]{1,18}-[0-9a-f]{8}\.patch")
@@ -118,20 +118,20 @@ def parse_patch(name: str, data: bytearray) -> ReadPatch:
     start = -(-(16 + length) // _ALIGNMENT) * _ALIGNMENT
     if length > HEADER_LIMIT or start > end or any(data[16 + length : start]):
         raise ValueError("its header does not fit")
-    header = strict.members(strict.json_object(bytes(data[16 : 16 + length])), _MEMBERS, "header")
+    header = members(json_object(bytes(data[16 : 16 + length])), _MEMBERS, "header")
     if header["format"] != 1 or type(header["format"]) is not int:
         raise ValueError(f"format {header['format']!r} is not read by this release")
-    strict.text(header["run_id"], "run_id")
+    text(header["run_id"], "run_id")
     changes = tuple(_changes(header["tensors"], data, start, end))
     base, target = _stand(header["base"], set(), "base"), _stand(header["target"], {"digest"}, "target")
     return ReadPatch(name, base, target, changes, len(data))
 
 
 def _stand(value: object, more: set[str], what: str) -> Stand:
-    found = strict.members(value, {"version", "root"} | more, what)
+    found = members(value, {"version", "root"} | more, what)
     if more and found["digest"] != "":
-        strict.hexadecimal(found["digest"], 64, what)
-    return Stand(strict.natural(found["version"], what), strict.hexadecimal(found["root"], 64, what))
+        hexadecimal(found["digest"], 64, what)
+    return Stand(natural(found["version"], what), hexadecimal(found["root"], 64, what))
 
 
 def _changes(rows: object, data: bytearray, start: int, end: int) -> Iterator[Change]:
@@ -139,12 +139,12 @@ def _changes(rows: object, data: bytearray, start: int, end: int) -> Iterator[Ch
         raise ValueError("tensors: not an array")
     place, names = start, set[str]()
     for row in rows:
-        found = strict.members(row, _TENSOR, "tensor")
-        name = strict.text(found["name"], "name")
+        found = members(row, _TENSOR, "tensor")
+        name = text(found["name"], "name")
         if not name or name in names:
             raise ValueError(f"tensor {name!r} stands twice, or has no name")
         names.add(name)
-        if strict.natural(found["offset"], name) != place - start:
+        if natural(found["offset"], name) != place - start:
             raise ValueError(f"{name}: its words begin elsewhere than the tensor before ends")
         change, place = _change(name, found, data, place, end)
         yield change
@@ -154,7 +154,7 @@ def _changes(rows: object, data: bytearray, start: int, end: int) -> Iterator[Ch
 
 def _change(name: str, row: dict[str, object], data: bytearray, place: int, end: int) -> tuple[Change, int]:
     form = _form(name, row)
-    count = strict.natural(row["changes"], name, form.elements)
+    count = natural(row["changes"], name, form.elements)
     width = 4 if form.elements <= 1 << 32 else 8
     if count == 0 or type(row["index_width"]) is not int or row["index_width"] != width:
         raise ValueError(f"{name}: no changes, or an index of other than {width} bytes")
@@ -170,7 +170,7 @@ def _change(name: str, row: dict[str, object], data: bytearray, place: int, end:
     words = torch.frombuffer(data, dtype=INTEGERS[form.width], count=count, offset=words_at)
     _check_index(name, index, form.elements)
     _check_finite(name, form, words)
-    lanes = (Lanes.from_hex(strict.hexadecimal(row[key], 32, name)) for key in ("lanes_old", "lanes_new"))
+    lanes = (Lanes.from_hex(hexadecimal(row[key], 32, name)) for key in ("lanes_old", "lanes_new"))
     return Change(name, form, index, words, *lanes), stop
 
 
@@ -178,7 +178,7 @@ def _form(name: str, row: dict[str, object]) -> Form:
     dtype = row["dtype"]
     if type(dtype) is not str or dtype not in DTYPES:
         raise ValueError(f"{name}: dtype {str(dtype)[:40]!r} can't be patched")
-    return Form(dtype, strict.shape(row["shape"], name))
+    return Form(dtype, shape(row["shape"], name))
 
 
 def _check_index(name: str, index: Index, elements: int) -> None:

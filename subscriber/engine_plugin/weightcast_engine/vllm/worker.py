@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from weightcast_engine.patch_file import LIMIT
-from weightcast_engine.piece import storage
-from weightcast_engine.rank import NOT_ENDED, Answer, EngineRank, Order
-from weightcast_engine.words import misplaced
+from weightcast_engine.update.elements import misplaced
+from weightcast_engine.update.patch_file import LIMIT
+from weightcast_engine.update.places import storage
+from weightcast_engine.update.rank import NOT_ENDED, Answer, EngineRank, Order
 
 METHOD = "weightcast"
 """of a worker, as `collective_rpc` calls it"""

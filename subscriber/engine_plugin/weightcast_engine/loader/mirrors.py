@@ -15,8 +15,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from weightcast_engine.blocks import Block, Key, Scattered, View, blocks_of, tile
-from weightcast_engine.piece import Piece, flat_of, has_memory, storage, view_of
+from weightcast_engine.update.places import (
+    Block,
+    Key,
+    Piece,
+    Scattered,
+    View,
+    blocks_of,
+    flat_of,
+    has_memory,
+    storage,
+    tile,
+    view_of,
+)
 
 _COPIES = frozenset({"contiguous", "clone"})
 """calls that copy a tensor as it is"""

@@ -12,6 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise, product
 
+import torch
+from torch import Tensor
+
+from weightcast_engine.update.elements import INTEGERS
+
 MOST_BLOCKS = 4096
 """of one copy: what is more scattered is not patched"""
 
@@ -169,3 +174,38 @@ def _apart(one: Key, other: Key) -> bool:
     left, right = one[0] % step, other[0] % step
     within = left + one[3] <= step and right + other[3] <= step
     return within and (left + one[3] <= right or right + other[3] <= left)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A block of a checkpoint's tensor, and the live storage in which it lies."""
+
+    flat: Tensor
+    """the whole storage, as integers as wide as an element"""
+    block: Block
+
+
+def storage(tensor: Tensor) -> int:
+    """The same number for all views of one."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether its elements lie in a storage: not those of sparse ones, or of what only stands for others.
+    Types are asked, not objects: some of an engine's answer in their own way."""
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def view_of(tensor: Tensor) -> View:
+    return View(tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+
+
+def flat_of(tensor: Tensor) -> Tensor:
+    """All of a tensor's storage, as integers as wide as its elements."""
+    held, width = tensor.untyped_storage(), tensor.element_size()
+    flat = torch.empty(0, dtype=INTEGERS[width], device=tensor.device)
+    flat.set_(held, 0, (held.nbytes() // width,), (1,))
+    return flat

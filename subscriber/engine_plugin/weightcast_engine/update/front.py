@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from weightcast_engine.blocks import Key, tile
-from weightcast_engine.lanes import Lanes
-from weightcast_engine.rank import Answer, Order
-from weightcast_engine.refusals import (
+from weightcast_engine.update.checksums import Lanes
+from weightcast_engine.update.places import Key, tile
+from weightcast_engine.update.rank import Answer, Order
+from weightcast_engine.update.refusals import (
     RELOAD,
     RELOAD_AND_TELL,
     BadPatch,

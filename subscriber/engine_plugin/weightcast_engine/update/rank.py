@@ -11,6 +11,7 @@ A rank that is the only one commits with its apply.
 from __future__ import annotations
 
 import hashlib
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -21,10 +22,10 @@ import torch
 from torch import nn
 
 from weightcast_engine import FORMAT, VERSION
-from weightcast_engine.blocks import on_whole_words
-from weightcast_engine.derived import (
+from weightcast_engine.loader.derived import (
     OwnTensor,
     WeightPlace,
+    copies_kept,
     late_copies,
     live_tensors,
     memory_shared,
@@ -33,16 +34,51 @@ from weightcast_engine.derived import (
     private_copies,
     unloaded,
 )
-from weightcast_engine.guard import unchanged
-from weightcast_engine.kept import copies_kept
-from weightcast_engine.live_words import LiveUpdate, resident
-from weightcast_engine.patch_file import Change, ReadPatch, Stand
-from weightcast_engine.piece import storage
-from weightcast_engine.refusals import RELOAD, RELOAD_AND_TELL, BadPatch, InDoubt, OtherBase, Refusal
-from weightcast_engine.stage import Stage
-from weightcast_engine.trace import Map, trace
-from weightcast_engine.unfilled import are_left
-from weightcast_engine.words import Form, checkpoint_forms
+from weightcast_engine.loader.guard import are_left, unchanged
+from weightcast_engine.loader.trace import Map, trace
+from weightcast_engine.update.elements import Form, checkpoint_forms
+from weightcast_engine.update.live_elements import LiveUpdate, resident
+from weightcast_engine.update.patch_file import Change, ReadPatch, Stand, read_patch
+from weightcast_engine.update.places import on_whole_words, storage
+from weightcast_engine.update.refusals import (
+    RELOAD,
+    RELOAD_AND_TELL,
+    BadPatch,
+    InDoubt,
+    OtherBase,
+    Refusal,
+)
+
+
+class Stage:
+    """Reads and checks `name` in a thread of its own: reading and hashing leave the interpreter to others."""
+
+    def __init__(self, directory: Path, name: str, limit: int) -> None:
+        self.name = name
+        self._found: ReadPatch | BadPatch | None = None
+        self._thread = threading.Thread(target=self._read, args=(directory, limit), daemon=True)
+        self._thread.start()
+
+    def _read(self, directory: Path, limit: int) -> None:
+        try:
+            self._found = read_patch(directory, self.name, limit)
+        except BadPatch as refusal:
+            self._found = refusal
+        except Exception as error:  # whatever it is, the order that waits for it is told
+            self._found = BadPatch(f"{self.name}: {type(error).__name__}: {error}"[:500])
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it is read, or refused."""
+        self._thread.join(seconds)
+        return self._found is not None
+
+    def patch(self) -> ReadPatch:
+        if self._found is None:
+            raise BadPatch(f"{self.name} is still being read")
+        if isinstance(self._found, BadPatch):
+            raise self._found
+        return self._found
+
 
 Order = Mapping[str, Any]
 Answer = dict[str, Any]

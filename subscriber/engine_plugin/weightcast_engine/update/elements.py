@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from weightcast_engine import strict
-from weightcast_engine.refusals import BadPatch
+from weightcast_engine.update import strict_json
+from weightcast_engine.update.refusals import BadPatch
 
 DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -88,7 +88,7 @@ def _header_forms(path: Path) -> dict[str, Form]:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(HEADER_LIMIT, os.fstat(file.fileno()).st_size):
             raise ValueError(f"{path.name}: no safetensors header")
-        entries = strict.json_object(file.read(length))
+        entries = strict_json.json_object(file.read(length))
     entries.pop("__metadata__", None)
     return dict(_forms(entries))
 
@@ -110,7 +110,7 @@ def _forms(entries: Mapping[str, object]):  # type: ignore[no-untyped-def]
     for name, entry in entries.items():
         if type(entry) is not dict or entry.get("dtype") not in DTYPES:
             raise ValueError(f"{name[:200]} has a dtype that is not known here")
-        yield name, Form(str(entry["dtype"]), strict.shape(entry.get("shape"), name))
+        yield name, Form(str(entry["dtype"]), strict_json.shape(entry.get("shape"), name))
 
 
 def misplaced(directory: Path, patches: Path) -> str | None:

@@ -2,7 +2,7 @@
 
     while it serves   POST /weights_checker {"action": "weightcast " + order}
     in the pause      POST /update_weights_from_tensor, the order as the *name* of a tensor, with
-                      "load_format": "weightcast_engine.sglang_hook.load" (`--custom-weight-loader`)
+                      "load_format": "weightcast_engine.sglang.hook.load" (`--custom-weight-loader`)
 
     order     {"door": "check", "body": {"file": "8-0011aabb.patch"}}      the doors and bodies of `doors`
     message   {"status": 200, ...}                                         what the door answers, as JSON
@@ -29,15 +29,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from weightcast_engine import doors, strict
-from weightcast_engine.front import Front
-from weightcast_engine.patch_file import LIMIT
-from weightcast_engine.piece import storage
-from weightcast_engine.rank import NOT_ENDED, Answer, EngineRank, Order
-from weightcast_engine.refusals import BadPatch
-from weightcast_engine.steps import OrderSteps, at_once, end_of_step
+from weightcast_engine.update import routes, strict_json
+from weightcast_engine.update.front import Front
+from weightcast_engine.update.patch_file import LIMIT
+from weightcast_engine.update.places import storage
+from weightcast_engine.update.rank import NOT_ENDED, Answer, EngineRank, Order
+from weightcast_engine.update.refusals import BadPatch
+from weightcast_engine.update.routes import OrderSteps, at_once, end_of_step
 
-LOADER = "weightcast_engine.sglang_hook.load"
+LOADER = "weightcast_engine.sglang.hook.load"
 ACTION = "weightcast "
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -163,14 +163,14 @@ class _Part:
         self._rank = EngineRank(engine, Path(os.environ["WEIGHTCAST_PATCH_DIR"]), limit)
         self._controls = SglangControls(self._rank, group)
         self._front = Front(self._controls)
-        self._steps: OrderSteps[doors.Reply] = OrderSteps()
+        self._steps: OrderSteps[routes.Reply] = OrderSteps()
         self._stepped = 0.0
 
     def forget(self, doubt: str | None = None) -> None:
         self._steps.give_up()
         self._rank.forget(doubt)
 
-    def in_pause(self, text: str) -> doors.Reply:
+    def in_pause(self, text: str) -> routes.Reply:
         """What was under way beside the engine makes room."""
         try:
             _, acting = self._begun(text, _PAUSED)
@@ -180,7 +180,7 @@ class _Part:
         self._controls.is_paused = True
         return at_once(acting())
 
-    def beside(self, text: str) -> doors.Reply:
+    def beside(self, text: str) -> routes.Reply:
         try:
             door, acting = self._begun(text, _SERVING)
         except ValueError as error:
@@ -203,21 +203,21 @@ class _Part:
 
     def _begun(
         self, text: str, served: frozenset[str]
-    ) -> tuple[str, Callable[[], Coroutine[Any, Any, doors.Reply]]]:
+    ) -> tuple[str, Callable[[], Coroutine[Any, Any, routes.Reply]]]:
         """The order's door, and what carries it out. Raises ValueError for what is no order that is served
         now."""
-        if len(text) > doors.BODY_LIMIT:
-            raise ValueError(f"more than {doors.BODY_LIMIT} characters")
-        order = strict.members(strict.json_object(text.encode()), {"door", "body"}, "order")
+        if len(text) > routes.BODY_LIMIT:
+            raise ValueError(f"more than {routes.BODY_LIMIT} characters")
+        order = strict_json.members(strict_json.json_object(text.encode()), {"door", "body"}, "order")
         door = str(order["door"])
         if door not in served:
             raise ValueError(f"no door {door[:40]!r}; doors: {', '.join(sorted(served))}")
         if door == "look":
-            return door, lambda: doors.look(self._front)
-        return door, lambda: doors.order(self._front, door, json.dumps(order["body"]).encode())
+            return door, lambda: routes.look(self._front)
+        return door, lambda: routes.order(self._front, door, json.dumps(order["body"]).encode())
 
 
-def _not_an_order(error: ValueError) -> doors.Reply:
+def _not_an_order(error: ValueError) -> routes.Reply:
     return 400, {"error": f"not an order: {error}", "remedy": "see docs/engines.md, The plugin"}
 
 

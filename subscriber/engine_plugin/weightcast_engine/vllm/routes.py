@@ -8,10 +8,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from weightcast_engine import doors
-from weightcast_engine.front import Front
-from weightcast_engine.rank import Answer, Order
-from weightcast_engine.vllm_worker import METHOD
+from weightcast_engine.update import routes
+from weightcast_engine.update.front import Front
+from weightcast_engine.update.rank import Answer, Order
+from weightcast_engine.vllm.worker import METHOD
 
 _MODES = {"recompute": "keep", "wait": "wait", "abort": "abort"}
 
@@ -27,23 +27,23 @@ class WeightcastDoors:
         from fastapi.responses import JSONResponse
 
         async def look(request: Request) -> JSONResponse:
-            return _reply(await doors.look(request.app.state.weightcast_front))
+            return _reply(await routes.look(request.app.state.weightcast_front))
 
         async def act(request: Request) -> JSONResponse:
             data = await _body(request)
             if data is None:
-                return _reply((413, {"error": f"more than {doors.BODY_LIMIT} bytes"}))
+                return _reply((413, {"error": f"more than {routes.BODY_LIMIT} bytes"}))
             door = request.url.path.rpartition("/")[2]
-            return _reply(await doors.order(request.app.state.weightcast_front, door, data))
+            return _reply(await routes.order(request.app.state.weightcast_front, door, data))
 
-        def _reply(reply: doors.Reply) -> JSONResponse:
+        def _reply(reply: routes.Reply) -> JSONResponse:
             return JSONResponse(reply[1], reply[0])
 
         # without annotations as strings, fastapi would look for the names in this module
         look.__annotations__, act.__annotations__ = {"request": Request}, {"request": Request}
-        app.add_api_route(doors.PREFIX, look, methods=["GET"], include_in_schema=False)
-        for door in doors.DOORS:
-            app.add_api_route(f"{doors.PREFIX}/{door}", act, methods=["POST"], include_in_schema=False)
+        app.add_api_route(routes.PREFIX, look, methods=["GET"], include_in_schema=False)
+        for door in routes.DOORS:
+            app.add_api_route(f"{routes.PREFIX}/{door}", act, methods=["POST"], include_in_schema=False)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         state.weightcast_front = Front(VllmControls(engine_client))
@@ -53,7 +53,7 @@ async def _body(request: Any) -> bytes | None:
     data = bytearray()
     async for block in request.stream():
         data += block
-        if len(data) > doors.BODY_LIMIT:
+        if len(data) > routes.BODY_LIMIT:
             return None
     return bytes(data)
 

@@ -18,12 +18,21 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from weightcast_engine.blocks import Key, Scattered, View, blocks_of, disjoint
-from weightcast_engine.guard import NoWrites, Unseen, no_threads
-from weightcast_engine.mirrors import Mirror, Origins, is_whole, with_mirrors
-from weightcast_engine.piece import Piece, flat_of, has_memory, storage, view_of
-from weightcast_engine.unfilled import Made
-from weightcast_engine.words import DTYPES, Form
+from weightcast_engine.loader.guard import Made, NoWrites, Unseen, no_threads
+from weightcast_engine.loader.mirrors import Mirror, Origins, is_whole, with_mirrors
+from weightcast_engine.update.elements import DTYPES, Form
+from weightcast_engine.update.places import (
+    Key,
+    Piece,
+    Scattered,
+    View,
+    blocks_of,
+    disjoint,
+    flat_of,
+    has_memory,
+    storage,
+    view_of,
+)
 
 Loader = Callable[[Iterable[tuple[str, Tensor]]], object]
 """a model's `load_weights`"""

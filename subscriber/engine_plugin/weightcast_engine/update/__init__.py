@@ -1,0 +1,1 @@
+"""A patch, from its file into the live weights of every rank."""
