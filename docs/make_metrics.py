@@ -16,13 +16,13 @@ HEAD = """\
 # Metrics
 
 What `/metrics` of both daemons shows, in Prometheus' text format; made from the code by
-`python docs/make_metrics.py`. Units stand in names: `_seconds`, `_bytes`, `_ratio` (1 is all),
+`python docs/make_metrics.py`. Units are part of the names: `_seconds`, `_bytes`, `_ratio` (1 is all),
 `_timestamp_seconds` (unix time), `_total` (counts since the daemon's start). A histogram has `_bucket`,
 `_sum` and `_count`.
 
 Labels have closed sets of values, or values from this daemon's own settings and its channel: what hosts
 report and what versions hold makes no series. Series of closed sets exist from the start. Scrape
-configuration, alerts and a Grafana dashboard: [operations](operations.md#metrics-and-alerts).
+configuration, alerts and a Grafana dashboard: [monitoring](monitoring.md#metrics-and-alerts).
 """
 TABLE = "| metric | kind | labels | |\n|---|---|---|---|\n"
 PROCESS = """

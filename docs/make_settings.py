@@ -1,4 +1,4 @@
-"""Prints the README's table of settings from the code: python docs/make_settings.py"""
+"""Prints docs/settings.md from the code: python docs/make_settings.py > docs/settings.md"""
 
 from __future__ import annotations
 
@@ -6,6 +6,20 @@ from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.shared.daemon.settings import ServiceSettings, SettingDoc, describe_settings
 from weightcast.subscriber.daemon.settings import SubscriberSettings
 
+TOP = """\
+# Settings
+
+Made from the code by `python docs/make_settings.py`. A flag wins over the environment, the environment over
+`--config FILE` (TOML, for example `anchor-every = 100`). Paths may begin with `~/`. `deploy/weightcast.env` has the
+same as a template.
+
+```sh
+weightcast config show subscriber --local /data/policy --channel /shared/run7
+```
+prints the effective settings and their source (flag, environment, file, default), with secrets masked and URLs
+without their query. Unknown flags and names in files are errors. An environment variable `WEIGHTCAST_...` that
+nothing reads is reported on stderr at the start, with the nearest known name.
+"""
 HEAD = "| flag | environment | default | |\n|---|---|---|---|\n"
 
 
@@ -19,23 +33,24 @@ def _row(doc: SettingDoc) -> str:
     return f"| {flag} | `{doc.env}` | {default} | {doc.help} |\n"
 
 
-def both() -> str:
-    """Settings of both daemons, then those of one."""
+def document() -> str:
+    """The page: settings of both daemons, then those of one."""
     publisher = {doc.name: doc for doc in describe_settings(PublisherSettings)}
     subscriber = {doc.name: doc for doc in describe_settings(SubscriberSettings)}
     shared = frozenset(name for name, doc in publisher.items() if subscriber.get(name) == doc)
     own = frozenset(set(subscriber) - shared)
     return "\n".join(
         (
-            "**Both daemons**\n",
+            TOP,
+            "## Both daemons\n",
             table(SubscriberSettings, leave_out=own),
-            "**`weightcast publisher run`**\n",
+            "## weightcast publisher run\n",
             table(PublisherSettings, leave_out=shared),
-            "**`weightcast subscriber run`**\n",
+            "## weightcast subscriber run\n",
             table(SubscriberSettings, leave_out=shared),
         )
     )
 
 
 if __name__ == "__main__":
-    print(both(), end="")
+    print(document(), end="")

@@ -144,7 +144,7 @@ class Publisher:
         `on_device`: torch tensors on a CUDA device are compared there (`auto`), those on the CPU by
         torch too (`always`), or all on the host (`never`); the version's bytes are the same.
         What was published last may take `device_baseline_bytes` on the devices and `pinned_baseline_bytes` in
-        pinned host memory, for the next comparison (docs/operations.md, Tensors on a GPU).
+        pinned host memory, for the next comparison (docs/publishing.md, Tensors on a GPU).
         `upkeep`: what rank 0 makes beside the versions, when `make_due` is called or, after
         `work_in_background`, by itself.
         `sign_key`: file with the key that signs every version (rank 0 alone needs it); `trusted_keys`: keys

@@ -24,17 +24,21 @@ ALLOWED = re.compile(r"\bis no longer\b|\bare no longer\b|\bno one that\b", re.I
 """English that a phrase of `WORST` begins, and that is plain"""
 CODE = re.compile(r"^```.*?^```|^    .*?$|`[^`\n]*`|\]\([^)]*\)", re.MULTILINE | re.DOTALL)
 """code, field values and link targets of a document"""
-UNCHECKED = ("docs/glossary.md", "docs/measurements/", "docs/benchmarks", "docs/adr/", "CHANGELOG.md")
-"""the page that quotes the words, pages of figures, history"""
+UNCHECKED = (
+    "docs/glossary.md",
+    "docs/measurements/",
+    "docs/benchmarks",
+    "docs/adr/",
+    "docs/settings.md",
+    "docs/metrics.md",
+    "CHANGELOG.md",
+)
+"""the page that quotes the words, pages of figures, pages made from strings of the source, history"""
 BUDGET = {
-    "README.md": 18,
     "docs/FORMAT.md": 32,
     "docs/architecture.md": 9,
-    "docs/engines-measured.md": 6,
     "docs/engines.md": 39,
     "docs/hazards.md": 32,
-    "docs/metrics.md": 3,
-    "docs/operations.md": 63,
     "docs/reliability.md": 35,
     "docs/security.md": 8,
     "docs/sizing.md": 10,

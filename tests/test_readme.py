@@ -1,4 +1,4 @@
-"""The README's table of settings and its links are those of the code and the tree."""
+"""The table of settings is the code's; links and named files of the documents exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ def test_settings_table_is_the_codes() -> None:
         [sys.executable, "docs/make_settings.py"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
     assert made.count("| `--") > 20
-    assert made in (ROOT / "README.md").read_text(), "run python docs/make_settings.py and paste its output"
+    page = (ROOT / "docs" / "settings.md").read_text()
+    assert made == page, "run: python docs/make_settings.py > docs/settings.md"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
 
 DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "examples" / "README.md")
@@ -31,6 +36,24 @@ def test_files_that_are_named_exist(document: Path) -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "examples" / "README.md"):
-        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
-            assert (document.parent / target).exists(), f"{document.name}: {target}"
+    for document in DOCUMENTS:
+        for path, _, anchor in re.findall(r"\]\(([^)#:\s]*)(#([\w-]+))?\)", document.read_text()):
+            there = document.parent / path if path else document
+            assert there.exists(), f"{document.name}: {path}"
+            assert not anchor or anchor in anchors(there), f"{document.name}: {path}#{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of titles."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_list_of_pages_has_every_page() -> None:
+    listed = (ROOT / "docs" / "README.md").read_text()
+    pages = [
+        path.name
+        for path in (ROOT / "docs").glob("*.md")
+        if not path.name.startswith(("README", "benchmarks-"))
+    ]
+    assert [name for name in pages if f"({name})" not in listed] == []

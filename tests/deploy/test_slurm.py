@@ -67,7 +67,7 @@ def test_everything_may_end_before_slurm_kills() -> None:
 
 
 def test_the_document_tells_its_settings_with_their_names() -> None:
-    section = (ROOT / "docs" / "operations.md").read_text().partition("\n## Slurm\n")[2].partition("\n## ")[0]
+    section = (ROOT / "docs" / "deploying.md").read_text().partition("\n## Slurm\n")[2].partition("\n## ")[0]
     told = {
         name
         for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)

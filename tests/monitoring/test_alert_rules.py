@@ -83,7 +83,7 @@ def test_the_dashboard_is_the_generators() -> None:
 
 
 def test_every_alert_has_a_line_in_the_operators_page() -> None:
-    page = (ROOT / "docs" / "operations.md").read_text()
+    page = (ROOT / "docs" / "monitoring.md").read_text()
     for rule in ALERTS:
         assert f"\n| `{rule['alert']}` |" in page
         assert rule["labels"]["severity"] in ("warning", "critical")

@@ -1,4 +1,4 @@
-"""The table of events in docs/operations.md against what the code logs."""
+"""The table of events in docs/monitoring.md against what the code logs."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ EVENTS = sorted({(event, tuple(sorted(fields))) for event, fields in logged()})
 
 def row_of(event: str) -> str:
     """The line of the table, and the lines above where it says `the same`."""
-    lines = (ROOT / "docs" / "operations.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "monitoring.md").read_text().splitlines()
     found = [
         at for at, line in enumerate(lines) if line.startswith("| `") and f"`{event}`" in line.split("|")[1]
     ]
-    assert found, f"docs/operations.md, Logs: no line for {event!r}"
+    assert found, f"docs/monitoring.md, Logs: no line for {event!r}"
     return "\n".join(lines[at - 1] + lines[at] if "the same" in lines[at] else lines[at] for at in found)
 
 

@@ -229,7 +229,7 @@ def test_missed_versions_are_read_the_cheapest_way() -> None:
 
 
 def test_deltas_over_many_versions_cost_about_three() -> None:
-    """docs/operations.md, Hosts far behind."""
+    """docs/channel.md, Hosts far behind."""
     assert 2 < skip_share(10**6, 10**9) < 3.5
 
 
