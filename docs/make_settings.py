@@ -9,16 +9,17 @@ from weightcast.subscriber.daemon.settings import SubscriberSettings
 TOP = """\
 # Settings
 
-Made from the code by `python docs/make_settings.py`. A flag wins over the environment, the environment over
-`--config FILE` (TOML, for example `anchor-every = 100`). Paths may begin with `~/`. `deploy/weightcast.env` has the
-same as a template.
+Made from the code by `python docs/make_settings.py`. A flag wins over the environment, the
+environment over `--config FILE` (TOML, for example `anchor-every = 100`). Paths may begin with
+`~/`. `deploy/weightcast.env` has the same as a template.
 
 ```sh
 weightcast config show subscriber --local /data/policy --channel /shared/run7
 ```
-prints the effective settings and their source (flag, environment, file, default), with secrets masked and URLs
-without their query. Unknown flags and names in files are errors. An environment variable `WEIGHTCAST_...` that
-nothing reads is reported on stderr at the start, with the nearest known name.
+prints the effective settings and their source (flag, environment, file, default), with secrets
+masked and URLs without their query. Unknown flags and names in files are errors. An environment
+variable `WEIGHTCAST_...` that nothing reads is reported on stderr at the start, with the nearest
+known name.
 """
 HEAD = "| flag | environment | default | |\n|---|---|---|---|\n"
 
