@@ -57,10 +57,10 @@ from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.pins import Rollback
 from weightcast.shared.channel.run_files import Base, ChannelFile
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import Follower, FollowOptions
+from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.state.known_bases import recorded_base
 from weightcast.shared.checkpoint.verify.scrub import Scrub
-from weightcast.shared.files.paths import exists, require_apart, require_places
+from weightcast.shared.files.paths import exists, require_no_overlap, require_places
 from weightcast.shared.files.probes import CHANNEL_NEEDS, COMMIT_NEEDS, require
 
 if TYPE_CHECKING:
@@ -78,19 +78,19 @@ class Publisher:
 
     def __init__(
         self,
-        follower: Follower,
+        updater: LocalUpdater,
         rank: Rank,
         options: PublishOptions,
         claimed: Claim | None,
         upkeep: Upkeep | None = None,
     ) -> None:
-        self._follower, self._claim, self._upkeep = follower, claimed, upkeep
+        self._updater, self._claim, self._upkeep = updater, claimed, upkeep
         self._background: Background | None = None
         self._trust, self._world_size = options.trust, rank.world_size
-        self._owner = None if claimed is None else Owner(follower, claimed, rank, options)
-        self._lone = None if claimed is None else Owner(follower, claimed, Rank(0, 1), options)
+        self._owner = None if claimed is None else Owner(updater, claimed, rank, options)
+        self._lone = None if claimed is None else Owner(updater, claimed, Rank(0, 1), options)
         """what rank 0 publishes without the other ranks"""
-        self._member = MemberRank(follower, rank, options)
+        self._member = MemberRank(updater, rank, options)
         self._heart = None if claimed is None else _Heart(claimed)
         self._closed = False
         # the field's encodings need all new words on the host, whatever changed
@@ -171,12 +171,12 @@ class Publisher:
         opened = Channel.open(directory, vouching.trust)
         opened.require_ours()
         base = recorded_base(opened) if base is None else base
-        require_apart("--local", Path(local), "--channel", directory)
-        follower = Follower(
+        require_no_overlap("--local", Path(local), "--channel", directory)
+        updater = LocalUpdater(
             directory,
             Path(local),
             None if base is None else Path(base),
-            FollowOptions(threads=threads, visible_seconds=visible_seconds, carries=False),
+            UpdaterOptions(threads=threads, visible_seconds=visible_seconds, carries=False),
         )
         options = PublishOptions(
             encoding=encoding,
@@ -192,23 +192,23 @@ class Publisher:
             carry_config=carry_config,
         )
         if rank != 0:
-            return cls(follower, Rank(rank, world_size), options, None)
+            return cls(updater, Rank(rank, world_size), options, None)
         with contextlib.ExitStack() as undo:
-            undo.callback(follower.close)
-            first = not exists(follower.paths.state)
+            undo.callback(updater.close)
+            first = not exists(updater.paths.state)
             require("--channel", directory, CHANNEL_NEEDS if first else COMMIT_NEEDS)
-            follower.own()
+            updater.own()
             claimed = claim(
                 directory,
                 this_process(),
                 take_over=take_over,
                 patience=take_over_seconds,
-                above=follower.epoch,
+                above=updater.epoch,
             )
             keeper = Upkeep(directory, Path(local), claimed, upkeep or UpkeepOptions(), vouching)
             keep = None if upkeep is None else keeper.keep
             options = replace(options, give_up=keeper.give_up, keep=keep)
-            publisher = cls(follower, Rank(0, world_size), options, claimed, keeper)
+            publisher = cls(updater, Rank(0, world_size), options, claimed, keeper)
             undo.callback(publisher.close)
             publisher.recover()
             undo.pop_all()
@@ -234,7 +234,7 @@ class Publisher:
             # the next publisher waits a little longer when this cannot be told
             with contextlib.suppress(OSError):
                 self._claim.release()
-        self._follower.close()
+        self._updater.close()
 
     def _check_open(self) -> None:
         """The claim is given back by then: another publisher may own the channel."""
@@ -243,12 +243,12 @@ class Publisher:
 
     @property
     def channel(self) -> Path:
-        return self._follower.channel_dir
+        return self._updater.channel_dir
 
     @property
     def version(self) -> int:
         """The version that the pointer names, 0 before the first."""
-        return Channel.open(self._follower.channel_dir).pointed()
+        return Channel.open(self._updater.channel_dir).pointed()
 
     @property
     def epoch(self) -> int:
@@ -266,7 +266,7 @@ class Publisher:
     @functools.cached_property
     def run(self) -> tuple[ChannelFile, Base]:
         """What the channel was made with, as it was first read here: neither changes in a run."""
-        return Channel.open(self._follower.channel_dir, self._trust).require_ours()
+        return Channel.open(self._updater.channel_dir, self._trust).require_ours()
 
     @property
     def config_changed(self) -> tuple[str, ...]:
@@ -276,17 +276,17 @@ class Publisher:
     @property
     def left_behind(self) -> tuple[str, ...]:
         """Files of the base that hosts do not get."""
-        return self._follower.left_behind
+        return self._updater.left_behind
 
     @property
     def local_version(self) -> int | None:
-        state = self._follower.state
+        state = self._updater.state
         return None if state is None else state.position.version
 
     def state_dict(self) -> dict[str, object]:
         """For the trainer's checkpoint: where in the channel its weights stand. Waits for submissions."""
         self._submissions.drain()
-        return position(self._follower.channel_dir)
+        return position(self._updater.channel_dir)
 
     def load_state_dict(self, state: Mapping[str, object]) -> Resumed:
         """Checks that this channel is the one in which the checkpoint's weights were published, and says how
@@ -294,7 +294,7 @@ class Publisher:
 
         Raises WrongRun for another channel, Forked for another history, Refused for what is no such state.
         """
-        return resumed(self._follower.channel_dir, state)
+        return resumed(self._updater.channel_dir, state)
 
     def recover(self, advance: Advance | None = None) -> None:
         """Finishes a version that was committed and never pointed to, and catches up with the channel. Rank 0
@@ -308,17 +308,17 @@ class Publisher:
         """Reads a little of the local checkpoint; what is wrong there is repaired at once."""
         self._check_open()
         self._submissions.drain()
-        local = self._follower.local
+        local = self._updater.local
         if self._owner is None or local is None:
             return
         try:
             scrub.turn(local)
         except NeedsReseed as error:
-            self._follower.doubt(error)
+            self._updater.mark_damaged(error)
             self.recover()
         except OSError:
             # which of two states lies on disk is not known
-            self._follower.release()
+            self._updater.release()
             raise
 
     def publish(
@@ -409,7 +409,7 @@ class Publisher:
                 remedy="give the version of a report, or the handle that submit returned",
             )
         if self._arrivals is None:
-            self._arrivals = Arrivals.in_channel(self._follower.channel_dir)
+            self._arrivals = Arrivals.in_channel(self._updater.channel_dir)
         return self._arrivals.wait(operator.index(version), min_hosts, fraction, timeout)
 
     def publish_checkpoint(
@@ -448,7 +448,7 @@ class Publisher:
     def made_for(self, request: str, above: int) -> Index | None:
         """The version that was published for `request`, if it is one after `above`. That there are newer ones
         says nothing: another publisher, an operator or a rollback may have made them."""
-        channel = Channel.open(self._follower.channel_dir, self._trust)
+        channel = Channel.open(self._updater.channel_dir, self._trust)
         pointer, table = channel.pointer(), self.run[1].table
         for version in range(0 if pointer is None else pointer.version, above, -1):
             with contextlib.suppress(DamagedFile, Untrusted):
@@ -465,19 +465,19 @@ class Publisher:
         self._check_open()
         self._submissions.drain()
         file, base = self.run
-        local = self._follower.local
+        local = self._updater.local
         position = None if local is None else local.state.position
         with contextlib.closing(read()) as weights:
             channel = Channel.open(self.channel, self._trust)
             if self._carry_config and not is_carried(channel, weights, version):
                 return False
             matched = matched_to(file, base.table, weights, Rank(0, 1), Work(read, None))
-            content = Content(weights, matched, base, self._follower.options.threads)
+            content = Content(weights, matched, base, self._updater.options.threads)
             return content.has_root(root, position, advance)
 
     def root_of(self, version: int) -> str:
         """Of a version up to the newest; empty where the channel no longer says."""
-        channel = Channel.open(self._follower.channel_dir, self._trust)
+        channel = Channel.open(self._updater.channel_dir, self._trust)
         pointer = channel.pointer()
         with contextlib.suppress(WeightcastError):
             return "" if pointer is None else root_of(channel, pointer, version)
@@ -486,9 +486,9 @@ class Publisher:
     def open_checkpoint(self, directory: str | Path, rules: ExportRules = NO_RULES) -> NewWeights:
         """A checkpoint directory as new weights of this run, for `publish_weights`."""
         directory = Path(directory)
-        refuse_local(directory, self._follower.paths.directory)
-        weights, local = CheckpointWeights(directory), self._follower.local
-        own = self._follower.base_dir if local is None else local.checkpoint.directory
+        refuse_local(directory, self._updater.paths.directory)
+        weights, local = CheckpointWeights(directory), self._updater.local
+        own = self._updater.base_dir if local is None else local.checkpoint.directory
         try:
             check_config(directory / CONFIG, own, self.run[1].files)
             base = self.run[1] if local is None else local.base
@@ -558,13 +558,13 @@ class Publisher:
         if self._lone is not None:
             self._obey_repair()
             self._lone.hold_pointer()
-        channel = Channel.open(self._follower.channel_dir)
+        channel = Channel.open(self._updater.channel_dir)
         order = standing(channel)
         if order is None or self._lone is None:
             return order
         self._lone.recover()
         if not is_carried_out(channel, order):
-            carry_out(self._lone, self._follower, channel, order)
+            carry_out(self._lone, self._updater, channel, order)
             if self._background is not None:
                 self._background.wake()
         return order
@@ -582,14 +582,14 @@ class Publisher:
         if self._claim is None or self._lone is None:
             raise Refused("only rank 0 repairs the channel", remedy="call it on rank 0")
         self._claim.check()
-        lone, directory = self._lone, self._follower.channel_dir
+        lone, directory = self._lone, self._updater.channel_dir
         if is_sound(directory, trust=self._trust):
             return Repairs()
 
         def write_anchor() -> int | None:
             return self.version if lone.write_anchor() else None
 
-        local = self._follower.paths.directory
+        local = self._updater.paths.directory
         return repair(directory, self._claim, local, write_anchor, trust=self._trust)
 
     def obey_repair(self) -> Repairs | None:
@@ -599,7 +599,7 @@ class Publisher:
         return self._obey_repair()
 
     def _obey_repair(self) -> Repairs | None:
-        directory = self._follower.channel_dir
+        directory = self._updater.channel_dir
         if self._lone is None or not pins.repair_ordered(directory):
             return None
         try:
@@ -614,12 +614,12 @@ class Publisher:
         """Reads some of the channel's files; those of a damaged version are written again at once."""
         self._check_open()
         self._submissions.drain()
-        local, layout = self._follower.local, Layout(self._follower.channel_dir)
+        local, layout = self._updater.local, Layout(self._updater.channel_dir)
         version = None if self._claim is None or local is None else check.turn(layout, local)
         if version is None or self._claim is None:
             return None
         there = range(version, version + 1)
-        done, lost = remake(layout, self._follower.paths.directory, self._claim, there, only=version)
+        done, lost = remake(layout, self._updater.paths.directory, self._claim, there, only=version)
         if not done:
             check.give_up(version)
         return Repairs(done=done, notes=lost)

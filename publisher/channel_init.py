@@ -22,12 +22,12 @@ from weightcast.shared.channel.run_files import (
 )
 from weightcast.shared.channel.signing import PrivateKey, signature_path, stated_by_base, write_signature
 from weightcast.shared.channel.store import Channel, may_lie_before
-from weightcast.shared.checkpoint.follower import open_base
+from weightcast.shared.checkpoint.local_updater import open_base
 from weightcast.shared.checkpoint.state.known_bases import remember_base
 from weightcast.shared.checkpoint.verify.seed import describe
 from weightcast.shared.files import durable
 from weightcast.shared.files.hf_checkpoint import Checkpoint
-from weightcast.shared.files.paths import exists, require_apart, require_directory
+from weightcast.shared.files.paths import exists, require_directory, require_no_overlap
 from weightcast.shared.files.probes import CHANNEL_NEEDS, require
 
 _HEAD = "lm_head.weight"
@@ -67,7 +67,7 @@ def init_channel(
     layout = Layout(channel)
     require_directory("--channel", channel)
     if not exists(layout.channel_json):
-        require_apart("--channel", channel, "--base", base)
+        require_no_overlap("--channel", channel, "--base", base)
         require("--channel", channel, CHANNEL_NEEDS)
     channel.mkdir(parents=True, exist_ok=True)
     if exists(layout.channel_json):

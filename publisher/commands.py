@@ -19,7 +19,7 @@ from weightcast.publisher.maintenance.repair import Repairs
 from weightcast.shared.channel.claims import OwnerAlive
 from weightcast.shared.channel.signing import load_private_key
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import open_base
+from weightcast.shared.checkpoint.local_updater import open_base
 from weightcast.shared.cli.app import (
     ChannelOption,
     JsonOption,

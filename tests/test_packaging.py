@@ -112,16 +112,16 @@ from pathlib import Path
 from core_cases import tensor, write_checkpoint, read_checkpoint
 from weightcast.publisher import Publisher, init_channel
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import Follower
+from weightcast.shared.checkpoint.local_updater import LocalUpdater
 here = Path.cwd()
 write_checkpoint(here / "base", {"w": tensor(np.random.default_rng(0), "F32", 9, 5)})
 init_channel(here / "channel", here / "base")
 new = np.full((9, 5), 2.5, np.float32)
 with Publisher.open(here / "channel", local=here / "pub", base=here / "base") as publisher:
     publisher.publish({"w": new})
-follower = Follower(here / "channel", here / "host", here / "base")
-follower.catch_up(Channel.open(here / "channel"))
-follower.close()
+updater = LocalUpdater(here / "channel", here / "host", here / "base")
+updater.update_to_latest(Channel.open(here / "channel"))
+updater.close()
 assert read_checkpoint(here / "host") == {"w": new.tobytes()}
 """
 

@@ -59,8 +59,8 @@ from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Layout, read_pointer
 from weightcast.shared.channel.run_files import Base
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import open_base
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths, ensure_room
+from weightcast.shared.checkpoint.local_updater import open_base
 from weightcast.shared.checkpoint.state.known_bases import find_base
 from weightcast.shared.checkpoint.verify.scrub import Scrub
 from weightcast.shared.checkpoint.verify.seed import check_other_files, check_table
@@ -72,7 +72,7 @@ from weightcast.shared.daemon.metrics import DiskFigures, Metrics, error_kind
 from weightcast.shared.daemon.status import Failure, Snapshot, verify_status
 from weightcast.shared.daemon.threads import working_threads
 from weightcast.shared.files.disk_errors import disk_error, disk_text, error_text
-from weightcast.shared.files.paths import exists, is_directory, require_apart
+from weightcast.shared.files.paths import exists, is_directory, require_no_overlap
 from weightcast.shared.files.probes import CONSUME_NEEDS, require
 from weightcast.shared.files.side_files import side_files
 
@@ -134,7 +134,7 @@ class Desk:
         """Makes or checks the channel, takes it, seeds the local checkpoint. Raises what ends the daemon."""
         settings, paths = self._settings, LocalPaths(self._settings.local)
         # before anything is made in one of them
-        require_apart("--local", settings.local, "--channel", settings.channel)
+        require_no_overlap("--local", settings.local, "--channel", settings.channel)
         if settings.watch is not None:
             rules = InboxRules(
                 settings.every,

@@ -24,7 +24,7 @@ from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Pointer
 from weightcast.shared.channel.pins import Rollback
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import Follower, FollowOptions
+from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 
 
 class Held(Refused):
@@ -82,25 +82,25 @@ def is_carried_out(channel: Channel, order: Rollback) -> bool:
     return root_of(channel, newest, newest.version) == order.root
 
 
-def carry_out(owner: Owner, follower: Follower, channel: Channel, order: Rollback) -> PublishReport:
+def carry_out(owner: Owner, updater: LocalUpdater, channel: Channel, order: Rollback) -> PublishReport:
     """Publishes the bytes of the order's version as the next one. `owner` publishes alone."""
-    with _weights(follower, channel, order) as read:
+    with _weights(updater, channel, order) as read:
         return owner.publish(Work(read, None, root=order.root, carried_of=order.to))
 
 
 @contextlib.contextmanager
-def _weights(follower: Follower, channel: Channel, order: Rollback) -> Iterator[Callable[[], NewWeights]]:
+def _weights(updater: LocalUpdater, channel: Channel, order: Rollback) -> Iterator[Callable[[], NewWeights]]:
     """What opens them, each time anew: from kept journals, or else from a copy that follows the channel to
     that version as a host would."""
-    past = _past(follower.paths.directory, order)
+    past = _past(updater.paths.directory, order)
     if past is not None:
         with past:
             yield lambda: PastWeights(past, order.to)
         return
-    scratch = follower.paths.room / "rollback"
+    scratch = updater.paths.room / "rollback"
     shutil.rmtree(scratch, ignore_errors=True)
     try:
-        _bring(channel, scratch, follower.base_dir, order)
+        _bring(channel, scratch, updater.base_dir, order)
         yield lambda: CheckpointWeights(scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -119,13 +119,15 @@ def _past(local: Path, order: Rollback) -> Past | None:
 
 
 def _bring(channel: Channel, scratch: Path, base: Path | None, order: Rollback) -> None:
-    follower = Follower(channel.directory, scratch, base, FollowOptions(visible_seconds=10.0, carries=False))
+    updater = LocalUpdater(
+        channel.directory, scratch, base, UpdaterOptions(visible_seconds=10.0, carries=False)
+    )
     try:
-        follower.bring(channel, order.to)
-        if follower.local is None or follower.local.state.position.root != order.root:
+        updater.update_to(channel, order.to)
+        if updater.local is None or updater.local.state.position.root != order.root:
             raise RetryLater(f"version {order.to} could not be brought", remedy="it is tried again")
     finally:
-        follower.close()
+        updater.close()
 
 
 class PastWeights(NewWeights):

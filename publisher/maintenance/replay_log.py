@@ -182,7 +182,7 @@ class Past:
         self._kept: Mapping[int, Kept] = {}
         self._undos: dict[int, _Undo] = {}
         try:
-            with self._local.standing_still():
+            with self._local.reading():
                 self._refresh()
         except BaseException:
             self.close()
@@ -245,7 +245,7 @@ class Past:
 
         def words_in(tensor: int, start: int, stop: int) -> Words:
             self._check()
-            with self._local.standing_still():
+            with self._local.reading():
                 self._refresh()
                 words, at = self._local.words_in(tensor, start, stop).copy(), self.here.version
             self._undo(tensor, start, words, at, version)
@@ -256,7 +256,7 @@ class Past:
     def chunk_at(self, chunk: Chunk, version: int) -> Words:
         """A copy of the chunk's words as they were at `version`, with its zero padding."""
         self._check()
-        with self._local.standing_still():
+        with self._local.reading():
             self._refresh()
             words, at = self._local.chunk_words(chunk).copy(), self.here.version
         self.undo_chunk(chunk, words, at, version)

@@ -170,7 +170,7 @@ def write_anchor_beside(
     layout: Layout, local: LocalCheckpoint, claim: Claim, key: PrivateKey | None = None
 ) -> bool:
     """The anchor of the version that the local checkpoint holds. False when it exists already."""
-    with local.standing_still():
+    with local.reading():
         full = Full(local.state.position, local.base, local.words_in, local.files_beside)
         return write_anchor(layout, full, claim, key)
 

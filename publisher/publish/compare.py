@@ -94,7 +94,7 @@ class ComparedWeights(NewWeights):
         """Reads `own.weights` once, and never again."""
         made = cls(own)
         mine = runs_in(own.local.table, holds_of(own.weights, own.names))
-        with own.local.standing_still():
+        with own.local.reading():
             chunks = ((chunk, pack(chunk, mine)) for chunk in grid(own.local.table, own.local.table.whole))
             held = ((chunk, packed) for chunk, packed in chunks if packed is not None)
             for packed, stretches, full in ordered(lambda one: _compare(own, *one), held, threads):
@@ -106,7 +106,7 @@ class ComparedWeights(NewWeights):
 
     def prove(self, threads: int) -> None:
         """Raises NeedsReseed unless what is read here are the bytes that were read from their owner."""
-        with self.local.standing_still():
+        with self.local.reading():
             for same in ordered(self._is_same, self._proofs, threads):
                 if not same:
                     raise NeedsReseed(

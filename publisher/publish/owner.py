@@ -58,8 +58,8 @@ from weightcast.shared.channel.index import INDEX_NAME, Index, parse_index, writ
 from weightcast.shared.channel.layout import Layout, Pointer, version_of
 from weightcast.shared.channel.run_files import Base, ChannelFile
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import Follower, open_base
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
+from weightcast.shared.checkpoint.local_updater import LocalUpdater, open_base
 from weightcast.shared.checkpoint.state.known_bases import find_base
 from weightcast.shared.checkpoint.state.side_files import Carried
 from weightcast.shared.checkpoint.update.fetch import ROOM_BYTES, journal_bytes
@@ -76,8 +76,8 @@ class Owner:
     """Publishes as rank 0, which alone commits. After an error either nothing was committed, or the version
     is whole and `recover` finishes it; the local checkpoint is behind then, never ahead."""
 
-    def __init__(self, follower: Follower, claim: Claim, rank: Rank, options: PublishOptions) -> None:
-        self._follower, self._claim, self._rank, self._options = follower, claim, rank, options
+    def __init__(self, updater: LocalUpdater, claim: Claim, rank: Rank, options: PublishOptions) -> None:
+        self._updater, self._claim, self._rank, self._options = updater, claim, rank, options
         self._anchor_due = False
         self._has_published = False
         self._step: int | None = None
@@ -87,7 +87,7 @@ class Owner:
 
     def hold_pointer(self) -> None:
         """Puts it where this owner last had it, if another one put it back since."""
-        put_pointer_right(Layout(self._follower.channel_dir), self._claim)
+        put_pointer_right(Layout(self._updater.channel_dir), self._claim)
 
     def recover(self, advance: Advance | None = None) -> None:
         """Finishes a version that was committed and never pointed to; brings the local checkpoint to the
@@ -102,30 +102,30 @@ class Owner:
             raise
         except OSError:
             # which of two states lies on disk is not known
-            self._follower.release()
+            self._updater.release()
             raise
         except Linked as error:
             # what an operator can mend is no reason to publish full weights
-            self._follower.release()
+            self._updater.release()
             raise RetryLater(error.message, remedy=error.remedy) from error
         except Refused as error:
             # the next publication begins a new chain with an anchor
-            self._follower.release()
-            self._follower.trouble = error.message
+            self._updater.release()
+            self._updater.trouble = error.message
 
     def _catch_up(self, channel: Channel, advance: Advance | None) -> None:
         def catch_up() -> None:
             try:
-                self._follower.catch_up(channel, advance)
+                self._updater.update_to_latest(channel, advance)
             except BaseException as error:
                 if lacks_room(error):
-                    self._follower.release()
+                    self._updater.release()
                 raise
 
         try:
             self._with_room(catch_up)
         except NeedsReseed as error:
-            self._follower.distrust(error.message)
+            self._updater.mark_dirty(error.message)
             self._with_room(catch_up)
 
     def _with_room(self, work: Callable[[], Made], nbytes: int = 0) -> Made:
@@ -146,10 +146,10 @@ class Owner:
         return self._options.give_up() and self._free_bytes() > free
 
     def _free_bytes(self) -> int:
-        return space_of(nearest_directory(self._follower.paths.room)).free_bytes
+        return space_of(nearest_directory(self._updater.paths.room)).free_bytes
 
     def _channel(self) -> Channel:
-        return Channel.open(self._follower.channel_dir, self._options.trust)
+        return Channel.open(self._updater.channel_dir, self._options.trust)
 
     def _finish_committed(self, channel: Channel) -> None:
         _, base = channel.require_ours()
@@ -181,13 +181,13 @@ class Owner:
         try:
             return self._publish(work)
         except NeedsReseed as error:
-            self._follower.distrust(error.message)
+            self._updater.mark_dirty(error.message)
             raise
         except OSError as error:
-            self._follower.release()
-            raise disk_error(error, self._follower.channel_dir) from error
+            self._updater.release()
+            raise disk_error(error, self._updater.channel_dir) from error
         except BaseException:
-            self._follower.release()
+            self._updater.release()
             raise
 
     def _publish(self, work: Work) -> PublishReport:
@@ -197,13 +197,13 @@ class Owner:
         self._claim.check()
         with work.phase("recover"):
             self.recover(work.advance)
-        failpoint("publish.recovered", self._follower.channel_dir)
+        failpoint("publish.recovered", self._updater.channel_dir)
         channel = self._channel()
         self._file, _ = channel.require_ours()
         if spooled is not None:
             return self._publish_spooled(channel, spooled, work)
         with self._given(channel, work, ahead) as (weights, matched):
-            local = self._follower.local
+            local = self._updater.local
             if ahead is not None:
                 self._go_on_with(channel, ahead, work)
             if local is None or not _next_is_free(channel, local):
@@ -213,7 +213,7 @@ class Owner:
     def _spool_first(self, work: Work) -> Spooled | None:
         """For trainers that wait for their tensors. None where the channel has to be asked first: at the
         first publication, after an error, among several ranks."""
-        local, file = self._follower.local, self._file
+        local, file = self._updater.local, self._file
         if work.compared is None or not self._rank.alone or local is None or file is None:
             return None
         return self._with_room(lambda: self._spooled(local, file, work))
@@ -234,7 +234,7 @@ class Owner:
 
     def _compare_first(self, work: Work) -> Ahead | None:
         """Among several ranks, for trainers that wait for their tensors; as `_spool_first`."""
-        local, file = self._follower.local, self._file
+        local, file = self._updater.local, self._file
         if local is None or file is None or not may_compare_first(work, self._rank):
             return None
         try:
@@ -247,7 +247,7 @@ class Owner:
             raise
 
     def _publish_spooled(self, channel: Channel, spooled: Spooled, work: Work) -> PublishReport:
-        local, frame = self._follower.local, spooled.frame
+        local, frame = self._updater.local, spooled.frame
         if local is None or local.state.position != frame.base or not _next_is_free(channel, local):
             spooled.drop()
             raise RetryLater(
@@ -288,7 +288,7 @@ class Owner:
     def _go_on_with(self, channel: Channel, ahead: Ahead, work: Work) -> None:
         """Raises RetryLater, on all ranks, when the local checkpoint is not where it was compared with."""
         try:
-            ahead.weights.moved_to(self._follower.local)
+            ahead.weights.moved_to(self._updater.local)
         except RetryLater as error:
             self._call_off(channel, work.step, error)
             raise
@@ -441,26 +441,26 @@ class Owner:
         except NeedsReseed as error:
             if work.out is not None:
                 raise
-            self._follower.distrust(error.message)
+            self._updater.mark_dirty(error.message)
             self.recover(work.advance)
-            if self._follower.local is None:
+            if self._updater.local is None:
                 raise
-            return self._follower.local
+            return self._updater.local
 
     def _patch(self, local: LocalCheckpoint, staged: Staged, work: Work) -> None:
         began = time.monotonic()
         with local.patching():
-            self._follower.patch(staged, way_back=False)
+            self._updater.patch(staged, undoable=False)
             if self._options.keep is not None:
                 # under the lock: who reads older versions finds no gap behind the new one
                 seconds = work.seconds.get("stage", 0.0) + time.monotonic() - began
                 self._options.keep(staged.step, seconds)
-        self._follower.drop_journal(staged)
+        self._updater.drop_journal(staged)
 
     def write_anchor(self) -> bool:
         """Full weights of the current version beside it. False when they exist."""
         self.recover()
-        channel, local = self._channel(), self._follower.local
+        channel, local = self._channel(), self._updater.local
         if local is None or channel.pointed() == 0:
             raise Refused("there is no version to anchor", remedy="publish one first")
         return write_anchor_beside(channel.layout, local, self._claim, self._options.key)
@@ -471,7 +471,7 @@ class Owner:
         """Where no delta can be made (local checkpoint ahead of the channel, or lost): full weights under the
         next free number begin a new chain."""
         if not self._rank.alone or matched.absent:
-            why = self._follower.trouble or "the local checkpoint is ahead of the channel"
+            why = self._updater.trouble or "the local checkpoint is ahead of the channel"
             refused = Refused(
                 f"no delta can be made ({why}) and an anchor needs all tensors in one process",
                 remedy="publish once with world_size 1, or restore the publisher's local checkpoint",
@@ -498,7 +498,7 @@ class Owner:
             raise
         self._claim.check()
         made = move_shards(parts, {file.name: file.name for file in index.all_files})
-        index = replace(index, carried=carry(channel, Carried(self._follower.paths), made, work))
+        index = replace(index, carried=carry(channel, Carried(self._updater.paths), made, work))
         directory = self._put_out(channel, made, index, write_index(index, base.table), work)
         drop_parts(channel.layout, self._claim.epoch)
         with work.phase("patch"):
@@ -516,16 +516,16 @@ class Owner:
         return report
 
     def _free_number(self, channel: Channel) -> int:
-        state = self._follower.state
+        state = self._updater.state
         at = channel.pointed()
         taken = {at, *_committed(channel, above=at)}
         return max(taken | ({state.position.version} if state is not None else set())) + 1
 
     def _files_beside(self, base: Base) -> tuple[Base, Mapping[str, Path]]:
         """What lists the files of an anchor beside its weights, and where they are."""
-        if self._follower.local is not None:
-            return self._follower.local.base, self._follower.local.files_beside
-        directory = self._follower.base_dir or find_base(self._channel())
+        if self._updater.local is not None:
+            return self._updater.local.base, self._updater.local.files_beside
+        directory = self._updater.base_dir or find_base(self._channel())
         return base, side_files(open_base(directory)).files
 
 

@@ -212,7 +212,7 @@ class PartWriter:
         chunks = sum(1 for _ in grid(table, part))
         writer = open_shard_writer(self.frame.encoding, path, table, chunks, durable=self.durable)
         try:
-            with self.local.standing_still():
+            with self.local.reading():
                 difference = write_difference(
                     self.local,
                     part,

@@ -37,8 +37,8 @@ from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.run_files import ChannelFile
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import Follower
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
+from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.state.state import Phase, read_state
 from weightcast.shared.files.disk_errors import disk_error
 
@@ -50,9 +50,9 @@ class MemberRank:
     """Publishes as a rank other than 0. An error is told in the attempt, where there is one, so that rank 0
     need not wait for its deadline; what was read of the tensors is not needed any more."""
 
-    def __init__(self, follower: Follower, rank: Rank, options: PublishOptions) -> None:
-        self._follower, self._rank, self._options = follower, rank, options
-        self._seen = rendezvous.attempts_seen(Layout(follower.channel_dir))
+    def __init__(self, updater: LocalUpdater, rank: Rank, options: PublishOptions) -> None:
+        self._updater, self._rank, self._options = updater, rank, options
+        self._seen = rendezvous.attempts_seen(Layout(updater.channel_dir))
         self._last: _Last | None = None
 
     def publish(self, work: Work) -> PublishReport:
@@ -60,13 +60,13 @@ class MemberRank:
         try:
             return self._publish(work, last)
         except OSError as error:
-            self._follower.release()
-            raise disk_error(error, self._follower.channel_dir) from error
+            self._updater.release()
+            raise disk_error(error, self._updater.channel_dir) from error
 
     def _publish(self, work: Work, last: _Last | None) -> PublishReport:
         began = self._compare_first(work, last)
         deadline = time.monotonic() + self._options.deadline_seconds
-        channel = Channel.open(self._follower.channel_dir, self._options.trust)
+        channel = Channel.open(self._updater.channel_dir, self._options.trust)
         with contextlib.closing(_Given(began, self._rank, work)) as given:
             met: _Meeting | None = None
             while met is None:
@@ -76,14 +76,14 @@ class MemberRank:
         table, attempt = met.local.table, met.attempt
         if met.shared:
             # rank 0 patches the files that are mapped here
-            self._follower.release()
+            self._updater.release()
         with work.phase("commit"):
             index = self._await_commit(
                 met.directory, attempt, lambda: _pointed(channel, attempt.version, table), met.deadline
             )
         if not met.shared:
             with work.phase("patch"):
-                self._follower.catch_up(channel)
+                self._updater.update_to_latest(channel)
         self._last = _Last(channel.require_ours()[0], attempt.base_digest, index.digest)
         return report_of(index, table, work, channel.layout.version_dir(index.version))
 
@@ -130,7 +130,7 @@ class MemberRank:
         if last is None or not may_compare_first(work, self._rank):
             return None
         try:
-            local = self._follower.local if self._follower.owns else self._followed(last)
+            local = self._updater.local if self._updater.owns else self._followed(last)
             if local is None:
                 return None
             return compare_first(local, last.file, work, self._rank, self._options.threads)
@@ -140,15 +140,15 @@ class MemberRank:
 
     def _followed(self, last: _Last) -> LocalCheckpoint | None:
         """Rank 0's local checkpoint, once it has followed the last version. None when it went elsewhere."""
-        paths, deadline = self._follower.paths, time.monotonic() + self._options.deadline_seconds
+        paths, deadline = self._updater.paths, time.monotonic() + self._options.deadline_seconds
         while time.monotonic() < deadline:
             state = read_state(paths.state)
             if state is None or state.phase not in (Phase.CLEAN, Phase.PATCHING):
                 return None
             at = state.position.digest
             if at == last.digest and state.phase is Phase.CLEAN:
-                self._follower.local = LocalCheckpoint.open(paths.directory)
-                return self._follower.local
+                self._updater.local = LocalCheckpoint.open(paths.directory)
+                return self._updater.local
             if at not in (last.digest, last.base_digest):
                 return None
             time.sleep(_POLL_SECONDS)
@@ -160,8 +160,8 @@ class MemberRank:
         try:
             return rendezvous.wait_for_commit(directory, attempt, committed, deadline)
         except NeedsReseed as error:
-            if self._follower.owns:
-                self._follower.distrust(str(error))
+            if self._updater.owns:
+                self._updater.mark_dirty(str(error))
             raise
 
     @contextlib.contextmanager
@@ -174,9 +174,9 @@ class MemberRank:
             drifted = isinstance(error, NeedsReseed)
             with contextlib.suppress(OSError):
                 rendezvous.leave_failure(directory, self._rank.number, error, drifted)
-            if drifted and self._follower.owns:
-                self._follower.distrust(str(error))
-            self._follower.release()
+            if drifted and self._updater.owns:
+                self._updater.mark_dirty(str(error))
+            self._updater.release()
             raise
 
     def _local(
@@ -184,22 +184,22 @@ class MemberRank:
     ) -> tuple[LocalCheckpoint, bool]:
         """This rank's own local checkpoint, or (True) rank 0's on the same machine, at the attempt's base."""
         with work.phase("recover"):
-            if not self._follower.owns:
+            if not self._updater.owns:
                 # opened to be compared with, without the lock that says that it is as it was
-                self._follower.release()
+                self._updater.release()
             try:
-                self._follower.own()
+                self._updater.own()
             except RetryLater:
                 return self._shared_local(attempt, deadline), True
-            self._follower.catch_up(channel)
-            return _at_base(self._follower.local, attempt), False
+            self._updater.update_to_latest(channel)
+            return _at_base(self._updater.local, attempt), False
 
     def _shared_local(self, attempt: Attempt, deadline: float) -> LocalCheckpoint:
-        directory = self._follower.paths.directory
+        directory = self._updater.paths.directory
         while time.monotonic() < deadline:
             local = LocalCheckpoint.open(directory)
             if local is not None and local.state.position.digest == attempt.base_digest:
-                self._follower.local = local
+                self._updater.local = local
                 return local
             if local is not None:
                 local.close()

@@ -92,7 +92,7 @@ def send(own: Own, division: Division, directory: Path, threads: int) -> Mapping
     shares: dict[ChunkKey, Share] = {}
     file = BlobFile(directory / blobs_name(own.rank))
     try:
-        with own.local.standing_still():
+        with own.local.reading():
             chunks = _concerned(own, division.parts, mine)
             for key, blob, old, new in ordered(lambda one: _encoded(own, *one), chunks, threads):
                 shares[key] = Share(file.append(blob), len(blob), old, new)

@@ -94,7 +94,7 @@ FAILPOINTS: Mapping[str, str] = {
     "engine.resumed": "it serves again; the state still says `pausing`",
     "engine.recorded": "the state says what became of it",
     "group.prepared": "every host of a group has a version staged, nothing is written",
-    "group.still": "a follower lies at a version under the shared lock; its leader does not know",
+    "group.still": "a updater lies at a version under the shared lock; its leader does not know",
     "group.held": "all followers stand still; the leader has not patched, or is about to reload",
     "group.stood": "an engine took a version and all hosts stood still; it is paused",
     "group.released": "the followers are free again",

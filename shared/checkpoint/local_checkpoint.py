@@ -367,7 +367,7 @@ class LocalCheckpoint:
             yield
 
     @contextlib.contextmanager
-    def standing_still(self, seconds: float = PATCH_LOCK_SECONDS) -> Iterator[None]:
+    def reading(self, seconds: float = PATCH_LOCK_SECONDS) -> Iterator[None]:
         """The shared patch lock: bytes and state do not change while it is held."""
         with FileLock(self.paths.patch).holding(shared=True, seconds=seconds):
             yield

@@ -15,8 +15,8 @@ from weightcast.shared.base.errors import DamagedFile, Refused, counted
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import Follower, FollowOptions
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
+from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.state.locks import FileLock
 from weightcast.shared.checkpoint.state.side_files import repair_files
 from weightcast.shared.checkpoint.verify.inspect import Inspection, inspect
@@ -135,15 +135,15 @@ def repair_local(
     """Engines are not told: they are noted as in doubt, and reloaded by the next sync. Raises RetryLater
     while a daemon owns the checkpoint."""
     opened = Channel.open(channel, trust)
-    with closing(Follower(channel, local, base, FollowOptions(threads, visible_seconds=0.0))) as follower:
-        follower.adopt(opened, advance)
+    with closing(LocalUpdater(channel, local, base, UpdaterOptions(threads, visible_seconds=0.0))) as updater:
+        updater.recover_state(opened, advance)
         if opened.base is not None:
             restore_base(LocalPaths(local), opened.base)
-        follower.load(opened, advance)
-        follower.rehash(advance)
-        done = follower.repair(opened, advance)
-        if follower.local is not None:
-            repair_files(follower.local, follower.sources(opened))
+        updater.load(opened, advance)
+        updater.rehash(advance)
+        done = updater.repair(opened, advance)
+        if updater.local is not None:
+            repair_files(updater.local, updater.sources(opened))
     return done
 
 

@@ -25,7 +25,7 @@ from weightcast.shared.doctor.observe import (
     look_into_local,
 )
 from weightcast.shared.doctor.rules import CHANNEL, LOCAL, judge_channel, judge_local, judge_machine
-from weightcast.shared.files.paths import printable, require_apart
+from weightcast.shared.files.paths import printable, require_no_overlap
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ def _local(
 def _apart(local: Path, channel: Path) -> Iterator[Finding]:
     """Of two places that answered."""
     try:
-        require_apart("--local", local, "--channel", channel)
+        require_no_overlap("--local", local, "--channel", channel)
     except Refused as error:
         yield Finding(LOCAL, "apart", "failure", error.message, error.remedy)
 

@@ -84,16 +84,16 @@ def _is_one(path: Path, other: Path) -> bool:
         return False
 
 
-def require_apart(one: str, path: Path, other: str, another: Path) -> None:
+def require_no_overlap(one: str, path: Path, other: str, another: Path) -> None:
     """Raises Refused where one of two directories is the other or lies in it. `one`, `other`: what they are,
     for the message."""
     if not is_within(path, another):
         one, path, other, another = other, another, one, path
     if is_within(path, another):
-        raise _not_apart(one, path, other, another, is_same(path, another))
+        raise _overlap(one, path, other, another, is_same(path, another))
 
 
-def _not_apart(one: str, path: Path, other: str, another: Path, same: bool) -> Refused:
+def _overlap(one: str, path: Path, other: str, another: Path, same: bool) -> Refused:
     return Refused(
         f"{one} {path} {'is' if same else 'lies inside'} {other} {another}",
         remedy="give each a directory of its own",
@@ -103,13 +103,13 @@ def _not_apart(one: str, path: Path, other: str, another: Path, same: bool) -> R
 def require_places(channel: Path, local: Path) -> None:
     """Raises Refused where a run's local checkpoint is no directory, or one of the two is the other or lies
     in it, by their names: a channel whose mount hangs or fails is not touched. Before anything is made there
-    it is looked at with `require_apart`."""
+    it is looked at with `require_no_overlap`."""
     require_directory("--local", local)
     here, there = Path(os.path.abspath(local)), Path(os.path.abspath(channel))
     if here.is_relative_to(there):
-        raise _not_apart("--local", local, "--channel", channel, here == there)
+        raise _overlap("--local", local, "--channel", channel, here == there)
     if there.is_relative_to(here):
-        raise _not_apart("--channel", channel, "--local", local, False)
+        raise _overlap("--channel", channel, "--local", local, False)
 
 
 def require_directory(what: str, path: Path) -> None:

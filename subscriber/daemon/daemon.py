@@ -20,8 +20,8 @@ from weightcast.shared.base.errors import (
 )
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.store import NoChannel, require_named
-from weightcast.shared.checkpoint.follower import open_base
 from weightcast.shared.checkpoint.local_checkpoint import HasWriter
+from weightcast.shared.checkpoint.local_updater import open_base
 from weightcast.shared.checkpoint.state.state import Phase
 from weightcast.shared.checkpoint.verify.scrub import Scrub
 from weightcast.shared.daemon.http import make_app
@@ -148,7 +148,7 @@ class Subscriber:
         self._logged = len(moves)
 
     def _log_move(self, move: UpdateStatus) -> None:
-        local = self.sync.follower.local
+        local = self.sync.updater.local
         words = 0 if local is None else local.table.elements
         parts = {f"{part}_s": round(seconds, 4) for part, seconds in move.seconds.items()}
         log.info(
@@ -317,7 +317,7 @@ class Start:
             require_directory("--channel", channel)
             with suppress(NoChannel):
                 require_named(channel)
-            if base is not None and not exists(self._sync.follower.paths.state):
+            if base is not None and not exists(self._sync.updater.paths.state):
                 open_base(base)
             self._sync.take_local()
         except (OSError, RetryLater) as error:

@@ -216,7 +216,7 @@ class GroupFollower:
 
     def _stand_still(self, order: Order) -> bool:
         """Takes the shared lock; False when what lies here is not what is wanted."""
-        local = self._sync.follower.local
+        local = self._sync.updater.local
         if local is None or local.state.phase is not Phase.CLEAN or not order.is_at(local.state.position):
             return False
         lock = FileLock(local.paths.patch)
@@ -233,9 +233,9 @@ class GroupFollower:
             self._lock = None
 
     def _forget_undo(self) -> None:
-        served, local = self._post.take_served(), self._sync.follower.local
+        served, local = self._post.take_served(), self._sync.updater.local
         if served is not None and local is not None and local.state.position.digest == served:
-            self._sync.follower.forget_undo()
+            self._sync.updater.forget_undo()
 
     def _show(self) -> None:
         self._post.is_at(self._sync.position)

@@ -24,7 +24,7 @@ class GroupMember:
     ) -> None:
         self._host, self._opener, self._aligner, self._mover = host, opener, aligner, mover
         self._prover = prover
-        self._follower, self._view, self._options = host.follower, host.view, host.options
+        self._updater, self._view, self._options = host.updater, host.view, host.options
         self.order: Order | None = None
         """what the leader wants"""
         self.is_prepared = False
@@ -42,14 +42,14 @@ class GroupMember:
         """Then the channel need not be there."""
         if order.phase != "hold":
             return False
-        if self._follower.local is None:
+        if self._updater.local is None:
             self._opener.load(None)
         self._view.target_version = order.version
         return self._host.position is not None and order.is_at(self._host.position)
 
     def goes_back(self, order: Order) -> bool:
         """Undoes what engines elsewhere in the group refused, if that is what the order wants."""
-        local = self._follower.local
+        local = self._updater.local
         if local is None or order.phase != "hold" or not local.state.undo:
             return False
         if not order.is_at(local.state.undo[0].base):
@@ -83,7 +83,7 @@ class GroupMember:
 
     def drop_kept(self) -> None:
         """What was staged for an order that is no more, or went with a repair of what lies here."""
-        kept, order, local = self._mover.kept, self.order, self._follower.local
+        kept, order, local = self._mover.kept, self.order, self._updater.local
         if kept is None or local is None:
             return
         wanted = order is not None and order.version >= kept.step.target.version

@@ -12,8 +12,8 @@ from typing import get_args
 
 from weightcast.shared.base.errors import RetryLater, Stopped, WeightcastError
 from weightcast.shared.channel.signing import Trust
-from weightcast.shared.checkpoint.follower import Follower, FollowOptions
 from weightcast.shared.checkpoint.local_checkpoint import HasWriter, LocalCheckpoint
+from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.state.access import Readers
 from weightcast.shared.checkpoint.state.side_files import UNLISTED
 from weightcast.shared.checkpoint.state.state import LocalState, Mark, Phase, Position, write_state
@@ -150,11 +150,11 @@ class StepHost:
         self._read_before: dict[str, str | None] = {}
         """processes of engines when config files were last changed under them"""
         self._shown, self._looked = 0.0, -math.inf
-        self.follower = Follower(
+        self.updater = LocalUpdater(
             options.channel,
             options.local,
             options.base,
-            FollowOptions(
+            UpdaterOptions(
                 options.threads,
                 options.visible_seconds,
                 options.pre_read,
@@ -175,7 +175,7 @@ class StepHost:
 
     def outcome(self) -> Outcome:
         """As of the last step."""
-        local = self.follower.local
+        local = self.updater.local
         return Outcome(
             version=None if local is None else local.state.position.version,
             target=self.view.target_version,
@@ -187,7 +187,7 @@ class StepHost:
     @property
     def position(self) -> Position | None:
         """The version that lies here whole; None: none does."""
-        local = self.follower.local
+        local = self.updater.local
         return None if local is None or local.state.phase is not Phase.CLEAN else local.state.position
 
     def reasons_not_ready(self) -> tuple[str, ...]:
@@ -209,7 +209,7 @@ class StepHost:
 
     @property
     def state(self) -> LocalState | None:
-        return self.follower.state if self.follower.local is None else self.follower.local.state
+        return self.updater.state if self.updater.local is None else self.updater.local.state
 
     def pause_for_replay(self, local: LocalCheckpoint) -> None:
         """An engine that was resumed, or that started since, may serve from files that are written on now."""
@@ -223,7 +223,7 @@ class StepHost:
     def note_doubt(self, name: str) -> None:
         """Before files are written on under an engine. It may name the version that they come to already:
         after a kill that would say that it was reloaded since."""
-        state, local = self.state, self.follower.local
+        state, local = self.state, self.updater.local
         if state is None:
             return
         known = state.engines.get(name)
@@ -233,8 +233,8 @@ class StepHost:
         if local is not None:
             local.save(state)
         else:
-            write_state(self.follower.paths.state, state)
-            self.follower.state = state
+            write_state(self.updater.paths.state, state)
+            self.updater.state = state
 
     def degrade(self, reason: str) -> None:
         if reason and reason not in self.view.degraded:
@@ -245,9 +245,9 @@ class StepHost:
         self.view.bytes_by_cause[cause] += nbytes
 
     def local(self) -> LocalCheckpoint:
-        if self.follower.local is None:
+        if self.updater.local is None:
             raise RetryLater(f"{self.options.local} is not open", remedy="the next step opens it")
-        return self.follower.local
+        return self.updater.local
 
     def moved(self, kind: MoveKind, before: int | None, folded: int, taken: bool = True) -> None:
         watch, self.watch = self.watch, Stopwatch()
@@ -279,7 +279,7 @@ class StepHost:
         if lasts and now - self._looked >= _LOOK_EVERY_SECONDS:
             self._looked = now
             self._show_wait(awaited)
-            local = self.follower.local
+            local = self.updater.local
             due = () if local is None else self.engines.due(local.state)
             if any(not self.engines.failures(engine.spec.name) for engine in due):
                 self.watch = Stopwatch()
@@ -326,11 +326,11 @@ class StepHost:
 
     def tell_files(self) -> None:
         """Which files of the base are not here, by intent or not."""
-        follower = self.follower
+        updater = self.updater
         if self.position is not None:
-            self.view.carried = follower.carried.names(self.position)
-        if follower.changed_configs:
-            follower.changed_configs.clear()
+            self.view.carried = updater.carried.names(self.position)
+        if updater.changed_configs:
+            updater.changed_configs.clear()
             self._read_before = {
                 engine.spec.name: self.engines.facts(engine.spec.name).process
                 for engine in self.engines.engines
@@ -339,12 +339,12 @@ class StepHost:
         self.view.to_restart = tuple(
             name for name, process in self._read_before.items() if self.engines.facts(name).process == process
         )
-        self.view.left_behind, self.view.base_notes = follower.left_behind, follower.base_notes
-        self.view.base_files = UNLISTED if follower.lists_too_few else ""
-        if follower.missing:
-            self.view.base_files = f"missing: {left_text(follower.missing)}"
+        self.view.left_behind, self.view.base_notes = updater.left_behind, updater.base_notes
+        self.view.base_files = UNLISTED if updater.lists_too_few else ""
+        if updater.missing:
+            self.view.base_files = f"missing: {left_text(updater.missing)}"
             self.degrade(
-                f"files of the base are missing; sync once with --base: {left_text(follower.missing)}"
+                f"files of the base are missing; sync once with --base: {left_text(updater.missing)}"
             )
 
     def tell_reload(self) -> None:

@@ -32,7 +32,7 @@ class Aligner:
 
     def __init__(self, host: StepHost, blocklist: Blocklist, prover: Prover) -> None:
         self._host, self._blocklist, self._prover = host, blocklist, prover
-        self._engines, self._lead, self._follower = host.engines, host.lead, host.follower
+        self._engines, self._lead, self._updater = host.engines, host.lead, host.updater
         self._failures: dict[str, int] = {}
         """reloads in a row that left no engine on the version with this digest"""
 
@@ -53,7 +53,7 @@ class Aligner:
     def align(self) -> None:
         """Brings engines that do not hold the local version to it, and hosts of the group that strayed. Not
         any more when the process is to end."""
-        local = self._follower.local
+        local = self._updater.local
         if local is None or local.state.phase is not Phase.CLEAN:
             return
         self._engines.resume_late(local)
@@ -67,7 +67,7 @@ class Aligner:
                 if due:
                     self._reload(local, due)
         elif self._confirmed():
-            self._follower.forget_undo()
+            self._updater.forget_undo()
 
     def _astray(self, local: LocalCheckpoint) -> bool:
         """Whether a host of the group is elsewhere. Engines that map its files are then in doubt."""
@@ -103,7 +103,7 @@ class Aligner:
         if self._confirmed():
             self._failures.clear()
             self._lead.serves()
-            self._follower.forget_undo()
+            self._updater.forget_undo()
             self._blocklist.unblock(local, position.digest)
             return
         if self._lead.hindered or self._host.options.group_follower:
@@ -114,7 +114,7 @@ class Aligner:
         if local.state.undo and rolls_back(results, failures, self._engines.order):
             self._go_back(local, results)
         elif not needs_undo(results) or len(local.state.undo) > MOST_UNDO_STEPS:
-            self._follower.forget_undo()
+            self._updater.forget_undo()
 
     @property
     def may_be_refused(self) -> bool:
@@ -163,7 +163,7 @@ class Aligner:
     def undo(self) -> None:
         self._host.enter("patching")
         with self._host.watch.timed("patch"):
-            self._follower.undo()
+            self._updater.undo()
         self._host.enter("reloading")
 
 

@@ -20,7 +20,7 @@ class Opener:
 
     def __init__(self, host: StepHost) -> None:
         self._host = host
-        self._follower, self._engines, self._view = host.follower, host.engines, host.view
+        self._updater, self._engines, self._view = host.updater, host.engines, host.view
         self.reads_all = False
         """the next load re-hashes every byte"""
 
@@ -28,21 +28,21 @@ class Opener:
         """A state that cannot be read is told by every other step."""
         channel = Channel.open(self._host.options.channel, self._host.options.trust)
         self._host.enter("hashing")
-        if self._follower.adopt(channel, self._host.advance):
+        if self._updater.recover_state(channel, self._host.advance):
             self._host.degrade("the local state could not be read; all weights were read instead")
 
     def resume_noted(self) -> None:
-        state = read_state(self._follower.paths.state)
+        state = read_state(self._updater.paths.state)
         if state is not None:
             self._engines.resume_noted(state)
 
     def open_and_load(self) -> Channel:
         """The local checkpoint is opened also when the channel cannot be."""
-        if self._follower.local is None:
+        if self._updater.local is None:
             self._host.enter("loading")
         try:
             channel = Channel.open(self._host.options.channel, self._host.options.trust)
-            self._follower.require_mounted(channel)
+            self._updater.require_mounted(channel)
         except (WeightcastError, OSError):
             self.load(None)
             raise
@@ -53,32 +53,32 @@ class Opener:
     def load(self, channel: Channel | None) -> None:
         before, self._host.usable = self._host.usable, False
         try:
-            self._follower.load(channel, self._host.advance)
+            self._updater.load(channel, self._host.advance)
         except OSError:
             # a disk that fails says nothing of what lies on it, nor of what engines took from it
             self._host.usable = before
             raise
         if self.reads_all:
             self._host.enter("hashing")
-            self._follower.rehash(self._host.advance)
+            self._updater.rehash(self._host.advance)
             self.reads_all = False
-        self._host.usable = self._follower.local is not None
+        self._host.usable = self._updater.local is not None
         self.let_read()
 
     def let_read(self) -> None:
-        if self._follower.local is not None and self._host.options.readable_by is not None:
-            let_read(self._follower.local, self._host.options.readable_by)
+        if self._updater.local is not None and self._host.options.readable_by is not None:
+            let_read(self._updater.local, self._host.options.readable_by)
 
     def _repair(self, channel: Channel) -> None:
         """Seeding is left for what cannot be repaired."""
-        if not self._follower.repairable:
+        if not self._updater.repairable:
             return
         before = self._host.state
         self.stand_back()
-        self._view.not_ready = (f"repairing: {self._follower.trouble}",)
+        self._view.not_ready = (f"repairing: {self._updater.trouble}",)
         self._host.enter("repairing")
         with self._host.watch.timed("repair"):
-            repaired = self._follower.repair(channel, self._host.advance)
+            repaired = self._updater.repair(channel, self._host.advance)
         if repaired is None:
             return
         self._host.usable = True
@@ -88,10 +88,10 @@ class Opener:
 
     def stand_back(self) -> None:
         """Other bytes will lie here: nothing that engines confirmed holds any longer."""
-        self._follower.release()
-        state = self._follower.state
+        self._updater.release()
+        state = self._updater.state
         if state is not None:
-            self._follower.state = state.but(engines=unaligned(state.engines))
+            self._updater.state = state.but(engines=unaligned(state.engines))
             self._engines.pause_mapping(self._host.note_doubt)
 
 

@@ -14,7 +14,7 @@ from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.checkpoint.state.state import Position
 from weightcast.shared.checkpoint.verify.hashing import Damaged
 from weightcast.shared.checkpoint.verify.scrub import Scrub
-from weightcast.shared.files.paths import is_directory, require_apart
+from weightcast.shared.files.paths import is_directory, require_no_overlap
 from weightcast.subscriber.engines.reload import Engines
 from weightcast.subscriber.engines.rules import in_doubt
 from weightcast.subscriber.engines.verify import EngineVerify
@@ -61,7 +61,7 @@ class Sync:
         self.lead = Lead() if lead is None else lead
         calls = Calls(lambda: show(self), stop, advance, now, clock)
         self.host = StepHost(options, self.engines, self.lead, calls)
-        self.view, self.follower = self.host.view, self.host.follower
+        self.view, self.updater = self.host.view, self.host.updater
         blocklist = Blocklist(clock)
         self._opener = Opener(self.host)
         prover = Prover(self.host)
@@ -93,7 +93,7 @@ class Sync:
         return self.host.outcome()
 
     def close(self) -> None:
-        self.follower.close()
+        self.updater.close()
         self.engines.close()
         self.lead.close()
         self.view.not_ready = ("stopped",)
@@ -106,7 +106,7 @@ class Sync:
         try:
             self._step()
         except BaseException as error:
-            self.follower.release()
+            self.updater.release()
             self._mover.kept = None
             self.view.error = known(error)
             if isinstance(error, Refused):
@@ -130,17 +130,17 @@ class Sync:
     def verify_some(self, scrub: Scrub) -> None:
         """Reads a little of the local checkpoint. A fault is repaired by a step at once: raises what
         `sync_once` raises."""
-        local = self.follower.local
+        local = self.updater.local
         if local is None:
             return
         try:
             scrub.turn(local)
         except NeedsReseed as error:
-            self.follower.doubt(error)
+            self.updater.mark_damaged(error)
             self.host.usable = False
             self.sync_once()
         except OSError as error:
-            self.follower.release()
+            self.updater.release()
             self.view.error = known(error)
             raise self.view.error from error
         finally:
@@ -150,7 +150,7 @@ class Sync:
     def verify_engines(self, verify: EngineVerify) -> dict[str, str]:
         """Has engines that are patched read a little of their memory. One that holds other words is in doubt,
         and reloaded by a step at once: raises what `sync_once` raises. Returns what was wrong, by name."""
-        local = self.follower.local
+        local = self.updater.local
         if local is None or not self.engines.lives:
             return {}
         aligned = self.engines.aligned(local.state)
@@ -170,10 +170,12 @@ class Sync:
     def take_local(self) -> None:
         """Makes the local checkpoint this process's. Raises HasWriter, Refused for a directory that will not
         do, and OSError."""
-        if not is_directory(self.follower.paths.room):
+        if not is_directory(self.updater.paths.room):
             # the first time: nothing is made in a channel, whatever it is called here
-            require_apart("--local", self.follower.paths.directory, "--channel", self.host.options.channel)
-        self.follower.own()
+            require_no_overlap(
+                "--local", self.updater.paths.directory, "--channel", self.host.options.channel
+            )
+        self.updater.own()
 
     def _step(self) -> None:
         self.take_local()
@@ -183,7 +185,7 @@ class Sync:
             self._opener.adopt()
         self.engines.look_if_due(self.host.state)
         failpoint("engine.looked")
-        if self.follower.local is None and not self.lead.members:
+        if self.updater.local is None and not self.lead.members:
             # an engine of a group is known again only by a reload: nobody saw what the other hosts did
             self._opener.resume_noted()
         self._bring_all()
@@ -202,7 +204,7 @@ class Sync:
                     raise
                 # repaired now: engines that were paused for the reload must not wait for the next step
                 is_doubted = True
-                self.follower.doubt(error)
+                self.updater.mark_damaged(error)
                 self._mover.kept, self.host.usable = None, False
                 self.host.watch = Stopwatch()
 
@@ -224,13 +226,13 @@ class Sync:
             self._member.require_readable()
 
     def _follow(self) -> None:
-        self.follower.detours.run(self._go_one_way, self._go_around)
+        self.updater.damaged_sources.run(self._go_one_way, self._go_around)
 
     def _go_around(self, damage: str) -> None:
         """What is damaged in the channel keeps a host only where no other way leads on."""
         self.host.around = (*self.host.around, damage)
         self.host.degrade(f"another way is taken: {damage}")
-        self.follower.release()
+        self.updater.release()
         self._mover.kept = None
 
     def _go_one_way(self) -> None:
@@ -258,5 +260,5 @@ class Sync:
     def _local_in_doubt(self) -> bool:
         """Whether an engine may still be at a reload of the local version: other hosts hold it too, and are
         moved only after a reload that was seen to end."""
-        local = self.follower.local
+        local = self.updater.local
         return local is not None and bool(in_doubt(local.state.engines))

@@ -33,7 +33,7 @@ class Mover:
     ) -> None:
         self._host, self._opener, self._aligner, self._blocklist = host, opener, aligner, blocklist
         self._prover = prover
-        self._engines, self._lead, self._follower = host.engines, host.lead, host.follower
+        self._engines, self._lead, self._updater = host.engines, host.lead, host.updater
         self._options, self._view = host.options, host.view
         self._pointer_seen = False
         self.kept: Staged | None = None
@@ -47,9 +47,9 @@ class Mover:
             target = Target(str(order.version), order.version)
         version = resolve(target, channel.directory, pointer)
         self._view.target_version = version
-        if self._follower.local is not None:
-            self._blocklist.unblock_due(self._follower.local)
-        return self._follower.route(channel, pointer, version, exact=target.exact)
+        if self._updater.local is not None:
+            self._blocklist.unblock_due(self._updater.local)
+        return self._updater.route(channel, pointer, version, exact=target.exact)
 
     def _pointer(self, channel: Channel) -> Pointer:
         """Before the first version the target is the base, so that a host is ready when that comes."""
@@ -79,15 +79,15 @@ class Mover:
             case Refuse(reason, _, True):
                 self._host.degrade(reason)
             case Refuse(reason, remedy, _):
-                without = self._host.options.base is None and not self._follower.detours.damaged
+                without = self._host.options.base is None and not self._updater.damaged_sources.damaged
                 raise (MissingBase if without else Refused)(reason, remedy=remedy)
 
     def _relabel(self, route: Route, plan: Relabel) -> None:
         local = self._host.local()
         before = local.state.position.version
         with local.patching(wait=self._host.wait):
-            self._follower.relabel(route, plan)
-            if not self._follower.changed_configs:  # else they are reloaded, as some read these then
+            self._updater.relabel(route, plan)
+            if not self._updater.changed_configs:  # else they are reloaded, as some read these then
                 self._engines.relabel(local, before)
         self._host.moved("relabel", before, 1)
         if plan.then.legs:
@@ -99,7 +99,7 @@ class Mover:
         self._host.usable, self._view.not_ready = False, (f"seeding: {plan.reason}",)
         self._host.enter("seeding")
         with self._host.watch.timed("seed"):
-            self._follower.seed(channel, route, plan, self._host.advance)
+            self._updater.seed(channel, route, plan, self._host.advance)
         self._host.usable = True
         self._opener.let_read()
         self._host.watch.bytes = self._host.local().table.nbytes
@@ -128,7 +128,7 @@ class Mover:
             self._prover.ahead()
         before = self._view.bytes_read
         try:
-            staged = self._follower.prepare(route, leg, self._host.advance_fetch)
+            staged = self._updater.prepare(route, leg, self._host.advance_fetch)
         finally:
             self._divide(route, leg, self._view.bytes_read - before)
         self._host.watch.enter("")
@@ -158,7 +158,7 @@ class Mover:
         if self._options.fetch_ahead or not last:
             target = self._options.target
             limit = self._view.target_version if target.exact else None
-            self._follower.fetch_ahead(staged.step.target.version, limit)
+            self._updater.fetch_ahead(staged.step.target.version, limit)
         if last:
             self._offer(staged)
         self._host.watch.enter("lock")
@@ -187,10 +187,10 @@ class Mover:
         self._aligner.hold(staged.step.target)
         self._host.enter("patching")
         with self._host.watch.timed("patch"):
-            way_back = self._aligner.may_be_refused
-            self._follower.patch(staged, way_back=way_back)
-            if not way_back:
-                self._follower.drop_journal(staged)
+            undoable = self._aligner.may_be_refused
+            self._updater.patch(staged, undoable=undoable)
+            if not undoable:
+                self._updater.drop_journal(staged)
         self._host.enter("reloading")
 
 

@@ -20,7 +20,7 @@ from examples.model import CausalLM
 from weightcast.publisher import init_channel
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import Follower, FollowOptions
+from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 
 TINY = Config(
     hidden_size=24, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
@@ -58,11 +58,11 @@ def bytes_in(file: Path) -> dict[str, bytes]:
 
 def arrived(place: Path, version: int) -> dict[str, bytes]:
     """On a host that follows to this version."""
-    follower = Follower(place / "channel", place / "host", place / "base", FollowOptions())
+    updater = LocalUpdater(place / "channel", place / "host", place / "base", UpdaterOptions())
     try:
-        follower.bring(Channel.open(place / "channel"), version)
+        updater.update_to(Channel.open(place / "channel"), version)
     finally:
-        follower.close()
+        updater.close()
     return read_checkpoint(place / "host")
 
 

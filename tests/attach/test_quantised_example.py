@@ -12,19 +12,19 @@ from safetensors.torch import load_file  # noqa: E402
 
 from examples.attach.quantised import BLOCK, HOW, power_of_two, quantised, run  # noqa: E402
 from weightcast.shared.channel.store import Channel  # noqa: E402
-from weightcast.shared.checkpoint.follower import Follower  # noqa: E402
+from weightcast.shared.checkpoint.local_updater import LocalUpdater  # noqa: E402
 
 
 @pytest.mark.parametrize("how", sorted(HOW))
 def test_a_host_holds_the_quantised_policy(tmp_path: Path, how: str) -> None:
     policy = run(tmp_path, how, 2)
     channel = tmp_path / f"channel-{how}"
-    follower = Follower(channel, tmp_path / "host", tmp_path / f"base-{how}")
+    updater = LocalUpdater(channel, tmp_path / "host", tmp_path / f"base-{how}")
     try:
-        follower.catch_up(Channel.open(channel))
-        assert follower.local is not None and follower.local.state.position.version == 2
+        updater.update_to_latest(Channel.open(channel))
+        assert updater.local is not None and updater.local.state.position.version == 2
     finally:
-        follower.close()
+        updater.close()
     held = load_file(tmp_path / "host" / "model.safetensors")
     wanted = dict(quantised(policy.state_dict(), how))
     assert held.keys() == wanted.keys()

@@ -25,7 +25,7 @@ from benchmarks.field_path import (
     version_directory,
 )
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import Follower
+from weightcast.shared.checkpoint.local_updater import LocalUpdater
 
 ROOT = Path(__file__).parents[2]
 
@@ -132,9 +132,9 @@ def test_files_are_those_of_the_format(site: Site) -> None:
 def test_weightcast_follows_the_channel_bit_for_bit(site: Site) -> None:
     for _ in range(2):
         site.publisher.publish(site.step(*MOVED))
-    follower = Follower(site.channel, site.root / "ours", site.root / "base")
-    follower.catch_up(Channel.open(site.channel))
-    follower.close()
+    updater = LocalUpdater(site.channel, site.root / "ours", site.root / "base")
+    updater.update_to_latest(Channel.open(site.channel))
+    updater.close()
     assert read_checkpoint(site.root / "ours") == site.bytes()
 
 

@@ -15,15 +15,15 @@ from weightcast_engine.update.patch_file import read_patch
 
 from weightcast.publisher import Publisher, init_channel
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import Follower, FollowOptions
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
+from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.update.engine_patch import directory_of, write_engine_patch
 from weightcast.shared.checkpoint.update.plan import Seed
 from weightcast.shared.checkpoint.update.stage import Staged
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[Follower]:
+def host(tmp_path: Path) -> Iterator[LocalUpdater]:
     """On the base of the golden patch, with its target published."""
     base, target = models()
     write_checkpoint(tmp_path / "base", base)
@@ -32,25 +32,25 @@ def host(tmp_path: Path) -> Iterator[Follower]:
     init_channel(channel, tmp_path / "base")
     with Publisher.open(channel, local=tmp_path / "publisher", base=tmp_path / "base") as publisher:
         publisher.publish(target, step=1)
-    options = FollowOptions(visible_seconds=0.2)
-    with closing(Follower(channel, tmp_path / "host", tmp_path / "base", options)) as follower:
-        yield follower
+    options = UpdaterOptions(visible_seconds=0.2)
+    with closing(LocalUpdater(channel, tmp_path / "host", tmp_path / "base", options)) as updater:
+        yield updater
 
 
-def staged(follower: Follower) -> tuple[LocalCheckpoint, Staged]:
-    channel = Channel.open(follower.channel_dir)
-    follower.own()
-    follower.load(channel)
+def staged(updater: LocalUpdater) -> tuple[LocalCheckpoint, Staged]:
+    channel = Channel.open(updater.channel_dir)
+    updater.own()
+    updater.load(channel)
     pointer = channel.pointer()
     assert pointer is not None
-    route = follower.route(channel, pointer, 1, exact=True)
+    route = updater.route(channel, pointer, 1, exact=True)
     assert isinstance(route.plan, Seed)
-    follower.seed(channel, route, route.plan)
-    assert follower.local is not None
-    return follower.local, follower.prepare(route, route.plan.then.legs[0])
+    updater.seed(channel, route, route.plan)
+    assert updater.local is not None
+    return updater.local, updater.prepare(route, route.plan.then.legs[0])
 
 
-def test_the_golden_patch_is_what_the_subscriber_writes(host: Follower) -> None:
+def test_the_golden_patch_is_what_the_subscriber_writes(host: LocalUpdater) -> None:
     local, version = staged(host)
     patch = write_engine_patch(local, [version.step], 5)
     data = (directory_of(local.paths) / patch.name).read_bytes()
@@ -62,7 +62,7 @@ def test_the_golden_patch_is_what_the_subscriber_writes(host: Follower) -> None:
     assert packed(renamed, payload) == GOLDEN.read_bytes()
 
 
-def test_the_engine_reads_it(host: Follower) -> None:
+def test_the_engine_reads_it(host: LocalUpdater) -> None:
     local, version = staged(host)
     written = write_engine_patch(local, [version.step], 5)
     patch = read_patch(directory_of(local.paths), written.name)

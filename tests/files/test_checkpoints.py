@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from weightcast.shared.base.errors import DamagedFile, Refused
-from weightcast.shared.checkpoint.follower import open_base
+from weightcast.shared.checkpoint.local_updater import open_base
 from weightcast.shared.files.hf_checkpoint import identities, open_checkpoint
 from weightcast.shared.files.side_files import side_files
 

@@ -26,7 +26,7 @@ from weightcast.publisher import Publisher, init_channel
 from weightcast.shared.base.errors import DamagedFile, NeedsReseed, RetryLater
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import Follower, FollowOptions
+from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.verify.hashing import full_hash
 
 CHANNELS = Path(__file__).parent / "channels"
@@ -38,15 +38,15 @@ FIELD = ("field-plain", "field-run")
 
 def bring(channel: Path, local: Path, base: Path | None = BASE) -> str:
     """Follows to the pointer; the root that lies there."""
-    follower = Follower(channel, local, base, FollowOptions(visible_seconds=0.2))
+    updater = LocalUpdater(channel, local, base, UpdaterOptions(visible_seconds=0.2))
     try:
-        follower.catch_up(Channel.open(channel))
-        assert follower.local is not None
-        report = full_hash(follower.local)
+        updater.update_to_latest(Channel.open(channel))
+        assert updater.local is not None
+        report = full_hash(updater.local)
         assert report.intact
         return report.root
     finally:
-        follower.close()
+        updater.close()
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -165,12 +165,12 @@ def test_drift_under_a_foreign_channel_is_found_where_it_is_touched(tmp_path: Pa
     old, new = bytes_of(models[2]), bytes_of(models[3])
     rot(tmp_path / "local", next(name for name in old if old[name] != new[name]))
     write_pointer(channel, 3)
-    follower = Follower(channel, tmp_path / "local", base, FollowOptions(visible_seconds=0.2))
+    updater = LocalUpdater(channel, tmp_path / "local", base, UpdaterOptions(visible_seconds=0.2))
     with pytest.raises(NeedsReseed):
-        follower.catch_up(Channel.open(channel))
-    follower.release()
-    follower.catch_up(Channel.open(channel))
-    follower.close()
+        updater.update_to_latest(Channel.open(channel))
+    updater.release()
+    updater.update_to_latest(Channel.open(channel))
+    updater.close()
     assert read_checkpoint(tmp_path / "local") == new
 
 

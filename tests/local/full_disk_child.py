@@ -19,7 +19,7 @@ from core_cases import snapshot
 from weightcast.shared.base import failpoints
 from weightcast.shared.base.errors import RetryLater
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint import follower
+from weightcast.shared.checkpoint import updater
 from weightcast.shared.checkpoint.update.plan import Seed
 
 what, channel_dir, base, mount = sys.argv[1], *map(Path, sys.argv[2:5])
@@ -27,17 +27,17 @@ size, free = int(sys.argv[5]), int(sys.argv[6])
 moment = sys.argv[7]
 subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}m", "tmpfs", str(mount)], check=True)
 local = mount / "local"
-follower = follower.Follower(channel_dir, local, base, follower.FollowOptions(visible_seconds=0.2))
+updater = updater.LocalUpdater(channel_dir, local, base, updater.UpdaterOptions(visible_seconds=0.2))
 channel = Channel.open(channel_dir)
-follower.load(channel)
+updater.load(channel)
 if what != "seed":
     pointer = channel.pointer()
     assert pointer is not None
-    route = follower.route(channel, pointer, 0, exact=True)
+    route = updater.route(channel, pointer, 0, exact=True)
     assert isinstance(route.plan, Seed)
-    follower.seed(channel, route, route.plan)
+    updater.seed(channel, route, route.plan)
 if what == "spare":
-    follower.paths.spare.write_bytes(bytes(6 << 20))
+    updater.paths.spare.write_bytes(bytes(6 << 20))
 if what == "repair":
     weights = local / "model.safetensors"
     with weights.open("r+b") as file:
@@ -45,7 +45,7 @@ if what == "repair":
         last = file.read()
         file.seek(-1, os.SEEK_END)
         file.write(bytes([last[0] ^ 1]))
-    follower.rehash()
+    updater.rehash()
 filler = mount / "filler"
 
 
@@ -66,20 +66,20 @@ else:
 before = snapshot(local)
 try:
     if what == "repair":
-        follower.repair(channel)
-        outcome = follower.trouble
+        updater.repair(channel)
+        outcome = updater.trouble
     else:
-        follower.catch_up(channel)
+        updater.update_to_latest(channel)
         outcome = "no error"
 except RetryLater as error:
     outcome = str(error)
 same = snapshot(local) == before
-follower.release()
+updater.release()
 failpoints.watch(None)
 if what == "repair":
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 filler.unlink(missing_ok=True)
-follower.catch_up(channel)
-assert follower.local is not None
-print(json.dumps([outcome, same, follower.local.state.position.version]))
-follower.close()
+updater.update_to_latest(channel)
+assert updater.local is not None
+print(json.dumps([outcome, same, updater.local.state.position.version]))
+updater.close()

@@ -14,7 +14,7 @@ from core_cases import Model, every_dtype, some_changed, write_checkpoint
 
 from weightcast.publisher import Publisher, init_channel
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import Follower, FollowOptions
+from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.update.plan import Patch, Seed, Stay
 from weightcast.shared.checkpoint.update.sources import Route
 from weightcast.shared.checkpoint.update.stage import Staged
@@ -69,62 +69,65 @@ def make_run(root: Path, versions: int = 3, *, files: int = 1, seed: int = 7, **
 @contextlib.contextmanager
 def following(
     run: Run, local: Path, base: Path | None = None, *, visible_seconds: float = 0.2
-) -> Iterator[Follower]:
-    follower = Follower(
-        run.channel, local, run.base if base is None else base, FollowOptions(visible_seconds=visible_seconds)
+) -> Iterator[LocalUpdater]:
+    updater = LocalUpdater(
+        run.channel,
+        local,
+        run.base if base is None else base,
+        UpdaterOptions(visible_seconds=visible_seconds),
     )
     try:
-        yield follower
+        yield updater
     finally:
-        follower.close()
+        updater.close()
 
 
-def step_to(follower: Follower, version: int) -> None:
+def step_to(updater: LocalUpdater, version: int) -> None:
     """One attempt to bring the local checkpoint to a version of its channel."""
-    channel = Channel.open(follower.channel_dir)
-    follower.load(channel)
+    channel = Channel.open(updater.channel_dir)
+    updater.load(channel)
     pointer = channel.pointer()
     assert pointer is not None
-    route = follower.route(channel, pointer, version, exact=True)
+    route = updater.route(channel, pointer, version, exact=True)
     plan = route.plan
     if isinstance(plan, Seed):
-        follower.seed(channel, route, plan)
+        updater.seed(channel, route, plan)
         plan = plan.then
     assert isinstance(plan, Patch | Stay)
-    apply(follower, channel, route, plan.legs if isinstance(plan, Patch) else ())
-    follower.forget_undo()
+    apply(updater, channel, route, plan.legs if isinstance(plan, Patch) else ())
+    updater.forget_undo()
 
 
-def apply(follower: Follower, channel: Channel, route: Route, legs: tuple[tuple[int, ...], ...]) -> None:
+def apply(updater: LocalUpdater, channel: Channel, route: Route, legs: tuple[tuple[int, ...], ...]) -> None:
     for leg in legs:
-        staged = follower.prepare(route, leg)
-        assert follower.local is not None
-        with follower.local.patching():
-            follower.patch(staged)
+        staged = updater.prepare(route, leg)
+        assert updater.local is not None
+        with updater.local.patching():
+            updater.patch(staged)
 
 
-def staged(follower: Follower, version: int) -> Staged:
+def staged(updater: LocalUpdater, version: int) -> Staged:
     """The first leg from where it lies to `version`. Nothing of it is written."""
-    channel = Channel.open(follower.channel_dir)
+    channel = Channel.open(updater.channel_dir)
     pointer = channel.pointer()
     assert pointer is not None
-    route = follower.route(channel, pointer, version, exact=True)
+    route = updater.route(channel, pointer, version, exact=True)
     assert isinstance(route.plan, Patch)
-    return follower.prepare(route, route.plan.legs[0])
+    return updater.prepare(route, route.plan.legs[0])
 
 
-def catch_up(follower: Follower) -> None:
-    follower.catch_up(Channel.open(follower.channel_dir))
+def catch_up(updater: LocalUpdater) -> None:
+    updater.update_to_latest(Channel.open(updater.channel_dir))
 
 
-def patch_keeping_undo(follower: Follower, version: int) -> None:
-    channel = Channel.open(follower.channel_dir)
-    follower.load(channel)
+def patch_keeping_undo(updater: LocalUpdater, version: int) -> None:
+    channel = Channel.open(updater.channel_dir)
+    updater.load(channel)
     pointer = channel.pointer()
-    assert pointer is not None and follower.local is not None
-    route = follower.route(channel, pointer, version, exact=False)
+    assert pointer is not None and updater.local is not None
+    route = updater.route(channel, pointer, version, exact=False)
     assert isinstance(route.plan, Patch)
-    apply(follower, channel, route, route.plan.legs)
+    apply(updater, channel, route, route.plan.legs)
 
 
 def state_of(local: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from core_cases import read_checkpoint, snapshot
 
 from weightcast.shared.base.errors import RetryLater
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import Follower, FollowOptions
+from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.update.plan import Patch, Seed
 
 how, channel_dir, base, other, mount = sys.argv[1], *map(Path, sys.argv[2:6])
@@ -28,14 +28,14 @@ local, channel = mount / "local", Channel.open(channel_dir)
 
 
 def seed(base: Path, version: int) -> None:
-    follower = Follower(channel_dir, local, base, FollowOptions(visible_seconds=0.2))
+    updater = LocalUpdater(channel_dir, local, base, UpdaterOptions(visible_seconds=0.2))
     try:
         pointer = channel.pointer()
         assert pointer is not None
-        route = follower.route(channel, pointer, version, exact=True)
-        follower.seed(channel, route, Seed(version, Patch((), 0), "asked for"))
+        route = updater.route(channel, pointer, version, exact=True)
+        updater.seed(channel, route, Seed(version, Patch((), 0), "asked for"))
     finally:
-        follower.close()
+        updater.close()
 
 
 seed(base, 0)

@@ -14,7 +14,7 @@ from local_cases import Run, catch_up, edit_state, following, make_run, phase_of
 from weightcast.publisher import Publisher
 from weightcast.shared.base.errors import DamagedFile, UnknownFormat, WrongRun
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import Follower
+from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.cli.main import run as weightcast
 
 GARBLED = [b"", b"{", b"\x00" * 4096, b'{"format": 1}', b'{"format": 1, "format": 1}', b"[]"]
@@ -24,8 +24,8 @@ GARBLED = [b"", b"{", b"\x00" * 4096, b'{"format": 1}', b'{"format": 1, "format"
 def made(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Three versions, full weights beside the second; a host at 2."""
     run = make_run(tmp_path_factory.mktemp("run"), 3, anchor_every=2)
-    with following(run, run.root / "host") as follower:
-        step_to(follower, 2)
+    with following(run, run.root / "host") as updater:
+        step_to(updater, 2)
     return run
 
 
@@ -44,24 +44,24 @@ def garble(run: Run, data: bytes = b"{") -> None:
     (host(run) / ".weightcast/state.json").write_bytes(data)
 
 
-def adopt(follower: Follower) -> bool:
-    return follower.adopt(Channel.open(follower.channel_dir))
+def adopt(updater: LocalUpdater) -> bool:
+    return updater.recover_state(Channel.open(updater.channel_dir))
 
 
 @pytest.mark.parametrize("data", GARBLED)
 def test_the_version_that_lies_there_is_recognised(run: Run, data: bytes) -> None:
     before = state_of(host(run))
     garble(run, data)
-    with following(run, host(run)) as follower:
+    with following(run, host(run)) as updater:
         with pytest.raises(DamagedFile, match="sync --rehash"):
-            catch_up(follower)
-        assert adopt(follower) and not adopt(follower)
+            catch_up(updater)
+        assert adopt(updater) and not adopt(updater)
     after = state_of(host(run))
     kept = ("run_id", "position", "phase", "epoch", "foreign", "boot_id")
     assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
     assert (host(run) / ".weightcast/state.json.unreadable").read_bytes() == data
-    with following(run, host(run)) as follower:
-        catch_up(follower)
+    with following(run, host(run)) as updater:
+        catch_up(updater)
     assert read_checkpoint(host(run)) == bytes_of(run.latest)
 
 
@@ -69,13 +69,13 @@ def test_what_differs_is_repaired(run: Run) -> None:
     garble(run)
     flip(host(run), "f32.matrix", 8)
     inode = (host(run) / "model.safetensors").stat().st_ino
-    with following(run, host(run)) as follower:
-        adopt(follower)
+    with following(run, host(run)) as updater:
+        adopt(updater)
         assert (phase_of(host(run)), state_of(host(run))["position"]["version"]) == ("dirty", 2)
-        follower.load(Channel.open(run.channel))
-        repaired = follower.repair(Channel.open(run.channel))
+        updater.load(Channel.open(run.channel))
+        repaired = updater.repair(Channel.open(run.channel))
         assert repaired is not None and (repaired.tensors, repaired.words) == (("f32.matrix",), 1)
-        catch_up(follower)
+        catch_up(updater)
     assert read_checkpoint(host(run)) == bytes_of(run.latest)
     assert (host(run) / "model.safetensors").stat().st_ino == inode, "never replaced"
 
@@ -83,8 +83,8 @@ def test_what_differs_is_repaired(run: Run) -> None:
 def test_behind_a_gap_full_weights_tell(run: Run) -> None:
     shutil.rmtree(run.channel / "weight_v000001")
     garble(run)
-    with following(run, host(run)) as follower:
-        adopt(follower)
+    with following(run, host(run)) as updater:
+        adopt(updater)
     assert (phase_of(host(run)), state_of(host(run))["position"]["version"]) == ("clean", 2)
 
 
@@ -96,18 +96,18 @@ def test_indexes_that_lie_are_not_believed(run: Run) -> None:
     facts["weightcast"]["root"] = "0" * 64
     index.write_text(json.dumps(facts))
     garble(run)
-    with following(run, host(run)) as follower:
-        adopt(follower)
+    with following(run, host(run)) as updater:
+        adopt(updater)
     assert (phase_of(host(run)), state_of(host(run))["position"]["version"]) == ("dirty", 1)
 
 
 def test_weights_of_nothing_known_are_seeded(run: Run) -> None:
     garble(run)
     (host(run) / "model.safetensors").write_bytes(b"none")
-    with following(run, host(run)) as follower:
-        assert adopt(follower)
+    with following(run, host(run)) as updater:
+        assert adopt(updater)
         assert not (host(run) / ".weightcast/state.json").exists()
-        catch_up(follower)
+        catch_up(updater)
     assert read_checkpoint(host(run)) == bytes_of(run.latest)
 
 
@@ -115,8 +115,8 @@ def test_another_run_s_is_left_alone(run: Run, tmp_path: Path) -> None:
     other = make_run(tmp_path / "other", 1, seed=9)
     garble(run)
     before = read_checkpoint(host(run))
-    with following(other, host(run)) as follower, pytest.raises(WrongRun):
-        adopt(follower)
+    with following(other, host(run)) as updater, pytest.raises(WrongRun):
+        adopt(updater)
     assert (host(run) / ".weightcast/state.json").read_bytes() == b"{"
     assert read_checkpoint(host(run)) == before
 
@@ -124,16 +124,16 @@ def test_another_run_s_is_left_alone(run: Run, tmp_path: Path) -> None:
 def test_a_lost_base_is_the_channel_s(run: Run) -> None:
     garble(run)
     (host(run) / ".weightcast/base.json").write_bytes(b"{")
-    with following(run, host(run)) as follower:
-        adopt(follower)
-        catch_up(follower)
+    with following(run, host(run)) as updater:
+        adopt(updater)
+        catch_up(updater)
     assert read_checkpoint(host(run)) == bytes_of(run.latest)
 
 
 def test_another_release_s_state_is_not_touched(run: Run) -> None:
     garble(run, json.dumps({**state_of(host(run)), "format": 99}).encode())
-    with following(run, host(run)) as follower, pytest.raises(UnknownFormat):
-        adopt(follower)
+    with following(run, host(run)) as updater, pytest.raises(UnknownFormat):
+        adopt(updater)
 
 
 def flip_a_lane(local: Path) -> None:
@@ -149,13 +149,13 @@ def test_lanes_that_are_not_the_root_s_are_a_lost_state(run: Run, capsys: pytest
     assert weightcast(["local", "verify", "--local", str(host(run)), "--json"]) == 3
     (fault,) = json.loads(capsys.readouterr().out)["faults"]
     assert fault["file"] == ".weightcast/state.json" and "sync --rehash" in fault["meaning"]
-    with following(run, host(run)) as follower:
+    with following(run, host(run)) as updater:
         with pytest.raises(DamagedFile, match="lanes of version 2 are not those of the version's root"):
-            catch_up(follower)
+            catch_up(updater)
         assert (phase_of(host(run)), state_of(host(run))["generation"]) == ("clean", before["generation"])
-        assert adopt(follower) and not adopt(follower)
+        assert adopt(updater) and not adopt(updater)
         assert state_of(host(run))["position"] == before["position"]
-        catch_up(follower)
+        catch_up(updater)
     assert read_checkpoint(host(run)) == bytes_of(run.latest)
 
 

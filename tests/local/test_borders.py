@@ -85,12 +85,12 @@ def there_and_back(path: Path, table: TensorTable, chunk: Chunk, old: Words, new
         packed = list(journal.packed())
         for way, target, source in ((Direction.FORWARD, after, before), (Direction.BACK, before, after)):
             for one in packed:
-                assert journal.exchange(one, words[one.tensor], way, again=False) is None
+                assert journal.compare_and_swap(one, words[one.tensor], way, again=False) is None
             assert all(np.array_equal(words[tensor], target[tensor]) for tensor in words)
             for one in packed:
                 midst = len(source[one.tensor]) // 3
                 half = np.concatenate([target[one.tensor][:midst], source[one.tensor][midst:]])
-                assert journal.exchange(one, half, way, again=True) is None
+                assert journal.compare_and_swap(one, half, way, again=True) is None
                 assert np.array_equal(half, target[one.tensor])
         for record in journal.records():
             index = np.flatnonzero(before[record.tensor] != after[record.tensor])

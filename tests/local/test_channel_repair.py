@@ -22,7 +22,7 @@ from weightcast.shared.base.errors import Refused
 from weightcast.shared.channel.claims import claim, this_process
 from weightcast.shared.channel.faults import faults
 from weightcast.shared.channel.reports import Report, write_report
-from weightcast.shared.checkpoint.follower import Follower, FollowOptions
+from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.cli.main import run as weightcast
 
 INDEX = "model.safetensors.index.json"
@@ -133,13 +133,13 @@ NOTHING_TO_DO = {("shard", damage) for damage in DAMAGES[:4]}
 
 def joins(run: Run, local: Path, base: Path | None) -> None:
     """A new host gets to the pointer."""
-    follower = Follower(run.channel, local, base, FollowOptions(visible_seconds=0.2))
+    updater = LocalUpdater(run.channel, local, base, UpdaterOptions(visible_seconds=0.2))
     try:
-        catch_up(follower)
-        assert follower.local is not None
-        version = follower.local.state.position.version
+        catch_up(updater)
+        assert updater.local is not None
+        version = updater.local.state.position.version
     finally:
-        follower.close()
+        updater.close()
     assert version == int((run.channel / "latest").read_text())
     assert read_checkpoint(local) == bytes_of(run.models[version])
 
@@ -189,8 +189,8 @@ def test_publishing_goes_on_after_a_repair(runs: Runs, run: Run, tmp_path: Path)
     with Publisher.open(run.channel, local=run.root / "pub", base=run.base) as publisher:
         report = publisher.publish_checkpoint(write_checkpoint(tmp_path / "new", model))
     assert (report.version, report.kind) == (4, "delta")
-    with following(run, tmp_path / "host") as follower:
-        catch_up(follower)
+    with following(run, tmp_path / "host") as updater:
+        catch_up(updater)
     assert read_checkpoint(tmp_path / "host") == bytes_of(model)
 
 

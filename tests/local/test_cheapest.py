@@ -68,7 +68,7 @@ def answer(start: PlanFacts, of: World) -> tuple[Plan, list[Need]]:
                 facts = replace(facts, links={**facts.links, need.version: of.main(need.version)})
             else:
                 key = need.version, need.base_version
-                facts = replace(facts, skips={**facts.skips, key: of.skip(*key)})
+                facts = replace(facts, multi_step={**facts.multi_step, key: of.skip(*key)})
     return asked, read
 
 
@@ -209,7 +209,7 @@ def check_connected(got: Patch | Seed, of: World, here: int | None) -> int | Non
     """Where the plan ends, each hop starting where the one before it ended."""
     at, legs = (got.version, got.then) if isinstance(got, Seed) else (here, got)
     for version in (version for leg in legs.legs for version in leg):
-        base = legs.skips.get(version, version - 1)
+        base = legs.multi_step.get(version, version - 1)
         assert base == at and version in of.shown and of.skip(version, base) is not None
         at = version
     return at

@@ -19,8 +19,8 @@ from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError
 from weightcast.shared.channel.faults import of_channel
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import Follower, FollowOptions
-from weightcast.shared.checkpoint.update.sources import Detours
+from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
+from weightcast.shared.checkpoint.update.sources import DamagedSources
 from weightcast.shared.checkpoint.update.stage import BadDelta
 from weightcast.subscriber.daemon.status import Board
 from weightcast.subscriber.sync.host import SyncOptions
@@ -95,9 +95,9 @@ DAMAGES: Sequence[Callable[[Path], None]] = (Path.unlink, flipped, cut, another_
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_delta_from_an_older_version(run: Run, tmp_path: Path, damage: Callable[[Path], None]) -> None:
     damage(shard(run, FROM_0))
-    with following(run, tmp_path / "host") as follower:
-        step_to(follower, 0)
-        catch_up(follower)
+    with following(run, tmp_path / "host") as updater:
+        step_to(updater, 0)
+        catch_up(updater)
     assert read_checkpoint(tmp_path / "host") == bytes_of(run.latest)
 
 
@@ -106,11 +106,11 @@ def test_every_delta_to_a_version(run: Run, tmp_path: Path, damage: Callable[[Pa
     """Every delta to version 4: its full weights are left."""
     for directory in (FROM_0, FROM_2, STEP_4):
         damage(shard(run, directory))
-    with following(run, tmp_path / "host") as follower:
-        step_to(follower, 0)
-        catch_up(follower)
-        catch_up(follower)
-        assert len(follower.detours.damaged) == 0, "what was passed is forgotten"
+    with following(run, tmp_path / "host") as updater:
+        step_to(updater, 0)
+        catch_up(updater)
+        catch_up(updater)
+        assert len(updater.damaged_sources.damaged) == 0, "what was passed is forgotten"
     assert read_checkpoint(tmp_path / "host") == bytes_of(run.latest)
 
 
@@ -121,12 +121,12 @@ def test_in_a_leg_of_several_versions_only_the_bad_one_is_gone_around(run: Run, 
     shutil.copytree(run.channel / "weight_v000002/from_v000000", tmp_path / "kept")
     shutil.rmtree(run.channel / "weight_v000002/from_v000000")
     flipped(shard(run, "weight_v000002"))
-    with following(run, tmp_path / "host") as follower:
-        step_to(follower, 0)
+    with following(run, tmp_path / "host") as updater:
+        step_to(updater, 0)
         with pytest.raises(DamagedFile, match="weight_v000002"):
-            catch_up(follower)
+            catch_up(updater)
         shutil.copytree(tmp_path / "kept", run.channel / "weight_v000002/from_v000000")
-        catch_up(follower)
+        catch_up(updater)
     assert read_checkpoint(tmp_path / "host") == bytes_of(run.latest)
 
 
@@ -135,16 +135,16 @@ def test_a_newcomer_whose_full_weights_are_damaged(
     run: Run, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     (run.base / "model.safetensors").unlink()
-    with following(run, tmp_path / "by anchor") as follower:
-        catch_up(follower)
+    with following(run, tmp_path / "by anchor") as updater:
+        catch_up(updater)
     assert read_checkpoint(tmp_path / "by anchor") == bytes_of(run.latest)
     damage(shard(run, ANCHOR))
-    with following(run, tmp_path / "lost") as follower, pytest.raises((Refused, RetryLater, OSError)):
-        catch_up(follower)
+    with following(run, tmp_path / "lost") as updater, pytest.raises((Refused, RetryLater, OSError)):
+        catch_up(updater)
     assert not list((tmp_path / "lost").glob("*.safetensors"))
     write_checkpoint(run.base, run.models[0])
-    with following(run, tmp_path / "by base") as follower:
-        catch_up(follower)
+    with following(run, tmp_path / "by base") as updater:
+        catch_up(updater)
     assert read_checkpoint(tmp_path / "by base") == bytes_of(run.latest)
 
 
@@ -160,14 +160,14 @@ def test_an_anchor_whose_index_contradicts_itself(run: Run, tmp_path: Path) -> N
     """Found before anything is written, also where the bytes were changed with the lanes."""
     index = run.channel / ANCHOR / INDEX
     lanes_off(index)
-    with following(run, tmp_path / "by base") as follower:
-        catch_up(follower)
+    with following(run, tmp_path / "by base") as updater:
+        catch_up(updater)
     assert read_checkpoint(tmp_path / "by base") == bytes_of(run.latest)
     flipped(shard(run, ANCHOR))
-    no_base = Follower(run.channel, tmp_path / "lost", None, FollowOptions(visible_seconds=0.2))
+    no_base = LocalUpdater(run.channel, tmp_path / "lost", None, UpdaterOptions(visible_seconds=0.2))
     for _ in range(2):
         with pytest.raises(DamagedFile) as told:
-            no_base.catch_up(Channel.open(run.channel))
+            no_base.update_to_latest(Channel.open(run.channel))
         assert str(index) in told.value.message and "channel repair" in told.value.remedy
     no_base.close()
     assert not (tmp_path / "lost/.weightcast/state.json").exists()
@@ -176,10 +176,10 @@ def test_an_anchor_whose_index_contradicts_itself(run: Run, tmp_path: Path) -> N
 
 def test_an_anchor_with_other_bytes_is_not_the_operators_mistake(run: Run, tmp_path: Path) -> None:
     flipped(shard(run, ANCHOR))
-    follower = Follower(run.channel, tmp_path / "lost", None, FollowOptions(visible_seconds=0.2))
+    updater = LocalUpdater(run.channel, tmp_path / "lost", None, UpdaterOptions(visible_seconds=0.2))
     with pytest.raises(DamagedFile, match="1 tensor with other bytes") as told:
-        follower.catch_up(Channel.open(run.channel))
-    follower.close()
+        updater.update_to_latest(Channel.open(run.channel))
+    updater.close()
     assert str(run.channel / ANCHOR) in told.value.message and "channel repair" in told.value.remedy
 
 
@@ -193,18 +193,18 @@ def test_an_anchor_whose_files_are_not_those_listed(
         if record[0] == shard(run, ANCHOR).name:
             record[cell] = value
     index.write_text(json.dumps(facts))
-    follower = Follower(run.channel, tmp_path / "lost", None, FollowOptions(visible_seconds=0.2))
+    updater = LocalUpdater(run.channel, tmp_path / "lost", None, UpdaterOptions(visible_seconds=0.2))
     with pytest.raises(DamagedFile, match="index lists") as told:
-        follower.catch_up(Channel.open(run.channel))
-    follower.close()
+        updater.update_to_latest(Channel.open(run.channel))
+    updater.close()
     assert str(shard(run, ANCHOR)) in told.value.message and "channel repair" in told.value.remedy
 
 
 def test_a_damaged_delta_from_an_older_version_is_named_by_its_directory(run: Run, tmp_path: Path) -> None:
     badly_made(shard(run, FROM_0))
-    with following(run, tmp_path / "host") as follower:
-        step_to(follower, 0)
-        catch_up(follower)
+    with following(run, tmp_path / "host") as updater:
+        step_to(updater, 0)
+        catch_up(updater)
     sync = Sync(SyncOptions(run.channel, tmp_path / "other", run.base, visible_seconds=0.1))
     outcome = sync.sync_once()
     sync.close()
@@ -219,22 +219,22 @@ def test_damaged_full_weights_that_would_be_fewer_bytes(run: Run, tmp_path: Path
         (run.channel / name / "note").touch()
         with (run.channel / name / "note").open("r+b") as file:
             file.truncate(1 << 30)
-    with following(run, tmp_path / "host") as follower:
-        catch_up(follower)
+    with following(run, tmp_path / "host") as updater:
+        catch_up(updater)
     assert read_checkpoint(tmp_path / "host") == bytes_of(run.latest)
 
 
 def test_where_nothing_leads_around_it_is_told_and_tried_again(run: Run, tmp_path: Path) -> None:
     whole = shard(run, STEP_5).read_bytes()
     flipped(shard(run, STEP_5))
-    with following(run, tmp_path / "host") as follower:
-        step_to(follower, 3)
+    with following(run, tmp_path / "host") as updater:
+        step_to(updater, 3)
         for _ in range(2):
             with pytest.raises(DamagedFile, match=STEP_5):
-                catch_up(follower)
+                catch_up(updater)
             assert read_checkpoint(tmp_path / "host") in map(bytes_of, run.models[3:5])
         shard(run, STEP_5).write_bytes(whole)
-        catch_up(follower)
+        catch_up(updater)
     assert read_checkpoint(tmp_path / "host") == bytes_of(run.latest)
 
 
@@ -242,12 +242,12 @@ def test_a_refused_hook_is_no_damage(run: Run, tmp_path: Path) -> None:
     def no(version: int, directory: Path) -> None:
         raise Refused("the hook says no")
 
-    options = FollowOptions(visible_seconds=0.2, pre_read=no)
-    follower = Follower(run.channel, tmp_path / "host", None, options)
+    options = UpdaterOptions(visible_seconds=0.2, pre_read=no)
+    updater = LocalUpdater(run.channel, tmp_path / "host", None, options)
     with pytest.raises(Refused, match="hook"):
-        follower.catch_up(Channel.open(run.channel))
-    assert follower.detours.damaged == {}
-    follower.close()
+        updater.update_to_latest(Channel.open(run.channel))
+    assert updater.damaged_sources.damaged == {}
+    updater.close()
 
 
 def test_a_host_says_what_it_went_around(run: Run, tmp_path: Path) -> None:
@@ -268,14 +268,14 @@ def test_a_host_says_what_it_went_around(run: Run, tmp_path: Path) -> None:
 
 def test_attempts_end() -> None:
     """The same damage a second time is the outcome, whatever was met between."""
-    met, detours = iter([3, 2, 3, 1]), Detours()
+    met, damaged_sources = iter([3, 2, 3, 1]), DamagedSources()
 
     def attempt() -> None:
-        with detours.delta(lambda version: version - 1):
+        with damaged_sources.delta(lambda version: version - 1):
             version = next(met)
             raise BadDelta(DamagedFile(f"version {version}"), version)
 
     told: list[str] = []
     with pytest.raises(WeightcastError, match="version 3"):
-        detours.run(attempt, told.append)
+        damaged_sources.run(attempt, told.append)
     assert told == ["version 3", "version 2"] and next(met) == 1

@@ -16,8 +16,8 @@ from local_cases import Run, following, make_run, patch_keeping_undo, publish, s
 from weightcast.publisher import init_channel
 from weightcast.shared.base.errors import DamagedFile, RetryLater
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import Follower
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
+from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.update import engine_patch
 from weightcast.shared.checkpoint.update.engine_patch import (
     NAME,
@@ -34,9 +34,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return make_run(tmp_path_factory.mktemp("run"), 4)
 
 
-def opened(follower: Follower) -> LocalCheckpoint:
-    assert follower.local is not None
-    return follower.local
+def opened(updater: LocalUpdater) -> LocalCheckpoint:
+    assert updater.local is not None
+    return updater.local
 
 
 def read(local: LocalCheckpoint, patch: EnginePatch) -> tuple[dict[str, Any], bytes]:
@@ -72,9 +72,9 @@ def patched(before: dict[str, bytes], header: dict[str, Any], payload: bytes) ->
 
 
 def test_a_staged_version_is_a_patch_before_it_lies_on_disk(run: Run, tmp_path: Path) -> None:
-    with following(run, tmp_path / "host") as follower:
-        step_to(follower, 1)
-        local, step = opened(follower), staged(follower, 2).step
+    with following(run, tmp_path / "host") as updater:
+        step_to(updater, 1)
+        local, step = opened(updater), staged(updater, 2).step
         patch = write_engine_patch(local, [step], 1)
         header, payload = read(local, patch)
         assert NAME.fullmatch(patch.name) and patch.name == f"2-{step.target.digest[:8]}.patch"
@@ -87,13 +87,13 @@ def test_a_staged_version_is_a_patch_before_it_lies_on_disk(run: Run, tmp_path: 
 
 
 def test_several_versions_are_one_patch_on_disk_or_not(run: Run, tmp_path: Path) -> None:
-    with following(run, tmp_path / "host") as follower:
-        step_to(follower, 1)
+    with following(run, tmp_path / "host") as updater:
+        step_to(updater, 1)
         for version in (2, 3):
-            step = staged(follower, version)
-            with opened(follower).patching():
-                follower.patch(step)
-        local, last = opened(follower), staged(follower, 4).step
+            step = staged(updater, version)
+            with opened(updater).patching():
+                updater.patch(step)
+        local, last = opened(updater), staged(updater, 4).step
         assert len(local.state.undo) == 2
         both = write_engine_patch(local, [*local.state.undo, last], 7)
         header, payload = read(local, both)
@@ -104,10 +104,10 @@ def test_several_versions_are_one_patch_on_disk_or_not(run: Run, tmp_path: Path)
 
 
 def test_folded_versions(run: Run, tmp_path: Path) -> None:
-    with following(run, tmp_path / "host") as follower:
-        step_to(follower, 0)
-        patch_keeping_undo(follower, 4)
-        local = opened(follower)
+    with following(run, tmp_path / "host") as updater:
+        step_to(updater, 0)
+        patch_keeping_undo(updater, 4)
+        local = opened(updater)
         patch = write_engine_patch(local, local.state.undo, 0)
         assert patched(bytes_of(run.models[0]), *read(local, patch)) == bytes_of(run.models[4])
 
@@ -117,38 +117,38 @@ def test_a_patch_that_would_be_as_large_as_the_model(
 ) -> None:
     monkeypatch.setattr(engine_patch, "ALWAYS_BYTES", 0)
     monkeypatch.setattr(engine_patch, "MOST_SHARE", 0.001)
-    with following(run, tmp_path / "host") as follower:
-        step_to(follower, 0)
+    with following(run, tmp_path / "host") as updater:
+        step_to(updater, 0)
         with pytest.raises(NoPatch, match="no gain"):
-            write_engine_patch(opened(follower), [staged(follower, 1).step], 0)
+            write_engine_patch(opened(updater), [staged(updater, 1).step], 0)
         assert not (tmp_path / "host/.weightcast/engine").exists()
 
 
 def test_a_journal_of_another_step_is_refused(run: Run, tmp_path: Path) -> None:
-    with following(run, tmp_path / "host") as follower:
-        step_to(follower, 0)
-        one, two = staged(follower, 1).step, staged(follower, 1).step
-        paths = opened(follower).paths
+    with following(run, tmp_path / "host") as updater:
+        step_to(updater, 0)
+        one, two = staged(updater, 1).step, staged(updater, 1).step
+        paths = opened(updater).paths
         paths.journal(two.journal).rename(paths.journal(one.journal))
         with pytest.raises(DamagedFile, match="another run or version"):
-            write_engine_patch(opened(follower), [one], 0)
+            write_engine_patch(opened(updater), [one], 0)
 
 
 def test_nothing_is_left_of_a_patch_that_cannot_be_written(run: Run, tmp_path: Path) -> None:
-    with following(run, tmp_path / "host") as follower:
-        step_to(follower, 0)
-        step = staged(follower, 1).step
+    with following(run, tmp_path / "host") as updater:
+        step_to(updater, 0)
+        step = staged(updater, 1).step
         (tmp_path / "host/.weightcast/engine").write_text("a file in its place")
         with pytest.raises(OSError):
-            write_engine_patch(opened(follower), [step], 0)
+            write_engine_patch(opened(updater), [step], 0)
         assert (tmp_path / "host/.weightcast/engine").read_text() == "a file in its place"
 
 
 def test_old_patches_go_and_links_stay_where_they_are(run: Run, tmp_path: Path) -> None:
-    with following(run, tmp_path / "host") as follower:
-        step_to(follower, 0)
-        paths = opened(follower).paths
-        write_engine_patch(opened(follower), [staged(follower, 1).step], 0)
+    with following(run, tmp_path / "host") as updater:
+        step_to(updater, 0)
+        paths = opened(updater).paths
+        write_engine_patch(opened(updater), [staged(updater, 1).step], 0)
         (paths.room / "engine" / "1-00000000.tmp").touch()
         drop_engine_patches(paths)
         assert list((paths.room / "engine").iterdir()) == []
@@ -160,16 +160,16 @@ def test_old_patches_go_and_links_stay_where_they_are(run: Run, tmp_path: Path) 
         with pytest.raises(RetryLater, match="symbolic link"):
             drop_engine_patches(paths)
         with pytest.raises(RetryLater, match="symbolic link"):
-            write_engine_patch(opened(follower), [staged(follower, 1).step], 0)
+            write_engine_patch(opened(updater), [staged(updater, 1).step], 0)
         assert (tmp_path / "elsewhere" / "mine").exists()
 
 
 def test_a_start_drops_what_a_kill_left(run: Run, tmp_path: Path) -> None:
-    with following(run, tmp_path / "host") as follower:
-        step_to(follower, 0)
-        write_engine_patch(opened(follower), [staged(follower, 1).step], 0)
-    with following(run, tmp_path / "host") as follower:
-        follower.load(Channel.open(run.channel))
+    with following(run, tmp_path / "host") as updater:
+        step_to(updater, 0)
+        write_engine_patch(opened(updater), [staged(updater, 1).step], 0)
+    with following(run, tmp_path / "host") as updater:
+        updater.load(Channel.open(run.channel))
         assert list((tmp_path / "host/.weightcast/engine").iterdir()) == []
 
 
@@ -180,9 +180,9 @@ def test_memory_grows_with_the_change_and_not_with_the_model(tmp_path: Path) -> 
     write_checkpoint(run.base, base)
     init_channel(run.channel, run.base)
     publish(run)
-    with following(run, tmp_path / "host") as follower:
-        step_to(follower, 0)
-        local, step = opened(follower), staged(follower, 1).step
+    with following(run, tmp_path / "host") as updater:
+        step_to(updater, 0)
+        local, step = opened(updater), staged(updater, 1).step
         tracemalloc.start()
         try:
             patch = write_engine_patch(local, [step], 0)

@@ -67,28 +67,28 @@ def test_changed_under_a_host_it_is_found_before_the_next_version(
     run: Run, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     local = tmp_path / "local"
-    with following(run, local) as follower:
-        step_to(follower, 1)
+    with following(run, local) as updater:
+        step_to(updater, 1)
         damage(local)
         with pytest.raises(NeedsReseed):
-            catch_up(follower)
+            catch_up(updater)
         assert state_of(local)["phase"] == "dirty"
-    with following(run, local) as follower:
-        catch_up(follower)
+    with following(run, local) as updater:
+        catch_up(updater)
     assert read_checkpoint(local) == bytes_of(run.latest)
 
 
 def test_weights_beside_the_checkpoint_keep_it_as_it_is(run: Run, tmp_path: Path) -> None:
     local = tmp_path / "local"
-    with following(run, local) as follower:
-        step_to(follower, 1)
+    with following(run, local) as updater:
+        step_to(updater, 1)
         before = read_checkpoint(local)
         shutil.copy(shard(local), tmp_path / "extra.safetensors")
         shutil.copy(shard(local), local / "extra.safetensors")
         with pytest.raises(RetryLater, match="extra"):
-            catch_up(follower)
+            catch_up(updater)
         assert state_of(local)["phase"] == "clean"
         (local / "extra.safetensors").unlink()
         assert read_checkpoint(local) == before
-        catch_up(follower)
+        catch_up(updater)
     assert read_checkpoint(local) == bytes_of(run.latest)

@@ -31,8 +31,8 @@ def few_files() -> Iterator[None]:
 def test_more_versions_than_open_files(tmp_path: Path, encoding: str, request: pytest.FixtureRequest) -> None:
     run: Run = make_run(tmp_path, VERSIONS, encoding=encoding)
     local = tmp_path / "local"
-    with following(run, local) as follower:
-        step_to(follower, 0)
+    with following(run, local) as updater:
+        step_to(updater, 0)
         request.getfixturevalue("few_files")
-        catch_up(follower)
+        catch_up(updater)
     assert read_checkpoint(local) == bytes_of(run.latest)

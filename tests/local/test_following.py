@@ -49,9 +49,9 @@ def local(tmp_path: Path) -> Path:
 
 
 def at_version(run: Run, local: Path, version: int) -> None:
-    with following(run, local) as follower:
-        step_to(follower, version)
-        assert follower.local is not None and full_hash(follower.local).intact
+    with following(run, local) as updater:
+        step_to(updater, version)
+        assert updater.local is not None and full_hash(updater.local).intact
     holds(run, local, version)
 
 
@@ -70,9 +70,9 @@ def test_every_dtype_arrives(run: Run, local: Path) -> None:
 
 def test_several_versions_fold_into_one_journal(run: Run, local: Path) -> None:
     at_version(run, local, 0)
-    with following(run, local) as follower:
-        patch_keeping_undo(follower, 3)
-        assert follower.local is not None and len(follower.local.state.undo) == 1
+    with following(run, local) as updater:
+        patch_keeping_undo(updater, 3)
+        assert updater.local is not None and len(updater.local.state.undo) == 1
     holds(run, local, 3)
 
 
@@ -83,30 +83,30 @@ def test_going_back_when_asked(run: Run, local: Path) -> None:
 
 def test_undo_over_several_steps(run: Run, local: Path) -> None:
     at_version(run, local, 0)
-    with following(run, local) as follower:
+    with following(run, local) as updater:
         for version in (1, 2, 3):
-            patch_keeping_undo(follower, version)
-        assert follower.local is not None and len(list(follower.local.paths.journals.iterdir())) == 3
-        with follower.local.patching():
-            follower.undo()
-        assert full_hash(follower.local).intact
+            patch_keeping_undo(updater, version)
+        assert updater.local is not None and len(list(updater.local.paths.journals.iterdir())) == 3
+        with updater.local.patching():
+            updater.undo()
+        assert full_hash(updater.local).intact
     holds(run, local, 0)
     assert list((local / ".weightcast/journal").iterdir()) == []
 
 
 def test_without_a_way_back_nothing_before_can_be_undone(run: Run, local: Path) -> None:
     at_version(run, local, 0)
-    with following(run, local) as follower:
-        patch_keeping_undo(follower, 1)
-        assert follower.local is not None
-        second = staged(follower, 2)
-        with follower.local.patching():
-            follower.patch(second, way_back=False)
+    with following(run, local) as updater:
+        patch_keeping_undo(updater, 1)
+        assert updater.local is not None
+        second = staged(updater, 2)
+        with updater.local.patching():
+            updater.patch(second, undoable=False)
         assert state_of(local)["undo"] == []
-        assert [path.stem for path in follower.local.paths.journals.iterdir()] == [second.step.journal]
-        follower.drop_journal(second)
-        assert list(follower.local.paths.journals.iterdir()) == []
-        assert full_hash(follower.local).intact
+        assert [path.stem for path in updater.local.paths.journals.iterdir()] == [second.step.journal]
+        updater.drop_journal(second)
+        assert list(updater.local.paths.journals.iterdir()) == []
+        assert full_hash(updater.local).intact
     holds(run, local, 2)
 
 
@@ -126,8 +126,8 @@ def test_a_hub_cache_snapshot_as_base(run: Run, local: Path, tmp_path: Path) -> 
         (blobs / str(number)).write_bytes(path.read_bytes())
         (hub / path.name).symlink_to(f"../../blobs/{number}")
     before = snapshot(blobs)
-    with following(run, local, hub) as follower:
-        catch_up(follower)
+    with following(run, local, hub) as updater:
+        catch_up(updater)
     holds(run, local, 3)
     assert not any(path.is_symlink() for path in local.iterdir())
     assert snapshot(blobs) == before
@@ -139,19 +139,19 @@ def test_a_hub_cache_snapshot_as_base(run: Run, local: Path, tmp_path: Path) -> 
 def test_a_foreign_directory_is_left_alone(run: Run, local: Path) -> None:
     write_checkpoint(local, run.models[0])
     before = snapshot(local)
-    with following(run, local) as follower, pytest.raises(Refused, match="not empty"):
-        catch_up(follower)
+    with following(run, local) as updater, pytest.raises(Refused, match="not empty"):
+        catch_up(updater)
     assert snapshot(local) == before
 
 
 def test_another_run_s_local_checkpoint_is_left_alone(run: Run, local: Path, tmp_path: Path) -> None:
     other = make_run(tmp_path / "other", 1, seed=8)
     edit_channel_run(other)
-    with following(other, local) as follower:
-        catch_up(follower)
+    with following(other, local) as updater:
+        catch_up(updater)
     before = snapshot(local)
-    with following(run, local) as follower, pytest.raises(WrongRun, match="run-of-others"):
-        catch_up(follower)
+    with following(run, local) as updater, pytest.raises(WrongRun, match="run-of-others"):
+        catch_up(updater)
     assert snapshot(local) == before
 
 
@@ -167,8 +167,8 @@ def edit_channel_run(run: Run) -> None:
 def test_a_base_with_another_byte_is_refused(run: Run, local: Path, tmp_path: Path, name: str) -> None:
     base = write_checkpoint(tmp_path / "base", run.models[0])
     rot(base, name)
-    with following(run, local, base) as follower, pytest.raises(WrongRun, match=name):
-        catch_up(follower)
+    with following(run, local, base) as updater, pytest.raises(WrongRun, match=name):
+        catch_up(updater)
     assert read_checkpoint(local) == {}
 
 
@@ -176,11 +176,11 @@ def test_a_base_with_another_byte_is_refused(run: Run, local: Path, tmp_path: Pa
 def test_a_base_with_other_files_is_refused(run: Run, local: Path, tmp_path: Path, name: str) -> None:
     base = write_checkpoint(tmp_path / "base", run.models[0])
     (base / name).write_text('{"other": 1}')
-    with following(run, local, base) as follower, pytest.raises(WrongRun, match=name):
-        catch_up(follower)
+    with following(run, local, base) as updater, pytest.raises(WrongRun, match=name):
+        catch_up(updater)
     (base / name).unlink()
-    with following(run, local, base) as follower, pytest.raises(WrongRun, match="missing"):
-        catch_up(follower)
+    with following(run, local, base) as updater, pytest.raises(WrongRun, match="missing"):
+        catch_up(updater)
     assert read_checkpoint(local) == {}
 
 
@@ -191,8 +191,8 @@ def test_a_base_that_lists_everything_that_does_not_fit(run: Run, local: Path, t
     model["extra"] = every_dtype(rng)["scalar"]
     model["scalar"] = every_dtype(rng)["wide.scalar"]
     base = write_checkpoint(tmp_path / "base", model)
-    with following(run, local, base) as follower, pytest.raises(WrongRun) as caught:
-        catch_up(follower)
+    with following(run, local, base) as updater, pytest.raises(WrongRun) as caught:
+        catch_up(updater)
     for text in ("long is missing", "extra is not part", "scalar is F64 [], expected F32 []"):
         assert text in str(caught.value)
 
@@ -201,8 +201,8 @@ def test_a_hardlinked_file_is_never_written(run: Run, local: Path, tmp_path: Pat
     at_version(run, local, 1)
     os.link(local / "model.safetensors", tmp_path / "also")
     before = snapshot(local)
-    with following(run, local) as follower, pytest.raises(Refused, match="2 links"):
-        catch_up(follower)
+    with following(run, local) as updater, pytest.raises(Refused, match="2 links"):
+        catch_up(updater)
     assert snapshot(local) == before
     (tmp_path / "also").unlink()
     at_version(run, local, 3)
@@ -215,8 +215,8 @@ def test_seeding_does_not_write_through_links(run: Run, local: Path, tmp_path: P
     (local / "model.safetensors").rename(tmp_path / "elsewhere")
     (local / "model.safetensors").symlink_to(tmp_path / "elsewhere")
     before = snapshot(tmp_path)
-    with following(run, local) as follower, pytest.raises(Refused, match="link"):
-        catch_up(follower)
+    with following(run, local) as updater, pytest.raises(Refused, match="link"):
+        catch_up(updater)
     assert snapshot(tmp_path) == before
 
 
@@ -227,63 +227,63 @@ def test_a_drifted_word_inside_a_change_is_found_and_seeded_again(run: Run, loca
     at_version(run, local, 1)
     changed = next(n for n in run.models[1] if bytes_of(run.models[2])[n] != bytes_of(run.models[1])[n])
     old, new = (bytes_of(run.models[v])[changed] for v in (1, 2))
-    with following(run, local) as follower:
-        follower.load(None)
+    with following(run, local) as updater:
+        updater.load(None)
         rot(local, changed, next(i for i in range(len(old)) if old[i] != new[i]))
         with pytest.raises(NeedsReseed):
-            catch_up(follower)
+            catch_up(updater)
         assert phase_of(local) == "dirty"
-        follower.release()
-        catch_up(follower)
+        updater.release()
+        catch_up(updater)
     holds(run, local, 3)
 
 
 def test_a_word_changed_between_stage_and_patch_makes_it_dirty(run: Run, local: Path) -> None:
     at_version(run, local, 2)
-    with following(run, local) as follower:
-        follower.load(Channel.open(run.channel))
-        assert follower.local is not None
-        step = staged(follower, 3)
+    with following(run, local) as updater:
+        updater.load(Channel.open(run.channel))
+        assert updater.local is not None
+        step = staged(updater, 3)
         old, new = bytes_of(run.models[2]), bytes_of(run.models[3])
         name = next(n for n in old if old[n] != new[n])
         rot(local, name, next(i for i in range(len(old[name])) if old[name][i] != new[name][i]))
-        with follower.local.patching(), pytest.raises(NeedsReseed, match=name):
-            follower.patch(step)
+        with updater.local.patching(), pytest.raises(NeedsReseed, match=name):
+            updater.patch(step)
         assert phase_of(local) == "dirty"
-        follower.release()
-        catch_up(follower)
+        updater.release()
+        catch_up(updater)
     holds(run, local, 3)
 
 
 def test_files_replaced_while_mapped_are_not_patched(run: Run, local: Path) -> None:
     at_version(run, local, 1)
-    with following(run, local) as follower:
-        step_to(follower, 1)
+    with following(run, local) as updater:
+        step_to(updater, 1)
         copy = (local / "model.safetensors").read_bytes()
         (local / "new").write_bytes(copy)
         (local / "new").rename(local / "model.safetensors")
         with pytest.raises(NeedsReseed, match="replaced"):
-            catch_up(follower)
+            catch_up(updater)
         assert (local / "model.safetensors").read_bytes() == copy
         assert phase_of(local) == "dirty"
-        follower.release()
-        catch_up(follower)
+        updater.release()
+        catch_up(updater)
     holds(run, local, 3)
 
 
 def test_files_replaced_before_an_undo_are_not_written(run: Run, local: Path) -> None:
     at_version(run, local, 1)
-    with following(run, local) as follower:
-        patch_keeping_undo(follower, 2)
+    with following(run, local) as updater:
+        patch_keeping_undo(updater, 2)
         copy = (local / "model.safetensors").read_bytes()
         (local / "new").write_bytes(copy)
         (local / "new").rename(local / "model.safetensors")
-        assert follower.local is not None
-        with follower.local.patching(), pytest.raises(NeedsReseed, match="replaced"):
-            follower.undo()
+        assert updater.local is not None
+        with updater.local.patching(), pytest.raises(NeedsReseed, match="replaced"):
+            updater.undo()
         assert (local / "model.safetensors").read_bytes() == copy
-        follower.release()
-        catch_up(follower)
+        updater.release()
+        catch_up(updater)
     holds(run, local, 3)
 
 
@@ -291,9 +291,9 @@ def test_after_a_reboot_intact_bytes_are_kept(run: Run, local: Path) -> None:
     at_version(run, local, 2)
     edit_state(local, boot_id="another boot", last_full_hash=None)
     inode = (local / "model.safetensors").stat().st_ino
-    with following(run, local) as follower:
-        step_to(follower, 2)
-        assert follower.local is not None and follower.local.state.last_full_hash is not None
+    with following(run, local) as updater:
+        step_to(updater, 2)
+        assert updater.local is not None and updater.local.state.last_full_hash is not None
     holds(run, local, 2)
     assert (local / "model.safetensors").stat().st_ino == inode
 
@@ -307,11 +307,11 @@ def test_what_could_not_be_recovered_is_recovered_by_the_next_load(run: Run, loc
         if name == "lock.taken" and path is not None and path.name == "patch":
             raise OSError(EIO, os.strerror(EIO), str(path))
 
-    with following(run, local) as follower:
+    with following(run, local) as updater:
         with watched(fail), pytest.raises(OSError, match=os.strerror(EIO)):
-            follower.load(channel)
-        follower.load(channel)
-        assert follower.local is not None and follower.local.state.last_full_hash is not None
+            updater.load(channel)
+        updater.load(channel)
+        assert updater.local is not None and updater.local.state.last_full_hash is not None
 
 
 @pytest.mark.parametrize("boot_id", ["another boot", ""])
@@ -319,8 +319,8 @@ def test_after_a_reboot_lost_pages_are_found(run: Run, local: Path, boot_id: str
     at_version(run, local, 2)
     rot(local, "long", 4000)
     edit_state(local, boot_id=boot_id)
-    with following(run, local) as follower:
-        catch_up(follower)
+    with following(run, local) as updater:
+        catch_up(updater)
     holds(run, local, 3)
 
 
@@ -328,8 +328,8 @@ def test_after_a_reboot_lost_pages_are_found(run: Run, local: Path, boot_id: str
 def test_a_reboot_while_patching_trusts_no_journal(run: Run, local: Path, lies: int) -> None:
     """The pages say where the checkpoint is: wholly old or wholly new."""
     at_version(run, local, 1)
-    with following(run, local) as follower:
-        patch_keeping_undo(follower, 2)
+    with following(run, local) as updater:
+        patch_keeping_undo(updater, 2)
     step = state_of(local)["undo"][0]
     for name, data in bytes_of(run.models[lies]).items():
         path, offset = place_of(local, name)
@@ -338,21 +338,21 @@ def test_a_reboot_while_patching_trusts_no_journal(run: Run, local: Path, lies: 
             file.write(data)
     (local / ".weightcast/journal" / f"{step['journal']}.journal").write_bytes(b"torn")
     edit_state(local, phase="patching", active=step, position=step["base"], undo=[], boot_id="another")
-    with following(run, local) as follower:
-        follower.load(Channel.open(run.channel))
-        assert follower.local is not None and follower.local.state.position.version == lies
+    with following(run, local) as updater:
+        updater.load(Channel.open(run.channel))
+        assert updater.local is not None and updater.local.state.position.version == lies
     holds(run, local, lies)
 
 
 def test_a_lost_journal_while_patching_is_seeded_again(run: Run, local: Path) -> None:
     at_version(run, local, 1)
-    with following(run, local) as follower:
-        patch_keeping_undo(follower, 2)
+    with following(run, local) as updater:
+        patch_keeping_undo(updater, 2)
     step = state_of(local)["undo"][0]
     (local / ".weightcast/journal" / f"{step['journal']}.journal").unlink()
     edit_state(local, phase="patching", active=step, position=step["base"], undo=[])
-    with following(run, local) as follower:
-        catch_up(follower)
+    with following(run, local) as updater:
+        catch_up(updater)
     holds(run, local, 3)
 
 
@@ -362,23 +362,23 @@ def test_strays_of_a_kill_are_dropped(run: Run, local: Path) -> None:
     (room / "journal/0123.journal").write_bytes(b"wcjrnl1\n")
     (room / "spool/2-abc").mkdir()
     (room / "spool/2-abc/model-00000-of-00001.safetensors.part").write_bytes(b"half")
-    with following(run, local) as follower:
-        step_to(follower, 1)
+    with following(run, local) as updater:
+        step_to(updater, 1)
     assert list((room / "journal").iterdir()) == list((room / "spool").iterdir()) == []
 
 
 def test_a_journal_of_another_step_is_not_replayed(run: Run, local: Path) -> None:
     """A complete journal under a name that the state names, but of another version."""
     at_version(run, local, 0)
-    with following(run, local) as follower:
+    with following(run, local) as updater:
         for version in (1, 2):
-            patch_keeping_undo(follower, version)
+            patch_keeping_undo(updater, version)
     first, second = state_of(local)["undo"]
     journals = local / ".weightcast/journal"
     (journals / f"{first['journal']}.journal").rename(journals / f"{second['journal']}.journal")
     edit_state(local, phase="undoing", active=second, undo=[second])
-    with following(run, local) as follower:
-        catch_up(follower)
+    with following(run, local) as updater:
+        catch_up(updater)
     holds(run, local, 3)
 
 
@@ -404,8 +404,8 @@ def test_seeding_continues_after_a_kill(run: Run, local: Path, point: str) -> No
         weights.write_bytes(bytes(weights.stat().st_size))
     else:
         os.truncate(weights, weights.stat().st_size // 2)
-    with following(run, local) as follower:
-        catch_up(follower)
+    with following(run, local) as updater:
+        catch_up(updater)
     holds(run, local, 3)
 
 
@@ -418,8 +418,8 @@ def test_a_lost_or_damaged_file_is_seeded_again(run: Run, local: Path, name: str
         path.unlink()
     else:
         os.truncate(path, 0 if damage == "empty" else path.stat().st_size - 1)
-    with following(run, local) as follower:
-        catch_up(follower)
+    with following(run, local) as updater:
+        catch_up(updater)
     holds(run, local, 3)
 
 
@@ -428,8 +428,8 @@ def test_an_earlier_run_s_shards_do_not_stay(run: Run, local: Path) -> None:
     edit_state(local, phase="seeding")
     (local / "model-00001-of-00002.safetensors").write_bytes(b"old")
     (local / "model.safetensors.index.json").write_text("{}")
-    with following(run, local) as follower:
-        catch_up(follower)
+    with following(run, local) as updater:
+        catch_up(updater)
     holds(run, local, 3)
 
 

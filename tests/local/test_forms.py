@@ -49,23 +49,23 @@ def form_of(record: PackedRecord) -> str:
 def followed(run: Run, local: Path) -> tuple[set[str], list[bytes]]:
     """Forms of records; what engines are given: before a step is written, and with the one before it."""
     forms, payloads = set(), []
-    with following(run, local) as follower:
-        step_to(follower, 0)
+    with following(run, local) as updater:
+        step_to(updater, 0)
         for version in (1, 2):
-            step, own = staged(follower, version).step, follower.local
+            step, own = staged(updater, version).step, updater.local
             assert own is not None
-            with JournalReader(follower.paths.journal(step.journal), own.table) as journal:
+            with JournalReader(updater.paths.journal(step.journal), own.table) as journal:
                 forms |= {form_of(record) for record in journal.packed()}
             for steps in ([step], [*own.state.undo, step]):
                 first = steps[0].base.version
                 header, payload = read(own, write_engine_patch(own, steps, first))
                 assert patched(bytes_of(run.models[first]), header, payload) == bytes_of(run.models[version])
                 payloads.append(payload)
-            patch_keeping_undo(follower, version)
+            patch_keeping_undo(updater, version)
             assert read_checkpoint(local) == bytes_of(run.models[version])
-        assert follower.local is not None and len(follower.local.state.undo) == 2
-        with follower.local.patching():
-            follower.undo()
+        assert updater.local is not None and len(updater.local.state.undo) == 2
+        with updater.local.patching():
+            updater.undo()
         assert read_checkpoint(local) == bytes_of(run.models[0])
     return forms, payloads
 
@@ -98,28 +98,28 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_all_forms_beside_each_other(mixed: Run, tmp_path: Path) -> None:
-    with following(mixed, tmp_path / "host") as follower:
-        step_to(follower, 0)
-        step, own = staged(follower, 1).step, follower.local
+    with following(mixed, tmp_path / "host") as updater:
+        step_to(updater, 0)
+        step, own = staged(updater, 1).step, updater.local
         assert own is not None
-        with JournalReader(follower.paths.journal(step.journal), own.table) as journal:
+        with JournalReader(updater.paths.journal(step.journal), own.table) as journal:
             forms = [form_of(record) for record in journal.packed()]
         assert [forms.count(form) for form in ("listed", "masked", "whole")] == [60, 20, 20]
         for version in (1, 2):
-            patch_keeping_undo(follower, version)
+            patch_keeping_undo(updater, version)
             assert read_checkpoint(tmp_path / "host") == bytes_of(mixed.models[version])
         with own.patching():
-            follower.undo()
+            updater.undo()
         assert read_checkpoint(tmp_path / "host") == bytes_of(mixed.models[0])
 
 
 def test_what_changes_back_is_in_no_journal(mixed: Run, tmp_path: Path) -> None:
-    with following(mixed, tmp_path / "host") as follower:
-        step_to(follower, 0)
-        step, own = staged(follower, 2).step, follower.local
+    with following(mixed, tmp_path / "host") as updater:
+        step_to(updater, 0)
+        step, own = staged(updater, 2).step, updater.local
         assert own is not None and (step.base.version, step.target.version) == (0, 2)
         first, last = (bytes_of(mixed.models[version]) for version in (0, 2))
-        with JournalReader(follower.paths.journal(step.journal), own.table) as journal:
+        with JournalReader(updater.paths.journal(step.journal), own.table) as journal:
             names = {own.table[record.tensor].name for record in journal.packed()}
             assert all((record.old != record.new).all() for record in journal.records())
         assert names == {name for name in first if first[name] != last[name]}

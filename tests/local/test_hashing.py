@@ -90,8 +90,8 @@ def test_empty_tensors_may_lie_anywhere_in_a_file(model: Model, files: int) -> N
         write_checkpoint(run.base, model, files=files)
         init_channel(run.channel, run.base)
         publish(run)
-        with following(run, run.root / "host") as follower:
-            follower.catch_up(Channel.open(run.channel))
+        with following(run, run.root / "host") as updater:
+            updater.update_to_latest(Channel.open(run.channel))
         assert read_checkpoint(run.root / "host") == bytes_of(run.latest)
 
 

@@ -178,7 +178,7 @@ def test_masks_say_what_lists_say(
             assert np.array_equal(record.old, old[mine]) and np.array_equal(record.new, new[mine])
         for way, target in ((Direction.FORWARD, new), (Direction.BACK, old)):
             for one in packed:
-                assert journal.exchange(one, words[one.tensor], way, again=False) is None
+                assert journal.compare_and_swap(one, words[one.tensor], way, again=False) is None
             for span in chunk.spans:
                 assert np.array_equal(words[span.tensor], target[span.offset :][: span.words])
         for way, target in ((Direction.FORWARD, new), (Direction.BACK, old)):  # killed halfway
@@ -186,8 +186,8 @@ def test_masks_say_what_lists_say(
                 span = chunk.spans[one.tensor]
                 half = words[one.tensor].copy()
                 half[: span.words // 2] = target[span.offset :][: span.words // 2]
-                assert journal.exchange(one, half.copy(), way, again=False) is not None
-                assert journal.exchange(one, half, way, again=True) is None
+                assert journal.compare_and_swap(one, half.copy(), way, again=False) is not None
+                assert journal.compare_and_swap(one, half, way, again=True) is None
                 assert np.array_equal(half, target[span.offset :][: span.words])
             words = {span.tensor: target[span.offset :][: span.words].copy() for span in chunk.spans}
 
@@ -211,7 +211,7 @@ def test_a_mask_of_another_number_of_words_is_damage(tmp_path: Path) -> None:
     with JournalReader(path, table) as journal:
         (record,) = journal.packed()
         for door in (
-            lambda: journal.exchange(record, words, Direction.FORWARD, again=False),
+            lambda: journal.compare_and_swap(record, words, Direction.FORWARD, again=False),
             lambda: list(journal.records()),
         ):
             with pytest.raises(DamagedFile, match="out of order"):
@@ -233,20 +233,29 @@ def test_whole_spans_there_and_back(tmp_path: Path) -> None:
     with JournalReader(whole(tmp_path / "x.journal", old, new), WHOLE_TABLE) as journal:
         first = next(journal.packed())
         assert (first.first, first.whole, first.changes) == (128, 72, 72)
-        assert journal.exchange(first, words, Direction.FORWARD, again=False, begin=begin) is None
+        assert journal.compare_and_swap(first, words, Direction.FORWARD, again=False, begin=begin) is None
         assert begun == [(72, 72)] and (words == target).all()
-        assert journal.exchange(first, words, Direction.FORWARD, again=False) == 128
-        assert journal.exchange(first, words, Direction.BACK, again=False) is None and (words == before).all()
+        assert journal.compare_and_swap(first, words, Direction.FORWARD, again=False) == 128
+        assert (
+            journal.compare_and_swap(first, words, Direction.BACK, again=False) is None
+            and (words == before).all()
+        )
         # killed within a copy, even within a word
         words.view(np.uint8)[2 * 128 : 2 * 150 + 1] = target.view(np.uint8)[2 * 128 : 2 * 150 + 1]
         half = words.copy()
-        assert journal.exchange(first, words, Direction.BACK, again=True) is None and (words == before).all()
-        assert journal.exchange(first, half, Direction.FORWARD, again=True) is None and (half == target).all()
+        assert (
+            journal.compare_and_swap(first, words, Direction.BACK, again=True) is None
+            and (words == before).all()
+        )
+        assert (
+            journal.compare_and_swap(first, half, Direction.FORWARD, again=True) is None
+            and (half == target).all()
+        )
         # somebody else's word
         for again in (False, True):
             words[:] = before
             words[171] = 0xFFFF
-            assert journal.exchange(first, words, Direction.FORWARD, again=again) == 171
+            assert journal.compare_and_swap(first, words, Direction.FORWARD, again=again) == 171
 
 
 def test_long_spans_are_compared_to_their_end(tmp_path: Path) -> None:
@@ -263,10 +272,13 @@ def test_long_spans_are_compared_to_their_end(tmp_path: Path) -> None:
         for place in (0, 131_071, 131_072, count - 1):
             words = np.zeros(count, np.uint16)
             words[place] = 1
-            assert journal.exchange(record, words, Direction.FORWARD, again=False) == place
-            assert journal.exchange(record, words[:], Direction.FORWARD, again=True) == place
+            assert journal.compare_and_swap(record, words, Direction.FORWARD, again=False) == place
+            assert journal.compare_and_swap(record, words[:], Direction.FORWARD, again=True) == place
         words[:] = 0
-        assert journal.exchange(record, words, Direction.FORWARD, again=False) is None and (words == 7).all()
+        assert (
+            journal.compare_and_swap(record, words, Direction.FORWARD, again=False) is None
+            and (words == 7).all()
+        )
 
 
 def test_damage_to_whole_spans_is_refused(tmp_path: Path) -> None:
@@ -314,11 +326,11 @@ def test_exchanges_there_and_back(tmp_path: Path) -> None:
     path = write(tmp_path / "x.journal", Record(0, index.astype(np.uint64), old, new))
     with JournalReader(path, TABLE) as journal:
         (packed,) = journal.packed()
-        assert journal.exchange(packed, words, Direction.FORWARD, again=False) is None
+        assert journal.compare_and_swap(packed, words, Direction.FORWARD, again=False) is None
         assert np.flatnonzero(words).tolist() == index.tolist() and words[index].tolist() == new.tolist()
-        assert journal.exchange(packed, words, Direction.FORWARD, again=False) == 3
-        assert journal.exchange(packed, words, Direction.FORWARD, again=True) is None
-        assert journal.exchange(packed, words, Direction.BACK, again=False) is None
+        assert journal.compare_and_swap(packed, words, Direction.FORWARD, again=False) == 3
+        assert journal.compare_and_swap(packed, words, Direction.FORWARD, again=True) is None
+        assert journal.compare_and_swap(packed, words, Direction.BACK, again=False) is None
         assert not words.any()
 
 
@@ -331,12 +343,12 @@ def test_a_damaged_record_writes_nothing(tmp_path: Path) -> None:
     with JournalReader(path, TABLE) as journal:
         (packed,) = journal.packed()
         with pytest.raises(DamagedFile, match="damaged"):
-            journal.exchange(packed, words, Direction.FORWARD, again=False)
+            journal.compare_and_swap(packed, words, Direction.FORWARD, again=False)
     path = write(tmp_path / "y.journal", record(0, [700, 700]))
     with JournalReader(path, TABLE) as journal:
         (packed,) = journal.packed()
         with pytest.raises(DamagedFile, match="out of order"):
-            journal.exchange(packed, words, Direction.FORWARD, again=False)
+            journal.compare_and_swap(packed, words, Direction.FORWARD, again=False)
     assert not words.any()
 
 
@@ -424,7 +436,7 @@ def test_every_flipped_bit_of_a_head_is_refused_where_any_words_fit(tmp_path: Pa
                 pytest.raises(DamagedFile, match=r"bad\.journal: "),
             ):
                 one = list(islice(journal.packed(), number + 1))[number]
-                journal.exchange(one, words, Direction.FORWARD, again=False)
+                journal.compare_and_swap(one, words, Direction.FORWARD, again=False)
             assert not words.any()
 
 

@@ -54,13 +54,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="module")
 def seeded(run: Run) -> Path:
     local = run.root / "seeded"
-    with following(run, local) as follower:
+    with following(run, local) as updater:
         channel = Channel.open(run.channel)
         pointer = channel.pointer()
         assert pointer is not None
-        follower.load(channel)
-        route = follower.route(channel, pointer, 0, exact=True)
-        follower.seed(channel, route, route.plan)  # type: ignore[arg-type]
+        updater.load(channel)
+        route = updater.route(channel, pointer, 0, exact=True)
+        updater.seed(channel, route, route.plan)  # type: ignore[arg-type]
     return local
 
 
@@ -111,12 +111,12 @@ def begun(run: Run, local: Path) -> Callable[[], bool]:
 def test_patching_is_replayed_forward(run: Run, local: Path) -> None:
     killed_in(run, local, "patch", "patching", begun(run, local))
     assert 0 < changed_so_far(run, local) < len(run.models[0])
-    with following(run, local) as follower:
-        follower.load(Channel.open(run.channel))
-        assert follower.local is not None and follower.local.state.position.version == 1
-        assert full_hash(follower.local).intact
-        assert follower.local.state.last_full_hash is not None
-        assert len(follower.local.state.undo) == 1
+    with following(run, local) as updater:
+        updater.load(Channel.open(run.channel))
+        assert updater.local is not None and updater.local.state.position.version == 1
+        assert full_hash(updater.local).intact
+        assert updater.local.state.last_full_hash is not None
+        assert len(updater.local.state.undo) == 1
     holds(run, local, 1)
 
 
@@ -127,17 +127,17 @@ def test_a_replay_that_is_killed_is_replayed(run: Run, local: Path) -> None:
         mark = f"pid {child.pid} "
         wait_until(lambda mark=mark: (local / ".weightcast/owner").read_text().startswith(mark), what="owned")
         kill(child)
-    with following(run, local) as follower:
-        catch_up(follower)
+    with following(run, local) as updater:
+        catch_up(updater)
     holds(run, local, 1)
 
 
 def test_undoing_is_replayed_backwards(run: Run, local: Path) -> None:
     killed_in(run, local, "undo", "undoing")
-    with following(run, local) as follower:
-        follower.load(Channel.open(run.channel))
-        assert follower.local is not None and follower.local.state.position.version == 0
-        assert follower.local.state.undo == () and full_hash(follower.local).intact
+    with following(run, local) as updater:
+        updater.load(Channel.open(run.channel))
+        assert updater.local is not None and updater.local.state.position.version == 0
+        assert updater.local.state.undo == () and full_hash(updater.local).intact
     holds(run, local, 0)
     assert list((local / ".weightcast/journal").iterdir()) == []
 
@@ -147,11 +147,11 @@ def test_a_word_changed_while_nobody_looked_is_found_at_the_replay(run: Run, loc
     killed_in(run, local, "patch", "patching")
     new, old = bytes_of(run.models[1])[name], bytes_of(run.models[0])[name]
     rot(local, name, next(place for place in range(len(old)) if old[place] != new[place]))
-    with following(run, local) as follower:
-        follower.load(Channel.open(run.channel))
-        assert follower.local is None and name in follower.trouble
+    with following(run, local) as updater:
+        updater.load(Channel.open(run.channel))
+        assert updater.local is None and name in updater.trouble
         assert phase_of(local) == "dirty"
-        catch_up(follower)
+        catch_up(updater)
     holds(run, local, 1)
 
 
@@ -160,35 +160,35 @@ def test_an_untouched_word_changed_is_found_by_the_full_hash(run: Run, local: Pa
     new, old = bytes_of(run.models[1])["large.1"], bytes_of(run.models[0])["large.1"]
     same = next(place for place in range(0, len(old), 4) if old[place : place + 4] == new[place : place + 4])
     rot(local, "large.1", same)
-    with following(run, local) as follower:
-        follower.load(Channel.open(run.channel))
-        assert follower.local is None and "large.1" in follower.trouble
-        catch_up(follower)
+    with following(run, local) as updater:
+        updater.load(Channel.open(run.channel))
+        assert updater.local is None and "large.1" in updater.trouble
+        catch_up(updater)
     holds(run, local, 1)
 
 
 def test_after_a_reboot_half_a_patch_is_no_version(run: Run, local: Path) -> None:
     killed_in(run, local, "patch", "patching", begun(run, local))
     edit_state(local, boot_id="another boot")
-    with following(run, local) as follower:
-        follower.load(Channel.open(run.channel))
-        assert follower.local is None and "restart of the machine" in follower.trouble
-        catch_up(follower)
+    with following(run, local) as updater:
+        updater.load(Channel.open(run.channel))
+        assert updater.local is None and "restart of the machine" in updater.trouble
+        catch_up(updater)
     holds(run, local, 1)
 
 
 def test_repairing_starts_over(run: Run, local: Path) -> None:
     """Killed before the first word, with one of two tensors right by then."""
-    with following(run, local) as follower:
-        catch_up(follower)
+    with following(run, local) as updater:
+        catch_up(updater)
     for name in ("large.1", "layer.7"):
         rot(local, name, 3)
     killed_in(run, local, "repair", "dirty")
     rot(local, "layer.7", 3)
-    with following(run, local) as follower:
+    with following(run, local) as updater:
         channel = Channel.open(run.channel)
-        follower.load(channel)
-        done = follower.repair(channel)
+        updater.load(channel)
+        done = updater.repair(channel)
         assert done is not None and (done.tensors, done.words) == (("large.1",), 1)
     holds(run, local, 1)
 
@@ -198,7 +198,7 @@ def test_seeding_starts_over(run: Run, tmp_path: Path) -> None:
     killed_in(run, local, "seed", "seeding")
     killed_in(run, local, "seed", "seeding", lambda: any(local.glob("*.safetensors")))
     inodes = {path.name: path.stat().st_ino for path in local.glob("*.safetensors")}
-    with following(run, local) as follower:
-        catch_up(follower)
+    with following(run, local) as updater:
+        catch_up(updater)
     holds(run, local, 1)
     assert inodes.items() <= {path.name: path.stat().st_ino for path in local.glob("*.safetensors")}.items()

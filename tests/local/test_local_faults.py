@@ -43,11 +43,11 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Hosts:
     root = tmp_path_factory.mktemp("faults")
     run = make_run(root, 3, files=2, anchor_every=2)
     for name, version in (("here", 2), ("older", 0)):
-        with following(run, root / name) as follower:
-            step_to(follower, 1)
+        with following(run, root / name) as updater:
+            step_to(updater, 1)
             if version == 2:
-                step_to(follower, 2)
-                patch_keeping_undo(follower, 3)
+                step_to(updater, 2)
+                patch_keeping_undo(updater, 3)
     return Hosts(run, root / "here", root / "older")
 
 
@@ -128,9 +128,9 @@ def test_a_planted_fault(
     assert (code == 3) is ((kind, damage) in NOT_REPAIRED), found
     if damage == "link":
         return
-    with following(hosts.run, local) as follower:
-        catch_up(follower)
-        follower.forget_undo()
+    with following(hosts.run, local) as updater:
+        catch_up(updater)
+        updater.forget_undo()
     assert read_checkpoint(local) == bytes_of(hosts.run.models[3])
 
 
@@ -154,7 +154,7 @@ def test_a_checkpoint_that_a_daemon_owns_is_left_to_it(
     local = Path(shutil.copytree(hosts.here, tmp_path / "local"))
     plant(hosts, local, "weights", "flipped")
     before = snapshot(local)
-    with following(hosts.run, local) as follower:
-        follower.own()
+    with following(hosts.run, local) as updater:
+        updater.own()
         assert verify("--local", local, "--repair", "--channel", hosts.run.channel)[0] == 75
     assert snapshot(local) == before

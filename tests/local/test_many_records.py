@@ -33,13 +33,13 @@ class Case:
 
     def exchange(self, words: Words, way: Direction = Direction.FORWARD, *, again: bool = False) -> object:
         with JournalReader(self.path, self.table) as journal:
-            failed = journal.exchange_many(self.records, words, self.places, way, again=again)
+            failed = journal.compare_and_swap_many(self.records, words, self.places, way, again=again)
         return failed if failed is None else (self.records.index(failed[0]), failed[1])
 
     def one_by_one(self, words: Words, way: Direction = Direction.FORWARD) -> None:
         with JournalReader(self.path, self.table) as journal:
             for record, (start, size) in zip(self.records, self.places, strict=True):
-                assert journal.exchange(record, words[start : start + size], way, again=False) is None
+                assert journal.compare_and_swap(record, words[start : start + size], way, again=False) is None
 
 
 def case(room: Path, seed: int, width: int, shift: int) -> Case:

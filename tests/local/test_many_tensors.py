@@ -18,7 +18,7 @@ from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Refused
 from weightcast.shared.channel.index import INDEX_NAME, parse_index
 from weightcast.shared.channel.run_files import parse_base
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import Follower
+from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.verify.hashing import full_hash
 from weightcast.shared.files.hf_checkpoint import open_checkpoint
 from weightcast.shared.files.safetensors import parse_header, read_header
@@ -51,36 +51,36 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def holds(follower: Follower, run: Run, version: int) -> None:
-    assert read_checkpoint(follower.paths.directory) == bytes_of(run.models[version])
-    assert follower.local is not None and full_hash(follower.local).intact
+def holds(updater: LocalUpdater, run: Run, version: int) -> None:
+    assert read_checkpoint(updater.paths.directory) == bytes_of(run.models[version])
+    assert updater.local is not None and full_hash(updater.local).intact
 
 
 def test_there_and_back(run: Run, tmp_path: Path) -> None:
-    with following(run, tmp_path / "host") as follower:
+    with following(run, tmp_path / "host") as updater:
         for version in (0, 1, 2):
-            step_to(follower, version)
-            holds(follower, run, version)
-        step_to(follower, 3)
-        patch_keeping_undo(follower, 4)
-        holds(follower, run, 4)
-        assert follower.local is not None
-        with follower.local.patching():
-            follower.undo()
-        holds(follower, run, 3)
+            step_to(updater, version)
+            holds(updater, run, version)
+        step_to(updater, 3)
+        patch_keeping_undo(updater, 4)
+        holds(updater, run, 4)
+        assert updater.local is not None
+        with updater.local.patching():
+            updater.undo()
+        holds(updater, run, 3)
 
 
 def test_a_foreign_word_is_named(run: Run, tmp_path: Path) -> None:
-    with following(run, tmp_path / "host") as follower:
-        step_to(follower, 0)
-        found = staged(follower, 1)
-        local = follower.local
+    with following(run, tmp_path / "host") as updater:
+        step_to(updater, 0)
+        found = staged(updater, 1)
+        local = updater.local
         assert local is not None
         changed = [n for n in range(len(local.table)) if local.table[n].dtype == "BF16"]
         victim = next(n for n in changed[len(changed) // 2 :] if differs(run, local.table[n].name, 1))
         local.words(victim)[:] ^= 0x4001
         with local.patching(), pytest.raises(NeedsReseed, match=f"of {local.table[victim].name} is not what"):
-            follower.patch(found)
+            updater.patch(found)
 
 
 def differs(run: Run, name: str, version: int) -> bool:

@@ -95,12 +95,12 @@ def test_digests_of_something_else(run: Run, tmp_path: Path, member: str) -> Non
 
 def refused(run: Run, local: Path, told: str | None) -> None:
     """Nothing of version 1 is changed, however often it is tried."""
-    with following(run, local) as follower:
-        step_to(follower, 1)
+    with following(run, local) as updater:
+        step_to(updater, 1)
     before = snapshot(local)
     for _ in range(2):
-        with following(run, local) as follower, pytest.raises(Refused, match=told):
-            catch_up(follower)
+        with following(run, local) as updater, pytest.raises(Refused, match=told):
+            catch_up(updater)
         assert read_checkpoint(local) == bytes_of(run.models[1])
         assert snapshot(local).keys() == before.keys()
 
@@ -109,11 +109,11 @@ def refused(run: Run, local: Path, told: str | None) -> None:
 def test_an_index_that_is_not_wholly_visible_is_waited_for(run: Run, tmp_path: Path, left: int) -> None:
     whole = newest(run).read_bytes()
     newest(run).write_bytes(whole[:left])
-    with following(run, tmp_path / "local") as follower:
+    with following(run, tmp_path / "local") as updater:
         with pytest.raises(RetryLater, match=r"weight_v000002/.* is cut short"):
-            catch_up(follower)
+            catch_up(updater)
         newest(run).write_bytes(whole)
-        catch_up(follower)
+        catch_up(updater)
     assert read_checkpoint(tmp_path / "local") == bytes_of(run.latest)
 
 
@@ -139,8 +139,8 @@ def test_a_damaged_file_is_named_and_a_remedy_given(
     if damage(whole) == whole:
         pytest.skip(f"{name} has no such member")
     path.write_text(damage(whole))
-    with following(run, tmp_path / "local") as follower, pytest.raises(Refused) as told:
-        catch_up(follower)
+    with following(run, tmp_path / "local") as updater, pytest.raises(Refused) as told:
+        catch_up(updater)
     assert str(path) in told.value.message or (name == "channel.json" and "base.json" in told.value.message)
     assert told.value.remedy and "mount" not in told.value.remedy
 
@@ -148,10 +148,10 @@ def test_a_damaged_file_is_named_and_a_remedy_given(
 def test_an_index_too_large_to_be_read(run: Run, tmp_path: Path) -> None:
     os.truncate(newest(run), (128 << 20) + 1)
     with (
-        following(run, tmp_path / "local") as follower,
+        following(run, tmp_path / "local") as updater,
         pytest.raises(DamagedFile, match="larger than") as told,
     ):
-        catch_up(follower)
+        catch_up(updater)
     assert str(newest(run)) in told.value.message and told.value.remedy
 
 
@@ -165,13 +165,13 @@ def test_an_index_of_another_run_names_both(run: Run, tmp_path: Path) -> None:
 def test_a_damaged_index_on_the_way_is_not_taken_for_a_pruned_one(run: Run, tmp_path: Path) -> None:
     path = run.channel / "weight_v000001" / INDEX
     path.write_text("[1]")
-    with following(run, tmp_path / "local") as follower, pytest.raises(Refused) as told:
-        catch_up(follower)
+    with following(run, tmp_path / "local") as updater, pytest.raises(Refused) as told:
+        catch_up(updater)
     assert "the index of version 1 is damaged" in told.value.message and str(path) in told.value.message
     assert "channel repair" in told.value.remedy and "--base" not in told.value.remedy
 
 
 def test_a_foreign_pointer_in_a_channel_of_ours_is_an_error_of_the_pointer(run: Run, tmp_path: Path) -> None:
     (run.channel / "latest").write_text("run/weight_v000002")
-    with following(run, tmp_path / "local") as follower, pytest.raises(DamagedFile, match="latest names run"):
-        catch_up(follower)
+    with following(run, tmp_path / "local") as updater, pytest.raises(DamagedFile, match="latest names run"):
+        catch_up(updater)

@@ -12,7 +12,7 @@ from local_cases import Run, catch_up, following, phase_of, publish, staged, ste
 
 from weightcast.publisher import init_channel
 from weightcast.shared.base.errors import NeedsReseed
-from weightcast.shared.checkpoint.follower import Follower
+from weightcast.shared.checkpoint.local_updater import LocalUpdater
 
 THREADS = 3
 
@@ -30,27 +30,27 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def patched(follower: Follower, run: Run, damage: str | None = None) -> None:
+def patched(updater: LocalUpdater, run: Run, damage: str | None = None) -> None:
     """To version 1, with the undo kept. `damage`: a tensor of which a word is written to before."""
-    follower.options = replace(follower.options, threads=THREADS)
-    step_to(follower, 0)
-    assert follower.local is not None
-    step = staged(follower, 1)
+    updater.options = replace(updater.options, threads=THREADS)
+    step_to(updater, 0)
+    assert updater.local is not None
+    step = staged(updater, 1)
     if damage is not None:
         old, new = (bytes_of(model)[damage] for model in run.models)
-        rot(follower.local.directory, damage, next(n for n in range(len(old)) if old[n] != new[n]))
-    with follower.local.patching():
-        follower.patch(step)
+        rot(updater.local.directory, damage, next(n for n in range(len(old)) if old[n] != new[n]))
+    with updater.local.patching():
+        updater.patch(step)
 
 
 def test_there_and_back(run: Run, tmp_path: Path) -> None:
     local = tmp_path / "local"
-    with following(run, local) as follower:
-        patched(follower, run)
+    with following(run, local) as updater:
+        patched(updater, run)
         assert read_checkpoint(local) == bytes_of(run.models[1])
-        assert follower.local is not None
-        with follower.local.patching():
-            follower.undo()
+        assert updater.local is not None
+        with updater.local.patching():
+            updater.undo()
         assert read_checkpoint(local) == bytes_of(run.models[0])
         assert phase_of(local) == "clean"
 
@@ -58,10 +58,10 @@ def test_there_and_back(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["large.0", "large.5", "small.31"])
 def test_an_unexpected_word_makes_it_dirty(run: Run, tmp_path: Path, name: str) -> None:
     local = tmp_path / "local"
-    with following(run, local) as follower:
+    with following(run, local) as updater:
         with pytest.raises(NeedsReseed, match=f"of {name} is not what"):
-            patched(follower, run, damage=name)
+            patched(updater, run, damage=name)
         assert phase_of(local) == "dirty"
-        follower.release()
-        catch_up(follower)
+        updater.release()
+        catch_up(updater)
     assert read_checkpoint(local) == bytes_of(run.models[1])

@@ -15,7 +15,7 @@ from local_cases import Run, catch_up, following, make_run, state_of, step_to
 from weightcast.shared.base.errors import DamagedFile, RetryLater
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import Follower, FollowOptions
+from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.update.fetch import Incoming
 from weightcast.shared.checkpoint.update.stage import Fetched, stage
 
@@ -47,13 +47,13 @@ def test_chunks_are_staged_while_others_are_still_on_their_way(run: Run, tmp_pat
     data, first_end = path.read_bytes(), chunks[0].offset + chunks[0].length
     arrived, incoming, staged_one = tmp_path / "spool", Incoming(), threading.Event()
     arrived.mkdir()
-    with following(run, tmp_path / "local") as follower:
-        step_to(follower, 0)
-        assert follower.local is not None
+    with following(run, tmp_path / "local") as updater:
+        step_to(updater, 0)
+        assert updater.local is not None
         with ThreadPoolExecutor(1) as pool:
             staging = pool.submit(
                 stage,
-                follower.local,
+                updater.local,
                 [Fetched(index, arrived, incoming)],
                 advance=lambda nbytes: staged_one.set(),
             )
@@ -69,14 +69,14 @@ def test_chunks_are_staged_while_others_are_still_on_their_way(run: Run, tmp_pat
 
 def test_a_journal_is_not_complete_before_the_shard_is_verified(run: Run, tmp_path: Path) -> None:
     index, path, incoming = index_of(run, 1), shard(run, 1), Incoming()
-    with following(run, tmp_path / "local") as follower:
-        step_to(follower, 0)
-        assert follower.local is not None
+    with following(run, tmp_path / "local") as updater:
+        step_to(updater, 0)
+        assert updater.local is not None
         incoming.extend(path.name, path.stat().st_size)
         incoming.fail(DamagedFile("another digest"))
         with pytest.raises(DamagedFile, match="another digest"):
-            stage(follower.local, [Fetched(index, path.parent, incoming)])
-        assert list(follower.paths.journals.iterdir()) == []
+            stage(updater.local, [Fetched(index, path.parent, incoming)])
+        assert list(updater.paths.journals.iterdir()) == []
 
 
 def test_a_shard_that_heals_is_staged_from_its_second_copy(run: Run, tmp_path: Path) -> None:
@@ -93,11 +93,11 @@ def test_a_shard_that_heals_is_staged_from_its_second_copy(run: Run, tmp_path: P
         damaged.write_bytes(whole)
 
     local = tmp_path / "local"
-    follower = Follower(channel, local, run.base, FollowOptions(visible_seconds=WAIT, wait=heal))
+    updater = LocalUpdater(channel, local, run.base, UpdaterOptions(visible_seconds=WAIT, wait=heal))
     try:
-        catch_up(follower)
+        catch_up(updater)
     finally:
-        follower.close()
+        updater.close()
     assert looks and read_checkpoint(local) == bytes_of(run.latest)
 
 
@@ -118,13 +118,13 @@ def test_a_copy_that_was_not_the_published_one_does_not_count_where_nothing_in_i
         other.write_bytes(whole)
 
     local = tmp_path / "local"
-    follower = Follower(channel, local, run.base, FollowOptions(visible_seconds=WAIT, wait=heal))
+    updater = LocalUpdater(channel, local, run.base, UpdaterOptions(visible_seconds=WAIT, wait=heal))
     try:
-        step_to(follower, 0)
+        step_to(updater, 0)
         with watched(lambda name, path: passed.append(name)):
-            step_to(follower, 1)
+            step_to(updater, 1)
     finally:
-        follower.close()
+        updater.close()
     assert (passed.count("fetch.copied"), passed.count("journal.begun")) == (2, 2)
     assert read_checkpoint(local) == bytes_of(run.models[1])
 
@@ -132,27 +132,27 @@ def test_a_copy_that_was_not_the_published_one_does_not_count_where_nothing_in_i
 def test_what_was_fetched_ahead_is_not_read_again(run: Run, tmp_path: Path) -> None:
     channel = tmp_path / "channel"
     shutil.copytree(run.channel, channel)
-    follower = Follower(channel, tmp_path / "local", run.base, FollowOptions(visible_seconds=0.0))
+    updater = LocalUpdater(channel, tmp_path / "local", run.base, UpdaterOptions(visible_seconds=0.0))
     try:
-        step_to(follower, 1)
-        follower.fetch_ahead(1)
-        follower._finish_prefetch()
+        step_to(updater, 1)
+        updater.fetch_ahead(1)
+        updater._finish_prefetch()
         shutil.rmtree(channel / "weight_v000003")
         shard_of_2 = channel / shard(run, 2).relative_to(run.channel)
         shard_of_2.unlink()
-        step_to(follower, 2)
+        step_to(updater, 2)
         assert read_checkpoint(tmp_path / "local") == bytes_of(run.models[2])
-        assert list(follower.paths.spool.iterdir()) == []
+        assert list(updater.paths.spool.iterdir()) == []
     finally:
-        follower.close()
+        updater.close()
 
 
 @pytest.mark.parametrize("most", [None, 1])
 def test_fetching_ahead_past_the_end_does_nothing(run: Run, tmp_path: Path, most: int | None) -> None:
-    with following(run, tmp_path / "local") as follower:
-        step_to(follower, 3 if most is None else 1)
-        follower.fetch_ahead(3 if most is None else 1, most)
-        catch_up(follower)
+    with following(run, tmp_path / "local") as updater:
+        step_to(updater, 3 if most is None else 1)
+        updater.fetch_ahead(3 if most is None else 1, most)
+        catch_up(updater)
         assert state_of(tmp_path / "local")["position"]["version"] == 3
 
 
@@ -160,13 +160,13 @@ def test_a_failed_fetch_ahead_is_told_by_the_step_that_needs_it(run: Run, tmp_pa
     channel = tmp_path / "channel"
     shutil.copytree(run.channel, channel)
     (channel / shard(run, 2).relative_to(run.channel)).unlink()
-    follower = Follower(channel, tmp_path / "local", run.base, FollowOptions(visible_seconds=0.0))
+    updater = LocalUpdater(channel, tmp_path / "local", run.base, UpdaterOptions(visible_seconds=0.0))
     try:
-        step_to(follower, 1)
-        follower.fetch_ahead(1)
+        step_to(updater, 1)
+        updater.fetch_ahead(1)
         with pytest.raises(RetryLater, match="is not there"):
-            step_to(follower, 2)
+            step_to(updater, 2)
         assert state_of(tmp_path / "local")["position"]["version"] == 1
-        assert list(follower.paths.spool.iterdir()) == []
+        assert list(updater.paths.spool.iterdir()) == []
     finally:
-        follower.close()
+        updater.close()

@@ -25,10 +25,16 @@ from local_cases import (
 
 from weightcast.shared.base.elements import TensorSpec, TensorTable
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import Follower, FollowOptions
+from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.state.state import EngineState, Mark, read_state, write_state
-from weightcast.shared.checkpoint.update.sources import ways_to
-from weightcast.shared.checkpoint.verify.repair import Repaired, Walk, Way, cheapest, plan_walk
+from weightcast.shared.checkpoint.update.sources import repair_sources
+from weightcast.shared.checkpoint.verify.repair import (
+    Repaired,
+    RepairPlan,
+    RepairSource,
+    cheapest,
+    plan_repair,
+)
 
 ENCODINGS = ["fast", "small", "xor", "overwrite"]
 
@@ -45,20 +51,20 @@ def anchored(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def followed(run: Run, local: Path) -> Path:
-    with following(run, local) as follower:
-        catch_up(follower)
+    with following(run, local) as updater:
+        catch_up(updater)
     return local
 
 
 def repaired(run: Run, local: Path, base: Path | None) -> Repaired | None:
-    follower = Follower(run.channel, local, base, FollowOptions(visible_seconds=0.2))
+    updater = LocalUpdater(run.channel, local, base, UpdaterOptions(visible_seconds=0.2))
     try:
         channel = Channel.open(run.channel)
-        follower.load(channel)
-        follower.rehash()
-        return follower.repair(channel)
+        updater.load(channel)
+        updater.rehash()
+        return updater.repair(channel)
     finally:
-        follower.close()
+        updater.close()
 
 
 def holds(run: Run, local: Path, version: int = 3) -> None:
@@ -137,20 +143,20 @@ def test_what_cannot_be_repaired_is_seeded_again(anchored: Run, tmp_path: Path, 
     assert phase_of(local) in ("dirty", "clean")
     if damage != "config":
         assert phase_of(local) == "dirty" and read_checkpoint(local) == before, "nothing was written"
-    with following(anchored, local) as follower:
-        catch_up(follower)
+    with following(anchored, local) as updater:
+        catch_up(updater)
     holds(anchored, local)
 
 
 def test_a_base_seeded_and_never_moved(anchored: Run, tmp_path: Path) -> None:
     local = tmp_path / "local"
-    with following(anchored, local) as follower:
+    with following(anchored, local) as updater:
         channel = Channel.open(anchored.channel)
         pointer = channel.pointer()
         assert pointer is not None
-        follower.load(channel)
-        route = follower.route(channel, pointer, 0, exact=True)
-        follower.seed(channel, route, route.plan)  # type: ignore[arg-type]
+        updater.load(channel)
+        route = updater.route(channel, pointer, 0, exact=True)
+        updater.seed(channel, route, route.plan)  # type: ignore[arg-type]
     rot(local, "i8.matrix", 3)
     done = repaired(anchored, local, anchored.base)
     assert done is not None and (done.tensors, done.words) == (("i8.matrix",), 1)
@@ -163,13 +169,13 @@ def test_after_a_reboot_only_lost_pages_are_written(encoded: Run, tmp_path: Path
     rot(local, "long", 4000)
     edit_state(local, boot_id=boot_id)
     before = weight_inodes(local)
-    with following(encoded, local) as follower:
+    with following(encoded, local) as updater:
         channel = Channel.open(encoded.channel)
-        follower.load(channel)
-        assert follower.local is None and "restart of the machine" in follower.trouble
-        done = follower.repair(channel)
+        updater.load(channel)
+        assert updater.local is None and "restart of the machine" in updater.trouble
+        done = updater.repair(channel)
         assert done is not None and (done.tensors, done.words) == (("long",), 1)
-        assert follower.local is not None and follower.trouble == ""
+        assert updater.local is not None and updater.trouble == ""
     holds(encoded, local)
     assert weight_inodes(local) == before
 
@@ -177,17 +183,17 @@ def test_after_a_reboot_only_lost_pages_are_written(encoded: Run, tmp_path: Path
 def test_after_a_reboot_with_lost_pages_no_way_leads_back(anchored: Run, tmp_path: Path) -> None:
     """Journals are not synced: what is left of one may be anything."""
     local = tmp_path / "local"
-    with following(anchored, local) as follower:
-        step_to(follower, 2)
-        patch_keeping_undo(follower, 3)
+    with following(anchored, local) as updater:
+        step_to(updater, 2)
+        patch_keeping_undo(updater, 3)
     for journal in (local / ".weightcast/journal").iterdir():
         journal.unlink()
     rot(local, "long", 4000)
     edit_state(local, boot_id="another boot")
-    with following(anchored, local) as follower:
+    with following(anchored, local) as updater:
         channel = Channel.open(anchored.channel)
-        follower.load(channel)
-        assert follower.repair(channel) is not None
+        updater.load(channel)
+        assert updater.repair(channel) is not None
     holds(anchored, local)
     assert state_of(local)["undo"] == []
 
@@ -213,20 +219,20 @@ def test_engines_that_read_it_are_in_doubt(anchored: Run, tmp_path: Path) -> Non
 def test_rot_that_a_patch_meets_costs_no_new_seed(anchored: Run, tmp_path: Path) -> None:
     """The usual way in which rot is found: an old word is not what the delta expects."""
     local = tmp_path / "local"
-    with following(anchored, local) as follower:
+    with following(anchored, local) as updater:
         channel = Channel.open(anchored.channel)
         pointer = channel.pointer()
         assert pointer is not None
-        follower.load(channel)
-        route = follower.route(channel, pointer, 0, exact=True)
-        follower.seed(channel, route, route.plan)  # type: ignore[arg-type]
+        updater.load(channel)
+        route = updater.route(channel, pointer, 0, exact=True)
+        updater.seed(channel, route, route.plan)  # type: ignore[arg-type]
     rot(local, "long", 4000)
     before = weight_inodes(local), state_of(local)["generation"]
-    with following(anchored, local) as follower:
-        follower.load(Channel.open(anchored.channel))
-        follower.rehash()
-        assert follower.repairable
-        catch_up(follower)
+    with following(anchored, local) as updater:
+        updater.load(Channel.open(anchored.channel))
+        updater.rehash()
+        assert updater.repairable
+        catch_up(updater)
     holds(anchored, local)
     assert weight_inodes(local) == before[0]
 
@@ -245,13 +251,13 @@ TABLE = TensorTable.of(
 @settings(max_examples=50, deadline=None)
 @given(st.sets(st.integers(0, 4)))
 def test_a_walk_without_deltas_reads_the_tensors_alone(tensors: set[int]) -> None:
-    walk = plan_walk(TABLE, Way(Path("base"), True), tensors)
+    walk = plan_repair(TABLE, RepairSource(Path("base"), True), tensors)
     assert {run.tensor for run in walk.words} == tensors
     assert walk.nbytes == sum(TABLE[tensor].nbytes for tensor in tensors)
 
 
 def test_the_cheapest_comes_first() -> None:
-    walks = [Walk(Way(Path(str(n)), True), (), (), n) for n in (3, 1, 2)]
+    walks = [RepairPlan(RepairSource(Path(str(n)), True), (), (), n) for n in (3, 1, 2)]
     assert [walk.nbytes for walk in cheapest(walks)] == [1, 2, 3]
 
 
@@ -261,8 +267,8 @@ def test_neighbours_in_a_chunk_are_read_with_it(encoded: Run, tmp_path: Path) ->
     channel = Channel.open(encoded.channel)
     assert channel.base is not None
     table = channel.base.table
-    (way,) = ways_to(channel, 3, table, encoded.base)
-    walk = plan_walk(table, way, [table.numbers["bf16.matrix"]])
+    (way,) = repair_sources(channel, 3, table, encoded.base)
+    walk = plan_repair(table, way, [table.numbers["bf16.matrix"]])
     dtypes = {table[run.tensor].dtype for run in walk.words}
     names = {table[run.tensor].name for run in walk.words}
     assert dtypes == {"BF16"} and "bf16.matrix" in names

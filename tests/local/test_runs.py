@@ -122,6 +122,6 @@ def test_versions_arrive_where_one_tensor_is_not_given(tmp_path: Path) -> None:
             new = {n: one for n, one in some_changed(run.latest, rng).items() if n != "t7"}
             run.models.append(new | {"t7": run.models[0]["t7"]})
             publisher.publish_checkpoint(write_checkpoint(run.root / f"new-{version}", new, aligned=True))
-    with following(run, tmp_path / "host") as follower:
-        follower.catch_up(Channel.open(run.channel))
-        assert read_checkpoint(follower.paths.directory) == bytes_of(run.latest)
+    with following(run, tmp_path / "host") as updater:
+        updater.update_to_latest(Channel.open(run.channel))
+        assert read_checkpoint(updater.paths.directory) == bytes_of(run.latest)

@@ -14,8 +14,8 @@ from local_cases import Run, following, publish, state_of, step_to
 from weightcast.publisher import init_channel
 from weightcast.shared.base.errors import NeedsReseed
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import Follower
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
+from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.verify.hashing import Differs
 from weightcast.shared.checkpoint.verify.scrub import Scrub
 
@@ -47,138 +47,138 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.fixture
-def follower(run: Run, tmp_path: Path) -> Iterator[Follower]:
-    with following(run, tmp_path / "local") as follower:
-        step_to(follower, 0)
-        yield follower
+def updater(run: Run, tmp_path: Path) -> Iterator[LocalUpdater]:
+    with following(run, tmp_path / "local") as updater:
+        step_to(updater, 0)
+        yield updater
 
 
-def opened(follower: Follower) -> LocalCheckpoint:
-    assert follower.local is not None
-    return follower.local
+def opened(updater: LocalUpdater) -> LocalCheckpoint:
+    assert updater.local is not None
+    return updater.local
 
 
 def scrub_of(clock: Clock, rate: int = PIECE) -> Scrub:
     return Scrub(rate, clock=clock, now=lambda: clock.at)
 
 
-def turn(scrub: Scrub, follower: Follower, clock: Clock, seconds: float = 1.0) -> int:
+def turn(scrub: Scrub, updater: LocalUpdater, clock: Clock, seconds: float = 1.0) -> int:
     """Bytes of the pass that are done after it."""
     clock.at += seconds
-    scrub.turn(opened(follower))
+    scrub.turn(opened(updater))
     return scrub.status.done_bytes
 
 
-def test_a_pass_takes_the_time_that_the_rate_says(follower: Follower) -> None:
+def test_a_pass_takes_the_time_that_the_rate_says(updater: LocalUpdater) -> None:
     clock = Clock()
     scrub = scrub_of(clock)
-    done = [turn(scrub, follower, clock) for _ in range(5)]
+    done = [turn(scrub, updater, clock) for _ in range(5)]
     assert all(PIECE * n <= nbytes < PIECE * (n + 2) for n, nbytes in enumerate(done)), done
-    assert scrub.status.passes == 0 and scrub.status.total_bytes == opened(follower).table.nbytes
+    assert scrub.status.passes == 0 and scrub.status.total_bytes == opened(updater).table.nbytes
     while not scrub.status.passes:
-        turn(scrub, follower, clock)
+        turn(scrub, updater, clock)
     assert clock.at - 101 <= LONG / PIECE + 2
-    assert state_of(follower.paths.directory)["last_full_hash"] == scrub.status.full_pass == 101.0
+    assert state_of(updater.paths.directory)["last_full_hash"] == scrub.status.full_pass == 101.0
 
 
-def test_time_that_nobody_used_is_not_made_up_for(follower: Follower) -> None:
+def test_time_that_nobody_used_is_not_made_up_for(updater: LocalUpdater) -> None:
     clock = Clock()
     scrub = scrub_of(clock, PIECE // 10)
-    assert turn(scrub, follower, clock, seconds=10_000) <= 2 * PIECE
+    assert turn(scrub, updater, clock, seconds=10_000) <= 2 * PIECE
 
 
-def test_switched_off_it_reads_nothing(follower: Follower) -> None:
+def test_switched_off_it_reads_nothing(updater: LocalUpdater) -> None:
     clock = Clock()
     scrub = scrub_of(clock, 0)
-    before = follower.paths.state.read_bytes()
-    assert turn(scrub, follower, clock, seconds=1000) == 0 and scrub.status.passes == 0
-    assert follower.paths.state.read_bytes() == before
+    before = updater.paths.state.read_bytes()
+    assert turn(scrub, updater, clock, seconds=1000) == 0 and scrub.status.passes == 0
+    assert updater.paths.state.read_bytes() == before
 
 
-def test_what_was_read_stays_read_when_a_version_comes(run: Run, follower: Follower) -> None:
+def test_what_was_read_stays_read_when_a_version_comes(run: Run, updater: LocalUpdater) -> None:
     clock = Clock()
     scrub = scrub_of(clock)
-    step_to(follower, 1)
-    before = [turn(scrub, follower, clock) for _ in range(3)][-1]
-    step_to(follower, 2)
-    assert turn(scrub, follower, clock) > before, "the long tensor did not change"
+    step_to(updater, 1)
+    before = [turn(scrub, updater, clock) for _ in range(3)][-1]
+    step_to(updater, 2)
+    assert turn(scrub, updater, clock) > before, "the long tensor did not change"
 
 
-def test_a_tensor_that_changes_is_read_anew_without_pauses(run: Run, follower: Follower) -> None:
+def test_a_tensor_that_changes_is_read_anew_without_pauses(run: Run, updater: LocalUpdater) -> None:
     clock = Clock()
     scrub = scrub_of(clock)
     for _ in range(3):
-        turn(scrub, follower, clock)
+        turn(scrub, updater, clock)
     assert 0 < scrub.status.done_bytes < LONG
-    step_to(follower, 1)
-    assert turn(scrub, follower, clock) == opened(follower).table.nbytes
+    step_to(updater, 1)
+    assert turn(scrub, updater, clock) == opened(updater).table.nbytes
     assert scrub.status.faults == 0
-    assert turn(scrub, follower, clock) == opened(follower).table.nbytes, "the debt is worked off first"
+    assert turn(scrub, updater, clock) == opened(updater).table.nbytes, "the debt is worked off first"
 
 
-def test_what_was_repaired_after_it_was_read_is_no_fault(run: Run, follower: Follower) -> None:
+def test_what_was_repaired_after_it_was_read_is_no_fault(run: Run, updater: LocalUpdater) -> None:
     clock = Clock()
     scrub = scrub_of(clock)
-    step_to(follower, 2)
-    rot(follower.paths.directory, "zz.long", 100)
+    step_to(updater, 2)
+    rot(updater.paths.directory, "zz.long", 100)
     while scrub.status.done_bytes < PIECE:
-        turn(scrub, follower, clock)
+        turn(scrub, updater, clock)
     assert scrub.status.done_bytes < LONG
-    follower.rehash()
-    assert follower.repair(Channel.open(run.channel)) is not None
+    updater.rehash()
+    assert updater.repair(Channel.open(run.channel)) is not None
     while not scrub.status.passes:
-        turn(scrub, follower, clock)
+        turn(scrub, updater, clock)
     assert scrub.status.faults == 0
 
 
 @pytest.mark.parametrize(("name", "byte"), [("zz.long", LONG - 1), ("scalar", 0), ("odd.first", 2)])
-def test_rot_is_found_and_repaired(run: Run, follower: Follower, name: str, byte: int) -> None:
+def test_rot_is_found_and_repaired(run: Run, updater: LocalUpdater, name: str, byte: int) -> None:
     clock = Clock()
     scrub = scrub_of(clock, LONG)
-    step_to(follower, 2)
-    rot(follower.paths.directory, name, byte)
+    step_to(updater, 2)
+    rot(updater.paths.directory, name, byte)
     with pytest.raises(Differs, match=name) as found:
         for _ in range(100):
-            turn(scrub, follower, clock)
+            turn(scrub, updater, clock)
     assert found.value.tensors == (name,) and not found.value.whole
     assert scrub.status.faults == 1 and name in scrub.status.last_fault
-    hashed = opened(follower).state.last_full_hash
-    follower.doubt(found.value)
-    assert follower.local is None and state_of(follower.paths.directory)["phase"] == "dirty"
-    done = follower.repair(Channel.open(run.channel))
+    hashed = opened(updater).state.last_full_hash
+    updater.mark_damaged(found.value)
+    assert updater.local is None and state_of(updater.paths.directory)["phase"] == "dirty"
+    done = updater.repair(Channel.open(run.channel))
     assert done is not None and (done.tensors, done.words) == ((name,), 1)
-    assert read_checkpoint(follower.paths.directory) == bytes_of(run.models[2])
-    assert opened(follower).state.last_full_hash == hashed, "the others were not read"
+    assert read_checkpoint(updater.paths.directory) == bytes_of(run.models[2])
+    assert opened(updater).state.last_full_hash == hashed, "the others were not read"
     while not scrub.status.passes:
-        turn(scrub, follower, clock)
+        turn(scrub, updater, clock)
     assert scrub.status.faults == 1
 
 
-def test_a_file_that_was_replaced_is_a_fault(follower: Follower) -> None:
+def test_a_file_that_was_replaced_is_a_fault(updater: LocalUpdater) -> None:
     clock = Clock()
     scrub = scrub_of(clock)
-    path = follower.paths.directory / "model.safetensors"
+    path = updater.paths.directory / "model.safetensors"
     copy = path.with_name("aside")
     copy.write_bytes(path.read_bytes())
     copy.rename(path)
     with pytest.raises(NeedsReseed, match="replaced"):
-        turn(scrub, follower, clock)
+        turn(scrub, updater, clock)
 
 
-def test_it_steps_aside_for_a_patch(run: Run, follower: Follower) -> None:
+def test_it_steps_aside_for_a_patch(run: Run, updater: LocalUpdater) -> None:
     clock = Clock()
     scrub = scrub_of(clock)
-    with opened(follower).patching():
-        assert turn(scrub, follower, clock) == 0
-    assert turn(scrub, follower, clock) > 0
+    with opened(updater).patching():
+        assert turn(scrub, updater, clock) == 0
+    assert turn(scrub, updater, clock) > 0
 
 
-def test_what_it_read_counts_as_proof(follower: Follower) -> None:
+def test_what_it_read_counts_as_proof(updater: LocalUpdater) -> None:
     """Before a reload only tensors that it did not read lately are hashed again."""
-    local, clock = opened(follower), Clock()
+    local, clock = opened(updater), Clock()
     began = local.proofs.clock()
     assert len(local.proofs.before(began)) == len(local.table)
     scrub = Scrub(PIECE, clock=clock, now=clock)
     while not scrub.status.passes:
-        turn(scrub, follower, clock)
+        turn(scrub, updater, clock)
     assert not len(local.proofs.before(began)) and local.proofs.age < 60

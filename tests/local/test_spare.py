@@ -195,30 +195,30 @@ def test_a_taken_name_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_host_keeps_one_from_step_to_step(tmp_path: Path) -> None:
     run = make_run(tmp_path, versions=3)
-    with following(run, tmp_path / "local") as follower:
-        step_to(follower, 1)
-        spare = follower.paths.spare
+    with following(run, tmp_path / "local") as updater:
+        step_to(updater, 1)
+        spare = updater.paths.spare
         inode = spare.stat().st_ino
-        journal = follower.paths.journal(staged(follower, 2).step.journal)
+        journal = updater.paths.journal(staged(updater, 2).step.journal)
         assert journal.stat().st_ino == inode and not spare.exists()
-        catch_up(follower)
-        assert phase_of(follower.paths.directory) == "clean" and spare.exists()
-        assert follower.paths.spare_shard(0).exists()
-    assert spare_bytes(follower.paths) == 0, "the next owner's are its own"
+        catch_up(updater)
+        assert phase_of(updater.paths.directory) == "clean" and spare.exists()
+        assert updater.paths.spare_shard(0).exists()
+    assert spare_bytes(updater.paths) == 0, "the next owner's are its own"
 
 
 def test_fetched_shards_are_written_over_the_ones_before(tmp_path: Path) -> None:
     """Longer ones and shorter ones, and one that was fetched in part before."""
     run = make_run(tmp_path, versions=3)
-    with following(run, tmp_path / "local") as follower:
-        step_to(follower, 1)
-        spare = follower.paths.spare_shard(0)
+    with following(run, tmp_path / "local") as updater:
+        step_to(updater, 1)
+        spare = updater.paths.spare_shard(0)
         for version, size in ((2, 1 << 20), (3, 1)):
             spare.write_bytes(b"old" * size)
             inode = spare.stat().st_ino
-            step_to(follower, version)
+            step_to(updater, version)
             assert spare.stat().st_ino == inode and spare.stat().st_size != 3 * size
-        assert read_checkpoint(follower.paths.directory) == bytes_of(run.latest)
+        assert read_checkpoint(updater.paths.directory) == bytes_of(run.latest)
 
 
 def test_spares_of_other_shards_go(tmp_path: Path) -> None:
@@ -237,44 +237,44 @@ def test_spares_of_other_shards_go(tmp_path: Path) -> None:
 
 def test_a_journal_that_is_still_the_way_back_is_no_spare(tmp_path: Path) -> None:
     run = make_run(tmp_path, versions=1)
-    with following(run, tmp_path / "local") as follower:
-        step_to(follower, 0)
-        patch_keeping_undo(follower, 1)
-        assert not follower.paths.spare.exists()
-        with follower.local.patching():  # type: ignore[union-attr]
-            follower.undo()
-        assert follower.paths.spare.exists()
+    with following(run, tmp_path / "local") as updater:
+        step_to(updater, 0)
+        patch_keeping_undo(updater, 1)
+        assert not updater.paths.spare.exists()
+        with updater.local.patching():  # type: ignore[union-attr]
+            updater.undo()
+        assert updater.paths.spare.exists()
 
 
 def test_a_journal_with_another_name_is_no_spare(tmp_path: Path) -> None:
     run = make_run(tmp_path, versions=1)
-    with following(run, tmp_path / "local") as follower:
-        step_to(follower, 0)
-        step = staged(follower, 1)
+    with following(run, tmp_path / "local") as updater:
+        step_to(updater, 0)
+        step = staged(updater, 1)
         kept = tmp_path / "kept"
-        journal = follower.paths.journal(step.step.journal)
+        journal = updater.paths.journal(step.step.journal)
         kept.hardlink_to(journal)
         before = kept.read_bytes()
-        with follower.local.patching():  # type: ignore[union-attr]
-            follower.patch(step, way_back=False)
-        follower.drop_journal(step)
-        assert not follower.paths.spare.exists() and not journal.exists() and kept.read_bytes() == before
+        with updater.local.patching():  # type: ignore[union-attr]
+            updater.patch(step, undoable=False)
+        updater.drop_journal(step)
+        assert not updater.paths.spare.exists() and not journal.exists() and kept.read_bytes() == before
 
 
 def test_the_leftover_of_a_kill_is_dropped(tmp_path: Path) -> None:
     run = make_run(tmp_path, versions=1)
-    with following(run, tmp_path / "local") as follower:
-        catch_up(follower)
-    left = follower.paths.spare, follower.paths.unready_spare
+    with following(run, tmp_path / "local") as updater:
+        catch_up(updater)
+    left = updater.paths.spare, updater.paths.unready_spare
     for path in left:
         path.write_bytes(b"old")
-    with following(run, tmp_path / "local") as follower:
-        catch_up(follower)
+    with following(run, tmp_path / "local") as updater:
+        catch_up(updater)
         assert not any(path.exists() for path in left)
 
 
 def test_memory_is_given_back_at_once(tmp_path: Path) -> None:
     run = make_run(tmp_path, versions=1)
-    with TemporaryDirectory(dir="/dev/shm") as local, following(run, Path(local)) as follower:
-        catch_up(follower)
-        assert spare_bytes(follower.paths) == 0
+    with TemporaryDirectory(dir="/dev/shm") as local, following(run, Path(local)) as updater:
+        catch_up(updater)
+        assert spare_bytes(updater.paths) == 0

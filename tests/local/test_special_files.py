@@ -68,8 +68,8 @@ def put(path: Path, what: str) -> None:
 def test_in_a_channel(run: Run, tmp_path: Path, name: str, what: str) -> None:
     put(run.channel / name, what)
     local = tmp_path / "local"
-    with following(run, local) as follower, pytest.raises(WeightcastError, match="not a regular file"):
-        catch_up(follower)
+    with following(run, local) as updater, pytest.raises(WeightcastError, match="not a regular file"):
+        catch_up(updater)
     if local.is_dir():
         assert read_checkpoint(local) in ({}, bytes_of(run.models[0]))
 
@@ -97,12 +97,12 @@ def test_a_version_is_not_finished_with_a_link_for_its_shard(run: Run, tmp_path:
 @pytest.mark.parametrize("name", IN_LOCAL)
 def test_in_a_local_checkpoint(run: Run, tmp_path: Path, name: str, what: str) -> None:
     local = tmp_path / "local"
-    with following(run, local) as follower:
-        catch_up(follower)
+    with following(run, local) as updater:
+        catch_up(updater)
     put(local / name, what)
     aside = (local / name).with_name("aside")
     before = aside.read_bytes() if what == "link" else None
-    with following(run, local) as follower, contextlib.suppress(WeightcastError):
-        catch_up(follower)
+    with following(run, local) as updater, contextlib.suppress(WeightcastError):
+        catch_up(updater)
         assert read_checkpoint(local) == bytes_of(run.latest)
     assert before is None or aside.read_bytes() == before

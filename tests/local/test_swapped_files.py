@@ -21,8 +21,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture
 def local(run: Run, tmp_path: Path) -> Path:
-    with following(run, tmp_path / "local") as follower:
-        step_to(follower, 1)
+    with following(run, tmp_path / "local") as updater:
+        step_to(updater, 1)
     return tmp_path / "local"
 
 
@@ -50,11 +50,11 @@ def test_other_bytes_are_never_followed_on(
 ) -> None:
     """Also where no word that changes is touched, and where there is nothing to patch."""
     if not behind:
-        with following(run, local) as follower:
-            catch_up(follower)
+        with following(run, local) as updater:
+            catch_up(updater)
     damage(run, local)
-    with following(run, local) as follower:
-        catch_up(follower)
+    with following(run, local) as updater:
+        catch_up(updater)
     assert read_checkpoint(local) == bytes_of(run.latest)
     assert state_of(local)["phase"] == "clean"
 
@@ -64,9 +64,9 @@ def test_the_same_bytes_in_another_file_are_kept(run: Run, local: Path) -> None:
     path = shard(local)
     shutil.copy(path, local / "aside")
     (local / "aside").rename(path)
-    with following(run, local) as follower:
-        follower.load(None)
-        assert follower.local is not None
+    with following(run, local) as updater:
+        updater.load(None)
+        assert updater.local is not None
     after = state_of(local)
     assert after["generation"] == before["generation"] and after["files"] != before["files"]
     assert after["last_full_hash"] > before["last_full_hash"]
@@ -76,11 +76,11 @@ def test_untouched_files_are_not_read_again(run: Run, local: Path) -> None:
     """After patches through mappings too."""
     for _ in range(2):
         before = state_of(local)
-        with following(run, local) as follower:
-            follower.load(None)
+        with following(run, local) as updater:
+            updater.load(None)
         assert state_of(local) == before
-        with following(run, local) as follower:
-            catch_up(follower)
+        with following(run, local) as updater:
+            catch_up(updater)
 
 
 @pytest.mark.parametrize("name", ["epoch", "files"])
@@ -89,23 +89,23 @@ def test_a_state_says_which_files_and_epoch(local: Path, name: str) -> None:
 
 
 def test_a_removed_directory_is_made_anew_and_owned(run: Run, local: Path) -> None:
-    with following(run, local) as follower:
-        catch_up(follower)
+    with following(run, local) as updater:
+        catch_up(updater)
         shutil.rmtree(local)
-        catch_up(follower)
+        catch_up(updater)
         assert read_checkpoint(local) == bytes_of(run.latest)
         with following(run, local) as other, pytest.raises(RetryLater, match="already has a writer"):
             catch_up(other)
 
 
 def test_a_removed_directory_that_another_writer_took_is_left_to_it(run: Run, local: Path) -> None:
-    with following(run, local) as follower:
-        catch_up(follower)
+    with following(run, local) as updater:
+        catch_up(updater)
         shutil.rmtree(local)
         with following(run, local) as other:
             catch_up(other)
             with pytest.raises(RetryLater, match="already has a writer"):
-                catch_up(follower)
+                catch_up(updater)
             catch_up(other)
     assert read_checkpoint(local) == bytes_of(run.latest)
 
@@ -118,8 +118,8 @@ def test_another_base_in_the_channel_is_not_followed(run: Run, local: Path, tmp_
     shutil.copytree(run.channel, moved.channel)
     shutil.copytree(run.base, moved.base)
     shutil.copy(other.channel / "base.json", moved.channel / "base.json")
-    with following(moved, local) as follower, pytest.raises(WrongRun, match=r"base\.json"):
-        catch_up(follower)
+    with following(moved, local) as updater, pytest.raises(WrongRun, match=r"base\.json"):
+        catch_up(updater)
     assert read_checkpoint(local) == before
 
 
@@ -128,6 +128,6 @@ def test_the_room_is_not_reached_through_links(run: Run, tmp_path: Path) -> None
     (local / ".weightcast").mkdir(parents=True)
     (tmp_path / "elsewhere").mkdir()
     os.symlink(tmp_path / "elsewhere", local / ".weightcast" / "journal")
-    with following(run, local) as follower, pytest.raises(Refused, match="symbolic link"):
-        catch_up(follower)
+    with following(run, local) as updater, pytest.raises(Refused, match="symbolic link"):
+        catch_up(updater)
     assert list((tmp_path / "elsewhere").iterdir()) == []

@@ -50,27 +50,27 @@ class Torn:
 def test_an_error_in_the_midst(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[RetryLater]
 ) -> None:
-    with following(run, tmp_path / "host") as follower:
-        step_to(follower, 0)
-        before = snapshot(follower.paths.journals), read_checkpoint(follower.paths.directory)
+    with following(run, tmp_path / "host") as updater:
+        step_to(updater, 0)
+        before = snapshot(updater.paths.journals), read_checkpoint(updater.paths.directory)
         for room in (0, 1, 31, 32, 33, 700, 10_000, 30_000):
             with monkeypatch.context() as patched, pytest.raises(kind):
                 patched.setattr(os, "writev", Torn(4_000, room, code))
-                staged(follower, 1)
-            assert (snapshot(follower.paths.journals), read_checkpoint(follower.paths.directory)) == before
-        step_to(follower, 1)
+                staged(updater, 1)
+            assert (snapshot(updater.paths.journals), read_checkpoint(updater.paths.directory)) == before
+        step_to(updater, 1)
     assert read_checkpoint(tmp_path / "host") == bytes_of(run.models[1])
 
 
 @pytest.mark.parametrize("share", [1_000, 4_096, 33])
 def test_short_writes(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: int) -> None:
-    with following(run, tmp_path / "host") as follower:
-        step_to(follower, 0)
+    with following(run, tmp_path / "host") as updater:
+        step_to(updater, 0)
         monkeypatch.setattr(os, "writev", Torn(share, 1 << 30, errno.EIO))
-        step, local = staged(follower, 1).step, follower.local
+        step, local = staged(updater, 1).step, updater.local
         assert local is not None
-        with JournalReader(follower.paths.journal(step.journal), local.table) as journal:
+        with JournalReader(updater.paths.journal(step.journal), local.table) as journal:
             assert {bool(one.masked) for one in journal.packed()} == {True, False}
             assert any(one.whole for one in journal.packed())
-        step_to(follower, 1)
+        step_to(updater, 1)
     assert read_checkpoint(tmp_path / "host") == bytes_of(run.models[1])

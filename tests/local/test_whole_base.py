@@ -19,7 +19,7 @@ from weightcast.shared.base.errors import WrongRun
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.run_files import parse_base
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import Follower, FollowOptions
+from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.state.side_files import repair_files
 from weightcast.shared.checkpoint.verify.inspect import inspect
 
@@ -74,8 +74,8 @@ def older(run: Run, tmp_path: Path) -> Iterator[Run]:
 
 
 def seeded_by_an_older_release(run: Run, local: Path) -> None:
-    with following(run, local) as follower:
-        catch_up(follower)
+    with following(run, local) as updater:
+        catch_up(updater)
     path = local / ".weightcast" / "base.json"
     members = json.loads(path.read_bytes())
     del members["side_files"]
@@ -85,18 +85,18 @@ def seeded_by_an_older_release(run: Run, local: Path) -> None:
 
 
 def test_a_host_seeded_from_the_base_has_all_files(run: Run, local: Path) -> None:
-    with following(run, local) as follower:
-        catch_up(follower)
-        assert (follower.missing, follower.left_behind) == ((), LEFT)
+    with following(run, local) as updater:
+        catch_up(updater)
+        assert (updater.missing, updater.left_behind) == ((), LEFT)
     assert there(local) == SIDE
     assert not (local / LEFT[0]).exists()
     assert inspect(local).faults == ()
 
 
 def test_a_host_that_joins_by_an_anchor_has_all_files(run: Run, local: Path) -> None:
-    follower = Follower(run.channel, local, None, FollowOptions(visible_seconds=0.2))
-    catch_up(follower)
-    follower.close()
+    updater = LocalUpdater(run.channel, local, None, UpdaterOptions(visible_seconds=0.2))
+    catch_up(updater)
+    updater.close()
     assert there(local) == SIDE
     assert verify(Channel.open(run.channel)) == []
 
@@ -114,10 +114,10 @@ def test_a_base_without_one_of_the_files_is_refused_by_name(
     base = shutil.copytree(run.base, tmp_path / "base")
     (base / name).write_bytes(b"another")
     channel = shutil.copytree(run.channel, tmp_path / "channel", ignore=shutil.ignore_patterns("anchor"))
-    follower = Follower(channel, local, base, FollowOptions(visible_seconds=0.2))
+    updater = LocalUpdater(channel, local, base, UpdaterOptions(visible_seconds=0.2))
     with pytest.raises(WrongRun, match=f"{name} is different"):
-        catch_up(follower)
-    follower.close()
+        catch_up(updater)
+    updater.close()
     assert there(local) == {}
 
 
@@ -129,41 +129,41 @@ def test_another_base_is_named_by_its_files(run: Run, tmp_path: Path) -> None:
 
 
 def test_verify_and_repair_reach_into_subdirectories(run: Run, local: Path) -> None:
-    with following(run, local) as follower:
-        catch_up(follower)
+    with following(run, local) as updater:
+        catch_up(updater)
         (local / "additional_chat_templates/tool_use.jinja").write_bytes(b"other")
         (local / "spk_dict.pt").unlink()
         bad = {"additional_chat_templates/tool_use.jinja", "spk_dict.pt"}
         assert {fault.file for fault in inspect(local).faults} == bad
-        assert follower.local is not None
-        assert set(repair_files(follower.local, [run.base])) == bad
+        assert updater.local is not None
+        assert set(repair_files(updater.local, [run.base])) == bad
     assert there(local) == SIDE
 
 
 def test_a_link_in_the_place_of_a_subdirectory_is_not_written_through(
     run: Run, local: Path, tmp_path: Path
 ) -> None:
-    with following(run, local) as follower:
-        catch_up(follower)
+    with following(run, local) as updater:
+        catch_up(updater)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     shutil.rmtree(local / "speech/tokenizer")
     (local / "speech/tokenizer").symlink_to(elsewhere)
-    with following(run, local) as follower:
-        catch_up(follower)
-        assert follower.missing == ("speech/tokenizer/stats.npz",)
+    with following(run, local) as updater:
+        catch_up(updater)
+        assert updater.missing == ("speech/tokenizer/stats.npz",)
     assert list(elsewhere.iterdir()) == []
 
 
 def test_a_local_checkpoint_of_an_older_release_is_completed(run: Run, local: Path) -> None:
     seeded_by_an_older_release(run, local)
-    alone = Follower(run.channel, local, None, FollowOptions(visible_seconds=0.2))
+    alone = LocalUpdater(run.channel, local, None, UpdaterOptions(visible_seconds=0.2))
     catch_up(alone)
     assert set(alone.missing) == set(SIDE)
     alone.close()
-    with following(run, local) as follower:
-        catch_up(follower)
-        assert follower.missing == ()
+    with following(run, local) as updater:
+        catch_up(updater)
+        assert updater.missing == ()
     assert there(local) == SIDE
     assert inspect(local).faults == ()
 
@@ -171,9 +171,9 @@ def test_a_local_checkpoint_of_an_older_release_is_completed(run: Run, local: Pa
 def test_a_channel_of_an_older_release_still_gives_whole_hosts(older: Run, local: Path) -> None:
     init_channel(older.channel, older.base)
     publish(older)
-    with following(older, local) as follower:
-        catch_up(follower)
-        assert follower.missing == () and not follower.lists_too_few
+    with following(older, local) as updater:
+        catch_up(updater)
+        assert updater.missing == () and not updater.lists_too_few
     assert there(local) == SIDE
     assert read_checkpoint(local) == bytes_of(older.latest)
     assert inspect(local).faults == ()
@@ -182,18 +182,18 @@ def test_a_channel_of_an_older_release_still_gives_whole_hosts(older: Run, local
 def test_an_older_release_on_both_sides_is_completed_from_the_base_alone(older: Run, local: Path) -> None:
     publish(older)
     seeded_by_an_older_release(older, local)
-    alone = Follower(older.channel, local, None, FollowOptions(visible_seconds=0.2))
+    alone = LocalUpdater(older.channel, local, None, UpdaterOptions(visible_seconds=0.2))
     catch_up(alone)
     assert (alone.missing, alone.lists_too_few) == ((), True)
     alone.close()
     other = add(write_checkpoint(local.parent / "other", older.models[0]), {"config.json": b"{1}"})
-    with following(older, local, other) as follower:
-        catch_up(follower)
-        assert follower.lists_too_few
+    with following(older, local, other) as updater:
+        catch_up(updater)
+        assert updater.lists_too_few
     assert there(local) == {}
-    with following(older, local) as follower:
-        catch_up(follower)
-        assert not follower.lists_too_few
+    with following(older, local) as updater:
+        catch_up(updater)
+        assert not updater.lists_too_few
     assert there(local) == SIDE
 
 
@@ -215,14 +215,14 @@ def test_a_kill_between_two_files_is_finished_by_the_next_start(run: Run, local:
     child = os.fork()
     if child == 0:
         _die_at_rename(number)
-        with following(run, local) as follower:
-            catch_up(follower)
+        with following(run, local) as updater:
+            catch_up(updater)
         os._exit(0)
     os.waitpid(child, 0)
     assert phase_of(local) in ("", "seeding") or there(local) == SIDE
-    with following(run, local) as follower:
-        catch_up(follower)
-        assert follower.missing == ()
+    with following(run, local) as updater:
+        catch_up(updater)
+        assert updater.missing == ()
     assert there(local) == SIDE
     assert read_checkpoint(local) == bytes_of(run.latest)
     assert inspect(local).faults == ()

@@ -15,7 +15,7 @@ from test_engine_patch import patched, read
 from weightcast.publisher import Publisher, init_channel
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import Follower
+from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.state.state import Step
 from weightcast.shared.checkpoint.update.engine_patch import write_engine_patch
 from weightcast.shared.checkpoint.update.journal import JournalReader
@@ -58,70 +58,70 @@ def half_changed(before: Tensor, rng: np.random.Generator) -> Tensor:
     return replace(before, data=words.view(np.uint8))
 
 
-def records(follower: Follower, step: Step) -> dict[str, PackedRecord]:
-    assert follower.local is not None
-    table = follower.local.table
-    with JournalReader(follower.paths.journal(step.journal), table) as journal:
+def records(updater: LocalUpdater, step: Step) -> dict[str, PackedRecord]:
+    assert updater.local is not None
+    table = updater.local.table
+    with JournalReader(updater.paths.journal(step.journal), table) as journal:
         return {table[record.tensor].name: record for record in journal.packed()}
 
 
-def holds(follower: Follower, run: Run, version: int) -> None:
-    assert read_checkpoint(follower.paths.directory) == bytes_of(run.models[version])
-    assert follower.local is not None and full_hash(follower.local).intact
-    assert follower.local.state.position.version == version
+def holds(updater: LocalUpdater, run: Run, version: int) -> None:
+    assert read_checkpoint(updater.paths.directory) == bytes_of(run.models[version])
+    assert updater.local is not None and full_hash(updater.local).intact
+    assert updater.local.state.position.version == version
 
 
 def test_there_and_back(run: Run, tmp_path: Path) -> None:
-    with following(run, tmp_path / "host") as follower:
-        step_to(follower, 0)
-        kept = records(follower, staged(follower, 1).step)
+    with following(run, tmp_path / "host") as updater:
+        step_to(updater, 0)
+        kept = records(updater, staged(updater, 1).step)
         assert [kept[name].whole for name in FRESH] == [90_000, 4001]
         assert "w.still" not in kept and not any(one.whole for one in kept.values() if one.tensor == 0)
         assert kept["half"].masked == 9_100 and 4_000 < kept["half"].changes < 5_000
         assert 0.9 * 90_000 < kept["w.large"].changes < 90_000
-        patch_keeping_undo(follower, 1)
-        holds(follower, run, 1)
-        with follower.local.patching():  # type: ignore[union-attr]
-            follower.undo()
-        holds(follower, run, 0)
+        patch_keeping_undo(updater, 1)
+        holds(updater, run, 1)
+        with updater.local.patching():  # type: ignore[union-attr]
+            updater.undo()
+        holds(updater, run, 0)
         for version in (1, 2, 3, 4):
-            step_to(follower, version)
-            holds(follower, run, version)
+            step_to(updater, version)
+            holds(updater, run, version)
 
 
 def test_folded(run: Run, tmp_path: Path) -> None:
     """Whole chunks with each other and with a list."""
     for first, last in ((0, 3), (1, 4)):
-        with following(run, tmp_path / f"host-{first}") as follower:
-            step_to(follower, first)
-            step = staged(follower, last).step
-            kept = records(follower, step)
+        with following(run, tmp_path / f"host-{first}") as updater:
+            step_to(updater, first)
+            step = staged(updater, last).step
+            kept = records(updater, step)
             assert kept["w.large"].whole and kept["half"].masked
-            patch_keeping_undo(follower, last)
-            holds(follower, run, last)
-            with follower.local.patching():  # type: ignore[union-attr]
-                follower.undo()
-            holds(follower, run, first)
+            patch_keeping_undo(updater, last)
+            holds(updater, run, last)
+            with updater.local.patching():  # type: ignore[union-attr]
+                updater.undo()
+            holds(updater, run, first)
 
 
 def test_as_a_patch_for_engines(run: Run, tmp_path: Path) -> None:
     """Only what changes is in it."""
-    with following(run, tmp_path / "host") as follower:
-        step_to(follower, 0)
-        step, local = staged(follower, 1).step, follower.local
+    with following(run, tmp_path / "host") as updater:
+        step_to(updater, 0)
+        step, local = staged(updater, 1).step, updater.local
         assert local is not None
         patch = write_engine_patch(local, [step], 0)
-        assert patch.changes == sum(one.changes for one in records(follower, step).values())
+        assert patch.changes == sum(one.changes for one in records(updater, step).values())
         assert patched(bytes_of(run.models[0]), *read(local, patch)) == bytes_of(run.models[1])
 
 
 def test_deltas_over_several_versions_are_made_from_it(run: Run, tmp_path: Path) -> None:
-    with following(run, tmp_path / "host") as follower:
-        step_to(follower, 0)
+    with following(run, tmp_path / "host") as updater:
+        step_to(updater, 0)
         channel = Channel.open(run.channel)
         pointer = channel.pointer()
         assert pointer is not None
-        route = follower.route(channel, pointer, 4, exact=True)
+        route = updater.route(channel, pointer, 4, exact=True)
         assert route.plan.legs == ((4,),)  # type: ignore[union-attr]
-        step_to(follower, 4)
-        holds(follower, run, 4)
+        step_to(updater, 4)
+        holds(updater, run, 4)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from weightcast.publisher import Publisher
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import Follower
+from weightcast.shared.checkpoint.local_updater import LocalUpdater
 
 
 def rss_anon() -> int:
@@ -56,9 +56,9 @@ with Publisher.open(
     with Highest() as highest:
         report = publisher.publish_checkpoint(root / "new")
     grown["publish"] = highest.seen - idle
-follower = Follower(root / "channel", root / "host", root / "base")
+updater = LocalUpdater(root / "channel", root / "host", root / "base")
 with Highest() as highest:
-    follower.catch_up(Channel.open(root / "channel"))
+    updater.update_to_latest(Channel.open(root / "channel"))
 grown["sync"] = highest.seen - idle
-follower.close()
+updater.close()
 print(json.dumps([grown, report.changed_elements, report.elements]))

@@ -13,7 +13,7 @@ from core_cases import Model, Tensor, bytes_of, every_dtype, read_checkpoint, wr
 
 from weightcast.publisher import Publisher, init_channel
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import Follower, FollowOptions
+from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.verify.hashing import full_hash
 
 NUMPY_TYPES = {
@@ -68,20 +68,20 @@ class Place:
         number = sum(1 for _ in self.root.glob("new-*"))
         return write_checkpoint(self.root / f"new-{number}", model)
 
-    def follow(self, host: Path | None = None, base: Path | None = None) -> Follower:
-        options = FollowOptions(visible_seconds=0.2)
-        return Follower(self.channel, host or self.host, self.base if base is None else base, options)
+    def follow(self, host: Path | None = None, base: Path | None = None) -> LocalUpdater:
+        options = UpdaterOptions(visible_seconds=0.2)
+        return LocalUpdater(self.channel, host or self.host, self.base if base is None else base, options)
 
     def arrives(self, model: Model, version: int, host: Path | None = None) -> None:
         """A host follows the pointer, and holds exactly these bytes afterwards."""
         host = self.host if host is None else host
-        follower = self.follow(host)
+        updater = self.follow(host)
         try:
-            follower.catch_up(Channel.open(self.channel))
-            assert follower.local is not None and full_hash(follower.local).intact
-            assert follower.local.state.position.version == version
+            updater.update_to_latest(Channel.open(self.channel))
+            assert updater.local is not None and full_hash(updater.local).intact
+            assert updater.local.state.position.version == version
         finally:
-            follower.close()
+            updater.close()
         assert read_checkpoint(host) == bytes_of(model)
 
 

@@ -394,7 +394,7 @@ def test_killed_at_random_moments(place: Place, rng: np.random.Generator) -> Non
                 child.communicate(timeout=60)
             if (place.channel / "latest").exists():
                 reached = pointer(place)
-                host.catch_up(Channel.open(place.channel))
+                host.update_to_latest(Channel.open(place.channel))
                 assert host.local is not None and host.local.state.position.version == reached
     finally:
         host.close()
@@ -451,17 +451,17 @@ def test_joining_from_an_anchor_without_a_base(place: Place, rng: np.random.Gene
             model = all_changed(model, rng)
             publisher.publish_checkpoint(place.new(model))
     assert {p.parent.name for p in place.channel.glob("*/anchor")} == {"weight_v000002", "weight_v000004"}
-    follower = joiner(place, place.root / "joiner")
-    follower.catch_up(Channel.open(place.channel))
-    follower.close()
+    updater = joiner(place, place.root / "joiner")
+    updater.update_to_latest(Channel.open(place.channel))
+    updater.close()
     assert read_checkpoint(place.root / "joiner") == bytes_of(model)
     assert (place.root / "joiner" / "config.json").read_bytes() == (place.base / "config.json").read_bytes()
 
 
 def joiner(place: Place, local: Path):  # type: ignore[no-untyped-def]
-    from weightcast.shared.checkpoint.follower import Follower, FollowOptions
+    from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 
-    return Follower(place.channel, local, None, FollowOptions(visible_seconds=0.2))
+    return LocalUpdater(place.channel, local, None, UpdaterOptions(visible_seconds=0.2))
 
 
 @pytest.mark.parametrize("damage", ["byte", "cut", "index", "config", "missing"])
@@ -480,19 +480,19 @@ def test_a_damaged_anchor_is_refused(place: Place, rng: np.random.Generator, dam
         (anchor / "config.json").write_text("[]")
     else:
         shard.unlink()
-    follower = joiner(place, place.root / "joiner")
+    updater = joiner(place, place.root / "joiner")
     with pytest.raises((Refused, RetryLater)):
-        follower.catch_up(Channel.open(place.channel))
-    follower.close()
+        updater.update_to_latest(Channel.open(place.channel))
+    updater.close()
     assert read_checkpoint(place.root / "joiner") == {}
 
 
 def test_a_joiner_without_base_and_anchor_is_told_what_to_do(place: Place, rng: np.random.Generator) -> None:
     committed(place, rng, 1)
-    follower = joiner(place, place.root / "joiner")
+    updater = joiner(place, place.root / "joiner")
     with pytest.raises(Refused, match="--base"):
-        follower.catch_up(Channel.open(place.channel))
-    follower.close()
+        updater.update_to_latest(Channel.open(place.channel))
+    updater.close()
 
 
 def test_an_anchor_is_not_written_of_drifted_weights(place: Place, rng: np.random.Generator) -> None:
@@ -508,9 +508,9 @@ def test_an_anchor_is_written_once(place: Place, rng: np.random.Generator) -> No
     models = committed(place, rng, 1)
     with place.publisher() as publisher:
         assert publisher.write_anchor() and not publisher.write_anchor()
-    follower = joiner(place, place.root / "joiner")
-    follower.catch_up(Channel.open(place.channel))
-    follower.close()
+    updater = joiner(place, place.root / "joiner")
+    updater.update_to_latest(Channel.open(place.channel))
+    updater.close()
     assert read_checkpoint(place.root / "joiner") == bytes_of(models[1])
 
 
@@ -554,10 +554,10 @@ def test_versions_damaged_in_the_channel(place: Place, rng: np.random.Generator,
                 place.arrives(models[1], 1)
     before = snapshot(place.host)
     for what in damaged_versions(place):
-        follower = place.follow()
+        updater = place.follow()
         with pytest.raises((DamagedFile, RetryLater)):
-            follower.catch_up(Channel.open(place.channel))
-        follower.close()
+            updater.update_to_latest(Channel.open(place.channel))
+        updater.close()
         assert snapshot(place.host, leave_out=("owner", "patch", "spool")) == {
             name: digest for name, digest in before.items() if not name.endswith("spool")
         }, what
@@ -585,10 +585,10 @@ def test_indexes_damaged_in_the_channel(place: Place, rng: np.random.Generator, 
     else:
         first = (place.channel / "weight_v000001" / INDEX).read_bytes()
         index.write_bytes({"empty": b"", "cut": good[:-1], "another's": first}[damage])
-    follower = place.follow()
+    updater = place.follow()
     with pytest.raises((DamagedFile, RetryLater, Forked, NeedsReseed)):
-        follower.catch_up(Channel.open(place.channel))
-    follower.close()
+        updater.update_to_latest(Channel.open(place.channel))
+    updater.close()
     after = snapshot(place.host)
     after.pop(".weightcast/state.json")
     before.pop(".weightcast/state.json")

@@ -17,7 +17,7 @@ from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.publisher.daemon.sources.watched import RenamedIn
 from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import Follower
+from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.daemon.loop import Stop, Wakeup
 from weightcast.shared.daemon.metrics import Metrics
 
@@ -96,8 +96,8 @@ def test_at_every_failpoint_of_a_publication(desk: Desk, places: Places, lasting
         if not disk.failed_at:
             break
     assert version > 40, "a publication passes that many"
-    host = Follower(places.channel, places.local.parent / "host", places.base)
-    host.catch_up(Channel.open(places.channel))
+    host = LocalUpdater(places.channel, places.local.parent / "host", places.base)
+    host.update_to_latest(Channel.open(places.channel))
     host.close()
     assert local_bytes(places.local.parent / "host", tensors) == plain(tensors)
     assert not list(places.channel.glob("*.parts"))

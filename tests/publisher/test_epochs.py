@@ -50,22 +50,22 @@ def test_an_earlier_publisher_s_version_may_be_asked_for(place: Place) -> None:
     second = changed(first, 2)
     place.publish(second)
     place.arrives(second, 2)
-    follower = place.follow()
+    updater = place.follow()
     try:
         channel = Channel.open(place.channel)
         pointer = channel.pointer()
         assert pointer is not None
-        follower.load(channel)
-        route = follower.route(channel, pointer, 1, exact=True)
+        updater.load(channel)
+        route = updater.route(channel, pointer, 1, exact=True)
         assert isinstance(route.plan, Seed)
-        follower.seed(channel, route, route.plan)
-        assert follower.state is not None and (follower.state.epoch, follower.epoch) == (2, 2)
-        staged = follower.prepare(route, route.plan.then.legs[0])
-        assert follower.local is not None
-        with follower.local.patching():
-            follower.patch(staged)
+        updater.seed(channel, route, route.plan)
+        assert updater.state is not None and (updater.state.epoch, updater.epoch) == (2, 2)
+        staged = updater.prepare(route, route.plan.then.legs[0])
+        assert updater.local is not None
+        with updater.local.patching():
+            updater.patch(staged)
     finally:
-        follower.close()
+        updater.close()
     assert read_checkpoint(place.host) == bytes_of(first)
     place.arrives(second, 2)
 

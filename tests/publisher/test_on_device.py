@@ -336,7 +336,7 @@ def test_a_version_from_elsewhere_makes_the_baseline_void(tmp_path: Path, rng: n
 
 
 def mapped_word(publisher: Publisher, tensor: int) -> Any:
-    local = publisher._follower.local
+    local = publisher._updater.local
     assert local is not None
     return local.words(tensor)
 

@@ -28,7 +28,7 @@ from weightcast.shared.channel import pins
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.reports import Report, write_report
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import Follower
+from weightcast.shared.checkpoint.local_updater import LocalUpdater
 
 INDEX = "model.safetensors.index.json"
 KEEP_TWO = UpkeepOptions(skip_span=4, history_share=1000.0, retention=Retention(2, host_versions=3))
@@ -68,20 +68,20 @@ def report(place: Place, version: int, counter: int = 1) -> Report:
 
 
 @contextlib.contextmanager
-def host(place: Place, name: str, version: int, base: bool = True) -> Iterator[Follower]:
-    follower = place.follow(place.root / name)
+def host(place: Place, name: str, version: int, base: bool = True) -> Iterator[LocalUpdater]:
+    updater = place.follow(place.root / name)
     if not base:
-        follower.base_dir = None
+        updater.base_dir = None
     try:
-        follower.bring(Channel.open(place.channel), version)
-        yield follower
+        updater.update_to(Channel.open(place.channel), version)
+        yield updater
     finally:
-        follower.close()
+        updater.close()
 
 
-def catches_up(follower: Follower, model: Model) -> None:
-    follower.catch_up(Channel.open(follower.channel_dir))
-    assert read_checkpoint(follower.paths.directory) == bytes_of(model)
+def catches_up(updater: LocalUpdater, model: Model) -> None:
+    updater.update_to_latest(Channel.open(updater.channel_dir))
+    assert read_checkpoint(updater.paths.directory) == bytes_of(model)
 
 
 def test_a_publisher_prunes_and_everybody_arrives(place: Place) -> None:
@@ -103,8 +103,8 @@ def test_a_publisher_prunes_and_everybody_arrives(place: Place) -> None:
         assert 4 <= horizon <= 8 and left(place) == [1, *range(horizon, 10)]
         assert verify(channel) == []
         assert publisher.make_due() == []
-        for follower in hosts:
-            catches_up(follower, models[9])
+        for updater in hosts:
+            catches_up(updater, models[9])
         with host(place, "new", 9) as new, host(place, "without a base", 9, base=False) as bare:
             catches_up(new, models[9])
             catches_up(bare, models[9])
@@ -141,19 +141,19 @@ def test_a_reader_that_loses_the_race_plans_again(place: Place) -> None:
     models = [place.model]
     with place.publisher(upkeep=KEEP_TWO) as publisher:
         grow(publisher, place, models, 5)
-        with host(place, "racing", 0) as follower:
+        with host(place, "racing", 0) as updater:
             channel = Channel.open(place.channel)
             pointer = channel.pointer()
             assert pointer is not None
-            route = follower.route(channel, pointer, 5, exact=False)
+            route = updater.route(channel, pointer, 5, exact=False)
             publisher.make_due()
             grow(publisher, place, models, 4)
             publisher.make_due()
             assert 1 not in left(place)
             legs = route.plan.legs  # type: ignore[union-attr]
             with pytest.raises(RetryLater, match="is not there"):
-                follower.prepare(route, legs[0])
-            catches_up(follower, models[9])
+                updater.prepare(route, legs[0])
+            catches_up(updater, models[9])
 
 
 def test_reports_count_while_they_change() -> None:

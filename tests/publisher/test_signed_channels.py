@@ -24,7 +24,7 @@ from weightcast.shared.channel.index import INDEX_NAME
 from weightcast.shared.channel.layout import Layout, write_pointer
 from weightcast.shared.channel.signing import PrivateKey, Trust, load_private_key, write_private_key
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import Follower
+from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.cli.main import run as weightcast
 
 SIG = f"{INDEX_NAME}.sig"
@@ -58,19 +58,19 @@ class Signed:
         return self.place.publish(self.models[-1], sign_key=self.key, **options)
 
     @contextlib.contextmanager
-    def host(self, name: str = "host", base: Path | None = None) -> Iterator[Follower]:
-        follower = self.place.follow(self.place.root / name, base)
+    def host(self, name: str = "host", base: Path | None = None) -> Iterator[LocalUpdater]:
+        updater = self.place.follow(self.place.root / name, base)
         try:
-            yield follower
+            yield updater
         finally:
-            follower.close()
+            updater.close()
 
     def step(self, name: str = "host", base: Path | None = None) -> int:
         """One step of a host; the version that it is at."""
-        with self.host(name, base) as follower:
-            follower.catch_up(Channel.open(self.place.channel, self.trust))
-            assert follower.local is not None
-            return follower.local.state.position.version
+        with self.host(name, base) as updater:
+            updater.update_to_latest(Channel.open(self.place.channel, self.trust))
+            assert updater.local is not None
+            return updater.local.state.position.version
 
     def holds(self, version: int, name: str = "host") -> bool:
         return read_checkpoint(self.place.root / name) == bytes_of(self.models[version])
@@ -113,11 +113,11 @@ def test_hosts_follow_what_their_key_signed(signed: Signed) -> None:
 def test_a_host_may_start_from_a_signed_anchor_alone(signed: Signed) -> None:
     signed.publish(anchor_every=1)
     assert signed.step("without", signed.place.root / "no-base") == 1 and signed.holds(1, "without")
-    follower = Follower(signed.place.channel, signed.place.host, None)
+    updater = LocalUpdater(signed.place.channel, signed.place.host, None)
     try:
-        follower.catch_up(Channel.open(signed.place.channel, signed.trust))
+        updater.update_to_latest(Channel.open(signed.place.channel, signed.trust))
     finally:
-        follower.close()
+        updater.close()
     assert signed.holds(1) and not (signed.place.host / SIG).exists()
 
 
@@ -275,9 +275,9 @@ def test_a_rolled_back_pointer_moves_nobody_back(signed: Signed) -> None:
         signed.step()
     assert signed.holds(3)
     # nor does it help to make the host forget its bytes
-    with signed.host() as follower:
-        follower.load(Channel.open(signed.place.channel, signed.trust))
-        follower.distrust("told by a test")
+    with signed.host() as updater:
+        updater.load(Channel.open(signed.place.channel, signed.trust))
+        updater.mark_dirty("told by a test")
     flip(signed.place.host, next(name for name, data in bytes_of(signed.place.model).items() if data))
     with pytest.raises(Refused, match="version 3 was applied here before"):
         signed.step()
@@ -328,9 +328,9 @@ def test_shards_that_only_fit_the_sums_are_refused(signed: Signed) -> None:
     signed.publish(anchor_every=1)
     anchor = signed.layout.anchor_dir(1)
     (anchor / "config.json").write_text('{"auto_map": "evil"}')
-    follower = Follower(signed.place.channel, signed.place.host, None)
-    with contextlib.closing(follower), pytest.raises(Refused):
-        follower.catch_up(Channel.open(signed.place.channel, signed.trust))
+    updater = LocalUpdater(signed.place.channel, signed.place.host, None)
+    with contextlib.closing(updater), pytest.raises(Refused):
+        updater.update_to_latest(Channel.open(signed.place.channel, signed.trust))
     (anchor / "config.json").write_text("{}")
     (anchor / "modeling.py").write_text("raise SystemExit")
     shard = next(anchor.glob("*.safetensors"))
@@ -338,13 +338,13 @@ def test_shards_that_only_fit_the_sums_are_refused(signed: Signed) -> None:
     # the header alone differs: every tensor's bytes are right
     assert b'"format":"pt"' in data
     shard.write_bytes(data.replace(b'"format":"pt"', b'"format":"xx"'))
-    follower = Follower(signed.place.channel, signed.place.host, None)
-    with contextlib.closing(follower), pytest.raises(Refused, match="not the file that its index lists"):
-        follower.catch_up(Channel.open(signed.place.channel, signed.trust))
+    updater = LocalUpdater(signed.place.channel, signed.place.host, None)
+    with contextlib.closing(updater), pytest.raises(Refused, match="not the file that its index lists"):
+        updater.update_to_latest(Channel.open(signed.place.channel, signed.trust))
     shard.write_bytes(data)
-    follower = Follower(signed.place.channel, signed.place.host, None)
-    with contextlib.closing(follower):
-        follower.catch_up(Channel.open(signed.place.channel, signed.trust))
+    updater = LocalUpdater(signed.place.channel, signed.place.host, None)
+    with contextlib.closing(updater):
+        updater.update_to_latest(Channel.open(signed.place.channel, signed.trust))
     assert signed.holds(1) and not (signed.place.host / "modeling.py").exists()
 
 

@@ -26,8 +26,8 @@ from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Pointer
 from weightcast.shared.channel.render import Shown
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import Follower
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths
+from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.update.plan import Patch, Relabel, Seed
 from weightcast.shared.checkpoint.update.sources import Route
 
@@ -61,26 +61,26 @@ def beside(place: Place) -> list[str]:
 
 
 @contextlib.contextmanager
-def host_at(place: Place, version: int) -> Iterator[Follower]:
-    follower = place.follow(place.root / f"host-{version}")
+def host_at(place: Place, version: int) -> Iterator[LocalUpdater]:
+    updater = place.follow(place.root / f"host-{version}")
     try:
-        move(follower, version)
-        yield follower
+        move(updater, version)
+        yield updater
     finally:
-        follower.close()
+        updater.close()
 
 
-def move(follower: Follower, version: int) -> Route:
-    channel = Channel.open(follower.channel_dir)
-    follower.load(channel)
+def move(updater: LocalUpdater, version: int) -> Route:
+    channel = Channel.open(updater.channel_dir)
+    updater.load(channel)
     pointer = channel.pointer() or Pointer(0, None, channel.directory)
-    route = follower.route(channel, pointer, version, exact=True)
-    follower._carry_out(channel, route, route.plan, None)
+    route = updater.route(channel, pointer, version, exact=True)
+    updater._carry_out(channel, route, route.plan, None)
     return route
 
 
-def holds(follower: Follower, model: Model) -> None:
-    assert read_checkpoint(follower.paths.directory) == bytes_of(model)
+def holds(updater: LocalUpdater, model: Model) -> None:
+    assert read_checkpoint(updater.paths.directory) == bytes_of(model)
 
 
 def hops(route: Route) -> Sequence[int]:
@@ -163,10 +163,10 @@ def test_every_start_arrives_at_the_same_bytes(place: Place) -> None:
         followers = [hosts.enter_context(host_at(place, version)) for version in range(8)]
         grow(publisher, place, models, 5)
         publisher.make_due()
-        for version, follower in enumerate(followers):
-            taken = hops(move(follower, 12))
+        for version, updater in enumerate(followers):
+            taken = hops(move(updater, 12))
             assert len(taken) <= 4, (version, taken)
-            holds(follower, models[12])
+            holds(updater, models[12])
     place.arrives(models[12], 12, place.root / "new host")
 
 
@@ -197,7 +197,7 @@ def test_an_anchor_of_a_version_that_has_passed(place: Place) -> None:
     joiner = place.follow(place.root / "joiner", base=place.root / "no such base")
     joiner.base_dir = None
     try:
-        joiner.catch_up(Channel.open(place.channel))
+        joiner.update_to_latest(Channel.open(place.channel))
         holds(joiner, models[6])
     finally:
         joiner.close()
@@ -321,7 +321,7 @@ def test_nobody_reads_a_new_version_before_its_journal_is_kept(place: Place) -> 
         if name in ("patch.recorded", "history.linked", "history.kept"):
             local = LocalCheckpoint.open(place.pub)
             assert local is not None
-            with contextlib.closing(local), pytest.raises(RetryLater), local.standing_still(seconds=0.0):
+            with contextlib.closing(local), pytest.raises(RetryLater), local.reading(seconds=0.0):
                 pass
             seen.append(name)
 

@@ -201,7 +201,7 @@ def test_the_new_owner_s_upkeep_stays(place: Place, rng: np.random.Generator, be
         def take_over() -> None:
             if beside != "anchor":
                 # the history that it is made from lies in the old one's local checkpoint
-                old._follower.close()
+                old._updater.close()
             local = place.root / "pub2" if beside == "anchor" else place.pub
             make(stack.enter_context(place.publisher(local=local, take_over=True, **options)))
 

@@ -21,7 +21,7 @@ from weightcast.publisher.publish.report import PublishReport
 from weightcast.publisher.trainer.handover import HandOver
 from weightcast.publisher.weights.given import RawTensor
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import Follower
+from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.cli.main import run
 from weightcast.shared.doctor.sizing import (
     Asked,
@@ -114,11 +114,11 @@ def test_bytes_of_a_version(world: World, density: float) -> None:
 
 
 def test_bytes_of_a_host(world: World) -> None:
-    follower = Follower(world.root / "channel", world.root / "host", world.root / "base")
+    updater = LocalUpdater(world.root / "channel", world.root / "host", world.root / "base")
     try:
-        follower.catch_up(Channel.open(world.root / "channel"))
+        updater.update_to_latest(Channel.open(world.root / "channel"))
     finally:
-        follower.close()
+        updater.close()
     host = role_of(world.weights, "on disk", 0.2)
     # the undo journal of the last step stays until an engine confirmed the version
     lying = sum(path.stat().st_size for path in (world.root / "host").rglob("*") if path.is_file())

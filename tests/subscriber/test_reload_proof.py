@@ -154,7 +154,7 @@ def test_a_large_model_is_hashed_again_when_the_bound_has_passed(
     first = host.status.reload_proof
     assert first is not None and first.bound_seconds == 3600
     assert first.age_seconds is not None and 0 < first.age_seconds < 3600
-    local = host.sync.follower.local
+    local = host.sync.updater.local
     assert local is not None
     # one hour later
     flip(host.local, random.Random(4), UNTOUCHED)

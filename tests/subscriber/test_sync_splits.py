@@ -62,12 +62,12 @@ def test_a_host_far_behind_reloads_once(site: Site, run: Run) -> None:
     host = site.host(run, engine, target="0")
     assert host.step().ready and host.at(run, 0)
     engine.calls.clear()
-    follower = site.host(run, engine, name="host")
+    updater = site.host(run, engine, name="host")
     host.sync.close()
-    outcome = follower.step()
-    assert outcome.ready and follower.at(run, 3) and engine.held == run.digest(3)
+    outcome = updater.step()
+    assert outcome.ready and updater.at(run, 3) and engine.held == run.digest(3)
     assert len(engine.of("/update_weights_from_disk")) == 1
-    assert follower.status.updates[-1].folded == 3
+    assert updater.status.updates[-1].folded == 3
 
 
 @pytest.mark.parametrize("version", [1, 2, 3])

@@ -38,7 +38,7 @@ from weightcast.publisher import init_channel
 from weightcast.publisher.transformers_hook import PublishCallback
 from weightcast.shared.base.errors import Refused, WrongRun
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import Follower, FollowOptions
+from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 
 # the libraries' own deprecations are theirs
 pytestmark = [pytest.mark.trainers, pytest.mark.filterwarnings("default")]
@@ -120,11 +120,11 @@ class Run:
         return Channel.open(self.channel).pointed()
 
     def on_host(self, name: str = "host") -> dict[str, bytes]:
-        follower = Follower(self.channel, self.root / name, self.base, FollowOptions())
+        updater = LocalUpdater(self.channel, self.root / name, self.base, UpdaterOptions())
         try:
-            follower.catch_up(Channel.open(self.channel))
+            updater.update_to_latest(Channel.open(self.channel))
         finally:
-            follower.close()
+            updater.close()
         return contents(self.root / name)
 
 

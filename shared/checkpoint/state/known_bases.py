@@ -11,7 +11,7 @@ from pathlib import Path
 
 from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.channel.store import Channel
-from weightcast.shared.checkpoint.follower import open_base
+from weightcast.shared.checkpoint.local_updater import open_base
 from weightcast.shared.checkpoint.verify.seed import check_table
 from weightcast.shared.files import durable
 from weightcast.shared.files.paths import is_directory

@@ -61,7 +61,7 @@ def is_lost(paths: LocalPaths) -> bool:
     return False
 
 
-def adopt(
+def recover_state(
     paths: LocalPaths, channel: Channel, *, threads: int = 1, advance: Advance | None = None
 ) -> Position | None:
     """Writes a new state: `clean` at the version that lies here, `dirty` at the nearest when none does, no

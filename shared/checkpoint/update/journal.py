@@ -29,8 +29,8 @@ from weightcast.shared.checkpoint.update.journal_records import (
     Packed,
     PackedRecord,
     Record,
-    exchange,
-    exchange_many,
+    compare_and_swap,
+    compare_and_swap_many,
     pack_record,
     parse_head,
     unpacked,
@@ -223,7 +223,7 @@ class JournalReader:
             raise self._bad("ends early")
         return record
 
-    def exchange(
+    def compare_and_swap(
         self, record: PackedRecord, words: Words, way: Direction, *, again: bool, begin: Begin = at_once
     ) -> int | None:
         """Writes new words over old ones of the record's tensor, or the way back, and reads them back.
@@ -233,11 +233,11 @@ class JournalReader:
         kind = self._table[record.tensor].kind
         payload, back = self._payload(record), way is Direction.BACK
         try:
-            return exchange(record, payload, kind, words, begin, back=back, again=again)
+            return compare_and_swap(record, payload, kind, words, begin, back=back, again=again)
         except BadRecordError as error:
             raise self._bad(str(error)) from error
 
-    def exchange_many(
+    def compare_and_swap_many(
         self,
         records: Sequence[PackedRecord],
         words: Words,
@@ -247,16 +247,16 @@ class JournalReader:
         again: bool,
         begin: Begin = at_once,
     ) -> tuple[PackedRecord, int] | None:
-        """As `exchange`, of lists that lie near each other, in the order of the journal; `places` as in
-        `records.exchange_many`. Returns the record and the word that is none of those expected; none is
-        written then."""
+        """As `compare_and_swap`, of lists near each other, in the order of the journal; `places` as in
+        `journal_records.compare_and_swap_many`. Returns the record and the unexpected word; then nothing is
+        written."""
         start, stop = records[0].offset, records[-1].offset + records[-1].size
         room = self._bytes(start, stop - start)
         payloads = [room[one.offset - start : one.offset - start + one.size] for one in records]
         for record, payload in zip(records, payloads, strict=True):
             self._check(record, payload)
         try:
-            return exchange_many(
+            return compare_and_swap_many(
                 records, payloads, words, places, begin, back=way is Direction.BACK, again=again
             )
         except BadRecordError as error:

@@ -289,7 +289,7 @@ def unpacked(record: PackedRecord, payload: ByteArray, kind: WordKind) -> Record
     return Record(record.tensor, reached.astype(np.uint64), old.copy(), new.copy())
 
 
-def exchange(
+def compare_and_swap(
     record: PackedRecord,
     payload: ByteArray,
     kind: WordKind,
@@ -299,7 +299,7 @@ def exchange(
     back: bool,
     again: bool,
 ) -> int | None:
-    """As `JournalReader.exchange`. Raises BadRecordError with nothing written."""
+    """As `JournalReader.compare_and_swap`. Raises BadRecordError with nothing written."""
     old, new = _words(record, payload, kind)
     before, after = _ways(old, new, back)
     if record.whole:
@@ -330,7 +330,7 @@ def _ways(old: Words, new: Words, back: bool) -> tuple[Words, Words]:
     return (new, old) if back else (old, new)
 
 
-def exchange_many(
+def compare_and_swap_many(
     records: Sequence[PackedRecord],
     payloads: Sequence[ByteArray],
     words: Words,
@@ -340,9 +340,9 @@ def exchange_many(
     back: bool,
     again: bool,
 ) -> tuple[PackedRecord, int] | None:
-    """As `exchange`, of many short lists at once: a model may have several 100,000 small tensors. `places`:
-    where each record's tensor begins in `words`, and how many words it has. Where a word is not the expected
-    one nothing is written; returns its record and it."""
+    """As `compare_and_swap`, of many short lists at once: a model may have several 100,000 small tensors.
+    `places`: where each record's tensor begins in `words`, and how many words it has. Nothing is written
+    where a word is unexpected; returns its record and its number."""
     pieces = zip(*map(_pieces, records, payloads), strict=True)
     gaps, escapes, old, new = map(np.concatenate, pieces)
     facts = ((one.changes, one.escapes, one.first) for one in records)

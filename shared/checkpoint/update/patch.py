@@ -29,10 +29,10 @@ from weightcast.shared.checkpoint.verify.hashing import (
 from weightcast.shared.kernels.parallel import SMALL_RESULTS, ordered
 
 
-def patch(local: LocalCheckpoint, step: Step, *, way_back: bool = True, threads: int = 1) -> None:
+def patch(local: LocalCheckpoint, step: Step, *, undoable: bool = True, threads: int = 1) -> None:
     """Moves the checkpoint from `step.base` to `step.target`. The caller holds the patch lock.
 
-    The journal is kept. It is the undo until `forget_undo`; without `way_back`, where nobody could refuse the
+    The journal is kept. It is the undo until `forget_undo`; without `undoable`, where nobody could refuse the
     version, nothing before it can be undone and no state names the journal: the caller removes it
     (`drop_journal`). Raises NeedsReseed, with state `dirty`, when a word is not the one that the journal
     expects.
@@ -46,9 +46,9 @@ def patch(local: LocalCheckpoint, step: Step, *, way_back: bool = True, threads:
     failpoint("patch.written", local.directory)
     require_files(local)
     before = local.state.undo
-    local.save(_arrived(local, step.target, (*before, step) if way_back else ()))
+    local.save(_arrived(local, step.target, (*before, step) if undoable else ()))
     failpoint("patch.recorded", local.directory)
-    if not way_back:
+    if not undoable:
         for one in before:
             drop_journal(local, one)
 
@@ -130,7 +130,7 @@ def _write_all(local: LocalCheckpoint, step: Step, way: Direction, *, replay: bo
         if named != (local.state.run_id, step.journal, base.version, base.root, target.digest):
             raise DamagedFile(f"{journal.path}: belongs to another run or version")
         try:
-            exchange(local, journal, way, again=replay, threads=threads)
+            compare_and_swap(local, journal, way, again=replay, threads=threads)
         except UnexpectedWordError as found:  # no thread writes any more
             _dirty(local, found)
 
@@ -294,11 +294,11 @@ class UnexpectedWordError(Exception):
         self.tensor, self.word = tensor, word
 
 
-def exchange(
+def compare_and_swap(
     local: LocalCheckpoint, journal: JournalReader, way: Direction, *, again: bool, threads: int = 1
 ) -> None:
-    """Every record, as `JournalReader.exchange`. Raises UnexpectedWordError once no thread writes any more;
-    some words are written then."""
+    """Every record, as `JournalReader.compare_and_swap`. Raises UnexpectedWordError once no thread writes any
+    more; some words are written then."""
 
     def work(batch: Sequence[PackedRecord]) -> None:
         for alike in _alike(local, batch):
@@ -344,7 +344,7 @@ def _one_by_one(
 ) -> None:
     for record in records:
         words = local.words(record.tensor)
-        failed = journal.exchange(record, words, way, again=again, begin=local.begin_writing)
+        failed = journal.compare_and_swap(record, words, way, again=again, begin=local.begin_writing)
         if failed is not None:
             raise UnexpectedWordError(record.tensor, failed)
         failpoint("patch.record", local.directory)
@@ -355,7 +355,7 @@ def _at_once(
 ) -> None:
     words, _ = local.home(lists[0].tensor)
     places = [(local.home(one.tensor)[1], local.table.forms[one.tensor][1]) for one in lists]
-    failed = journal.exchange_many(lists, words, places, way, again=again, begin=local.begin_writing)
+    failed = journal.compare_and_swap_many(lists, words, places, way, again=again, begin=local.begin_writing)
     if failed is not None:
         raise UnexpectedWordError(failed[0].tensor, failed[1])
     failpoint("patch.record", local.directory)

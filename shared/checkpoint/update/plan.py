@@ -54,7 +54,7 @@ class Here:
 @dataclass(frozen=True)
 class PlanFacts:
     """`links`: main indexes read so far; a version mapped to None does not exist (pruned or never published).
-    `skips`: indexes of deltas from older versions read so far, by version and base version. `shown`: what
+    `multi_step`: indexes of deltas from older versions read so far, by version and base version. `shown`: what
     directories show, of the versions above `looked`; one that shows nothing is missing. `base`: the digest of
     version 0 when its full weights are at hand. `exact`: the target was asked for by number, going back is
     meant."""
@@ -65,7 +65,7 @@ class PlanFacts:
     base: str | None
     shown: Mapping[int, Shown] = field(default_factory=dict)
     looked: int = 0
-    skips: Mapping[tuple[int, int], Link | None] = field(default_factory=dict)
+    multi_step: Mapping[tuple[int, int], Link | None] = field(default_factory=dict)
     exact: bool = False
     avoid: Collection[tuple[int, int]] = ()
     """what was found damaged, as version and base version, `FULL` for full weights: no way leads over it"""
@@ -104,12 +104,12 @@ class Stay:
 
 @dataclass(frozen=True)
 class Patch:
-    """Legs of versions to fold: versions of a leg share a grid; legs follow one another. `skips`: versions
+    """Legs of versions to fold: versions of a leg share a grid; legs follow one another. `multi_step`: versions
     that are reached by a delta from an older version, and from which."""
 
     legs: tuple[tuple[int, ...], ...]
     nbytes: int
-    skips: Mapping[int, int] = field(default_factory=dict)
+    multi_step: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -291,8 +291,8 @@ def _legs(facts: PlanFacts, way: _Way) -> Patch:
             legs.append([])
             grid = found
         legs[-1].append(hop.version)
-    skips = {hop.version: hop.base_version for hop in way.hops if hop.beside}
-    return Patch(tuple(tuple(leg) for leg in legs), sum(hop.nbytes for hop in way.hops), skips)
+    multi_step = {hop.version: hop.base_version for hop in way.hops if hop.beside}
+    return Patch(tuple(tuple(leg) for leg in legs), sum(hop.nbytes for hop in way.hops), multi_step)
 
 
 def _search(facts: PlanFacts, here: Here | None) -> _Way | Need | None:
@@ -374,7 +374,7 @@ def _hops(facts: PlanFacts, here: Here | None, version: int) -> Iterator[_Hop]:
     known = version in facts.links
     if not _beyond(here, version) or (known and facts.links[version] is None):
         return
-    for hop in (*_main_hop(facts, version), *_skips(shown, version)):
+    for hop in (*_main_hop(facts, version), *_multi_step_hops(shown, version)):
         sound = (hop.version, hop.base_version) not in facts.avoid
         if sound and hop.base_version >= lowest and _holds(facts, here, hop):
             yield hop
@@ -390,21 +390,21 @@ def _main_hop(facts: PlanFacts, version: int) -> Sequence[_Hop]:
     return (_Hop(version, link.base_version, link.nbytes if shown is None else shown.nbytes, False),)
 
 
-def _skips(shown: Shown | None, version: int) -> Iterator[_Hop]:
+def _multi_step_hops(shown: Shown | None, version: int) -> Iterator[_Hop]:
     for base_version, nbytes in () if shown is None else shown.skips.items():
         yield _Hop(version, base_version, nbytes, True)
 
 
 def _link(facts: PlanFacts, hop: _Hop) -> Link | None:
     if hop.beside:
-        return facts.skips.get((hop.version, hop.base_version))
+        return facts.multi_step.get((hop.version, hop.base_version))
     return facts.links.get(hop.version)
 
 
 def _holds(facts: PlanFacts, here: Here | None, hop: _Hop) -> bool:
     link, main = _link(facts, hop), facts.links.get(hop.version)
     if link is None:
-        return not hop.beside or (hop.version, hop.base_version) not in facts.skips
+        return not hop.beside or (hop.version, hop.base_version) not in facts.multi_step
     if hop.beside and main is not None and (link.digest, link.root) != (main.digest, main.root):
         return False
     return _starts_from(facts, here, link)
@@ -436,7 +436,7 @@ def _unread(facts: PlanFacts, here: Here | None, way: _Way) -> Need | None:
 def _unread_of(facts: PlanFacts, here: Here | None, hop: _Hop) -> Iterator[Need]:
     if hop.version not in facts.links:
         yield Need(hop.version)
-    if hop.beside and (hop.version, hop.base_version) not in facts.skips:
+    if hop.beside and (hop.version, hop.base_version) not in facts.multi_step:
         yield Need(hop.version, hop.base_version)
     link = _link(facts, hop)
     if here is None or link is None or link.parent is not None:

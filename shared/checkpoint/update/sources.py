@@ -34,7 +34,7 @@ from weightcast.shared.checkpoint.update.plan import (
     plan,
 )
 from weightcast.shared.checkpoint.update.stage import BadDelta
-from weightcast.shared.checkpoint.verify.repair import Delta, Way
+from weightcast.shared.checkpoint.verify.repair import Delta, RepairSource
 from weightcast.shared.files.disk_errors import error_text
 from weightcast.shared.files.paths import exists
 
@@ -44,18 +44,18 @@ AnyIndex = Index | ForeignIndex | FullVersion
 
 @dataclass(frozen=True)
 class Route:
-    """A plan and the indexes it speaks of: `indexes` are the versions' own, `skips` those of deltas from
+    """A plan and the indexes it speaks of: `indexes` are the versions' own, `multi_step` those of deltas from
     older versions, by version and base version."""
 
     plan: Plan
     pointer: Pointer
     indexes: dict[int, AnyIndex]
-    skips: dict[tuple[int, int], Index] = field(default_factory=dict)
+    multi_step: dict[tuple[int, int], Index] = field(default_factory=dict)
 
     def leads_from(self, version: int) -> int:
         """The base version of the delta that a leg of the plan takes to `version`."""
         then = self._then
-        base = None if then is None else then.skips.get(version)
+        base = None if then is None else then.multi_step.get(version)
         index = self.indexes.get(version)
         if base is not None:
             return base
@@ -69,9 +69,9 @@ class Route:
     def delta(self, version: int) -> tuple[Index | ForeignIndex, Path]:
         """What a leg of the plan reads to arrive at `version`, and the directory it lies in."""
         then = self._then
-        base = None if then is None else then.skips.get(version)
+        base = None if then is None else then.multi_step.get(version)
         if base is not None:
-            return self.skips[version, base], Layout(self.pointer.prefix).from_dir(version, base)
+            return self.multi_step[version, base], Layout(self.pointer.prefix).from_dir(version, base)
         index = self.indexes[version]
         if isinstance(index, FullVersion):
             raise RetryLater(f"version {version} is full weights, no delta", remedy="it is planned again")
@@ -127,7 +127,7 @@ def _answered(facts: PlanFacts, route: Route, reader: _IndexReader) -> PlanFacts
     if isinstance(asked, Look):
         shown = reader.channel.shown(route.pointer, above=asked.above, up_to=facts.looked)
         return replace(facts, shown={**facts.shown, **shown}, looked=asked.above)
-    links, skips = dict(facts.links), dict(facts.skips)
+    links, multi_step = dict(facts.links), dict(facts.multi_step)
     for need in (asked, *asked.also) if isinstance(asked, Need) else ():
         if need.base_version is None:
             main = reader.read(need.version, required=need.version == facts.target)
@@ -136,10 +136,10 @@ def _answered(facts: PlanFacts, route: Route, reader: _IndexReader) -> PlanFacts
                 route.indexes[need.version] = main
         else:
             skip = reader.skip(need.version, need.base_version)
-            skips[need.version, need.base_version] = None if skip is None else link_of(skip)
+            multi_step[need.version, need.base_version] = None if skip is None else link_of(skip)
             if skip is not None:
-                route.skips[need.version, need.base_version] = skip
-    return replace(facts, links=links, skips=skips, damaged=frozenset(reader.damaged))
+                route.multi_step[need.version, need.base_version] = skip
+    return replace(facts, links=links, multi_step=multi_step, damaged=frozenset(reader.damaged))
 
 
 def _here(state: LocalState | None) -> Here | None:
@@ -237,11 +237,13 @@ def grid_digest(parts: tuple[Part, ...]) -> str:
     return blake3(json.dumps(plain).encode()).hexdigest()
 
 
-def ways_to(channel: Channel, version: int, table: TensorTable, base: Path | None) -> list[Way]:
+def repair_sources(
+    channel: Channel, version: int, table: TensorTable, base: Path | None
+) -> list[RepairSource]:
     """At most one over each kind of source: the cheapest, anchors, the base. A version that the channel
     cannot lead to has none."""
     digest = None if base is None else "" if channel.base is None else channel.base.digest
-    found: list[Way] = []
+    found: list[RepairSource] = []
     for source, beside in ((digest, True), (None, True), (digest, False)):
         route = _route(channel, version, table, source, beside)
         way = None if route is None else _way(channel, route, base)
@@ -250,7 +252,7 @@ def ways_to(channel: Channel, version: int, table: TensorTable, base: Path | Non
     return found
 
 
-def _is_ours(way: Way, base: Path | None) -> bool:
+def _is_ours(way: RepairSource, base: Path | None) -> bool:
     """Repairs read shards where they lie, proven by lanes alone: no guard against who can write there."""
     return way.directory == base and not way.deltas
 
@@ -278,14 +280,14 @@ def _route(
         return None
 
 
-def _way(channel: Channel, route: Route, base: Path | None) -> Way | None:
+def _way(channel: Channel, route: Route, base: Path | None) -> RepairSource | None:
     plan = route.plan
     if not isinstance(plan, Seed):
         return None
     deltas = tuple(Delta(*route.delta(version)) for leg in plan.then.legs for version in leg)
     if plan.version == 0:
-        return None if base is None else Way(base, True, deltas)
-    return Way(_full_weights(channel, route, plan.version), False, deltas)
+        return None if base is None else RepairSource(base, True, deltas)
+    return RepairSource(_full_weights(channel, route, plan.version), False, deltas)
 
 
 def _full_weights(channel: Channel, route: Route, version: int) -> Path:
@@ -297,24 +299,24 @@ def _full_weights(channel: Channel, route: Route, version: int) -> Path:
     return channel.layout.anchor_dir(version)
 
 
-Stretch = tuple[int, int]
+SourceKey = tuple[int, int]
 """version and base version, `FULL` for full weights"""
 LeadsFrom = Callable[[int], int]
-OnDetour = Callable[[str], None]
+OnDamaged = Callable[[str], None]
 """called with what is damaged before another way is planned"""
 
 
-class Detours:
+class DamagedSources:
     """Of one local checkpoint. Nothing is ever tried twice within one `run`: it ends."""
 
     def __init__(self) -> None:
-        self.damaged: dict[Stretch, str] = {}
+        self.damaged: dict[SourceKey, str] = {}
         """and what is wrong with each"""
-        self._met: Stretch | None = None
-        self._tried: set[Stretch] = set()
+        self._met: SourceKey | None = None
+        self._tried: set[SourceKey] = set()
         self._cause: Exception | None = None
 
-    def run(self, attempt: Callable[[], None], on_detour: OnDetour) -> None:
+    def run(self, attempt: Callable[[], None], on_detour: OnDamaged) -> None:
         """`attempt` plans and goes a way; again while it meets damage that it had not met before."""
         self._tried, self._cause = set(), None
         try:
@@ -332,7 +334,7 @@ class Detours:
         finally:
             self._cause = None
 
-    def _new(self) -> Stretch | None:
+    def _new(self) -> SourceKey | None:
         """What the last attempt met, unless an earlier one had."""
         return None if self._met in self._tried else self._met
 
@@ -364,6 +366,6 @@ class Detours:
             self._meet((version, FULL), error)
             raise
 
-    def _meet(self, stretch: Stretch, error: Exception) -> None:
+    def _meet(self, stretch: SourceKey, error: Exception) -> None:
         self.damaged[stretch] = error_text(error)
         self._met = stretch

@@ -55,7 +55,7 @@ class Delta:
 
 
 @dataclass(frozen=True)
-class Way:
+class RepairSource:
     """Full weights of some version in `directory`, and the deltas from it to the version to be repaired."""
 
     directory: Path
@@ -64,10 +64,10 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Walk:
+class RepairPlan:
     """What of a way is needed: words of the full weights, chunks of each of its deltas, bytes to be read."""
 
-    way: Way
+    way: RepairSource
     words: tuple[Segment, ...]
     chunks: tuple[tuple[Chunk, ...], ...]
     nbytes: int
@@ -116,7 +116,7 @@ class _Cover:
             yield from (Segment(tensor, start, stop) for start, stop in self._runs[tensor])
 
 
-def plan_walk(table: TensorTable, way: Way, tensors: Iterable[int]) -> Walk:
+def plan_repair(table: TensorTable, way: RepairSource, tensors: Iterable[int]) -> RepairPlan:
     """What must be read so that `tensors` come out whole. A chunk is decoded as a whole, so that each delta
     may need words of other tensors from before it."""
     cover = _Cover()
@@ -136,7 +136,7 @@ def plan_walk(table: TensorTable, way: Way, tensors: Iterable[int]) -> Walk:
         nbytes += size
     words = tuple(cover.segments())
     nbytes += sum((run.stop - run.start) * table[run.tensor].kind.width for run in words)
-    return Walk(way, words, tuple(reversed(walks)), nbytes)
+    return RepairPlan(way, words, tuple(reversed(walks)), nbytes)
 
 
 class _Grids:
@@ -176,7 +176,7 @@ def _payload_chunks(table: TensorTable, index: AnyDelta, cover: _Cover) -> _Shar
     return tuple(grid(table, part)), size
 
 
-def cheapest(walks: Iterable[Walk]) -> list[Walk]:
+def cheapest(walks: Iterable[RepairPlan]) -> list[RepairPlan]:
     """Fewest bytes first."""
     return sorted(walks, key=lambda walk: walk.nbytes)
 
@@ -223,7 +223,7 @@ class _Scratch:
 
 def repair(
     local: LocalCheckpoint,
-    ways: Callable[[Position], Sequence[Way]],
+    ways: Callable[[Position], Sequence[RepairSource]],
     found: Differs | None = None,
     *,
     threads: int = 1,
@@ -307,14 +307,14 @@ def _build(
     local: LocalCheckpoint,
     scratch: _Scratch,
     damage: Differs,
-    ways: Sequence[Way],
+    ways: Sequence[RepairSource],
     tensors: Sequence[int],
     advance: Advance | None,
-) -> Walk:
+) -> RepairPlan:
     """What led there. What a way brought is proven before it counts."""
     lanes = lanes_list(damage.position.lanes)
     reasons = []
-    for walk in cheapest([plan_walk(local.table, way, tensors) for way in ways]):
+    for walk in cheapest([plan_repair(local.table, way, tensors) for way in ways]):
         try:
             _check_room(local, walk)
             _follow(local.table, scratch, walk, advance)
@@ -335,12 +335,12 @@ def _build(
     )
 
 
-def _check_room(local: LocalCheckpoint, walk: Walk) -> None:
+def _check_room(local: LocalCheckpoint, walk: RepairPlan) -> None:
     wanted = sum((run.stop - run.start) * local.table[run.tensor].kind.width for run in walk.words)
     make_room(local.paths, wanted, "repairing")
 
 
-def _follow(table: TensorTable, scratch: _Scratch, walk: Walk, advance: Advance | None) -> None:
+def _follow(table: TensorTable, scratch: _Scratch, walk: RepairPlan, advance: Advance | None) -> None:
     """Full weights, then each delta, into the scratch. Raises what reading raises, and OSError."""
     checkpoint = open_checkpoint(walk.way.directory, follow_links=walk.way.follow_links)
     check_table(walk.way.directory, checkpoint.table, table)

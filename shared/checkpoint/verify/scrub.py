@@ -97,7 +97,7 @@ class Scrub:
         local.check_files()
         try:
             while self._may_read() and not self._stop():
-                with local.standing_still(seconds=0.0):
+                with local.reading(seconds=0.0):
                     self._pieces(local)
         except RetryLater:
             # somebody patches; the next turn goes on

@@ -1,7 +1,7 @@
-"""Following a channel with a local checkpoint: what a publisher's own and a host's have in common.
+"""Moving a local checkpoint along its channel: what a publisher's own and a host's have in common.
 
-`Follower` owns the local checkpoint (its owner lock) and offers the steps: load, route, seed, prepare, patch.
-In which order they are taken, and what engines do in between, is decided by the daemons.
+`LocalUpdater` owns the local checkpoint (its owner lock) and offers the steps: load, route, seed, prepare,
+patch. The daemons decide their order, and what engines do in between.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from weightcast.shared.channel.signing import Trust
 from weightcast.shared.channel.store import Channel, FullVersion
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths, own
 from weightcast.shared.checkpoint.state.locks import FileLock
-from weightcast.shared.checkpoint.state.recover_state import adopt, is_lost, sound_state
+from weightcast.shared.checkpoint.state.recover_state import is_lost, recover_state, sound_state
 from weightcast.shared.checkpoint.state.side_files import Carried, complete
 from weightcast.shared.checkpoint.state.state import LocalState, Phase, Position, pack_lanes, read_state
 from weightcast.shared.checkpoint.update import buffer_reuse
@@ -38,10 +38,16 @@ from weightcast.shared.checkpoint.update import patch as patching
 from weightcast.shared.checkpoint.update.fetch import OnWait, Patience, Spool, ignore
 from weightcast.shared.checkpoint.update.plan import Patch, Plan, Refuse, Relabel, Seed, Stay
 from weightcast.shared.checkpoint.update.prepare import Fetching, Prefetch, PreRead, Shipment, prepare
-from weightcast.shared.checkpoint.update.sources import Detours, Route, Stretch, find_route, ways_to
+from weightcast.shared.checkpoint.update.sources import (
+    DamagedSources,
+    Route,
+    SourceKey,
+    find_route,
+    repair_sources,
+)
 from weightcast.shared.checkpoint.update.stage import Staged
 from weightcast.shared.checkpoint.verify.hashing import Differs
-from weightcast.shared.checkpoint.verify.repair import Repaired, Way, repair
+from weightcast.shared.checkpoint.verify.repair import Repaired, RepairSource, repair
 from weightcast.shared.checkpoint.verify.seed import SeedSource, describe, seed, start_of
 from weightcast.shared.files.hf_checkpoint import Checkpoint, open_checkpoint
 from weightcast.shared.files.side_files import check_pointers, side_files
@@ -51,7 +57,7 @@ OnPhase = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class FollowOptions:
+class UpdaterOptions:
     threads: int = 1
     visible_seconds: float = 120.0
     pre_read: PreRead | None = None
@@ -82,15 +88,15 @@ class _Anchor:
         return SeedSource(checkpoint, position, base.run_id, base, anchor=self.index)
 
 
-class Follower:
+class LocalUpdater:
     """One local checkpoint on its way along one channel. Not thread-safe."""
 
     def __init__(
-        self, channel: Path, local: Path, base: Path | None, options: FollowOptions | None = None
+        self, channel: Path, local: Path, base: Path | None, options: UpdaterOptions | None = None
     ) -> None:
         self.channel_dir, self.base_dir = channel, base
         self.paths = LocalPaths(local)
-        self.options = FollowOptions() if options is None else options
+        self.options = UpdaterOptions() if options is None else options
         self.local: LocalCheckpoint | None = None
         self.state: LocalState | None = None
         """last known state; survives when the checkpoint itself cannot be opened"""
@@ -112,7 +118,7 @@ class Follower:
         self._owner: FileLock | None = None
         self._spool = Spool(self.paths)
         self._prefetch: Prefetch | None = None
-        self.detours = Detours()
+        self.damaged_sources = DamagedSources()
         self._trust: Trust | None = None
         self._intact: int | None = None
         """the generation whose bytes were all read and found right"""
@@ -120,7 +126,7 @@ class Follower:
         """what the last reading of all bytes found, until it is repaired or seeded over"""
 
     def own(self) -> None:
-        """Takes the owner lock, for the follower's life; again when the directory was removed meanwhile.
+        """Takes the owner lock, for the updater's life; again when the directory was removed meanwhile.
         RetryLater when another writer has it."""
         if self._owner is not None and not self._owner.in_place:
             self.close()
@@ -244,14 +250,14 @@ class Follower:
             self._give_up(error)
             self.state = read_state(self.paths.state)
 
-    def adopt(self, channel: Channel, advance: Advance | None = None) -> bool:
+    def recover_state(self, channel: Channel, advance: Advance | None = None) -> bool:
         """Finds out what lies here where the state cannot be read: what differs from a version is left to
         `repair`, what is none to `seed`. False when the state can be read."""
         self.own()
         if self.local is not None or not is_lost(self.paths):
             return False
         with FileLock(self.paths.patch).holding(seconds=60.0):
-            adopt(self.paths, channel, threads=self.options.threads, advance=advance)
+            recover_state(self.paths, channel, threads=self.options.threads, advance=advance)
         return True
 
     @property
@@ -282,14 +288,14 @@ class Follower:
     def sources(self, channel: Channel) -> list[Path]:
         """Directories with full weights from which the version that lies here can be had."""
         local = self._require()
-        ways = ways_to(channel, local.state.position.version, local.table, self.base_dir)
+        ways = repair_sources(channel, local.state.position.version, local.table, self.base_dir)
         return [way.directory for way in ways]
 
     def _repair(
         self, local: LocalCheckpoint, channel: Channel, damage: Differs | None, advance: Advance | None
     ) -> Repaired:
-        def ways(position: Position) -> list[Way]:
-            return ways_to(channel, position.version, local.table, self.base_dir)
+        def ways(position: Position) -> list[RepairSource]:
+            return repair_sources(channel, position.version, local.table, self.base_dir)
 
         with local.patching():
             repaired = repair(local, ways, damage, threads=self.options.threads, advance=advance)
@@ -333,13 +339,13 @@ class Follower:
                 remedy="restore the channel's base.json; a run keeps its base",
             )
 
-    def doubt(self, error: NeedsReseed) -> None:
+    def mark_damaged(self, error: NeedsReseed) -> None:
         """Somebody who read the local checkpoint found it wrong: `repair` is next. Only for its owner."""
-        self.distrust(error.message)
+        self.mark_dirty(error.message)
         self._give_up(error)
         self.state = read_state(self.paths.state)
 
-    def distrust(self, reason: str) -> None:
+    def mark_dirty(self, reason: str) -> None:
         """The local checkpoint is not what it claims: it is seeded again. Only for its owner."""
         if self.local is not None and self.local.state.phase is Phase.CLEAN:
             self.local.save(self.local.state.but(phase=Phase.DIRTY))
@@ -359,10 +365,10 @@ class Follower:
     def route(self, channel: Channel, pointer: Pointer, target: int, *, exact: bool) -> Route:
         """Around what was found damaged; where nothing leads around that, over it once more."""
         if self.local is not None:
-            self.detours.passed(self.local.state.position.version)
-        route = self._route(channel, pointer, target, exact=exact, avoid=self.detours.damaged)
-        if self.detours.damaged and isinstance(route.plan, Refuse):
-            self.detours.none_left()
+            self.damaged_sources.passed(self.local.state.position.version)
+        route = self._route(channel, pointer, target, exact=exact, avoid=self.damaged_sources.damaged)
+        if self.damaged_sources.damaged and isinstance(route.plan, Refuse):
+            self.damaged_sources.none_left()
             route = self._route(channel, pointer, target, exact=exact, avoid=())
         return route
 
@@ -373,7 +379,7 @@ class Follower:
         target: int,
         *,
         exact: bool,
-        avoid: Collection[Stretch],
+        avoid: Collection[SourceKey],
     ) -> Route:
         self._trust = channel.trust
         if self.local is not None:
@@ -408,7 +414,7 @@ class Follower:
         self.own()
         keep = self.state
         with FileLock(self.paths.patch).holding(seconds=60.0):
-            with self.detours.full_weights(plan.version):
+            with self.damaged_sources.full_weights(plan.version):
                 self.local = seed(
                     self.paths, source, threads=self.options.threads, advance=advance, keep=keep
                 )
@@ -418,7 +424,7 @@ class Follower:
 
     def _source(self, channel: Channel, route: Route, plan: Seed) -> SeedSource:
         found = route.indexes.get(plan.version)
-        with self.detours.full_weights(plan.version):
+        with self.damaged_sources.full_weights(plan.version):
             if plan.version == 0:
                 return self._base_source(channel, route, plan)
             if isinstance(found, FullVersion):
@@ -429,7 +435,7 @@ class Follower:
             anchor = self._anchor(channel, route, plan.version)
         if self.options.pre_read is not None:
             self.options.pre_read(plan.version, anchor.directory)
-        with self.detours.full_weights(plan.version):
+        with self.damaged_sources.full_weights(plan.version):
             return anchor.source(channel)
 
     def _base_source(self, channel: Channel, route: Route, plan: Seed) -> SeedSource:
@@ -462,7 +468,7 @@ class Follower:
     def prepare(self, route: Route, leg: Sequence[int], advance: Advance | None = None) -> Staged:
         """Fetches and stages the versions of a leg; nothing of the checkpoint is written."""
         self._finish_prefetch()
-        with self.detours.delta(route.leads_from):
+        with self.damaged_sources.delta(route.leads_from):
             shipments = [Shipment(*route.delta(version)) for version in leg]
             self._spool.drop_others([shipment.index for shipment in shipments])
             self._note(shipments[-1].index, route.pointer, self.options.visible_seconds)
@@ -521,11 +527,11 @@ class Follower:
         if self.options.on_phase is not None:
             self.options.on_phase(phase)
 
-    def patch(self, staged: Staged, *, way_back: bool = True) -> None:
+    def patch(self, staged: Staged, *, undoable: bool = True) -> None:
         """The caller holds the patch lock. As `patching.patch`."""
         local = self._require()
         try:
-            patching.patch(local, staged.step, way_back=way_back, threads=self.options.threads)
+            patching.patch(local, staged.step, undoable=undoable, threads=self.options.threads)
         finally:
             self.state = local.state
         self._settle()
@@ -560,11 +566,11 @@ class Follower:
             patching.forget_undo(self.local)
             self.state = self.local.state
 
-    def catch_up(self, channel: Channel, advance: Advance | None = None) -> None:
+    def update_to_latest(self, channel: Channel, advance: Advance | None = None) -> None:
         """To the pointer, without engines: how the publisher keeps its own local checkpoint."""
-        self.detours.run(lambda: self._catch_up(channel, advance), lambda why: self.release())
+        self.damaged_sources.run(lambda: self._update_to_latest(channel, advance), lambda why: self.release())
 
-    def _catch_up(self, channel: Channel, advance: Advance | None) -> None:
+    def _update_to_latest(self, channel: Channel, advance: Advance | None) -> None:
         self.load(channel, advance)
         self.repair(channel, advance)
         pointer = channel.pointer()
@@ -572,11 +578,13 @@ class Follower:
         route = self.route(channel, pointer or Pointer(0, None, channel.directory), target, exact=False)
         self._carry_out(channel, route, route.plan, advance)
 
-    def bring(self, channel: Channel, version: int, advance: Advance | None = None) -> None:
+    def update_to(self, channel: Channel, version: int, advance: Advance | None = None) -> None:
         """To this version, older ones included, without engines."""
-        self.detours.run(lambda: self._bring(channel, version, advance), lambda why: self.release())
+        self.damaged_sources.run(
+            lambda: self._update_to(channel, version, advance), lambda why: self.release()
+        )
 
-    def _bring(self, channel: Channel, version: int, advance: Advance | None) -> None:
+    def _update_to(self, channel: Channel, version: int, advance: Advance | None) -> None:
         self.load(channel, advance)
         pointer = channel.pointer() or Pointer(0, None, channel.directory)
         route = self.route(channel, pointer, version, exact=True)
@@ -596,7 +604,7 @@ class Follower:
                 for leg in plan.legs:
                     staged = self.prepare(route, leg, advance)
                     with self._require().patching():
-                        self.patch(staged, way_back=False)
+                        self.patch(staged, undoable=False)
                     self.drop_journal(staged)
             case Refuse():
                 raise Refused(plan.reason, remedy=plan.remedy)
@@ -634,7 +642,7 @@ def _foreign_run(route: Route, plan: Seed) -> str:
 
 
 def _foreign_source(
-    checkpoint: Checkpoint, run: str, version: int, digest: str, options: FollowOptions
+    checkpoint: Checkpoint, run: str, version: int, digest: str, options: UpdaterOptions
 ) -> SeedSource:
     base = describe(checkpoint, run, threads=options.threads)
     position = replace(start_of(base), version=version, digest=digest)
