@@ -54,7 +54,7 @@ class Here:
 @dataclass(frozen=True)
 class PlanFacts:
     """`links`: main indexes read so far; a version mapped to None does not exist (pruned or never published).
-    `multi_step`: indexes of deltas from older versions read so far, by version and base version. `shown`: what
+    `multi_step`: indexes of multi-step deltas read so far, by version and base version. `shown`: what
     directories show, of the versions above `looked`; one that shows nothing is missing. `base`: the digest of
     version 0 when its full weights are at hand. `exact`: the target was asked for by number, going back is
     meant."""
@@ -104,8 +104,8 @@ class Stay:
 
 @dataclass(frozen=True)
 class Patch:
-    """Legs of versions to fold: versions of a leg share a grid; legs follow one another. `multi_step`: versions
-    that are reached by a delta from an older version, and from which."""
+    """Legs of versions to fold; the versions of a leg share a grid. `multi_step`: versions
+    that a multi-step delta leads to, and its base version."""
 
     legs: tuple[tuple[int, ...], ...]
     nbytes: int

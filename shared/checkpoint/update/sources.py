@@ -44,8 +44,8 @@ AnyIndex = Index | ForeignIndex | FullVersion
 
 @dataclass(frozen=True)
 class Route:
-    """A plan and the indexes it speaks of: `indexes` are the versions' own, `multi_step` those of deltas from
-    older versions, by version and base version."""
+    """A plan and the indexes it speaks of: `indexes` are the versions' own, `multi_step` those of
+    multi-step deltas, by version and base version."""
 
     plan: Plan
     pointer: Pointer
