@@ -51,12 +51,12 @@ from weightcast.shared.base.errors import (
 )
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel import pins
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import Claim, claim, this_process
 from weightcast.shared.channel.index import STEP_ENCODINGS, Encoding, Index
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.pins import Rollback
 from weightcast.shared.channel.run_files import Base, ChannelFile
-from weightcast.shared.channel.store import Channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.state.known_bases import recorded_base
 from weightcast.shared.checkpoint.verify.scrub import Scrub

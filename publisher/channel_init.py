@@ -11,6 +11,7 @@ from typing import Any
 from weightcast.publisher.publish.signer import Vouching
 from weightcast.publisher.weights.config import CONFIG, read_config
 from weightcast.shared.base.errors import Refused, WrongRun
+from weightcast.shared.channel.channel import Channel, may_lie_before
 from weightcast.shared.channel.layout import Layout, version_of
 from weightcast.shared.channel.run_files import (
     BASE_LIMIT,
@@ -21,7 +22,6 @@ from weightcast.shared.channel.run_files import (
     write_channel_file,
 )
 from weightcast.shared.channel.signing import PrivateKey, signature_path, stated_by_base, write_signature
-from weightcast.shared.channel.store import Channel, may_lie_before
 from weightcast.shared.checkpoint.local_updater import open_base
 from weightcast.shared.checkpoint.state.known_bases import remember_base
 from weightcast.shared.checkpoint.verify.seed import describe

@@ -16,9 +16,9 @@ from weightcast.publisher.commands_publish import show_facts
 from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.publisher.maintenance.re_sign import sign_channel
 from weightcast.publisher.maintenance.repair import Repairs
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import OwnerAlive
 from weightcast.shared.channel.signing import load_private_key
-from weightcast.shared.channel.store import Channel
 from weightcast.shared.checkpoint.local_updater import open_base
 from weightcast.shared.cli.app import (
     ChannelOption,

@@ -14,10 +14,10 @@ from weightcast.publisher.maintenance.prune import prune as carry_out
 from weightcast.publisher.maintenance.retention import Retention, Verdict, decide
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.channel import pins
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import claim, this_process
 from weightcast.shared.channel.layout import Pointer
 from weightcast.shared.channel.reports import read_reports
-from weightcast.shared.channel.store import Channel
 from weightcast.shared.cli.app import ChannelOption, JsonOption, group
 from weightcast.shared.cli.output import Output
 from weightcast.shared.files.paths import exists

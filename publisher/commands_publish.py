@@ -20,9 +20,9 @@ from weightcast.publisher.weights.precision import NonFinite
 from weightcast.publisher.weights.side_configs import CARRY_CONFIG, config_text
 from weightcast.publisher.weights.tensors import CheckpointWeights, refuse_local
 from weightcast.shared.base.errors import WeightcastError
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.index import Encoding
 from weightcast.shared.channel.run_files import Base, ChannelFile
-from weightcast.shared.channel.store import Channel
 from weightcast.shared.cli.output import Output
 from weightcast.shared.cli.plain import CHANNEL, JSON, SIGN_KEY, THREADS, TRUSTED_KEY, Option, Verb
 from weightcast.shared.daemon.threads import working_threads

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from weightcast.publisher.maintenance.orders import root_of
 from weightcast.shared.base.errors import Forked, Refused, WrongRun
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.layout import Pointer
-from weightcast.shared.channel.store import Channel
 from weightcast.shared.files.paths import exists
 
 FORMAT = 1

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from weightcast.shared.base.errors import EngineFailed
-from weightcast.shared.channel.store import NoChannel
+from weightcast.shared.channel.channel import NoChannel
 from weightcast.shared.cli.output import Output
 from weightcast.shared.cli.plain import CHANNEL, JSON, THREADS, TRUSTED_KEY, Option, Verb
 from weightcast.shared.daemon.logs import setup_logs

@@ -111,7 +111,7 @@ import numpy as np
 from pathlib import Path
 from core_cases import tensor, write_checkpoint, read_checkpoint
 from weightcast.publisher import Publisher, init_channel
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 here = Path.cwd()
 write_checkpoint(here / "base", {"w": tensor(np.random.default_rng(0), "F32", 9, 5)})

@@ -54,11 +54,11 @@ from weightcast.shared.base.errors import (
     RetryLater,
     WeightcastError,
 )
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import current_epoch
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Layout, read_pointer
 from weightcast.shared.channel.run_files import Base
-from weightcast.shared.channel.store import Channel
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths, ensure_room
 from weightcast.shared.checkpoint.local_updater import open_base
 from weightcast.shared.checkpoint.state.known_bases import find_base

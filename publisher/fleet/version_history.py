@@ -12,9 +12,9 @@ from pathlib import Path
 from weightcast.publisher.maintenance.retention import HeldVersion
 from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel import pins
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Pointer
-from weightcast.shared.channel.store import Channel
 
 ROWS_LIMIT = 1000
 """versions whose indexes are read"""

@@ -20,10 +20,10 @@ from weightcast.publisher.weights.tensors import CheckpointWeights, NewWeights
 from weightcast.shared.base.elements import TensorTable, Words
 from weightcast.shared.base.errors import Refused, RetryLater, WeightcastError
 from weightcast.shared.channel import pins
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Pointer
 from weightcast.shared.channel.pins import Rollback
-from weightcast.shared.channel.store import Channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 
 

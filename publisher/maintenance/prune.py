@@ -21,12 +21,12 @@ from weightcast.publisher.publish.commit import PRUNED, PUT_AWAY
 from weightcast.shared.base.errors import RetryLater, WeightcastError
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel import pins
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.index import INDEX_NAME, Index
 from weightcast.shared.channel.layout import Layout, Pointer
 from weightcast.shared.channel.reports import Report, forgotten
 from weightcast.shared.channel.run_files import write_channel_file
-from weightcast.shared.channel.store import Channel
 from weightcast.shared.checkpoint.state.state import Boot
 from weightcast.shared.files import durable
 from weightcast.shared.files.paths import is_directory, is_own_directory

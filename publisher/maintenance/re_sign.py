@@ -10,6 +10,7 @@ from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import DamagedFile
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.chain import ChainEntry, entries, verify
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.index import INDEX_NAME, Index
 from weightcast.shared.channel.render import look
 from weightcast.shared.channel.signing import (
@@ -20,7 +21,6 @@ from weightcast.shared.channel.signing import (
     stated_by_base,
     write_signature,
 )
-from weightcast.shared.channel.store import Channel
 from weightcast.shared.files import durable
 
 

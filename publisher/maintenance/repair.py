@@ -23,6 +23,7 @@ from weightcast.shared.base.elements import Chunk, Part, Words, grid
 from weightcast.shared.base.errors import DamagedFile, Refused, WeightcastError
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.chain import Problem, check_files
+from weightcast.shared.channel.channel import Channel, require_named
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.delta_writer import ChunkStep, ShardWriter, open_shard_writer
 from weightcast.shared.channel.faults import faults, highest_sound, of_channel, unannounced
@@ -37,7 +38,6 @@ from weightcast.shared.channel.index import (
 from weightcast.shared.channel.layout import Layout, read_pointer, version_name, write_pointer
 from weightcast.shared.channel.run_files import BASE_LIMIT, Base, parse_base, read_channel_file
 from weightcast.shared.channel.signing import Trust, signature_path
-from weightcast.shared.channel.store import Channel, require_named
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.checkpoint.state.side_files import Carried
 from weightcast.shared.checkpoint.state.state import Position

@@ -32,12 +32,12 @@ from weightcast.publisher.publish.commit import discard
 from weightcast.publisher.publish.signer import UNSIGNED, Vouching
 from weightcast.shared.base.errors import DamagedFile, RetryLater, WeightcastError, counted
 from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.index import INDEX_NAME, Index
 from weightcast.shared.channel.layout import ANCHOR, Layout, Pointer, base_of, version_of
 from weightcast.shared.channel.render import look
 from weightcast.shared.channel.reports import read_reports
-from weightcast.shared.channel.store import Channel
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
 from weightcast.shared.checkpoint.state.state import Step
 from weightcast.shared.checkpoint.update.buffer_reuse import drop as drop_spares

@@ -10,9 +10,9 @@ from pathlib import Path
 from weightcast.publisher.publish.publish_job import Work
 from weightcast.publisher.weights.tensors import NewWeights
 from weightcast.shared.base.errors import DamagedFile
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.index import CARRIED, FileRecord, Index, file_record
 from weightcast.shared.channel.layout import Pointer
-from weightcast.shared.channel.store import Channel
 from weightcast.shared.checkpoint.state.side_files import Carried, proven
 from weightcast.shared.files import durable
 

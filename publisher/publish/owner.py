@@ -53,11 +53,11 @@ from weightcast.shared.base.errors import (
 )
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.base.progress import Advance
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.index import INDEX_NAME, Index, parse_index, write_index
 from weightcast.shared.channel.layout import Layout, Pointer, version_of
 from weightcast.shared.channel.run_files import Base, ChannelFile
-from weightcast.shared.channel.store import Channel
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, open_base
 from weightcast.shared.checkpoint.state.known_bases import find_base

@@ -23,11 +23,11 @@ from weightcast.publisher.weights.tensors import Adapted, NewWeights
 from weightcast.shared.base.elements import Chunk, Part, TensorTable, Words, grid
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError
 from weightcast.shared.base.progress import Advance
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.delta_writer import open_shard_writer
 from weightcast.shared.channel.index import INDEX_NAME, Encoding, Index
 from weightcast.shared.channel.run_files import Base, ChannelFile
 from weightcast.shared.channel.signing import PrivateKey, Trust
-from weightcast.shared.channel.store import Channel
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import Position, Step, unpack_lanes
 from weightcast.shared.checkpoint.verify.hashing import hash_tensor

@@ -33,10 +33,10 @@ from weightcast.shared.base.errors import (
     WeightcastError,
 )
 from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.run_files import ChannelFile
-from weightcast.shared.channel.store import Channel
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.state.state import Phase, read_state

@@ -17,11 +17,11 @@ from blake3 import blake3
 from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import RetryLater, WeightcastError
 from weightcast.shared.base.progress import Advance
+from weightcast.shared.channel.channel import Channel, FullVersion
 from weightcast.shared.channel.index import INDEX_NAME, FileRecord, ForeignIndex, Index
 from weightcast.shared.channel.layout import Pointer, version_of
 from weightcast.shared.channel.render import look
 from weightcast.shared.channel.run_files import Base
-from weightcast.shared.channel.store import Channel, FullVersion
 from weightcast.shared.files.disk_errors import disk_text
 from weightcast.shared.files.durable import open_regular, within
 from weightcast.shared.files.paths import exists, is_directory, is_file, is_own_directory, matching

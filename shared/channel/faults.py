@@ -19,12 +19,12 @@ from weightcast.shared.channel.chain import (
     verify,
     verify_to,
 )
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import CLAIM_LIMIT, current_epoch, parse_claim
 from weightcast.shared.channel.index import INDEX_NAME, Index
 from weightcast.shared.channel.layout import Layout, Pointer, version_of
 from weightcast.shared.channel.reports import REPORT_LIMIT, parse_report
 from weightcast.shared.channel.signing import Trust
-from weightcast.shared.channel.store import Channel
 from weightcast.shared.files import durable
 from weightcast.shared.files.paths import exists, is_directory, is_file, is_own_directory
 

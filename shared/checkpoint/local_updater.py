@@ -24,10 +24,10 @@ from weightcast.shared.base.errors import (
     WrongRun,
 )
 from weightcast.shared.base.progress import Advance
+from weightcast.shared.channel.channel import Channel, FullVersion
 from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.channel.layout import Pointer, version_name
 from weightcast.shared.channel.signing import Trust
-from weightcast.shared.channel.store import Channel, FullVersion
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths, own
 from weightcast.shared.checkpoint.state.locks import FileLock
 from weightcast.shared.checkpoint.state.recover_state import is_lost, recover_state, sound_state

@@ -12,11 +12,11 @@ from rich.table import Table
 
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, Untrusted
 from weightcast.shared.channel.chain import ChainEntry, Problem, entries, read_entry
+from weightcast.shared.channel.channel import Channel, FullVersion, require_named
 from weightcast.shared.channel.faults import faults
 from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.channel.layout import version_name
 from weightcast.shared.channel.signing import Trust
-from weightcast.shared.channel.store import Channel, FullVersion, require_named
 from weightcast.shared.cli.app import ChannelOption, JsonOption, TrustedKeyOption, group
 from weightcast.shared.cli.output import Output, time_text
 from weightcast.shared.files.paths import printable

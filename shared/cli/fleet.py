@@ -20,9 +20,9 @@ from rich.padding import Padding
 from rich.text import Text
 
 from weightcast.shared.base.errors import Refused, WeightcastError, counted
+from weightcast.shared.channel.channel import require_named
 from weightcast.shared.channel.reports import UPDATES_LIMIT
 from weightcast.shared.channel.reports import forget as forget_report
-from weightcast.shared.channel.store import require_named
 from weightcast.shared.cli.app import JsonOption
 from weightcast.shared.cli.output import Output, to_json
 from weightcast.shared.cli.streams import is_unread

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from weightcast.shared.base.errors import DamagedFile, Refused, counted
 from weightcast.shared.base.progress import Advance
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.signing import Trust
-from weightcast.shared.channel.store import Channel
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.state.locks import FileLock

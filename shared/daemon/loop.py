@@ -24,7 +24,7 @@ from weightcast.shared.base.errors import (
     Stopped,
     WeightcastError,
 )
-from weightcast.shared.channel.store import NoChannel
+from weightcast.shared.channel.channel import NoChannel
 from weightcast.shared.daemon.backoff import Backoff, jittered
 from weightcast.shared.daemon.hooks import end_hooks
 from weightcast.shared.daemon.http import (

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from weightcast.shared.base.errors import WeightcastError
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Layout
-from weightcast.shared.channel.store import Channel
 from weightcast.shared.checkpoint.local_checkpoint import LocalPaths, is_foreign
 from weightcast.shared.checkpoint.state.state import Boot
 from weightcast.shared.checkpoint.update.buffer_reuse import spare_bytes

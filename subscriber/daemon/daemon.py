@@ -18,8 +18,8 @@ from weightcast.shared.base.errors import (
     WeightcastError,
     WrongRun,
 )
+from weightcast.shared.channel.channel import NoChannel, require_named
 from weightcast.shared.channel.layout import Layout
-from weightcast.shared.channel.store import NoChannel, require_named
 from weightcast.shared.checkpoint.local_checkpoint import HasWriter
 from weightcast.shared.checkpoint.local_updater import open_base
 from weightcast.shared.checkpoint.state.state import Phase

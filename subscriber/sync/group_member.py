@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.update.patch import require_readable
 from weightcast.shared.checkpoint.update.plan import Patch, Relabel, Seed
 from weightcast.shared.checkpoint.update.sources import Route

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.base.progress import Advance
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.state.access import let_read
 from weightcast.shared.checkpoint.state.state import read_state
 from weightcast.shared.checkpoint.update.patch import prove

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weightcast.shared.base.errors import Refused, RetryLater, WrongRun
+from weightcast.shared.channel.channel import Channel, NoChannel
 from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.channel.layout import Pointer
-from weightcast.shared.channel.store import Channel, NoChannel
 from weightcast.shared.checkpoint.update.patch import require_readable
 from weightcast.shared.checkpoint.update.plan import Patch, Refuse, Relabel, Seed, Stay
 from weightcast.shared.checkpoint.update.sources import Route

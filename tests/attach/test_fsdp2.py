@@ -19,7 +19,7 @@ from examples.checkpoint import Config
 from examples.model import CausalLM
 from weightcast.publisher import init_channel
 from weightcast.shared.channel.chain import verify
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 
 TINY = Config(

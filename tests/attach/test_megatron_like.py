@@ -10,7 +10,7 @@ from core_cases import read_checkpoint
 
 from examples.attach.megatron_like import Sizes, exported, held, places, random_model, run
 from weightcast.publisher import Shard
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 
 

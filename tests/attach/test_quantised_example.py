@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file  # noqa: E402
 
 from examples.attach.quantised import BLOCK, HOW, power_of_two, quantised, run  # noqa: E402
-from weightcast.shared.channel.store import Channel  # noqa: E402
+from weightcast.shared.channel.channel import Channel  # noqa: E402
 from weightcast.shared.checkpoint.local_updater import LocalUpdater  # noqa: E402
 
 

@@ -24,7 +24,7 @@ from benchmarks.field_path import (
     FieldPublisher,
     version_directory,
 )
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 
 ROOT = Path(__file__).parents[2]

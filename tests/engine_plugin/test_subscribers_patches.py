@@ -14,7 +14,7 @@ from test_engine_patch_file import GOLDEN, models
 from weightcast_engine.update.patch_file import read_patch
 
 from weightcast.publisher import Publisher, init_channel
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.update.engine_patch import directory_of, write_engine_patch

@@ -14,7 +14,7 @@ from hosts import Run
 
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.shared.channel.chain import verify
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 
 UNREAD = ["*/anchor", "*/anchor/*.safetensors", "*/anchor/*.json", "*/from_v*/*.safetensors", "hosts/*.json"]
 RETRY_LATER, DAMAGED = 75, 3

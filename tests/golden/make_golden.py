@@ -25,8 +25,8 @@ from core_cases import Model, bytes_of, some_changed, tensor, write_checkpoint  
 from field_writer import root_of, write_pointer, write_version  # noqa: E402
 
 from weightcast.publisher import Publisher, init_channel  # noqa: E402
+from weightcast.shared.channel.channel import Channel  # noqa: E402
 from weightcast.shared.channel.index import Index  # noqa: E402
-from weightcast.shared.channel.store import Channel  # noqa: E402
 
 CHANNELS = HERE / "channels"
 VERSIONS = 3

@@ -18,7 +18,7 @@ from core_cases import snapshot
 
 from weightcast.shared.base import failpoints
 from weightcast.shared.base.errors import RetryLater
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint import updater
 from weightcast.shared.checkpoint.update.plan import Seed
 

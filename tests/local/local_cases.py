@@ -13,7 +13,7 @@ import numpy as np
 from core_cases import Model, every_dtype, some_changed, write_checkpoint
 
 from weightcast.publisher import Publisher, init_channel
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.update.plan import Patch, Seed, Stay
 from weightcast.shared.checkpoint.update.sources import Route

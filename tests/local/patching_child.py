@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.update.plan import Patch
 

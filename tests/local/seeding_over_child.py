@@ -17,7 +17,7 @@ from pathlib import Path
 from core_cases import read_checkpoint, snapshot
 
 from weightcast.shared.base.errors import RetryLater
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.update.plan import Patch, Seed
 

@@ -13,7 +13,7 @@ from local_cases import Run, catch_up, edit_state, following, make_run, phase_of
 
 from weightcast.publisher import Publisher
 from weightcast.shared.base.errors import DamagedFile, UnknownFormat, WrongRun
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.cli.main import run as weightcast
 

@@ -15,7 +15,7 @@ from local_cases import Run, following, make_run, patch_keeping_undo, publish, s
 
 from weightcast.publisher import init_channel
 from weightcast.shared.base.errors import DamagedFile, RetryLater
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.update import engine_patch

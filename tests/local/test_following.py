@@ -32,7 +32,7 @@ from local_cases import (
 )
 
 from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, WrongRun
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.locks import FileLock
 from weightcast.shared.checkpoint.verify.hashing import full_hash

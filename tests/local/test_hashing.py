@@ -14,7 +14,7 @@ from local_cases import Run, following, publish
 
 from weightcast.publisher import init_channel
 from weightcast.shared.base.elements import ByteArray, TensorSpec, TensorTable
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.verify.hashing import hash_tensors
 from weightcast.shared.digest.checksums import hash_bytes
 from weightcast.shared.files.hf_checkpoint import Place

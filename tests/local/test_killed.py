@@ -24,7 +24,7 @@ from local_cases import Run, catch_up, edit_state, following, phase_of, publish,
 from waiting import wait_until
 
 from weightcast.publisher import init_channel
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.verify.hashing import full_hash
 
 CHILD = Path(__file__).with_name("patching_child.py")

@@ -15,9 +15,9 @@ from weightcast.publisher import Publisher, init_channel
 from weightcast.publisher.weights.match import match
 from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Refused
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.index import INDEX_NAME, parse_index
 from weightcast.shared.channel.run_files import parse_base
-from weightcast.shared.channel.store import Channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.verify.hashing import full_hash
 from weightcast.shared.files.hf_checkpoint import open_checkpoint

@@ -13,8 +13,8 @@ from disk_errors import watched
 from local_cases import Run, catch_up, following, make_run, state_of, step_to
 
 from weightcast.shared.base.errors import DamagedFile, RetryLater
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.index import Index
-from weightcast.shared.channel.store import Channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.update.fetch import Incoming
 from weightcast.shared.checkpoint.update.stage import Fetched, stage

@@ -24,7 +24,7 @@ from local_cases import (
 )
 
 from weightcast.shared.base.elements import TensorSpec, TensorTable
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.state.state import EngineState, Mark, read_state, write_state
 from weightcast.shared.checkpoint.update.sources import repair_sources

@@ -15,7 +15,7 @@ from local_cases import Run, following
 from weightcast.publisher import Publisher, init_channel
 from weightcast.publisher.weights.tensors import CheckpointWeights
 from weightcast.shared.base.elements import Chunk, Span, grid, whole_part
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, gather
 from weightcast.shared.files.hf_checkpoint import Place, run_of
 

@@ -13,7 +13,7 @@ from local_cases import Run, following, publish, state_of, step_to
 
 from weightcast.publisher import init_channel
 from weightcast.shared.base.errors import NeedsReseed
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.verify.hashing import Differs

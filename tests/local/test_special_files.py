@@ -17,7 +17,7 @@ from local_cases import Run, catch_up, following, make_run
 from weightcast.publisher import Publisher
 from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.chain import verify
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 
 INDEX = "model.safetensors.index.json"
 IN_CHANNEL = [

@@ -17,8 +17,8 @@ from local_cases import Run, catch_up, following, make_run, phase_of, publish
 from weightcast.publisher import init_channel
 from weightcast.shared.base.errors import WrongRun
 from weightcast.shared.channel.chain import verify
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.run_files import parse_base
-from weightcast.shared.channel.store import Channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.state.side_files import repair_files
 from weightcast.shared.checkpoint.verify.inspect import inspect

@@ -14,7 +14,7 @@ from test_engine_patch import patched, read
 
 from weightcast.publisher import Publisher, init_channel
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.state.state import Step
 from weightcast.shared.checkpoint.update.engine_patch import write_engine_patch

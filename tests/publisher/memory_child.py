@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 from weightcast.publisher import Publisher
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from core_cases import Model, Tensor, bytes_of, every_dtype, read_checkpoint, write_checkpoint
 
 from weightcast.publisher import Publisher, init_channel
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.verify.hashing import full_hash
 

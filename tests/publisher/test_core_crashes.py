@@ -31,8 +31,8 @@ from publisher_cases import ENCODINGS, Place, as_numpy, make_place, numpy_model
 from weightcast.publisher import Publisher
 from weightcast.shared.base.errors import DamagedFile, Forked, NeedsReseed, Refused, RetryLater
 from weightcast.shared.channel.chain import verify
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import claim, this_process
-from weightcast.shared.channel.store import Channel
 
 CHILD = Path(__file__).with_name("publishing_child.py")
 INDEX = "model.safetensors.index.json"

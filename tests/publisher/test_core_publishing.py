@@ -13,7 +13,7 @@ from core_cases import Model, Tensor, all_changed, every_dtype, some_changed, te
 from publisher_cases import ENCODINGS, as_numpy, make_place, numpy_model
 
 from weightcast.shared.base.errors import Refused
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 
 torch = pytest.importorskip("torch")
 

@@ -18,7 +18,7 @@ from waiting import wait_until
 from weightcast.publisher import Publisher
 from weightcast.shared.base.errors import NotInTime, Refused
 from weightcast.shared.channel.chain import verify
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 
 CHILD = Path(__file__).with_name("rank_child.py")
 

@@ -21,7 +21,7 @@ from publisher_cases import ENCODINGS, Place, make_place
 from weightcast.publisher import Publisher, RawTensor, init_channel
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError, WrongRun
 from weightcast.shared.channel.chain import verify
-from weightcast.shared.channel.store import Channel, NoChannel
+from weightcast.shared.channel.channel import Channel, NoChannel
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from weightcast.publisher.daemon.publish_loop import Desk
 from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.publisher.daemon.sources.watched import RenamedIn
 from weightcast.shared.base.errors import WeightcastError
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.daemon.loop import Stop, Wakeup
 from weightcast.shared.daemon.metrics import Metrics

@@ -11,7 +11,7 @@ from core_cases import Model, all_changed, bytes_of, flip, read_checkpoint
 from publisher_cases import Place, make_place, numpy_model
 
 from weightcast.shared.base.errors import Refused
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.update.plan import Here, Link, PlanFacts, Refuse, Seed, plan
 
 

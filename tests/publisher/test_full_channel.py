@@ -17,7 +17,7 @@ from weightcast.publisher.maintenance.retention import Retention
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.shared.base.errors import RetryLater
 from weightcast.shared.channel.chain import verify
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 
 POINTER_BYTES = 6
 NOTE_BYTES = 4096

@@ -15,7 +15,7 @@ from publisher_cases import Place, make_place
 from weightcast.publisher.maintenance.retention import Retention
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.shared.channel.chain import verify
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 
 INDEX = "model.safetensors.index.json"
 CHILD = Path(__file__).with_name("upkeep_child.py")

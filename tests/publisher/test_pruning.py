@@ -26,8 +26,8 @@ from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.chain import verify
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.reports import Report, write_report
-from weightcast.shared.channel.store import Channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 
 INDEX = "model.safetensors.index.json"

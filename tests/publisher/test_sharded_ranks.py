@@ -13,8 +13,8 @@ from sharded_world import along, cut_model, grid_of, published, replicated, worl
 from weightcast.publisher import PublishReport, Shard, cast_like
 from weightcast.shared.base.errors import NeedsReseed, Refused
 from weightcast.shared.channel.chain import verify
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.layout import Pointer
-from weightcast.shared.channel.store import Channel
 
 
 @pytest.fixture

@@ -20,10 +20,10 @@ from weightcast.publisher.maintenance.re_sign import sign_channel
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.shared.base.errors import Refused, Untrusted, WeightcastError
 from weightcast.shared.channel.chain import verify
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.index import INDEX_NAME
 from weightcast.shared.channel.layout import Layout, write_pointer
 from weightcast.shared.channel.signing import PrivateKey, Trust, load_private_key, write_private_key
-from weightcast.shared.channel.store import Channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.cli.main import run as weightcast
 

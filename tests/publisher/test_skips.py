@@ -22,10 +22,10 @@ from weightcast.publisher.maintenance.throttle import Pace, fewest_bytes
 from weightcast.publisher.maintenance.upkeep import Chain, UpkeepOptions, due_anchor
 from weightcast.shared.base.errors import DamagedFile, RetryLater
 from weightcast.shared.channel.chain import verify
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Pointer
 from weightcast.shared.channel.render import Shown
-from weightcast.shared.channel.store import Channel
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.checkpoint.update.plan import Patch, Relabel, Seed

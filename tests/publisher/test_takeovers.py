@@ -16,7 +16,7 @@ from weightcast.publisher import Publisher
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.shared.base.errors import Forked, Refused, RetryLater
 from weightcast.shared.channel.chain import verify
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 
 INDEX = "model.safetensors.index.json"
 SPANS = UpkeepOptions(skip_span=64, history_share=1000.0)

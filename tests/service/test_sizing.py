@@ -20,7 +20,7 @@ from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.publisher.publish.report import PublishReport
 from weightcast.publisher.trainer.handover import HandOver
 from weightcast.publisher.weights.given import RawTensor
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.cli.main import run
 from weightcast.shared.doctor.sizing import (

@@ -18,7 +18,7 @@ from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.chain import verify
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.verify.inspect import inspect, require_loadable
 from weightcast.shared.cli.local import repair_local
 

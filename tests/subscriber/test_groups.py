@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from waiting import wait_until
 
 from weightcast.shared.base.errors import EngineFailed, Refused, RetryLater
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.index import Index
-from weightcast.shared.channel.store import Channel
 from weightcast.shared.checkpoint.state.state import LocalState, Position
 from weightcast.shared.checkpoint.verify.scrub import Scrub
 from weightcast.shared.daemon.settings import BadSettings, load_settings

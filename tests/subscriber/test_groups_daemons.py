@@ -13,7 +13,7 @@ from groups import SECONDS, Copies, Group, Host, Maps, Process, journals
 from hosts import Site, on_disk
 from waiting import wait_until
 
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.state.locks import FileLock
 from weightcast.shared.checkpoint.state.state import Blocked, read_state, write_state
 

@@ -37,7 +37,7 @@ from trl import GRPOConfig, GRPOTrainer
 from weightcast.publisher import init_channel
 from weightcast.publisher.transformers_hook import PublishCallback
 from weightcast.shared.base.errors import Refused, WrongRun
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 
 # the libraries' own deprecations are theirs

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from weightcast.shared.base.errors import DamagedFile, Refused
-from weightcast.shared.channel.store import Channel
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_updater import open_base
 from weightcast.shared.checkpoint.verify.seed import check_table
 from weightcast.shared.files import durable

@@ -16,9 +16,9 @@ import numpy as np
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, UnknownFormat, WrongRun
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel.chain import entries
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.run_files import BASE_LIMIT, Base, parse_base, write_base
-from weightcast.shared.channel.store import Channel
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint, LocalPaths
 from weightcast.shared.checkpoint.state.state import (
     Boot,

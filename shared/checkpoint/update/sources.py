@@ -14,9 +14,9 @@ from blake3 import blake3
 
 from weightcast.shared.base.elements import Part, TensorTable
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError
+from weightcast.shared.channel.channel import Channel, FullVersion
 from weightcast.shared.channel.index import ForeignIndex, Index
 from weightcast.shared.channel.layout import Layout, Pointer
-from weightcast.shared.channel.store import Channel, FullVersion
 from weightcast.shared.checkpoint.state.state import LocalState, Phase
 from weightcast.shared.checkpoint.update.fetch import Awaited, NotThere, OnWait, ignore
 from weightcast.shared.checkpoint.update.plan import (

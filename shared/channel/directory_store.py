@@ -1,0 +1,326 @@
+"""A channel in a mounted directory: small objects by link or rename, a version by renaming its directory.
+
+The order of writes, and the failpoints between them, are part of docs/FORMAT.md (Writers MUST).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+
+from weightcast.shared.base.errors import DamagedFile
+from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.channel.store import (
+    AlreadyExists,
+    Changed,
+    Entry,
+    Stat,
+    Store,
+    check_key,
+    store_error,
+)
+from weightcast.shared.files import durable
+from weightcast.shared.files.mapping import begin_write_back
+from weightcast.shared.files.paths import exists, is_directory
+
+TRASH = ".trash"
+_SEND_BYTES = 4 << 20
+_COMPARING = threading.Lock()
+"""held from a comparison to its rename: no rename compares by itself"""
+
+
+def open_store(address: Store | Path | str) -> Store:
+    """The store at an address: today the path of a directory."""
+    return DirectoryStore(Path(address)) if isinstance(address, str | Path) else address
+
+
+@contextlib.contextmanager
+def _mapped(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise store_error(error, str(path)) from error
+
+
+class DirectoryStore:
+    """`root`: the channel's directory, where this one is within it. A root may be a symbolic link; below it
+    no link is followed."""
+
+    def __init__(self, directory: Path, root: Path | None = None) -> None:
+        self.directory = directory
+        self._root = directory if root is None else root
+
+    def __repr__(self) -> str:
+        return f"DirectoryStore({str(self.directory)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DirectoryStore) and other.directory == self.directory
+
+    def __hash__(self) -> int:
+        return hash(self.directory)
+
+    def place(self, key: str = "") -> str:
+        return str(self.directory / key)
+
+    def within(self, prefix: str) -> DirectoryStore:
+        return DirectoryStore(self.directory / check_key(prefix), self._root) if prefix else self
+
+    def present(self) -> bool:
+        with _mapped(self.directory):
+            return is_directory(self.directory)
+
+    def names(self, prefix: str = "") -> list[str]:
+        path = self._path(prefix)
+        with _mapped(path):
+            try:
+                return [name for name in os.listdir(path) if not durable.is_temporary(name)]
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        path = self._path(prefix)
+        with _mapped(path):
+            try:
+                scan = os.scandir(path)
+            except (FileNotFoundError, NotADirectoryError):
+                return
+            with scan:
+                for entry in scan:
+                    if not durable.is_temporary(entry.name):
+                        with contextlib.suppress(FileNotFoundError):
+                            yield _entry(entry)
+
+    def stat(self, key: str) -> Stat | None:
+        path = self._path(key)
+        with _mapped(path):
+            try:
+                found = path.lstat()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return _stat(found) if stat.S_ISREG(found.st_mode) else None
+
+    def read(self, key: str, limit: int) -> bytes:
+        path = self._path(key)
+        with _mapped(path):
+            return durable.read_file(path, limit)
+
+    def read_range(self, key: str, offset: int, length: int) -> bytes:
+        path = self._path(key)
+        with _mapped(path):
+            fd = durable.open_regular(path)
+            try:
+                data = os.pread(fd, length, offset)
+                while len(data) < length and (more := os.pread(fd, length - len(data), offset + len(data))):
+                    data += more
+                return data
+            finally:
+                os.close(fd)
+
+    def open(self, key: str) -> _FileBody:
+        path = self._path(key)
+        with _mapped(path):
+            return _FileBody(path)
+
+    def create(self, key: str, data: bytes) -> None:
+        path = self._path(key)
+        with _mapped(path):
+            self._make_parent(path)
+            durable.create(path, data)
+
+    def replace(
+        self,
+        key: str,
+        data: bytes,
+        *,
+        expected: bytes | None = None,
+        allowed: Callable[[], None] | None = None,
+        sync: bool = True,
+    ) -> None:
+        path = self._path(key)
+        with _mapped(path), contextlib.nullcontext() if expected is None else _COMPARING:
+            self._make_parent(path)
+            if expected is not None and not _has(path, expected):
+                raise Changed.at(str(path))
+            if sync:
+                durable.replace(path, data, allowed)
+            else:
+                durable.swap(path, data)
+
+    def write(self, key: str, *, reserve: int = 0, sync: bool = True) -> _FileWriter:
+        return _FileWriter(self._path(key), reserve, sync)
+
+    def begin(self, draft: str) -> DirectoryStore:
+        path = self._path(draft)
+        with _mapped(path):
+            if path.parent != self._root:
+                path.parent.mkdir(exist_ok=True)
+            path.mkdir()
+        return self.within(draft)
+
+    def move(self, source: str, target: str) -> None:
+        path = self._path(target)
+        with _mapped(path):
+            self._path(source).rename(durable.make_within(self.directory, target))
+
+    def commit(
+        self,
+        draft: str,
+        name: str,
+        index: str,
+        data: bytes,
+        allowed: Callable[[], None] | None = None,
+    ) -> None:
+        made, directory = self._path(draft), self._path(name)
+        with _mapped(directory):
+            if _has(directory / index, data):
+                return
+            durable.create(made / index, data)
+            if allowed is not None:
+                allowed()
+            self._take_name(made, directory, index, data)
+            durable.sync_directory(directory.parent)
+
+    def _take_name(self, made: Path, directory: Path, index: str, data: bytes) -> None:
+        """A rename fails where the directory exists and is not empty."""
+        try:
+            made.rename(directory)
+        except OSError as error:
+            if _has(directory / index, data):
+                return  # an NFS server whose answer was lost reports our own success as a conflict
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+            if exists(directory / index):
+                raise AlreadyExists.at(str(directory)) from error
+            # without an index it belongs to nobody: copied there by hand, or by a release that wrote in place
+            self._discard(directory)
+            made.rename(directory)
+
+    def discard(self, prefix: str) -> None:
+        path = self._path(prefix)
+        with _mapped(path):
+            self._discard(path)
+
+    def _discard(self, path: Path) -> None:
+        trash = self._root / TRASH
+        trash.mkdir(exist_ok=True)
+        grave = trash / f"{path.name}-{secrets.token_hex(4)}"
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(grave)
+            failpoint("trash.moved", path)
+            shutil.rmtree(grave)
+            failpoint("trash.deleted", path)
+
+    def delete(self, key: str) -> bool:
+        path = self._path(key)
+        with _mapped(path):
+            try:
+                path.unlink()
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+            durable.sync_directory(path.parent)
+            return True
+
+    def now(self, prefix: str = "") -> float:
+        path = self._path(prefix)
+        with _mapped(path):
+            return durable.file_system_time(path)
+
+    def _path(self, key: str) -> Path:
+        if not key:
+            return self.directory
+        return durable.within(self.directory, check_key(key))
+
+    def _make_parent(self, path: Path) -> None:
+        """Of a small object. The channel's own directory is never made: it may be a mount point."""
+        if path.parent != self._root and not exists(path.parent):
+            path.parent.mkdir(exist_ok=True)
+            durable.sync_directory(path.parent.parent)
+
+
+def _entry(entry: os.DirEntry[str]) -> Entry:
+    if entry.is_file(follow_symlinks=False):
+        return Entry(entry.name, "file", _stat(entry.stat(follow_symlinks=False)))
+    return Entry(entry.name, "directory" if entry.is_dir(follow_symlinks=False) else "other")
+
+
+def _stat(found: os.stat_result) -> Stat:
+    tag = f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}"
+    return Stat(found.st_size, found.st_mtime, tag)
+
+
+def _has(path: Path, data: bytes) -> bool:
+    with contextlib.suppress(OSError, DamagedFile):
+        return durable.read_file(path, len(data)) == data
+    return False
+
+
+class _FileBody:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: FileIO = os.fdopen(durable.open_regular(path), "rb", buffering=0)
+
+    def readinto(self, buffer: memoryview, /) -> int | None:
+        with _mapped(self._path), durable.named(self._path):
+            return self._file.readinto(buffer)
+
+    def __enter__(self) -> _FileBody:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+class _FileWriter:
+    def __init__(self, path: Path, reserve: int, sync: bool) -> None:
+        self._path, self._reserve, self._sync = path, reserve, sync
+        with _mapped(path):
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._end = reserve
+        self._sent = reserve
+        """bytes up to here are on their way to the disk"""
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._put(data, self._end)
+        self._end += len(data)
+        if self._sync and self._end - self._sent >= _SEND_BYTES:
+            begin_write_back(self._fd, self._sent, self._end - self._sent)
+            self._sent = self._end
+
+    def write_head(self, head: bytes) -> None:
+        if len(head) != self._reserve:
+            raise DamagedFile(f"{self._path}: header of {len(head)} bytes, {self._reserve} are reserved")
+        self._put(head, 0)
+
+    def _put(self, data: bytes | memoryview, offset: int) -> None:
+        view = memoryview(data)
+        while view:
+            with _mapped(self._path), durable.named(self._path):
+                done = os.pwrite(self._fd, view, offset)
+            view, offset = view[done:], offset + done
+
+    def finish(self) -> None:
+        if self._sync:
+            with _mapped(self._path), durable.named(self._path):
+                os.fsync(self._fd)
+        self._close()
+
+    def discard(self) -> None:
+        self._close()
+        with _mapped(self._path):
+            self._path.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)

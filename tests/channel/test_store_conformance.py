@@ -1,0 +1,383 @@
+"""What every store promises. A new store is one more entry of `STORES`."""
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater
+from weightcast.shared.channel.directory_store import DirectoryStore
+from weightcast.shared.channel.memory_store import MemoryStore
+from weightcast.shared.channel.store import AlreadyExists, Body, Changed, NotFound, Store, StoreError
+
+MakeStore = Callable[[Path], Store]
+
+
+def _directory(path: Path) -> Store:
+    (path / "channel").mkdir()
+    return DirectoryStore(path / "channel")
+
+
+STORES: dict[str, MakeStore] = {"directory": _directory, "memory": lambda _: MemoryStore()}
+INDEX = "index.json"
+
+
+@pytest.fixture(params=STORES)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    return STORES[request.param](tmp_path)
+
+
+def _bytes(body: Body) -> bytes:
+    data, room = b"", memoryview(bytearray(7))
+    with body:
+        while count := body.readinto(room):
+            data += room[:count]
+    return data
+
+
+def _written(store: Store, key: str, data: bytes) -> None:
+    writer = store.write(key)
+    writer.write(data)
+    writer.finish()
+
+
+def _draft(store: Store, draft: str, **files: bytes) -> None:
+    at = store.begin(draft)
+    for name, data in files.items():
+        _written(at, name, data)
+
+
+def _race(*calls: Callable[[], object]) -> list[object]:
+    """The result of each call, or the error that it raised; all start together."""
+    results: list[object] = [None] * len(calls)
+    start = threading.Barrier(len(calls))
+
+    def run(number: int, call: Callable[[], object]) -> None:
+        start.wait()
+        try:
+            results[number] = call()
+        except StoreError as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=run, args=each) for each in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_reads_what_was_created(store: Store) -> None:
+    store.create("latest", b"000001")
+    assert store.read("latest", 100) == b"000001"
+    assert store.read_range("latest", 2, 3) == b"000"[:3]
+    assert store.read_range("latest", 4, 100) == b"01"
+    assert _bytes(store.open("latest")) == b"000001"
+    found = store.stat("latest")
+    assert found is not None and found.size == 6 and abs(found.written - store.now()) < 60
+
+
+def test_a_small_object_may_be_the_first_below_a_prefix(store: Store) -> None:
+    store.create("tags/best", b"000001")
+    store.replace("hosts/a.json", b"{}", sync=False)
+    assert sorted(store.names()) == ["hosts", "tags"]
+    assert store.names("tags") == ["best"]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda store, key: store.read(key, 10),
+        lambda store, key: store.read_range(key, 0, 1),
+        lambda store, key: store.open(key),
+    ],
+)
+@pytest.mark.parametrize("key", ["latest", "weight_v000001/index.json"])
+def test_a_missing_object_is_named(store: Store, read: Callable[[Store, str], object], key: str) -> None:
+    with pytest.raises(NotFound) as raised:
+        read(store, key)
+    assert store.place(key) in raised.value.message and raised.value.remedy
+    assert isinstance(raised.value, RetryLater) and isinstance(raised.value, FileNotFoundError)
+    assert store.stat(key) is None
+    assert store.names(key) == [] and list(store.list(key)) == []
+
+
+def test_an_object_above_the_limit_is_refused(store: Store) -> None:
+    store.create("latest", b"0" * 11)
+    assert len(store.read("latest", 11)) == 11
+    with pytest.raises(DamagedFile, match="10") as raised:
+        store.read("latest", 10)
+    assert store.place("latest") in raised.value.message
+
+
+@pytest.mark.parametrize(
+    "key", ["../x", "a/../../x", "/etc/passwd", "a//b", ".", "a/", "a\nb", "a\0b", "x" * 300]
+)
+def test_names_that_escape_are_refused(store: Store, key: str) -> None:
+    for use in (
+        lambda: store.read(key, 10),
+        lambda: store.stat(key),
+        lambda: store.open(key),
+        lambda: store.create(key, b""),
+        lambda: store.replace(key, b""),
+        lambda: store.write(key),
+        lambda: store.delete(key),
+        lambda: store.discard(key),
+        lambda: store.begin(key),
+        lambda: store.within(key),
+    ):
+        with pytest.raises(DamagedFile):
+            use()
+
+
+def test_create_leaves_what_is_there(store: Store) -> None:
+    store.create("channel.json", b"first")
+    with pytest.raises(AlreadyExists) as raised:
+        store.create("channel.json", b"second")
+    assert store.place("channel.json") in raised.value.message
+    assert isinstance(raised.value, FileExistsError)
+    assert store.read("channel.json", 10) == b"first"
+
+
+def test_one_of_several_creators_wins(store: Store) -> None:
+    for turn in range(20):
+        key = f"publishers/{turn + 1}.json"
+        results = _race(*(partial(store.create, key, b"%d" % number) for number in range(4)))
+        won = [number for number, result in enumerate(results) if result is None]
+        assert len(won) == 1 and all(isinstance(r, AlreadyExists) for r in results if r is not None)
+        assert store.read(key, 10) == b"%d" % won[0]
+
+
+def test_replace_makes_and_replaces(store: Store) -> None:
+    store.replace("latest", b"000001")
+    before = store.stat("latest")
+    store.replace("latest", b"000002")
+    after = store.stat("latest")
+    assert store.read("latest", 10) == b"000002"
+    assert before is not None and after is not None and before.tag != after.tag
+
+
+def test_replace_compares_what_it_expects(store: Store) -> None:
+    store.replace("latest", b"000001")
+    store.replace("latest", b"000002", expected=b"000001")
+    with pytest.raises(Changed) as raised:
+        store.replace("latest", b"000009", expected=b"000001")
+    assert store.place("latest") in raised.value.message
+    with pytest.raises(Changed):
+        store.replace("other", b"000009", expected=b"000001")
+    assert store.read("latest", 10) == b"000002" and store.stat("other") is None
+
+
+def test_one_of_several_replacers_wins(store: Store) -> None:
+    store.create("latest", b"start")
+    for turn in range(20):
+        before = store.read("latest", 20)
+        after = [b"%d by %d" % (turn, number) for number in range(4)]
+        results = _race(*(partial(store.replace, "latest", data, expected=before) for data in after))
+        won = [number for number, result in enumerate(results) if result is None]
+        assert len(won) == 1 and all(isinstance(r, Changed) for r in results if r is not None)
+        assert store.read("latest", 20) == after[won[0]]
+
+
+def test_readers_see_the_old_bytes_or_the_new(store: Store) -> None:
+    values = [b"%06d" % number * 1000 for number in range(1, 60)]
+    store.create("latest", values[0])
+    seen: set[bytes] = set()
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            seen.add(store.read("latest", 10_000))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for value in values:
+        store.replace("latest", value)
+    done.set()
+    reader.join()
+    assert seen and seen <= set(values)
+
+
+def test_a_forbidden_replace_changes_nothing(store: Store) -> None:
+    def forbid() -> None:
+        raise Refused("not the owner")
+
+    store.replace("latest", b"000001")
+    with pytest.raises(Refused, match="not the owner"):
+        store.replace("latest", b"000002", allowed=forbid)
+    assert store.read("latest", 10) == b"000001" and store.names() == ["latest"]
+
+
+def test_a_large_object_has_its_head_written_last(store: Store) -> None:
+    writer = store.write("shard", reserve=8)
+    writer.write(b"tensor " * 1000)
+    writer.write(memoryview(b"end"))
+    writer.write_head(b"header: ")
+    writer.finish()
+    assert _bytes(store.open("shard")) == b"header: " + b"tensor " * 1000 + b"end"
+    with pytest.raises(AlreadyExists):
+        store.write("shard")
+
+
+def test_a_head_fills_its_room(store: Store) -> None:
+    writer = store.write("shard", reserve=8)
+    with pytest.raises(DamagedFile, match="8 are reserved"):
+        writer.write_head(b"header:  ")
+    writer.discard()
+
+
+def test_a_discarded_object_leaves_nothing(store: Store) -> None:
+    writer = store.write("shard")
+    writer.write(b"some")
+    writer.discard()
+    assert store.stat("shard") is None and store.names() == []
+
+
+def test_a_version_is_visible_when_it_is_committed(store: Store) -> None:
+    _draft(store, "weight_v000001.parts/1-ab", whole=b"bytes", other=b"more")
+    assert store.names("weight_v000001") == []
+    seen_before: list[list[str]] = []
+    store.commit(
+        "weight_v000001.parts/1-ab",
+        "weight_v000001",
+        INDEX,
+        b"{}",
+        lambda: seen_before.append(store.names("weight_v000001")),
+    )
+    assert seen_before == [[]]
+    assert sorted(store.names("weight_v000001")) == [INDEX, "other", "whole"]
+    assert store.read(f"weight_v000001/{INDEX}", 10) == b"{}"
+    assert store.names("weight_v000001.parts") == []
+
+
+def test_a_commit_may_be_repeated_when_its_answer_was_lost(store: Store) -> None:
+    _draft(store, "draft", shard=b"bytes")
+    store.commit("draft", "weight_v000001", INDEX, b"{}")
+    store.commit("draft", "weight_v000001", INDEX, b"{}")
+    assert sorted(store.names("weight_v000001")) == [INDEX, "shard"]
+
+
+def test_a_name_is_committed_once(store: Store) -> None:
+    _draft(store, "one", shard=b"one")
+    _draft(store, "two", shard=b"two")
+    store.commit("one", "weight_v000001", INDEX, b"1")
+    with pytest.raises(AlreadyExists) as raised:
+        store.commit("two", "weight_v000001", INDEX, b"2")
+    assert store.place("weight_v000001") in raised.value.message
+    assert store.read("weight_v000001/shard", 10) == b"one"
+
+
+def test_one_of_several_committers_wins(store: Store) -> None:
+    for turn in range(10):
+        for number in range(3):
+            _draft(store, f"draft-{turn}-{number}", shard=b"%d" % number)
+        results = _race(
+            *(
+                partial(store.commit, f"draft-{turn}-{number}", f"version-{turn}", INDEX, b"%d" % number)
+                for number in range(3)
+            )
+        )
+        won = [number for number, result in enumerate(results) if result is None]
+        assert len(won) == 1 and all(isinstance(r, AlreadyExists) for r in results if r is not None)
+        for name in (INDEX, "shard"):
+            assert store.read(f"version-{turn}/{name}", 10) == b"%d" % won[0]
+
+
+def test_readers_see_all_of_a_version_or_nothing(store: Store) -> None:
+    torn: list[str] = []
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            for version in range(20):
+                if store.stat(f"version-{version}/{INDEX}") is not None:
+                    for name in ("first", "second"):
+                        if store.stat(f"version-{version}/{name}") is None:
+                            torn.append(f"version-{version}/{name}")
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for version in range(20):
+        _draft(store, f"draft-{version}", first=b"1", second=b"2")
+        store.commit(f"draft-{version}", f"version-{version}", INDEX, b"{}")
+    done.set()
+    reader.join()
+    assert torn == []
+
+
+def test_a_forbidden_commit_shows_nothing(store: Store) -> None:
+    def forbid() -> None:
+        raise Refused("not the owner")
+
+    _draft(store, "draft", shard=b"1")
+    with pytest.raises(Refused, match="not the owner"):
+        store.commit("draft", "weight_v000001", INDEX, b"{}", forbid)
+    assert store.names("weight_v000001") == []
+    store.discard("draft")
+    assert store.names("draft") == []
+
+
+def test_a_commit_takes_a_name_without_an_index(store: Store) -> None:
+    _draft(store, "weight_v000001", stray=b"copied by hand")
+    _draft(store, "draft", shard=b"1")
+    store.commit("draft", "weight_v000001", INDEX, b"{}")
+    assert sorted(store.names("weight_v000001")) == [INDEX, "shard"]
+
+
+def test_a_draft_has_a_name_of_its_own(store: Store) -> None:
+    _draft(store, "draft", shard=b"1")
+    with pytest.raises(AlreadyExists):
+        store.begin("draft")
+
+
+def test_files_of_a_draft_move_into_subdirectories(store: Store) -> None:
+    draft = store.begin("parts")
+    _written(draft, "part-0", b"1")
+    draft.begin("whole")
+    draft.move("part-0", "whole/carried/tokenizer.json")
+    assert store.read("parts/whole/carried/tokenizer.json", 10) == b"1"
+    assert store.stat("parts/part-0") is None
+    with pytest.raises(NotFound):
+        draft.move("part-0", "whole/x")
+
+
+def test_lists_one_level_with_sizes(store: Store) -> None:
+    _draft(store, "weight_v000001", shard=b"12345")
+    store.create("latest", b"000001")
+    found = {entry.name: entry for entry in store.list()}
+    assert found.keys() == {"weight_v000001", "latest"}
+    assert found["weight_v000001"].kind == "directory" and found["weight_v000001"].stat is None
+    assert found["latest"].kind == "file" and found["latest"].stat == store.stat("latest")
+    assert [(e.name, e.stat.size) for e in store.list("weight_v000001") if e.stat] == [("shard", 5)]
+
+
+def test_a_store_within_sees_the_same_objects(store: Store) -> None:
+    inner = store.within("weight_v000001").within("anchor")
+    store.begin("weight_v000001/anchor")
+    inner.create("config.json", b"{}")
+    assert store.read("weight_v000001/anchor/config.json", 10) == b"{}"
+    assert inner.place("config.json") == store.place("weight_v000001/anchor/config.json")
+    assert store.within("").names() == store.names() == ["weight_v000001"]
+
+
+def test_delete_says_whether_there_was_something(store: Store) -> None:
+    store.create("tags/best", b"000001")
+    assert store.delete("tags/best") and not store.delete("tags/best")
+    assert store.stat("tags/best") is None and store.names("tags") == []
+
+
+def test_discard_takes_all_below_a_prefix(store: Store) -> None:
+    _draft(store, "weight_v000001", shard=b"1", other=b"2")
+    store.create("latest", b"000001")
+    store.discard("weight_v000001")
+    store.discard("weight_v000001")
+    assert [name for name in store.names() if not name.startswith(".")] == ["latest"]
+
+
+def test_a_stream_that_is_open_is_read_to_its_end(store: Store) -> None:
+    store.replace("report", b"old" * 10)
+    with store.open("report") as body:
+        store.replace("report", b"new")
+        assert _bytes(body) == b"old" * 10
