@@ -25,7 +25,7 @@ from weightcast.subscriber.engines.base import KINDS, OPTIONS, POLICIES
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = (
     "operations.md", "publishing.md", "channel.md", "deploying.md", "monitoring.md", "runbook.md",
-    "status.md", "hooks.md",
+    "status.md", "hooks.md", "live-patch.md", "engine-groups.md",
 )  # fmt: skip
 OPERATIONS = "\n".join((DOCS / page).read_text() for page in PAGES)
 SHOWN: tuple[type[BaseModel | Facts], ...] = (
