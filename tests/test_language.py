@@ -42,7 +42,6 @@ BUDGET = {
     "docs/reliability.md": 35,
     "docs/security.md": 8,
     "docs/sizing.md": 10,
-    "docs/trainers.md": 15,
     "docs/tutorial.md": 3,
     "examples/README.md": 1,
     "publisher": 34,
