@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weightcast.publisher.daemon.metrics import PublisherFigures
-from weightcast.publisher.fleet.metrics import FleetFigures
+from weightcast.publisher.daemon.metrics import PublisherMetrics
+from weightcast.publisher.fleet.metrics import FleetMetrics
 from weightcast.publisher.fleet.view import ChannelPage
 from weightcast.shared.daemon.fleet import Fleet
-from weightcast.shared.daemon.metrics import DiskFigures, Labels, MetricDoc, Metrics, watch_loop
+from weightcast.shared.daemon.metrics import DiskMetrics, Labels, MetricDoc, Metrics, watch_loop
 from weightcast.shared.daemon.status import LoopStatus, Snapshot
 from weightcast.subscriber.daemon.metrics import SubscriberFigures
 
@@ -48,8 +48,8 @@ def document() -> str:
 
 def _publisher() -> list[MetricDoc]:
     registry = Metrics()
-    PublisherFigures(registry)
-    FleetFigures(registry, _no_fleet, ChannelPage)
+    PublisherMetrics(registry)
+    FleetMetrics(registry, _no_fleet, ChannelPage)
     return _with_furniture(registry)
 
 
@@ -64,7 +64,7 @@ def _subscriber() -> list[MetricDoc]:
 
 
 def _with_furniture(registry: Metrics) -> list[MetricDoc]:
-    DiskFigures(registry, {"channel": Path(), "local": Path()})
+    DiskMetrics(registry, {"channel": Path(), "local": Path()})
     watch_loop(registry, Snapshot(LoopStatus()))
     return registry.docs
 

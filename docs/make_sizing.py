@@ -9,8 +9,8 @@ from weightcast.shared.doctor.findings import size_text
 from weightcast.shared.doctor.sizing import (
     ROLES,
     Amount,
-    Asked,
     Weights,
+    Workload,
     apply_seconds,
     change_bits,
     sizing,
@@ -41,8 +41,8 @@ def by_density() -> str:
     one = weights(MODELS["8 B"])
 
     def row(density: float) -> list[str]:
-        found = sizing(one, Asked(density, INTERVAL))
-        small = sizing(one, Asked(density, INTERVAL, "small"))
+        found = sizing(one, Workload(density, INTERVAL))
+        small = sizing(one, Workload(density, INTERVAL, "small"))
         journal = found.per_version.journal_bytes
         return [
             f"{density:.0%}",
@@ -79,7 +79,7 @@ def need(amount: Amount) -> str:
 
 def by_model() -> str:
     def row(name: str, density: float) -> list[str]:
-        asked = Asked(density, INTERVAL, away=AWAY, threads=THREADS)
+        asked = Workload(density, INTERVAL, away=AWAY, threads=THREADS)
         found = sizing(weights(MODELS[name]), asked)
         return [
             name,

@@ -64,7 +64,7 @@ from weightcast.shared.files.paths import exists, require_no_overlap, require_pl
 from weightcast.shared.files.probes import CHANNEL_NEEDS, COMMIT_NEEDS, require
 
 if TYPE_CHECKING:
-    from weightcast.shared.daemon.wait import Arrivals
+    from weightcast.shared.daemon.wait import VersionWait
 
 _BEAT_SECONDS = 10.0
 
@@ -99,7 +99,7 @@ class Publisher:
         self.baselines = Baselines(options.on_device, whole_old=whole_old) if near else None
         self._submissions = Submissions(self._publish)
         self._until = options.until
-        self._arrivals: Arrivals | None = None
+        self._arrivals: VersionWait | None = None
         self._carry_config = options.carry_config
         self._configs: Mapping[str, str] = {}
         """of the last publication from files: those that were not the base's"""
@@ -397,7 +397,7 @@ class Publisher:
         hosts which are behind.
         """
         # pydantic costs a fifth of a second that most publishers need not pay
-        from weightcast.shared.daemon.wait import Arrivals
+        from weightcast.shared.daemon.wait import VersionWait
 
         if isinstance(version, Handle):
             began = time.monotonic()
@@ -409,7 +409,7 @@ class Publisher:
                 remedy="give the version of a report, or the handle that submit returned",
             )
         if self._arrivals is None:
-            self._arrivals = Arrivals.in_channel(self._updater.channel_dir)
+            self._arrivals = VersionWait.in_channel(self._updater.channel_dir)
         return self._arrivals.wait(operator.index(version), min_hosts, fraction, timeout)
 
     def publish_checkpoint(

@@ -11,7 +11,7 @@ from rich.console import Console
 from weightcast.publisher import commands_publish
 from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.channel_repair import ask_for_repair, repair_channel
-from weightcast.publisher.commands_channel import register_care
+from weightcast.publisher.commands_channel import register_maintenance
 from weightcast.publisher.commands_publish import show_facts
 from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.publisher.maintenance.re_sign import sign_channel
@@ -47,7 +47,7 @@ def register(app: typer.Typer) -> None:
     channel.command("init")(init)
     channel.command("sign")(sign)
     channel.command("repair")(repair)
-    register_care(app)
+    register_maintenance(app)
     commands_publish.VERB.register(app)
 
 

@@ -25,7 +25,7 @@ from weightcast.shared.files.paths import exists
 VersionArgument = Annotated[int, typer.Argument(min=0, help="A version's number.")]
 
 
-def register_care(app: typer.Typer) -> None:
+def register_maintenance(app: typer.Typer) -> None:
     channel = group(app, "channel", "Make and inspect channels.")
     for verb in (prune, keep, unkeep, tag, rollback, resume):
         channel.command(verb.__name__)(verb)

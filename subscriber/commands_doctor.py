@@ -14,7 +14,7 @@ from weightcast.shared.cli.app import JsonOption
 from weightcast.shared.cli.output import Output
 from weightcast.shared.doctor.examine import Examined, examine, show_findings
 from weightcast.shared.doctor.findings import Finding, Role, counts, exit_code
-from weightcast.shared.doctor.sizing import DEFAULT_THREADS, Asked, Encoding, Sizing, Weights, sizing
+from weightcast.shared.doctor.sizing import DEFAULT_THREADS, Encoding, Sizing, Weights, Workload, sizing
 from weightcast.shared.doctor.sizing_tables import plan_facts, show_plan
 from weightcast.shared.files.hf_checkpoint import open_checkpoint
 from weightcast.subscriber.engines.diagnose import judge_engines
@@ -75,7 +75,7 @@ def doctor(
 ) -> None:
     """Look whether this machine, its file systems and engines are fit for weightcast, or what a run will need
     (--plan). Changes nothing."""
-    asked = Asked(density, interval, encoding, hosts, away, link * 1e9, threads)
+    asked = Workload(density, interval, encoding, hosts, away, link * 1e9, threads)
     planned = None if plan is None else _planned(plan, asked)
     findings: list[Finding] = []
     if plan is None or channel is not None or local is not None or engine:
@@ -90,11 +90,11 @@ def doctor(
 @dataclass(frozen=True)
 class _Planned:
     weights: Weights
-    asked: Asked
+    asked: Workload
     found: Sizing
 
 
-def _planned(model: Path, asked: Asked) -> _Planned:
+def _planned(model: Path, asked: Workload) -> _Planned:
     """Reads headers alone. Raises Refused for what is no checkpoint."""
     try:
         weights = Weights.of(open_checkpoint(model, follow_links=True).table)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 
-from weightcast.publisher.daemon.publish_loop import Desk
+from weightcast.publisher.daemon.publish_loop import PublishLoop
 from weightcast.publisher.daemon.routes import publication_routes, repair_routes
 from weightcast.publisher.daemon.settings import PublisherSettings
-from weightcast.publisher.daemon.sources.watched import RenamedIn
+from weightcast.publisher.daemon.sources.watched import RenamedDirectories
 from weightcast.publisher.daemon.status import PublisherStatus, host_status
-from weightcast.publisher.fleet.metrics import FleetFigures
+from weightcast.publisher.fleet.metrics import FleetMetrics
 from weightcast.publisher.fleet.routes import PAGE_PATHS, fleet_routes, page_routes
 from weightcast.publisher.fleet.view import FleetView
 from weightcast.shared.channel.claims import process_began
@@ -28,26 +28,26 @@ def run_publisher(settings: PublisherSettings) -> None:
     registry, wakeup, stop = new_registry(), Wakeup(), Stop()
     loop = Snapshot(LoopStatus())
     watch_loop(registry, loop)
-    renamed = RenamedIn()
+    renamed = RenamedDirectories()
     view = FleetView(
         settings.channel,
         settings.upkeep.retention,
         settings.bounds,
-        lambda: desk.publish_seconds,
-        publisher=lambda: desk.status().line(time.time()),
+        lambda: publish_loop.publish_seconds,
+        publisher=lambda: publish_loop.status().line(time.time()),
     )
-    FleetFigures(registry, view.hosts, view.page)
-    desk = Desk(settings, registry, wakeup, stop, renamed, process_began())
+    FleetMetrics(registry, view.hosts, view.page)
+    publish_loop = PublishLoop(settings, registry, wakeup, stop, renamed, process_began())
 
     def status() -> PublisherStatus:
         hosts = tuple(map(host_status, view.hosts().hosts))
         beside = {"loop": loop.get(), "kernels": STATUS.get(), "hosts": hosts, "now": time.time()}
-        return desk.status().model_copy(update={**beside, "report_error": view.posted.problem})
+        return publish_loop.status().model_copy(update={**beside, "report_error": view.report_intake.problem})
 
     app = make_app(
         "weightcast publisher",
         status,
-        lambda: desk.status().readiness(),
+        lambda: publish_loop.status().readiness(),
         registry,
         None if settings.token is None else settings.token.get_secret_value(),
         wakeup.set,
@@ -56,15 +56,19 @@ def run_publisher(settings: PublisherSettings) -> None:
         {} if settings.report_token is None else {REPORTS_PATH: settings.report_token.get_secret_value()},
     )
     app.include_router(page_routes())
-    app.include_router(publication_routes(lambda: desk.queue, settings.roots, wakeup.set))
+    app.include_router(publication_routes(lambda: publish_loop.queue, settings.roots, wakeup.set))
     app.include_router(repair_routes(settings.channel, wakeup.set))
-    app.include_router(fleet_routes(view, lambda: desk.status().run_id, lambda: bool(app.state.stopping())))
+    app.include_router(
+        fleet_routes(view, lambda: publish_loop.status().run_id, lambda: bool(app.state.stopping()))
+    )
     warm_up_in_background()
     with ExitStack() as around:
         view.start()
         around.callback(view.stop)
         if settings.watch is not None:
             around.enter_context(Watcher(settings.watch, wakeup, renamed.note))
-        run_daemon(app, desk.step, wakeup, settings, desk.start, desk.close, loop, stop)
-    if desk.superseded is not None:
-        raise desk.superseded
+        run_daemon(
+            app, publish_loop.step, wakeup, settings, publish_loop.start, publish_loop.close, loop, stop
+        )
+    if publish_loop.superseded is not None:
+        raise publish_loop.superseded

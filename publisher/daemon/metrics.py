@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from weightcast.publisher.daemon.status import PublisherStatus
 from weightcast.publisher.publish.report import Publication, total_seconds
 from weightcast.shared.daemon import metrics
-from weightcast.shared.daemon.metrics import CRASH, OTHER, Metrics, VerifyFigures, error_kinds, one_of
+from weightcast.shared.daemon.metrics import CRASH, OTHER, Metrics, VerifyMetrics, error_kinds, one_of
 from weightcast.shared.daemon.status import SOFTWARE
 
 PHASES = ("recover", "read", "diff", "ranks", "copy", "stage", "commit", "patch", "anchor", OTHER)
 CAUSES = ("step", "skip", "anchor")
 
 
-class PublisherFigures:
+class PublisherMetrics:
     """`show` is called with every status, `published` and `failed` once for each publication: a checkpoint
     that was refused unread is one that failed."""
 
@@ -43,7 +43,7 @@ class PublisherFigures:
             registry, "inbox_refused", "Watched checkpoints that were refused and have not changed since."
         )
         self._publications = _Publications(registry)
-        self._verify = VerifyFigures(registry)
+        self._verify = VerifyMetrics(registry)
         self._beside: dict[str, int] = {}
 
     def published(self, done: Publication) -> None:

@@ -12,16 +12,16 @@ from pathlib import Path
 
 from weightcast.publisher.api import Publisher
 from weightcast.publisher.channel_init import init_channel
-from weightcast.publisher.daemon.metrics import PublisherFigures
+from weightcast.publisher.daemon.metrics import PublisherMetrics
 from weightcast.publisher.daemon.progress import Meter
 from weightcast.publisher.daemon.routes import check_checkpoint
 from weightcast.publisher.daemon.settings import THREADS, PublisherSettings
-from weightcast.publisher.daemon.sources.handed import Received
-from weightcast.publisher.daemon.sources.inbox import Choice, InboxRules, LastContent, Sighting
+from weightcast.publisher.daemon.sources.handed import HandOverSource
+from weightcast.publisher.daemon.sources.inbox import Candidate, Choice, InboxRules, LastContent
 from weightcast.publisher.daemon.sources.layouts import step_of
 from weightcast.publisher.daemon.sources.observation import marks
 from weightcast.publisher.daemon.sources.queue import Job, Queue, unread
-from weightcast.publisher.daemon.sources.watched import RenamedIn, Watched
+from weightcast.publisher.daemon.sources.watched import RenamedDirectories, WatchedDirectory
 from weightcast.publisher.daemon.status import (
     PUBLICATIONS_SHOWN,
     REFUSED_SHOWN,
@@ -68,7 +68,7 @@ from weightcast.shared.daemon.backoff import Due
 from weightcast.shared.daemon.hooks import run_hook
 from weightcast.shared.daemon.logs import get_log, size_text
 from weightcast.shared.daemon.loop import Stop, Wakeup, failure_of
-from weightcast.shared.daemon.metrics import DiskFigures, Metrics, error_kind
+from weightcast.shared.daemon.metrics import DiskMetrics, Metrics, error_kind
 from weightcast.shared.daemon.status import Failure, Snapshot, verify_status
 from weightcast.shared.daemon.threads import working_threads
 from weightcast.shared.files.disk_errors import disk_error, disk_text, error_text
@@ -83,7 +83,7 @@ _INBOX, _QUEUE, _HANDED = "inbox.json", "publications.json", "handed.json"
 log = get_log("publisher")
 
 
-class Desk:
+class PublishLoop:
     """`start`, `step` and `close` belong to one thread; `status` and `queue` may be read by any."""
 
     def __init__(
@@ -92,7 +92,7 @@ class Desk:
         registry: Metrics,
         wakeup: Wakeup,
         stop: Stop,
-        renamed: RenamedIn,
+        renamed: RenamedDirectories,
         began: float | None = None,
     ) -> None:
         """`began`: when the process began, as unix time; None: now."""
@@ -103,14 +103,14 @@ class Desk:
         """why this publisher may not go on"""
         self._settings = settings
         self._wakeup, self._stop, self._renamed = wakeup, stop, renamed
-        self._meter, self._figures = Meter(), PublisherFigures(registry)
+        self._meter, self._metrics = Meter(), PublisherMetrics(registry)
         self.publish_seconds: Mapping[int, float] = {}
         """of what this process published; replaced as a whole"""
         self._publisher: Publisher | None = None
-        self._watched: Watched | None = None
-        self._received: Received | None = None
+        self._watched: WatchedDirectory | None = None
+        self._handed_over: HandOverSource | None = None
         self._recovered = False
-        self._disk = DiskFigures(registry, {"channel": settings.channel, "local": settings.local})
+        self._disk = DiskMetrics(registry, {"channel": settings.channel, "local": settings.local})
         self._look_due, self._owner_due = Due(_LOOK_SECONDS), Due(_LOOK_SECONDS)
         self._scrub = Scrub(int(settings.verify_rate), stop=lambda: stop.requested)
         self._check = ChannelCheck(int(settings.verify_rate))
@@ -149,7 +149,7 @@ class Desk:
                 require("--watch", settings.watch, CONSUME_NEEDS)
             # A trainer may save over the base, as over any checkpoint.
             own = [path for name, path in settings.own_places.items() if name != "base"]
-            self._watched = Watched(settings.watch, memory, rules, self._renamed, own)
+            self._watched = WatchedDirectory(settings.watch, memory, rules, self._renamed, own)
             ensure_room(paths)
             self._watched.ignore_existing(self._began, _version_of(settings.channel))
         self._meter.begin("base", 0)
@@ -174,8 +174,8 @@ class Desk:
             self._watched.start(publisher.made_for, None if self._settings.rename else publisher.run[1].table)
         if self._settings.hand_over is not None:
             memory = LocalPaths(self._settings.local).room / _HANDED
-            self._received = Received(self._settings.hand_over, memory)
-            self._received.resume(publisher.made_for)
+            self._handed_over = HandOverSource(self._settings.hand_over, memory)
+            self._handed_over.resume(publisher.made_for)
         self._resume_jobs(publisher, queue)
         self.queue, self._recovered = queue, True
         self._show()
@@ -211,8 +211,8 @@ class Desk:
             return
         if jobs:
             self._run_job(publisher, queue, jobs[0])
-        elif self._received is not None and (handed := self._received.next()) is not None:
-            self._publish_handed(publisher, self._received, handed)
+        elif self._handed_over is not None and (handed := self._handed_over.next()) is not None:
+            self._publish_handed(publisher, self._handed_over, handed)
         elif self._watched is not None:
             self._run_inbox(publisher, self._watched)
         self._settle(publisher)
@@ -236,7 +236,7 @@ class Desk:
         last = self._ended[0]
         if "patch" in report.seconds and "patch" not in last.seconds:
             self._ended[0] = last.but(seconds=dict(report.seconds))
-            self._figures.followed(report.seconds["patch"])
+            self._metrics.followed(report.seconds["patch"])
 
     def _opened(self) -> tuple[Publisher, Queue]:
         if self._publisher is None or self.queue is None:
@@ -251,8 +251,8 @@ class Desk:
             queue.change(poison, state="failed")
         if self._watched is not None:
             self._watched.resume(publisher.made_for)
-        if self._received is not None:
-            self._received.resume(publisher.made_for)
+        if self._handed_over is not None:
+            self._handed_over.resume(publisher.made_for)
         self._recovered = True
 
     def _resume_jobs(self, publisher: Publisher, queue: Queue) -> None:
@@ -325,7 +325,7 @@ class Desk:
         finally:
             self._meter.end()
 
-    def _run_inbox(self, publisher: Publisher, watched: Watched) -> None:
+    def _run_inbox(self, publisher: Publisher, watched: WatchedDirectory) -> None:
         choice = watched.next()
         for broken in choice.refused:
             if broken.problem is not None:
@@ -335,7 +335,7 @@ class Desk:
             self._wakeup.set()
 
     def _publish_chosen(
-        self, publisher: Publisher, watched: Watched, choice: Choice, chosen: Sighting
+        self, publisher: Publisher, watched: WatchedDirectory, choice: Choice, chosen: Candidate
     ) -> None:
         directory = watched.directory / chosen.name
 
@@ -354,17 +354,17 @@ class Desk:
         else:
             watched.fail(chosen, ended)
 
-    def _publish_handed(self, publisher: Publisher, received: Received, handed: Handed) -> None:
-        request = received.begin(handed, publisher.version)
-        source = f"{received.export.slot(handed.slot)} #{handed.sequence}"
+    def _publish_handed(self, publisher: Publisher, handed_over: HandOverSource, handed: Handed) -> None:
+        request = handed_over.begin(handed, publisher.version)
+        source = f"{handed_over.export.slot(handed.slot)} #{handed.sequence}"
 
         def read() -> NewWeights:
-            return publisher.adapted(received.open(handed), self._settings.rules)
+            return publisher.adapted(handed_over.open(handed), self._settings.rules)
 
         ended = self._publish_read(publisher, read, handed.step, source, request)
         if isinstance(ended, Failure):
             log.warning("not published", checkpoint=source, **ended.by_name())
-        received.end()
+        handed_over.end()
         self._wakeup.set()
 
     def _publish_read(
@@ -417,7 +417,7 @@ class Desk:
 
     def _failed(self, kind: str, failure: Failure, source: str) -> None:
         """A publication. `kind`: the error's class."""
-        self._figures.failed(kind)
+        self._metrics.failed(kind)
         self._note(failure)
         status = self._status.get()
         totals = status.totals.model_copy(update={"failures": status.totals.failures + 1})
@@ -442,7 +442,7 @@ class Desk:
     def _done(self, done: Publication) -> Publication:
         same = self._version_with(done.root)
         self._ended.appendleft(done)
-        self._figures.published(done)
+        self._metrics.published(done)
         self._look_due.at_once()
         known = {**self.publish_seconds, done.version: total_seconds(done.seconds)}
         self.publish_seconds = dict(list(known.items())[-ROWS_LIMIT:])
@@ -511,18 +511,18 @@ class Desk:
                 "config_changed": self._publisher.config_changed,
             }
         self._status.set(self._status.get().model_copy(update=facts))
-        self._look_at_channel()
+        self._read_channel()
         self._disk.show()
-        self._figures.show(self.status())
+        self._metrics.show(self.status())
         if self._background is not None:
-            self._figures.show_written(self._background.written)
+            self._metrics.show_written(self._background.written)
 
-    def _look_at_channel(self) -> None:
+    def _read_channel(self) -> None:
         """What changes there without this publisher's doing."""
         channel, version = self._settings.channel, self._status.get().version
         if self._look_due.take():
             with contextlib.suppress(OSError):
-                self._figures.show_channel(created_at(channel, version), current_epoch(channel))
+                self._metrics.show_channel(created_at(channel, version), current_epoch(channel))
 
     def _upkeep_status(self) -> UpkeepStatus:
         if self._background is None:
@@ -553,7 +553,7 @@ class Desk:
 
 
 def open_chosen(
-    publisher: Publisher, directory: Path, chosen: Sighting, rules: ExportRules = NO_RULES
+    publisher: Publisher, directory: Path, chosen: Candidate, rules: ExportRules = NO_RULES
 ) -> NewWeights:
     """What was looked at, and nothing else: raises Refused where weights were saved over since. From here on
     the checkpoint itself tells when it changes."""

@@ -1,1 +1,1 @@
-"""Hosts and versions for people who look: API, figures, page."""
+"""Hosts and versions for people who look: API, metrics, page."""

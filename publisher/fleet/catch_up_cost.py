@@ -6,7 +6,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from weightcast.publisher.fleet.version_history import Page
+from weightcast.publisher.fleet.version_history import History
 from weightcast.publisher.maintenance.retention import (
     CheapestWay,
     Hop,
@@ -98,14 +98,14 @@ class PrunePlan(Frozen):
     """what keeps everything here"""
 
 
-def version_rows(page: Page, publish_seconds: Mapping[int, float]) -> Versions:
-    held, stated = page.versions or {}, page.stated or {}
+def version_rows(page: History, publish_seconds: Mapping[int, float]) -> Versions:
+    held, facts = page.versions or {}, page.facts or {}
     tags: dict[int, list[str]] = {}
     for name, version in (page.tags or {}).items():
         tags.setdefault(version, []).append(name)
     rows = []
-    for version in sorted(stated, reverse=True):
-        said, lies = stated[version], held[version]
+    for version in sorted(facts, reverse=True):
+        said, lies = facts[version], held[version]
         nbytes = lies.shown.nbytes
         rows.append(
             VersionRow(
@@ -127,9 +127,9 @@ def version_rows(page: Page, publish_seconds: Mapping[int, float]) -> Versions:
     return Versions(versions=tuple(rows), complete=page.complete)
 
 
-def catch_up(page: Page, hosts: Sequence[Host]) -> CatchUp:
+def catch_up(page: History, hosts: Sequence[Host]) -> CatchUp:
     """For lags 1, 2, 4 and so on, and those that hosts have."""
-    held, pace = page.versions or {}, HostsPace.of(hosts)
+    held, pace = page.versions or {}, CatchUpPace.of(hosts)
     lags = {1 << power for power in range(20)} | {host.lag for host in hosts if host.lag}
     rows = []
     for lag in sorted(lag for lag in lags if 0 < lag <= page.pointer):
@@ -141,7 +141,7 @@ def catch_up(page: Page, hosts: Sequence[Host]) -> CatchUp:
     return CatchUp(rows=tuple(rows), joiner=_joiner(page, pace))
 
 
-def _joiner(page: Page, pace: HostsPace) -> Joiner:
+def _joiner(page: History, pace: CatchUpPace) -> Joiner:
     held = page.versions or {}
     based, bare = cheapest(held, page.pointer, {0: 0}), cheapest(held, page.pointer, {})
     without = None if bare is None else WithoutBase(bytes=bare.nbytes, steps=steps(bare))
@@ -179,14 +179,14 @@ def _run_text(run: Sequence[Hop]) -> str:
     return f"step {last.version}" if len(run) == 1 else f"steps {first.version} to {last.version}"
 
 
-class HostsPace(Frozen):
+class CatchUpPace(Frozen):
     """What hosts took for deltas of late."""
 
     per_byte: float | None = None
     reload_seconds: float = 0.0
 
     @classmethod
-    def of(cls, hosts: Iterable[Host]) -> HostsPace:
+    def of(cls, hosts: Iterable[Host]) -> CatchUpPace:
         patches = [
             update for host in hosts for update in host.updates if update.kind == "patch" and update.bytes
         ]

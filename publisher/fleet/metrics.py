@@ -48,7 +48,7 @@ CHAIN_VERSIONS = MetricDoc(
 CHAIN_BYTES = MetricDoc(f"{PREFIX}_chain_bytes", "gauge", "Bytes of their deltas.")
 
 
-class FleetFigures(Collector):
+class FleetMetrics(Collector):
     """`fleet` and `page` give the last look; they are asked at every scrape and must not block."""
 
     def __init__(

@@ -55,7 +55,7 @@ class _Failing:
     at: float
 
 
-class Posted:
+class ReportIntake:
     """The last report of each host, until it is written."""
 
     def __init__(self, channel: Path, clock: Callable[[], float] = time.monotonic) -> None:

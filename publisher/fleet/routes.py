@@ -35,7 +35,7 @@ _EVENT_SECONDS = 1.0
 """between two events of a kind"""
 
 
-class Taken(Frozen):
+class Accepted(Frozen):
     """`now`: unix time of the publisher's clock."""
 
     now: float
@@ -93,16 +93,16 @@ def fleet_routes(
         return streams.open()
 
     @router.post(REPORTS_PATH, status_code=202, responses={413: {"model": Failure}, 429: {"model": Failure}})
-    async def report(request: Request) -> Taken:
+    async def report(request: Request) -> Accepted:
         """A host's report, as docs/FORMAT.md has it, of a host that cannot write to the channel."""
         body = await request.body()
         if len(body) > REPORT_LIMIT:
             raise Answer(413, f"a report has at most {REPORT_LIMIT} bytes", "leave its oldest updates out")
         try:
-            await run_in_threadpool(view.posted.take, body, run_id())
+            await run_in_threadpool(view.report_intake.take, body, run_id())
         except TooMany as error:
             raise Answer(429, "too many reports", _REPORT_LATER, {"Retry-After": "1"}) from error
-        return Taken(now=time.time())
+        return Accepted(now=time.time())
 
     return router
 

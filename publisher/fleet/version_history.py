@@ -30,7 +30,7 @@ months, and what was pruned is to be forgotten"""
 
 
 @dataclass(frozen=True)
-class Stated:
+class VersionFacts:
     """What a version's index says; sizes in bytes, `created`: unix time on the publisher's clock."""
 
     step: int | None
@@ -42,46 +42,46 @@ class Stated:
 
 
 @dataclass(frozen=True)
-class Page:
-    """`versions`: all that lie there; `stated`: of those whose indexes were read; `complete`: no more of them
+class History:
+    """`versions`: all that lie there; `facts`: of those whose indexes were read; `complete`: no more of them
     will be."""
 
     pointer: int = 0
     versions: Mapping[int, HeldVersion] | None = None
-    stated: Mapping[int, Stated] | None = None
+    facts: Mapping[int, VersionFacts] | None = None
     kept: frozenset[int] = frozenset()
     tags: Mapping[str, int] | None = None
     complete: bool = False
 
 
-class Ledger:
+class VersionHistory:
     def __init__(self, channel: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory, self._clock = channel, clock
         self._channel: Channel | None = None
         self._held: dict[int, HeldVersion] = {}
-        self._stated: dict[int, Stated] = {}
+        self._version_facts: dict[int, VersionFacts] = {}
         self._pointer = self._lay_there = 0
         self._looked_until = self._newest_until = self._read_until = -1.0
         """when the next look at all directories, that at the newest, and the reading of indexes may begin"""
 
-    def read(self, *, look_around: bool) -> Page:
+    def read(self, *, look_around: bool) -> History:
         """`look_around`: at all versions that were there before, not only at the newest, for what was made
         beside them, and pruned. Raises WeightcastError and OSError where the channel cannot be read now."""
         if self._channel is None or self._channel.foreign:
             self._channel = Channel.open(self._directory)
         pointer = self._channel.pointer()
         if pointer is None or self._channel.foreign:
-            return Page(complete=True)
+            return History(complete=True)
         self._look(self._channel, pointer, look_around)
         self._read_indexes(self._channel, pointer)
         wanted = sorted(self._held, reverse=True)[:ROWS_LIMIT]
-        return Page(
+        return History(
             pointer.version,
             dict(self._held),
-            dict(self._stated),
+            dict(self._version_facts),
             frozenset(pins.kept(self._directory)),
             pins.tags(self._directory),
-            all(version in self._stated for version in wanted),
+            all(version in self._version_facts for version in wanted),
         )
 
     def _look(self, channel: Channel, pointer: Pointer, look_around: bool) -> None:
@@ -97,13 +97,15 @@ class Ledger:
         for version, shown in channel.shown(pointer, above=above).items():
             with contextlib.suppress(FileNotFoundError):
                 created = channel.layout.index(version).stat().st_mtime
-                known = self._stated.get(version)
+                known = self._version_facts.get(version)
                 found[version] = HeldVersion(shown, created, known is not None and known.is_whole)
         if above:
             self._held = {version: held for version, held in self._held.items() if version <= above} | found
         else:
             self._held, self._lay_there = found, len(found)
-        self._stated = {version: row for version, row in self._stated.items() if version in self._held}
+        self._version_facts = {
+            version: row for version, row in self._version_facts.items() if version in self._held
+        }
         self._pointer = pointer.version
         now = self._clock()
         due = now + max(_LOOK_SECONDS, _LOOK_SHARE * (now - began))
@@ -115,22 +117,22 @@ class Ledger:
     def _read_indexes(self, channel: Channel, pointer: Pointer) -> None:
         for version in sorted(self._held, reverse=True)[:ROWS_LIMIT]:
             began = self._clock()
-            if version in self._stated:
+            if version in self._version_facts:
                 continue
             if self._read_until - began > _SHARE * _AT_ONCE_SECONDS and version != pointer.version:
                 return
-            stated = _stated(channel, pointer, version)
-            if stated is None:
+            facts = _version_facts(channel, pointer, version)
+            if facts is None:
                 continue
-            self._stated[version] = stated
-            if stated.is_whole:
+            self._version_facts[version] = facts
+            if facts.is_whole:
                 held = self._held[version]
                 self._held[version] = HeldVersion(held.shown, held.created, True)
             now = self._clock()
             self._read_until = max(self._read_until, began) + _SHARE * (now - began)
 
 
-def _stated(channel: Channel, pointer: Pointer, version: int) -> Stated | None:
+def _version_facts(channel: Channel, pointer: Pointer, version: int) -> VersionFacts | None:
     """None for what cannot be read, or is no longer there: the next look at all directories tells."""
     try:
         index = channel.index(pointer, version, channel.require_ours()[1].table)
@@ -139,6 +141,6 @@ def _stated(channel: Channel, pointer: Pointer, version: int) -> Stated | None:
     if not isinstance(index, Index):
         return None
     totals = index.totals
-    return Stated(
+    return VersionFacts(
         index.step, index.created, totals.changed, totals.elements, totals.nbytes, index.kind == "anchor"
     )

@@ -18,8 +18,8 @@ from weightcast.publisher.fleet.catch_up_cost import (
     prune_plan,
     version_rows,
 )
-from weightcast.publisher.fleet.report_intake import Posted
-from weightcast.publisher.fleet.version_history import Ledger, Page
+from weightcast.publisher.fleet.report_intake import ReportIntake
+from weightcast.publisher.fleet.version_history import History, VersionHistory
 from weightcast.publisher.maintenance.prune import LIVING_SECONDS
 from weightcast.publisher.maintenance.retention import Retention, Situation
 from weightcast.shared.base.errors import WeightcastError
@@ -77,10 +77,13 @@ class FleetView:
         clock: Callable[[], float] = time.monotonic,
         publisher: Callable[[], PublisherLine | None] = lambda: None,
     ) -> None:
-        self.posted = Posted(channel)
+        self.report_intake = ReportIntake(channel)
         self._channel, self._retention, self._clock = channel, retention, clock
         self._publish_seconds = publish_seconds
-        self._reader, self._ledger = FleetReader(channel, bounds, publisher=publisher), Ledger(channel, clock)
+        self._reader, self._history = (
+            FleetReader(channel, bounds, publisher=publisher),
+            VersionHistory(channel, clock),
+        )
         unread = Verdict(level="warning", text="the channel has not been read yet")
         empty = Fleet(
             now=time.time(), channel=str(channel), run_id=None, latest=None, bounds=bounds, verdict=unread
@@ -93,8 +96,8 @@ class FleetView:
         self._threads = [
             threading.Thread(target=self._run, args=(look, pause), name=name, daemon=True)
             for name, look, pause in (
-                ("fleet", self.look_at_hosts, self._hosts_pause),
-                ("versions", self.look_at_versions, self._versions_pause),
+                ("fleet", self.read_hosts, self._hosts_pause),
+                ("versions", self.read_versions, self._versions_pause),
             )
         ]
 
@@ -130,25 +133,25 @@ class FleetView:
         require_gone(host)
         forget(self._channel, host.key)
 
-    def look_at_hosts(self) -> None:
+    def read_hosts(self) -> None:
         """One look. Raises WeightcastError and OSError when the channel cannot be read."""
         # a channel that is full can still be looked at
-        told = self.posted.problem
-        self.posted.write()
-        if self.posted.problem and not told:
-            log.warning("posted reports not written", reason=self.posted.problem)
+        told = self.report_intake.problem
+        self.report_intake.write()
+        if self.report_intake.problem and not told:
+            log.warning("posted reports not written", reason=self.report_intake.problem)
         before, fleet = self._fleet.get(), self._reader.read()
         self._fleet.set(_page(fleet, before.serial + (_said(fleet) != _said(before.fleet))))
 
-    def look_at_versions(self) -> None:
+    def read_versions(self) -> None:
         began = self._clock()
         try:
-            self._look_at_versions()
+            self._read_versions()
         finally:
             self._look_seconds = self._clock() - began
 
-    def _look_at_versions(self) -> None:
-        page = self._ledger.read(look_around=self._is_watched())
+    def _read_versions(self) -> None:
+        page = self._history.read(look_around=self._is_watched())
         fleet = self._fleet.get().fleet
         living = [host for host in fleet.hosts if (host.heard_seconds_ago or 0.0) < LIVING_SECONDS]
         self._versions.set(
@@ -186,7 +189,7 @@ class FleetView:
                 waited += 0.2
 
 
-def _situation(page: Page, hosts: list[int]) -> Situation:
+def _situation(page: History, hosts: list[int]) -> Situation:
     wanted = {*page.kept, *(page.tags or {}).values()}
     return Situation(page.pointer, page.versions or {}, time.time(), hosts, wanted)
 

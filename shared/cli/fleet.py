@@ -41,7 +41,7 @@ from weightcast.shared.daemon.fleet import (
     trouble_of,
     verdict,
 )
-from weightcast.shared.daemon.wait import Arrivals
+from weightcast.shared.daemon.wait import VersionWait
 from weightcast.shared.files.disk_errors import disk_text
 from weightcast.shared.files.paths import printable
 
@@ -132,7 +132,7 @@ def wait(
 ) -> None:
     """Wait until hosts are ready with a version: one, or as many as asked for. Exit code 4 after the time."""
     with _looking(channel, url, token, updates=0) as look:
-        hosts = Arrivals(look, poll_seconds=_WATCH_SECONDS / 2).wait(version, min_hosts, fraction, timeout)
+        hosts = VersionWait(look, poll_seconds=_WATCH_SECONDS / 2).wait(version, min_hosts, fraction, timeout)
     facts = {"version": version, "hosts": hosts}
     Output(json=as_json).result(
         facts,

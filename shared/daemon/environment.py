@@ -87,6 +87,10 @@ def hide_queries(text: str) -> str:
     return _QUERY.sub("?...", text)
 
 
+def is_token(text: str) -> bool:
+    return bool(text) and text.isascii() and text.isprintable() and " " not in text
+
+
 URL_LIMIT = 2048
 _LABEL = r"(?!-)[A-Za-z0-9_-]{1,63}"
 _NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*\.?")

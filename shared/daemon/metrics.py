@@ -214,7 +214,7 @@ EVERY_SECONDS = 5.0
 PLACES = ("channel", "local")
 
 
-class DiskFigures:
+class DiskMetrics:
     """`places`: a directory for each of PLACES; one that is not there yet is judged by where it will be."""
 
     def __init__(
@@ -240,7 +240,7 @@ class DiskFigures:
 _NEVER = -1
 
 
-class VerifyFigures:
+class VerifyMetrics:
     def __init__(self, registry: Metrics) -> None:
         self._progress = share(registry, "verify_progress", "Share of this pass of the verify that is done.")
         self._faults = count(registry, "verify_faults", "Tensors that the verify found wrong.")

@@ -22,7 +22,7 @@ from pydantic_settings import (
 
 from weightcast.shared.base.errors import USAGE, Refused, WeightcastError
 from weightcast.shared.channel.signing import Trust
-from weightcast.shared.daemon.environment import PREFIX, hide_queries, is_host
+from weightcast.shared.daemon.environment import PREFIX, hide_queries, is_host, is_token
 from weightcast.shared.daemon.threads import MEMORY_BUDGET
 from weightcast.shared.files.disk_errors import disk_error
 from weightcast.shared.files.paths import at_home, is_utf8
@@ -36,10 +36,6 @@ class BadSettings(Refused):
     """A usage error: the message lists every problem at once."""
 
     exit_code = USAGE
-
-
-def is_token(text: str) -> bool:
-    return bool(text) and text.isascii() and text.isprintable() and " " not in text
 
 
 def _header_text(token: SecretStr) -> SecretStr:
@@ -195,12 +191,12 @@ def trace_settings(cls: type[S], flags: Mapping[str, object], config: Path | Non
 
 def check_bind(settings: ServiceSettings) -> None:
     """Raises BadSettings for a door that others can reach and that has no token."""
-    problem = _open_door(settings.host, settings.token is not None)
+    problem = _unprotected_host(settings.host, settings.token is not None)
     if problem:
         raise BadSettings(problem, remedy=f"set {PREFIX}TOKEN, or listen on 127.0.0.1")
 
 
-def _open_door(host: str, has_token: bool) -> str:
+def _unprotected_host(host: str, has_token: bool) -> str:
     if has_token or is_loopback(host):
         return ""
     return f"host {host} can be reached from other machines and no token is set"
@@ -403,7 +399,7 @@ def _all_problems(
     lines = [_problem(cls, error, origins) for error in errors]
     if not any(error["loc"][:1] in (("host",), ("token",)) for error in errors):
         host = values.get("host", cls.model_fields["host"].default)
-        lines += filter(None, [_open_door(str(host), values.get("token") is not None)])
+        lines += filter(None, [_unprotected_host(str(host), values.get("token") is not None)])
     return BadSettings(
         "wrong settings:\n  " + "\n  ".join(lines),
         remedy="correct them where they are set; a flag wins over the environment, that over the file",

@@ -18,7 +18,7 @@ _MOST_ERROR = 200
 
 
 @dataclass(frozen=True)
-class Turnout:
+class WaitResult:
     """Hosts that take part, in the order of their reports. `behind`: with what they say of themselves;
     `absent`: those that nobody waits for, with the reason."""
 
@@ -34,7 +34,7 @@ class Turnout:
         return len(self.arrived) >= wanted
 
 
-def judge(version: int, hosts: Iterable[Host]) -> Turnout:
+def judge(version: int, hosts: Iterable[Host]) -> WaitResult:
     """Only a host that is ready, and was heard from lately, has arrived."""
     arrived, behind = [], []
     shown = tuple(hosts)
@@ -45,7 +45,7 @@ def judge(version: int, hosts: Iterable[Host]) -> Turnout:
             arrived.append(names[host.key])
         else:
             behind.append(f"{names[host.key]} ({_standing(host)})")
-    return Turnout(tuple(arrived), tuple(behind))
+    return WaitResult(tuple(arrived), tuple(behind))
 
 
 def absent_of(fleet: Fleet) -> tuple[str, ...]:
@@ -61,7 +61,7 @@ def _standing(host: Host) -> str:
     return f"{state}, {version}{': ' if why else ''}{why}"
 
 
-class Arrivals:
+class VersionWait:
     """`look` gives the fleet as of now."""
 
     def __init__(
@@ -79,7 +79,7 @@ class Arrivals:
         channel: Path,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
-    ) -> Arrivals:
+    ) -> VersionWait:
         return cls(FleetReader(channel, clock=clock, updates=0).read, clock, pause)
 
     def wait(self, version: int, min_hosts: int | None, fraction: float | None, timeout: float) -> list[str]:
@@ -103,7 +103,7 @@ class Arrivals:
                 raise _late(version, found, timeout) if trouble is None else trouble
             self._pause(self._poll_seconds)
 
-    def _situation(self, version: int) -> tuple[Turnout | None, WeightcastError | None]:
+    def _situation(self, version: int) -> tuple[WaitResult | None, WeightcastError | None]:
         """What cannot be read now may be read in a moment; what is wrong for good is raised."""
         try:
             fleet = self._look()
@@ -130,11 +130,11 @@ def wait_for_hosts(
 ) -> list[str]:
     """Waits until that many hosts are ready and serve `version` or a later one; their names: see
     `Arrivals.wait`. Hosts say this of themselves in the channel, nobody authenticates it."""
-    return Arrivals.in_channel(Path(channel)).wait(version, min_hosts, fraction, timeout)
+    return VersionWait.in_channel(Path(channel)).wait(version, min_hosts, fraction, timeout)
 
 
-def _late(version: int, found: Turnout | None, timeout: float) -> NotInTime:
-    found = Turnout((), ()) if found is None else found
+def _late(version: int, found: WaitResult | None, timeout: float) -> NotInTime:
+    found = WaitResult((), ()) if found is None else found
     waited = len(found.arrived) + len(found.behind)
     absent = f"; not counted: {_some(found.absent)}" if found.absent else ""
     behind = _some(found.behind) or ("none" if absent else "nobody reports")

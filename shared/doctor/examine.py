@@ -17,12 +17,12 @@ from weightcast.shared.doctor.observe import (
     LocalFacts,
     MachineFacts,
     RunFacts,
-    answered,
-    look_at_channel,
-    look_at_local,
-    look_at_machine,
-    look_at_run,
-    look_into_local,
+    observe_channel,
+    observe_contents,
+    observe_local,
+    observe_machine,
+    observe_run,
+    within_seconds,
 )
 from weightcast.shared.doctor.rules import CHANNEL, LOCAL, judge_channel, judge_local, judge_machine
 from weightcast.shared.files.paths import printable, require_no_overlap
@@ -43,14 +43,14 @@ class Examined:
 def examine(what: Examined) -> list[Finding]:
     """Everything but engines. Places that are not given are not looked at; nothing of what is tried stays."""
     findings: list[Finding] = []
-    machine = look_at_machine()
+    machine = observe_machine()
     run = None if what.channel is None else _channel(what.channel, what, findings)
     inside = None if what.local is None else _local(what.local, what, run, machine, findings)
     return [*judge_machine(machine, run, inside), *findings]
 
 
 def _channel(channel: Path, what: Examined, findings: list[Finding]) -> RunFacts | None:
-    looked = _seen(CHANNEL, channel, what.seconds, lambda: (look_at_channel(channel), look_at_run(channel)))
+    looked = _seen(CHANNEL, channel, what.seconds, lambda: (observe_channel(channel), observe_run(channel)))
     if isinstance(looked, Finding):
         findings.append(looked)
         return None
@@ -62,7 +62,7 @@ def _channel(channel: Path, what: Examined, findings: list[Finding]) -> RunFacts
 def _local(
     local: Path, what: Examined, run: RunFacts | None, machine: MachineFacts, findings: list[Finding]
 ) -> LocalFacts | None:
-    looked = _seen(LOCAL, local, what.seconds, lambda: (look_at_local(local), look_into_local(local)))
+    looked = _seen(LOCAL, local, what.seconds, lambda: (observe_local(local), observe_contents(local)))
     if isinstance(looked, Finding):
         findings.append(looked)
         return None
@@ -83,7 +83,7 @@ def _apart(local: Path, channel: Path) -> Iterator[Finding]:
 
 def _seen(place: str, path: Path, seconds: float, look: Callable[[], T]) -> T | Finding:
     try:
-        found = answered(look, seconds)
+        found = within_seconds(look, seconds)
     except OSError as error:
         return Finding(
             place,

@@ -20,7 +20,7 @@ from weightcast.shared.checkpoint.state.state import Boot
 from weightcast.shared.checkpoint.update.buffer_reuse import spare_bytes
 from weightcast.shared.daemon.status import kernel_status
 from weightcast.shared.daemon.threads import usable_cores
-from weightcast.shared.doctor.probes import TrialOutcome, Tried, try_all
+from weightcast.shared.doctor.probes import ProbeOutcome, ProbeResults, run_probes
 from weightcast.shared.files.disk_errors import DiskError, disk_error, disk_remedy, disk_text
 from weightcast.shared.files.paths import exists, is_directory, is_link
 from weightcast.shared.files.system import Mount, Space, mount_of, nearest_directory, space_of
@@ -31,22 +31,22 @@ _END_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class PlaceFacts:
-    """`tried`: where the trials ran: the directory or one below it; None where nothing may be written."""
+    """`probed`: where the trials ran: the directory or one below it; None where nothing may be written."""
 
-    asked: Path
+    path: Path
     there: bool
     is_link: bool
     is_directory: bool
-    tried: Path | None
+    probed: Path | None
     refused: DiskError | None
     """why nothing could be tried; None: it was tried, or there is nowhere to"""
     mount: Mount | None
     space: Space
-    open_to_all: bool
+    world_writable: bool
     """everybody on the machine may replace files"""
     left: str
     """why something of the trials is still there; empty: nothing is"""
-    trials: Mapping[str, TrialOutcome] = field(default_factory=dict)
+    probes: Mapping[str, ProbeOutcome] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -65,16 +65,16 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class LocalFacts:
-    """`seeded`: weights lie there already; `strange`: files that are not weightcast's, and nothing of it;
+    """`seeded`: weights lie there already; `foreign`: files that are not weightcast's, and nothing of it;
     `spare_bytes`: of files that those of the next version are written over."""
 
     seeded: bool
-    strange: bool
+    foreign: bool
     files: int
     spare_bytes: int = 0
 
 
-def answered(look: Callable[[], T], seconds: float) -> T | None:
+def within_seconds(look: Callable[[], T], seconds: float) -> T | None:
     """None when `look` hangs, as calls into a dead network mount do. The thread is left behind: nothing can
     end it. Raises what `look` raises."""
     results: list[T] = []
@@ -102,53 +102,53 @@ def answered(look: Callable[[], T], seconds: float) -> T | None:
     return results[0] if results else None
 
 
-def look_at_channel(channel: Path) -> PlaceFacts:
+def observe_channel(channel: Path) -> PlaceFacts:
     """Hosts need not write there: where only `hosts/` lets them, that is tried. Raises OSError when not even
     what is there can be looked at."""
     places = [channel, Layout(channel).hosts_dir] if is_directory(channel) else []
     return _facts(channel, places)
 
 
-def look_at_local(local: Path) -> PlaceFacts:
+def observe_local(local: Path) -> PlaceFacts:
     """A directory in use is tried in weightcast's own part, where no engine looks. Raises OSError."""
     room = LocalPaths(local).room
     return _facts(local, [room if is_directory(room) else local.absolute()])
 
 
-def _facts(asked: Path, places: Sequence[Path]) -> PlaceFacts:
-    nearest = nearest_directory(asked)
-    place, refused, tried = _tried(places)
+def _facts(path: Path, places: Sequence[Path]) -> PlaceFacts:
+    nearest = nearest_directory(path)
+    place, refused, probed = _tried(places)
     return PlaceFacts(
-        asked=asked,
-        there=os.path.lexists(asked),
-        is_link=is_link(asked),
-        is_directory=is_directory(asked),
-        tried=place,
+        path=path,
+        there=os.path.lexists(path),
+        is_link=is_link(path),
+        is_directory=is_directory(path),
+        probed=place,
         refused=refused,
         mount=mount_of(nearest),
         space=space_of(nearest),
-        open_to_all=exists(asked) and _open_to_all(asked),
-        left=tried.left,
-        trials=tried.outcomes,
+        world_writable=exists(path) and _world_writable(path),
+        left=probed.left,
+        probes=probed.outcomes,
     )
 
 
-def _tried(places: Sequence[Path]) -> tuple[Path | None, DiskError | None, Tried]:
+def _tried(places: Sequence[Path]) -> tuple[Path | None, DiskError | None, ProbeResults]:
     refused: DiskError | None = None
     for place in places:
         try:
-            return place, None, try_all(place)
+            return place, None, run_probes(place)
         except OSError as error:
             refused = refused or disk_error(error, place)
-    return None, refused, Tried({})
+    return None, refused, ProbeResults({})
 
 
-def _open_to_all(path: Path) -> bool:
+def _world_writable(path: Path) -> bool:
     mode = path.stat().st_mode
     return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
 
 
-def look_at_run(channel: Path) -> RunFacts:
+def observe_run(channel: Path) -> RunFacts:
     """Reads channel.json, base.json, pointer and the newest index."""
     try:
         return _run_facts(Channel.open(channel))
@@ -175,7 +175,7 @@ def _run_facts(channel: Channel) -> RunFacts:
     )
 
 
-def look_into_local(local: Path) -> LocalFacts:
+def observe_contents(local: Path) -> LocalFacts:
     """Raises OSError."""
     names = set(os.listdir(local)) if is_directory(local) else set()
     paths = LocalPaths(local)
@@ -183,7 +183,7 @@ def look_into_local(local: Path) -> LocalFacts:
     weights = [name for name in names if name.endswith(".safetensors")]
     return LocalFacts(
         seeded=room in names and bool(weights),
-        strange=is_foreign(paths),
+        foreign=is_foreign(paths),
         files=len(weights),
         spare_bytes=spare_bytes(paths),
     )
@@ -226,7 +226,7 @@ class MachineFacts:
     kernel_problem: str
 
 
-def look_at_machine() -> MachineFacts:
+def observe_machine() -> MachineFacts:
     """Compiles a first kernel where none is kept."""
     rows = _meminfo()
     memory, available = (rows.get(name, _NONE) for name in ("MemTotal", "MemAvailable"))

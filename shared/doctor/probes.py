@@ -26,44 +26,44 @@ _POINTERS = tuple(b"%06d" % number for number in range(_ROUNDS))
 
 
 @dataclass(frozen=True)
-class TrialOutcome:
-    """`problem` is empty where all went as it must; `figure`: what the trial measures."""
+class ProbeOutcome:
+    """`problem` is empty where all went as it must; `measured`: what the trial measures."""
 
-    figure: float = 0.0
+    measured: float = 0.0
     problem: str = ""
     remedy: str = ""
     """where the problem is none of the file system's kind"""
 
 
-Trial = Callable[[Path], float]
+Probe = Callable[[Path], float]
 
 
 @dataclass(frozen=True)
-class Tried:
+class ProbeResults:
     """`left`: why something of ours is still there; empty: nothing is."""
 
-    outcomes: Mapping[str, TrialOutcome]
+    outcomes: Mapping[str, ProbeOutcome]
     left: str = ""
 
 
-def try_all(directory: Path) -> Tried:
+def run_probes(directory: Path) -> ProbeResults:
     """Every trial by name, each in a directory of its own. Raises OSError when none can be made."""
     found = {}
     with scratch_in(directory) as scratch:
-        for name, trial in TRIALS.items():
+        for name, probe in PROBES.items():
             own = scratch.directory / name
             own.mkdir()
-            found[name] = _outcome(trial, own)
-    return Tried(found, scratch.left)
+            found[name] = _outcome(probe, own)
+    return ProbeResults(found, scratch.left)
 
 
-def _outcome(trial: Trial, room: Path) -> TrialOutcome:
+def _outcome(probe: Probe, room: Path) -> ProbeOutcome:
     try:
-        return TrialOutcome(trial(room))
+        return ProbeOutcome(probe(room))
     except Unfit as unfit:
-        return TrialOutcome(problem=str(unfit))
+        return ProbeOutcome(problem=str(unfit))
     except OSError as error:
-        return TrialOutcome(problem=call_text(error), remedy="" if is_lasting(error) else disk_remedy(error))
+        return ProbeOutcome(problem=call_text(error), remedy="" if is_lasting(error) else disk_remedy(error))
 
 
 def _rename(room: Path) -> float:
@@ -141,7 +141,7 @@ def _clock(room: Path) -> float:
     return stamp - min(max(stamp, before), after)
 
 
-TRIALS: Mapping[str, Trial] = {
+PROBES: Mapping[str, Probe] = {
     "rename": _rename,
     "rename_directory": probes.rename_directory,
     "readers": _readers,

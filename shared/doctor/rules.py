@@ -90,7 +90,7 @@ def judge_channel(facts: PlaceFacts, run: RunFacts, role: Role | None) -> Iterat
     yield from _judge(CHANNEL, _RUN, seen)
     if facts.is_directory:
         yield from _judge(CHANNEL, _CHANNEL, seen)
-        yield from _judge_trials(CHANNEL, facts, _CHANNEL_TRIALS)
+        yield from _judge_probes(CHANNEL, facts, _CHANNEL_PROBES)
         yield from _judge(CHANNEL, _CHANNEL_PACE, facts)
         yield from _judge(CHANNEL, (("space", _channel_space),), seen)
 
@@ -101,7 +101,7 @@ def judge_local(
     seen = LocalSeen(facts, inside, run, machine)
     yield from _judge(LOCAL, _PLACE, facts)
     yield from _judge(LOCAL, _LOCAL, seen)
-    yield from _judge_trials(LOCAL, facts, _LOCAL_TRIALS)
+    yield from _judge_probes(LOCAL, facts, _LOCAL_PROBES)
     yield from _judge(LOCAL, (("clock", _clock),), facts)
     yield from _judge(LOCAL, _LOCAL_SIZES, seen)
 
@@ -118,14 +118,14 @@ def _judge(place: str, rules: Rules[Seen], seen: Seen) -> Iterator[Finding]:
 
 # trials: check, trial, level of a failed one, what a good one shows, remedy
 
-TrialRule = tuple[str, str, Level, str, str]
+ProbeRule = tuple[str, str, Level, str, str]
 
 
-def _needed(need: Need, trial: str, good: str) -> TrialRule:
-    return need.check, trial, "failure", good, need.remedy
+def _needed(need: Need, probe: str, good: str) -> ProbeRule:
+    return need.check, probe, "failure", good, need.remedy
 
 
-_CHANNEL_TRIALS: Sequence[TrialRule] = (
+_CHANNEL_PROBES: Sequence[ProbeRule] = (
     _needed(RENAME, "rename", "a rename replaces a file atomically; open readers keep the old one"),
     _needed(RENAME_DIRECTORY, "rename_directory", "a directory with files can be renamed to an unused name"),
     (
@@ -150,15 +150,15 @@ _LOCAL_GOOD = (
     ("allocate", "space can be allocated before it is written"),
     ("visible", "a new file is seen whole at once"),
 )
-_LOCAL_TRIALS: Sequence[TrialRule] = (
+_LOCAL_PROBES: Sequence[ProbeRule] = (
     *(_needed(need, *good) for need, good in zip(LOCAL_NEEDS, _LOCAL_GOOD, strict=True)),
     (EXCLUSIVE.check, "exclusive", "note", "exactly one of several creators of a file wins", _ONE_WRITER),
 )
 
 
-def _judge_trials(place: str, facts: PlaceFacts, rules: Sequence[TrialRule]) -> Iterator[Finding]:
-    for check, trial, level, good, remedy in rules:
-        outcome = facts.trials.get(trial)
+def _judge_probes(place: str, facts: PlaceFacts, rules: Sequence[ProbeRule]) -> Iterator[Finding]:
+    for check, probe, level, good, remedy in rules:
+        outcome = facts.probes.get(probe)
         if outcome is None:
             continue
         if outcome.problem:
@@ -172,9 +172,9 @@ def _judge_trials(place: str, facts: PlaceFacts, rules: Sequence[TrialRule]) -> 
 
 def _path(facts: PlaceFacts) -> Verdict | None:
     if facts.is_link and facts.is_directory:
-        return Verdict("note", f"{facts.asked} is a symbolic link: its target is examined")
+        return Verdict("note", f"{facts.path} is a symbolic link: its target is examined")
     if facts.there and not facts.is_directory:
-        return Verdict("failure", f"{facts.asked} is not a directory", "give another directory, or move it")
+        return Verdict("failure", f"{facts.path} is not a directory", "give another directory, or move it")
     return None
 
 
@@ -184,9 +184,9 @@ def _removal(facts: PlaceFacts) -> Verdict | None:
 
 
 def _writers(facts: PlaceFacts) -> Verdict | None:
-    if not facts.open_to_all:
+    if not facts.world_writable:
         return None
-    remedy = f"chmod o-w {facts.asked}: who may write decides what engines run"
+    remedy = f"chmod o-w {facts.path}: who may write decides what engines run"
     return Verdict("warning", "every user of the machine may replace files here", remedy)
 
 
@@ -207,30 +207,30 @@ _PLACE: Rules[PlaceFacts] = (
 
 def _pace(facts: PlaceFacts) -> Verdict | None:
     """A version's commit is about seven durable steps."""
-    rename = facts.trials.get("rename")
+    rename = facts.probes.get("rename")
     if rename is None or rename.problem:
         return None
-    says = f"a small file is durable after {rename.figure * 1000:.0f} ms"
-    if rename.figure <= _SLOW_COMMIT_SECONDS:
+    says = f"a small file is durable after {rename.measured * 1000:.0f} ms"
+    if rename.measured <= _SLOW_COMMIT_SECONDS:
         return Verdict("ok", says)
     remedy = "each version takes several of these: find what makes this file system slow"
     return Verdict("warning", says, remedy)
 
 
 def _delay(facts: PlaceFacts) -> Verdict | None:
-    visible = facts.trials.get("visible")
-    if visible is None or visible.problem or visible.figure <= _LATE_SECONDS:
+    visible = facts.probes.get("visible")
+    if visible is None or visible.problem or visible.measured <= _LATE_SECONDS:
         return None
     remedy = "hosts wait --visible-deadline (120 s) for a new version's files"
-    return Verdict("note", f"a new file is seen after {visible.figure:.1f} s", remedy)
+    return Verdict("note", f"a new file is seen after {visible.measured:.1f} s", remedy)
 
 
 def _clock(facts: PlaceFacts) -> Verdict | None:
     """Ages, retention and lag in seconds come from times that others wrote; they alone decide nothing."""
-    outcome = facts.trials.get("clock")
+    outcome = facts.probes.get("clock")
     if outcome is None or outcome.problem:
         return None
-    ahead = outcome.figure
+    ahead = outcome.measured
     if abs(ahead) <= _CLOCK_SECONDS:
         return Verdict("ok", "new files bear this machine's time")
     direction = "ahead of" if ahead > 0 else "behind"
@@ -297,10 +297,10 @@ def _channel_kind(seen: ChannelSeen) -> Verdict:
 def _channel_rights(seen: ChannelSeen) -> Verdict:
     """Hosts read; they write nothing but their reports."""
     place, role = seen.place, seen.role
-    if place.tried == place.asked:
+    if place.probed == place.path:
         return Verdict("ok", "this user may write")
-    if place.tried is not None:
-        says, remedy = f"this user may write in {place.tried.name}/ alone", "give its user the directory"
+    if place.probed is not None:
+        says, remedy = f"this user may write in {place.probed.name}/ alone", "give its user the directory"
         if role == "subscriber":
             return Verdict("ok", f"{says}: enough for a host")
     else:
@@ -336,10 +336,10 @@ _CHANNEL: Rules[ChannelSeen] = (("file system", _channel_kind), ("permissions", 
 # the local checkpoint
 
 
-def _strange(seen: LocalSeen) -> Verdict | None:
-    if not seen.inside.strange:
+def _not_a_checkpoint(seen: LocalSeen) -> Verdict | None:
+    if not seen.inside.foreign:
         return None
-    says = f"{seen.place.asked} is not empty and is not a weightcast local checkpoint"
+    says = f"{seen.place.path} is not empty and is not a weightcast local checkpoint"
     return Verdict("failure", says, "choose an empty or new directory for --local")
 
 
@@ -355,7 +355,7 @@ def _local_kind(seen: LocalSeen) -> Verdict:
 
 
 def _local_rights(seen: LocalSeen) -> Verdict:
-    if seen.place.tried is None:
+    if seen.place.probed is None:
         return Verdict("failure", *_not_tried(seen.place))
     return Verdict("ok", "this user may write" if seen.place.there else "not there yet; can be made")
 
@@ -415,7 +415,7 @@ def _tmpfs_memory(seen: LocalSeen) -> Verdict | None:
 
 
 _LOCAL: Rules[LocalSeen] = (
-    ("path", _strange),
+    ("path", _not_a_checkpoint),
     ("file system", _local_kind),
     ("permissions", _local_rights),
 )

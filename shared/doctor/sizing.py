@@ -73,7 +73,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Workload:
     """`density`: share of the elements that a version changes; `interval`: seconds between versions; `away`:
     seconds that a host misses; `link`: bits per second of a host; `threads`: of a host; `skips`: whether
     deltas over many versions are made."""
@@ -250,7 +250,7 @@ def missed_bytes(delta_bytes: int, versions: int, full_bytes: int, skips: bool) 
     return min(ways)
 
 
-def catch_up(weights: Weights, one: PerVersion, asked: Asked) -> CatchUpCost:
+def catch_up(weights: Weights, one: PerVersion, asked: Workload) -> CatchUpCost:
     """A host folds what it missed and patches once; a new one reads the base, or an anchor, first."""
     versions = math.ceil(asked.away / asked.interval)
     missed = missed_bytes(one.delta_bytes, versions, weights.nbytes, asked.skips)
@@ -286,7 +286,7 @@ def roles(weights: Weights, one: PerVersion) -> tuple[RoleBytes, ...]:
     )
 
 
-def sizing(weights: Weights, asked: Asked) -> Sizing:
+def sizing(weights: Weights, asked: Workload) -> Sizing:
     one = per_version(weights, asked.density, asked.encoding)
     hourly = 3600 / asked.interval
     in_channel = one.delta_bytes * (1 + (skip_share(one.delta_bytes, weights.nbytes) if asked.skips else 0.0))

@@ -12,19 +12,19 @@ from rich.table import Table
 from weightcast.shared.base.errors import counted
 from weightcast.shared.daemon.threads import SCRATCH_BYTES
 from weightcast.shared.doctor.findings import size_text
-from weightcast.shared.doctor.sizing import CHANGES_PER_SECOND, Asked, Sizing, Weights, journals
+from weightcast.shared.doctor.sizing import CHANGES_PER_SECOND, Sizing, Weights, Workload, journals
 
 DENSITIES = (0.01, 0.05, 0.2)
 Row = tuple[str, str]
 
 
-def plan_facts(weights: Weights, asked: Asked, found: Sizing) -> dict[str, Any]:
+def plan_facts(weights: Weights, asked: Workload, found: Sizing) -> dict[str, Any]:
     """All of it for JSON."""
     by_density = {f"{density:g}": size for density, size in journals(weights, DENSITIES).items()}
     return {"asked": asdict(asked), **asdict(found), "journals": by_density}
 
 
-def show_plan(console: Console, weights: Weights, asked: Asked, found: Sizing) -> None:
+def show_plan(console: Console, weights: Weights, asked: Workload, found: Sizing) -> None:
     console.print(
         f"{size_text(weights.nbytes)} of weights, {asked.density:.3g} of the elements changed every"
         f" {asked.interval:g} s, encoding {asked.encoding}, {counted(asked.hosts, 'host')}"
@@ -47,7 +47,7 @@ def show_plan(console: Console, weights: Weights, asked: Asked, found: Sizing) -
     )
 
 
-def plan_rows(weights: Weights, asked: Asked, found: Sizing) -> Iterator[Row]:
+def plan_rows(weights: Weights, asked: Workload, found: Sizing) -> Iterator[Row]:
     one, late = found.per_version, found.catch_up
     less = f"{found.ratio:,.0f} times less than" if found.ratio >= 1.5 else "no less than"
     yield "a version", f"{size_text(one.delta_bytes)}, {less} the weights"

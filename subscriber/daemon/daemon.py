@@ -27,7 +27,7 @@ from weightcast.shared.checkpoint.verify.scrub import Scrub
 from weightcast.shared.daemon.http import make_app
 from weightcast.shared.daemon.logs import get_log, setup_logs
 from weightcast.shared.daemon.loop import Stop, Wakeup, begun, run_daemon
-from weightcast.shared.daemon.metrics import DiskFigures, new_registry, watch_loop
+from weightcast.shared.daemon.metrics import DiskMetrics, new_registry, watch_loop
 from weightcast.shared.daemon.status import (
     STATUS,
     LoopStatus,
@@ -67,7 +67,7 @@ class Subscriber:
         self.registry = new_registry()
         watch_loop(self.registry, self.loop)
         self.figures = SubscriberFigures(self.registry)
-        self.disk = DiskFigures(self.registry, {"channel": settings.channel, "local": settings.local})
+        self.disk = DiskMetrics(self.registry, {"channel": settings.channel, "local": settings.local})
         self.refused: WeightcastError | None = None
         """why this start can never come to anything"""
         self._troubles: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ from weightcast.shared.daemon.metrics import (
     NONE,
     OTHER,
     Metrics,
-    VerifyFigures,
+    VerifyMetrics,
     age,
     byte_count,
     count,
@@ -93,7 +93,7 @@ class SubscriberFigures:
             registry, "reload_proof_bound", "Age from which weights are hashed again before a reload."
         )
         self._engines = _EngineFigures(registry)
-        self._verify = VerifyFigures(registry)
+        self._verify = VerifyMetrics(registry)
         self._read: Mapping[Cause, int] = {}
         self._newest: UpdateStatus | None = None
 

@@ -13,7 +13,7 @@ import pytest
 from daemonkit import INDEX, Daemon, Places, base_tensors, files_of, local_bytes, plain, rename_in, write
 from disk_errors import watched
 from structlog.testing import capture_logs
-from test_publisher_desk import Office, Opening, opened, places, weights
+from test_publish_loop import Office, Opening, opened, places, weights
 from waiting import wait_until
 
 from weightcast.publisher import Publisher
@@ -26,7 +26,7 @@ Change = Callable[[Path], None]
 
 def ask(office: Office, checkpoint: Path, step: int = 12, key: str = "step-12") -> Job:
     """As POST /v1/publish does; the job when it has ended."""
-    queue = office.desk.queue
+    queue = office.publish_loop.queue
     assert queue is not None
     job = queue.ask(str(checkpoint), step, key)
     while (now := queue.get(job.id)) is not None and not now.has_ended:
@@ -40,7 +40,7 @@ def version_of(job: Job) -> int | None:
 
 
 def reopened(opened: Opening, office: Office, **settings: Any) -> Office:
-    office.desk.close()
+    office.publish_loop.close()
     return opened(**settings)
 
 
@@ -51,7 +51,7 @@ def settled(office: Office, steps: int = 4) -> list[tuple[int, int | None]]:
 
 
 def skipped(office: Office) -> dict[str, str]:
-    inbox = office.desk.status().inbox
+    inbox = office.publish_loop.status().inbox
     assert inbox is not None and inbox.skipped_count >= len(inbox.skipped)
     return {each.name: each.reason for each in inbox.skipped}
 
@@ -136,7 +136,7 @@ def test_an_answer_of_an_older_release_is_compared_with_its_version(
     checkpoint = write(tmp_path / "step_12", weights(1))
     office = opened(allow=[tmp_path])
     ask(office, checkpoint)
-    office.desk.close()
+    office.publish_loop.close()
     [path] = places.local.rglob("publications.json")
     record = json.loads(path.read_text())
     for name in ("root", "resumed_from_step"):
@@ -177,10 +177,10 @@ def test_rewritten_and_asked_for_again_while_it_is_published(
     office, asked = opened(allow=[tmp_path]), list[Job]()
 
     def rewrite_once(name: str, where: Path | None) -> None:
-        if name == moment and not asked and office.desk.queue is not None:
-            asked.append(office.desk.queue.open()[0])
+        if name == moment and not asked and office.publish_loop.queue is not None:
+            asked.append(office.publish_loop.queue.open()[0])
             replaced(checkpoint)
-            assert office.desk.queue.ask(str(checkpoint), 12, "step-12").state == "running"
+            assert office.publish_loop.queue.ask(str(checkpoint), 12, "step-12").state == "running"
 
     with watched(rewrite_once):
         ended = ask(office, checkpoint)
@@ -194,7 +194,7 @@ def test_a_checkpoint_that_is_gone_is_answered_from_memory_by_name(
     checkpoint = write(tmp_path / "step_12", weights(1))
     office = opened(allow=[tmp_path])
     first = ask(office, checkpoint)
-    queue = office.desk.queue
+    queue = office.publish_loop.queue
     assert queue is not None and first.report is not None
     job = queue.ask(str(checkpoint), 12, "step-12")
     shutil.rmtree(checkpoint)
@@ -282,7 +282,7 @@ def test_a_changed_stat_is_no_version(places: Places, opened: Opening, change: C
         rename_in(places.watch / f"step_{step}", weights(step))
         office.settle()
     if restart:
-        office.desk.close()
+        office.publish_loop.close()
     change(places.watch / "step_1")
     if restart:
         office = opened()
@@ -290,7 +290,7 @@ def test_a_changed_stat_is_no_version(places: Places, opened: Opening, change: C
     assert places.latest() == "000002"
     assert skipped(office) == {"step_1": "only its files changed, not the content of version 1"}
     settled(office)
-    assert office.desk.status().inbox.skipped_count == 1  # type: ignore[union-attr]
+    assert office.publish_loop.status().inbox.skipped_count == 1  # type: ignore[union-attr]
     rename_in(places.watch / "step_3", weights(3))
     assert settled(office)[-1] == (3, 3)
 
@@ -326,7 +326,7 @@ def test_other_content_under_the_same_name_and_stat_is_a_version(
     rename_in(places.watch / "step_1", weights(1))
     office.settle()
     if restart:
-        office.desk.close()
+        office.publish_loop.close()
     change(places.watch / "step_1")
     if restart:
         office = opened()
@@ -396,7 +396,7 @@ def test_a_moved_watched_directory_offers_nothing_again(
     for step in (1, 2):
         rename_in(places.watch / f"step_{step}", weights(step))
         office.settle()
-    office.desk.close()
+    office.publish_loop.close()
     moved = places.watch.rename(places.root / "moved")
     office = opened(watch=moved, existing=existing, every=True)
     assert settled(office) == [] and places.latest() == "000002"
@@ -457,7 +457,7 @@ def test_a_memory_of_an_older_release(places: Places, opened: Opening) -> None:
     for step in (1, 2):
         rename_in(places.watch / f"step_{step}", weights(step))
         office.settle()
-    office.desk.close()
+    office.publish_loop.close()
     [path] = places.local.rglob("inbox.json")
     memory = json.loads(path.read_text())
     for entry in memory["entries"]:
@@ -483,10 +483,10 @@ def test_a_lower_step_with_new_content_is_published_and_named(places: Places, op
         for step in (4, 5):
             rename_in(places.watch / f"step_{step}", weights(step))
             settled(office)
-    shown = [(p.version, p.step, p.resumed_from_step) for p in office.desk.status().publications]
+    shown = [(p.version, p.step, p.resumed_from_step) for p in office.publish_loop.status().publications]
     assert shown == [(3, 5, None), (2, 4, 10)]
     assert sum("resumed from an earlier step" in each["event"] for each in logs) == 1
-    office.desk.close()
+    office.publish_loop.close()
     with Publisher.open(places.channel, local=places.local, base=places.base) as publisher:
         report = publisher.publish_checkpoint(write(places.root / "by-hand", weights(3)), step=3)
         assert report.resumed_from_step == 5

@@ -286,11 +286,11 @@ def test_a_host_s_token_lets_it_report_and_nothing_else(
     monkeypatch.setenv("WEIGHTCAST_REPORT_TOKEN", "report-only")
     daemon = Daemon.start(places, token="the-publishers")
     try:
-        posted = pack_report(report("far", "", None))
+        report_intake = pack_report(report("far", "", None))
         for token, taken, shown in (("report-only", 202, 401), ("the-publishers", 202, 200), ("x", 401, 401)):
             daemon.client.headers["Authorization"] = f"Bearer {token}"
             wait_until(
-                lambda: daemon.client.post("/v1/reports", content=posted).status_code == taken  # noqa: B023
+                lambda: daemon.client.post("/v1/reports", content=report_intake).status_code == taken  # noqa: B023
             )
             assert daemon.get("/v1/fleet").status_code == shown
     finally:

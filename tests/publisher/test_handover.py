@@ -18,7 +18,7 @@ from daemonkit import Daemon, Places
 from publisher_cases import Place, as_numpy, make_place, numpy_model
 from waiting import wait_until
 
-from weightcast.publisher.daemon.sources.handed import Received
+from weightcast.publisher.daemon.sources.handed import HandOverSource
 from weightcast.publisher.trainer.handover import Export, HandOver
 from weightcast.shared.base.errors import Refused, RetryLater
 
@@ -44,28 +44,28 @@ def arrays(model: Model) -> dict[str, np.ndarray[Any, Any]]:
     return {name: as_numpy(one) for name, one in model.items()}
 
 
-def publish_newest(place: Place, received: Received) -> int | None:
+def publish_newest(place: Place, handed_over: HandOverSource) -> int | None:
     """One step of the daemon's. None: there is nothing new."""
-    handed = received.next()
+    handed = handed_over.next()
     if handed is None:
         return None
     with place.publisher() as publisher:
-        received.begin(handed, publisher.version)
-        version = publisher.publish_weights(lambda: received.open(handed), step=handed.step).version
-    received.end()
+        handed_over.begin(handed, publisher.version)
+        version = publisher.publish_weights(lambda: handed_over.open(handed), step=handed.step).version
+    handed_over.end()
     return version
 
 
 def test_what_is_put_arrives(place: Place, export: Path, rng: np.random.Generator) -> None:
-    received, model = Received(export, place.root / "memory"), place.model
-    assert received.next() is None
+    handed_over, model = HandOverSource(export, place.root / "memory"), place.model
+    assert handed_over.next() is None
     with HandOver(export) as hand_over:
         for version in (1, 2, 3):
             model = all_changed(model, rng)
             handed = hand_over.put(arrays(model).items(), step=10 * version)
             assert (handed.sequence, handed.step) == (version, 10 * version)
-            assert publish_newest(place, received) == version
-            assert received.next() is None
+            assert publish_newest(place, handed_over) == version
+            assert handed_over.next() is None
             place.arrives(model, version)
     assert sorted(path.name for path in export.iterdir() if path.is_dir()) == ["a", "b"]
 
@@ -74,14 +74,14 @@ def test_what_was_put_before_is_not_published_after_it(
     place: Place, export: Path, rng: np.random.Generator
 ) -> None:
     """Not when the newest slot is lost either: the fleet would go back."""
-    received = Received(export, place.root / "memory")
+    handed_over = HandOverSource(export, place.root / "memory")
     with HandOver(export) as hand_over:
         hand_over.put(arrays(place.model).items(), step=1)
         newest = hand_over.put(arrays(all_changed(place.model, rng)).items(), step=2)
-    assert publish_newest(place, received) == 1
+    assert publish_newest(place, handed_over) == 1
     Export(export).withdraw(newest.slot)
-    assert publish_newest(place, received) is None
-    assert publish_newest(place, Received(export, place.root / "memory")) is None
+    assert publish_newest(place, handed_over) is None
+    assert publish_newest(place, HandOverSource(export, place.root / "memory")) is None
 
 
 def test_torch_tensors_of_every_dtype(tmp_path: Path, export: Path, rng: np.random.Generator) -> None:
@@ -101,26 +101,26 @@ def test_torch_tensors_of_every_dtype(tmp_path: Path, export: Path, rng: np.rand
 
     with HandOver(export) as hand_over:
         hand_over.put({name: as_torch(one) for name, one in model.items()})
-    assert publish_newest(place, Received(export, place.root / "memory")) == 1
+    assert publish_newest(place, HandOverSource(export, place.root / "memory")) == 1
     place.arrives(model, 1)
 
 
 def test_the_newest_wins_and_what_is_read_stands_still(
     place: Place, export: Path, rng: np.random.Generator
 ) -> None:
-    received = Received(export, place.root / "memory")
+    handed_over = HandOverSource(export, place.root / "memory")
     models = [all_changed(place.model, rng) for _ in range(4)]
     with HandOver(export) as hand_over, place.publisher() as publisher:
         first = hand_over.put(arrays(models[0]))
-        weights = received.open(first)
+        weights = handed_over.open(first)
         others = [hand_over.put(arrays(model)) for model in models[1:]]
         assert {handed.slot for handed in others} == {"b"} and first.slot == "a"
         assert publisher.publish_weights(lambda: weights).version == 1
         place.arrives(models[0], 1)
         with pytest.raises(RetryLater, match="newer weights"):
-            received.open(others[0])
-    assert received.next() == others[2]
-    assert publish_newest(place, received) == 2
+            handed_over.open(others[0])
+    assert handed_over.next() == others[2]
+    assert publish_newest(place, handed_over) == 2
     place.arrives(models[3], 2)
 
 
@@ -185,7 +185,7 @@ def test_what_is_refused(tmp_path: Path, export: Path) -> None:
         HandOver(link)
     (export / "b").symlink_to(tmp_path)
     with pytest.raises(Refused, match="symbolic link"):
-        Received(export, tmp_path / "memory").next()
+        HandOverSource(export, tmp_path / "memory").next()
 
 
 @pytest.mark.parametrize("junk", [b"", b"{", b'{"format": 1}', b'{"format": 9, "slot": "a"}', b"x" * 70000])
@@ -194,7 +194,7 @@ def test_a_record_that_is_none(place: Place, export: Path, junk: bytes) -> None:
         handed = hand_over.put(arrays(place.model))
         other = "b" if handed.slot == "a" else "a"
         Export(export).record(other).write_bytes(junk)
-        assert Received(export, place.root / "memory").next() == handed
+        assert HandOverSource(export, place.root / "memory").next() == handed
         hand_over.put(arrays(place.model))
         assert hand_over.put(arrays(place.model)).sequence == 3
 
@@ -203,16 +203,16 @@ def test_published_and_not_noted(place: Place, export: Path) -> None:
     with HandOver(export) as hand_over:
         handed = hand_over.put(arrays(place.model))
     for published in (False, True):
-        received = Received(export, place.root / f"memory-{published}")
-        request = received.begin(handed, 0)
+        handed_over = HandOverSource(export, place.root / f"memory-{published}")
+        request = handed_over.begin(handed, 0)
         with place.publisher() as publisher:
             # a version of somebody else's says nothing
             publisher.publish_checkpoint(place.new(place.model))
             if published:
-                publisher.publish_weights(partial(received.open, handed), request=request)
-            received = Received(export, place.root / f"memory-{published}")
-            received.resume(publisher.made_for)
-        assert (received.next() == handed) is not published
+                publisher.publish_weights(partial(handed_over.open, handed), request=request)
+            handed_over = HandOverSource(export, place.root / f"memory-{published}")
+            handed_over.resume(publisher.made_for)
+        assert (handed_over.next() == handed) is not published
 
 
 def test_light_to_import() -> None:
@@ -238,12 +238,12 @@ def test_a_trainer_that_is_killed(place: Place, export: Path, moment: str) -> No
     out, error = child.communicate(timeout=120)
     assert child.returncode < 0 and "put" not in out, error
     whole = moment in ("file.renamed", "directory.synced")
-    received = Received(export, place.root / "memory")
-    assert publish_newest(place, received) == 1
+    handed_over = HandOverSource(export, place.root / "memory")
+    assert publish_newest(place, handed_over) == 1
     place.arrives(second if whole else first, 1)
     with HandOver(export) as hand_over:
         assert hand_over.put(arrays(second), step=3).sequence == (3 if whole else 2)
-    assert publish_newest(place, received) == 2
+    assert publish_newest(place, handed_over) == 2
     place.arrives(second, 2)
 
 
@@ -328,7 +328,7 @@ def _as_numpy_bytes(places: Places) -> dict[str, Any]:
 
 
 def test_what_is_refused_leaves_its_slot_free(place: Place, export: Path, rng: np.random.Generator) -> None:
-    received, model = Received(export, place.root / "memory"), all_changed(place.model, rng)
+    handed_over, model = HandOverSource(export, place.root / "memory"), all_changed(place.model, rng)
     wrong = arrays(model)
     del wrong[min(wrong)]
     kept = []
@@ -336,9 +336,9 @@ def test_what_is_refused_leaves_its_slot_free(place: Place, export: Path, rng: n
         for _ in range(2):
             hand_over.put(wrong)
             with pytest.raises(Refused, match="is missing") as refused:
-                publish_newest(place, received)
+                publish_newest(place, handed_over)
             kept.append(refused.value)  # an error that is remembered, as a daemon does, holds its frames
-            received.end()
+            handed_over.end()
         hand_over.put(arrays(model), timeout=0.1)
-        assert publish_newest(place, received) == 1
+        assert publish_newest(place, handed_over) == 1
     place.arrives(model, 1)

@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightcast.publisher.daemon.sources.inbox import (
+    Candidate,
     FileMark,
     Inbox,
     InboxEntry,
     InboxOutcome,
     InboxRules,
     LastContent,
-    Sighting,
-    is_candidate,
+    may_be_checkpoint,
     pack_entries,
     parse_entries,
 )
@@ -26,12 +26,12 @@ REQUEST = "0123456789abcdef"
 DAMAGED = Failure(error="DamagedFile", message="cut short")
 
 
-def seen(name: str, at: int = 0, *, finished: bool = True, content: int = 1, whole: bool = True) -> Sighting:
+def seen(name: str, at: int = 0, *, finished: bool = True, content: int = 1, whole: bool = True) -> Candidate:
     weights = frozenset({FileMark("model.safetensors", content, 10, content)})
     files = weights | {FileMark("config.json", 9, 2, 9)}
     if whole:
-        return Sighting(name, files, weights, at, finished)
-    return Sighting(name, files, frozenset(), at, finished, DAMAGED)
+        return Candidate(name, files, weights, at, finished)
+    return Candidate(name, files, frozenset(), at, finished, DAMAGED)
 
 
 def test_newest_of_several_is_chosen_and_older_ones_are_passed_over() -> None:
@@ -143,7 +143,7 @@ def test_files_beside_the_weights_make_no_new_checkpoint() -> None:
 def test_finished_and_damaged_is_refused_but_not_what_holds_no_weights() -> None:
     inbox = Inbox(InboxRules())
     assert inbox.choose([seen("step_1", whole=False)], 0.0).refused[0].name == "step_1"
-    logs = Sighting("logs", frozenset({FileMark("a.txt", 1, 1, 1)}), frozenset(), 0, True, DAMAGED)
+    logs = Candidate("logs", frozenset({FileMark("a.txt", 1, 1, 1)}), frozenset(), 0, True, DAMAGED)
     choice = inbox.choose([logs, seen("step_2", whole=False, finished=False)], 0.0)
     assert choice.refused == () and {each.name for each in choice.waiting} == {"logs", "step_2"}
 
@@ -174,7 +174,7 @@ def test_memory_is_bounded_and_keeps_what_is_there() -> None:
 
 
 def test_names() -> None:
-    assert [is_candidate(name) for name in ("step_1", ".step_1", "step_1.tmp", "a\nb")] == [
+    assert [may_be_checkpoint(name) for name in ("step_1", ".step_1", "step_1.tmp", "a\nb")] == [
         True,
         False,
         False,
@@ -274,8 +274,8 @@ def test_a_checkpoint_saved_over_file_by_file_waits_for_the_last_one() -> None:
     inbox = Inbox(InboxRules(settle_seconds=1.0))
     first, second = (FileMark(f"model-{n}.safetensors", n, 10, 1) for n in (1, 2))
 
-    def look(*files: FileMark) -> Sighting:
-        return Sighting("latest", frozenset(files), frozenset(files), 0, False)
+    def look(*files: FileMark) -> Candidate:
+        return Candidate("latest", frozenset(files), frozenset(files), 0, False)
 
     inbox.adopt(look(first, second), 1)
     half = look(replace(first, inode=11), second)
@@ -296,8 +296,8 @@ def test_saved_over_in_part_a_marker_from_before_is_not_enough() -> None:
     first, second = (FileMark(f"model-{n}.safetensors", n, 10, 1) for n in (1, 2))
     done = FileMark("DONE", 3, 0, 1)
 
-    def look(marker: FileMark, *weights: FileMark) -> Sighting:
-        return Sighting("latest", frozenset({marker, *weights}), frozenset(weights), 0, True)
+    def look(marker: FileMark, *weights: FileMark) -> Candidate:
+        return Candidate("latest", frozenset({marker, *weights}), frozenset(weights), 0, True)
 
     inbox.adopt(look(done, first, second), 1)
     woken = Inbox(inbox.rules, parse_entries(pack_entries(inbox.entries), "memory"))

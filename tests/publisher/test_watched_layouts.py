@@ -22,7 +22,7 @@ from daemonkit import (
     shard,
     write,
 )
-from test_publisher_desk import Office, interrupted_at
+from test_publish_loop import Office, interrupted_at
 from waiting import wait_until
 
 from weightcast.publisher.daemon.settings import PublisherSettings
@@ -42,12 +42,12 @@ def opened(places: Places) -> Iterator[Opening]:
 
     def start(**settings: Any) -> Office:
         offices.append(Office(places, **settings))
-        offices[-1].desk.start()
+        offices[-1].publish_loop.start()
         return offices[-1]
 
     yield start
     for office in offices:
-        office.desk.close()
+        office.publish_loop.close()
 
 
 def weights(step: int) -> Tensors:
@@ -63,11 +63,11 @@ def critic() -> Tensors:
 
 
 def sources(office: Office) -> list[str]:
-    return [each.source for each in reversed(office.desk.status().publications)]
+    return [each.source for each in reversed(office.publish_loop.status().publications)]
 
 
 def inbox(office: Office) -> Any:
-    return office.desk.status().inbox
+    return office.publish_loop.status().inbox
 
 
 def pickles(directory: Path, *names: str) -> Path:
@@ -96,7 +96,7 @@ def test_checkpoints_at_any_depth_are_published(
         office.settle()
         assert local_bytes(places.local, weights(step)) == plain(weights(step))
     assert office.published() == [(1, 20), (2, 40)] and sources(office) == [first, second]
-    office.desk.close()
+    office.publish_loop.close()
     later = opened(every=True)
     later.settle()
     assert later.published() == [] and inbox(later).waiting == inbox(later).left_alone == ()
@@ -281,14 +281,14 @@ def test_what_comes_between_the_start_and_the_first_look(
         first = opened()
         write(places.watch / "step_0", weights(9))
         first.settle()
-        first.desk.close()
+        first.publish_loop.close()
         shutil.rmtree(places.local)
         shutil.rmtree(places.watch / "step_0")
     write(places.watch / "before", weights(8))
     office = Office(places)
-    wait_until(lambda: time.time() > office.desk._began + 0.05)
+    wait_until(lambda: time.time() > office.publish_loop._began + 0.05)
     write(places.watch / "run" / "step_1", weights(1))
-    office.desk.start()
+    office.publish_loop.start()
     try:
         office.settle()
         left = {each.name: each.remedy for each in inbox(office).left_alone}
@@ -296,7 +296,7 @@ def test_what_comes_between_the_start_and_the_first_look(
         assert sources(office) == ([] if channel_has_a_version else ["run/step_1"])
         assert ("run/step_1" in left) is channel_has_a_version
     finally:
-        office.desk.close()
+        office.publish_loop.close()
 
 
 def test_existing_checkpoints_are_published_by_a_restart_with_that_option(
@@ -306,11 +306,11 @@ def test_existing_checkpoints_are_published_by_a_restart_with_that_option(
     office = opened()
     office.settle()
     assert [each.name for each in inbox(office).left_alone] == ["run/step_1"] and places.latest() == ""
-    office.desk.close()
+    office.publish_loop.close()
     later = opened(existing=True)
     later.settle()
     assert later.published() == [(1, 1)] and inbox(later).left_alone == ()
-    later.desk.close()
+    later.publish_loop.close()
     write(places.watch / "step_2", weights(2))
     last = opened(existing=True)
     last.settle()
@@ -336,7 +336,7 @@ def test_a_kill_while_a_nested_checkpoint_is_consumed_leaves_nothing(places: Pla
     write(places.watch / "run" / "step_1", weights(1))
     with interrupted_at("inbox.aside"):
         office.settle()
-    office.desk.close()
+    office.publish_loop.close()
     assert [path.name for path in (places.watch / "run").iterdir()] == [".weightcast-consuming-step_1"]
     later = opened(consume=True)
     later.settle()
@@ -372,7 +372,7 @@ def test_the_memory_of_an_older_release_knows_nothing_of_nested_checkpoints(
     office = opened()
     rename_in(places.watch / "step_5", weights(5))
     office.settle()
-    office.desk.close()
+    office.publish_loop.close()
     memory = places.local / ".weightcast" / "inbox.json"
     memory.write_bytes(memory.read_bytes().replace(b'"tree":true,', b""))
     write(places.watch / "run" / "step_9", weights(9))
@@ -382,7 +382,7 @@ def test_the_memory_of_an_older_release_knows_nothing_of_nested_checkpoints(
         later.settle()
         assert later.published() == []
         assert {each.name for each in inbox(later).left_alone} == {".", "run/step_9"}
-        later.desk.close()
+        later.publish_loop.close()
     last = opened()
     rename_in(places.watch / "step_6", weights(6))
     last.settle()

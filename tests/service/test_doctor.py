@@ -27,11 +27,11 @@ from weightcast.shared.doctor.observe import (
     MachineFacts,
     PlaceFacts,
     RunFacts,
-    answered,
-    look_at_machine,
-    look_into_local,
+    observe_contents,
+    observe_machine,
+    within_seconds,
 )
-from weightcast.shared.doctor.probes import TRIALS, TrialOutcome, try_all
+from weightcast.shared.doctor.probes import PROBES, ProbeOutcome, run_probes
 from weightcast.shared.doctor.rules import judge_channel, judge_local, judge_machine, step_bytes
 from weightcast.shared.files.disk_errors import DiskError
 from weightcast.shared.files.system import Mount, Space
@@ -200,25 +200,25 @@ def test_who_may_replace_files(doctor: Doctor, tmp_path: Path) -> None:
 
 
 def test_every_trial_passes_here(tmp_path: Path) -> None:
-    tried = try_all(tmp_path)
-    found = tried.outcomes
-    assert tried.left == ""
-    assert {name: outcome.problem for name, outcome in found.items()} == dict.fromkeys(TRIALS, "")
-    assert found["readers"].figure > 0 and abs(found["clock"].figure) < 1
+    probed = run_probes(tmp_path)
+    found = probed.outcomes
+    assert probed.left == ""
+    assert {name: outcome.problem for name, outcome in found.items()} == dict.fromkeys(PROBES, "")
+    assert found["readers"].measured > 0 and abs(found["clock"].measured) < 1
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_hangs_is_left_and_what_fails_is_raised() -> None:
     release = threading.Event()
-    assert answered(lambda: release.wait(20), 0.05) is None
+    assert within_seconds(lambda: release.wait(20), 0.05) is None
     release.set()
-    assert answered(lambda: 7, 20) == 7
+    assert within_seconds(lambda: 7, 20) == 7
 
     def fail() -> None:
         raise OSError(5, "by design")
 
     with pytest.raises(OSError, match="by design"):
-        answered(fail, 20)
+        within_seconds(fail, 20)
 
 
 # rules
@@ -240,20 +240,20 @@ MACHINE = MachineFacts(
     kernel_problem="",
 )
 PLACE = PlaceFacts(
-    asked=Path("/c"),
+    path=Path("/c"),
     there=True,
     is_link=False,
     is_directory=True,
-    tried=Path("/c"),
+    probed=Path("/c"),
     refused=None,
     mount=Mount(Path("/"), "8:1", "ext4", frozenset({"rw"})),
     space=Space(1000 * GB, 500 * GB, 10**6),
-    open_to_all=False,
+    world_writable=False,
     left="",
-    trials=dict.fromkeys(TRIALS, TrialOutcome(0.001)),
+    probes=dict.fromkeys(PROBES, ProbeOutcome(0.001)),
 )
 RUN = RunFacts(version=3, full_bytes=20 * GB, elements=10 * GB, delta_bytes=100_000_000, changed=10**8)
-NEW = LocalFacts(seeded=False, strange=False, files=0)
+NEW = LocalFacts(seeded=False, foreign=False, files=0)
 
 
 def levels(findings: Iterable[Finding]) -> dict[str, Level]:
@@ -265,8 +265,8 @@ def mounted(kind: str, *options: str) -> PlaceFacts:
     return replace(PLACE, mount=Mount(Path("/c"), "0:9", kind, frozenset(options)))
 
 
-def tried(name: str, problem: str = "odd", figure: float = 0.0) -> PlaceFacts:
-    return replace(PLACE, trials={**PLACE.trials, name: TrialOutcome(figure, problem)})
+def probed(name: str, problem: str = "odd", measured: float = 0.0) -> PlaceFacts:
+    return replace(PLACE, probes={**PLACE.probes, name: ProbeOutcome(measured, problem)})
 
 
 def free(nbytes: int, kind: str = "ext4") -> PlaceFacts:
@@ -280,14 +280,14 @@ def test_good_facts_are_good() -> None:
 
 
 def test_this_machine_is_judged() -> None:
-    facts = look_at_machine()
+    facts = observe_machine()
     assert 0 < facts.available_bytes <= facts.limit_bytes <= facts.memory_bytes
     assert facts.dirty_bytes > 0
     assert exit_code(judge_machine(facts, None, None)) == 0
 
 
 @pytest.mark.parametrize(
-    ("trial", "channel", "local"),
+    ("probe", "channel", "local"),
     [
         ("rename", {"rename": "failure"}, {"rename": "failure"}),
         ("readers", {"rename, seen": "warning"}, {}),
@@ -298,9 +298,9 @@ def test_this_machine_is_judged() -> None:
         ("visible", {"visibility": "failure"}, {"visibility": "failure"}),
     ],
 )
-def test_what_a_trial_means(trial: str, channel: dict[str, Level], local: dict[str, Level]) -> None:
-    assert levels(judge_channel(tried(trial), RUN, None)) == channel
-    assert levels(judge_local(tried(trial), NEW, RUN, MACHINE)) == local
+def test_what_a_trial_means(probe: str, channel: dict[str, Level], local: dict[str, Level]) -> None:
+    assert levels(judge_channel(probed(probe), RUN, None)) == channel
+    assert levels(judge_local(probed(probe), NEW, RUN, MACHINE)) == local
 
 
 def test_kinds_of_file_systems() -> None:
@@ -313,17 +313,17 @@ def test_kinds_of_file_systems() -> None:
 
 
 def test_clocks_and_delays() -> None:
-    (found,) = (f for f in judge_channel(tried("clock", "", -7.25), RUN, None) if f.level != "ok")
+    (found,) = (f for f in judge_channel(probed("clock", "", -7.25), RUN, None) if f.level != "ok")
     assert (found.check, found.level) == ("clock", "warning") and "7.2 s behind" in found.says
-    assert levels(judge_channel(tried("visible", "", 1.5), RUN, None)) == {"delay": "note"}
-    assert levels(judge_channel(tried("rename", "", 2.0), RUN, None)) == {"pace": "warning"}
+    assert levels(judge_channel(probed("visible", "", 1.5), RUN, None)) == {"delay": "note"}
+    assert levels(judge_channel(probed("rename", "", 2.0), RUN, None)) == {"pace": "warning"}
 
 
 def test_rights_depend_on_the_role() -> None:
     none = replace(
-        PLACE, tried=None, refused=DiskError("/c: Read-only file system", remedy="mount it"), trials={}
+        PLACE, probed=None, refused=DiskError("/c: Read-only file system", remedy="mount it"), probes={}
     )
-    reports = replace(PLACE, tried=Path("/c/hosts"))
+    reports = replace(PLACE, probed=Path("/c/hosts"))
     assert levels(judge_channel(none, RUN, "publisher")) == {"permissions": "failure"}
     assert levels(judge_channel(none, RUN, "subscriber")) == {"permissions": "note"}
     assert levels(judge_channel(none, RUN, None)) == {"permissions": "warning"}
@@ -342,10 +342,10 @@ def test_space_of_a_channel() -> None:
 
 
 def test_a_spare_counts_as_free(tmp_path: Path) -> None:
-    assert look_into_local(tmp_path).spare_bytes == 0
+    assert observe_contents(tmp_path).spare_bytes == 0
     (tmp_path / ".weightcast").mkdir()
     (tmp_path / ".weightcast/spare").write_bytes(bytes(8192))
-    assert look_into_local(tmp_path).spare_bytes == 8192
+    assert observe_contents(tmp_path).spare_bytes == 8192
 
 
 def test_space_of_a_local_checkpoint() -> None:

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from weightcast.publisher.daemon.metrics import PublisherFigures
+from weightcast.publisher.daemon.metrics import PublisherMetrics
 from weightcast.publisher.daemon.sources.layouts import Unpublished
 from weightcast.publisher.daemon.status import InboxStatus, PublisherStatus, waiting_status
 from weightcast.publisher.publish.report import Publication
@@ -17,7 +17,7 @@ from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, Untr
 from weightcast.shared.checkpoint.update.stage import BadDelta
 from weightcast.shared.daemon import metrics
 from weightcast.shared.daemon.loop import begun, next_status
-from weightcast.shared.daemon.metrics import DiskFigures, Metrics
+from weightcast.shared.daemon.metrics import DiskMetrics, Metrics
 from weightcast.shared.daemon.status import LoopStatus, Snapshot
 from weightcast.subscriber.daemon.metrics import SubscriberFigures
 from weightcast.subscriber.status import EngineStatus, HostStatus, LiveStatus, UpdateStatus
@@ -200,7 +200,7 @@ def test_a_host_is_shown() -> None:
 
 def test_a_publisher_is_shown() -> None:
     registry = Metrics()
-    figures = PublisherFigures(registry)
+    figures = PublisherMetrics(registry)
     inbox = InboxStatus(watch="/w", waiting=waiting_status([Unpublished("step_1", "grows")]), waiting_count=1)
     status = PublisherStatus(
         channel="/c", local="/l", encoding="fast", run_id="r", version=4, epoch=2, inbox=inbox
@@ -237,7 +237,7 @@ def test_a_publisher_is_shown() -> None:
 
 def test_disks_are_looked_at_now_and_then(tmp_path: Path) -> None:
     registry, now = Metrics(), [0.0]
-    figures = DiskFigures(
+    figures = DiskMetrics(
         registry, {"channel": tmp_path, "local": tmp_path / "not" / "there"}, clock=lambda: now[0]
     )
     figures.show()
@@ -256,8 +256,8 @@ def test_the_document_is_the_codes() -> None:
     assert (DOCS / "metrics.md").read_text() == f"{made}\n", message
 
 
-@pytest.mark.parametrize("side", [PublisherFigures, SubscriberFigures])
-def test_what_is_shown_is_documented(side: type[PublisherFigures] | type[SubscriberFigures]) -> None:
+@pytest.mark.parametrize("side", [PublisherMetrics, SubscriberFigures])
+def test_what_is_shown_is_documented(side: type[PublisherMetrics] | type[SubscriberFigures]) -> None:
     registry = Metrics()
     side(registry)
     metrics.watch_loop(registry, Snapshot(LoopStatus()))

@@ -24,9 +24,9 @@ from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 from weightcast.shared.cli.main import run
 from weightcast.shared.doctor.sizing import (
-    Asked,
     RoleBytes,
     Weights,
+    Workload,
     change_bits,
     journal_bytes,
     missed_bytes,
@@ -199,21 +199,21 @@ LLAMA = Weights(16 * 10**9, {2: 8 * 10**9}, 291, 291 * 40)
 
 
 def test_a_version_is_small_beside_the_weights() -> None:
-    found = sizing(LLAMA, Asked(0.01, 30))
+    found = sizing(LLAMA, Workload(0.01, 30))
     assert 150 < found.ratio < 180 and not found.behind
     assert found.host_link == pytest.approx(8 * found.per_version.delta_bytes / 30)
-    assert sizing(LLAMA, Asked(0.01, 30, hosts=100)).server_link == pytest.approx(100 * found.host_link)
-    assert sizing(LLAMA, Asked(0.2, 5, link=1e9)).behind
+    assert sizing(LLAMA, Workload(0.01, 30, hosts=100)).server_link == pytest.approx(100 * found.host_link)
+    assert sizing(LLAMA, Workload(0.2, 5, link=1e9)).behind
 
 
 def test_nothing_changes() -> None:
-    found = sizing(LLAMA, Asked(0.0, 30))
+    found = sizing(LLAMA, Workload(0.0, 30))
     assert found.per_version.changed == 0 and found.per_version.delta_bytes < 10_000
-    assert sizing(Weights(0, {}, 0, 0), Asked(0.01, 30)).per_version.changed == 0
+    assert sizing(Weights(0, {}, 0, 0), Workload(0.01, 30)).per_version.changed == 0
 
 
 def test_a_new_host_reads_the_weights_too() -> None:
-    found = sizing(LLAMA, Asked(0.01, 30, away=3600)).catch_up
+    found = sizing(LLAMA, Workload(0.01, 30, away=3600)).catch_up
     assert found.versions == 120
     assert found.new_host_bytes == LLAMA.nbytes + found.bytes
     assert found.new_host_seconds > found.seconds

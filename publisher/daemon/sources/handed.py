@@ -28,7 +28,7 @@ class Memory:
     """while it is being published: what the version's index says if it came to be"""
 
 
-class Received:
+class HandOverSource:
     """Used by one thread. `memory`: the file that survives restarts."""
 
     def __init__(self, directory: Path, memory: Path) -> None:

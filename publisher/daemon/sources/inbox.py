@@ -57,7 +57,7 @@ def without_ctime(marks: Marks) -> Marks:
 
 
 @dataclass(frozen=True)
-class Sighting:
+class Candidate:
     """One look at a directory. `name`: its path relative to the watched directory. `weights`: shards and
     index, empty unless the checkpoint is complete."""
 
@@ -140,14 +140,14 @@ class InboxRules:
 class Choice:
     """`chosen` is to be published now; `passed` are older and complete."""
 
-    chosen: Sighting | None
-    passed: tuple[Sighting, ...] = ()
-    refused: tuple[Sighting, ...] = ()
+    chosen: Candidate | None
+    passed: tuple[Candidate, ...] = ()
+    refused: tuple[Candidate, ...] = ()
     """finished and damaged"""
     waiting: tuple[Unpublished, ...] = ()
 
 
-def is_candidate(name: str) -> bool:
+def may_be_checkpoint(name: str) -> bool:
     """Whether a directory of this name may be published: hidden ones and `*.tmp` are still being made."""
     return not is_temporary(name) and is_plain(name) and len(name) <= 255
 
@@ -190,12 +190,12 @@ class Inbox:
             return None if own is None else own.content
         return LastContent(own.version)
 
-    def content_of(self, sighting: Sighting) -> LastContent | None:
+    def content_of(self, candidate: Candidate) -> LastContent | None:
         """As `content`; for a new name, of the checkpoint whose files these seem to be: hard links change the
         ctime."""
-        weights = without_ctime(sighting.weights)
+        weights = without_ctime(candidate.weights)
         names = [n for n, each in self.entries.items() if each.files and without_ctime(each.files) <= weights]
-        return self.content(sighting.name if sighting.name in self.entries or not names else names[0])
+        return self.content(candidate.name if candidate.name in self.entries or not names else names[0])
 
     def unsampled(self) -> list[str]:
         """Names of checkpoints that were not read and have no sample yet."""
@@ -211,12 +211,12 @@ class Inbox:
         content = replace(self.content(name) or LastContent(), sample=sample)
         self.entries[name] = replace(self.entries[name], content=content)
 
-    def ignore_existing(self, sightings: Iterable[Sighting], began_ns: int | None) -> Sequence[str]:
+    def ignore_existing(self, candidates: Iterable[Candidate], began_ns: int | None) -> Sequence[str]:
         """At the very first start: what is complete now was there before, unless it was completed after
         `began_ns`. Returns the names."""
         found = {
             each.name: self._entry(InboxOutcome.EXISTING, each)
-            for each in sightings
+            for each in candidates
             if each.weights and (began_ns is None or each.completed_ns <= began_ns)
         }
         self.entries |= found
@@ -240,15 +240,15 @@ class Inbox:
         layouts = [each for pattern, each in self.layouts.left.items() if pattern in patterns]
         return [*dict.fromkeys(layouts), *existing]
 
-    def choose(self, sightings: Sequence[Sighting], now: float) -> Choice:
-        """`sightings`: of directories that are not known; `now` in seconds on a monotonic clock."""
-        quiet = self._quiet_seconds(sightings, now)
-        waits = {each.name: self._wait(each, quiet[each.name]) for each in sightings}
-        whole = sorted((each for each in sightings if self._is_whole(each)), key=_in_order)
+    def choose(self, candidates: Sequence[Candidate], now: float) -> Choice:
+        """`candidates`: of directories that are not known; `now` in seconds on a monotonic clock."""
+        quiet = self._quiet_seconds(candidates, now)
+        waits = {each.name: self._wait(each, quiet[each.name]) for each in candidates}
+        whole = sorted((each for each in candidates if self._is_whole(each)), key=_in_order)
         self._judge_layouts([each for each in whole if waits[each.name] is None])
         whole = [each for each in whole if self.layouts.is_clear(each.name)]
         ready = [each for each in whole if waits[each.name] is None]
-        refused = tuple(each for each in sightings if _is_broken(each))
+        refused = tuple(each for each in candidates if _is_broken(each))
         broken = {each.name for each in refused}
         waiting = tuple(
             each for each in waits.values() if each is not None and each.reason and each.name not in broken
@@ -261,16 +261,16 @@ class Inbox:
         newest = ready[-1]
         return Choice(newest, tuple(whole[: whole.index(newest)]), refused, waiting)
 
-    def _is_whole(self, sighting: Sighting) -> bool:
-        if not sighting.weights or self._is_no_model(sighting):
+    def _is_whole(self, candidate: Candidate) -> bool:
+        if not candidate.weights or self._is_no_model(candidate):
             return False
-        return sighting.finished or self.rules.marker is None
+        return candidate.finished or self.rules.marker is None
 
-    def _is_no_model(self, sighting: Sighting) -> bool:
+    def _is_no_model(self, candidate: Candidate) -> bool:
         """Whether other safetensors are in the watched directory itself."""
-        return sighting.name == ROOT and self._fit(sighting).is_none
+        return candidate.name == ROOT and self._fit(candidate).is_none
 
-    def _judge_layouts(self, ready: Sequence[Sighting]) -> None:
+    def _judge_layouts(self, ready: Sequence[Candidate]) -> None:
         if all(self.layouts.is_clear(each.name) for each in ready):
             return
         published = {
@@ -280,25 +280,25 @@ class Inbox:
         }
         self.layouts.judge({each.name: self._fit(each) for each in ready}, published)
 
-    def _fit(self, sighting: Sighting) -> Fit:
+    def _fit(self, candidate: Candidate) -> Fit:
         """As long as the base is not known, all fit equally."""
-        if self.base is None or sighting.table is None:
+        if self.base is None or candidate.table is None:
             return Fit(complete=True)
-        return Fit.of(sighting.table, self.base)
+        return Fit.of(candidate.table, self.base)
 
-    def _quiet_seconds(self, sightings: Iterable[Sighting], now: float) -> Mapping[str, float]:
+    def _quiet_seconds(self, candidates: Iterable[Candidate], now: float) -> Mapping[str, float]:
         """How long nothing has changed, by name: in a save of several checkpoints in any of them."""
         before, self._since = self._since, {}
         changed: dict[str, float] = {}
-        for sighting in sightings:
-            files, since = before.get(sighting.name, (sighting.files, now))
-            since = since if files == sighting.files else now
-            self._since[sighting.name] = (sighting.files, since)
-            save = save_of(sighting.name)
+        for candidate in candidates:
+            files, since = before.get(candidate.name, (candidate.files, now))
+            since = since if files == candidate.files else now
+            self._since[candidate.name] = (candidate.files, since)
+            save = save_of(candidate.name)
             changed[save] = max(since, changed.get(save, since))
         return {name: now - changed[save_of(name)] for name in self._since}
 
-    def _wait(self, sighting: Sighting, quiet: float) -> Unpublished | None:
+    def _wait(self, candidate: Candidate, quiet: float) -> Unpublished | None:
         """Why it is not published yet; without a reason where there is nothing to say yet. Two looks are
         needed even if the clock says otherwise: one look shows no stillness."""
 
@@ -306,48 +306,48 @@ class Inbox:
             return 0 < quiet >= self.rules.settle_seconds * times
 
         def wait(reason: str, remedy: str = "") -> Unpublished:
-            is_checkpoint = not sighting.files or any(
-                is_of_a_checkpoint(mark.name) for mark in sighting.files
+            is_checkpoint = not candidate.files or any(
+                is_of_a_checkpoint(mark.name) for mark in candidate.files
             )
-            still = is_checkpoint and (sighting.finished or is_still())
-            return Unpublished(sighting.name, reason, remedy, still)
+            still = is_checkpoint and (candidate.finished or is_still())
+            return Unpublished(candidate.name, reason, remedy, still)
 
-        if sighting.temporary:
+        if candidate.temporary:
             reason = "temporary name: hidden, or ends in .tmp" if is_still(_RENAME_TIMES) else ""
             return wait(reason, "rename it when it is complete, with the directories around it")
-        if not sighting.weights:
-            problem = sighting.problem
+        if not candidate.weights:
+            problem = candidate.problem
             return wait("incomplete") if problem is None else wait(problem.message, problem.remedy)
-        if self._is_no_model(sighting):
+        if self._is_no_model(candidate):
             return wait("none of its tensors is one of the base's", "move files that are no model elsewhere")
-        if sighting.finished and not self._is_marked_as_before(sighting):
+        if candidate.finished and not self._is_marked_as_before(candidate):
             return None
         marker = self.rules.marker
-        if marker is not None and not sighting.finished:
-            old = any(mark.name == marker for mark in sighting.files)
+        if marker is not None and not candidate.finished:
+            old = any(mark.name == marker for mark in candidate.files)
             reason = f"{marker} is {'older than the weights' if old else 'not there'}"
             return wait(reason, f"write {marker} into it after all weights (--marker)")
-        if self._is_mixed(sighting):
+        if self._is_mixed(candidate):
             wanted = self.rules.settle_seconds * _MIXED_TIMES
             reason = f"some of its files are those from before: waits until nothing changed for {wanted:g} s"
             return None if is_still(_MIXED_TIMES) else wait(reason)
         return None if is_still() else wait("may still be written: waits for a second look")
 
-    def _is_mixed(self, sighting: Sighting) -> bool:
+    def _is_mixed(self, candidate: Candidate) -> bool:
         """Whether a checkpoint seems to be saved over file by file: whole by its headers all the while."""
-        own = self.entries.get(sighting.name)
+        own = self.entries.get(candidate.name)
         if own is None:
             return False
-        weights, before = without_ctime(sighting.weights), without_ctime(own.files)
+        weights, before = without_ctime(candidate.weights), without_ctime(own.files)
         return not weights.isdisjoint(before) and not weights <= before
 
-    def _is_marked_as_before(self, sighting: Sighting) -> bool:
+    def _is_marked_as_before(self, candidate: Candidate) -> bool:
         """Whether it is saved over in part, and its marker is that of the save before, given a new ctime."""
-        own = self.entries.get(sighting.name)
-        if own is None or self.rules.marker is None or not self._is_mixed(sighting):
+        own = self.entries.get(candidate.name)
+        if own is None or self.rules.marker is None or not self._is_mixed(candidate):
             return False
         before = without_ctime(own.files | own.beside)
-        return any(mark.name == self.rules.marker for mark in without_ctime(sighting.files) & before)
+        return any(mark.name == self.rules.marker for mark in without_ctime(candidate.files) & before)
 
     def begin(self, choice: Choice, version: int, request: str) -> None:
         """`version`: the channel's before the publication."""
@@ -359,11 +359,11 @@ class Inbox:
         for passed in choice.passed:
             self.entries[passed.name] = replace(self._entry(InboxOutcome.PASSED_OVER, passed), behind=name)
 
-    def _entry(self, outcome: InboxOutcome, sighting: Sighting) -> InboxEntry:
-        beside = (sighting.files | sighting.hidden) - sighting.weights
-        last = self.content(sighting.name)
+    def _entry(self, outcome: InboxOutcome, candidate: Candidate) -> InboxEntry:
+        beside = (candidate.files | candidate.hidden) - candidate.weights
+        last = self.content(candidate.name)
         content = None if last is None else replace(last, sample="")
-        return InboxEntry(outcome, sighting.weights, beside=beside, content=content)
+        return InboxEntry(outcome, candidate.weights, beside=beside, content=content)
 
     def succeed(self, name: str, version: int, root: str = "") -> None:
         """`root`: empty where only the channel can say it."""
@@ -378,16 +378,16 @@ class Inbox:
             if entry.behind == name:
                 self.entries[other] = replace(entry, behind="")
 
-    def adopt(self, sighting: Sighting, version: int, root: str = "") -> None:
-        self.entries[sighting.name] = self._entry(InboxOutcome.PUBLISHED, sighting)
-        self.succeed(sighting.name, version, root)
+    def adopt(self, candidate: Candidate, version: int, root: str = "") -> None:
+        self.entries[candidate.name] = self._entry(InboxOutcome.PUBLISHED, candidate)
+        self.succeed(candidate.name, version, root)
 
-    def skip(self, sighting: Sighting, content: LastContent) -> None:
+    def skip(self, candidate: Candidate, content: LastContent) -> None:
         """It was not read in full before, and its sample is the same."""
-        own = self.entries.get(sighting.name)
+        own = self.entries.get(candidate.name)
         passed = own is not None and own.outcome is InboxOutcome.PASSED_OVER
         outcome = InboxOutcome.PASSED_OVER if passed else InboxOutcome.EXISTING
-        self.entries[sighting.name] = replace(self._entry(outcome, sighting), content=content)
+        self.entries[candidate.name] = replace(self._entry(outcome, candidate), content=content)
 
     def give_up(self, name: str) -> None:
         """The publication did not happen: it and those passed over for it are new again."""
@@ -399,11 +399,11 @@ class Inbox:
                 kept[other] = left
         self.entries = kept
 
-    def refuse(self, sighting: Sighting, failure: Failure) -> None:
-        content = self.content(sighting.name)
-        self.give_up(sighting.name)
-        refused = InboxEntry(InboxOutcome.REFUSED, sighting.files, failure=failure, content=content)
-        self.entries[sighting.name] = refused
+    def refuse(self, candidate: Candidate, failure: Failure) -> None:
+        content = self.content(candidate.name)
+        self.give_up(candidate.name)
+        refused = InboxEntry(InboxOutcome.REFUSED, candidate.files, failure=failure, content=content)
+        self.entries[candidate.name] = refused
 
     def resume(self, made_for: Callable[[str, int], int | None]) -> list[str]:
         """After a kill. `made_for`: which version came of a request, if it is one after another version.
@@ -467,8 +467,10 @@ def content_alone(entry: InboxEntry) -> InboxEntry | None:
     return InboxEntry(outcome, frozenset(), content.version, content=content)
 
 
-def _is_broken(sighting: Sighting) -> bool:
-    return sighting.finished and not sighting.weights and any(holds_weights(f.name) for f in sighting.files)
+def _is_broken(candidate: Candidate) -> bool:
+    return (
+        candidate.finished and not candidate.weights and any(holds_weights(f.name) for f in candidate.files)
+    )
 
 
 def holds_weights(name: str) -> bool:
@@ -481,10 +483,10 @@ def is_of_a_checkpoint(name: str) -> bool:
     return holds_weights(name) or is_other_format(name) or name in ("config.json", "adapter_config.json")
 
 
-def _in_order(sighting: Sighting) -> tuple[int, list[tuple[int, str]]]:
+def _in_order(candidate: Candidate) -> tuple[int, list[tuple[int, str]]]:
     """By completion; in one tick of the clock by name, numbers by value."""
-    pieces = _NUMBERS.split(sighting.name)
-    return sighting.completed_ns, [(int(p), "") if p.isascii() and p.isdigit() else (-1, p) for p in pieces]
+    pieces = _NUMBERS.split(candidate.name)
+    return candidate.completed_ns, [(int(p), "") if p.isascii() and p.isdigit() else (-1, p) for p in pieces]
 
 
 def pack_entries(entries: Mapping[str, InboxEntry], watch: str = "", *, tree: bool = False) -> bytes:

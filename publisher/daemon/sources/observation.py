@@ -14,9 +14,9 @@ from pathlib import Path
 from blake3 import blake3
 
 from weightcast.publisher.daemon.sources.inbox import (
+    Candidate,
     FileMark,
     Marks,
-    Sighting,
     holds_weights,
     is_of_a_checkpoint,
     is_temporary,
@@ -62,11 +62,11 @@ _Problems = dict[str, tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class InboxLook:
+class Observation:
     """`unknown`: of directories whose files are not known; `names`: of all that are there; `unreadable`:
     which of them could not be looked into."""
 
-    unknown: tuple[Sighting, ...]
+    unknown: tuple[Candidate, ...]
     names: frozenset[str]
     unreadable: tuple[Unpublished, ...] = ()
 
@@ -106,7 +106,7 @@ def look(
     has_arrived: Callable[[str, Marks], bool],
     is_left: Callable[[str], bool] = lambda name: False,
     own: Collection[str] = (),
-) -> InboxLook:
+) -> Observation:
     """Reads the headers of unknown directories only. `has_arrived`: whether that was seen to be renamed into
     place; `is_left`: whether that is never published; `own`: real paths of directories that are no trainer's.
     Raises RetryLater when `watch` is not there."""
@@ -121,9 +121,9 @@ def look(
             # Weights without a file are links that lead nowhere.
             if (files or tree[name].has_weights) and not is_known(name, files):
                 if tree[name].temporary:
-                    unknown.append(Sighting(name, files, frozenset(), 0, False, temporary=True))
+                    unknown.append(Candidate(name, files, frozenset(), 0, False, temporary=True))
                 else:
-                    unknown.append(sight(watch, name, files, marker, has_arrived(name, files)))
+                    unknown.append(observe_candidate(watch, name, files, marker, has_arrived(name, files)))
         except FileNotFoundError:
             continue  # removed meanwhile
         except OSError as error:
@@ -131,7 +131,7 @@ def look(
             problems[name] = failure_of(error).message, _READABLE
     waiting = tuple(Unpublished(name, *problem) for name, problem in problems.items())
     nothing = frozenset() if ROOT in tree and tree[ROOT].has_weights else frozenset({ROOT})
-    return InboxLook(tuple(unknown), frozenset({*tree, *problems}) - nothing, waiting)
+    return Observation(tuple(unknown), frozenset({*tree, *problems}) - nothing, waiting)
 
 
 def _walk(watch: Path, own: Collection[str]) -> tuple[dict[str, _Directory], _Problems]:
@@ -249,7 +249,7 @@ def _stat(entry: os.DirEntry[str]) -> os.stat_result | None:
         raise
 
 
-def sight(watch: Path, name: str, files: Marks, marker: str | None, arrived: bool) -> Sighting:
+def observe_candidate(watch: Path, name: str, files: Marks, marker: str | None, arrived: bool) -> Candidate:
     """`files`: the marks taken before. Raises OSError where it cannot be read."""
     directory = watch / name
     found = None if marker is None else _marker_after(watch, name, files, marker)
@@ -257,7 +257,7 @@ def sight(watch: Path, name: str, files: Marks, marker: str | None, arrived: boo
     try:
         checkpoint = open_checkpoint(directory, follow_links=True)
     except WeightcastError as error:
-        return Sighting(name, files, frozenset(), 0, finished, failure_of(error))
+        return Candidate(name, files, frozenset(), 0, finished, failure_of(error))
     names = weight_names(checkpoint)
     weights = frozenset(mark for mark in files if mark.name in names)
     if len(weights) != len(names):
@@ -268,7 +268,7 @@ def sight(watch: Path, name: str, files: Marks, marker: str | None, arrived: boo
         signs += [watch / around for around in (name, *parents_of(name)) if around.startswith(save_of(name))]
     # ctime, since copies keep the mtime of their originals
     completed_ns = max((sign.lstat().st_ctime_ns for sign in signs if exists(sign)), default=0)
-    return Sighting(name, files, weights, completed_ns, finished, hidden=hidden, table=checkpoint.table)
+    return Candidate(name, files, weights, completed_ns, finished, hidden=hidden, table=checkpoint.table)
 
 
 def weight_names(checkpoint: Checkpoint) -> set[str]:
@@ -416,7 +416,7 @@ def _only_files(directory: Path) -> bool:
         return all(entry.is_file(follow_symlinks=False) for entry in scan)
 
 
-def bury_leftovers(watch: Path, names: Iterable[str] = ()) -> None:
+def delete_leftovers(watch: Path, names: Iterable[str] = ()) -> None:
     """What a kill left of directories being deleted. `names`: see `set_aside`."""
     for parent in _parents(watch, names):
         for path in matching(parent, f"{_CONSUMED}*"):

@@ -13,16 +13,16 @@ from typing import NamedTuple
 from weightcast.publisher.daemon.sources import observation
 from weightcast.publisher.daemon.sources.inbox import (
     MEMORY_LIMIT,
+    Candidate,
     Choice,
     Inbox,
     InboxEntry,
     InboxRules,
     LastContent,
     Marks,
-    Sighting,
     content_alone,
     covers_tree,
-    is_candidate,
+    may_be_checkpoint,
     pack_entries,
     parse_entries,
     without_ctime,
@@ -48,7 +48,7 @@ _SKIPPED_KEPT = 20
 log = get_log("inbox")
 
 
-class RenamedIn:
+class RenamedDirectories:
     """Names of directories that were seen to be renamed into place: told by one thread, taken by another."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class RenamedIn:
             return taken
 
 
-class Watched:
+class WatchedDirectory:
     """Used by one thread. `memory`: the file that survives restarts."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Watched:
         directory: Path,
         memory: Path,
         rules: InboxRules,
-        renamed: RenamedIn,
+        renamed: RenamedDirectories,
         own: Iterable[Path] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -137,7 +137,7 @@ class Watched:
         if names:
             log.info("checkpoints left alone", checkpoints=names[:_NAMED], count=len(names), remedy=_EXISTING)
 
-    def _look(self) -> observation.InboxLook:
+    def _look(self) -> observation.Observation:
         # Being put back is no arrival: the writer may be at it.
         self._arriving = self._renamed.take() - self._not_consumed
         found = observation.look(
@@ -193,41 +193,41 @@ class Watched:
         failpoint("inbox.chosen", self.directory)
         return request
 
-    def succeed(self, sighting: Sighting, version: int, root: str) -> None:
+    def succeed(self, candidate: Candidate, version: int, root: str) -> None:
         failpoint("inbox.published", self.directory)
-        self._inbox.succeed(sighting.name, version, root)
+        self._inbox.succeed(candidate.name, version, root)
         # before it is noted as published: a kill in between is made up for by `resume`
-        self._consume_published(sighting.name)
+        self._consume_published(candidate.name)
         self._store()
         self._sample_unread()
 
-    def content(self, sighting: Sighting, root_of: Callable[[int], str]) -> LastContent:
+    def content(self, candidate: Candidate, root_of: Callable[[int], str]) -> LastContent:
         """What it has to differ from to be published."""
-        content = self._inbox.content_of(sighting) or LastContent()
+        content = self._inbox.content_of(candidate) or LastContent()
         if content.root or content.version is None:
             return content
         return replace(content, root=root_of(content.version))
 
-    def has_sample(self, sighting: Sighting, sample: str) -> bool:
-        return bool(sample) and self._sample(sighting.name, sighting.weights) == sample
+    def has_sample(self, candidate: Candidate, sample: str) -> bool:
+        return bool(sample) and self._sample(candidate.name, candidate.weights) == sample
 
-    def skip_published(self, sighting: Sighting, content: LastContent) -> None:
+    def skip_published(self, candidate: Candidate, content: LastContent) -> None:
         """Its files changed, and it was read in full: its content did not. Deleted only if it came back after
         it was consumed: it may have been published on request, or before `--consume`."""
         if content.version is not None:
-            came_back = self._inbox.is_consumed(sighting.name)
-            self._inbox.adopt(sighting, content.version, content.root)
+            came_back = self._inbox.is_consumed(candidate.name)
+            self._inbox.adopt(candidate, content.version, content.root)
             if came_back:
-                self._consume_published(sighting.name)
+                self._consume_published(candidate.name)
             self._skipped(
-                sighting.name, f"only its files changed, not the content of version {content.version}"
+                candidate.name, f"only its files changed, not the content of version {content.version}"
             )
 
-    def skip_unread(self, sighting: Sighting, content: LastContent) -> None:
+    def skip_unread(self, candidate: Candidate, content: LastContent) -> None:
         """As `skip_published`, for what was left alone or passed over: by its sample."""
-        self._inbox.skip(sighting, content)
+        self._inbox.skip(candidate, content)
         reason = "only its files changed since it was left alone; POST /v1/publish publishes it"
-        self._skipped(sighting.name, reason)
+        self._skipped(candidate.name, reason)
 
     def _skipped(self, name: str, reason: str) -> None:
         self._store()
@@ -262,36 +262,38 @@ class Watched:
         except (OSError, WeightcastError):
             return ""
 
-    def see(self, directory: Path) -> Sighting | None:
+    def see(self, directory: Path) -> Candidate | None:
         """A directory that is about to be published on request; None unless it is one of the watched."""
         try:
             name = str(directory.relative_to(self.directory.resolve()))
-            if name != ROOT and not all(map(is_candidate, name.split("/"))):
+            if name != ROOT and not all(map(may_be_checkpoint, name.split("/"))):
                 return None
-            return observation.sight(
+            return observation.observe_candidate(
                 self.directory, name, observation.marks_of(self.directory, name), None, arrived=False
             )
         except (OSError, ValueError):
             return None
 
-    def adopt(self, sighting: Sighting, version: int, root: str) -> None:
+    def adopt(self, candidate: Candidate, version: int, root: str) -> None:
         """It was published on request: not once more for lying here."""
-        if sighting.weights:
-            self._inbox.adopt(sighting, version, root)
+        if candidate.weights:
+            self._inbox.adopt(candidate, version, root)
             self._store()
 
-    def fail(self, sighting: Sighting, failure: Failure) -> None:
+    def fail(self, candidate: Candidate, failure: Failure) -> None:
         """Refused for good, unless it is not the checkpoint any more that was chosen."""
-        if self._marks(sighting.name) == sighting.files:
-            self.refuse(sighting, failure)
+        if self._marks(candidate.name) == candidate.files:
+            self.refuse(candidate, failure)
         else:
-            log.info("checkpoint changed while it was read", checkpoint=sighting.name, reason=failure.message)
-            self._inbox.give_up(sighting.name)
+            log.info(
+                "checkpoint changed while it was read", checkpoint=candidate.name, reason=failure.message
+            )
+            self._inbox.give_up(candidate.name)
             self._store()
 
-    def refuse(self, sighting: Sighting, failure: Failure) -> None:
-        log.warning("checkpoint refused", checkpoint=sighting.name, **failure.by_name())
-        self._inbox.refuse(sighting, failure)
+    def refuse(self, candidate: Candidate, failure: Failure) -> None:
+        log.warning("checkpoint refused", checkpoint=candidate.name, **failure.by_name())
+        self._inbox.refuse(candidate, failure)
         self._store()
 
     def refused(self) -> list[tuple[str, Failure]]:
@@ -350,7 +352,7 @@ class Watched:
                 self._warned.add(name)
 
     def _bury_leftovers(self) -> None:
-        observation.bury_leftovers(self.directory, self._inbox.entries)
+        observation.delete_leftovers(self.directory, self._inbox.entries)
         for name in observation.set_aside(self.directory, self._inbox.entries):
             self._try_to_consume(name, observation.consume_aside)
 

@@ -12,9 +12,9 @@ import pytest
 from daemonkit import INDEX, Places, Tensors, base_tensors, changed, local_bytes, plain, rename_in
 from disk_errors import Disk, watched
 
-from weightcast.publisher.daemon.publish_loop import Desk
+from weightcast.publisher.daemon.publish_loop import PublishLoop
 from weightcast.publisher.daemon.settings import PublisherSettings
-from weightcast.publisher.daemon.sources.watched import RenamedIn
+from weightcast.publisher.daemon.sources.watched import RenamedDirectories
 from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
@@ -42,7 +42,7 @@ def places(tmp_path: Path) -> Places:
 
 
 @pytest.fixture
-def desk(places: Places) -> Iterator[Desk]:
+def publish_loop(places: Places) -> Iterator[PublishLoop]:
     settings = PublisherSettings(
         channel=places.channel,
         base=places.base,
@@ -52,18 +52,20 @@ def desk(places: Places) -> Iterator[Desk]:
         settle_seconds=0.0,
         consume=True,
     )
-    made = Desk(settings, Metrics(), Wakeup(), Stop(), RenamedIn())
+    made = PublishLoop(settings, Metrics(), Wakeup(), Stop(), RenamedDirectories())
     made.start()
     yield made
     made.close()
 
 
-def stepped_until_done(desk: Desk, places: Places, disk: Disk, tensors: Tensors, version: int) -> None:
+def stepped_until_done(
+    publish_loop: PublishLoop, places: Places, disk: Disk, tensors: Tensors, version: int
+) -> None:
     """As the daemon does, whatever a step raises: the version is out, and nothing is left to do."""
     with watched(disk):
         for _ in range(MOST_STEPS):
             with suppress(WeightcastError, OSError):
-                desk.step(Stop())
+                publish_loop.step(Stop())
                 follows = local_bytes(places.local, tensors) == plain(tensors)
                 if follows and places.latest() == f"{version:06d}" and _has_consumed(places):
                     return
@@ -82,13 +84,13 @@ def indexes(places: Places) -> dict[str, bytes]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("lasting", [0, 2])
-def test_at_every_failpoint_of_a_publication(desk: Desk, places: Places, lasting: int) -> None:
+def test_at_every_failpoint_of_a_publication(publish_loop: PublishLoop, places: Places, lasting: int) -> None:
     tensors, known = base_tensors(), indexes(places)
     for version in range(1, MOST_VERSIONS):
         tensors = changed(tensors, version)
         rename_in(places.watch / f"step_{version}", tensors)
         disk = PublicationDisk(version, lasting, ELSEWHERE, errno.ENOSPC)
-        stepped_until_done(desk, places, disk, tensors, version)
+        stepped_until_done(publish_loop, places, disk, tensors, version)
         found = indexes(places)
         assert len(found) == version, f"one version of one checkpoint, after {disk.failed_at}"
         assert known.items() <= found.items(), f"a committed version changed after {disk.failed_at}"

@@ -30,9 +30,9 @@ from prometheus_client import generate_latest
 from waiting import wait_until
 
 from weightcast.publisher import Publisher
-from weightcast.publisher.daemon.publish_loop import Desk
+from weightcast.publisher.daemon.publish_loop import PublishLoop
 from weightcast.publisher.daemon.settings import PublisherSettings
-from weightcast.publisher.daemon.sources.watched import RenamedIn
+from weightcast.publisher.daemon.sources.watched import RenamedDirectories
 from weightcast.publisher.daemon.status import REFUSED_SHOWN
 from weightcast.publisher.maintenance.orders import order_rollback
 from weightcast.shared.base import failpoints
@@ -47,7 +47,7 @@ class Office:
     """A desk with its places."""
 
     def __init__(self, places: Places, **settings: Any) -> None:
-        self.places, self.stop, self.renamed = places, Stop(), RenamedIn()
+        self.places, self.stop, self.renamed = places, Stop(), RenamedDirectories()
         self.registry = Metrics()
         values: dict[str, Any] = {
             "channel": places.channel,
@@ -58,10 +58,12 @@ class Office:
             "settle_seconds": 0.0,
             **settings,
         }
-        self.desk = Desk(PublisherSettings(**values), self.registry, Wakeup(), self.stop, self.renamed)
+        self.publish_loop = PublishLoop(
+            PublisherSettings(**values), self.registry, Wakeup(), self.stop, self.renamed
+        )
 
     def step(self) -> None:
-        self.desk.step(self.stop)
+        self.publish_loop.step(self.stop)
 
     def settle(self) -> None:
         """Steps until two looks have seen nothing new."""
@@ -75,7 +77,7 @@ class Office:
 
     def published(self) -> list[tuple[int, int | None]]:
         """(version, step), oldest first."""
-        return [(each.version, each.step) for each in reversed(self.desk.status().publications)]
+        return [(each.version, each.step) for each in reversed(self.publish_loop.status().publications)]
 
 
 Opening = Callable[..., Office]
@@ -93,12 +95,12 @@ def opened(places: Places) -> Iterator[Opening]:
     def start(**settings: Any) -> Office:
         office = Office(places, **settings)
         offices.append(office)
-        office.desk.start()
+        office.publish_loop.start()
         return office
 
     yield start
     for office in offices:
-        office.desk.close()
+        office.publish_loop.close()
 
 
 @contextmanager
@@ -122,7 +124,7 @@ def test_a_renamed_checkpoint_is_a_version_and_the_local_checkpoint_follows(
 ) -> None:
     office = opened()
     office.step()
-    assert places.latest() == "" and office.desk.status().ready
+    assert places.latest() == "" and office.publish_loop.status().ready
     for step in (1, 2):
         rename_in(places.watch / f"step_{step}", weights(step), shards=step)
         office.step()
@@ -149,7 +151,7 @@ def test_an_arrival_counts_until_the_directory_changes(places: Places, opened: O
     write(places.watch / "step_1", weights(1))
     office.step()
     assert places.latest() == ""
-    assert "second look" in office.desk.status().inbox.waiting[0].reason  # type: ignore[union-attr]
+    assert "second look" in office.publish_loop.status().inbox.waiting[0].reason  # type: ignore[union-attr]
 
 
 def test_nothing_changed_is_published_once(places: Places, opened: Opening) -> None:
@@ -157,7 +159,7 @@ def test_nothing_changed_is_published_once(places: Places, opened: Opening) -> N
     rename_in(places.watch / "step_1", base_tensors())
     office.settle()
     assert places.latest() == "000001"
-    assert office.desk.status().publications[0].changed_elements == 0
+    assert office.publish_loop.status().publications[0].changed_elements == 0
 
 
 def test_written_in_place_with_pauses_it_is_never_torn(places: Places, opened: Opening) -> None:
@@ -230,7 +232,7 @@ def test_what_cannot_be_read_waits_and_the_others_are_published(places: Places, 
     rename_in(places.watch / "step_1", weights(1))
     office.settle()
     assert office.published() == [(1, 1)]
-    waiting = office.desk.status().inbox.waiting  # type: ignore[union-attr]
+    waiting = office.publish_loop.status().inbox.waiting  # type: ignore[union-attr]
     assert [each.name for each in waiting] == ["loop"] and "symbolic links" in waiting[0].reason
 
 
@@ -254,7 +256,7 @@ def test_every_one_in_order_of_completion(places: Places, opened: Opening) -> No
 def test_another_watched_directory_is_met_for_the_first_time(places: Places, opened: Opening) -> None:
     """Also with the memory of a local checkpoint whose publisher watched another one before."""
     write(places.watch / "step_1", weights(1))
-    opened().desk.close()
+    opened().publish_loop.close()
     second = places.root / "second"
     write(second / "step_1", weights(2))
     write(second / "step_2", weights(3))
@@ -264,7 +266,7 @@ def test_another_watched_directory_is_met_for_the_first_time(places: Places, ope
     rename_in(second / "step_3", weights(4))
     office.settle()
     assert [version for version, _ in office.published()] == [1]
-    office.desk.close()
+    office.publish_loop.close()
     office = opened(watch=second)
     office.settle()
     assert places.latest() == "000001"
@@ -286,8 +288,8 @@ def test_what_comes_while_a_first_start_fails_is_new_at_the_next(places: Places,
 
     office = Office(places)
     with interrupted_at("seed.copied"):
-        office.desk.start()
-    office.desk.close()
+        office.publish_loop.start()
+    office.publish_loop.close()
     rename_in(places.watch / "step_1", weights(1))
     later = opened()
     later.settle()
@@ -298,7 +300,7 @@ def test_a_restart_publishes_nothing_again(places: Places, opened: Opening) -> N
     office = opened()
     rename_in(places.watch / "step_1", weights(1))
     office.settle()
-    office.desk.close()
+    office.publish_loop.close()
     rename_in(places.watch / "step_2", weights(2))
     later = opened()
     later.settle()
@@ -345,7 +347,7 @@ def test_a_link_to_the_newest_takes_nothing_from_it(places: Places, opened: Open
     rename_in(places.watch / "checkpoint-100", weights(1))
     office.settle()
     assert office.published() == [(1, 100)]
-    assert office.desk.status().publications[0].source == "checkpoint-100"
+    assert office.publish_loop.status().publications[0].source == "checkpoint-100"
     assert not (places.watch / "checkpoint-100").exists()
 
 
@@ -414,7 +416,7 @@ def test_a_kill_between_setting_aside_and_comparing_deletes_only_what_was_publis
 
     with interrupted_at("inbox.aside"):
         office.settle()
-    office.desk.close()
+    office.publish_loop.close()
     assert aside.is_dir() and not directory.exists()
     if added:
         (aside / "optimizer.pt").write_bytes(b"the trainer's state")
@@ -450,7 +452,7 @@ def test_where_consuming_is_not_permitted_the_log_hears_of_each_checkpoint_once(
     with unprivileged() as root:
         places = Places.made(root)
         office = Office(places, consume=True, every=True)
-        office.desk.start()
+        office.publish_loop.start()
         for step in (1, 2):
             rename_in(places.watch / f"step_{step}", weights(step))
         places.watch.chmod(0o500)
@@ -462,7 +464,7 @@ def test_where_consuming_is_not_permitted_the_log_hears_of_each_checkpoint_once(
         assert told == 2
         places.watch.chmod(0o700)
         wait_until(lambda: (office.step(), _is_empty(places.watch))[1])
-        office.desk.close()
+        office.publish_loop.close()
 
 
 def _is_empty(watch: Path) -> bool:
@@ -475,16 +477,16 @@ def test_a_kill_between_version_and_memory_publishes_nothing_twice(places: Place
     rename_in(places.watch / "step_2", weights(2))
     memory = places.local / ".weightcast" / "inbox.json"
     writes: list[bytes] = []
-    begin = office.desk._watched.begin  # type: ignore[union-attr]
+    begin = office.publish_loop._watched.begin  # type: ignore[union-attr]
 
     def spy(*arguments: Any) -> str:
         request = begin(*arguments)
         writes.append(memory.read_bytes())
         return request
 
-    office.desk._watched.begin = spy  # type: ignore[union-attr, method-assign]
+    office.publish_loop._watched.begin = spy  # type: ignore[union-attr, method-assign]
     office.settle()
-    office.desk.close()
+    office.publish_loop.close()
     memory.write_bytes(writes[0])
     later = opened()
     later.settle()
@@ -521,12 +523,12 @@ def test_tensors_that_do_not_fit_are_all_listed_and_change_nothing(
     channel, local = snapshot(places.channel), local_bytes(places.local, base_tensors())
     rename_in(places.watch / "step_1", odd(kind))
     office.settle()
-    refused = office.desk.status().inbox.refused  # type: ignore[union-attr]
+    refused = office.publish_loop.status().inbox.refused  # type: ignore[union-attr]
     assert [each.name for each in refused] == ["step_1"]
     assert all(name in refused[0].error.message for name in names)
     assert snapshot(places.channel) == channel
     assert local_bytes(places.local, base_tensors()) == local
-    assert office.desk.status().totals.failures == 1
+    assert office.publish_loop.status().totals.failures == 1
     shutil.rmtree(places.watch / "step_1")
     rename_in(places.watch / "step_1", weights(1))
     office.settle()
@@ -553,15 +555,15 @@ def test_damaged_checkpoints_change_nothing(places: Places, opened: Opening, dam
     office.renamed.note("step_1")
     office.settle()
     assert snapshot(places.channel) == channel
-    assert [each.name for each in office.desk.status().inbox.refused] == ["step_1"]  # type: ignore[union-attr]
-    assert office.desk.status().last_error is not None
+    assert [each.name for each in office.publish_loop.status().inbox.refused] == ["step_1"]  # type: ignore[union-attr]
+    assert office.publish_loop.status().last_error is not None
 
 
 def test_a_checkpoint_rewritten_while_it_is_read_is_tried_again(places: Places, opened: Opening) -> None:
     office = opened()
     rename_in(places.watch / "step_1", weights(1))
     shown: list[str] = []
-    phase = office.desk._meter.phase
+    phase = office.publish_loop._meter.phase
 
     def rewrite_once(name: str) -> None:
         phase(name)
@@ -570,10 +572,10 @@ def test_a_checkpoint_rewritten_while_it_is_read_is_tried_again(places: Places, 
             for file, data in files_of(weights(2)).items():
                 _write_later(places.watch / "step_1" / file, data)
 
-    office.desk._meter.phase = rewrite_once  # type: ignore[method-assign]
+    office.publish_loop._meter.phase = rewrite_once  # type: ignore[method-assign]
     office.step()
     assert shown and places.latest() == ""
-    assert office.desk.status().inbox.refused == ()  # type: ignore[union-attr]
+    assert office.publish_loop.status().inbox.refused == ()  # type: ignore[union-attr]
     office.settle()
     assert places.latest() == "000001"
     assert local_bytes(places.local, weights(2)) == plain(weights(2))
@@ -593,7 +595,7 @@ def _write_later(path: Path, data: bytes) -> None:
 def test_a_job_and_its_key(places: Places, opened: Opening, tmp_path: Path) -> None:
     elsewhere = write(tmp_path / "elsewhere", weights(4))
     office = opened(allow=[tmp_path])
-    queue = office.desk.queue
+    queue = office.publish_loop.queue
     assert queue is not None
     job = queue.ask(str(elsewhere), 4, "key")
     assert queue.ask(str(elsewhere), 4, "key") == job
@@ -601,12 +603,12 @@ def test_a_job_and_its_key(places: Places, opened: Opening, tmp_path: Path) -> N
     ended = queue.get(job.id)
     assert ended is not None and ended.state == "done" and ended.report is not None
     assert (ended.report.version, ended.report.step) == (1, 4)
-    office.desk.close()
+    office.publish_loop.close()
     later = opened(allow=[tmp_path])
-    assert later.desk.queue is not None
-    assert later.desk.queue.ask(str(elsewhere), 4, "key").state == "queued"
+    assert later.publish_loop.queue is not None
+    assert later.publish_loop.queue.ask(str(elsewhere), 4, "key").state == "queued"
     later.step()
-    again = later.desk.queue.get(job.id)
+    again = later.publish_loop.queue.get(job.id)
     assert again is not None and (again.state, again.report) == ("done", ended.report)
     assert again.note == "unchanged: the checkpoint has the content of version 1"
     assert places.latest() == "000001" and later.published() == []
@@ -616,7 +618,7 @@ def test_a_job_that_fails_says_why_and_the_next_one_runs(
     places: Places, opened: Opening, tmp_path: Path
 ) -> None:
     office = opened(allow=[tmp_path])
-    queue = office.desk.queue
+    queue = office.publish_loop.queue
     assert queue is not None
     bad = queue.ask(str(write(tmp_path / "bad", odd("retyped"))), None, None)
     gone = queue.ask(str(tmp_path / "gone"), None, None)
@@ -633,8 +635,8 @@ def test_an_unreadable_checkpoint_that_was_asked_for_holds_up_nothing(closed: st
     with unprivileged() as root:
         places = Places.made(root)
         office = Office(places, allow=[root])
-        office.desk.start()
-        queue = office.desk.queue
+        office.publish_loop.start()
+        queue = office.publish_loop.queue
         assert queue is not None
         bad = queue.ask(str(write(root / "bad", weights(1))), None, None)
         good = queue.ask(str(write(root / "good", weights(2))), 2, None)
@@ -647,7 +649,7 @@ def test_an_unreadable_checkpoint_that_was_asked_for_holds_up_nothing(closed: st
         assert failure is not None and failure.error == "Refused" and "user" in failure.remedy
         assert str(root / "bad" / closed) in failure.message and "Permission denied" in failure.message
         assert queue.get(good.id).state == "done"  # type: ignore[union-attr]
-        office.desk.close()
+        office.publish_loop.close()
         (root / "bad" / closed).chmod(0o700)
 
 
@@ -656,19 +658,19 @@ def test_a_job_cut_off_by_a_kill(
     places: Places, opened: Opening, tmp_path: Path, moved: bool, state: str
 ) -> None:
     office = opened(allow=[tmp_path])
-    queue = office.desk.queue
+    queue = office.publish_loop.queue
     assert queue is not None
     job = queue.change(queue.ask(str(tmp_path / "c"), None, None), state="running", before=0)
-    publisher = office.desk._publisher
+    publisher = office.publish_loop._publisher
     assert publisher is not None
     directory = write(tmp_path / "c", weights(1))
     request = job.id if moved else "0123456789abcdef"
     # newer versions are not the job's, nor is one that somebody else asked for
     publisher.publish_weights(lambda: publisher.open_checkpoint(directory), request=request)
     publisher.publish_checkpoint(write(tmp_path / "d", weights(2)))
-    office.desk.close()
+    office.publish_loop.close()
     later = opened()
-    found = later.desk.queue.get(job.id)  # type: ignore[union-attr]
+    found = later.publish_loop.queue.get(job.id)  # type: ignore[union-attr]
     assert found is not None and found.state == state
     assert (None if found.report is None else found.report.version) == (1 if moved else None)
 
@@ -680,7 +682,7 @@ def test_what_somebody_else_published_is_not_this_checkpoint(places: Places, ope
 
     with interrupted_at("publish.recovered"):
         office.settle()
-    office.desk.close()
+    office.publish_loop.close()
     with Publisher.open(places.channel, local=places.local, base=places.base) as by_hand:
         by_hand.publish_checkpoint(write(places.root / "by-hand", weights(7)))
     later = opened(consume=True)
@@ -709,7 +711,7 @@ def test_a_publisher_that_lost_the_channel_says_so_and_keeps_what_it_did_not_pub
         with watched(take_over), pytest.raises((Refused, RetryLater)):
             office.settle()
     assert places.latest() == "000001" and office.published() == []
-    assert office.desk.superseded is not None and office.stop.requested
+    assert office.publish_loop.superseded is not None and office.stop.requested
     assert left.is_dir()
     memory = (places.local / ".weightcast" / "inbox.json").read_text()
     assert '"published"' not in memory
@@ -720,10 +722,10 @@ def test_an_idle_publisher_that_lost_the_channel_ends(places: Places, opened: Op
     office.step()
     with Publisher.open(places.channel, local=places.root / "new", base=places.base, take_over=True):
         pass
-    office.desk._owner_due.at_once()
+    office.publish_loop._owner_due.at_once()
     with pytest.raises(Refused, match="now belongs to"):
         office.step()
-    assert office.desk.superseded is not None and office.stop.requested
+    assert office.publish_loop.superseded is not None and office.stop.requested
 
 
 def test_an_order_that_comes_while_a_checkpoint_begins_costs_no_checkpoint(
@@ -752,10 +754,10 @@ def test_an_order_that_comes_while_a_checkpoint_begins_costs_no_checkpoint(
 
 def test_a_job_that_crashes_is_not_tried_again(places: Places, opened: Opening, tmp_path: Path) -> None:
     office = opened(allow=[tmp_path])
-    queue = office.desk.queue
+    queue = office.publish_loop.queue
     assert queue is not None
     job = queue.ask(str(write(tmp_path / "c", weights(1))), None, None)
-    phase, crashed = office.desk._meter.phase, []
+    phase, crashed = office.publish_loop._meter.phase, []
 
     def crash_once(name: str) -> None:
         phase(name)
@@ -763,22 +765,22 @@ def test_a_job_that_crashes_is_not_tried_again(places: Places, opened: Opening, 
             crashed.append(name)
             raise ZeroDivisionError("a bug")
 
-    office.desk._meter.phase = crash_once  # type: ignore[method-assign]
+    office.publish_loop._meter.phase = crash_once  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         office.step()
-    assert not office.desk.status().ready
+    assert not office.publish_loop.status().ready
     office.step()
     ended = queue.get(job.id)
     assert ended is not None and ended.state == "failed" and ended.error is not None
     assert ended.error.error == "ZeroDivisionError"
-    assert office.desk.status().ready and places.latest() == ""
+    assert office.publish_loop.status().ready and places.latest() == ""
 
 
 def test_asked_for_and_watched_it_is_one_version(places: Places, opened: Opening) -> None:
     office = opened()
     rename_in(places.watch / "step_1", weights(1))
-    assert office.desk.queue is not None
-    office.desk.queue.ask(str(places.watch / "step_1"), 1, None)
+    assert office.publish_loop.queue is not None
+    office.publish_loop.queue.ask(str(places.watch / "step_1"), 1, None)
     office.settle()
     assert office.published() == [(1, 1)]
 
@@ -796,7 +798,7 @@ def test_a_hook_that_asks_for_a_retry_delays_and_does_not_repeat(
     rename_in(places.watch / "step_1", weights(1))
     with pytest.raises(Refused, match="hook"):
         office.step()
-    assert not office.desk.status().ready and places.latest() == ""
+    assert not office.publish_loop.status().ready and places.latest() == ""
     gate.touch()
     office.settle()
     assert places.latest() == "000001"
@@ -810,7 +812,7 @@ def test_a_hook_that_fails_after_the_commit_delays_a_job_and_its_report_is_whole
     hook.write_text(f"#!/bin/sh\n[ -e {gate} ]\n")
     hook.chmod(0o755)
     office = opened(post_write=str(hook), allow=[tmp_path])
-    queue = office.desk.queue
+    queue = office.publish_loop.queue
     assert queue is not None
     job = queue.ask(str(write(tmp_path / "c", weights(1))), 3, None)
     with pytest.raises(Refused, match="hook"):
@@ -825,7 +827,7 @@ def test_a_hook_that_fails_after_the_commit_delays_a_job_and_its_report_is_whole
 
 
 def test_another_base_is_refused(places: Places, opened: Opening) -> None:
-    opened().desk.close()
+    opened().publish_loop.close()
     places.local.rename(places.root / "elsewhere")
     write(places.base, base_tensors(7))
     channel = snapshot(places.channel)
@@ -836,7 +838,7 @@ def test_another_base_is_refused(places: Places, opened: Opening) -> None:
 
 
 def test_another_table_is_refused_without_reading_weights(places: Places, opened: Opening) -> None:
-    opened().desk.close()
+    opened().publish_loop.close()
     write(places.base, odd("reshaped"))
     with pytest.raises(WrongRun, match=r"layer\.1\.up"):
         opened()
@@ -854,13 +856,13 @@ def test_a_publisher_whose_channel_was_taken_stops(places: Places, opened: Openi
     rename_in(places.watch / "step_1", weights(1))
     with pytest.raises(Refused, match="belongs to"):
         office.step()
-    assert office.stop.requested and office.desk.superseded is not None and places.latest() == ""
+    assert office.stop.requested and office.publish_loop.superseded is not None and places.latest() == ""
     memory = (places.local / ".weightcast" / "inbox.json").read_bytes()
     assert b'"refused"' not in memory
 
 
 def test_a_damaged_memory_says_what_to_do(places: Places, opened: Opening) -> None:
-    opened().desk.close()
+    opened().publish_loop.close()
     for name in ("inbox.json", "publications.json"):
         path = places.local / ".weightcast" / name
         kept = path.read_bytes() if path.exists() else None
@@ -878,7 +880,7 @@ def test_a_watched_directory_that_comes_later(places: Places, opened: Opening) -
     office = opened()
     with pytest.raises(RetryLater, match="not a directory"):
         office.step()
-    assert not office.desk.status().ready
+    assert not office.publish_loop.status().ready
     rename_in(places.watch / "step_1", weights(1))
     office.settle()
     assert places.latest() == "000001"
@@ -911,16 +913,16 @@ def test_all_refused_checkpoints_are_counted_as_long_as_they_lie_there(
         lines = generate_latest(office.registry).decode().splitlines()
         return tuple(line for line in lines if line.startswith("weightcast_inbox_"))
 
-    inbox = office.desk.status().inbox
+    inbox = office.publish_loop.status().inbox
     assert inbox is not None and len(inbox.refused) == REFUSED_SHOWN
     assert counts() == ("weightcast_inbox_waiting 1.0", f"weightcast_inbox_refused {REFUSED_SHOWN + 5}.0")
     failed = f'weightcast_publications_total{{outcome="failed"}} {REFUSED_SHOWN + 5}.0'
     assert failed in generate_latest(office.registry).decode(), "what the alert counts"
-    assert office.desk.status().totals.failures == REFUSED_SHOWN + 5
+    assert office.publish_loop.status().totals.failures == REFUSED_SHOWN + 5
     for number in range(REFUSED_SHOWN):
         shutil.rmtree(places.watch / f"step_{number}")
     office.step()
-    inbox = office.desk.status().inbox
+    inbox = office.publish_loop.status().inbox
     assert inbox is not None and len(inbox.refused) == 5
     assert counts() == ("weightcast_inbox_waiting 1.0", "weightcast_inbox_refused 5.0")
 

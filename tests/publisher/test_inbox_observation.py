@@ -10,11 +10,11 @@ from disk_errors import watched
 from numpy.typing import NDArray
 from waiting import wait_until
 
-from weightcast.publisher.daemon.sources.inbox import Sighting
+from weightcast.publisher.daemon.sources.inbox import Candidate
 from weightcast.publisher.daemon.sources.observation import (
-    bury_leftovers,
     consume,
     consume_aside,
+    delete_leftovers,
     look,
     marks,
     sample,
@@ -24,7 +24,7 @@ from weightcast.publisher.daemon.sources.observation import (
 from weightcast.shared.base.errors import Refused, RetryLater
 
 
-def sightings(watch: Path, marker: str | None = None, arrived: bool = False) -> dict[str, Sighting]:
+def candidates(watch: Path, marker: str | None = None, arrived: bool = False) -> dict[str, Candidate]:
     found = look(watch, marker, lambda name, files: False, lambda name, files: arrived)
     return {each.name: each for each in found.unknown}
 
@@ -32,7 +32,7 @@ def sightings(watch: Path, marker: str | None = None, arrived: bool = False) -> 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_complete_checkpoint_is_known_by_its_weights(tmp_path: Path, shards: int) -> None:
     write(tmp_path / "step_1", base_tensors(), shards)
-    seen = sightings(tmp_path)["step_1"]
+    seen = candidates(tmp_path)["step_1"]
     names = {mark.name for mark in seen.weights}
     assert names == set(files_of(base_tensors(), shards)) - {"config.json"}
     assert seen.problem is None and seen.completed_ns > 0
@@ -58,9 +58,9 @@ def test_written_shard_by_shard_it_is_complete_only_at_the_end(tmp_path: Path, s
     files = files_of(base_tensors(), shards)
     pieces = [(name, data[:cut]) for name, data in files.items() for cut in (0, 5, len(data) // 2, len(data))]
     for name, data in pieces:
-        assert not sightings(tmp_path, arrived=True).get("step_1", _NOTHING).weights
+        assert not candidates(tmp_path, arrived=True).get("step_1", _NOTHING).weights
         (directory / name).write_bytes(data)
-    assert sightings(tmp_path)["step_1"].weights
+    assert candidates(tmp_path)["step_1"].weights
 
 
 def test_an_index_written_first_waits_for_its_shards(tmp_path: Path) -> None:
@@ -68,9 +68,9 @@ def test_an_index_written_first_waits_for_its_shards(tmp_path: Path) -> None:
     directory = tmp_path / "step_1"
     directory.mkdir()
     for name in (INDEX, *(name for name in files if name != INDEX)):
-        assert not sightings(tmp_path).get("step_1", _NOTHING).weights
+        assert not candidates(tmp_path).get("step_1", _NOTHING).weights
         (directory / name).write_bytes(files[name])
-    assert sightings(tmp_path)["step_1"].weights
+    assert candidates(tmp_path)["step_1"].weights
 
 
 def test_a_rename_is_told_from_writing_in_place(tmp_path: Path) -> None:
@@ -82,22 +82,22 @@ def test_a_rename_is_told_from_writing_in_place(tmp_path: Path) -> None:
 
 def test_a_marker_is_what_counts(tmp_path: Path) -> None:
     rename_in(tmp_path / "step_1", base_tensors())
-    assert not sightings(tmp_path, "DONE")["step_1"].finished
+    assert not candidates(tmp_path, "DONE")["step_1"].finished
     (tmp_path / "step_1" / "DONE").touch()
-    assert sightings(tmp_path, "DONE")["step_1"].finished
+    assert candidates(tmp_path, "DONE")["step_1"].finished
 
 
 def test_a_marker_of_the_save_before_does_not_count(tmp_path: Path) -> None:
     directory = write(tmp_path / "policy", base_tensors())
     (directory / "DONE").touch()
-    assert sightings(tmp_path, "DONE")["policy"].finished
+    assert candidates(tmp_path, "DONE")["policy"].finished
     for name, data in files_of(base_tensors(1)).items():
         if name != "config.json":
             write_after(directory / "DONE", directory / name, data)
-            assert not sightings(tmp_path, "DONE")["policy"].finished
+            assert not candidates(tmp_path, "DONE")["policy"].finished
     (directory / "config.json").write_bytes(b"{ }")
     (directory / "DONE").touch()
-    assert sightings(tmp_path, "DONE")["policy"].finished
+    assert candidates(tmp_path, "DONE")["policy"].finished
 
 
 def test_links_are_followed(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_links_are_followed(tmp_path: Path) -> None:
         (watch / "step_1" / path.name).symlink_to(path)
     (watch / "newest").symlink_to(store, target_is_directory=True)
     (watch / "lost").symlink_to(tmp_path / "nowhere")
-    seen = sightings(watch)
+    seen = candidates(watch)
     assert seen["step_1"].weights == seen["newest"].weights and len(seen) == 2
 
 
@@ -133,7 +133,7 @@ def test_what_cannot_be_read_keeps_no_other_from_being_seen() -> None:
         assert reasons.keys() == {"lost+found", "loop", "locked"}
         assert "Permission denied" in reasons["lost+found"] and INDEX in reasons["locked"]
         (watch / "locked" / INDEX).chmod(0o600)
-        assert set(sightings(watch)) == {"locked", "step_1"}
+        assert set(candidates(watch)) == {"locked", "step_1"}
 
 
 def test_known_directories_are_not_opened(tmp_path: Path) -> None:
@@ -145,13 +145,13 @@ def test_known_directories_are_not_opened(tmp_path: Path) -> None:
 
 def test_a_missing_directory_may_come(tmp_path: Path) -> None:
     with pytest.raises(RetryLater, match="not a directory"):
-        sightings(tmp_path / "nowhere")
+        candidates(tmp_path / "nowhere")
 
 
 def test_consuming_deletes_the_directory(tmp_path: Path) -> None:
     directory = write(tmp_path / "step_1", base_tensors())
     (directory / ".metadata").touch()
-    seen = sightings(tmp_path)["step_1"]
+    seen = candidates(tmp_path)["step_1"]
     consume(tmp_path, "step_1", seen.files | seen.hidden)
     assert list(tmp_path.iterdir()) == []
 
@@ -229,11 +229,11 @@ def test_consuming_never_follows_links_or_deletes_other_things(tmp_path: Path) -
 def test_a_kill_while_consuming_leaves_nothing_for_ever(tmp_path: Path) -> None:
     write(tmp_path / ".weightcast-consumed-0123456789abcdef", base_tensors())
     write(tmp_path / ".mine", base_tensors())
-    bury_leftovers(tmp_path)
+    delete_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [".mine"]
 
 
-_NOTHING = Sighting("", frozenset(), frozenset(), 0, False)
+_NOTHING = Candidate("", frozenset(), frozenset(), 0, False)
 
 
 @pytest.mark.parametrize("nbytes", [1000, 33 << 20])

@@ -18,10 +18,10 @@ from weightcast.publisher.fleet.report_intake import (
     SILENT_SECONDS,
     TRIES,
     WAITING_BYTES,
-    Posted,
+    ReportIntake,
     TooMany,
 )
-from weightcast.publisher.fleet.version_history import Ledger, Page
+from weightcast.publisher.fleet.version_history import History, VersionHistory
 from weightcast.publisher.maintenance.retention import CheapestWay, HeldVersion, Hop, Retention, Situation
 from weightcast.shared.base.errors import Refused, RetryLater, WrongRun
 from weightcast.shared.channel.layout import Layout, write_pointer
@@ -71,7 +71,7 @@ def test_steps_in_words() -> None:
 def test_the_way_of_the_fewest_bytes_for_every_lag() -> None:
     versions = {version: held() for version in range(1, 7)}
     versions[4] = held(skips={0: 15}, anchor=100)
-    page = Page(6, versions, {})
+    page = History(6, versions, {})
     cost = catch_up(page, [host(lag=3), host(lag=None), host(lag=-1), host(lag=60)])
     assert [(row.lag, row.bytes, row.steps) for row in cost.rows] == [
         (1, 10, ("step 6",)),
@@ -85,7 +85,7 @@ def test_the_way_of_the_fewest_bytes_for_every_lag() -> None:
 
 
 def test_how_long_it_takes_is_what_hosts_took() -> None:
-    page = Page(2, {1: held(1000), 2: held(1000)}, {})
+    page = History(2, {1: held(1000), 2: held(1000)}, {})
     updates = (
         patch(1000, fetch=1.0, stage=0.5, reload=3.0, total=4.5),
         patch(3000, fetch=2.0, patch=0.5, pause=0.5, reload=0.5),
@@ -96,8 +96,8 @@ def test_how_long_it_takes_is_what_hosts_took() -> None:
 
 
 def test_nothing_is_published() -> None:
-    assert catch_up(Page(), []).rows == () and catch_up(Page(), []).joiner.steps == ()
-    assert version_rows(Page(complete=True), {}).versions == ()
+    assert catch_up(History(), []).rows == () and catch_up(History(), []).joiner.steps == ()
+    assert version_rows(History(complete=True), {}).versions == ()
     plan = prune_plan(Situation(0, {}, 0.0), Retention(keep_versions=1))
     assert (plan.why_not, plan.keep) == ("nothing is published", ())
 
@@ -121,7 +121,7 @@ def test_why_versions_stay_and_go() -> None:
 def test_a_long_chain_costs_little() -> None:
     """It takes a few milliseconds; with the square of its length it would not come to its end."""
     versions = {version: held() for version in range(1, 10_001)}
-    [row] = [row for row in catch_up(Page(10_000, versions, {}), []).rows if row.lag == 1 << 13]
+    [row] = [row for row in catch_up(History(10_000, versions, {}), []).rows if row.lag == 1 << 13]
     assert row.steps == (f"steps {10_001 - (1 << 13)} to 10000",)
 
 
@@ -132,22 +132,22 @@ def place(tmp_path: Path) -> Place:
 
 def test_the_ledger_reads_every_index_once_and_sees_what_is_pruned(place: Place) -> None:
     now = [0.0]
-    ledger = Ledger(place.channel, lambda: now[0])
-    assert ledger.read(look_around=True) == Page(complete=True)
+    ledger = VersionHistory(place.channel, lambda: now[0])
+    assert ledger.read(look_around=True) == History(complete=True)
     with place.publisher() as publisher:
         for _ in range(3):
             publisher.publish_checkpoint(place.new(place.model))
         page = ledger.read(look_around=False)
-        assert page.pointer == 3 and page.complete and set(page.stated or {}) == {1, 2, 3}
-        first = (page.stated or {})[1]
+        assert page.pointer == 3 and page.complete and set(page.facts or {}) == {1, 2, 3}
+        first = (page.facts or {})[1]
         publisher.write_anchor()
     shutil.rmtree(place.channel / "weight_v000001")
     now[0] += 1
     again = ledger.read(look_around=False)
-    assert (again.stated or {})[1] is first, "nobody watches"
+    assert (again.facts or {})[1] is first, "nobody watches"
     now[0] += 60
     page = ledger.read(look_around=True)
-    assert set(page.stated or {}) == {2, 3}
+    assert set(page.facts or {}) == {2, 3}
     rows = version_rows(page, {3: 1.5}).versions
     assert [(row.version, row.anchor, row.publish_seconds) for row in rows] == [
         (3, True, 1.5),
@@ -157,7 +157,7 @@ def test_the_ledger_reads_every_index_once_and_sees_what_is_pruned(place: Place)
 
 def test_what_is_made_beside_the_newest_versions_is_seen_though_nobody_watches(place: Place) -> None:
     now = [0.0]
-    ledger = Ledger(place.channel, lambda: now[0])
+    ledger = VersionHistory(place.channel, lambda: now[0])
 
     def shown() -> dict[int, bool]:
         now[0] += 60
@@ -179,7 +179,7 @@ def test_what_is_made_beside_the_newest_versions_is_seen_though_nobody_watches(p
 
 
 def test_a_ledger_that_nobody_watches_forgets_what_is_pruned(place: Place) -> None:
-    ledger = Ledger(place.channel, lambda: 0.0)
+    ledger = VersionHistory(place.channel, lambda: 0.0)
     with place.publisher() as publisher:
         publisher.publish_checkpoint(place.new(place.model))
     assert ledger.read(look_around=False).pointer == 1
@@ -195,7 +195,7 @@ def test_a_ledger_that_nobody_watches_forgets_what_is_pruned(place: Place) -> No
 
 def test_a_channel_that_is_made_after_the_first_look(place: Place, tmp_path: Path) -> None:
     (tmp_path / "made").mkdir()
-    ledger = Ledger(tmp_path / "made")
+    ledger = VersionHistory(tmp_path / "made")
     assert ledger.read(look_around=True).pointer == 0
     place.publish(place.model)
     shutil.copytree(place.channel, tmp_path / "made", dirs_exist_ok=True)
@@ -204,17 +204,17 @@ def test_a_channel_that_is_made_after_the_first_look(place: Place, tmp_path: Pat
 
 def test_a_channel_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(RetryLater):
-        Ledger(tmp_path / "none").read(look_around=True)
+        VersionHistory(tmp_path / "none").read(look_around=True)
 
 
 def report(host: str, counter: int = 1) -> bytes:
     return pack_report(Report(host, "/l", "run", "idle", 1, None, "latest", 0, "", (), counter, "weightcast"))
 
 
-def taking(posted: Posted) -> Callable[[bytes], bool]:
+def taking(report_intake: ReportIntake) -> Callable[[bytes], bool]:
     def take(data: bytes) -> bool:
         try:
-            posted.take(data, "run")
+            report_intake.take(data, "run")
         except TooMany:
             return False
         return True
@@ -224,46 +224,46 @@ def taking(posted: Posted) -> Callable[[bytes], bool]:
 
 def test_posted_reports_are_bounded_and_written_once(tmp_path: Path) -> None:
     now = [0.0]
-    posted = Posted(tmp_path, lambda: now[0])
-    take = taking(posted)
+    report_intake = ReportIntake(tmp_path, lambda: now[0])
+    take = taking(report_intake)
     assert take(report("a")) and take(report("b"))
     assert not take(report("a", 2)), "too soon"
     now[0] += PER_HOST_SECONDS
     assert take(report("a", 3))
-    posted.write()
+    report_intake.write()
     assert [(one.host, one.counter) for one in read_reports(tmp_path)] == [("a", 3), ("b", 1)]
     for path in (tmp_path / "hosts").iterdir():
         path.unlink()
-    posted.write()
+    report_intake.write()
     assert read_reports(tmp_path) == []
     with pytest.raises(WrongRun):
-        posted.take(report("c"), "another")
+        report_intake.take(report("c"), "another")
     now[0] += 3600
     assert sum(take(report(f"h{number}")) for number in range(BURST + 5)) == BURST
 
 
 def test_hosts_that_are_long_silent_make_room_for_new_ones(tmp_path: Path) -> None:
     now = [0.0]
-    posted = Posted(tmp_path, lambda: now[0])
+    report_intake = ReportIntake(tmp_path, lambda: now[0])
     for number in range(REPORTS_LIMIT):
         now[0] += 1.0
-        posted.take(report(f"pod{number}"), None)
+        report_intake.take(report(f"pod{number}"), None)
     # the first one still reports
-    posted.take(report("pod0", 2), None)
+    report_intake.take(report("pod0", 2), None)
     with pytest.raises(Refused, match="more than 4096 hosts"):
-        posted.take(report("new"), None)
+        report_intake.take(report("new"), None)
     now[0] += SILENT_SECONDS - REPORTS_LIMIT + 3.5
     for host in ("new", "newer"):
-        posted.take(report(host), None)
+        report_intake.take(report(host), None)
     with pytest.raises(Refused, match="more than 4096 hosts"):
-        posted.take(report("newest"), None)
+        report_intake.take(report("newest"), None)
     with pytest.raises(TooMany):
-        posted.take(report("newer", 2), None)
+        report_intake.take(report("newer", 2), None)
 
 
 def test_what_waits_to_be_written_is_bounded(tmp_path: Path) -> None:
-    posted = Posted(tmp_path, lambda: 0.0)
-    take = taking(posted)
+    report_intake = ReportIntake(tmp_path, lambda: 0.0)
+    take = taking(report_intake)
     engine = {"name": "x" * 1000}
     known = Report("h", "/l", "run", "idle", 1, None, "latest", 0, "", (engine,) * 60, 1, "weightcast")
     size = len(pack_report(known))
@@ -271,59 +271,59 @@ def test_what_waits_to_be_written_is_bounded(tmp_path: Path) -> None:
     assert sum(take(pack_report(replace(known, host=f"h{number:04d}"))) for number in range(tried)) in range(
         tried - 21, tried - 10
     )
-    posted.write()
+    report_intake.write()
     assert take(report("again"))
 
 
 def test_what_cannot_be_written_is_kept(tmp_path: Path) -> None:
-    posted = Posted(tmp_path, lambda: 0.0)
-    posted.take(report("a"), None)
+    report_intake = ReportIntake(tmp_path, lambda: 0.0)
+    report_intake.take(report("a"), None)
     (tmp_path / "hosts").write_text("in the way")
     for _ in range(TRIES + 1):
-        posted.write()
-        assert "hosts" in posted.problem
+        report_intake.write()
+        assert "hosts" in report_intake.problem
     (tmp_path / "hosts").unlink()
-    posted.write()
-    assert [one.host for one in read_reports(tmp_path)] == ["a"] and posted.problem == ""
+    report_intake.write()
+    assert [one.host for one in read_reports(tmp_path)] == ["a"] and report_intake.problem == ""
 
 
 def test_what_cannot_be_written_is_given_up_beside_others(tmp_path: Path) -> None:
     now = [0.0]
-    posted = Posted(tmp_path, lambda: now[0])
+    report_intake = ReportIntake(tmp_path, lambda: now[0])
     layout = Layout(tmp_path)
     bad = [f"bad{number}" for number in range(40)]
     for host in bad:
-        posted.take(report(host), None)
+        report_intake.take(report(host), None)
         layout.report(host, "/l").mkdir(parents=True)
-    posted.take(report("last"), None)
+    report_intake.take(report("last"), None)
     for _ in range(8 * TRIES):
         now[0] += PER_HOST_SECONDS
-        posted.take(report("good", int(2 * now[0])), None)
-        posted.write()
+        report_intake.take(report("good", int(2 * now[0])), None)
+        report_intake.write()
     assert {one.host for one in read_reports(tmp_path)} == {"good", "last"}
-    assert posted.problem.startswith("bad") and posted.problem.endswith("and 39 more")
+    assert report_intake.problem.startswith("bad") and report_intake.problem.endswith("and 39 more")
     for host in bad:
         layout.report(host, "/l").rmdir()
-    posted.write()
+    report_intake.write()
     assert len(read_reports(tmp_path)) == 2, "given up"
     now[0] += PER_HOST_SECONDS
     for host in bad:
-        posted.take(report(host, 2), None)
-    posted.write()
-    assert len(read_reports(tmp_path)) == 42 and posted.problem == ""
+        report_intake.take(report(host, 2), None)
+    report_intake.write()
+    assert len(read_reports(tmp_path)) == 42 and report_intake.problem == ""
 
 
 def test_a_host_that_is_gone_is_told_of_no_longer(tmp_path: Path) -> None:
     now = [0.0]
-    posted = Posted(tmp_path, lambda: now[0])
+    report_intake = ReportIntake(tmp_path, lambda: now[0])
     Layout(tmp_path).report("bad", "/l").mkdir(parents=True)
     for counter in range(TRIES):
         now[0] += PER_HOST_SECONDS
-        posted.take(report("good", counter), None)
+        report_intake.take(report("good", counter), None)
         if counter == 0:
-            posted.take(report("bad"), None)
-        posted.write()
-    assert posted.problem.startswith("bad")
+            report_intake.take(report("bad"), None)
+        report_intake.write()
+    assert report_intake.problem.startswith("bad")
     now[0] += 3600.0
-    posted.write()
-    assert posted.problem == ""
+    report_intake.write()
+    assert report_intake.problem == ""

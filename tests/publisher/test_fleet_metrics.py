@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from weightcast.publisher.fleet.catch_up_cost import CatchUp, CatchUpRow, Joiner, VersionRow, Versions
-from weightcast.publisher.fleet.metrics import FleetFigures, lag_label
+from weightcast.publisher.fleet.metrics import FleetMetrics, lag_label
 from weightcast.publisher.fleet.view import ChannelPage
 from weightcast.shared.daemon.fleet import Fleet, Host
 from weightcast.shared.daemon.metrics import Metrics
@@ -36,7 +36,7 @@ def version(number: int, nbytes: int, *, anchor: bool = False) -> VersionRow:
 def shown(hosts: Sequence[Host] = (), page: ChannelPage | None = None) -> dict[str, float]:
     registry = Metrics()
     fleet = Fleet(now=1.0, channel="/c", run_id="r", latest=3, hosts=tuple(hosts))
-    FleetFigures(registry, lambda: fleet, lambda: ChannelPage() if page is None else page)
+    FleetMetrics(registry, lambda: fleet, lambda: ChannelPage() if page is None else page)
     found = {}
     for line in generate_latest(registry).decode().splitlines():
         if not line.startswith("#"):

@@ -12,7 +12,7 @@ from publisher_cases import Place, make_place
 from weightcast.shared.base.errors import NotInTime, Refused, RetryLater
 from weightcast.shared.channel.reports import Report, write_report
 from weightcast.shared.daemon.fleet import LOST_SECONDS
-from weightcast.shared.daemon.wait import Arrivals
+from weightcast.shared.daemon.wait import VersionWait
 
 RUN = "run-under-test"
 
@@ -48,11 +48,11 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def arrivals(place: Place, clock: Clock) -> Arrivals:
-    return Arrivals.in_channel(place.channel, clock, clock.pause)
+def arrivals(place: Place, clock: Clock) -> VersionWait:
+    return VersionWait.in_channel(place.channel, clock, clock.pause)
 
 
-def test_ready_hosts_count(place: Place, arrivals: Arrivals, clock: Clock) -> None:
+def test_ready_hosts_count(place: Place, arrivals: VersionWait, clock: Clock) -> None:
     write_report(place.channel, report("a", 4))
     write_report(place.channel, report("b", 5))
     write_report(place.channel, report("c", 7))
@@ -72,7 +72,7 @@ def test_ready_hosts_count(place: Place, arrivals: Arrivals, clock: Clock) -> No
         arrivals.wait(5, 3, 0.1, 1.0)
 
 
-def test_it_waits(place: Place, arrivals: Arrivals, clock: Clock) -> None:
+def test_it_waits(place: Place, arrivals: VersionWait, clock: Clock) -> None:
     clock.events = [
         (110.0, lambda: write_report(place.channel, report("a", 1))),
         (120.0, lambda: write_report(place.channel, report("a", 3, counter=2))),
@@ -81,7 +81,7 @@ def test_it_waits(place: Place, arrivals: Arrivals, clock: Clock) -> None:
     assert 120.0 <= clock.now < 121.0
 
 
-def test_a_channel_that_cannot_be_read_for_a_while(place: Place, arrivals: Arrivals, clock: Clock) -> None:
+def test_a_channel_that_cannot_be_read_for_a_while(place: Place, arrivals: VersionWait, clock: Clock) -> None:
     hosts = place.channel / "hosts"
     hosts.write_text("no directory")
     with pytest.raises(RetryLater, match=r"hosts cannot be read: Not a directory"):
@@ -95,12 +95,14 @@ def test_a_channel_that_cannot_be_read_for_a_while(place: Place, arrivals: Arriv
     assert arrivals.wait(3, None, None, timeout=5.0) == ["a"]
 
 
-def test_nobody_reports(arrivals: Arrivals) -> None:
+def test_nobody_reports(arrivals: VersionWait) -> None:
     with pytest.raises(NotInTime, match=r"nobody reports .does a subscriber follow"):
         arrivals.wait(1, None, 0.5, 2.0)
 
 
-def test_hosts_that_are_gone_are_no_part_of_the_fleet(place: Place, arrivals: Arrivals, clock: Clock) -> None:
+def test_hosts_that_are_gone_are_no_part_of_the_fleet(
+    place: Place, arrivals: VersionWait, clock: Clock
+) -> None:
     write_report(place.channel, report("gone", 1))
     write_report(place.channel, report("here", 8))
     clock.events = [
@@ -111,7 +113,7 @@ def test_hosts_that_are_gone_are_no_part_of_the_fleet(place: Place, arrivals: Ar
 
 
 @pytest.mark.parametrize("bad", [(0, None), (None, 0.0), (None, 1.5), (-1, 0.5)])
-def test_what_makes_no_sense(arrivals: Arrivals, bad: tuple[int | None, float | None]) -> None:
+def test_what_makes_no_sense(arrivals: VersionWait, bad: tuple[int | None, float | None]) -> None:
     with pytest.raises(Refused, match=r"at least one|a fraction above 0"):
         arrivals.wait(1, *bad, 1.0)
 
