@@ -68,8 +68,8 @@ def test_no_variable_is_set_twice() -> None:
 
 
 READERS = {
-    PublisherSettings: ("publisher", "shared/service"),
-    SubscriberSettings: ("subscriber", "shared/service"),
+    PublisherSettings: ("publisher", "shared/daemon"),
+    SubscriberSettings: ("subscriber", "shared/daemon"),
 }
 
 
