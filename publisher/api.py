@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, get_args
 from weightcast.publisher.maintenance.orders import carry_out, held, is_carried_out, root_of, standing
 from weightcast.publisher.maintenance.repair import ChannelCheck, Repairs, is_sound, remake, repair
 from weightcast.publisher.maintenance.upkeep import Background, Upkeep, UpkeepOptions
-from weightcast.publisher.publish.carried_configs import is_carried
-from weightcast.publisher.publish.commit import PostWrite
-from weightcast.publisher.publish.owner import Owner
+from weightcast.publisher.publish.commit import PostWrite, Signer, is_carried
+from weightcast.publisher.publish.member import MemberRank
+from weightcast.publisher.publish.publish import OwnerRank
 from weightcast.publisher.publish.publish_job import (
-    Content,
+    Phases,
+    PublishJob,
     PublishOptions,
     Until,
     Watching,
-    Work,
-    matched_to,
+    WeightSource,
+    has_root,
+    matched_input,
 )
 from weightcast.publisher.publish.report import PublishReport
-from weightcast.publisher.publish.signer import Vouching
-from weightcast.publisher.ranks.member import MemberRank
 from weightcast.publisher.ranks.rendezvous import Rank
 from weightcast.publisher.resume import Resumed, position, resumed
 from weightcast.publisher.submit import Handle, Hold, Submissions, WhenBusy
@@ -83,12 +83,16 @@ class Publisher:
         options: PublishOptions,
         claimed: Claim | None,
         upkeep: Upkeep | None = None,
+        *,
+        on_device: OnDevice,
+        until: Until,
+        carry_config: bool,
     ) -> None:
         self._updater, self._claim, self._upkeep = updater, claimed, upkeep
         self._background: Background | None = None
         self._trust, self._world_size = options.trust, rank.world_size
-        self._owner = None if claimed is None else Owner(updater, claimed, rank, options)
-        self._lone = None if claimed is None else Owner(updater, claimed, Rank(0, 1), options)
+        self._owner = None if claimed is None else OwnerRank(updater, claimed, rank, options)
+        self._lone = None if claimed is None else OwnerRank(updater, claimed, Rank(0, 1), options)
         """what rank 0 publishes without the other ranks"""
         self._member = MemberRank(updater, rank, options)
         self._heart = None if claimed is None else _Heart(claimed)
@@ -96,13 +100,11 @@ class Publisher:
         # the field's encodings need all new words on the host, whatever changed
         near = options.encoding in STEP_ENCODINGS
         whole_old = options.encoding == "small"
-        self.baselines = Baselines(options.on_device, whole_old=whole_old) if near else None
+        self.baselines = Baselines(on_device, whole_old=whole_old) if near else None
         self._submissions = Submissions(self._publish)
-        self._until = options.until
+        self._until = until
         self._arrivals: VersionWait | None = None
-        self._carry_config = options.carry_config
-        self._configs: Mapping[str, str] = {}
-        """of the last publication from files: those that were not the base's"""
+        self._carry_config = carry_config
 
     @classmethod
     def open(
@@ -165,10 +167,10 @@ class Publisher:
             raise Refused(f"rank {rank} of world_size {world_size}", remedy="ranks count from 0")
         directory = Path(channel)
         require_places(directory, Path(local))
-        vouching = Vouching.load(sign_key, trusted_keys)
+        signer = Signer.load(sign_key, trusted_keys)
         if rank == 0:
-            vouching.check_owner(Layout(directory))
-        opened = Channel.open(directory, vouching.trust)
+            signer.check_owner(Layout(directory))
+        opened = Channel.open(directory, signer.trust)
         opened.require_ours()
         base = recorded_base(opened) if base is None else base
         require_no_overlap("--local", Path(local), "--channel", directory)
@@ -184,15 +186,20 @@ class Publisher:
             deadline_seconds=deadline_seconds,
             anchor_every=anchor_every,
             post_write=post_write,
-            on_device=OnDevice(on_device, device_baseline_bytes, pinned_baseline_bytes),
-            key=vouching.key,
-            trust=vouching.trust,
+            key=signer.key,
+            trust=signer.trust,
             non_finite=non_finite,
+        )
+        build = functools.partial(
+            cls,
+            updater,
+            Rank(rank, world_size),
+            on_device=OnDevice(on_device, device_baseline_bytes, pinned_baseline_bytes),
             until=until,
             carry_config=carry_config,
         )
         if rank != 0:
-            return cls(updater, Rank(rank, world_size), options, None)
+            return build(options=options, claimed=None)
         with contextlib.ExitStack() as undo:
             undo.callback(updater.close)
             first = not exists(updater.paths.state)
@@ -205,10 +212,10 @@ class Publisher:
                 patience=take_over_seconds,
                 above=updater.epoch,
             )
-            keeper = Upkeep(directory, Path(local), claimed, upkeep or UpkeepOptions(), vouching)
+            keeper = Upkeep(directory, Path(local), claimed, upkeep or UpkeepOptions(), signer)
             keep = None if upkeep is None else keeper.keep
-            options = replace(options, give_up=keeper.give_up, keep=keep)
-            publisher = cls(updater, Rank(0, world_size), options, claimed, keeper)
+            options = replace(options, free_space=keeper.give_up, keep_journal=keep)
+            publisher = build(options=options, claimed=claimed, upkeep=keeper)
             undo.callback(publisher.close)
             publisher.recover()
             undo.pop_all()
@@ -271,7 +278,7 @@ class Publisher:
     @property
     def config_changed(self) -> tuple[str, ...]:
         """Config files of the checkpoint published last that are not those that hosts have."""
-        return tuple(self._configs)
+        return () if self._owner is None else tuple(self._owner.configs)
 
     @property
     def left_behind(self) -> tuple[str, ...]:
@@ -338,7 +345,7 @@ class Publisher:
         """
         # once: a second look at an iterator would see nothing
         read = functools.cache(lambda: GivenWeights(named_tensors, self.baselines))
-        return self._publish_now(Work(read, self._whole(step), advance, watching))
+        return self._publish_now(PublishJob(WeightSource(read), self._whole(step), Phases(watching), advance))
 
     def submit(
         self,
@@ -372,14 +379,10 @@ class Publisher:
             # not before the one in flight has let go of its own
             self._submissions.make_way(when_busy)
             weights = weights.copied()
-        work = Work(
-            lambda: weights,
-            step,
-            allowed=self._raise_held,
-            on_device=weights.on_device,
-            copied=hold == "copy",
-        )
-        return self._submissions.submit(work, when_busy)
+        copied, on_device = hold == "copy", weights.on_device
+        source = WeightSource(lambda: weights, lent=True, copied=copied, on_device=on_device)
+        job = PublishJob(source, step, check_allowed=self._raise_held)
+        return self._submissions.submit(job, when_busy)
 
     def wait(
         self,
@@ -443,7 +446,9 @@ class Publisher:
     ) -> PublishReport:
         """Publishes what `read` opens; it may be called twice, after what it gave was closed. `request`: 16
         hex digits, by which `made_for` finds the version."""
-        return self._publish_now(Work(read, self._whole(step), advance, watching, request=request))
+        return self._publish_now(
+            PublishJob(WeightSource(read), self._whole(step), Phases(watching), advance, request=request)
+        )
 
     def made_for(self, request: str, above: int) -> Index | None:
         """The version that was published for `request`, if it is one after `above`. That there are newer ones
@@ -471,9 +476,8 @@ class Publisher:
             channel = Channel.open(self.channel, self._trust)
             if self._carry_config and not is_carried(channel, weights, version):
                 return False
-            matched = matched_to(file, base.table, weights, Rank(0, 1), Work(read, None))
-            content = Content(weights, matched, base, self._updater.options.threads)
-            return content.has_root(root, position, advance)
+            given = matched_input(weights, file, base.table, Rank(0, 1))
+            return has_root(given, base, root, position, self._updater.options.threads, advance)
 
     def root_of(self, version: int) -> str:
         """Of a version up to the newest; empty where the channel no longer says."""
@@ -509,14 +513,14 @@ class Publisher:
             weights.close()
             raise
 
-    def _publish_now(self, work: Work) -> PublishReport:
+    def _publish_now(self, job: PublishJob) -> PublishReport:
         self._check_open()
         self._submissions.drain()
         self._submissions.raise_unseen()
         self._raise_held()
         if self._owner is not None and self._until == "out":
-            return self._submissions.until_out(work)
-        return self._publish(work)
+            return self._submissions.until_out(job)
+        return self._publish(job)
 
     def _whole(self, step: SupportsIndex | None) -> int | None:
         return whole_step(step, self._world_size)
@@ -532,16 +536,12 @@ class Publisher:
         if order is not None:
             raise held(order)
 
-    def _publish(self, work: Work) -> PublishReport:
+    def _publish(self, job: PublishJob) -> PublishReport:
         if self._owner is None:
-            return self._member.publish(work)
-        work.told = self._configs
+            return self._member.publish(job)
         try:
             with contextlib.nullcontext() if self._upkeep is None else self._upkeep.way.publishing():
-                report = self._owner.publish(work)
-                if work.configs is not None:
-                    self._configs = {name: digest for name, digest in work.configs.items() if digest}
-                return report
+                return self._owner.publish(job)
         finally:
             # also when it failed: it may have lacked the room that upkeep makes
             if self._background is not None:
@@ -557,7 +557,7 @@ class Publisher:
     def _obey_orders(self) -> Rollback | None:
         if self._lone is not None:
             self._obey_repair()
-            self._lone.hold_pointer()
+            self._lone.recovery.hold_pointer()
         channel = Channel.open(self._updater.channel_dir)
         order = standing(channel)
         if order is None or self._lone is None:

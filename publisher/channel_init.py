@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weightcast.publisher.publish.signer import Vouching
+from weightcast.publisher.publish.commit import Signer
 from weightcast.publisher.weights.config import CONFIG, read_config
 from weightcast.shared.base.errors import Refused, WrongRun
 from weightcast.shared.channel.channel import Channel, may_lie_before
@@ -62,7 +62,7 @@ def init_channel(
     Untrusted for a channel that is there and whose base neither that key nor one of `trusted_keys` signed.
     """
     channel, base = Path(channel), Path(base)
-    vouching = Vouching.load(sign_key, trusted_keys)
+    signer = Signer.load(sign_key, trusted_keys)
     checkpoint = open_base(base)
     layout = Layout(channel)
     require_directory("--channel", channel)
@@ -71,7 +71,7 @@ def init_channel(
         require("--channel", channel, CHANNEL_NEEDS)
     channel.mkdir(parents=True, exist_ok=True)
     if exists(layout.channel_json):
-        made = Channel.open(channel, vouching.trust)
+        made = Channel.open(channel, signer.trust)
         _check_rules(made, frozen, aliases or {})
         return _same(made, checkpoint, threads, advance)
     _refuse_foreign(layout)
@@ -81,12 +81,12 @@ def init_channel(
     described = _put_base(layout, described, run_id)
     file = ChannelFile(described.run_id, time.time(), tuple(frozen), ties, 0)
     if not exists(layout.channel_json):
-        _sign_base(layout, described, vouching.key)
+        _sign_base(layout, described, signer.key)
     try:
         durable.create(layout.channel_json, write_channel_file(file))
     except FileExistsError:
         # by somebody else meanwhile
-        made = Channel.open(channel, vouching.trust)
+        made = Channel.open(channel, signer.trust)
         _check_rules(made, frozen, aliases or {})
         return made.require_ours()[0]
     durable.sync_directory(channel)

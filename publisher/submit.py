@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal, get_args
 
-from weightcast.publisher.publish.publish_job import Work
+from weightcast.publisher.publish.publish_job import PublishJob
 from weightcast.publisher.publish.report import PublishReport
 from weightcast.shared.base.errors import NotInTime, Refused, RetryLater, WeightcastError
 
@@ -16,19 +17,18 @@ WhenBusy = Literal["block", "newest"]
 Hold = Literal["tensors", "copy"]
 """What is compared: the trainer's tensors while they stand still, or a copy in host memory."""
 
-Publish = Callable[[Work], PublishReport]
+Publish = Callable[[PublishJob], PublishReport]
 
 
 class Handle:
     """One submission. Any thread may ask."""
 
-    def __init__(self, work: Work) -> None:
-        self._work = work
+    def __init__(self, job: PublishJob) -> None:
+        self._job = job
         self._begun = False
         self._seen = False
         self._lock = threading.Lock()
-        self._free, self._done = threading.Event(), threading.Event()
-        self._out = threading.Event()
+        self._done, self._pointed = threading.Event(), threading.Event()
         self._report: PublishReport | None = None
         self._error: BaseException | None = None
 
@@ -38,12 +38,12 @@ class Handle:
 
     @property
     def step(self) -> int | None:
-        return self._work.step
+        return self._job.step
 
     @property
     def free(self) -> bool:
         """Whether the tensors may be changed: they were compared, or will never be."""
-        return self._free.is_set()
+        return self._job.source.free.is_set()
 
     @property
     def done(self) -> bool:
@@ -53,11 +53,11 @@ class Handle:
         """To be called before the tensors change. A submission that has not begun is withdrawn (False: its
         weights are not published), for one that has its comparison is waited for. One that holds a copy goes
         on, whatever changes. Raises NotInTime."""
-        if self._work.copied:
+        if self._job.source.copied:
             return True
         if self._withdraw(f"step {self.step} was not published: its tensors changed before its turn"):
             return False
-        if not self._free.wait(timeout):
+        if not self._job.source.free.wait(timeout):
             raise NotInTime(
                 f"the tensors of step {self.step} are still being compared",
                 remedy="wait longer: they must not change before",
@@ -76,16 +76,16 @@ class Handle:
             raise Refused(f"step {self.step} has no result", remedy="submit it again")
         return self._report
 
-    def _wait_out(self) -> PublishReport:
+    def _wait_pointed(self) -> PublishReport:
         """Until the pointer names the version. Raises what went wrong before."""
-        self._out.wait()
+        self._pointed.wait()
         if self._report is None:
             return self.result()
         return self._report
 
-    def _tell_out(self, report: PublishReport) -> None:
+    def _pointer_moved(self, report: PublishReport) -> None:
         self._report = report
-        self._out.set()
+        self._pointed.set()
 
     def _withdraw(self, reason: str) -> bool:
         return self._give_up(Refused(reason, remedy='submit with when_busy="block" to publish every step'))
@@ -97,7 +97,7 @@ class Handle:
                 return False
             self._error = error
             self._seen = True
-            self._work.let_go()
+            self._job.source.release_tensors()
             self._done.set()
             return True
 
@@ -108,15 +108,15 @@ class Handle:
 
     def _run(self, publish: Publish) -> None:
         try:
-            self._report = publish(self._work)
+            self._report = publish(self._job)
         except BaseException as error:
             self._error = error
         finally:
             # the tensors are the trainer's again, and nothing here keeps them in memory
-            self._work.let_go()
-            self._work.drop()
+            self._job.source.release_tensors()
+            self._job.source.drop()
             self._done.set()
-            self._out.set()
+            self._pointed.set()
 
 
 class Submissions:
@@ -129,17 +129,14 @@ class Submissions:
         self._running: Handle | None = None
         self._last: Handle | None = None
 
-    def submit(self, work: Work, when_busy: WhenBusy) -> Handle:
+    def submit(self, job: PublishJob, when_busy: WhenBusy) -> Handle:
         """Raises what the last submission raised and nobody has seen, and RetryLater where no thread can be
-        started; `work` is not taken then."""
+        started; `job` is not taken then."""
         self.make_way(when_busy)
-        handle = Handle(work)
-        work.compared = handle._free.set
-        if work.copied:
-            handle._free.set()
+        handle = Handle(job)
         self._take(handle)
         if when_busy == "block":
-            handle._free.wait()
+            job.source.free.wait()
         return handle
 
     def make_way(self, when_busy: WhenBusy) -> None:
@@ -150,13 +147,13 @@ class Submissions:
             self.drain()
         self.raise_unseen()
 
-    def until_out(self, work: Work) -> PublishReport:
+    def until_out(self, job: PublishJob) -> PublishReport:
         """Publishes and returns when the pointer names the version. What is left to do goes on in a thread of
         its own; `settle` tells what becomes of it. Only after `drain`."""
-        handle = Handle(work)
-        work.out = handle._tell_out
+        handle = Handle(job)
+        handle._job = replace(job, on_pointer_moved=handle._pointer_moved)
         self._take(handle)
-        return handle._wait_out()
+        return handle._wait_pointed()
 
     def settle(self) -> PublishReport | None:
         """Waits as `drain`; the last report, with all of its seconds. Raises as `raise_unseen`."""
@@ -176,7 +173,7 @@ class Submissions:
         """With the condition held. Raises RetryLater; nothing is in flight then, and nothing waits."""
         self._take_next()
         try:
-            threading.Thread(target=self._work, name="weightcast-publish", daemon=True).start()
+            threading.Thread(target=self._run, name="weightcast-publish", daemon=True).start()
         except RuntimeError as error:
             handle, self._running = self._running, None
             trouble = RetryLater(
@@ -192,7 +189,7 @@ class Submissions:
         self._running, self._waiting = self._waiting, None
         self._changed.notify_all()
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         while (handle := self._running) is not None:
             if handle._begin():
                 handle._run(self._publish)

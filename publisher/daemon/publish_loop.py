@@ -41,8 +41,7 @@ from weightcast.publisher.maintenance.orders import Held
 from weightcast.publisher.maintenance.repair import ChannelCheck, Repairs
 from weightcast.publisher.maintenance.upkeep import Background
 from weightcast.publisher.publish.commit import PostWrite
-from weightcast.publisher.publish.publish_job import Work, report_of
-from weightcast.publisher.publish.report import Publication, publication, total_seconds
+from weightcast.publisher.publish.report import Publication, publication, report_of, total_seconds
 from weightcast.publisher.trainer.handover import Handed
 from weightcast.publisher.weights.export_rules import NO_RULES, ExportRules
 from weightcast.publisher.weights.side_configs import CONFIG_REMEDY
@@ -426,9 +425,8 @@ class PublishLoop:
 
     def _read_back(self, publisher: Publisher, index: Index, source: str) -> Publication:
         """Of a version whose publication did not live to report."""
-        work = Work(read=_nothing_to_read, step=index.step)
         directory = Layout(self._settings.channel).version_dir(index.version)
-        return publication(report_of(index, publisher.run[1].table, work, directory), source)
+        return publication(report_of(index, publisher.run[1].table, directory), source)
 
     def _check_owner(self, publisher: Publisher) -> None:
         """Raises Refused where another publisher has the channel now, and ends the daemon."""
@@ -666,10 +664,6 @@ def open_publisher(settings: PublisherSettings) -> Publisher:
         until="out",
         carry_config=settings.carry_config,
     )
-
-
-def _nothing_to_read() -> NewWeights:
-    raise NotImplementedError
 
 
 def _hook(command: str, deadline_seconds: float) -> PostWrite:

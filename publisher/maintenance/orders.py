@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from weightcast.publisher.maintenance.replay_log import Past
-from weightcast.publisher.publish.owner import Owner
-from weightcast.publisher.publish.publish_job import Work
+from weightcast.publisher.publish.publish import OwnerRank
+from weightcast.publisher.publish.publish_job import PublishJob, WeightSource
 from weightcast.publisher.publish.report import PublishReport
 from weightcast.publisher.weights.tensors import CheckpointWeights, NewWeights
 from weightcast.shared.base.elements import TensorTable, Words
@@ -82,10 +82,10 @@ def is_carried_out(channel: Channel, order: Rollback) -> bool:
     return root_of(channel, newest, newest.version) == order.root
 
 
-def carry_out(owner: Owner, updater: LocalUpdater, channel: Channel, order: Rollback) -> PublishReport:
+def carry_out(owner: OwnerRank, updater: LocalUpdater, channel: Channel, order: Rollback) -> PublishReport:
     """Publishes the bytes of the order's version as the next one. `owner` publishes alone."""
     with _weights(updater, channel, order) as read:
-        return owner.publish(Work(read, None, root=order.root, carried_of=order.to))
+        return owner.publish(PublishJob(WeightSource(read), None, root=order.root, carried_of=order.to))
 
 
 @contextlib.contextmanager

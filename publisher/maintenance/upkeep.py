@@ -28,8 +28,7 @@ from weightcast.publisher.maintenance.replay_log import History, Past
 from weightcast.publisher.maintenance.retention import Retention, decide
 from weightcast.publisher.maintenance.throttle import GiveWay, Pace, fewest_bytes
 from weightcast.publisher.publish.anchors import Full, write_anchor
-from weightcast.publisher.publish.commit import discard
-from weightcast.publisher.publish.signer import UNSIGNED, Vouching
+from weightcast.publisher.publish.commit import UNSIGNED, Signer, discard
 from weightcast.shared.base.errors import DamagedFile, RetryLater, WeightcastError, counted
 from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.channel import Channel
@@ -113,10 +112,10 @@ class Upkeep:
     """For one thread."""
 
     def __init__(
-        self, channel: Path, local: Path, claim: Claim, options: UpkeepOptions, vouching: Vouching = UNSIGNED
+        self, channel: Path, local: Path, claim: Claim, options: UpkeepOptions, signer: Signer = UNSIGNED
     ) -> None:
         self._channel, self._local, self._claim, self._options = channel, local, claim, options
-        self._vouching = vouching
+        self._signer = signer
         self._paths = LocalPaths(local)
         self._history = History(self._paths)
         self._unspared = 0
@@ -191,7 +190,7 @@ class Upkeep:
         return max(_SHORTEST_REST, self._options.grace_seconds) if self._options.retention.bounded else None
 
     def _make_or_prune(self) -> str:
-        channel = Channel.open(self._channel, self._vouching.trust)
+        channel = Channel.open(self._channel, self._signer.trust)
         pointer = channel.pointer()
         if pointer is None:
             return ""
@@ -249,7 +248,7 @@ class Upkeep:
                     base,
                     self._claim,
                     self._options.encoding,
-                    self._vouching.key,
+                    self._signer.key,
                 )
             except DamagedFile:
                 # one of the journals is wrong, and which one is not worth finding out
@@ -266,7 +265,7 @@ class Upkeep:
         if version is None:
             return ""
         full = Full(positions[version], past.base, past.words_at(version), past.files_beside)
-        write_anchor(channel.layout, full, self._claim, self._vouching.key)
+        write_anchor(channel.layout, full, self._claim, self._signer.key)
         self._chain = Chain()
         self._wrote("anchor", channel.layout.anchor_dir(version))
         return f"anchor of version {version}"

@@ -14,17 +14,30 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
 
-from weightcast.shared.base.errors import DamagedFile, Forked, RetryLater
+from weightcast.publisher.publish.report import InputFacts
+from weightcast.publisher.weights.tensors import NewWeights
+from weightcast.shared.base.errors import DamagedFile, Forked, Refused, RetryLater
 from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import Claim
-from weightcast.shared.channel.index import INDEX_LIMIT, INDEX_NAME, Index, file_record
-from weightcast.shared.channel.layout import Layout, read_pointer, write_pointer
-from weightcast.shared.channel.signing import PrivateKey, signature_path, stated_by, write_signature
+from weightcast.shared.channel.index import CARRIED, INDEX_LIMIT, INDEX_NAME, FileRecord, Index, file_record
+from weightcast.shared.channel.layout import Layout, Pointer, read_pointer, write_pointer
+from weightcast.shared.channel.signing import (
+    PrivateKey,
+    Trust,
+    load_private_key,
+    signature_path,
+    stated_by,
+    trusted_keys,
+    write_signature,
+)
+from weightcast.shared.checkpoint.state.side_files import Carried, proven
 from weightcast.shared.files import durable
 from weightcast.shared.files.paths import (
     exists,
@@ -44,6 +57,42 @@ PUT_AWAY = ".put-away"
 """what in the trash ends in that somebody may want back"""
 _HOOK_TRIES = 5
 _WHOLE = "whole"
+
+
+@dataclass(frozen=True)
+class Signer:
+    """`trust` holds the publisher's own key too. None: nothing is signed, nothing is checked."""
+
+    key: PrivateKey | None = None
+    trust: Trust | None = None
+
+    @classmethod
+    def load(cls, sign_key: str | Path | None, trusted: Sequence[str | Path] = ()) -> Signer:
+        """Raises Refused for files that are no keys."""
+        if sign_key is None:
+            return cls(None, Trust.load(trusted))
+        key = load_private_key(Path(sign_key))
+        others = [other for text in trusted for other in trusted_keys(text)]
+        return cls(key, Trust.of([key.public, *others]))
+
+    def check_owner(self, layout: Layout) -> None:
+        """Raises Refused where hosts would refuse what this publisher writes, or it what it wrote itself."""
+        if self.key is not None:
+            return
+        if self.trust is not None:
+            raise Refused(
+                "a publisher with trusted keys and none to sign with would refuse its own versions",
+                remedy="give --sign-key, or leave out --trusted-key",
+            )
+        signature = signature_path(layout.base_json)
+        if exists(signature):
+            raise Refused(
+                f"{layout.channel} is signed ({signature.name}), and no key is given to sign with",
+                remedy="give --sign-key; to sign no longer, remove that file and the hosts' --trusted-key",
+            )
+
+
+UNSIGNED = Signer()
 
 
 def move_shards(parts: Path, sources: Mapping[str, str]) -> Path:
@@ -225,3 +274,63 @@ def new_parts_dir(layout: Layout, version: int, epoch: int) -> Path:
     directory.mkdir()
     failpoint("attempt.begun", directory)
     return directory
+
+
+def carry(
+    channel: Channel, store: Carried, made: Path, facts: InputFacts, carried_of: int | None
+) -> tuple[FileRecord, ...]:
+    """Writes the version's config files, durable, into `made` and lists them: those of version `carried_of`,
+    or those of the previous version with what the input changed or took back. Every version has all of them,
+    so that no host needs another version. `store`: the publisher's own copies, in case that the channel lost
+    one. Raises DamagedFile for a file that both lost."""
+    at = channel.pointed() if carried_of is None else carried_of
+    given = facts.carry.keys() | {name for name, digest in (facts.configs or {}).items() if not digest}
+    records = []
+    for record in _of(channel, at):
+        if carried_of is not None or record.name not in given:
+            source = channel.layout.version_dir(at) / CARRIED / record.name
+            records.append(_again(store, made, record, source))
+    for name, data in facts.carry.items():
+        target = durable.make_within(made, f"{CARRIED}/{name}")
+        durable.replace(target, data)
+        record = file_record(target, name)
+        store.keep(record, [data])
+        records.append(record)
+    return tuple(sorted(records, key=lambda record: record.name))
+
+
+def is_carried(channel: Channel, weights: NewWeights, version: int) -> bool:
+    """Whether `version` carries what these weights would have it carry. True for one that was pruned: only
+    its root is remembered."""
+    try:
+        there = {record.name: record.blake3 for record in _of(channel, version)}
+    except DamagedFile:
+        return True
+    configs = weights.configs or {}
+    dropped = (name for name, digest in configs.items() if not digest)
+    return all(there.get(name) == configs[name] for name in weights.carry) and there.keys().isdisjoint(
+        dropped
+    )
+
+
+def _of(channel: Channel, version: int) -> tuple[FileRecord, ...]:
+    if version == 0:
+        return ()
+    _, base = channel.require_ours()
+    index = channel.index(Pointer(version, None, channel.directory), version, base.table)
+    if not isinstance(index, Index):
+        raise DamagedFile(
+            f"{channel.layout.index(version)} is missing although the pointer names it",
+            remedy="restore it; run `weightcast channel verify`",
+        )
+    return index.carried
+
+
+def _again(store: Carried, made: Path, record: FileRecord, source: Path) -> FileRecord:
+    kept = store.path(record)
+    target = durable.make_within(made, f"{CARRIED}/{record.name}")
+    pieces = durable.pieces_of(source if kept is None else kept, follow_links=False)
+    durable.replace(target, proven(record, pieces))
+    if kept is None:
+        store.keep(record, durable.pieces_of(target, follow_links=False))
+    return record

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from weightcast.publisher.ranks.messages import SegmentSums
 from weightcast.publisher.weights.device_side import Near, drifted
 from weightcast.publisher.weights.match import Matched
 from weightcast.publisher.weights.precision import NonFinite, became_non_finite, check_finite
@@ -26,23 +27,6 @@ from weightcast.shared.digest.sums import SpanSums, StepSums
 from weightcast.shared.kernels.parallel import ordered
 
 _NO_COUNTS = np.zeros(0, np.int64)
-
-
-@dataclass(frozen=True)
-class SegmentSums:
-    """Over one part's segments of a tensor that other parts have segments of too: the touched 8-byte words
-    before and after, and all words after."""
-
-    old: Lanes
-    new: Lanes
-    full: Lanes
-
-    def plus(self, other: SegmentSums) -> SegmentSums:
-        return SegmentSums(self.old.plus(other.old), self.new.plus(other.new), self.full.plus(other.full))
-
-    def proves(self, recorded: Lanes) -> bool:
-        """Over the whole tensor: whether these bytes are the recorded ones with these changes."""
-        return recorded.minus(self.old).plus(self.new) == self.full
 
 
 @dataclass(frozen=True)
@@ -89,21 +73,21 @@ def write_difference(
     writer is closed on success only."""
     near = weights.near(local, matched) if merged is None else None
     comparison = _Comparison(local, weights, matched, writer, near, merged)
-    book = _Book(len(local.table))
+    totals = _Accumulator(len(local.table))
     for one in ordered(comparison.compare, grid(local.table, part), threads):
         writer.append(one.chunk, one.prepared, one.new, one.step)
-        book.add(one)
+        totals.add(one)
         if advance is not None:
             advance(one.chunk.words * one.chunk.kind.width)
-    _check_frozen(local.table, matched, book)
+    _check_frozen(local.table, matched, totals)
     if non_finite == "refuse":
-        check_finite(local.table, book.non_finite)
-    split = {tensor: book.segment_sums(tensor) for tensor in _split(local.table, part)}
-    _check_baseline(local, book, split)
+        check_finite(local.table, totals.non_finite)
+    split = {tensor: totals.segment_sums(tensor) for tensor in _split(local.table, part)}
+    _check_baseline(local, totals, split)
     if near is not None:
-        near.done(book.full_lanes())
-    tensors = TensorRecords.numbered(local.table, book.step.changed, book.full, book.elements)
-    return Difference(writer.close(), tensors, split, book.non_finite)
+        near.done(totals.full_lanes())
+    tensors = TensorRecords.numbered(local.table, totals.step.changed, totals.full, totals.elements)
+    return Difference(writer.close(), tensors, split, totals.non_finite)
 
 
 def _split(table: TensorTable, part: Part) -> set[int]:
@@ -156,7 +140,7 @@ class _Comparison:
         return self.weights.words_in(name, start, stop)
 
 
-class _Book:
+class _Accumulator:
     """Sums and counts of the part's tensors. `full`: uint64[tensors, 2], over all new words of those `seen`;
     `elements`: int64[tensors], changed ones."""
 
@@ -185,8 +169,8 @@ class _Book:
         return dict(zip(seen.tolist(), map(Lanes._make, self.full[seen].tolist()), strict=True))
 
 
-def _check_frozen(table: TensorTable, matched: Matched, book: _Book) -> None:
-    refuse_moved(table, [tensor for tensor in sorted(matched.frozen) if book.step.words[tensor]])
+def _check_frozen(table: TensorTable, matched: Matched, totals: _Accumulator) -> None:
+    refuse_moved(table, [tensor for tensor in sorted(matched.frozen) if totals.step.words[tensor]])
 
 
 def refuse_moved(table: TensorTable, moved: Sequence[int]) -> None:
@@ -196,11 +180,11 @@ def refuse_moved(table: TensorTable, moved: Sequence[int]) -> None:
         raise Refused(f"frozen tensors changed: {names}", remedy="unfreeze them in a new channel")
 
 
-def _check_baseline(local: LocalCheckpoint, book: _Book, split: Iterable[int]) -> None:
+def _check_baseline(local: LocalCheckpoint, totals: _Accumulator, split: Iterable[int]) -> None:
     """The full hash of the new bytes must be what arithmetic on the recorded lanes gives: else the local
     checkpoint has drifted from what the channel says, or somebody wrote into the weights meanwhile."""
     recorded = unpack_lanes(local.state.position.lanes)
-    drifted_from = book.seen & (book.step.after(recorded) != book.full).any(axis=1)
+    drifted_from = totals.seen & (totals.step.after(recorded) != totals.full).any(axis=1)
     drifted_from[list(split)] = False
     for tensor in np.flatnonzero(drifted_from)[:1].tolist():
         own = hash_bytes(local.words_in(tensor, 0, local.table[tensor].words).view(np.uint8))

@@ -1,28 +1,35 @@
-"""A rank's part of a version before it is committed, and the version that all parts make.
+"""Writing a delta: each rank's part, and the version that all parts make.
 
-A draft is written in the index's own form, so that one strict parser reads both; its `root` is the base's,
+The draft of a part has the form of an index, so that one strict parser reads both; its `root` is the base's,
 and no pointer ever leads to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
-from weightcast.publisher.publish.diff import Difference, SegmentSums
-from weightcast.shared.base.elements import ChunkKey, Part, TensorTable
+from weightcast.publisher.publish.diff import Difference, write_difference
+from weightcast.publisher.publish.publish_job import Input, PublishOptions
+from weightcast.publisher.ranks.messages import SegmentSums
+from weightcast.publisher.ranks.rendezvous import RankPart, shard_name
+from weightcast.shared.base.elements import Chunk, ChunkKey, Part, TensorTable, Words, grid
 from weightcast.shared.base.errors import NeedsReseed
+from weightcast.shared.base.progress import Advance
+from weightcast.shared.channel.delta_writer import open_shard_writer
 from weightcast.shared.channel.index import ChunkRecord, Encoding, FileRecord, Index, VersionTotals
 from weightcast.shared.channel.index_records import TensorRecords
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import Position, unpack_lanes
 from weightcast.shared.digest.checksums import Lanes, LanesArray
 from weightcast.shared.digest.root import root
 
 
 @dataclass(frozen=True)
-class Frame:
+class DeltaHeader:
     """What all parts of one version share."""
 
     run_id: str
@@ -34,20 +41,66 @@ class Frame:
     created: float
 
 
-def draft(frame: Frame, table: TensorTable, part: Part, difference: Difference) -> Index:
+@dataclass(frozen=True)
+class PartWriter:
+    """Writes the part of rank `rank` into `directory`."""
+
+    local: LocalCheckpoint
+    header: DeltaHeader
+    directory: Path
+    rank: int
+    options: PublishOptions
+    durable: bool = True
+    """False for files that are copied on, and worth nothing after a loss of power"""
+
+    def write(
+        self,
+        given: Input,
+        part: Part,
+        advance: Advance | None,
+        merged: Callable[[Chunk], Words] | None = None,
+    ) -> RankPart:
+        """The diff pass. `merged`: the part's new words where `given` does not have all of them. Leaves
+        nothing behind when it raises."""
+        table = self.local.table
+        path = self.directory / shard_name(self.rank)
+        chunks = sum(1 for _ in grid(table, part))
+        writer = open_shard_writer(self.header.encoding, path, table, chunks, durable=self.durable)
+        try:
+            with self.local.reading():
+                difference = write_difference(
+                    self.local,
+                    part,
+                    given.weights,
+                    given.matched,
+                    writer,
+                    threads=self.options.threads,
+                    advance=advance,
+                    non_finite=self.options.non_finite,
+                    merged=merged,
+                )
+            given.weights.finish()
+        except BaseException:
+            writer.abandon()
+            raise
+        odd = {table[tensor].name: count for tensor, count in sorted(difference.non_finite.items())}
+        return RankPart(draft(self.header, table, part, difference), difference.split, non_finite=odd)
+
+
+def draft(header: DeltaHeader, table: TensorTable, part: Part, difference: Difference) -> Index:
     """One rank's part as an index with a single part, number 0."""
     return Index(
-        run_id=frame.run_id,
-        version=frame.version,
+        run_id=header.run_id,
+        version=header.version,
         kind="delta",
-        base_version=frame.base.version,
-        base_root=frame.base.root,
-        root=frame.base.root,
-        parent=frame.base.digest,
-        epoch=frame.epoch,
-        encoding=frame.encoding,
-        step=frame.step,
-        created=frame.created,
+        base_version=header.base.version,
+        base_root=header.base.root,
+        root=header.base.root,
+        parent=header.base.digest,
+        epoch=header.epoch,
+        encoding=header.encoding,
+        step=header.step,
+        created=header.created,
         # a part has one shard, or none where nothing changed
         weight_map={name: file.name for file in difference.files.files for name in difference.tensors.names},
         files=difference.files.files,
@@ -68,22 +121,13 @@ def _totals(table: TensorTable, difference: Difference) -> VersionTotals:
     )
 
 
-@dataclass(frozen=True)
-class Assembled:
-    """The version's index, and what each of its files is called in the drafts' directory."""
-
-    index: Index
-    sources: Mapping[str, str]
-
-
 def assemble(
-    table: TensorTable,
-    base: Position,
-    drafts: Sequence[Index],
-    sums: Sequence[Mapping[int, SegmentSums]] = (),
-) -> Assembled:
-    """Joins the ranks' drafts. `sums`: of tensors that several ranks write, per rank. NeedsReseed when the
-    bytes of one are not the recorded ones with these changes."""
+    table: TensorTable, base: Position, parts: Sequence[RankPart]
+) -> tuple[Index, Mapping[str, str]]:
+    """Joins the ranks' parts: the version's index, and the name in the attempt of each of its files. Raises
+    NeedsReseed when the bytes of a tensor that several ranks write are not the recorded ones with these
+    changes."""
+    drafts = [one.draft for one in parts]
     shards = [one.files[0] for one in drafts if one.files]
     renamed = {
         shard.name: f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i, shard in enumerate(shards)
@@ -95,7 +139,7 @@ def assemble(
         lanes[numbers] = one.tensors.lanes
         changed[numbers] += one.tensors.changed
         listed[numbers] = True
-    for number, proven in _proven(table, recorded, sums).items():
+    for number, proven in _proven(table, recorded, [one.sums for one in parts]).items():
         if listed[number]:
             lanes[number] = proven
     first = drafts[0]
@@ -117,7 +161,7 @@ def assemble(
             delta_bytes=sum(one.totals.delta_bytes for one in drafts),
         ),
     )
-    return Assembled(index, {new: old for old, new in renamed.items()})
+    return index, {new: old for old, new in renamed.items()}
 
 
 def _renamed(chunk: ChunkRecord, part: int, renamed: Mapping[str, str]) -> ChunkRecord:

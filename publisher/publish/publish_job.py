@@ -1,34 +1,27 @@
-"""One publication as it passes through the steps: what is read, which rank, with which options."""
+"""A publication: what is asked for (the job), what was given (the input), and how long each phase took."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 from weightcast.publisher.publish.commit import PostWrite
-from weightcast.publisher.publish.diff import SegmentSums, check_ties, write_difference
-from weightcast.publisher.publish.draft import Frame, draft
-from weightcast.publisher.publish.report import PublishReport
-from weightcast.publisher.ranks.rendezvous import Rank, shard_name
-from weightcast.publisher.weights.device_side import OnDevice
+from weightcast.publisher.publish.diff import check_ties
+from weightcast.publisher.publish.report import InputFacts, PublishReport
+from weightcast.publisher.ranks.rendezvous import Rank
 from weightcast.publisher.weights.match import Matched, match
 from weightcast.publisher.weights.precision import NonFinite
-from weightcast.publisher.weights.tensors import Adapted, NewWeights
-from weightcast.shared.base.elements import Chunk, Part, TensorTable, Words, grid
-from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError
+from weightcast.publisher.weights.tensors import NewWeights
+from weightcast.shared.base.elements import TensorTable, Words
+from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater
 from weightcast.shared.base.progress import Advance
-from weightcast.shared.channel.channel import Channel
-from weightcast.shared.channel.delta_writer import open_shard_writer
-from weightcast.shared.channel.index import INDEX_NAME, Encoding, Index
+from weightcast.shared.channel.index import Encoding, Index
 from weightcast.shared.channel.run_files import Base, ChannelFile
 from weightcast.shared.channel.signing import PrivateKey, Trust
-from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import Position, Step, unpack_lanes
 from weightcast.shared.checkpoint.verify.hashing import hash_tensor
 from weightcast.shared.digest.checksums import Lanes
@@ -43,123 +36,143 @@ Watching = Callable[[str], None]
 
 @dataclass(frozen=True)
 class PublishOptions:
-    """`threads`: low by default beside a trainer. `deadline_seconds`: for ranks to meet. `anchor_every`: an
-    anchor beside every Nth version, 0: none. `keep` is called with each step that was patched, while its
-    journal is still there."""
+    """What every publication of one publisher has in common."""
 
     encoding: Encoding = "fast"
     threads: int = 1
     deadline_seconds: float = 600.0
+    """for ranks to meet"""
     anchor_every: int = 0
+    """an anchor beside every Nth version; 0: none"""
     post_write: PostWrite | None = None
-    on_device: OnDevice = field(default_factory=OnDevice)
-    keep: Callable[[Step, float], None] | None = None
-    """called with the step and the seconds that staging and patching it took"""
     key: PrivateKey | None = None
     """signs what is published"""
     trust: Trust | None = None
     """whose versions are continued; None: anybody's"""
     non_finite: NonFinite = "allow"
-    until: Until = "patched"
-    carry_config: bool = False
-    """versions carry config files that are not the base's"""
-    give_up: Callable[[], bool] = lambda: False
-    """drops the next of what lies on the local disk for no more than speed; False when nothing is left"""
+    keep_journal: Callable[[Step, float], None] | None = None
+    """called with each patched step, while its journal exists, and the seconds that staging and patching
+    took"""
+    free_space: Callable[[], bool] = lambda: False
+    """drops one of the files that the local disk holds for speed alone; False when none is left"""
 
 
-@dataclass
-class Work:
-    """`read` opens the new weights. `root`: what the version's root must be, where that is known before."""
+class WeightSource:
+    """Opens the new weights for as long as they may be read.
 
-    read: Callable[[], NewWeights]
-    step: int | None
-    advance: Advance | None = None
-    watching: Watching | None = None
-    root: str | None = None
-    allowed: Callable[[], None] | None = None
-    """called before anything is written to the channel; raises what forbids it"""
-    on_device: bool = False
-    """they are compared where they live, not on the host"""
-    copied: bool = False
-    """the new weights are a copy: their owner may change them from the start"""
-    carried_of: int | None = None
-    """the version whose config files it carries; None: the one before, with those of the new weights"""
-    told: Mapping[str, str] = field(default_factory=dict)
-    """`configs` of the last publication from files"""
-    request: str = ""
-    """written into the version's index: by it whoever asked for the version knows it again"""
+    `lent`: their owner waits for `free` before it changes them. `copied`: they are a copy, so that their
+    owner is free from the start. `on_device`: they are compared on their device, not on the host.
+    """
 
-    compared: Callable[[], None] | None = field(default=None, init=False)
-    """set by who waits for it: called when the new weights are read for the last time, and their owner may
-    change them"""
-    out: Callable[[PublishReport], None] | None = field(default=None, init=False)
-    """set by who waits for it: called when the pointer names the version; what is left to do concerns the
-    publisher's own files"""
+    def __init__(
+        self,
+        read: Callable[[], NewWeights],
+        *,
+        lent: bool = False,
+        copied: bool = False,
+        on_device: bool = False,
+    ) -> None:
+        self._read = read
+        self.lent, self.copied, self.on_device = lent, copied, on_device
+        self.free = threading.Event()
+        """set once the owner may change the weights"""
+        self.spent = False
+        """the weights may have changed since they were compared: they must not be read again"""
+        if copied:
+            self.free.set()
 
-    seconds: dict[str, float] = field(default_factory=dict, init=False)
-    """by phase, up to now"""
-    mapped: Mapping[str, int] = field(default_factory=dict, init=False)
-    """what was done to given names, and to how many"""
-    adapted: Adapted = field(default=Adapted(), init=False)
-    configs: Mapping[str, str] | None = field(default=None, init=False)
-    """as of the new weights"""
-    carry: Mapping[str, bytes] = field(default_factory=dict, init=False)
-    """config files of the new weights that the version carries"""
-    notes: tuple[str, ...] = field(default=(), init=False)
-    """of the new weights"""
-    non_finite: Mapping[str, int] = field(default_factory=dict, init=False)
-    """elements by tensor that became NaN or infinite, where this rank compared"""
-    changeable: bool = field(default=False, init=False)
-    """the new weights may have changed since they were compared: never to be read again"""
-    is_committed: bool = field(default=False, init=False)
-    """its version exists: never to be published again"""
+    def open(self) -> NewWeights:
+        return self._read()
 
-    def tell_out(self, report: PublishReport) -> None:
-        if self.out is not None:
-            self.out(report)
-
-    def let_go(self) -> None:
-        """The new weights are their owner's again."""
-        if self.compared is not None:
-            self.changeable = True
-            self.read = _let_go
-            self.compared()
+    def release_tensors(self) -> None:
+        """Lent weights belong to their owner again."""
+        if self.lent:
+            self.spent = True
+            self.drop()
+            self.free.set()
 
     def drop(self) -> None:
-        """Nothing keeps the new weights in memory any longer. For when all is done with them."""
-        self.read = _let_go
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        if self.watching is not None:
-            self.watching(name)
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
+        """Keeps the new weights in memory no longer."""
+        self._read = _spent
 
 
-def _let_go() -> NewWeights:
+def _spent() -> NewWeights:
     raise RetryLater("the tensors may have changed since they were compared", remedy="submit them again")
 
 
-def check_root(work: Work, index: Index) -> None:
-    """Raises DamagedFile when other bytes are about to be published than were asked for."""
-    if work.root is not None and index.root != work.root:
-        raise DamagedFile(
-            f"version {index.version} would have root {index.root[:16]} where {work.root[:16]} was asked for",
-            remedy="nothing was published; run `weightcast channel verify`",
-        )
+class Phases:
+    """Seconds of each phase up to now, in the order in which they began."""
+
+    def __init__(self, watching: Watching | None = None) -> None:
+        self.seconds: dict[str, float] = {}
+        self._watching = watching
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        if self._watching is not None:
+            self._watching(name)
+        began = time.monotonic()
+        self.seconds.setdefault(name, 0.0)
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.monotonic() - began
 
 
-def matched_to_run(channel: Channel, weights: NewWeights, rank: Rank, work: Work) -> Matched:
-    """Names, dtypes, shapes and ties against the run. Raises Refused that lists everything that is wrong."""
-    file, base = channel.require_ours()
-    return matched_to(file, base.table, weights, rank, work)
+@dataclass(frozen=True)
+class PublishJob:
+    source: WeightSource
+    step: int | None
+    phase: Phases = field(default_factory=Phases)
+    advance: Advance | None = None
+    root: str | None = None
+    """the root that the version must have, where that is known before"""
+    carried_of: int | None = None
+    """the version whose config files this one carries; None: the previous one, updated with those of the
+    input"""
+    request: str = ""
+    """written into the version's index, by which whoever asked for the version finds it again"""
+    check_allowed: Callable[[], None] | None = None
+    """called before anything is written to the channel; raises what forbids it"""
+    on_pointer_moved: Callable[[PublishReport], None] | None = None
+    """called once `latest` names the version; the rest concerns the publisher's own files alone"""
+
+    def check_root(self, index: Index) -> None:
+        """Raises DamagedFile when other bytes are about to be published than were asked for."""
+        if self.root is not None and index.root != self.root:
+            raise DamagedFile(
+                f"version {index.version}: expected root {self.root[:16]}, computed {index.root[:16]}",
+                remedy="nothing was published; run `weightcast channel verify`",
+            )
 
 
-def matched_to(file: ChannelFile, table: TensorTable, weights: NewWeights, rank: Rank, work: Work) -> Matched:
+@dataclass(frozen=True)
+class Input:
+    """New weights that fit the run."""
+
+    weights: NewWeights
+    matched: Matched
+    facts: InputFacts
+
+    @classmethod
+    def open(
+        cls, source: WeightSource, file: ChannelFile, table: TensorTable, rank: Rank, phase: Phases
+    ) -> Input:
+        """Raises what `matched_input` does; nothing stays open then."""
+        with phase("read"):
+            weights = source.open()
+            try:
+                return matched_input(weights, file, table, rank)
+            except BaseException:
+                weights.close()
+                raise
+
+    def words_in(self, tensor: int, start: int, stop: int) -> Words:
+        return self.weights.words_in(self.matched.sources[tensor], start, stop)
+
+
+def matched_input(weights: NewWeights, file: ChannelFile, table: TensorTable, rank: Rank) -> Input:
+    """Compares names, dtypes, shapes and ties with the run's. Raises Refused that lists all that is wrong."""
     matched = match(
         weights.table,
         table,
@@ -169,156 +182,39 @@ def matched_to(file: ChannelFile, table: TensorTable, weights: NewWeights, rank:
         by_flags=weights.by_flags,
     )
     check_ties(weights, matched, table)
-    work.mapped, work.adapted, work.notes = matched.mapped, weights.adapted, weights.notes
-    work.configs, work.carry = weights.configs, weights.carry
-    if rank.alone:
-        _check_whole(weights)
-    return matched
-
-
-def _check_whole(weights: NewWeights) -> None:
-    for name in weights.pieces():
+    for name in weights.pieces() if rank.alone else ():
         raise Refused(
-            f"{name} is a shard of a distributed tensor and this publisher has no other ranks",
+            f"{name} is a shard of a distributed tensor, and this publisher has no other ranks",
             remedy="open a publisher on every rank, with rank= and world_size=",
         )
+    facts = InputFacts(matched.mapped, weights.adapted, weights.notes, weights.configs, weights.carry)
+    return Input(weights, matched, facts)
 
 
-@dataclass(frozen=True)
-class PartWriter:
-    """Writes one rank's part of a version into the attempt's directory."""
+def has_root(
+    given: Input,
+    base: Base,
+    wanted: str,
+    position: Position | None,
+    threads: int = 1,
+    advance: Advance | None = None,
+) -> bool:
+    """Whether whole tensors of one process have the root `wanted`. `position`: of a local checkpoint; if it
+    has that root, reading ends at the first tensor that differs. Raises Refused when the weights changed
+    while they were read."""
+    # tensors that may be left out are frozen, and keep the bytes of the base
+    lanes = base.lanes.copy()
+    at_wanted = position if position is not None and position.root == wanted else None
+    expected = None if at_wanted is None else unpack_lanes(at_wanted.lanes)
 
-    local: LocalCheckpoint
-    frame: Frame
-    directory: Path
-    rank: Rank
-    threads: int
-    durable: bool = True
-    """False for files that are copied on, and worth nothing after a loss of power"""
-    non_finite: NonFinite = "allow"
+    def digest(tensor: int) -> tuple[int, Lanes]:
+        return tensor, hash_tensor(base.table[tensor], tensor, given.words_in)
 
-    def write(
-        self,
-        weights: NewWeights,
-        matched: Matched,
-        part: Part,
-        advance: Advance | None,
-        merged: Callable[[Chunk], Words] | None = None,
-    ) -> Written:
-        """The diff pass. `merged`: the part's new words where `weights` has not all of them. Nothing is left
-        behind when it raises."""
-        table = self.local.table
-        path = self.directory / shard_name(self.rank.number)
-        chunks = sum(1 for _ in grid(table, part))
-        writer = open_shard_writer(self.frame.encoding, path, table, chunks, durable=self.durable)
-        try:
-            with self.local.reading():
-                difference = write_difference(
-                    self.local,
-                    part,
-                    weights,
-                    matched,
-                    writer,
-                    threads=self.threads,
-                    advance=advance,
-                    non_finite=self.non_finite,
-                    merged=merged,
-                )
-            weights.finish()
-        except BaseException:
-            writer.abandon()
-            raise
-        odd = {table[tensor].name: count for tensor, count in sorted(difference.non_finite.items())}
-        return Written(draft(self.frame, table, part, difference), difference.split, odd)
-
-
-@dataclass(frozen=True)
-class Written:
-    draft: Index
-    sums: Mapping[int, SegmentSums]
-    """of tensors that other ranks write too"""
-    non_finite: Mapping[str, int]
-    """elements by tensor that became NaN or infinite in this part"""
-
-
-def step_of_version(channel: Channel, version: int) -> int | None:
-    """None where the version's index has none, or cannot be read."""
-    pointer = channel.pointer()
-    with contextlib.suppress(WeightcastError, OSError):
-        index = None if pointer is None else channel.index(pointer, version, channel.require_ours()[1].table)
-        return index.step if isinstance(index, Index) else None
-    return None
-
-
-def report_of(
-    index: Index, table: TensorTable, work: Work, directory: Path, step_before: int | None = None
-) -> PublishReport:
-    """`directory`: the version's, for the size of its index. `step_before`: of the version before."""
-    resumed = step_before is not None and index.step is not None and index.step < step_before
-    return PublishReport(
-        run_id=index.run_id,
-        version=index.version,
-        base_version=index.base_version,
-        kind=index.kind,
-        step=index.step,
-        resumed_from_step=step_before if resumed else None,
-        root=index.root,
-        encoding=index.encoding,
-        elements=table.elements,
-        changed_elements=index.totals.changed,
-        full_bytes=table.nbytes,
-        changed_bytes=_changed_bytes(index, table),
-        delta_bytes=index.totals.delta_bytes + (directory / INDEX_NAME).stat().st_size,
-        tensors_changed=len(index.tensors),
-        seconds=dict(work.seconds),
-        mapped=dict(work.mapped),
-        cast=work.adapted.cast,
-        renamed=work.adapted.renamed,
-        dropped=work.adapted.dropped,
-        notes=work.notes,
-        config_changed=tuple(
-            name for name, digest in (work.configs or {}).items() if digest and digest != work.told.get(name)
-        ),
-        carried=tuple(record.name for record in index.carried),
-        non_finite=dict(work.non_finite),
-    )
-
-
-def _changed_bytes(index: Index, table: TensorTable) -> int:
-    numbers = index.tensors.numbers(table)
-    widths = table.sizes[numbers] // np.maximum(1, table.counts[numbers])
-    return int((index.tensors.changed * widths).sum())
-
-
-@dataclass(frozen=True)
-class Content:
-    """Whole tensors of one process."""
-
-    weights: NewWeights
-    matched: Matched
-    base: Base
-    threads: int = 1
-
-    def has_root(self, wanted: str, position: Position | None, advance: Advance | None = None) -> bool:
-        """`position`: of a local checkpoint. If it has the wanted root, reading ends at the first tensor
-        that differs. Raises Refused when the weights changed while they were read."""
-        # tensors that may be left out are frozen, and keep the bytes of the base
-        lanes = self.base.lanes.copy()
-        at_wanted = position if position is not None and position.root == wanted else None
-        expected = None if at_wanted is None else unpack_lanes(at_wanted.lanes)
-        for tensor, found in ordered(self._hash, self.matched.sources, self.threads, each=SMALL_RESULTS):
-            if expected is not None and found != Lanes(*expected[tensor].tolist()):
-                return False
-            lanes[tensor] = found
-            if advance is not None:
-                advance(self.base.table[tensor].nbytes)
-        self.weights.finish()
-        return root(self.base.table, lanes) == wanted
-
-    def _hash(self, tensor: int) -> tuple[int, Lanes]:
-        name = self.matched.sources[tensor]
-
-        def words_in(_: int, start: int, stop: int) -> Words:
-            return self.weights.words_in(name, start, stop)
-
-        return tensor, hash_tensor(self.base.table[tensor], tensor, words_in)
+    for tensor, found in ordered(digest, given.matched.sources, threads, each=SMALL_RESULTS):
+        if expected is not None and found != Lanes(*expected[tensor].tolist()):
+            return False
+        lanes[tensor] = found
+        if advance is not None:
+            advance(base.table[tensor].nbytes)
+    given.weights.finish()
+    return root(base.table, lanes) == wanted

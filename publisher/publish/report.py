@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import numpy as np
+
+from weightcast.publisher.weights.tensors import Adapted
+from weightcast.shared.base.elements import TensorTable
+from weightcast.shared.base.errors import WeightcastError
+from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.index import INDEX_NAME, Index
 from weightcast.shared.daemon.status import Facts
 
 
@@ -66,6 +75,81 @@ class PublishReport:
     @property
     def bits_per_change(self) -> float:
         return 8 * self.delta_bytes / self.changed_elements if self.changed_elements else 0.0
+
+
+@dataclass(frozen=True)
+class InputFacts:
+    """What a report says of the input, after the input itself was closed."""
+
+    mapped: Mapping[str, int] = field(default_factory=dict)
+    """what was done to the given names, and to how many"""
+    adapted: Adapted = field(default_factory=Adapted)
+    notes: tuple[str, ...] = ()
+    configs: Mapping[str, str] | None = None
+    """as `NewWeights.configs`"""
+    carry: Mapping[str, bytes] = field(default_factory=dict)
+    """config files that the version carries"""
+
+
+NO_INPUT = InputFacts()
+
+
+def report_of(
+    index: Index,
+    table: TensorTable,
+    directory: Path,
+    facts: InputFacts = NO_INPUT,
+    *,
+    seconds: Mapping[str, float] | None = None,
+    step_before: int | None = None,
+    configs_before: Mapping[str, str] | None = None,
+    non_finite: Mapping[str, int] | None = None,
+) -> PublishReport:
+    """`directory`: the version's, for the size of its index. `step_before`: of the previous version;
+    `configs_before`: `facts.configs` of the previous input from files."""
+    resumed = step_before is not None and index.step is not None and index.step < step_before
+    known = configs_before or {}
+    changed = {name: digest for name, digest in (facts.configs or {}).items() if digest}
+    return PublishReport(
+        run_id=index.run_id,
+        version=index.version,
+        base_version=index.base_version,
+        kind=index.kind,
+        step=index.step,
+        resumed_from_step=step_before if resumed else None,
+        root=index.root,
+        encoding=index.encoding,
+        elements=table.elements,
+        changed_elements=index.totals.changed,
+        full_bytes=table.nbytes,
+        changed_bytes=_changed_bytes(index, table),
+        delta_bytes=index.totals.delta_bytes + (directory / INDEX_NAME).stat().st_size,
+        tensors_changed=len(index.tensors),
+        seconds=dict(seconds or {}),
+        mapped=dict(facts.mapped),
+        cast=facts.adapted.cast,
+        renamed=facts.adapted.renamed,
+        dropped=facts.adapted.dropped,
+        notes=facts.notes,
+        config_changed=tuple(name for name, digest in changed.items() if digest != known.get(name)),
+        carried=tuple(record.name for record in index.carried),
+        non_finite=dict(non_finite or {}),
+    )
+
+
+def _changed_bytes(index: Index, table: TensorTable) -> int:
+    numbers = index.tensors.numbers(table)
+    widths = table.sizes[numbers] // np.maximum(1, table.counts[numbers])
+    return int((index.tensors.changed * widths).sum())
+
+
+def step_of_version(channel: Channel, version: int) -> int | None:
+    """None where the version's index has none, or cannot be read."""
+    pointer = channel.pointer()
+    with contextlib.suppress(WeightcastError, OSError):
+        index = None if pointer is None else channel.index(pointer, version, channel.require_ours()[1].table)
+        return index.step if isinstance(index, Index) else None
+    return None
 
 
 class Publication(Facts):

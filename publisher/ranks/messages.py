@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
-from weightcast.publisher.publish.diff import SegmentSums
 from weightcast.publisher.ranks.shard_assignment import Holds
 from weightcast.publisher.weights.shard_spec import Box
 from weightcast.shared.base.elements import CHUNK_WORDS, ChunkKey, TensorTable
@@ -103,6 +102,23 @@ def _boxes(row: object, table: TensorTable, what: str) -> list[tuple[int, Box]]:
     if box:
         return [(tensor, Box(box[0], box[1])) for tensor in tensors]
     return [(tensor, Box.whole(table[tensor].shape)) for tensor in tensors]
+
+
+@dataclass(frozen=True)
+class SegmentSums:
+    """Over one part's segments of a tensor that other parts have segments of too: the touched 8-byte words
+    before and after, and all words after."""
+
+    old: Lanes
+    new: Lanes
+    full: Lanes
+
+    def plus(self, other: SegmentSums) -> SegmentSums:
+        return SegmentSums(self.old.plus(other.old), self.new.plus(other.new), self.full.plus(other.full))
+
+    def proves(self, recorded: Lanes) -> bool:
+        """Over the whole tensor: whether these bytes are the recorded ones with these changes."""
+        return recorded.minus(self.old).plus(self.new) == self.full
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from weightcast.publisher.publish.diff import SegmentSums
-from weightcast.publisher.publish.draft import Frame
 from weightcast.publisher.ranks import messages
-from weightcast.publisher.ranks.messages import Sent
-from weightcast.publisher.ranks.shard_assignment import Division, Holds
+from weightcast.publisher.ranks.messages import SegmentSums, Sent
+from weightcast.publisher.ranks.shard_assignment import Holds, ShardAssignment
 from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import (
     DamagedFile,
@@ -64,18 +62,6 @@ class Attempt:
     encoding: str
     created: float
 
-    @classmethod
-    def of(cls, frame: Frame, world_size: int) -> Attempt:
-        return cls(
-            version=frame.version,
-            epoch=frame.epoch,
-            base_digest=frame.base.digest,
-            step=frame.step,
-            world_size=world_size,
-            encoding=frame.encoding,
-            created=frame.created,
-        )
-
 
 def shard_name(rank: int) -> str:
     return f"part-{rank:05d}.safetensors"
@@ -92,12 +78,15 @@ def close_attempt(directory: Path, error: BaseException) -> None:
 
 
 @dataclass(frozen=True)
-class Left:
-    """What a rank leaves: its part, sums of tensors that are split, what it sent."""
+class RankPart:
+    """What a rank wrote: its draft, and what else rank 0 has to know of it."""
 
     draft: Index
-    sums: Mapping[int, SegmentSums]
-    sent: Sent
+    sums: Mapping[int, SegmentSums] = field(default_factory=dict)
+    """of tensors that other ranks write too"""
+    sent: Sent = field(default_factory=Sent)
+    non_finite: Mapping[str, int] = field(default_factory=dict)
+    """elements by tensor that became NaN or infinite; known to the rank itself alone"""
 
 
 def leave_holds(directory: Path, rank: int, holds: Holds, table: TensorTable) -> None:
@@ -112,10 +101,10 @@ def leave_sent(directory: Path, rank: int, sent: Sent) -> None:
     durable.replace(directory / messages.sent_name(rank), messages.write_sent(sent))
 
 
-def leave_part(directory: Path, rank: int, left: Left, table: TensorTable) -> None:
+def leave_part(directory: Path, rank: int, part: RankPart, table: TensorTable) -> None:
     """The draft is what the others wait for."""
-    durable.replace(directory / messages.sums_name(rank), messages.write_sums(left.sums))
-    durable.replace(_draft(directory, rank), write_index(left.draft, table))
+    durable.replace(directory / messages.sums_name(rank), messages.write_sums(part.sums))
+    durable.replace(_draft(directory, rank), write_index(part.draft, table))
 
 
 def leave_failure(directory: Path, rank: int, error: BaseException, drifted: bool) -> None:
@@ -182,17 +171,17 @@ def collect_sent(directory: Path, attempt: Attempt, ranks: Sequence[int], deadli
 
 
 def collect_parts(
-    directory: Path, attempt: Attempt, division: Division, table: TensorTable, deadline: float
-) -> list[Left]:
+    directory: Path, attempt: Attempt, assignment: ShardAssignment, table: TensorTable, deadline: float
+) -> list[RankPart]:
     """What all other ranks leave, in rank order. Raises as `collect`."""
 
-    def read(rank: int) -> Left | None:
+    def read(rank: int) -> RankPart | None:
         data = _read(_draft(directory, rank), INDEX_LIMIT)
         if data is None:
             return None
-        draft = _checked(parse_index(data, table), attempt, rank, division)
+        draft = _checked(parse_index(data, table), attempt, rank, assignment)
         sums, sent = (directory / name(rank) for name in (messages.sums_name, messages.sent_name))
-        return Left(
+        return RankPart(
             draft,
             messages.parse_sums(durable.read_file(sums, messages.LIMIT), table, str(sums)),
             messages.parse_sent(durable.read_file(sent, messages.LIMIT), str(sent)),
@@ -229,7 +218,7 @@ def collect(
     )
 
 
-def _checked(draft: Index, attempt: Attempt, rank: int, division: Division) -> Index:
+def _checked(draft: Index, attempt: Attempt, rank: int, assignment: ShardAssignment) -> Index:
     same = (draft.version, draft.parent, draft.step, draft.encoding) == (
         attempt.version,
         attempt.base_digest,
@@ -242,7 +231,7 @@ def _checked(draft: Index, attempt: Attempt, rank: int, division: Division) -> I
             f"rank 0 publishes version {attempt.version}, step {attempt.step}",
             remedy="all ranks publish the same step with the same encoding",
         )
-    if len(draft.parts) != 1 or draft.parts[0].segments != division.parts[rank].segments:
+    if len(draft.parts) != 1 or draft.parts[0].segments != assignment.parts[rank].segments:
         raise Refused(
             f"rank {rank} left another part than is its own", remedy="run the same release on all ranks"
         )

@@ -26,7 +26,7 @@ Holds = Mapping[int, Box]
 
 
 @dataclass(frozen=True)
-class Division:
+class ShardAssignment:
     """`parts`: per rank what it writes. `answers`: per rank the boxes whose words come from it. `doubles`:
     per tensor the groups of ranks that hold the same box."""
 
@@ -50,14 +50,14 @@ class Division:
         )
 
 
-def divide(
+def assign_shards(
     table: TensorTable,
     holds: Sequence[Holds],
     frozen: frozenset[int],
     *,
     whole: bool,
     least_words: int = LEAST_WORDS,
-) -> Division:
+) -> ShardAssignment:
     """`holds`: by rank. `frozen` tensors may be held by nobody. `whole`: each tensor is written by one rank.
     Raises Refused that lists tensors that are not held completely, and boxes that overlap."""
     draft = _Draft(len(holds), whole, least_words)
@@ -186,9 +186,9 @@ class _Draft:
             self.load[rank] += high - low
             self._write(tensor, low, high, rank)
 
-    def done(self) -> Division:
+    def done(self) -> ShardAssignment:
         parts = tuple(
             Part(rank, tuple(sorted(one, key=lambda s: (s.tensor, s.start))))
             for rank, one in enumerate(self.segments)
         )
-        return Division(parts, tuple(self.answers), self.doubles)
+        return ShardAssignment(parts, tuple(self.answers), self.doubles)

@@ -11,20 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightcast.publisher.ranks.messages import BlobFile, Sent, Share, blobs_name, read_blob
-from weightcast.publisher.ranks.shard_assignment import Division
+from weightcast.publisher.ranks.shard_assignment import Holds, ShardAssignment
+from weightcast.publisher.weights.match import Matched
 from weightcast.publisher.weights.shard_spec import Box, Run, runs_of
 from weightcast.publisher.weights.tensors import NewWeights
-from weightcast.shared.base.elements import (
-    Chunk,
-    ChunkKey,
-    Part,
-    Span,
-    TensorTable,
-    Words,
-    grid,
-    padded,
-)
-from weightcast.shared.base.errors import DamagedFile, NeedsReseed
+from weightcast.shared.base.elements import Chunk, ChunkKey, Part, Span, TensorTable, Words, grid, padded
+from weightcast.shared.base.errors import DamagedFile, NeedsReseed, Refused
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.codec.changes import changes_of
 from weightcast.shared.codec.container import decode_step, encode_chunk
@@ -41,13 +33,30 @@ def runs_in(table: TensorTable, boxes: Mapping[int, Box]) -> Runs:
 
 
 @dataclass(frozen=True)
-class Own:
-    """What this rank gives. `names`: tensor number to the name it is given by."""
+class RankWeights:
+    """What this rank holds. `names`: tensor number to the name under which it is given."""
 
     rank: int
     local: LocalCheckpoint
     weights: NewWeights
     names: Mapping[int, str]
+
+    @classmethod
+    def of(cls, rank: int, local: LocalCheckpoint, weights: NewWeights, matched: Matched) -> RankWeights:
+        """A tied tensor may have the name of the tensor to which it is tied. Raises Refused when the rank
+        gives different pieces of tied tensors."""
+        names = {number: name for name, number in matched.ties} | dict(matched.sources)
+        for name, number in matched.ties:
+            if weights.box(name) != weights.box(names[number]):
+                raise Refused(
+                    f"{name} is tied to {local.table[number].name}, but this rank holds other pieces of it",
+                    remedy="shard tied tensors alike, or give only one of them",
+                )
+        return cls(rank, local, weights, names)
+
+    @property
+    def holds(self) -> Holds:
+        return {number: self.weights.box(name) for number, name in self.names.items()}
 
     def words(self, piece: PackedRun) -> Words:
         run = piece.run
@@ -69,11 +78,11 @@ class Own:
         return stream.hexdigest()
 
 
-def senders(division: Division, table: TensorTable, rank: int) -> list[int]:
+def senders(assignment: ShardAssignment, table: TensorTable, rank: int) -> list[int]:
     """The other ranks that hold something of what this one writes."""
-    segments = division.parts[rank].segments
+    segments = assignment.parts[rank].segments
     found = []
-    for other, boxes in enumerate(division.answers):
+    for other, boxes in enumerate(assignment.answers):
         concerned = [segment for segment in segments if segment.tensor in boxes]
         meets = (
             True
@@ -86,14 +95,16 @@ def senders(division: Division, table: TensorTable, rank: int) -> list[int]:
     return found
 
 
-def send(own: Own, division: Division, directory: Path, threads: int) -> Mapping[ChunkKey, Share]:
+def send(
+    own: RankWeights, assignment: ShardAssignment, directory: Path, threads: int
+) -> Mapping[ChunkKey, Share]:
     """Writes the blobs for all other ranks; nothing is left behind when it raises."""
-    mine = runs_in(own.local.table, division.answers[own.rank])
+    mine = runs_in(own.local.table, assignment.answers[own.rank])
     shares: dict[ChunkKey, Share] = {}
     file = BlobFile(directory / blobs_name(own.rank))
     try:
         with own.local.reading():
-            chunks = _concerned(own, division.parts, mine)
+            chunks = _concerned(own, assignment.parts, mine)
             for key, blob, old, new in ordered(lambda one: _encoded(own, *one), chunks, threads):
                 shares[key] = Share(file.append(blob), len(blob), old, new)
         file.close()
@@ -103,7 +114,7 @@ def send(own: Own, division: Division, directory: Path, threads: int) -> Mapping
     return shares
 
 
-def _concerned(own: Own, parts: Sequence[Part], mine: Runs) -> Iterator[tuple[Chunk, PackedChunk]]:
+def _concerned(own: RankWeights, parts: Sequence[Part], mine: Runs) -> Iterator[tuple[Chunk, PackedChunk]]:
     for part in parts:
         if part.number == own.rank or not any(segment.tensor in mine for segment in part.segments):
             continue
@@ -113,7 +124,7 @@ def _concerned(own: Own, parts: Sequence[Part], mine: Runs) -> Iterator[tuple[Ch
                 yield chunk, packed
 
 
-def _encoded(own: Own, chunk: Chunk, packed: PackedChunk) -> tuple[ChunkKey, bytes, Lanes, Lanes]:
+def _encoded(own: RankWeights, chunk: Chunk, packed: PackedChunk) -> tuple[ChunkKey, bytes, Lanes, Lanes]:
     old = packed.gather(own.local.chunk_words(chunk))
     new = own.pack_new(packed)
     changes, _ = changes_of(packed.chunk, old, new)
@@ -161,7 +172,7 @@ class FromRank:
 class Merged:
     """New words of this rank's part: its own and what was sent."""
 
-    own: Own
+    own: RankWeights
     mine: Runs
     received: Sequence[FromRank]
 

@@ -14,11 +14,10 @@ from test_fuzz_parsers import INDEX, SAFETENSORS, TABLE
 
 from weightcast.publisher.daemon.sources.inbox import parse_entries
 from weightcast.publisher.daemon.sources.queue import Queue
-from weightcast.publisher.publish.diff import SegmentSums
 from weightcast.publisher.ranks import messages
-from weightcast.publisher.ranks.messages import Sent, Share
+from weightcast.publisher.ranks.messages import SegmentSums, Sent, Share
 from weightcast.publisher.ranks.rendezvous import Attempt, Rank, collect_parts, find_attempt, leave_failure
-from weightcast.publisher.ranks.shard_assignment import Division
+from weightcast.publisher.ranks.shard_assignment import ShardAssignment
 from weightcast.publisher.weights.shard_spec import Box
 from weightcast.shared.base.elements import ChunkKey, Part
 from weightcast.shared.base.errors import DamagedFile, Refused
@@ -134,7 +133,7 @@ _VERSION = parse_index(INDEX.replace(b'"s"', b'"part-00001.safetensors"'), TABLE
 _PART = Part(0, _VERSION.parts[1].segments)
 _CHUNK = _VERSION.chunks[0]._replace(key=ChunkKey(0, "BF16", 0))
 _DRAFT = write_index(replace(_VERSION, parts=(_PART,), chunks=(_CHUNK,)), TABLE)
-DIVISION = Division((Part(0, ()), _PART), ({}, {}), {})
+DIVISION = ShardAssignment((Part(0, ()), _PART), ({}, {}), {})
 _HOLDS = {0: Box.whole(TABLE[0].shape), 1: Box((0,) * len(TABLE[1].shape), TABLE[1].shape)}
 _SENT = messages.write_sent(
     Sent({ChunkKey(0, TABLE[0].dtype, 0): Share(0, 24, Lanes(1, 2), Lanes(3, 4))}, {0: "ab" * 16})

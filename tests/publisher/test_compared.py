@@ -15,8 +15,8 @@ from publisher_cases import as_numpy, make_place
 from sharded_world import Array, Cut, along, grid_of
 
 from weightcast.publisher import Shard
-from weightcast.publisher.publish.compare import ComparedWeights
-from weightcast.publisher.ranks.shards import Own
+from weightcast.publisher.ranks.compared_weights import ComparedWeights
+from weightcast.publisher.ranks.shards import RankWeights
 from weightcast.publisher.weights.tensors import GivenWeights
 from weightcast.shared.base.errors import NeedsReseed, RetryLater
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
@@ -68,7 +68,7 @@ def kept(local: LocalCheckpoint, model: Model, cut: Cut, threads: int = 1) -> tu
     tensors = {name: cut(as_numpy(one).copy(), 1, 4) for name, one in model.items()}
     weights = GivenWeights(tensors)
     numbers = {local.table.numbers[name]: name for name in tensors}
-    return ComparedWeights.compared(Own(1, local, weights, numbers), threads), tensors
+    return ComparedWeights.compared(RankWeights(1, local, weights, numbers), threads), tensors
 
 
 @pytest.mark.parametrize("cut", CUTS)

@@ -1,41 +1,27 @@
-"""What a rank holds after the tensors are their owner's again: the local checkpoint, and what differs from
-it.
+"""A rank's new weights without its tensors: the local checkpoint, and the words that differ from it.
 
-Ranks meet in the channel, and wait for it and for each other there. A trainer's step waits for neither when
-each rank compares what it holds first; all that ranks send each other is read from here then.
+Ranks meet in the channel and wait there for it and for each other. A trainer's step waits for neither when
+each rank first compares what it holds; all that ranks then send each other is read from here.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weightcast.publisher.publish.draft import Frame
-from weightcast.publisher.publish.publish_job import PartWriter, PublishOptions, Work, matched_to
-from weightcast.publisher.ranks.rank_publish import given_names, holds_of
-from weightcast.publisher.ranks.rendezvous import Rank
-from weightcast.publisher.ranks.shards import Own, PackedChunk, PackedRun, pack, runs_in
-from weightcast.publisher.weights.match import Matched
+from weightcast.publisher.ranks.shards import PackedChunk, PackedRun, RankWeights, pack, runs_in
 from weightcast.publisher.weights.shard_spec import Box, Run
 from weightcast.publisher.weights.tensors import NewWeights
 from weightcast.shared.base.elements import Chunk, Words, grid
-from weightcast.shared.base.errors import DamagedFile, NeedsReseed, RetryLater
-from weightcast.shared.base.progress import Advance
-from weightcast.shared.channel.index import Index, file_record
-from weightcast.shared.channel.run_files import ChannelFile
+from weightcast.shared.base.errors import NeedsReseed, RetryLater
 from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
 from weightcast.shared.checkpoint.state.state import Position
 from weightcast.shared.codec.changes import Changes, scan
 from weightcast.shared.digest.checksums import Lanes, hash_bytes
-from weightcast.shared.files import durable
-from weightcast.shared.files.paths import is_link
 from weightcast.shared.kernels.load import kernels
 from weightcast.shared.kernels.parallel import ordered, scratch
 
@@ -78,7 +64,7 @@ class ComparedWeights(NewWeights):
     """New weights that are no longer read from their owner. In memory: what differs from `local`, at most as
     many bytes as the rank holds. `local` must stay at `position`, whichever object shows it."""
 
-    def __init__(self, own: Own) -> None:
+    def __init__(self, own: RankWeights) -> None:
         self.local = own.local
         self.position: Position = own.local.state.position
         self.table = own.weights.table
@@ -90,10 +76,10 @@ class ComparedWeights(NewWeights):
         self._proofs: list[tuple[PackedChunk, list[Lanes]]] = []
 
     @classmethod
-    def compared(cls, own: Own, threads: int) -> ComparedWeights:
+    def compared(cls, own: RankWeights, threads: int) -> ComparedWeights:
         """Reads `own.weights` once, and never again."""
         made = cls(own)
-        mine = runs_in(own.local.table, holds_of(own.weights, own.names))
+        mine = runs_in(own.local.table, own.holds)
         with own.local.reading():
             chunks = ((chunk, pack(chunk, mine)) for chunk in grid(own.local.table, own.local.table.whole))
             held = ((chunk, packed) for chunk, packed in chunks if packed is not None)
@@ -117,7 +103,7 @@ class ComparedWeights(NewWeights):
 
     def _is_same(self, proof: tuple[PackedChunk, list[Lanes]]) -> bool:
         packed, full = proof
-        words = Own(self._rank, self.local, self, self._names).pack_new(packed)
+        words = RankWeights(self._rank, self.local, self, self._names).pack_new(packed)
         return full == [
             hash_bytes(words[span.offset : span.offset + span.words].view(np.uint8))
             for span in packed.chunk.spans
@@ -165,7 +151,7 @@ class ComparedWeights(NewWeights):
 _Compared = tuple[PackedChunk, list[tuple[int, _Stretch]], list[Lanes]]
 
 
-def _compare(own: Own, chunk: Chunk, packed: PackedChunk) -> _Compared:
+def _compare(own: RankWeights, chunk: Chunk, packed: PackedChunk) -> _Compared:
     old = _closed(packed, packed.pieces[0].within(words := own.local.chunk_words(chunk)))
     old = packed.gather(words) if old is None else old
     new = _closed(packed, own.words(packed.pieces[0]))
@@ -195,97 +181,3 @@ def _stretch(piece: PackedRun, index: NDArray[np.uint32], changed: Words, new: W
     if len(index) * (_INDEX_BYTES + new.itemsize) > piece.run.words * new.itemsize:
         return _Stretch(piece.run, None, new[piece.place : end].copy())
     return _Stretch(piece.run, index - np.uint32(piece.place), changed.copy())
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """What a rank compared before it asked the channel for anything."""
-
-    weights: ComparedWeights
-    matched: Matched
-
-
-def may_compare_first(work: Work, rank: Rank) -> bool:
-    """Somebody waits for tensors that ranks meet over, and they are compared on the host."""
-    return not (rank.alone or work.compared is None or work.copied or work.on_device)
-
-
-def compare_first(local: LocalCheckpoint, file: ChannelFile, work: Work, rank: Rank, threads: int) -> Ahead:
-    """The tensors are their owner's again when this returns or raises."""
-    try:
-        with work.phase("read"):
-            weights = work.read()
-        try:
-            with work.phase("compare"):
-                matched = matched_to(file, local.table, weights, rank, work)
-                names = given_names(weights, matched, local.table)
-                compared = ComparedWeights.compared(Own(rank.number, local, weights, names), threads)
-        finally:
-            weights.close()
-    finally:
-        work.let_go()
-    with work.phase("prove"):
-        compared.prove(threads)
-    return Ahead(compared, matched)
-
-
-_OUTBOX = "outbox"
-
-
-@dataclass(frozen=True)
-class Spooled:
-    frame: Frame
-    draft: Index
-    directory: Path
-    non_finite: Mapping[str, int]
-    """elements by tensor that became NaN or infinite"""
-
-    def copy_to(self, parts: Path) -> None:
-        """Makes its shards durable in `parts`. Raises DamagedFile when they are not what was written."""
-        for record in self.draft.files:
-            target = parts / record.name
-            shutil.copyfile(self.directory / record.name, target, follow_symlinks=False)
-            durable.sync_file(target)
-            if file_record(target) != record:
-                raise DamagedFile(
-                    f"{target} is not what was written to {self.directory}",
-                    remedy="nothing was published; check memory and disks of this machine",
-                )
-        self.drop()
-
-    def drop(self) -> None:
-        for record in self.draft.files:
-            (self.directory / record.name).unlink(missing_ok=True)
-
-
-def spool(
-    local: LocalCheckpoint,
-    frame: Frame,
-    weights: NewWeights,
-    matched: Matched,
-    options: PublishOptions,
-    advance: Advance | None,
-) -> Spooled:
-    """Raises what `PartWriter.write` does."""
-    outbox = _emptied(local.paths.room / _OUTBOX)
-    writer = PartWriter(
-        local,
-        frame,
-        outbox,
-        Rank(0, 1),
-        options.threads,
-        durable=False,
-        non_finite=options.non_finite,
-    )
-    written = writer.write(weights, matched, local.table.whole, advance)
-    return Spooled(frame, written.draft, outbox, written.non_finite)
-
-
-def _emptied(outbox: Path) -> Path:
-    """Whatever a killed publication left there."""
-    if is_link(outbox):
-        outbox.unlink()
-    outbox.mkdir(exist_ok=True)
-    for entry in os.scandir(outbox):
-        os.unlink(entry.path)
-    return outbox

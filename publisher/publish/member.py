@@ -1,0 +1,300 @@
+"""Ranks other than 0: their part into rank 0's attempt, then the outcome from the channel."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightcast.publisher.publish.draft import DeltaHeader, PartWriter
+from weightcast.publisher.publish.early import EarlyInput, compare_early, compares_early
+from weightcast.publisher.publish.publish_job import Input, PublishJob, PublishOptions
+from weightcast.publisher.publish.rank_publish import Meeting
+from weightcast.publisher.publish.report import InputFacts, PublishReport, report_of
+from weightcast.publisher.ranks import rendezvous
+from weightcast.publisher.ranks.rendezvous import Attempt, Rank, RankPart
+from weightcast.publisher.ranks.shards import RankWeights
+from weightcast.shared.base.elements import TensorTable
+from weightcast.shared.base.errors import (
+    NeedsReseed,
+    NotInTime,
+    Refused,
+    RetryLater,
+    WeightcastError,
+)
+from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.index import Index
+from weightcast.shared.channel.layout import Layout
+from weightcast.shared.channel.run_files import ChannelFile
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
+from weightcast.shared.checkpoint.local_updater import LocalUpdater
+from weightcast.shared.checkpoint.state.state import Phase, read_state
+from weightcast.shared.files.disk_errors import disk_error
+
+_POLL_SECONDS = 0.05
+_PATIENCE = 1.25
+
+
+class MemberRank:
+    """Publishes as a rank other than 0. An error is written into the attempt, where there is one, so that
+    rank 0 need not wait for its deadline."""
+
+    def __init__(self, updater: LocalUpdater, rank: Rank, options: PublishOptions) -> None:
+        self._updater, self._rank, self._options = updater, rank, options
+        self._seen = rendezvous.attempts_seen(Layout(updater.channel_dir))
+        self._last: _Last | None = None
+
+    def publish(self, job: PublishJob) -> PublishReport:
+        last, self._last = self._last, None
+        try:
+            return self._publish(job, last)
+        except OSError as error:
+            self._updater.release()
+            raise disk_error(error, self._updater.channel_dir) from error
+
+    def _publish(self, job: PublishJob, last: _Last | None) -> PublishReport:
+        early = self._compare_early(job, last)
+        deadline = time.monotonic() + self._options.deadline_seconds
+        channel = Channel.open(self._updater.channel_dir, self._options.trust)
+        left = self._meet_and_write(channel, early, job, deadline)
+        shared = not self._updater.owns
+        if shared:
+            # rank 0 patches the files that are mapped here
+            self._updater.release()
+        with job.phase("commit"):
+            index = self._await_commit(channel, left)
+        if not shared:
+            with job.phase("patch"):
+                self._updater.update_to_latest(channel)
+        self._last = _Last(channel.require_ours()[0], left.attempt.base_digest, index.digest)
+        return report_of(
+            index,
+            left.table,
+            channel.layout.version_dir(index.version),
+            left.facts,
+            seconds=job.phase.seconds,
+            non_finite=left.part.non_finite,
+        )
+
+    def _meet_and_write(
+        self, channel: Channel, early: EarlyInput | Exception | None, job: PublishJob, deadline: float
+    ) -> _Left:
+        with contextlib.ExitStack() as opened:
+            given: Input | None = None
+            while True:
+                with job.phase("ranks"), _preferring(early):
+                    directory, attempt = rendezvous.find_attempt(
+                        channel.layout, job.step, self._rank, channel.pointed(), deadline, self._seen
+                    )
+                failpoint("part.begun", directory)
+                # longer than rank 0 waits: rank 0 knows who is missing, and tells
+                until = time.monotonic() + _PATIENCE * self._options.deadline_seconds
+                try:
+                    with self._told(directory):
+                        local = self._local(channel, attempt, early, job, until)
+                        if given is None or isinstance(early, EarlyInput):
+                            given = self._given(channel, local, early, job)
+                            opened.callback(given.weights.close)
+                        met = self._joined(directory, attempt, local, given, job, until)
+                    break
+                except (RetryLater, OSError):
+                    # rank 0 was killed and begins again: there will be another attempt
+                    if not rendezvous.is_cleared(directory):
+                        raise
+            with self._told(directory):
+                part = met.write_part(job)
+                job.source.release_tensors()
+                opened.close()
+                failpoint("part.written", directory)
+                rendezvous.leave_part(directory, self._rank.number, part, local.table)
+                failpoint("part.left", directory)
+            return _Left(directory, attempt, local.table, part, given.facts, until)
+
+    def _compare_early(self, job: PublishJob, last: _Last | None) -> EarlyInput | Exception | None:
+        """An error is returned: rank 0 has to be told. None where the channel has to be asked first: at the
+        first publication, after an error, and where nobody waits for the tensors."""
+        if last is None or not compares_early(job, self._rank):
+            return None
+        try:
+            local = self._updater.local if self._updater.owns else self._followed(last)
+            if local is None:
+                return None
+            return compare_early(local, last.file, job, self._rank, self._options.threads)
+        except Exception as error:
+            job.source.release_tensors()
+            return error
+
+    def _followed(self, last: _Last) -> LocalCheckpoint | None:
+        """Rank 0's local checkpoint, once it has followed the last version. None when it went elsewhere."""
+        paths, deadline = self._updater.paths, time.monotonic() + self._options.deadline_seconds
+        while time.monotonic() < deadline:
+            state = read_state(paths.state)
+            if state is None or state.phase not in (Phase.CLEAN, Phase.PATCHING):
+                return None
+            at = state.position.digest
+            if at == last.digest and state.phase is Phase.CLEAN:
+                self._updater.local = LocalCheckpoint.open(paths.directory)
+                return self._updater.local
+            if at not in (last.digest, last.base_digest):
+                return None
+            time.sleep(_POLL_SECONDS)
+        return None
+
+    def _local(
+        self,
+        channel: Channel,
+        attempt: Attempt,
+        early: EarlyInput | Exception | None,
+        job: PublishJob,
+        deadline: float,
+    ) -> LocalCheckpoint:
+        """This rank's own local checkpoint at the attempt's base, or rank 0's on the same machine."""
+        if isinstance(early, Exception):
+            raise early
+        with job.phase("recover"):
+            if not self._updater.owns:
+                # opened to be compared with, without the lock that keeps it as it was
+                self._updater.release()
+            try:
+                self._updater.own()
+            except RetryLater:
+                local = self._shared_local(attempt, deadline)
+            else:
+                self._updater.update_to_latest(channel)
+                local = _at_base(self._updater.local, attempt)
+        if attempt.encoding != self._options.encoding:
+            raise Refused(
+                f"rank 0 publishes with encoding {attempt.encoding}, this rank with {self._options.encoding}",
+                remedy="open all ranks with the same encoding",
+            )
+        return local
+
+    def _shared_local(self, attempt: Attempt, deadline: float) -> LocalCheckpoint:
+        directory = self._updater.paths.directory
+        while time.monotonic() < deadline:
+            local = LocalCheckpoint.open(directory)
+            if local is not None and local.state.position.digest == attempt.base_digest:
+                self._updater.local = local
+                return local
+            if local is not None:
+                local.close()
+            time.sleep(_POLL_SECONDS)
+        raise NotInTime(
+            f"{directory} did not reach version {attempt.version - 1} in time",
+            remedy="look at the process that owns it",
+        )
+
+    def _given(
+        self,
+        channel: Channel,
+        local: LocalCheckpoint,
+        early: EarlyInput | Exception | None,
+        job: PublishJob,
+    ) -> Input:
+        """`local` is at the attempt's base. Raises RetryLater where the weights were compared with
+        another."""
+        if isinstance(early, EarlyInput):
+            early.weights.moved_to(local)
+            return early
+        file, base = channel.require_ours()
+        return Input.open(job.source, file, base.table, self._rank, job.phase)
+
+    def _joined(
+        self,
+        directory: Path,
+        attempt: Attempt,
+        local: LocalCheckpoint,
+        given: Input,
+        job: PublishJob,
+        deadline: float,
+    ) -> Meeting:
+        """Tells what this rank holds; returns when all ranks have."""
+        header = DeltaHeader(
+            run_id=local.state.run_id,
+            version=attempt.version,
+            base=local.state.position,
+            epoch=attempt.epoch,
+            encoding=self._options.encoding,
+            step=attempt.step,
+            created=attempt.created,
+        )
+        writer = PartWriter(local, header, directory, self._rank.number, self._options)
+        own = RankWeights.of(self._rank.number, local, given.weights, given.matched)
+        rendezvous.leave_holds(directory, self._rank.number, own.holds, local.table)
+        with job.phase("ranks"):
+            holds = rendezvous.await_plan(directory, attempt, local.table, deadline)
+        return Meeting.of(attempt, writer, given, own, holds, deadline)
+
+    @contextlib.contextmanager
+    def _told(self, directory: Path) -> Iterator[None]:
+        """Tells rank 0 of an error in the block: it need not wait for a part that will not come. Where a
+        local checkpoint has drifted, every rank reads its own again."""
+        try:
+            yield
+        except BaseException as error:
+            drifted = isinstance(error, NeedsReseed)
+            with contextlib.suppress(OSError):
+                rendezvous.leave_failure(directory, self._rank.number, error, drifted)
+            if drifted and self._updater.owns:
+                self._updater.mark_dirty(str(error))
+            self._updater.release()
+            raise
+
+    def _await_commit(self, channel: Channel, left: _Left) -> Index:
+        def pointed() -> Index | None:
+            pointer = channel.pointer()
+            if pointer is None or pointer.version < left.attempt.version:
+                return None
+            index = channel.index(pointer, left.attempt.version, left.table)
+            return index if isinstance(index, Index) else None
+
+        try:
+            return rendezvous.wait_for_commit(left.directory, left.attempt, pointed, left.deadline)
+        except NeedsReseed as error:
+            if self._updater.owns:
+                self._updater.mark_dirty(str(error))
+            raise
+
+
+@dataclass(frozen=True)
+class _Left:
+    """This rank's part in rank 0's attempt. `deadline`: on the monotonic clock, for the outcome."""
+
+    directory: Path
+    attempt: Attempt
+    table: TensorTable
+    part: RankPart
+    facts: InputFacts
+    deadline: float
+
+
+@dataclass(frozen=True)
+class _Last:
+    """What the last publication here left: digests of the indexes of its base and of its own."""
+
+    file: ChannelFile
+    base_digest: str
+    digest: str
+
+
+@contextlib.contextmanager
+def _preferring(early: object) -> Iterator[None]:
+    """This rank's own error says more than that rank 0 did not come."""
+    try:
+        yield
+    except WeightcastError as late:
+        if isinstance(early, Exception):
+            raise early from late
+        raise
+
+
+def _at_base(local: LocalCheckpoint | None, attempt: Attempt) -> LocalCheckpoint:
+    if local is None or local.state.position.digest != attempt.base_digest:
+        raise RetryLater(
+            f"this rank's local checkpoint is not at version {attempt.version - 1} of the channel",
+            remedy="publish again; check the channel mount of this rank if it stays",
+        )
+    return local

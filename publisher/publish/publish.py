@@ -1,0 +1,475 @@
+"""Rank 0, which owns the channel and alone commits: the steps of a publication in their order.
+
+`OwnerRank._publish` is the protocol; every step is a method below it. After an error either nothing was
+committed, or the version is whole and the next `recover` finishes it; the local checkpoint is then behind,
+never ahead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from weightcast.publisher.publish.anchors import anchor_index, write_anchor_beside, write_weights
+from weightcast.publisher.publish.commit import (
+    advance_pointer,
+    carry,
+    commit_version,
+    discard,
+    drop_parts,
+    move_shards,
+    new_parts_dir,
+    verify_files,
+)
+from weightcast.publisher.publish.diff import refuse_moved
+from weightcast.publisher.publish.draft import DeltaHeader, PartWriter, assemble
+from weightcast.publisher.publish.early import EarlyInput, SpooledDelta, compare_early, compares_early, spool
+from weightcast.publisher.publish.publish_job import Input, PublishJob, PublishOptions
+from weightcast.publisher.publish.rank_publish import Meeting, check_doubles
+from weightcast.publisher.publish.recovery import Recovery, committed
+from weightcast.publisher.publish.report import InputFacts, PublishReport, report_of, step_of_version
+from weightcast.publisher.ranks import rendezvous
+from weightcast.publisher.ranks.rendezvous import Attempt, Rank, RankPart
+from weightcast.publisher.ranks.shards import RankWeights
+from weightcast.shared.base.elements import whole_part
+from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater, WeightcastError
+from weightcast.shared.base.failpoints import failpoint
+from weightcast.shared.base.progress import Advance
+from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.claims import Claim
+from weightcast.shared.channel.index import Index, parse_index, write_index
+from weightcast.shared.channel.run_files import Base, ChannelFile
+from weightcast.shared.checkpoint.local_checkpoint import LocalCheckpoint
+from weightcast.shared.checkpoint.local_updater import LocalUpdater, open_base
+from weightcast.shared.checkpoint.state.known_bases import find_base
+from weightcast.shared.checkpoint.state.side_files import Carried
+from weightcast.shared.checkpoint.update.fetch import ROOM_BYTES, journal_bytes
+from weightcast.shared.checkpoint.update.stage import Fetched, Staged, stage
+from weightcast.shared.files.disk_errors import disk_error
+from weightcast.shared.files.paths import exists
+from weightcast.shared.files.side_files import side_files
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A version whose files are written, under names of the attempt: `sources` has the name in `parts` of
+    each of the version's files."""
+
+    index: Index
+    parts: Path
+    sources: Mapping[str, str]
+    facts: InputFacts
+    non_finite: Mapping[str, int]
+    local: LocalCheckpoint | None
+    """the delta's base; None: full weights begin a new chain"""
+
+
+@dataclass(frozen=True)
+class Proven:
+    """A version that lacks only its index and its name. `data`: the index, written."""
+
+    directory: Path
+    index: Index
+    data: bytes
+    staged: Staged | None
+    """the step of the local checkpoint; None for full weights"""
+
+
+class OwnerRank:
+    """Publishes as rank 0."""
+
+    def __init__(self, updater: LocalUpdater, claim: Claim, rank: Rank, options: PublishOptions) -> None:
+        self._updater, self._claim, self._rank, self._options = updater, claim, rank, options
+        self.recovery = Recovery(updater, claim, options)
+        self.configs: Mapping[str, str] = {}
+        """config files of the last input from files that differ from the base's: BLAKE3 hex by name"""
+        self._anchor_due = False
+        self._has_published = False
+        self._step: int | None = None
+        """of the last version that has one, once this owner has published"""
+        self._file: ChannelFile | None = None
+        """as the last publication read it"""
+
+    def publish(self, job: PublishJob) -> PublishReport:
+        try:
+            return self._publish(job)
+        except NeedsReseed:
+            # the second try brings the local checkpoint anew. Other ranks have seen this attempt end: their
+            # next call meets ours
+            if not self._rank.alone or job.source.spent or "commit" in job.phase.seconds:
+                raise
+        return self._publish(job)
+
+    def _publish(self, job: PublishJob) -> PublishReport:
+        with self._forgetting_on_error():
+            early = self._compare_early(job)
+            channel = self._recover(job)
+            with self._compared(channel, early, job) as given:
+                draft = self._write(channel, given, job)
+            proven = self._prove(channel, draft, job)
+            directory = self._commit(channel, proven, job)
+            self._point(channel, proven, job)
+            report = self._report(channel, draft, proven, directory, job)
+            return self._follow(channel, draft, proven, report, job)
+
+    @contextlib.contextmanager
+    def _forgetting_on_error(self) -> Iterator[None]:
+        """Memory is a cache: after an error local checkpoint and channel are read again."""
+        try:
+            yield
+        except NeedsReseed as error:
+            self._updater.mark_dirty(error.message)
+            raise
+        except OSError as error:
+            self._updater.release()
+            raise disk_error(error, self._updater.channel_dir) from error
+        except BaseException:
+            self._updater.release()
+            raise
+
+    # compare, where a trainer waits for its tensors
+
+    def _compare_early(self, job: PublishJob) -> SpooledDelta | EarlyInput | None:
+        """None where nobody waits, and where the channel has to be asked first: at the first publication and
+        after an error."""
+        local, file = self._updater.local, self._file
+        if local is None or file is None or not compares_early(job, self._rank):
+            return None
+        if self._rank.alone:
+            header = self._header(local, job.step)
+            return self.recovery.with_room(lambda: spool(local, file, header, job, self._options))
+        try:
+            return compare_early(local, file, job, self._rank, self._options.threads)
+        except BaseException as error:
+            # the error counts, not that the other ranks could not read it
+            with contextlib.suppress(OSError, WeightcastError):
+                self._claim.check()
+                self._call_off(self.recovery.channel(), job.step, error)
+            raise
+
+    # recover
+
+    def _recover(self, job: PublishJob) -> Channel:
+        if job.check_allowed is not None:
+            job.check_allowed()
+        self._claim.check()
+        with job.phase("recover"):
+            channel = self.recover(job.advance)
+        failpoint("publish.recovered", self._updater.channel_dir)
+        return channel
+
+    def recover(self, advance: Advance | None = None) -> Channel:
+        return self.recovery.recover(advance)
+
+    # compare
+
+    @contextlib.contextmanager
+    def _compared(
+        self, channel: Channel, early: SpooledDelta | EarlyInput | None, job: PublishJob
+    ) -> Iterator[SpooledDelta | Input]:
+        """What is to be published, open and compared with the run's names and ties, or in full where `early`.
+        Ends the attempt of all ranks when that fails."""
+        self._file, base = channel.require_ours()
+        if isinstance(early, SpooledDelta):
+            yield early
+            return
+        try:
+            given: Input
+            if early is None:
+                given = Input.open(job.source, self._file, base.table, self._rank, job.phase)
+            else:
+                early.weights.moved_to(self._updater.local)
+                given = early
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                self._call_off(channel, job.step, error)
+            raise
+        try:
+            yield given
+        finally:
+            given.weights.close()
+
+    def _call_off(self, channel: Channel, step: int | None, error: BaseException) -> None:
+        """Tells the other ranks that there is no version of this step."""
+        if self._rank.alone:
+            return
+        version = channel.pointed() + 1
+        attempt = Attempt(
+            version, self._claim.epoch, "", step, self._rank.world_size, self._options.encoding, time.time()
+        )
+        parts = new_parts_dir(channel.layout, version, self._claim.epoch)
+        rendezvous.close_attempt(parts, error)
+        rendezvous.open_attempt(parts, attempt)
+
+    # write
+
+    def _write(self, channel: Channel, given: SpooledDelta | Input, job: PublishJob) -> Draft:
+        local = self._updater.local
+        if isinstance(given, SpooledDelta):
+            return self._write_spooled(channel, local, given, job)
+        if local is None or not _next_is_free(channel, local):
+            return self._write_full(channel, given, job)
+        return self._write_delta(channel, local, given, job)
+
+    def _write_spooled(
+        self, channel: Channel, local: LocalCheckpoint | None, spooled: SpooledDelta, job: PublishJob
+    ) -> Draft:
+        header = spooled.header
+        if local is None or local.state.position != header.base or not _next_is_free(channel, local):
+            spooled.drop()
+            raise RetryLater(
+                f"the channel left version {header.base.version} while step {header.step} was compared",
+                remedy="nothing was published; submit again",
+            )
+        with job.phase("copy"):
+            parts = new_parts_dir(channel.layout, header.version, header.epoch)
+            spooled.copy_to(parts)
+        index, sources = assemble(local.table, header.base, [RankPart(spooled.draft)])
+        return Draft(index, parts, sources, spooled.facts, spooled.non_finite, local)
+
+    def _write_delta(self, channel: Channel, local: LocalCheckpoint, given: Input, job: PublishJob) -> Draft:
+        """This rank's part and, where there are others, theirs. A failure ends the attempt for all ranks."""
+        header = self._header(local, job.step)
+        parts = new_parts_dir(channel.layout, header.version, header.epoch)
+        attempt = Attempt(
+            header.version,
+            header.epoch,
+            header.base.digest,
+            header.step,
+            self._rank.world_size,
+            header.encoding,
+            header.created,
+        )
+        rendezvous.open_attempt(parts, attempt)
+        writer = PartWriter(local, header, parts, self._rank.number, self._options)
+        try:
+            if self._rank.alone:
+                with job.phase("diff"):
+                    written = [writer.write(given, whole_part(local.table), job.advance)]
+                job.source.release_tensors()
+            else:
+                written = self._all_parts(writer, attempt, given, job)
+            index, sources = assemble(local.table, header.base, written)
+        except BaseException as error:
+            # the error counts, not that the other ranks could not read it
+            with contextlib.suppress(OSError):
+                rendezvous.close_attempt(parts, error)
+            raise
+        return Draft(index, parts, sources, given.facts, written[0].non_finite, local)
+
+    def _all_parts(
+        self, writer: PartWriter, attempt: Attempt, given: Input, job: PublishJob
+    ) -> list[RankPart]:
+        """What all ranks hold, shared with all; this rank's part; the others' parts."""
+        table, parts = writer.local.table, writer.directory
+        deadline = time.monotonic() + self._options.deadline_seconds
+        own = RankWeights.of(self._rank.number, writer.local, given.weights, given.matched)
+        with job.phase("ranks"):
+            holds = [own.holds, *rendezvous.collect_holds(parts, attempt, table, deadline)]
+            meeting = Meeting.of(attempt, writer, given, own, holds, deadline)
+            rendezvous.leave_plan(parts, holds, table)
+        written = [meeting.write_part(job)]
+        job.source.release_tensors()
+        with job.phase("ranks"):
+            written += rendezvous.collect_parts(parts, attempt, meeting.assignment, table, deadline)
+        check_doubles(meeting.assignment, table, written)
+        return written
+
+    def _write_full(self, channel: Channel, given: Input, job: PublishJob) -> Draft:
+        """Where no delta can be made (local checkpoint ahead of the channel, or lost): full weights under the
+        next free number begin a new chain."""
+        if not self._rank.alone or given.matched.absent:
+            why = self._updater.trouble or "the local checkpoint is ahead of the channel"
+            refused = Refused(
+                f"no delta can be made ({why}) and an anchor needs all tensors in one process",
+                remedy="publish once with world_size 1, or restore the publisher's local checkpoint",
+            )
+            self._call_off(channel, job.step, refused)
+            raise refused
+        _, base = channel.require_ours()
+        version = self._free_number(channel)
+        parts = new_parts_dir(channel.layout, version, self._claim.epoch)
+        try:
+            with job.phase("diff"):
+                base, beside = self._files_beside(base)
+                written = write_weights(parts, base.table, given.words_in, beside, advance=job.advance)
+                given.weights.finish()
+            job.source.release_tensors()
+            index = anchor_index(base.run_id, version, self._claim.epoch, job.step, base, written)
+            moved = (index.tensors.lanes != base.lanes).any(axis=1)
+            refuse_moved(base.table, [tensor for tensor in sorted(given.matched.frozen) if moved[tensor]])
+            job.check_root(index)
+        except BaseException:
+            discard(channel.layout, parts)
+            raise
+        return Draft(index, parts, {file.name: file.name for file in index.all_files}, given.facts, {}, None)
+
+    def _free_number(self, channel: Channel) -> int:
+        state = self._updater.state
+        at = channel.pointed()
+        taken = {at, *committed(channel, above=at)}
+        return max(taken | ({state.position.version} if state is not None else set())) + 1
+
+    def _files_beside(self, base: Base) -> tuple[Base, Mapping[str, Path]]:
+        """What lists the files of an anchor beside its weights, and where they are."""
+        if self._updater.local is not None:
+            return self._updater.local.base, self._updater.local.files_beside
+        directory = self._updater.base_dir or find_base(self.recovery.channel())
+        return base, side_files(open_base(directory)).files
+
+    def _header(self, local: LocalCheckpoint, step: int | None) -> DeltaHeader:
+        position = local.state.position
+        return DeltaHeader(
+            run_id=local.state.run_id,
+            version=position.version + 1,
+            base=position,
+            epoch=self._claim.epoch,
+            encoding=self._options.encoding,
+            step=step,
+            created=time.time(),
+        )
+
+    # prove
+
+    def _prove(self, channel: Channel, draft: Draft, job: PublishJob) -> Proven:
+        """Stages the written files as a host would: no host sees a version that did not pass."""
+        self._claim.check()
+        failpoint("publish.assembled", draft.parts)
+        made = move_shards(draft.parts, draft.sources)
+        with job.phase("stage"):
+            carried = carry(channel, Carried(self._updater.paths), made, draft.facts, job.carried_of)
+            index = replace(draft.index, request=job.request, carried=carried)
+            table = channel.require_ours()[1].table
+            data = write_index(index, table)
+            if draft.local is None:
+                return Proven(made, index, data, None)
+            index = parse_index(data, table)
+            staged = self._staged(draft.local, index, draft.sources, made)
+            job.check_root(index)
+        failpoint("publish.proven", made)
+        return Proven(made, index, data, staged)
+
+    def _staged(
+        self, local: LocalCheckpoint, index: Index, sources: Mapping[str, str], directory: Path
+    ) -> Staged:
+        if not self._rank.alone:
+            # what fails is left for the next attempt to move away: after a takeover it may be another
+            # owner's. Digests of our own files were just computed from them
+            own = rendezvous.shard_name(self._rank.number)
+            verify_files(directory, index, [new for new, old in sources.items() if old == own])
+        fetched = [Fetched(index, directory)]
+        wanted = ROOM_BYTES + journal_bytes(index)
+        return self.recovery.with_room(lambda: stage(local, fetched, threads=self._options.threads), wanted)
+
+    # commit, point
+
+    def _commit(self, channel: Channel, proven: Proven, job: PublishJob) -> Path:
+        """The version exists once its directory has its name."""
+        with job.phase("commit"):
+            return commit_version(
+                channel.layout, proven.directory, proven.index, proven.data, self._claim, self._options.key
+            )
+
+    def _point(self, channel: Channel, proven: Proven, job: PublishJob) -> None:
+        """`latest` tells the fleet."""
+        with job.phase("commit"):
+            advance_pointer(channel.layout, proven.index.version, self._claim, self._options.post_write)
+
+    def _report(
+        self, channel: Channel, draft: Draft, proven: Proven, directory: Path, job: PublishJob
+    ) -> PublishReport:
+        index, configs = proven.index, draft.facts.configs
+        if not self._has_published:
+            # for the report of the next version
+            self._step, self._has_published = step_of_version(channel, index.version - 1), True
+        report = report_of(
+            index,
+            channel.require_ours()[1].table,
+            directory,
+            draft.facts,
+            seconds=job.phase.seconds,
+            step_before=self._step,
+            configs_before=self.configs,
+            non_finite=draft.non_finite,
+        )
+        self._step = self._step if index.step is None else index.step
+        if configs is not None:
+            self.configs = {name: digest for name, digest in configs.items() if digest}
+        if job.on_pointer_moved is not None and draft.local is not None:
+            job.on_pointer_moved(report)
+        return report
+
+    # the publisher's own files, behind the pointer
+
+    def _follow(
+        self, channel: Channel, draft: Draft, proven: Proven, report: PublishReport, job: PublishJob
+    ) -> PublishReport:
+        problem = ""
+        with job.phase("patch"):
+            local = self._patched(draft.local, proven.staged, job)
+        drop_parts(channel.layout, self._claim.epoch)
+        if draft.local is not None and local is not None:
+            problem = self._anchor_if_due(channel, local, job)
+        return replace(report, seconds=dict(job.phase.seconds), anchor_problem=problem)
+
+    def _patched(
+        self, local: LocalCheckpoint | None, staged: Staged | None, job: PublishJob
+    ) -> LocalCheckpoint | None:
+        """The local checkpoint at the version: the same one, or a new one where that had drifted. Who was
+        told that the version is out is told of the drift too."""
+        if local is None or staged is None:
+            self.recover(job.advance)
+            return None
+        try:
+            self._patch(local, staged, job)
+            return local
+        except NeedsReseed as error:
+            if job.on_pointer_moved is not None:
+                raise
+            self._updater.mark_dirty(error.message)
+            self.recover(job.advance)
+            if self._updater.local is None:
+                raise
+            return self._updater.local
+
+    def _patch(self, local: LocalCheckpoint, staged: Staged, job: PublishJob) -> None:
+        began = time.monotonic()
+        with local.patching():
+            self._updater.patch(staged, undoable=False)
+            if self._options.keep_journal is not None:
+                # under the lock: who reads older versions finds no gap behind the new one
+                seconds = job.phase.seconds.get("stage", 0.0) + time.monotonic() - began
+                self._options.keep_journal(staged.step, seconds)
+        self._updater.drop_journal(staged)
+
+    def _anchor_if_due(self, channel: Channel, local: LocalCheckpoint, job: PublishJob) -> str:
+        """Returns why there is none. The version is out whatever becomes of its anchor; one that could not be
+        written is made up for beside the next version."""
+        every, version = self._options.anchor_every, local.state.position.version
+        self._anchor_due |= every > 0 and version % every == 0
+        if not self._anchor_due:
+            return ""
+        try:
+            with job.phase("anchor"):
+                write_anchor_beside(channel.layout, local, self._claim, self._options.key)
+        except (OSError, WeightcastError) as error:
+            return rendezvous.reason_of(error)
+        self._anchor_due = False
+        return ""
+
+    def write_anchor(self) -> bool:
+        """Full weights of the current version beside it. False when they exist."""
+        channel, local = self.recover(), self._updater.local
+        if local is None or channel.pointed() == 0:
+            raise Refused("there is no version to anchor", remedy="publish one first")
+        return write_anchor_beside(channel.layout, local, self._claim, self._options.key)
+
+
+def _next_is_free(channel: Channel, local: LocalCheckpoint) -> bool:
+    """False when the local checkpoint is not at the pointer, or the next number is taken by a version that no
+    pointer may ever lead to."""
+    at = channel.pointed()
+    return local.state.position.version == at and not exists(channel.layout.index(at + 1))
