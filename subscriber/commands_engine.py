@@ -21,8 +21,8 @@ from weightcast.subscriber.engines.base import (
 from weightcast.subscriber.engines.keys import Key, Keys
 from weightcast.subscriber.engines.kinds import open_engine
 from weightcast.subscriber.engines.launch import PROBE_SECONDS, Launch, run_engine
+from weightcast.subscriber.engines.proxy import EngineProxy
 from weightcast.subscriber.engines.wire import Wire
-from weightcast.subscriber.engines.wrappers import Guarded
 
 log = get_log("run-engine")
 PROBING = Timeouts(connect=PROBE_SECONDS, probe=PROBE_SECONDS, control=PROBE_SECONDS)
@@ -69,7 +69,7 @@ def run(
 
 def _loaded(engine: str | None, ready_url: str | None, local: Path) -> Callable[[], bool]:
     if engine is not None and ready_url is None:
-        return _Loaded(Guarded(open_engine(parse_engine(engine, local), timeouts=PROBING)).probe)
+        return _Loaded(EngineProxy(open_engine(parse_engine(engine, local), timeouts=PROBING)).probe)
     if ready_url is not None and engine is None:
         wire = Wire(_spec(ready_url, local), PROBING, Keys(NO_KEY))
         return _Loaded(lambda: _look_at(wire))

@@ -49,8 +49,8 @@ from weightcast.subscriber.engines.verify import EngineVerify
 from weightcast.subscriber.status import HostStatus, UpdateStatus, WaitingFor, readiness
 from weightcast.subscriber.sync.group_follower import GroupFollower, Post
 from weightcast.subscriber.sync.host import Outcome, known
+from weightcast.subscriber.sync.planner import MissingBase
 from weightcast.subscriber.sync.sync import Sync
-from weightcast.subscriber.sync.updater import MissingBase
 
 log = get_log("sync")
 

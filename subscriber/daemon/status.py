@@ -12,8 +12,8 @@ from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.checkpoint.state.state import EngineState, LocalState, Mark, Phase
 from weightcast.shared.daemon.status import SOFTWARE, Snapshot, verify_status
-from weightcast.subscriber.engines.base import Engine
 from weightcast.subscriber.engines.live import live_of
+from weightcast.subscriber.engines.proxy import EngineProxy
 from weightcast.subscriber.engines.reload import Engines
 from weightcast.subscriber.engines.verify import EngineVerifyFacts
 from weightcast.subscriber.groups.lead import Lead, Line
@@ -169,7 +169,7 @@ def engines_status(
 
 
 def _engine_status(
-    engine: Engine,
+    engine: EngineProxy,
     engines: Engines,
     record: EngineState | None,
     aligned: bool,
@@ -200,8 +200,8 @@ def _engine_status(
     )
 
 
-def _live_status(engine: Engine, verified: EngineVerifyFacts | None) -> LiveStatus | None:
-    live = live_of(engine)
+def _live_status(engine: EngineProxy, verified: EngineVerifyFacts | None) -> LiveStatus | None:
+    live = live_of(engine.adapter)
     if live is None:
         return None
     facts = live.facts

@@ -25,7 +25,6 @@ from weightcast.subscriber.engines.base import (
 from weightcast.subscriber.engines.reload import Engines
 from weightcast.subscriber.engines.reload_one import RetryPace
 from weightcast.subscriber.engines.rules import ReloadOrder
-from weightcast.subscriber.engines.wrappers import Grouped
 from weightcast.subscriber.groups.lead import PATIENCE, GroupPace, Lead, Member
 from weightcast.subscriber.groups.order import NAME_LIMIT
 from weightcast.subscriber.sync.host import SyncOptions
@@ -88,14 +87,13 @@ def open_engines(
     pace = RetryPace(attempts=ATTEMPTS, total=settings.engine_deadline)
     _require_one_mapping(specs, settings.reload)
     engines = [_open_engine(spec, settings.local, limits) for spec in specs]
-    if lead is not None and lead.members:
-        engines = [Grouped(engine, lead) for engine in engines]
     return Engines(
         engines,
         pace=pace,
         order=settings.reload,
         failed_after=settings.engine_attempts,
         look_seconds=settings.engine_check_seconds,
+        group=lead if lead is not None and lead.members else None,
         group_patches=settings.group_patch,
         stopping=stopping,
     )

@@ -20,9 +20,9 @@ from weightcast.subscriber.engines.base import (
 )
 from weightcast.subscriber.engines.drafters import CANNOT_TELL, NONE, UNKNOWN
 from weightcast.subscriber.engines.kinds import open_engine
+from weightcast.subscriber.engines.proxy import EngineProxy, guarded
 from weightcast.subscriber.engines.sglang import SGLang
 from weightcast.subscriber.engines.vllm import DEV_MODE
-from weightcast.subscriber.engines.wrappers import Guarded, guarded
 
 _PROBE_SECONDS = 5.0
 _SETTINGS = {
@@ -46,7 +46,7 @@ def judge_engines(texts: Sequence[str], local: Path, seconds: float) -> Iterator
 
 
 def _facts(engine: Engine) -> EngineFacts:
-    facts = Guarded(engine).probe()
+    facts = EngineProxy(engine).probe()
     if not isinstance(engine, SGLang) or not facts.reachable:
         return facts
     try:

@@ -27,7 +27,6 @@ from weightcast.subscriber.engines.base import (
     ReloadOutcome,
     Suspect,
 )
-from weightcast.subscriber.engines.wrappers import Around
 
 Way = Literal["", "live", "reload"]
 Why = Literal[
@@ -272,7 +271,5 @@ class Live:
 
 
 def live_of(engine: Engine) -> Live | None:
-    """The engine behind what wraps it, if it takes patches."""
-    while isinstance(engine, Around):
-        engine = engine.engine
+    """The adapter, if its engine takes patches."""
     return engine if isinstance(engine, Live) else None

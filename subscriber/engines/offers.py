@@ -17,8 +17,8 @@ from weightcast.shared.checkpoint.update.engine_patch import drop_engine_patches
 from weightcast.shared.files.disk_errors import disk_text
 from weightcast.subscriber.engines.base import HeldWeights
 from weightcast.subscriber.engines.live import ALIGNED, Aim, Live, PatchFile, Why
+from weightcast.subscriber.engines.proxy import guarded
 from weightcast.subscriber.engines.rules import Sight, is_aligned, weights_of
-from weightcast.subscriber.engines.wrappers import guarded
 
 
 @dataclass(frozen=True)

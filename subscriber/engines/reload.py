@@ -9,7 +9,7 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -21,11 +21,20 @@ from weightcast.shared.checkpoint.state.access import Readers
 from weightcast.shared.checkpoint.state.state import EngineState, LocalState, Mark, Phase, Step
 from weightcast.shared.checkpoint.update.engine_patch import drop_engine_patches
 from weightcast.shared.daemon.backoff import Backoff
-from weightcast.subscriber.engines import reload_one as alignment
 from weightcast.subscriber.engines.base import Engine, EngineFacts, HeldWeights
 from weightcast.subscriber.engines.live import Live, live_of
 from weightcast.subscriber.engines.offers import Candidate, Offer, make_offers
-from weightcast.subscriber.engines.reload_one import NotPatched, RetryPace
+from weightcast.subscriber.engines.proxy import EngineProxy, Group
+from weightcast.subscriber.engines.reload_one import (
+    EngineReload,
+    ReloadMark,
+    RetryPace,
+    abandon_all,
+    pace_of,
+    pause_together,
+    resume_if_it_names,
+    silence,
+)
 from weightcast.subscriber.engines.rules import (
     EngineResult,
     ReloadOrder,
@@ -42,7 +51,6 @@ from weightcast.subscriber.engines.rules import (
     reload_order,
     weights_of,
 )
-from weightcast.subscriber.engines.wrappers import Guarded, is_grouped
 
 _RETRY_FIRST, _RETRY_MOST, _RETRY_FAILED = 1.0, 60.0, 600.0
 _RETRY_UNSEEN = 30.0
@@ -108,15 +116,16 @@ class Engines:
         failed_after: int = FAILED_AFTER,
         look_seconds: float = 0.0,
         jitter: Callable[[], float] = random.random,
+        group: Group | None = None,
         group_patches: bool = False,
         stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         """`look_seconds`: between looks at engines that are all aligned. `jitter`: uniform in [0, 1).
-        `group_patches`: every host of the engines' group stages patches for them. `stopping`: whether the
-        process is to end: a roll then ends with the engine it is at."""
-        self.engines = tuple(map(Guarded, engines))
+        `group`: the other hosts whose files the engines read; `group_patches`: each stages patches for them.
+        `stopping`: whether the process is to end: a rolling reload then stops after the current engine."""
+        self.engines = tuple(EngineProxy(engine, group) for engine in engines)
         self.order = order
-        self._pace = RetryPace() if pace is None else pace
+        self.pace = RetryPace() if pace is None else pace
         self._clock = clock
         self._failed_after = failed_after
         self._look_seconds = look_seconds
@@ -124,17 +133,27 @@ class Engines:
         self._next_look = 0.0
         self._woken = threading.Event()
         self._group_patches = group_patches
-        self._stopping = stopping
+        self.stopping = stopping
         specs = [engine.spec for engine in self.engines]
-        self._deadlines = {spec.name: alignment.pace_of(spec, self._pace).total for spec in specs}
+        self._deadlines = {spec.name: pace_of(spec, self.pace).total for spec in specs}
         self._known = {engine.spec.name: _Known() for engine in self.engines}
         self._offers: dict[str, Offer] = {}
         """to engines that take patches, for the version that comes next"""
 
     @property
-    def mapping(self) -> tuple[Engine, ...]:
+    def mapping(self) -> tuple[EngineProxy, ...]:
         """Those that map the files: they are never patched under."""
         return tuple(engine for engine in self.engines if not engine.copies_weights)
+
+    @property
+    def mapping_present(self) -> tuple[EngineProxy, ...]:
+        """Those of them whose process was there at the last look."""
+        return tuple(engine for engine in self.mapping if not self._known[engine.spec.name].facts.absent)
+
+    @property
+    def troubled(self) -> frozenset[str]:
+        """Names of the engines whose last reload failed."""
+        return frozenset(name for name, known in self._known.items() if known.failures)
 
     def close(self) -> None:
         for engine in self.engines:
@@ -186,10 +205,10 @@ class Engines:
         """Asks every engine what it is."""
         jitter = 1 - LOOK_JITTER + 2 * LOOK_JITTER * self._jitter()
         self._next_look = self._clock() + self._look_seconds * jitter
-        for engine, facts in zip(self.engines, self._each(self.engines, lambda e: e.probe()), strict=True):
+        for engine, facts in zip(self.engines, self.each(self.engines, lambda e: e.probe()), strict=True):
             self._see(engine, facts)
 
-    def _see(self, engine: Engine, facts: EngineFacts) -> None:
+    def _see(self, engine: EngineProxy, facts: EngineFacts) -> None:
         known = self._known[engine.spec.name]
         twin = self._twin(engine, facts)
         if twin is not None:
@@ -207,11 +226,11 @@ class Engines:
         elif known.silent_since is None:
             known.silent_since = self._clock()
         if not facts.reachable:
-            known.reason = alignment.silence(engine, facts)
+            known.reason = silence(engine, facts)
         elif known.failures == 0:
             known.reason = _contested(known.taken) if known.taken >= TAKEN_AT_ONCE else ""
 
-    def _twin(self, engine: Engine, facts: EngineFacts) -> str | None:
+    def _twin(self, engine: EngineProxy, facts: EngineFacts) -> str | None:
         """The name of the first option that leads to the same process."""
         for one in self.engines[: self.engines.index(engine)]:
             if facts.unique and self._known[one.spec.name].facts.process == facts.process:
@@ -230,12 +249,12 @@ class Engines:
         """Those of the aligned that generate, as far as they tell."""
         return frozenset(name for name in self.aligned(state) if not self._known[name].facts.paused)
 
-    def due(self, state: LocalState) -> tuple[Engine, ...]:
+    def due(self, state: LocalState) -> tuple[EngineProxy, ...]:
         """Engines to reload now: reachable, not aligned, and not tried in vain a moment ago."""
         aligned = self.aligned(state)
         return tuple(engine for engine in self._ready() if engine.spec.name not in aligned)
 
-    def _ready(self) -> tuple[Engine, ...]:
+    def _ready(self) -> tuple[EngineProxy, ...]:
         now = self._clock()
         known = self._known
         return tuple(
@@ -273,7 +292,7 @@ class Engines:
         for engine in self.engines:
             record = state.engines.get(engine.spec.name)
             if record is not None and record.mark is Mark.PAUSING:
-                alignment.resume_if_it_names(engine, weights_of(state.position))
+                resume_if_it_names(engine, weights_of(state.position))
 
     def resume_late(self, local: LocalCheckpoint) -> None:
         """Lets engines go on that hold the local version and are paused: by a pause of ours that was not
@@ -319,7 +338,7 @@ class Engines:
     @property
     def lives(self) -> Mapping[str, Live]:
         """Engines that take patches, by name."""
-        found = ((engine.spec.name, live_of(engine)) for engine in self.engines)
+        found = ((engine.spec.name, live_of(engine.adapter)) for engine in self.engines)
         return {name: live for name, live in found if live is not None}
 
     def offer(self, local: LocalCheckpoint, staged: Step, readers: Readers | None = None) -> None:
@@ -327,37 +346,37 @@ class Engines:
         patches. Engines serve; nothing of the local checkpoint is written. The next `reload` is told."""
         lives = self.lives
         engines = [engine for engine in self.engines if engine.spec.name in lives]
-        for engine, facts in zip(engines, self._each(engines, lambda e: e.probe()), strict=True):
+        for engine, facts in zip(engines, self.each(engines, lambda e: e.probe()), strict=True):
             self._see(engine, facts)
         candidates = [self._candidate(engine, lives[engine.spec.name], local) for engine in engines]
         if candidates:
             steps = (*local.state.undo, staged)
-            self._offers = make_offers(local, steps, candidates, self._each, readers)
+            self._offers = make_offers(local, steps, candidates, self.each, readers)
 
-    def _candidate(self, engine: Guarded, live: Live, local: LocalCheckpoint) -> Candidate:
+    def _candidate(self, engine: EngineProxy, live: Live, local: LocalCheckpoint) -> Candidate:
         name = engine.spec.name
-        grouped = is_grouped(engine) and not self._group_patches
+        grouped = engine.grouped and not self._group_patches
         return Candidate(name, live, local.state.engines.get(name), self._known[name].sight(), grouped)
 
-    def reload(
+    @contextlib.contextmanager
+    def reloading(
         self,
         local: LocalCheckpoint,
         version: int,
         *,
-        patch: Callable[[], None] | None = None,
-        only: Sequence[Engine] | None = None,
-        prove: Callable[[], None] = lambda: None,
+        only: Sequence[EngineProxy] | None = None,
         report: Callable[[], None] = lambda: None,
-    ) -> tuple[EngineResult, ...]:
-        """Patches the files (None: they are right) and brings engines to `version`. The patch lock is held.
-
-        Engines that map the files are paused together and patched under. `only`: these engines, else all that
-        are ready. `prove` checks the patched files before engines load them. `report` is called after every
-        engine. Raises EngineFailed when an engine that maps the files cannot be paused (nothing is patched
-        then), and what `patch` and `prove` raise.
-        """
+    ) -> Iterator[Reload]:
+        """A reload of the engines to `version`, under the patch lock, in the order that the block gives it.
+        `only`: these engines, else all that are ready; those that map the files are always among them where
+        the block pauses them. `report` is called after every engine. An error in the block resumes engines
+        that are paused still, if no word of the files was written; else they stay paused, in doubt."""
+        reload = Reload(self, local, version, list(self._ready() if only is None else only), report)
         try:
-            return self._reload(version, patch, only, prove, _Ledger(local, report))
+            yield reload
+        except BaseException as error:
+            reload.abandon(error)
+            raise
         finally:
             if self._offers:
                 self._offers = {}
@@ -365,107 +384,19 @@ class Engines:
                 with contextlib.suppress(OSError, WeightcastError):
                     drop_engine_patches(local.paths)
 
-    def _reload(
-        self,
-        version: int,
-        patch: Callable[[], None] | None,
-        only: Sequence[Engine] | None,
-        prove: Callable[[], None],
-        ledger: _Ledger,
-    ) -> tuple[EngineResult, ...]:
-        chosen = list(self._ready() if only is None else only)
-        results: list[EngineResult] = []
-        if patch is not None:
-            together = [engine for engine in self.mapping if not self._known[engine.spec.name].facts.absent]
-            results += self._patch_under(together, version, patch, prove, ledger)
-            chosen = [engine for engine in chosen if engine.copies_weights]
-        doubtful = ledger.suspects | {name for name, known in self._known.items() if known.failures}
-        if self.order == "rolling":
-            results += self._roll(reload_order(chosen, doubtful), version, prove, ledger, doubtful, results)
-        elif chosen:
-            prove()
-            results += self._each(chosen, lambda engine: self._align(engine, version, ledger))
-        return tuple(results)
-
-    def _roll(
-        self,
-        engines: Sequence[Engine],
-        version: int,
-        prove: Callable[[], None],
-        ledger: _Ledger,
-        doubtful: Collection[str],
-        before: Sequence[EngineResult],
-    ) -> list[EngineResult]:
-        """One after the other; those that are left when one is not confirmed, or the process is to end, have
-        their turn in a later round, before it."""
-        results: list[EngineResult] = []
-        for engine in engines:
-            goes_wrong = not all(goes_on(one, one.name in doubtful) for one in (*before, *results))
-            if goes_wrong or (results and self._stopping()):
-                break
-            prove()
-            results.append(self._align(engine, version, ledger))
-        return results
-
-    def _patch_under(
-        self,
-        engines: Sequence[Engine],
-        version: int,
-        patch: Callable[[], None],
-        prove: Callable[[], None],
-        ledger: _Ledger,
-    ) -> list[EngineResult]:
-        if not engines:
-            patch()
-            return []
-        try:
-            done = alignment.align_all(
-                engines,
-                version,
-                patch=_telling(patch, prove, ledger.local),
-                marks=ledger.note,
-                suspects=ledger.suspects,
-                keep_pause=ledger.serving,
-                pace=self._pace,
-            )
-        except NotPatched:
-            for engine in engines:
-                ledger.take_back(engine.spec.name)
-            raise
-        for result in done.results:
-            self._learn(result)
-            ledger.record(result)
-        if not done.patched:
-            reasons = "; ".join(result.reason for result in done.results if result.reason)
-            raise EngineFailed(
-                f"version {version} is not patched in: {reasons}",
-                remedy="engines that map the files must be paused first; see the engine's log",
-            )
-        return list(done.results)
-
-    def _align(self, engine: Engine, version: int, ledger: _Ledger) -> EngineResult:
-        name, live = engine.spec.name, live_of(engine)
-        position = ledger.local.state.position
-        taken = is_taken(
-            ledger.local.state.engines.get(name), self._known[name].sight(), weights_of(position)
-        )
+    def prepare(self, engine: EngineProxy, state: LocalState) -> bool:
+        """Right before its reload. Returns whether somebody else loaded other weights into it since ours."""
+        name, live = engine.spec.name, live_of(engine.adapter)
         if live is not None:
-            aim = self._offers.get(name, Offer()).aim(position)
+            aim = self._offers.get(name, Offer()).aim(state.position)
             # its group is asked before it resumes whether all of them stood
-            live.aim(replace(aim, watched=is_grouped(engine)))
-        result = alignment.align(
-            engine,
-            version,
-            marks=lambda mark: ledger.note(name, mark),
-            suspect=name in ledger.suspects,
-            keeps_pause=name in ledger.serving,
-            pace=self._pace,
-        )
+            live.aim(replace(aim, watched=engine.grouped))
+        return is_taken(state.engines.get(name), self._known[name].sight(), weights_of(state.position))
+
+    def learn(self, result: EngineResult, taken: bool) -> None:
         self._learn(result)
         if taken and result.state == "served":
-            self._bring_back_later(self._known[name])
-        ledger.record(result)
-        return result
+            self._bring_back_later(self._known[result.name])
 
     def _bring_back_later(self, known: _Known) -> None:
         """If it is taken again: two who bring an engine back at once would leave it paused for good."""
@@ -476,7 +407,7 @@ class Engines:
             wait = Backoff(_RETRY_MOST, _RETRY_FAILED).pause(known.taken - TAKEN_AT_ONCE + 1)
             known.next_try = now + wait * (0.5 + 0.5 * self._jitter())
 
-    def _each(self, engines: Sequence[E], work: Callable[[E], T]) -> list[T]:
+    def each(self, engines: Sequence[E], work: Callable[[E], T]) -> list[T]:
         """In threads, so that an interrupt of the caller waits for engines that are paused."""
         if not engines:
             return []
@@ -520,24 +451,94 @@ def _contested(taken: int) -> str:
     )
 
 
-def _telling(
-    patch: Callable[[], None], prove: Callable[[], None], local: LocalCheckpoint
-) -> Callable[[], None]:
-    """`patch`, then `prove`. NotPatched when no word was written: then the engines may go on."""
+class Reload:
+    """One reload of a host's engines. The verbs, in their order:
 
-    def told() -> None:
+    pause_mapping       where files are to be written: they are, between this and the first batch
+    batches, run        the caller proves the files before it runs each batch
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        local: LocalCheckpoint,
+        version: int,
+        chosen: list[EngineProxy],
+        report: Callable[[], None],
+    ) -> None:
+        self.results: list[EngineResult] = []
+        self._engines, self._local, self._version = engines, local, version
+        self._before = local.state.position
+        self._chosen = chosen
+        self._notes = _Notes(local, report)
+        self._paused: list[EngineReload] = []
+        """engines that map the files, in the order of their pauses; those whose process is absent, too"""
+
+    def pause_mapping(self) -> None:
+        """Pauses all engines that map the files. Raises EngineFailed when one does not pause: then those
+        paused before it were resumed."""
+        self._chosen = [engine for engine in self._chosen if engine.copies_weights]
+        together = reload_order(self._engines.mapping_present, self._notes.suspects)
+        results = pause_together([self._reload_of(engine) for engine in together], self._paused)
+        for result in results:
+            self._take(result)
+        if results:
+            reasons = "; ".join(result.reason for result in results if result.reason)
+            raise EngineFailed(
+                f"version {self._version} is not patched in: {reasons}",
+                remedy="engines that map the files must be paused first; see the engine's log",
+            )
+
+    def batches(self) -> Iterator[tuple[EngineReload, ...]]:
+        """Engines to reload next, each batch once the one before is done: those that are paused, then all
+        others; in a rolling reload one after the other. Those left when one is not confirmed, or the process
+        is to end, have their turn in a later round, before it."""
+        if self._paused:
+            yield tuple(self._paused)
+        doubtful = self._notes.suspects | self._engines.troubled
+        if self._engines.order == "rolling":
+            for number, engine in enumerate(reload_order(self._chosen, doubtful)):
+                goes_wrong = not all(goes_on(one, one.name in doubtful) for one in self.results)
+                if goes_wrong or (number and self._engines.stopping()):
+                    return
+                yield (self._reload_of(engine),)
+        elif self._chosen:
+            yield tuple(map(self._reload_of, self._chosen))
+
+    def run(self, batch: Sequence[EngineReload]) -> None:
+        """Reloads, reads back and resumes: engines that are paused in reverse order, others side by side."""
+        if self._paused:
+            while self._paused:
+                self.results.append(self._take(self._paused.pop().reload(patched=True)))
+        else:
+            self.results += self._engines.each(batch, self._run_one)
+
+    def abandon(self, error: BaseException) -> None:
+        """After an error in the block of `reloading`."""
+        state = self._local.state
+        untouched = state.phase is Phase.CLEAN and state.position == self._before
+        written = not (untouched and isinstance(error, NeedsReseed | OSError))
         try:
-            patch()
-        except (NeedsReseed, OSError) as error:
-            if local.state.phase is Phase.CLEAN:
-                raise NotPatched(str(error)) from error
-            raise
-        prove()
+            abandon_all(self._paused, error, written=written)
+        finally:
+            if not written:
+                for one in self._paused:
+                    self._notes.take_back(one.name)
 
-    return told
+    def _reload_of(self, engine: EngineProxy) -> EngineReload:
+        return EngineReload(engine, self._version, self._notes, self._engines.pace)
+
+    def _run_one(self, one: EngineReload) -> EngineResult:
+        taken = self._engines.prepare(one.engine, self._local.state)
+        return self._take(one.run(), taken)
+
+    def _take(self, result: EngineResult, taken: bool = False) -> EngineResult:
+        self._engines.learn(result, taken)
+        self._notes.record(result)
+        return result
 
 
-class _Ledger:
+class _Notes:
     """Notes and results of one reload, each durable when its call returns; engines come in threads of their
     own."""
 
@@ -551,7 +552,7 @@ class _Ledger:
         self._report = report
         self._lock = threading.Lock()
 
-    def note(self, name: str, mark: alignment.AlignMark) -> None:
+    def note(self, name: str, mark: ReloadMark) -> None:
         # What an engine came to is recorded with its result; killed before, the older note is the safer one.
         if mark not in ("pausing", "suspect"):
             return

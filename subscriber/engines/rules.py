@@ -15,7 +15,8 @@ from typing import Literal
 
 from weightcast.shared.checkpoint.state.state import Blocked, EngineState, Mark, Position
 from weightcast.shared.daemon.backoff import Backoff
-from weightcast.subscriber.engines.base import Confirmation, Engine, EngineFacts, HeldWeights
+from weightcast.subscriber.engines.base import Confirmation, EngineFacts, HeldWeights
+from weightcast.subscriber.engines.proxy import EngineProxy
 
 ResultState = Literal["served", "refused", "suspect", "failed"]
 ReloadOrder = Literal["together", "rolling"]
@@ -50,8 +51,6 @@ class EngineResult:
     """the directory that the engine names once it serves"""
     attempts: int = 0
     """reloads tried"""
-    patched: bool = False
-    """`before_reload` ran to its end"""
     phases: PhaseSeconds = PhaseSeconds()
     unanswered: bool = False
     """a pause was sent that the engine may yet carry out"""
@@ -62,42 +61,7 @@ class EngineResult:
     resumed, or never paused"""
 
 
-@dataclass(frozen=True)
-class EnginesVerdict:
-    """A host's engines sorted by state, and what the host may do now."""
-
-    served: tuple[str, ...]
-    refused: tuple[str, ...]
-    suspect: tuple[str, ...]
-    failed: tuple[str, ...]
-    ready: bool
-    """an engine confirmed the target"""
-    may_roll_back: bool
-    """No engine confirmed the target and at least one was asked to load it. Otherwise the fault is the
-    engine's."""
-    journal_droppable: bool
-    """each engine confirmed, or needs a full reload anyway"""
-
-
-def judge(results: Sequence[EngineResult]) -> EnginesVerdict:
-    """`results`: one per engine of the host; none: nothing to wait for."""
-
-    def of(state: ResultState) -> tuple[str, ...]:
-        return tuple(result.name for result in results if result.state == state)
-
-    served, refused = of("served"), of("refused")
-    return EnginesVerdict(
-        served=served,
-        refused=refused,
-        suspect=of("suspect"),
-        failed=of("failed"),
-        ready=bool(served),
-        may_roll_back=not served and any(result.attempts > 0 for result in results),
-        journal_droppable=not refused,
-    )
-
-
-def reload_order(engines: Sequence[Engine], suspects: Collection[str]) -> tuple[Engine, ...]:
+def reload_order(engines: Sequence[EngineProxy], suspects: Collection[str]) -> tuple[EngineProxy, ...]:
     """Engines in doubt come last: one that hangs must not keep the healthy ones waiting."""
     return tuple(sorted(engines, key=lambda engine: engine.spec.name in suspects))
 

@@ -19,7 +19,7 @@ from weightcast.shared.checkpoint.verify.scrub import Credit
 from weightcast.shared.digest.checksums import Lanes
 from weightcast.shared.digest.root import root
 from weightcast.subscriber.engines.live import EngineLanes, Live
-from weightcast.subscriber.engines.wrappers import guarded
+from weightcast.subscriber.engines.proxy import guarded
 
 _PIECE_BYTES = 32 << 20
 _PIECE_NAMES, _PIECE_NAME_BYTES = 256, 16 << 10

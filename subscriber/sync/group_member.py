@@ -10,19 +10,19 @@ from weightcast.shared.checkpoint.update.stage import Staged
 from weightcast.shared.files.paths import is_file
 from weightcast.subscriber.engines.offers import Offer, write_patch
 from weightcast.subscriber.groups.order import Order
+from weightcast.subscriber.sync.apply import Apply
 from weightcast.subscriber.sync.host import StepHost
-from weightcast.subscriber.sync.in_sync import Aligner
-from weightcast.subscriber.sync.loader import Opener, Prover
-from weightcast.subscriber.sync.updater import Mover
+from weightcast.subscriber.sync.loader import Loader, Prover
+from weightcast.subscriber.sync.planner import Planner
 
 
 class GroupMember:
     """Changes what a step does, by `order`; without one it changes nothing."""
 
     def __init__(
-        self, host: StepHost, opener: Opener, aligner: Aligner, mover: Mover, prover: Prover
+        self, host: StepHost, loader: Loader, apply: Apply, planner: Planner, prover: Prover
     ) -> None:
-        self._host, self._opener, self._aligner, self._mover = host, opener, aligner, mover
+        self._host, self._loader, self._apply, self._planner = host, loader, apply, planner
         self._prover = prover
         self._updater, self._view, self._options = host.updater, host.view, host.options
         self.order: Order | None = None
@@ -43,7 +43,7 @@ class GroupMember:
         if order.phase != "hold":
             return False
         if self._updater.local is None:
-            self._opener.load(None)
+            self._loader.load(None)
         self._view.target_version = order.version
         return self._host.position is not None and order.is_at(self._host.position)
 
@@ -56,7 +56,7 @@ class GroupMember:
             return False
         before = local.state.position.version
         with local.patching(wait=self._host.wait):
-            self._aligner.undo()
+            self._apply.undo()
         self._host.moved("undo", before, 0)
         return True
 
@@ -64,14 +64,14 @@ class GroupMember:
         """What can be done while engines serve: nothing of the local checkpoint is written."""
         match route.plan:
             case Patch() as plan:
-                self._mover.kept = self._mover.prepare(route, plan.legs[0])
+                self._apply.kept = self._apply.prepare(route, plan.legs[0])
                 if self._options.group_patch:
-                    self._stage_patch(self._mover.kept)
+                    self._stage_patch(self._apply.kept)
                 self.is_prepared = True
             case Seed() | Relabel():
                 self.is_prepared = True
             case _:
-                self._mover.carry_out(channel, route)
+                self._planner.carry_out(channel, route)
 
     def _stage_patch(self, staged: Staged) -> None:
         """For the part of an engine that reads this host's files; without it the engine loads from disk."""
@@ -83,10 +83,10 @@ class GroupMember:
 
     def drop_kept(self) -> None:
         """What was staged for an order that is no more, or went with a repair of what lies here."""
-        kept, order, local = self._mover.kept, self.order, self._updater.local
+        kept, order, local = self._apply.kept, self.order, self._updater.local
         if kept is None or local is None:
             return
         wanted = order is not None and order.version >= kept.step.target.version
         is_there = is_file(local.paths.journal(kept.step.journal))
         if not wanted or not is_there or kept.step.base != local.state.position:
-            self._mover.drop_kept()
+            self._apply.drop_kept()

@@ -14,7 +14,7 @@ from weightcast.subscriber.status import ReloadProof
 from weightcast.subscriber.sync.host import StepHost
 
 
-class Opener:
+class Loader:
     """Before a step: the local checkpoint is open, recovered and right afterwards, or `host.usable` is
     False."""
 

@@ -20,6 +20,8 @@ from weightcast.subscriber.engines.rules import in_doubt
 from weightcast.subscriber.engines.verify import EngineVerify
 from weightcast.subscriber.groups.lead import Lead
 from weightcast.subscriber.groups.order import Order
+from weightcast.subscriber.sync.apply import Apply
+from weightcast.subscriber.sync.blocklist import Blocklist
 from weightcast.subscriber.sync.group_member import GroupMember
 from weightcast.subscriber.sync.host import (
     Calls,
@@ -30,9 +32,9 @@ from weightcast.subscriber.sync.host import (
     SyncOptions,
     known,
 )
-from weightcast.subscriber.sync.in_sync import Aligner, Blocklist
-from weightcast.subscriber.sync.loader import Opener, Prover
-from weightcast.subscriber.sync.updater import Mover
+from weightcast.subscriber.sync.in_sync import InSync
+from weightcast.subscriber.sync.loader import Loader, Prover
+from weightcast.subscriber.sync.planner import Planner
 
 
 def _never(seconds: float) -> bool:
@@ -63,11 +65,12 @@ class Sync:
         self.host = StepHost(options, self.engines, self.lead, calls)
         self.view, self.updater = self.host.view, self.host.updater
         blocklist = Blocklist(clock)
-        self._opener = Opener(self.host)
+        self._loader = Loader(self.host)
         prover = Prover(self.host)
-        self._aligner = Aligner(self.host, blocklist, prover)
-        self._mover = Mover(self.host, self._opener, self._aligner, blocklist, prover)
-        self._member = GroupMember(self.host, self._opener, self._aligner, self._mover, prover)
+        self._apply = Apply(self.host, blocklist, prover)
+        self._in_sync = InSync(self.host, self._apply)
+        self._planner = Planner(self.host, self._loader, self._apply, blocklist)
+        self._member = GroupMember(self.host, self._loader, self._apply, self._planner, prover)
 
     @property
     def order(self) -> Order | None:
@@ -107,7 +110,7 @@ class Sync:
             self._step()
         except BaseException as error:
             self.updater.release()
-            self._mover.kept = None
+            self._apply.kept = None
             self.view.error = known(error)
             if isinstance(error, Refused):
                 self.host.degrade(error.message)
@@ -124,7 +127,7 @@ class Sync:
     def rehash(self) -> Outcome:
         """A step that reads every byte of the local checkpoint before anything else, and repairs what is not
         the version's. Raises what `sync_once` raises."""
-        self._opener.reads_all = True
+        self._loader.reads_all = True
         return self.sync_once()
 
     def verify_some(self, scrub: Scrub) -> None:
@@ -181,13 +184,13 @@ class Sync:
         self.take_local()
         # not before: reports are its writer's
         self.view.error = None
-        if self._opener.reads_all:
-            self._opener.adopt()
+        if self._loader.reads_all:
+            self._loader.adopt()
         self.engines.look_if_due(self.host.state)
         failpoint("engine.looked")
         if self.updater.local is None and not self.lead.members:
             # an engine of a group is known again only by a reload: nobody saw what the other hosts did
-            self._opener.resume_noted()
+            self._loader.resume_noted()
         self._bring_all()
 
     def _bring_all(self) -> None:
@@ -205,7 +208,7 @@ class Sync:
                 # repaired now: engines that were paused for the reload must not wait for the next step
                 is_doubted = True
                 self.updater.mark_damaged(error)
-                self._mover.kept, self.host.usable = None, False
+                self._apply.kept, self.host.usable = None, False
                 self.host.watch = Stopwatch()
 
     def _bring(self) -> None:
@@ -219,9 +222,9 @@ class Sync:
             raise
         except (WeightcastError, OSError):
             # the channel's troubles are not the engines'
-            self._aligner.align()
+            self._in_sync.bring()
             raise
-        self._aligner.align()
+        self._in_sync.bring()
         if self._member.order is not None and self._member.order.phase == "hold":
             self._member.require_readable()
 
@@ -233,12 +236,12 @@ class Sync:
         self.host.around = (*self.host.around, damage)
         self.host.degrade(f"another way is taken: {damage}")
         self.updater.release()
-        self._mover.kept = None
+        self._apply.kept = None
 
     def _go_one_way(self) -> None:
         if self._member.order is not None and self._member.lies_as_ordered(self._member.order):
             return
-        channel = self._opener.open_and_load()
+        channel = self._loader.open_and_load()
         self._member.is_prepared = False
         self._member.drop_kept()
         if self.host.options.group_follower and (
@@ -246,14 +249,14 @@ class Sync:
         ):
             return
         if self.lead.members and self._local_in_doubt():
-            self._aligner.align()
+            self._in_sync.bring()
         self.host.enter("planning")
         with self.host.watch.timed("plan"):
-            route = self._mover.route(channel, self._member.order)
+            route = self._planner.route(channel, self._member.order)
         if self._member.order is not None and self._member.order.phase == "prepare" and self.host.usable:
             self._member.make_ready(channel, route)
         else:
-            self._mover.carry_out(channel, route)
+            self._planner.carry_out(channel, route)
         if self._member.order is not None and self.host.position is not None:
             self._member.is_prepared |= self.host.position.version == self._member.order.version
 

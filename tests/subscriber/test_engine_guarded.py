@@ -78,7 +78,9 @@ def test_an_adapter_that_fails_in_an_unforeseen_way_stops_nobody_else(world: Wor
     world.host.step()
     assert world.host.at(world.run, version) and world.good.held == world.run.digest(version)
     assert not world.good.paused and world.is_safe()
-    assert "odd cannot be spoken to: KeyError" in " ".join(world.host.status.not_ready_reasons)
+    assert "unexpected error in the adapter of engine odd: KeyError" in " ".join(
+        world.host.status.not_ready_reasons
+    )
     world.adapter.fails = ""
     assert world.host.retry().ready
     assert world.odd.held == world.run.digest(version) and not world.odd.paused

@@ -11,7 +11,8 @@ from doubles import Call, VLLMDouble, serve
 
 from weightcast.subscriber.engines.base import parse_engine
 from weightcast.subscriber.engines.kinds import open_engine
-from weightcast.subscriber.engines.reload_one import align
+from weightcast.subscriber.engines.proxy import EngineProxy
+from weightcast.subscriber.engines.reload_one import EngineReload, RetryPace
 
 SCHEMAS = sorted((Path(__file__).parents[1] / "engines" / "schemas").glob("vllm-*.json"))
 LABEL_ROUTES = {"/update_weight_version", "/weight_info"}
@@ -30,6 +31,15 @@ def fits(call: Call, routes: dict[str, Any]) -> bool:
     )
 
 
+class Unnoted:
+    """Nothing is known of the engine, and nothing is kept."""
+
+    suspects = serving = frozenset[str]()
+
+    def note(self, name: str, mark: object) -> None:
+        pass
+
+
 @pytest.mark.parametrize("policy", ["recompute", "wait", "abort"])
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda path: path.stem)
 def test_calls_fit_the_release(tmp_path: Path, schema: Path, policy: str) -> None:
@@ -39,9 +49,9 @@ def test_calls_fit_the_release(tmp_path: Path, schema: Path, policy: str) -> Non
     double = VLLMDouble()
     double.missing = LABEL_ROUTES - recorded
     with serve(double) as url:
-        engine = open_engine(parse_engine(f"vllm={url},policy={policy}", tmp_path))
+        engine = EngineProxy(open_engine(parse_engine(f"vllm={url},policy={policy}", tmp_path)))
         try:
-            result = align(engine, 8, marks=lambda mark: None)
+            result = EngineReload(engine, 8, Unnoted(), RetryPace()).run()
         finally:
             engine.close()
     assert (result.state, double.held, double.paused) == ("served", "new", False)

@@ -14,6 +14,7 @@ from hosts import VLLM, Mapping_, Run, SGLang, Site, on_disk, pack
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.shared.base import failpoints
 from weightcast.shared.base.errors import DamagedFile, EngineFailed, RetryLater
+from weightcast.shared.checkpoint.state.state import Mark
 from weightcast.subscriber.sync.target import BadTarget, parse_target
 
 
@@ -332,6 +333,39 @@ def test_an_engine_that_maps_the_files_and_does_not_pause_is_not_patched_under(s
     engine.pauses = True
     assert host.retry().ready
     assert host.at(run, 1)
+
+
+def test_nobody_is_asked_for_a_version_when_an_engine_that_maps_the_files_does_not_pause(site: Site) -> None:
+    run, copying = site.run(), SGLang()
+    willing, unwilling = Mapping_(site.root / "host"), Mapping_(site.root / "host")
+    host = site.host(run, willing, unwilling, copying)
+    host.step()
+    run.publish()
+    unwilling.pauses = False
+    copying.calls.clear()
+    with pytest.raises(EngineFailed, match="not patched in"):
+        host.step()
+    assert copying.of("/pause_generation") == copying.of("/update_weights_from_disk") == []
+    assert not willing.paused and willing.seen[-1] == ("resume", run.digest(0))
+    assert all(one.mark is Mark.SERVED for one in host.state.engines.values())
+    unwilling.pauses = True
+    assert host.retry().ready and host.at(run, 1)
+
+
+def test_engines_with_copies_serve_while_files_are_patched_under_one_that_maps_them(site: Site) -> None:
+    run, copying, mapping = site.run(), SGLang(), Mapping_(site.root / "host")
+    host = site.host(run, copying, mapping)
+    host.step()
+    run.publish()
+    paused = {}
+
+    def see(name: str, path: Path | None) -> None:
+        if path is not None and path.is_relative_to(host.local):
+            paused.setdefault(name, (copying.paused, mapping.paused))
+
+    with watched(see):
+        assert host.step().ready
+    assert paused["patch.begun"] == (False, True)
 
 
 def test_a_target_by_number_goes_back_too(site: Site) -> None:

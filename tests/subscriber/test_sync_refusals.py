@@ -36,7 +36,7 @@ def test_a_version_that_every_engine_refuses_is_undone_and_blocked(site: Site) -
     assert host.at(run, 1) and host.journals == []
     assert (engine.held, engine.label, engine.paused) == (run.digest(1), "1", False)
     assert len(engine.of(UPDATE)) == 2, "after an undo every engine is reloaded"
-    assert outcome.ready and "version 2 was refused" in outcome.degraded[0]
+    assert outcome.ready and "the engines refused version 2" in outcome.degraded[0]
     assert [(b.version, b.attempts) for b in host.state.blocked] == [(2, 1)]
     assert [u.kind for u in host.status.updates[-2:]] == ["patch", "undo"]
 

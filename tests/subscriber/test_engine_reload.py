@@ -20,17 +20,18 @@ from doubles import (
     serve,
 )
 
-from weightcast.subscriber.engines.base import Engine, HeldWeights, Timeouts, parse_engine
+from weightcast.subscriber.engines.base import HeldWeights, Timeouts, parse_engine
 from weightcast.subscriber.engines.kinds import open_engine
+from weightcast.subscriber.engines.proxy import EngineProxy
 from weightcast.subscriber.engines.reload_one import (
-    AlignMark,
-    NotPatched,
+    EngineReload,
+    ReloadMark,
     RetryPace,
-    align,
-    align_all,
+    abandon_all,
+    pause_together,
     resume_if_it_names,
 )
-from weightcast.subscriber.engines.rules import EngineResult
+from weightcast.subscriber.engines.rules import EngineResult, reload_order
 
 DOUBLES: dict[str, Callable[[], Double]] = {
     "sglang": SGLangDouble,
@@ -56,6 +57,8 @@ class Host:
         self.weights.write_text("v7")
         self.local = local
         self.marks: list[tuple[str, str]] = []
+        self.suspects: set[str] = set()
+        self.serving: frozenset[str] = frozenset()
         self.sleeps: list[float] = []
         self.now = 0.0
 
@@ -66,35 +69,38 @@ class Host:
         options: str = "",
         reload: float = PATIENCE,
         other: float = PATIENCE,
-    ) -> Engine:
+        name: str = "",
+    ) -> EngineProxy:
         url = self._stack.enter_context(nobody() if double is None else serve(double))
-        spec = parse_engine(f"{kind}={url}/,name={kind}{options}", self.local)
+        spec = parse_engine(f"{kind}={url}/,name={name or kind}{options}", self.local)
         timeouts = Timeouts(other, other, other, other, reload)
-        engine = open_engine(spec, timeouts=timeouts, environ={})
+        engine = EngineProxy(open_engine(spec, timeouts=timeouts, environ={}))
         self._stack.callback(engine.close)
         return engine
 
     def patch(self) -> None:
         self.weights.write_text("v8")
 
-    def mark(self, name: str, mark: AlignMark) -> None:
+    def note(self, name: str, mark: ReloadMark) -> None:
         self.marks.append((name, mark))
 
-    def align(
-        self,
-        engine: Engine,
-        before_reload: Callable[[], None] | None = None,
-        suspect: bool = False,
-        total: float = 600,
-    ) -> EngineResult:
-        return align(
-            engine,
-            8,
-            marks=lambda mark: self.mark(engine.spec.name, mark),
-            before_reload=before_reload,
-            suspect=suspect,
-            pace=self.pace(total),
-        )
+    def reload_of(self, engine: EngineProxy, total: float = 600) -> EngineReload:
+        return EngineReload(engine, 8, self, self.pace(total))
+
+    def reload(self, engine: EngineProxy, suspect: bool = False, total: float = 600) -> EngineResult:
+        self.suspects = {engine.spec.name} if suspect else set()
+        return self.reload_of(engine, total).run()
+
+    def patch_under(
+        self, *engines: EngineProxy, patch: Callable[[], None] | None = None
+    ) -> tuple[EngineResult, ...]:
+        """As `Reload` does it. Engines that do not all pause: their results, and nothing is patched."""
+        paused: list[EngineReload] = []
+        results = pause_together([self.reload_of(engine) for engine in engines], paused)
+        if not results:
+            (patch or self.patch)()
+            results = [one.reload(patched=True) for one in reversed(paused)]
+        return tuple(results)
 
     def pace(self, total: float = 600) -> RetryPace:
         return RetryPace(sleep=self.sleep, clock=self.clock, jitter=lambda: 0.5, total=total)
@@ -134,12 +140,9 @@ def test_an_engine_is_noted_paused_reloaded_read_back_resumed_noted(host: Host, 
     seen: list[bool] = []
     engine = host.engine(kind, double)
     host.patch()
-    result = align(
-        engine,
-        8,
-        marks=lambda mark: seen.append(double.paused) or host.mark(kind, mark),
-        pace=host.pace(),
-    )
+    note = host.note
+    host.note = lambda name, mark: seen.append(double.paused) or note(name, mark)  # type: ignore[method-assign]
+    result = host.reload(engine)
     assert did(double) == [PAUSE[kind], RELOAD[kind], RESUME[kind]]
     assert host.noted() == ["pausing", "served"]
     assert seen == [False, False], "noted before the pause and after the resume"
@@ -160,23 +163,24 @@ def test_an_engine_that_maps_files_is_patched_inside_its_pause(host: Host) -> No
         paused.append(double.paused)
         host.patch()
 
-    result = host.align(host.engine("webhook", double), patch)
+    [result] = host.patch_under(host.engine("webhook", double), patch=patch)
     assert paused == [True]
     assert double.phases() == ["pause", "reload", "resume"]
-    assert (result.state, result.patched, double.held) == ("served", True, "v8")
+    assert (result.state, double.held) == ("served", "v8")
+    assert result.phases.patch > 0
 
 
 def test_wait_means_no_pause_but_a_continue_all_the_same(host: Host) -> None:
     double = SGLangDouble()
     host.patch()
-    assert host.align(host.engine("sglang", double, ",policy=wait")).state == "served"
+    assert host.reload(host.engine("sglang", double, ",policy=wait")).state == "served"
     assert did(double) == ["/update_weights_from_disk", "/continue_generation"]
 
 
 def test_an_old_release_without_labels_is_served_by_status(host: Host) -> None:
     double = VLLMDouble()
     double.missing = {"/update_weight_version", "/weight_info", "/metrics"}
-    result = host.align(host.engine("vllm", double))
+    result = host.reload(host.engine("vllm", double))
     assert (result.state, result.confirmed_by, result.process) == ("served", "status-only", None)
 
 
@@ -219,7 +223,7 @@ def test_a_suspect_stays_paused_and_a_good_reload_brings_it_back(
     double = DOUBLES[kind]()
     fail_reloads(double, kind, fault, 2)
     host.patch()
-    result = host.align(host.engine(kind, double))
+    result = host.reload(host.engine(kind, double))
     assert (result.state, result.attempts) == ("served", 3)
     assert host.noted() == ["pausing", "suspect", "served"]
     assert host.sleeps == [0.5, 1.0]
@@ -232,7 +236,7 @@ def test_attempts_are_bounded_and_a_failed_engine_is_not_resumed(
 ) -> None:
     double = DOUBLES[kind]()
     fail_reloads(double, kind, fault, 99)
-    result = host.align(host.engine(kind, double))
+    result = host.reload(host.engine(kind, double))
     assert (result.state, result.attempts, result.pause_seconds) == ("failed", 3, None)
     assert result.reason
     assert host.noted() == ["pausing", "suspect"]
@@ -242,13 +246,13 @@ def test_attempts_are_bounded_and_a_failed_engine_is_not_resumed(
 def test_no_attempt_begins_after_the_deadline(host: Host) -> None:
     double = VLLMDouble()
     fail_reloads(double, "vllm", lambda _: Answer(500), 99)
-    assert host.align(host.engine("vllm", double), total=1.0).attempts == 2
+    assert host.reload(host.engine("vllm", double), total=1.0).attempts == 2
 
 
 def test_a_hanging_reload_is_suspect_and_its_late_answer_counts_for_nothing(host: Host, kind: str) -> None:
     double = DOUBLES[kind]()
     double.script(RELOAD[kind], Hang(), Hang(), Hang())
-    result = host.align(host.engine(kind, double, reload=0.05))
+    result = host.reload(host.engine(kind, double, reload=0.05))
     assert (result.state, result.attempts) == ("failed", 3)
     double.release()
     assert host.noted() == ["pausing", "suspect"]
@@ -258,7 +262,7 @@ def test_a_hanging_reload_is_suspect_and_its_late_answer_counts_for_nothing(host
 def test_a_noted_suspect_is_not_resumed_by_a_refusal(host: Host) -> None:
     double = SGLangDouble()
     engine = host.engine("sglang", double, ",path=/not/there")
-    result = host.align(engine, suspect=True)
+    result = host.reload(engine, suspect=True)
     assert (result.state, host.noted()) == ("failed", ["suspect"])
     assert "/continue_generation" not in did(double)
 
@@ -266,7 +270,7 @@ def test_a_noted_suspect_is_not_resumed_by_a_refusal(host: Host) -> None:
 def test_a_noted_suspect_that_does_not_pause_is_left_alone(host: Host, kind: str) -> None:
     double = DOUBLES[kind]()
     double.script(PAUSE[kind], Answer(500))
-    assert host.align(host.engine(kind, double), suspect=True).state == "failed"
+    assert host.reload(host.engine(kind, double), suspect=True).state == "failed"
     assert did(double) == [PAUSE[kind]]
 
 
@@ -274,7 +278,7 @@ def test_a_refusal_after_a_doubtful_reload_does_not_clear_the_doubt(host: Host) 
     double = SGLangDouble()
     refusal = Answer(400, double.reply(False, "Failed to get weights iterator: x."))
     double.script("/update_weights_from_disk", double.half_loaded, refusal, refusal)
-    result = host.align(host.engine("sglang", double))
+    result = host.reload(host.engine("sglang", double))
     assert (result.state, result.attempts) == ("failed", 3)
     assert double.paused and not double.resumed_broken
 
@@ -287,7 +291,7 @@ def test_a_restart_during_the_reload_is_noticed(host: Host, kind: str) -> None:
         return double.behave(call)
 
     double.script(RELOAD[kind], restart)
-    result = host.align(host.engine(kind, double))
+    result = host.reload(host.engine(kind, double))
     assert result.state == "suspect"
     assert host.noted() == ["pausing", "suspect"]
 
@@ -297,7 +301,7 @@ def test_a_restart_during_the_reload_is_noticed(host: Host, kind: str) -> None:
 
 def test_a_refused_reload_resumes_on_the_weights_from_before(host: Host) -> None:
     double = SGLangDouble()
-    result = host.align(host.engine("sglang", double, ",path=/not/there"))
+    result = host.reload(host.engine("sglang", double, ",path=/not/there"))
     assert (result.state, result.attempts) == ("refused", 1)
     assert host.noted() == ["pausing", "refused"]
     assert (double.held, double.paused) == ("seed", False)
@@ -306,7 +310,7 @@ def test_a_refused_reload_resumes_on_the_weights_from_before(host: Host) -> None
 def test_an_engine_that_does_not_pause_is_resumed_and_not_reloaded(host: Host, kind: str) -> None:
     double = DOUBLES[kind]()
     double.script(PAUSE[kind], Answer(500))
-    result = host.align(host.engine(kind, double))
+    result = host.reload(host.engine(kind, double))
     assert (result.state, result.attempts) == ("refused", 0)
     assert did(double) == [PAUSE[kind], RESUME[kind]]
     assert host.noted() == ["pausing", "refused"]
@@ -315,8 +319,8 @@ def test_an_engine_that_does_not_pause_is_resumed_and_not_reloaded(host: Host, k
 def test_mapped_files_that_were_patched_leave_no_weights_from_before(host: Host) -> None:
     double = WebhookDouble()
     fail_reloads(double, "webhook", lambda _: Answer(200, {"ok": False, "intact": True}), 99)
-    result = host.align(host.engine("webhook", double), host.patch)
-    assert (result.state, result.patched) == ("failed", True)
+    [result] = host.patch_under(host.engine("webhook", double))
+    assert result.state == "failed"
     assert double.paused
 
 
@@ -324,14 +328,14 @@ def test_good_weights_that_do_not_resume_stay_noted_as_pausing(host: Host, kind:
     double = DOUBLES[kind]()
     double.script(RESUME[kind], *[Answer(500)] * 3)
     engine = host.engine(kind, double)
-    assert host.align(engine).state == "failed"
+    assert host.reload(engine).state == "failed"
     assert host.noted() == ["pausing"]
     assert resume_if_it_names(engine, EIGHT)
     assert not double.paused
 
 
 def test_an_absent_engine_is_marked_for_a_reload(host: Host, kind: str) -> None:
-    result = host.align(host.engine(kind, None))
+    result = host.reload(host.engine(kind, None))
     assert (result.state, result.attempts, host.noted()) == ("failed", 0, ["suspect"])
 
 
@@ -340,71 +344,46 @@ def test_an_engine_too_busy_to_answer_is_not_kept_paused_by_a_later_refusal(host
     double = DOUBLES[kind]()
     engine = host.engine(kind, double, other=IMPATIENCE)
     double.script("/is_paused", Hang())
-    assert (host.align(engine).state, host.noted()) == ("failed", [])
+    assert (host.reload(engine).state, host.noted()) == ("failed", [])
     double.release()
     double.script(RELOAD[kind], Answer(404))
-    assert host.align(engine).state == "refused"
+    assert host.reload(engine).state == "refused"
     assert not double.paused and host.noted() == ["pausing", "refused"]
 
 
 # Patches that fail
 
 
-def broken_patch() -> None:
-    raise OSError("disk full")
-
-
-def refused_patch() -> None:
-    raise NotPatched("another owner")
-
-
-def test_a_failed_patch_resumes_an_engine_with_copies(host: Host, kind: str) -> None:
-    double = DOUBLES[kind]()
-    with pytest.raises(OSError, match="disk full"):
-        host.align(host.engine(kind, double), broken_patch)
-    assert did(double) == [PAUSE[kind], RESUME[kind]]
-    assert host.noted() == ["pausing", "refused"]
+def paused_for_a_patch(host: Host, *doubles: Double) -> list[EngineReload]:
+    paused: list[EngineReload] = []
+    assert pause_together([host.reload_of(host.engine("webhook", each)) for each in doubles], paused) == []
+    return paused
 
 
 def test_a_failed_patch_keeps_an_engine_paused_that_maps_the_files(host: Host) -> None:
     double = WebhookDouble()
-    with pytest.raises(OSError, match="disk full"):
-        host.align(host.engine("webhook", double), broken_patch)
+    abandon_all(paused_for_a_patch(host, double), OSError("disk full"), written=True)
     assert double.phases() == ["pause"]
     assert host.noted() == ["pausing", "suspect"]
 
 
 def test_a_patch_that_wrote_nothing_resumes_also_mapped_files(host: Host) -> None:
     double = WebhookDouble()
-    with pytest.raises(NotPatched):
-        host.align(host.engine("webhook", double), refused_patch)
+    abandon_all(paused_for_a_patch(host, double), OSError("another owner"), written=False)
     assert double.phases() == ["pause", "resume"]
     assert host.noted() == ["pausing", "refused"]
 
 
-# All engines of a host
+def test_each_engine_is_given_up_whatever_becomes_of_the_others(host: Host) -> None:
+    doubles = WebhookDouble(), WebhookDouble()
+    paused = paused_for_a_patch(host, *doubles)
+    host.note = lambda name, mark: 1 / 0  # type: ignore[method-assign, return-value]
+    with pytest.raises(ZeroDivisionError):
+        abandon_all(paused, OSError("another owner"), written=False)
+    assert [double.phases() for double in doubles] == [["pause", "resume"]] * 2
 
 
-def test_all_engines_follow_one_patch(host: Host) -> None:
-    doubles = {kind: DOUBLES[kind]() for kind in DOUBLES}
-    engines = [host.engine(kind, double) for kind, double in doubles.items()]
-    alignment = align_all(engines, 8, patch=host.patch, marks=host.mark, pace=host.pace())
-    assert alignment.patched
-    assert [result.state for result in alignment.results] == ["served"] * 3
-    assert {double.held for double in doubles.values()} == {"v8"}
-
-
-def test_engines_with_copies_serve_while_the_files_are_patched(host: Host) -> None:
-    double = SGLangDouble()
-    paused: list[bool] = []
-    align_all(
-        [host.engine("sglang", double)],
-        8,
-        patch=lambda: paused.append(double.paused),
-        marks=host.mark,
-        pace=host.pace(),
-    )
-    assert paused == [False]
+# All engines that map the files
 
 
 def test_all_engines_that_map_the_files_are_paused_around_one_patch(host: Host) -> None:
@@ -415,43 +394,40 @@ def test_all_engines_that_map_the_files_are_paused_around_one_patch(host: Host) 
         paused.append([double.paused for double in doubles])
         host.patch()
 
-    engines = [host.engine("webhook", double) for double in doubles]
-    alignment = align_all(engines, 8, patch=patch, marks=host.mark, pace=host.pace())
+    results = host.patch_under(*(host.engine("webhook", double) for double in doubles), patch=patch)
     assert paused == [[True, True, True]]
-    assert [result.state for result in alignment.results] == ["served"] * 3
+    assert [result.state for result in results] == ["served"] * 3
     assert all(double.held == "v8" and not double.paused for double in doubles)
 
 
+def test_engines_resume_in_the_reverse_order_of_their_pauses(host: Host) -> None:
+    engines = [host.engine("webhook", WebhookDouble(), name=name) for name in "ab"]
+    assert [result.name for result in host.patch_under(*engines)] == ["b", "a"]
+    assert host.marks == [("a", "pausing"), ("b", "pausing"), ("b", "served"), ("a", "served")]
+
+
 def test_nothing_is_patched_when_one_that_maps_the_files_does_not_pause(host: Host) -> None:
-    willing, unwilling, copying = WebhookDouble(), WebhookDouble(), SGLangDouble()
+    willing, unwilling, later = WebhookDouble(), WebhookDouble(), WebhookDouble()
     unwilling.refuses_to_pause = True
-    engines = [
-        host.engine("webhook", willing),
-        host.engine("webhook", unwilling),
-        host.engine("sglang", copying),
-    ]
-    alignment = align_all(engines, 8, patch=host.patch, marks=host.mark, pace=host.pace())
-    assert not alignment.patched
-    assert [result.state for result in alignment.results] == ["refused", "refused"]
+    results = host.patch_under(*(host.engine("webhook", double) for double in (willing, unwilling, later)))
+    assert [result.state for result in results] == ["refused", "refused"]
+    assert "was not paused" in results[1].reason
     assert host.weights.read_text() == "v7"
-    assert (willing.paused, unwilling.paused, copying.paths()) == (False, False, [])
+    assert (willing.paused, unwilling.paused, later.phases()) == (False, False, [])
 
 
 def test_an_absent_engine_does_not_keep_a_host_from_patching(host: Host) -> None:
     healthy = WebhookDouble()
-    engines = [host.engine("webhook", None), host.engine("webhook", healthy)]
-    alignment = align_all(engines, 8, patch=host.patch, marks=host.mark, pace=host.pace())
-    assert alignment.patched
-    assert sorted(result.state for result in alignment.results) == ["failed", "served"]
+    results = host.patch_under(host.engine("webhook", None), host.engine("webhook", healthy))
+    assert sorted(result.state for result in results) == ["failed", "served"]
     assert healthy.held == "v8"
 
 
 def test_files_that_map_are_not_patched_beside_a_silent_engine(host: Host) -> None:
     double = WebhookDouble()
     double.script("/", Hang())
-    engine = host.engine("webhook", double, other=IMPATIENCE)
-    alignment = align_all([engine], 8, patch=host.patch, marks=host.mark, pace=host.pace())
-    assert not alignment.patched
+    [result] = host.patch_under(host.engine("webhook", double, other=IMPATIENCE))
+    assert (result.state, host.noted()) == ("failed", ["suspect"])
     assert host.weights.read_text() == "v7"
 
 
@@ -461,20 +437,12 @@ def test_each_of_all_engines_has_its_own_deadline(host: Host) -> None:
         fail_reloads(double, "webhook", lambda _: Answer(500), 99)
     options = "", ",deadline=1"
     engines = [host.engine("webhook", *each) for each in zip(doubles, options, strict=True)]
-    alignment = align_all(engines, 8, patch=host.patch, marks=host.mark, pace=host.pace())
-    assert sorted(result.attempts for result in alignment.results) == [2, 3]
+    assert sorted(result.attempts for result in host.patch_under(*engines)) == [2, 3]
 
 
 def test_suspects_come_last(host: Host) -> None:
     engines = [host.engine("vllm", VLLMDouble()), host.engine("sglang", SGLangDouble())]
-    alignment = align_all(engines, 8, patch=None, marks=host.mark, suspects={"vllm"}, pace=host.pace())
-    assert [result.name for result in alignment.results] == ["sglang", "vllm"]
-
-
-def test_a_host_without_engines_only_patches(host: Host) -> None:
-    alignment = align_all([], 8, patch=host.patch, marks=host.mark)
-    assert (alignment.patched, alignment.results) == (True, ())
-    assert host.weights.read_text() == "v8"
+    assert [engine.spec.name for engine in reload_order(engines, {"vllm"})] == ["sglang", "vllm"]
 
 
 # At start
