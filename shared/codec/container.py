@@ -9,6 +9,11 @@
     16 u64  xxh3-64 of bytes 0..15 and the payload
     24 payload. Raw: the new words of all spans, without padding
 
+The mode is chosen from counts, without encoding a chunk twice. `fast`: where a third of the words change, a
+byte per word is read twice as fast as a code per change and is a quarter longer. `small` takes the mode that
+is expected to be smallest. Unrelated words go as planes with both, or raw if a sample says that nothing
+helps. A payload longer than the raw words is written raw.
+
 Little-endian. The checksum finds damage early and is no authority: the index holds the file's digest and the
 sums over the touched words, which the caller checks (`weightcast.shared.digest.sums`).
 """

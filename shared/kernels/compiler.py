@@ -1,13 +1,14 @@
-"""The one door to numba: how kernels are compiled, and the machine operations it has no word for.
+"""Compiles kernels; the only module that imports numba, and only when something has to be compiled.
 
-Bit code is uint64 throughout: numba makes a float64 of int64 with uint64. Importing this module raises
-ImportError where numba is missing. numba itself is imported when something is to be compiled.
+Bit code is uint64 throughout: numba turns int64 with uint64 into float64. Importing this module raises
+ImportError if numba is missing and the kernel cache is not complete.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from hashlib import blake2b
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -15,16 +16,15 @@ from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import numpy as np
-from llvmlite import binding
+from llvmlite import binding, ir
 from numpy.typing import NDArray
 
 from weightcast.shared.kernels.loader import (
+    DESTRUCTOR,
     Code,
     Kernel,
     Store,
     cache_directory,
-    environment_of,
-    undefined_symbols,
 )
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -34,11 +34,11 @@ U64: Any = np.uint64
 I64: Any = np.int64
 
 SHIFTS = {1: 3, 2: 2, 4: 1}
-"""by bytes of a word: position >> shift is the 8-byte word that holds it"""
+"""by bytes of an element: position >> shift is the number of its 8-byte word"""
 
 
 class _Late:
-    """A module that is imported when something of it is used."""
+    """A module that is imported when an attribute is read."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -63,36 +63,37 @@ _SETTINGS = (
 
 
 def _cpu() -> str:
-    versions = f"{version('numba')} {version('llvmlite')} {environment_of(_SETTINGS)}"
+    settings = " ".join(f"{name}={os.environ[name]}" for name in _SETTINGS if name in os.environ)
+    versions = f"{version('numba')} {version('llvmlite')} {settings}"
     return f"{versions} {binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
 
 
 def processor() -> str:
-    """That kernels are compiled for, by LLVM's name."""
+    """LLVM's name of the CPU that kernels are compiled for."""
     return os.environ.get("NUMBA_CPU_NAME") or cast(str, binding.get_host_cpu_name())
 
 
 def on_zen() -> bool:
-    """Whether that is one of AMD's, whose memory wants to be asked otherwise than others'."""
+    """Whether it is an AMD Zen, which prefers another prefetch pattern."""
     return processor().startswith("znver")
 
 
 if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
     raise ImportError("NUMBA_DISABLE_JIT is set")
 CACHE: Path | None = cache_directory(os.environ, _cpu())
-"""where compiled kernels are kept; None: nowhere, they are compiled by every process"""
+"""where compiled kernels are stored; None: every process compiles them"""
 STORE = Store(CACHE)
 if not STORE.complete:
-    import_module("numba")  # a compiler that is missing is found here and not in the midst of a version
+    import_module("numba")  # a missing compiler fails here, not in the middle of a version
 
 
 def chosen_features() -> str | None:
-    """Of the machine that is compiled for, where the user named them."""
+    """CPU features that the user set, if any."""
     return cast("str | None", _numba.config.CPU_FEATURES)
 
 
 class KernelPart:
-    """Something that kernels call: known to numba only when one of them is compiled."""
+    """Code that kernels call; passed to numba when one of them is compiled."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make, self._made = make, None
@@ -108,8 +109,8 @@ _RULES: dict[Any, KernelPart] = {}
 
 
 def kernel(function: Function, store: Store = STORE) -> Function:
-    """Compiled at first call, called without the GIL; kept on disk where there is a place for it. It may be
-    given arrays, integers, truth values and tuples of integers, and must not make arrays (`on_stack`)."""
+    """Compiled at first call, stored in the cache, called without the GIL. Takes arrays, integers, truth
+    values and tuples of integers; must not allocate arrays (`on_stack` instead)."""
     made = KernelPart(
         lambda: _numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(_resolved(function))
     )
@@ -117,12 +118,12 @@ def kernel(function: Function, store: Store = STORE) -> Function:
 
 
 def inlined(function: Function) -> Function:
-    """A piece of kernels: compiled into each of them."""
+    """Compiled into each kernel that calls it."""
     return cast(Function, KernelPart(lambda: _numba.njit(inline="always")(_resolved(function))))
 
 
 def rule(function: Function) -> Function:
-    """A plain function that kernels may call; for others it stays as it is."""
+    """A plain Python function that kernels may call too."""
     _RULES[function] = KernelPart(lambda: _numba.njit(_resolved(function)))
     return function
 
@@ -132,7 +133,7 @@ def intrinsic(function: Callable[..., Any]) -> Any:
 
 
 def _resolved(function: Any) -> Any:
-    """The function with numba's things in the places of ours."""
+    """The function with globals that numba knows in place of ours."""
     names = dict(function.__globals__)
     for name in function.__code__.co_names:
         value = names.get(name)
@@ -148,18 +149,85 @@ def _resolved(function: Any) -> Any:
 
 
 _LETTERS = {"none": "", "bool": "?", "int64": "q", "uint64": "Q", "int32": "i", "uint32": "I", "uint8": "B"}
+_PROVIDED = frozenset((DESTRUCTOR, "memcpy", "memmove", "memset"))
+"""symbols that object code may refer to"""
 
 
 def _compiled(dispatcher: Any, arguments: tuple[Any, ...]) -> Code:
-    """Object code for arguments like those given."""
-    kinds = tuple(_numba.typeof(value) for value in arguments)
-    dispatcher.compile(kinds)
-    made = dispatcher.overloads[kinds]
-    code = made.library._get_compiled_object()
+    """Object code for arguments of these types. Raises ImportError for symbols that no process has."""
+    entry = _numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(
+        _entry(dispatcher, tuple(_numba.typeof(value) for value in arguments))
+    )
+    entry.compile((types.int64,))
+    (made,) = entry.overloads.values()
+    declared = {function.name for function in made.library._final_module.functions if function.is_declaration}
+    missing = [name for name in declared - _PROVIDED if not name.startswith("llvm.")]
+    if missing:
+        raise ImportError(f"kernel {dispatcher.__name__} needs {', '.join(sorted(missing))}")
     returned = made.signature.return_type
     parts = list(returned) if isinstance(returned, types.BaseTuple) else [returned]
     letters = "".join(_LETTERS[str(part)] for part in parts)
-    return Code(made.fndesc.llvm_func_name, letters, tuple(undefined_symbols(code)), code)
+    return Code(made.fndesc.llvm_func_name, letters, made.library._get_compiled_object())
+
+
+def _entry(dispatcher: Any, kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
+    """A function of the address of int64 words, from which it calls the kernel. As `loader` describes."""
+
+    def called(typing: Any, words: Any) -> Any:
+        kernel = types.Dispatcher(dispatcher)
+        signature = kernel.get_call_type(typing, kinds, {})
+
+        def build(context: Any, builder: Any, _: Any, args: Any) -> Any:
+            place = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+            count = iter(range(1 << 10))
+            values = [_argument(context, builder, kind, place, count) for kind in kinds]
+            return context.get_function(kernel, signature)(builder, values)
+
+        return signature.return_type(types.int64), build
+
+    call = _extending.intrinsic(called)
+
+    def entry(words: Any) -> Any:
+        return call(words)
+
+    function = dispatcher.py_func
+    text = f"{function.__module__}.{function.__qualname__}{kinds}"
+    # the symbol's name: object code of several processes is loaded into one
+    entry.__name__ = entry.__qualname__ = f"entry_{blake2b(text.encode(), digest_size=16).hexdigest()}"
+    return entry
+
+
+def _argument(context: Any, builder: Any, kind: Any, place: Any, count: Iterator[int]) -> Any:
+    """Inside an intrinsic: the next argument from the words at `place`."""
+
+    def word() -> Any:
+        return builder.load(builder.gep(place, [ir.Constant(ir.IntType(64), next(count))]))
+
+    if isinstance(kind, types.BaseTuple):
+        members = [_argument(context, builder, part, place, count) for part in kind]
+        return context.make_tuple(builder, kind, members)
+    if isinstance(kind, types.Array):
+        return array_at(context, builder, kind, word(), [word() for _ in range(kind.ndim)])
+    return context.cast(builder, word(), types.int64, kind)
+
+
+def array_at(context: Any, builder: Any, kind: Any, start: Any, sides: list[Any]) -> Any:
+    """Inside an intrinsic: a contiguous array of type `kind` over memory that it does not own. `start`: its
+    address as an integer; `sides`: int64 each."""
+    width = ir.Constant(ir.IntType(64), context.get_abi_sizeof(context.get_data_type(kind.dtype)))
+    strides = [width]
+    for side in reversed(sides[1:]):
+        strides.insert(0, builder.mul(strides[0], side))
+    array = context.make_array(kind)(context, builder)
+    _arrays.populate_array(
+        array,
+        data=builder.inttoptr(start, array.data.type),
+        shape=cgutils.pack_array(builder, sides),
+        strides=cgutils.pack_array(builder, strides),
+        itemsize=width,
+        meminfo=None,
+    )
+    return array._getvalue()
 
 
 def unwritable(data: NDArray[Scalar]) -> NDArray[Scalar]:

@@ -1,4 +1,9 @@
-"""What kernels and the format share: constants, and how codes are planned."""
+"""Constants and plans of codes that kernels and format share. Kernels compile these functions too.
+
+A Rice code with parameter k of a value below 2**32, least significant bit first: value >> k zeros, a one,
+the low k bits. From ESCAPE zeros on: ESCAPE zeros, a one, the value in 32 bits. No code is longer than 56
+bits, so one 8-byte load at any bit holds it. Streams end at a byte border, filled with zeros.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 MIX_A = (0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
-
-
 MIX_B = (0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
-"""Of each lane: the multiplier of the word's number, then the two of the mix."""
+"""Per checksum lane: the multiplier of the word's number, then two of the mix."""
 
 ESCAPE = 23
 LONGEST = ESCAPE + 1 + 32
@@ -17,7 +20,7 @@ LONGEST = ESCAPE + 1 + 32
 SLACK = 8
 """bytes that must follow the last stream in its buffer"""
 MARGIN = 32
-"""bytes a writer may touch behind the most it was allowed"""
+"""bytes that a writer may touch past its limit"""
 GREATEST = (1 << 32) - 1
 K_LIMIT = 31
 

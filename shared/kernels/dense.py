@@ -32,8 +32,8 @@ _COUNT = 64
 
 @intrinsic
 def step_bytes64(typing: Any, old: Any, new: Any, at: Any, kind: Any, out: Any) -> Any:
-    """Bytes of the steps of 64 words from `at` on. Bit j of what is returned: step j is longer than a byte
-    says. `kind`: as `native_ordinals.facts`."""
+    """Bytes of the steps of 64 words from `at` on. Bit j of the result: step j does not fit
+    into a byte. `kind`: as `facts`."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         lanes = _Lanes(context, builder, signature.args, args, old.dtype.bitwidth, args[3])

@@ -42,11 +42,11 @@ _CONTEXTS = 16
 _ROW_BITS = 9
 _ROWS = _CONTEXTS << _ROW_BITS
 _BLOCK = (1 << _ROW_BITS) - 8
-"""changes of a block: up to 7 more lie in the 8-byte word of its last"""
+"""changes of a block: up to 7 more share the 8-byte word of its last"""
 _SIGNS = 32
 """sign bits read at once"""
 _SLICE = 64
-"""changes that pass through the stages behind reading together"""
+"""changes that pass through the stages after reading together"""
 _ROOM = (1 << _ROW_BITS) + _SIGNS + MARGIN
 
 
@@ -73,7 +73,7 @@ def _gathered(
     order: Any,
     ends: Any,
 ) -> None:
-    """Of each change its 8-byte word; its number in the block behind its context's others."""
+    """Loads the 8-byte word of each change and groups the numbers of changes by context."""
     in_word, bits = (U64(1) << shift) - U64(1), U64(6) - shift
     power, mask = U64(kind[EXPONENT_SHIFT]), U64(kind[EXPONENT_MASK])
     count = U64(index.size)
@@ -131,7 +131,7 @@ def _take_runs(
 
 @kernel
 def _take_rows(data: Any, streams: Any, order: Any, ends: Any, book: Any, values: Any, steps: Any) -> Any:
-    """|step| - 1 of a block, one context after the other: in turns, branches would not be foreseen."""
+    """|step| - 1 of a block, context by context, which keeps branches predictable."""
     for c in range(streams.shape[1]):
         first, stop = I64(c << _ROW_BITS), I64(ends[c])
         if stop > first:
@@ -164,7 +164,7 @@ def _ended(streams: Any, book: Any) -> Any:
 @kernel
 def _signed(data: Any, signs: Any, start: Any, first: Any, last: Any, steps: Any) -> None:
     """|step| - 1 to steps, of changes [first, last) of the block that begins with number `start`, and of some
-    behind them."""
+    after them."""
     for j in range(U64(first), U64(last), U64(_SIGNS)):
         i = start + j
         bits = load64(data, I64(signs + (i >> U64(3)))) >> (i & U64(7))
@@ -175,7 +175,7 @@ def _signed(data: Any, signs: Any, start: Any, first: Any, last: Any, steps: Any
 
 @kernel
 def _stepped(first: Any, last: Any, words: Any, steps: Any, kind: Any, before: Any, after: Any) -> Any:
-    """Old and new words; `words` are then what flips in them."""
+    """Old and new words; afterwards `words` is their XOR."""
     over = U64(0)
     for j in range(U64(first), U64(last)):
         word, step = words[j], steps[j]
@@ -188,7 +188,7 @@ def _stepped(first: Any, last: Any, words: Any, steps: Any, kind: Any, before: A
 
 @kernel
 def _flipped(index: Any, first: Any, last: Any, shift: Any, words: Any, flips: Any, merged: Any) -> None:
-    """What flips in 8-byte words. `words`: what flips in each change's own."""
+    """XOR of each change within its 8-byte word. `words`: XOR of the elements."""
     in_word, bits = (U64(1) << shift) - U64(1), U64(6) - shift
     for j in range(U64(first), U64(last)):
         lanes = U64(words[j]) << ((U64(index[j]) & in_word) << bits)
@@ -231,7 +231,7 @@ def _behind_reading(
 
 @kernel
 def _merged(count: Any, shift: Any, places: Any, flips: Any, merged: Any) -> None:
-    """The last change of an 8-byte word gathers what all of them flip there."""
+    """The last change of an 8-byte word collects the XOR of all its changes."""
     for j in range(U64(9)):
         places[count + U64(MARGIN) + j] = ~U64(0)
     for behind in range(U64(1), U64(1) << shift):
@@ -402,7 +402,7 @@ def put_fast(
     most: int,
 ) -> tuple[int, Counts, int, int] | None:
     """What changes from `before` to `after` at `near`, positions without padding: gaps with parameter `k`,
-    signs and magnitudes, one behind the other. Fills `contexts` as `plan_contexts` does. Returns the first
+    signs and magnitudes, one after the other. Fills `contexts` as `plan_contexts` does. Returns the first
     exponent, bytes per context, of the gaps, of all."""
     room, count = scratch(), len(near)
     sizes = np.zeros(len(contexts), np.int64)
@@ -475,8 +475,8 @@ def take_fast(
     ends: Counts,
     numbers: Counts,
 ) -> Taken | int:
-    """`take_gaps` of bytes `gaps` into `index`, in a chunk of so many `words` without padding, then
-    `take_steps` of what follows. Returns what is wrong where something is."""
+    """`take_gaps` of bytes `gaps` into `index`, in a chunk of `words` words without padding, then
+    `take_steps` of the rest. Returns BAD_GAPS, BAD_PLACE or BAD_STEPS for damaged data."""
     taken, book = room_for(len(index), len(ends), streams.shape[1], old)
     shift = U64(SHIFTS[old.itemsize])
     found = _take_fast(

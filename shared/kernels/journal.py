@@ -1,4 +1,4 @@
-"""A journal's words: packed; compared, written, read back."""
+"""Journal records: pack positions; compare, write and read back words."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from weightcast.shared.kernels.vectors import (
 )
 
 _BLOCK = 1 << 9
-"""changes written before they are read back; also how far ahead cache lines are asked for"""
+"""changes written before they are read back; also the prefetch distance"""
 
 
 @kernel
@@ -92,7 +92,7 @@ def _exchange(
     words: Any, first: Any, gaps: Any, escapes: Any, like: Any, before: Any, other: Any, after: Any, word: Any
 ) -> Any:
     """`like`, `word`: arrays of the dtypes of escapes and words. While a block is exchanged, the next one's
-    places are found and asked for."""
+    positions are computed and prefetched."""
     here, there = on_stack(_BLOCK, I64(0)), on_stack(_BLOCK, I64(0))
     position, used, ready = I64(first), I64(0), min(_BLOCK, gaps.size)
     for j in range(ready):

@@ -176,7 +176,7 @@ def keep8(
 
 
 class _Touched:
-    """8 positions, where they lie in 8-byte words, and which of those are met first."""
+    """8 positions, their 8-byte words, and which of those occur for the first time."""
 
     def __init__(self, context: Any, builder: Any, kinds: Any, args: Any) -> None:
         self._context, self._builder, self._kinds, self._args = context, builder, kinds, args
@@ -300,7 +300,7 @@ def add8(typing: Any, old: Any, merged: Any, places: Any, at: Any, number: Any, 
 
 
 SUMS = 32
-"""words of a sum in progress; as all that lies on the stack not across two cache lines, which is slow"""
+"""words of a sum in progress; aligned on the stack, because crossing cache lines is slow"""
 
 
 @inlined
@@ -344,7 +344,7 @@ def rounds_b(x: Any) -> Any:
 
 @kernel
 def mixed_tail(data: Any, start: Any, stop: Any, number: Any) -> Any:
-    """Sums over bytes [start, stop), which lie word by word; less than a word counts as filled with zeros."""
+    """Sums over bytes [start, stop), word by word; a partial word is padded with zeros."""
     a, b = U64(0), U64(0)
     for place in range(start, stop, 8):
         word = U64(0)
@@ -357,14 +357,14 @@ def mixed_tail(data: Any, start: Any, stop: Any, number: Any) -> Any:
 
 
 _BATCH = 1024
-"""8-byte words that are collected before they are mixed together: mixing many at once is what is quick"""
+"""8-byte words mixed together, so that the loop is vectorised"""
 _AHEAD = 32
 _AHEAD_BYTES = 2048
 
 
 @kernel
 def _hash(data: ByteArray, pieces: Any, lanes: Any) -> None:
-    """`pieces`: rows of first byte, byte behind the last, first 8-byte word. `lanes`: uint64[n, 2]."""
+    """`pieces`: rows of first byte, end byte, first 8-byte word. `lanes`: uint64[n, 2]."""
     sums = on_stack(SUMS, U64(0))
     for row in range(pieces.shape[0]):
         start, stop, number = pieces[row, 0], pieces[row, 1], U64(pieces[row, 2] + 1)

@@ -1,4 +1,4 @@
-"""The codec's compiled kernels: the same doors as `plain`, which explains them."""
+"""All compiled kernels, as `load.kernels` returns them. tests/numpy_kernels.py has the same functions."""
 
 from __future__ import annotations
 

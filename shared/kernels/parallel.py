@@ -1,4 +1,4 @@
-"""Ordered, bounded parallel work: results in input order."""
+"""Parallel work on chunks: results in input order, bounded memory, buffers that each thread reuses."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 SMALL_RESULTS = 8
-"""items of a thread where their results take no memory to speak of"""
+"""items per thread if their results are small"""
 
 
 def ordered(
     work: Callable[[Item], Result], items: Iterable[Item], threads: int, *, each: int = 2
 ) -> Iterator[Result]:
     """`work(item)` for each item, in order. `threads` <= 1 runs in the caller. The first error stops the
-    rest. Memory: at most `each * threads + 1` results exist at once. `each`: items of a thread that are begun
-    or wait for it, so that it has one while the result of a slow one, or who takes results, is waited for.
+    rest. Memory: at most `each * threads + 1` results exist at once. `each`: items per
+    thread that run or wait, so that no thread idles behind a slow item or a slow consumer.
 
-    The caller is one of the threads, and works instead of waiting: to be woken for each result takes from the
-    processors, above all virtual ones, and from those who hold the GIL."""
+    The caller is one of the threads and works instead of waiting: a wake-up per result costs time on virtual
+    CPUs and contends for the GIL."""
     if threads <= 1:
         yield from map(work, items)
         return
@@ -51,7 +51,7 @@ class _Job(Generic[Item, Result]):
         self.future: Future[Result] = pool.submit(work, item)
 
     def done_here(self) -> bool:
-        """Whether it had not been begun."""
+        """Runs it in the caller unless a thread has started it; whether it did."""
         if not self.future.cancel():
             return False
         self.future = Future()
@@ -63,7 +63,7 @@ class _Job(Generic[Item, Result]):
 
 
 def _taken(running: deque[_Job[Item, Result]]) -> Result:
-    """The first one's result."""
+    """The result of the first job."""
     first = running.popleft()
     if not first.done_here():
         for job in running:
@@ -76,9 +76,9 @@ def _taken(running: deque[_Job[Item, Result]]) -> Result:
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 
-class _Room:
-    """Lent through a window: an array that views of it refer to, and that lives as long as one of them. numpy
-    would let them refer to another array behind it, but what is there is none."""
+class _Buffer:
+    """A buffer lent through a window: an array that lives as long as any view of it. The memory behind it is
+    a memoryview, so numpy makes the window, not a deeper array, the base of those views."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -98,34 +98,34 @@ class _Room:
 class Scratch(threading.local):
     def __init__(self) -> None:
         self._bytes: dict[str, NDArray[np.uint8]] = {}
-        self._lent: dict[str, list[_Room]] = {}
+        self._lent: dict[str, list[_Buffer]] = {}
 
     def take(self, name: str, dtype: type[Scalar] | np.dtype[Scalar], count: int) -> NDArray[Scalar]:
-        """Uninitialised; overwritten by the thread's next `take` of the same name."""
+        """Uninitialised; the thread's next `take` of the same name overwrites it."""
         size = count * np.dtype(dtype).itemsize
-        room = self._bytes.get(name)
-        if room is None or len(room) < size:
-            room = self._bytes[name] = np.empty(size, np.uint8)
-        return room[:size].view(dtype)
+        buffer = self._bytes.get(name)
+        if buffer is None or len(buffer) < size:
+            buffer = self._bytes[name] = np.empty(size, np.uint8)
+        return buffer[:size].view(dtype)
 
     def lend(self, name: str, dtype: type[Scalar] | np.dtype[Scalar], count: int) -> NDArray[Scalar]:
-        """As `take`, but other memory as long as anyone still holds a view of what was lent."""
+        """As `take`, but never memory of which a view still exists."""
         size = count * np.dtype(dtype).itemsize
-        return self._free_room(self._lent.setdefault(name, []), size).window()[:size].view(dtype)
+        return self._free_buffer(self._lent.setdefault(name, []), size).window()[:size].view(dtype)
 
-    def _free_room(self, rooms: list[_Room], size: int) -> _Room:
-        for number, room in enumerate(rooms):
-            if room.is_free:
-                if room.size < size:
-                    rooms[number] = _Room(size)
-                return rooms[number]
-        rooms.append(_Room(size))
-        del rooms[:-_MOST_ROOMS]  # who holds those that go keeps them
-        return rooms[-1]
+    def _free_buffer(self, buffers: list[_Buffer], size: int) -> _Buffer:
+        for number, buffer in enumerate(buffers):
+            if buffer.is_free:
+                if buffer.size < size:
+                    buffers[number] = _Buffer(size)
+                return buffers[number]
+        buffers.append(_Buffer(size))
+        del buffers[:-_MOST_BUFFERS]  # views of dropped buffers keep them alive
+        return buffers[-1]
 
 
-_MOST_ROOMS = 3
-"""of one name that are kept to be lent again"""
+_MOST_BUFFERS = 3
+"""buffers kept per name"""
 _SCRATCH = Scratch()
 
 

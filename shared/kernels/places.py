@@ -1,4 +1,4 @@
-"""Where the changes of a stretch of words are: as gaps between them, or as a bit per word."""
+"""Positions of changes in a range of words: as gaps between them, or as a bit per word."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Counts = NDArray[np.int64]
 Masks = NDArray[np.uint64]
 """bit j of number n stands for word 64 n + j"""
 ESCAPED_GAP = 255
-"""what a journal has for this distance and all greater ones"""
+"""the byte for this distance and all greater ones"""
 OUT_OF_ORDER = "changes out of order, or past the end"
 GOOD, BAD_GAPS, BAD_PLACE, BAD_STEPS = range(4)
 """results of reading a `fast` payload: good, damaged gaps, a position past the last word, damaged steps"""
@@ -22,7 +22,7 @@ GOOD, BAD_GAPS, BAD_PLACE, BAD_STEPS = range(4)
 Taken = tuple[Words, Words, NDArray[np.uint64], Counts]
 """old words, new words, and the sums and counts that `touched` in the digest's kernels returns"""
 Begin = Callable[[Words, int], None]
-"""called with a stretch of words and how many of them will be written"""
+"""called with a range of words and how many of them will be written"""
 
 
 def places_under(masks: Masks) -> NDArray[np.int64]:
@@ -31,11 +31,11 @@ def places_under(masks: Masks) -> NDArray[np.int64]:
 
 
 def at_once(words: Words, changes: int) -> None:
-    """For words in memory: nothing is to be made ready."""
+    """For words in memory, which need no preparation."""
 
 
 def check_masks(words: int, masks: Masks, changes: int) -> None:
-    """ValueError for masks of other than so many words, of which so many change."""
+    """Raises ValueError unless the masks are for `words` words with `changes` bits set."""
     inside = words & 63
     beyond = inside and int(masks[-1]) >> inside
     if beyond or len(masks) != (words + 63) >> 6 or int(np.bitwise_count(masks).sum()) != changes:
@@ -45,8 +45,8 @@ def check_masks(words: int, masks: Masks, changes: int) -> None:
 def exchange_at(
     words: Words, index: NDArray[np.int64], before: Words, after: Words, *, again: bool
 ) -> int | None:
-    """As `exchange_packed`, of listed words. Returns which of `index` fails first; none is written where one
-    is not what it should be."""
+    """As `exchange_packed`, of listed words. Returns which of `index` fails first; on a mismatch
+    nothing is written."""
     found = words[index]
     expected = found == before
     if again:
@@ -78,8 +78,8 @@ def _distances(gaps: ByteArray, are_escaped: NDArray[np.bool_], escapes: Array32
 def unpack_many_gaps(
     firsts: Counts, counts: Counts, gaps: ByteArray, escaped: Counts, escapes: Array32
 ) -> NDArray[np.int64] | None:
-    """As `unpack_gaps`, of records one behind the other: `counts` and `escaped` say how many gaps and escapes
-    are whose. None where one of them is wrong."""
+    """As `unpack_gaps`, of consecutive records with `counts` gaps and `escaped` escapes each. None if
+    one is wrong."""
     heads = np.cumsum(counts) - counts
     are_escaped = gaps == ESCAPED_GAP
     if not np.array_equal(np.add.reduceat(are_escaped, heads, dtype=np.int64), escaped):

@@ -1,4 +1,4 @@
-"""Rice codes read: values, positions."""
+"""Rice codes read and written: values, positions, magnitudes."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from weightcast.shared.kernels.places import Array32
 from weightcast.shared.kernels.vectors import load64, on_stack, reaching64, store64, trailing_zeros
 
 _NO_VALUE = 1 << 40
-"""greater than any gap, step or run may be: readers refuse what comes of it without looking for it"""
+"""greater than any gap, step or run: every reader rejects the position or step that results"""
 _WHOLE_BITS = 57
 """bits that are there for certain after a load of 8 bytes from the byte that holds the first"""
 
 
 @inlined
 def take(data: Any, at: Any, k: Any) -> Any:
-    """The value at bit `at`, and the bit behind its code. Where no code begins: a value over GREATEST."""
+    """The value at bit `at`, and the end of its code. Without a valid code: a value over GREATEST."""
     bits = load64(data, at >> 3) >> U64(at & 7)
     zeros = trailing_zeros(bits)
     if zeros < U64(ESCAPE):
@@ -47,9 +47,9 @@ def take(data: Any, at: Any, k: Any) -> Any:
 @kernel
 def take_codes(data: Any, at: Any, end: Any, k: Any, placing: Any, values: Any) -> Any:
     """As many values as `values` holds, from bit `at` on. Four codes of a load at once where they are whole
-    and none is escaped. What lies behind `end` may be taken for codes: who knows where the stream must end
-    finds that. `placing`: all bits set where values are gaps and positions are wanted, else 0. Returns the
-    bit behind the last code, -1 for damage, and the least position that may follow."""
+    and none is escaped. Bits after `end` may be read as codes; the caller compares the end of the
+    stream. `placing`: all bits set where values are gaps and positions are wanted, else 0. Returns the
+    end of the last code, -1 for damage, and the least position that may follow."""
     most, least, count, i = U64(0), U64(0), U64(values.size), U64(0)
     mask, tail = (U64(1) << k) - U64(1), k + U64(1)
     while i < count:
@@ -108,7 +108,8 @@ def _spread(index: Any, borders: Any, shifts: Any) -> None:
 
 @kernel
 def read_gaps(data: Any, start: Any, stop: Any, k: Any, borders: Any, shifts: Any, index: Any) -> Any:
-    """As `plain.take_gaps`."""
+    """Positions from gaps, with padding added. Returns the position after the last one without padding, -1
+    for damage."""
     behind, least = take_codes(data, start << 3, stop << 3, k, ~U64(0), index)
     if behind < 0 or (behind + 7) >> 3 != stop:
         return I64(-1)
@@ -142,7 +143,7 @@ def _put(out: Any, at: Any, bits: Any, used: Any, code: Any, length: Any) -> Any
 
 @kernel
 def write_gaps(index: Any, k: Any, out: Any, most: Any) -> Any:
-    """As `plain.put_gaps`; what is hardly too long may be told instead of -1."""
+    """Bytes written, -1 if over `most`; slightly longer output may be reported as its size instead."""
     codes, lengths = on_stack(_BLOCK, U64(0)), on_stack(_BLOCK, U64(0))
     at, bits, used = I64(0), U64(0), U64(0)
     least, i, count = U64(0), U64(0), U64(index.size)
@@ -161,9 +162,9 @@ def write_gaps(index: Any, k: Any, out: Any, most: Any) -> Any:
 
 
 _BLOCK = 32
-"""codes that are made in vectors before they are put one behind the other"""
+"""codes computed in vectors before they are joined"""
 _AT_ONCE = 56
-"""bits that fit behind those that do not fill a byte yet"""
+"""bits that fit after an incomplete byte"""
 
 
 @kernel

@@ -65,7 +65,7 @@ _OLD, _NEW, _AT, _KIND, _MAGNITUDE, _EXPONENTS = range(6)
 @intrinsic
 def split16(typing: Any, old: Any, new: Any, at: Any, kind: Any, magnitude: Any, exponents: Any) -> Any:
     """|step| - 1 from old[i] to new[i] and the exponent of old[i], for 16 words from `at` on. Returns their
-    signs as bits, 1 for a step down. `kind`: as `native_ordinals.facts`."""
+    signs as bits, 1 for a step down. `kind`: as `facts`."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         split = _Split(context, builder, signature.args, args)
@@ -129,15 +129,15 @@ class _Split:
 Tallies = NDArray[np.int64]
 
 _BLOCK = 1 << 12
-"""words compared before those that differ are gathered: they still lie in the nearest caches"""
+"""words compared before those that differ are gathered: they are still in the nearest cache"""
 _MASKS = (_BLOCK >> 6) + 1
 _AHEAD = 48
-"""changes between asking for a cache line and using it"""
+"""changes between the prefetch of a cache line and its use"""
 
 
 @kernel
 def _compared(old: Any, new: Any, size: Any, index: Any, before: Any, after: Any) -> Any:
-    """`index` has room for three more than all positions: three are written for every mask, needed or not."""
+    """`index` has room for three more than all positions: three are written for every mask."""
     found, taken = 0, 0
     for start in range(0, size, _BLOCK):
         stop = min(size, start + _BLOCK)
@@ -174,16 +174,16 @@ def compared(old: Words, new: Words) -> tuple[Array32, Words, Words]:
 
 _WORTH_LENDING = 1024
 """words per change up to which lists are lent instead of copied, since new memory is slow; shorter ones are
-not worth the room that they would hold"""
+not worth a buffer"""
 _SPARSE = 8
-"""words per change from which their cache lines are asked for"""
+"""words per change from which cache lines are prefetched"""
 _AHEAD_WORDS = 3072 if on_zen() else 1024
-"""words between asking for their cache lines and comparing them"""
+"""words between prefetch and comparison"""
 _NO_POSITION = (1 << 32) - 1
 _DENSE = 3
 """changes per 64 words, on the average of a block, from which it counts as one of many"""
 _ROOM = 17
-"""behind all positions: some are written that do not count"""
+"""extra entries: some are written that do not count"""
 
 
 @kernel
@@ -199,8 +199,8 @@ def _masks(old: Any, new: Any, start: Any, stop: Any, like: Any, whole: Any, mas
 
 @kernel
 def _listed(masks: Any, count: Any, start: Any, index: Any, found: Any) -> Any:
-    """Writes three positions for every mask, needed or not: branches would not be foreseen. Subscripts are
-    unsigned, which spares the question whether they count from the end."""
+    """Writes three positions for every mask, to avoid unpredictable branches. Subscripts are unsigned, so
+    that numba checks for no negative index."""
     behind = U64(found)
     for group in range(count):
         mask, first, at = masks[group], U64(start + (group << 6)), behind
@@ -218,7 +218,7 @@ def _listed(masks: Any, count: Any, start: Any, index: Any, found: Any) -> Any:
 
 @kernel
 def _many(masks: Any, count: Any) -> Any:
-    """Whether so many words change that passes over all of them are quicker than one by one."""
+    """Whether passes over all words are faster than one change at a time."""
     changed = I64(0)
     for group in range(count):
         changed += set_bits(masks[group])
@@ -253,8 +253,8 @@ def _scanned(
     old: Any, new: Any, spans: Any, shift: Any, all_new: Any, index: Any, before: Any, after: Any, book: Any
 ) -> Any:
     """`spans`: int64[n, 3], offset, words, number of the chunk's 8-byte word 0 in its tensor's count. Blocks
-    pass through here while they lie in the nearest caches; from memory they are read once. `index` begins
-    behind one that is no position."""
+    pass through here while they are in the nearest cache, so memory is read once. `index` starts after an
+    entry that is no position."""
     masks, found = on_stack(_MASKS, U64(0)), I64(1)
     sums, touched = on_stack(SUMS, U64(0)), on_stack(SUMS, U64(0))
     for n in range(spans.shape[0]):

@@ -27,7 +27,7 @@ _ALL = (1 << 64) - 1
 
 @inlined
 def _masks(old: Any, first: Any, valid: Any, low: Any, least: Any, like: Any, masks: Any) -> None:
-    """Which of 64 words from `first` on are of which class. Classes nest, so each comparison ends one."""
+    """Which of 64 words from `first` on are of which class. Classes nest, so each comparison closes one."""
     reached1 = reaching64(old, first, like, low, least[1]) & valid
     reached2 = reaching64(old, first, like, low, least[2]) & valid
     reached3 = reaching64(old, first, like, low, least[3]) & valid
@@ -77,7 +77,7 @@ def _put_classes(
     book: Any,
     gaps: Any,
 ) -> Any:
-    """`book`: int64[2, 8], per class: where its next gap goes, where its room ends."""
+    """`book`: int64[2, 8], per class: where its next gap goes, where its space ends."""
     masks, base = on_stack(CLASSES, U64(0)), on_stack(CLASSES, I64(0))
     at, behind = book[0], on_stack(CLASSES, I64(0))
     for c in range(CLASSES):
@@ -129,8 +129,8 @@ def put_classes(
 ) -> Counts | None:
     """Per class of the words of the spans, ranks within the class of its events, as gaps: of changed words,
     of unchanged ones where `inverted`. `least` (8 long): the lowest word of each class without its sign;
-    `table`: classes by exponent. `gaps` has `room[c]` for class c, one class behind the other; None where
-    that is not enough. Returns how many there are of each."""
+    `table`: classes by exponent. `gaps` has `room[c]` for class c, class after class; None if
+    that is too little. Returns how many there are of each."""
     ends = np.cumsum(room)
     book = np.stack([ends - room, ends])
     like = np.empty(0, old.dtype)
@@ -181,7 +181,7 @@ def _take_classes(
     select: Any,
     index: Any,
 ) -> Any:
-    """`gaps`: behind each class lies one that no class reaches. `index`: room for 64 more than may come."""
+    """`gaps`: after each class an entry that is never reached. `index`: 64 spare entries."""
     masks, next_rank = on_stack(CLASSES, U64(0)), on_stack(CLASSES, I64(0))
     low, found, most = U64(kind[LOW]), I64(0), index.size - 64
     at = on_stack(CLASSES, I64(0))
@@ -232,8 +232,8 @@ def take_classes(
     index: Array32,
 ) -> int:
     """The positions that `put_classes` was given. `gaps`: class after class, an unused one behind each;
-    `ends`: where those lie. `index` has room for 64 more than may come. Returns how many there are, -1 for
-    more than that or events behind the last word of a class."""
+    `ends`: where those are. `index` has 64 spare entries. Returns the number of positions, -1 for too many or
+    for events after the last word of a class."""
     flipped = np.where(inverted != 0, np.uint64(_ALL), np.uint64(0))
     like = np.empty(0, old.dtype)
     return int(

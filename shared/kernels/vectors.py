@@ -1,4 +1,4 @@
-"""Machine operations that numba has no word for, as intrinsics."""
+"""Machine operations that numba lacks, as intrinsics, and elements as ordered numbers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from weightcast.shared.kernels.compiler import (
     I64,
     U64,
     KernelPart,
-    _arrays,
     _extending,
+    array_at,
     cgutils,
     chosen_features,
     inlined,
@@ -28,7 +28,7 @@ _WORD = ir.IntType(64)
 
 
 def address(context: Any, builder: Any, array_type: Any, array: Any, offset: Any, bits: int) -> Any:
-    """Inside an intrinsic: where an array's byte `offset` lies, as the place of an integer of `bits`."""
+    """Inside an intrinsic: pointer to the integer of `bits` at byte `offset` of an array."""
     start = builder.bitcast(
         context.make_array(array_type)(context, builder, array).data, ir.IntType(8).as_pointer()
     )
@@ -105,20 +105,16 @@ def _word_address(context: Any, builder: Any, signature: Any, args: Any, like: A
 
 
 _NEAREST, _SECOND = 3, 2
-"""caches that a line is asked into, with all farther ones; llvm.prefetch's numbers"""
-
-
+"""prefetch into this cache and all farther ones; llvm.prefetch's numbers"""
 _FOR_WORDS = _SECOND if processor() == "znver4" else _NEAREST
-
-
 _FOR_RUNS = _SECOND if on_zen() else _NEAREST
-"""Zen 4 has few places for lines that wait for the nearest cache, and all else stands behind those that find
-none (docs/adr/0017, 0019)"""
+"""Zen 4 has few fill buffers for the nearest cache, and all other loads wait when they are taken
+(docs/adr/0017, 0019)"""
 
 
 @intrinsic
 def prefetch(typing: Any, data: Any, position: Any, like: Any) -> Any:
-    """Asks early for the cache line of `word_at(data, position, like)`."""
+    """Prefetches the cache line of `word_at(data, position, like)`."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         offset = builder.mul(args[1], ir.Constant(_WORD, signature.args[2].dtype.bitwidth // 8))
@@ -144,8 +140,8 @@ def _asking64(cache: int) -> Any:
 
 
 prefetch64, prefetch64_early = _asking64(_NEAREST), _asking64(_FOR_RUNS)
-"""Ask for the cache lines of 64 words from `first` on; those may lie behind the array's end. What computes
-more than it waits wants them in the nearest cache."""
+"""Prefetch the cache lines of 64 words from `first` on, which may be past the end of the array. Code that
+computes more than it waits needs them in the nearest cache."""
 
 
 def _asked(builder: Any, place: Any, cache: int) -> None:
@@ -213,17 +209,7 @@ def on_stack(typing: Any, count: Any, like: Any) -> Any:
         with builder.goto_entry_block():  # numba's own way fills it, a store per word: minutes of compiling
             room = builder.alloca(ir.ArrayType(lane, count.literal_value))
         room.align = 64
-        width = ir.Constant(_WORD, context.get_abi_sizeof(lane))
-        array = context.make_array(form)(context, builder)
-        _arrays.populate_array(
-            array,
-            data=builder.bitcast(room, array.data.type),
-            shape=cgutils.pack_array(builder, [size]),
-            strides=cgutils.pack_array(builder, [width]),
-            itemsize=width,
-            meminfo=None,
-        )
-        return array._getvalue()
+        return array_at(context, builder, form, builder.ptrtoint(room, _WORD), [size])
 
     return form(count, like), build
 
@@ -271,13 +257,11 @@ def exponent(word: Any, kind: Any) -> Any:
 
 
 _COUNT = 64
-
-
 _VECTOR = 512
 
 
 def machine_has(feature: str) -> bool:
-    """Of the machine that kernels are compiled for, by LLVM's name."""
+    """Whether the CPU that kernels are compiled for has a feature, by LLVM's name."""
     chosen = chosen_features()
     features = binding.get_host_cpu_features().flatten() if chosen is None else chosen
     return f"+{feature}" in features.split(",")
@@ -285,8 +269,8 @@ def machine_has(feature: str) -> bool:
 
 @intrinsic
 def moves_lanes(typing: Any) -> Any:
-    """Whether the machine moves lanes under a mask by itself: a constant. Where not, the others of these
-    operations do nothing."""
+    """Whether the machine can move lanes under a mask: a constant. If not, the other operations of this kind
+    do nothing."""
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return ir.Constant(ir.IntType(1), machine_has("avx512f"))
@@ -361,7 +345,7 @@ def differing_under64(typing: Any, words: Any, at: Any, mask: Any, after: Any, f
 
 @dataclass(frozen=True)
 class _Piece:
-    """Some of the 64: their first, its number among all words, their mask, where their chosen words lie."""
+    """Some of the 64: the first, its number among all words, the mask, where the chosen words start."""
 
     first: int
     word: Any
