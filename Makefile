@@ -123,7 +123,7 @@ demo: install
 
 # Twenty minutes and 50 GB of disk; BENCH_ARGS=--quick: two minutes, 100 MB.
 bench: install
-	$(BIN)/python -m benchmarks --results benchmarks/results.json --docs docs $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks --results benchmarks/results.json --docs docs/measurements $(BENCH_ARGS)
 	$(BIN)/python -m benchmarks.report
 
 lint: install

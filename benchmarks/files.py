@@ -1,28 +1,545 @@
-"""End to end on real files: publications and syncs of daemons and of commands, contenders taking turns.
+"""Those that publish and sync, each through its real doors: daemons that hold their mappings, and commands.
 
-First every version is published by all, then, with the publishers' files gone, hosts are led through the same
-versions. Before each round everything written is flushed, so that no one pays for another's dirty pages. In a
-warm round the version's files have just been read, as they are where they have just been written: by then,
-the versions of all contenders may be more than the page cache holds. In the end every host's bytes are
-compared with the last checkpoint's.
+weightcast's are `publisher run` (asked over HTTP), `subscriber run` (woken over HTTP), `publish` and `sync`;
+the field's are `python -m benchmarks.field_path serve|publish|sync`. Daemons tell the seconds of a round
+themselves; a command counts from its start to its end, interpreter and imports included.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import platform
+import resource
 import shutil
+import signal
+import subprocess
+import sys
+import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import IO, Any, Literal
 
-from .checkpoints import Model, digests_in
-from .contenders import Contender, ContenderFailed, Done, contender
-from .probe import files_below, forget_pages, read_all
-from .results import FileRow, ReadRow, Spread, Work
+import httpx
+import numpy as np
+import xxhash
+
+from weightcast.shared.base.errors import WeightcastError
+
+from .chunks import Masters, Words
+from .results import FileRow, Machine, ReadRow, Spread, Work
+
+INDEX = "model.safetensors.index.json"
+_PERIOD = 64 << 20
+"""words; tensors are cut from one ring of weights of this length, far beyond any coder's window"""
+_STRIDE = 12_582_917
+"""words between where two tensors begin in the ring"""
+_SHARD_BYTES = 1 << 30
+_WIDTHS = ((512 << 20, 4096), (64 << 20, 1024), (0, 512))
+"""bytes from which a model has layers of a width"""
+_NARROW = 64
+"""width of experts"""
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    name: str
+    shape: tuple[int, int]
+    begin: int
+    """place in the ring"""
+
+    @property
+    def words(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+
+_Shapes = dict[str, tuple[int, int]]
+
+
+def _of_layers(nbytes: int) -> _Shapes:
+    width = next(width for least, width in _WIDTHS if nbytes >= least)
+    layers = max(1, nbytes * 15 // 16 // (2 * width * width))
+    rows = max(1, nbytes // 16 // (2 * width))
+    square = {f"model.layers.{n}.mlp.weight": (width, width) for n in range(layers)}
+    return {"model.embed_tokens.weight": (rows, width), **square}
+
+
+def _of_experts(nbytes: int, count: int) -> _Shapes:
+    rows = max(1, nbytes // count // (2 * _NARROW))
+    names = (f"model.layers.{n // 1000}.experts.{n % 1000}.weight" for n in range(count))
+    return dict.fromkeys(names, (rows, _NARROW))
+
+
+class Model:
+    """About `nbytes` of weights: one embedding of a sixteenth, square layers, norms that never change; or
+    `experts` of equal size."""
+
+    def __init__(self, nbytes: int, seed: int, experts: int = 0) -> None:
+        shapes = _of_experts(nbytes, experts) if experts else _of_layers(nbytes)
+        layers = 0 if experts else len(shapes) - 1
+        width = next(iter(shapes.values()))[1]
+        period = min(_PERIOD, nbytes // 2)
+        self._tensors = [
+            _Tensor(name, shape, n * _STRIDE % period) for n, (name, shape) in enumerate(shapes.items())
+        ]
+        self._norms = {f"model.layers.{n}.norm.weight": (1, width) for n in range(layers)}
+        self._ring = Masters(period, seed)
+        self.elements = sum(tensor.words for tensor in self._tensors) + layers * width
+        self.nbytes = 2 * self.elements
+
+    def step(self, density: float) -> None:
+        self._ring.step(density)
+
+    def digests(self) -> dict[str, str]:
+        """xxh3-128 of each tensor's bytes."""
+        found = {}
+        for name, pieces in self._all():
+            digest = xxhash.xxh3_128()
+            for piece in pieces:
+                digest.update(piece.data)
+            found[name] = digest.hexdigest()
+        return found
+
+    def write(self, directory: Path) -> Path:
+        """A checkpoint directory that appears whole. Shards of at most a GiB, or one larger tensor."""
+        unfinished = directory.with_name(f".{directory.name}.unfinished")
+        unfinished.mkdir()
+        shards: list[list[tuple[str, tuple[int, int]]]] = [[]]
+        room = _SHARD_BYTES
+        for name, shape in self._shapes().items():
+            size = 2 * shape[0] * shape[1]
+            if shards[-1] and size > room:
+                shards.append([])
+                room = _SHARD_BYTES
+            shards[-1].append((name, shape))
+            room -= size
+        weight_map: dict[str, str] = {}
+        for number, shard in enumerate(shards, 1):
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            self._write_shard(unfinished / file, dict(shard))
+            weight_map |= {name: file for name, _ in shard}
+        (unfinished / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        (unfinished / "config.json").write_text("{}")
+        unfinished.rename(directory)
+        return directory
+
+    def _write_shard(self, path: Path, shapes: dict[str, tuple[int, int]]) -> None:
+        """By name, as the safetensors library does."""
+        header, end = {}, 0
+        for name, shape in sorted(shapes.items()):
+            size = 2 * shape[0] * shape[1]
+            header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + size]}
+            end += size
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with path.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for name, pieces in sorted(self._all(), key=lambda one: one[0]):
+                for piece in pieces if name in shapes else ():
+                    file.write(piece.data)
+
+    def _shapes(self) -> dict[str, tuple[int, int]]:
+        return {tensor.name: tensor.shape for tensor in self._tensors} | self._norms
+
+    def _all(self) -> Iterator[tuple[str, Iterator[Words]]]:
+        for tensor in self._tensors:
+            yield tensor.name, self._cut(tensor)
+        for name, (_, width) in self._norms.items():
+            yield name, iter([np.full(width, 0x3F80, np.uint16)])
+
+    def _cut(self, tensor: _Tensor) -> Iterator[Words]:
+        at, left = tensor.begin, tensor.words
+        while left:
+            piece = self._ring.words[at : at + left]
+            yield piece
+            at, left = 0, left - len(piece)
+
+
+def digests_in(directory: Path) -> dict[str, str]:
+    """As `Model.digests`, of what lies in a directory."""
+    found = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+        whole = np.memmap(path, np.uint8, "r")
+        for name, entry in header.items():
+            if name != "__metadata__":
+                begin, end = (8 + length + offset for offset in entry["data_offsets"])
+                found[name] = xxhash.xxh3_128_hexdigest(whole[begin:end].data)
+    return found
+
+
+_START_SECONDS = 600.0
+_ROUND_SECONDS = 600.0
+_POLL_SECONDS = (0.02, 0.5)
+"""first and longest: daemons tell the seconds of a round themselves, and each question takes from the
+processors that they are measured on"""
+_WEIGHTCAST = (sys.executable, "-m", "weightcast.shared.cli.main")
+_FIELD = (sys.executable, Path(__file__).with_name("field_path.py"))
+
+
+class ContenderFailed(WeightcastError):
+    """A process of a contender ended, refused or did not answer; the message has the end of its log."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """One publication or sync. `cpu`, `anon_bytes` and `pointer`: see `results.Work`; `changed`: elements, 0
+    where the contender does not count them."""
+
+    seconds: float
+    phases: Mapping[str, float]
+    cpu: float
+    anon_bytes: int
+    changed: int = 0
+    pointer: float | None = None
+
+
+@dataclass(frozen=True)
+class Places:
+    """Directories of one contender, and where its processes log."""
+
+    root: Path
+    base: Path
+
+    @property
+    def channel(self) -> Path:
+        return self.root / "channel"
+
+    @property
+    def publisher(self) -> Path:
+        return self.root / "publisher"
+
+    @property
+    def host(self) -> Path:
+        return self.root / "host"
+
+    @property
+    def log(self) -> Path:
+        return self.root / "log"
+
+    def version(self, number: int) -> Path:
+        return self.channel / f"weight_v{number:06d}"
+
+    def version_bytes(self, number: int) -> int:
+        """What a host one version behind reads: deltas from older versions lie in directories."""
+        return sum(path.stat().st_size for path in self.version(number).iterdir() if path.is_file())
+
+    def point(self, version: int) -> None:
+        """Shows hosts this version as the newest; 0: none is published yet."""
+        pointer = self.channel / "latest"
+        if version == 0:
+            pointer.unlink(missing_ok=True)
+            return
+        unfinished = self.channel / "latest.tmp"
+        unfinished.write_text(f"{version:06d}")
+        unfinished.rename(pointer)
+
+
+class Contender(ABC):
+    """One way to bring a version to a host. `publish` and `sync` need the daemon of their side started."""
+
+    def __init__(self, name: str, places: Places, threads: int) -> None:
+        self.name, self.places, self.threads = name, places, threads
+        places.root.mkdir()
+
+    @abstractmethod
+    def start_publisher(self) -> None: ...
+
+    @abstractmethod
+    def publish(self, checkpoint: Path) -> Done: ...
+
+    @abstractmethod
+    def start_host(self) -> None: ...
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Returns when nothing is made beside the versions any more."""
+
+    @abstractmethod
+    def sync(self, version: int) -> Done:
+        """To `version`, which the pointer names."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Ends the daemons that run."""
+
+    @abstractmethod
+    def publish_command(self, checkpoint: Path) -> Sequence[str]: ...
+
+    @abstractmethod
+    def sync_command(self) -> Sequence[str]: ...
+
+    def publish_once(self, checkpoint: Path) -> Done:
+        return self._command(self.publish_command(checkpoint))
+
+    def sync_once(self) -> Done:
+        return self._command(self.sync_command())
+
+    def _command(self, words: Sequence[str]) -> Done:
+        cpu, began = ended_children_cpu(), time.perf_counter()
+        process = spawn(words, self.places.log, stdout=subprocess.PIPE)
+        with highest_anon(process.pid) as highest:
+            text = process.communicate()[0]
+        seconds = time.perf_counter() - began
+        if process.returncode:
+            raise ContenderFailed(f"{self.name}: {' '.join(words)}\n{tail(self.places.log)}")
+        told = json.loads(text.splitlines()[-1])
+        cpu = ended_children_cpu() - cpu
+        return Done(seconds, {}, cpu, highest.nbytes, told.get("changed_elements", 0))
+
+
+def contender(name: str, root: Path, base: Path, threads: int) -> Contender:
+    """`name`: fast, small or field. Makes its directory below `root`."""
+    kind = Field if name == "field" else Weightcast
+    return kind(name, Places(root / name, base), threads)
+
+
+class Weightcast(Contender):
+    def __init__(self, name: str, places: Places, threads: int) -> None:
+        super().__init__(name, places, threads)
+        self._daemon: _Daemon | None = None
+
+    def start_publisher(self) -> None:
+        sides = ("--base", self.places.base, "--local", self.places.publisher)
+        self._start("publisher", *sides, "--encoding", self.name)
+
+    def start_host(self) -> None:
+        self._start("subscriber", "--base", self.places.base, "--local", self.places.host)
+
+    def _start(self, side: str, *flags: object) -> None:
+        port_file = self.places.root / f"{side}.port"
+        words = [*_WEIGHTCAST, side, "run", "--channel", self.places.channel, *flags]
+        words += ["--threads", self.threads, "--port", 0, "--port-file", port_file]
+        process = spawn(words, self.places.log)
+        self._daemon = _Daemon(self.name, process, self.places.log)
+        self._daemon.wait(port_file.exists, _START_SECONDS)
+        self._daemon.connect(int(port_file.read_text()))
+
+    @property
+    def _running(self) -> _Daemon:
+        if self._daemon is None:
+            raise ContenderFailed(f"{self.name}: no daemon runs")
+        return self._daemon
+
+    def publish(self, checkpoint: Path) -> Done:
+        daemon = self._running
+        with _Watched(daemon.process.pid) as watched:
+            job = daemon.post("/v1/publish", {"checkpoint": str(checkpoint)})
+            ended = daemon.wait(lambda: self._ended(job["id"]), _ROUND_SECONDS)
+            if ended["state"] != "done":
+                raise ContenderFailed(f"{self.name}: {ended['error']}")
+            report = ended["report"]
+            phases = daemon.wait(lambda: self._followed(report["version"]), _ROUND_SECONDS)
+        pointer = sum(report["seconds"].values())
+        total = sum(phases.values())
+        return Done(total, phases, watched.cpu, watched.anon_bytes, report["changed_elements"], pointer)
+
+    def settle(self) -> None:
+        if self._daemon is not None:
+            daemon = self._daemon
+            daemon.wait(lambda: not self._makes_more(daemon), _ROUND_SECONDS)
+
+    def _makes_more(self, daemon: _Daemon) -> bool:
+        return bool(daemon.get("/v1/status").get("upkeep", {}).get("busy"))
+
+    def _followed(self, version: int) -> Any:
+        """Seconds by phase, once the publisher's local checkpoint is at the version too."""
+        last = self._running.get("/v1/status")["publications"][:1]
+        there = last and last[0]["version"] == version and "patch" in last[0]["seconds"]
+        return last[0]["seconds"] if there else None
+
+    def _ended(self, job: str) -> Any:
+        told = self._running.get(f"/v1/publications/{job}")
+        return told if told["state"] in ("done", "failed") else None
+
+    def sync(self, version: int) -> Done:
+        daemon = self._running
+        with _Watched(daemon.process.pid) as watched:
+            daemon.post("/v1/wake", None)
+            status = daemon.wait(lambda: self._at(version), _ROUND_SECONDS)
+        phases = dict(status["updates"][-1]["seconds"])
+        return Done(phases.pop("total"), phases, watched.cpu, watched.anon_bytes)
+
+    def _at(self, version: int) -> Any:
+        status = self._running.get("/v1/status")
+        there = status["updates"] and status["updates"][-1]["version"] == version
+        return status if there and status["local_version"] == version and status["ready"] else None
+
+    def stop(self) -> None:
+        if self._daemon is not None:
+            self._daemon.stop()
+            self._daemon = None
+
+    def publish_command(self, checkpoint: Path) -> Sequence[str]:
+        places = self.places
+        words = [*_WEIGHTCAST, "publish", checkpoint, "--channel", places.channel, "--base", places.base]
+        words += ["--local", places.publisher, "--encoding", self.name, "--threads", self.threads, "--json"]
+        return [str(word) for word in words]
+
+    def sync_command(self) -> Sequence[str]:
+        places = self.places
+        words = [*_WEIGHTCAST, "sync", "--channel", places.channel, "--base", places.base]
+        words += ["--local", places.host, "--threads", self.threads, "--json"]
+        return [str(word) for word in words]
+
+
+class Field(Contender):
+    def __init__(self, name: str, places: Places, threads: int) -> None:
+        super().__init__(name, places, threads)
+        self._process: subprocess.Popen[str] | None = None
+
+    def start_publisher(self) -> None:
+        self._start("publisher", self.places.publisher)
+
+    def start_host(self) -> None:
+        self._start("host", self.places.host)
+
+    def _start(self, side: str, local: Path) -> None:
+        words = [*_FIELD, "serve", side, *self._flags(local)]
+        self._process = spawn(words, self.places.log, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._answer()
+
+    def publish(self, checkpoint: Path) -> Done:
+        return self._ask(str(checkpoint))
+
+    def sync(self, version: int) -> Done:
+        return self._ask("sync")
+
+    def settle(self) -> None:
+        pass
+
+    def _ask(self, line: str) -> Done:
+        process = self._running
+        with _Watched(process.pid) as watched:
+            print(line, file=_pipe(process.stdin), flush=True)
+            told = self._answer()
+        pointer = told["pointed"] or None
+        return Done(told["seconds"], told["profile"], watched.cpu, watched.anon_bytes, pointer=pointer)
+
+    def _answer(self) -> Any:
+        line = _pipe(self._running.stdout).readline()
+        if not line:
+            raise ContenderFailed(f"{self.name}: its process ended\n{tail(self.places.log)}")
+        return json.loads(line)
+
+    @property
+    def _running(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            raise ContenderFailed(f"{self.name}: no daemon runs")
+        return self._process
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.communicate(timeout=60)
+            self._process = None
+
+    def publish_command(self, checkpoint: Path) -> Sequence[str]:
+        return [*map(str, _FIELD), "publish", str(checkpoint), *self._flags(self.places.publisher)]
+
+    def sync_command(self) -> Sequence[str]:
+        return [*map(str, _FIELD), "sync", *self._flags(self.places.host)]
+
+    def _flags(self, local: Path) -> list[str]:
+        words = ["--channel", self.places.channel, "--local", local, "--base", self.places.base]
+        return [str(word) for word in [*words, "--threads", self.threads]]
+
+
+class _Watched:
+    """CPU time and growth of a running process over a `with` block."""
+
+    def __init__(self, process: int) -> None:
+        self._process, self._highest = process, highest_anon(process)
+        self.cpu, self.anon_bytes = 0.0, 0
+
+    def __enter__(self) -> _Watched:
+        self._cpu, self._idle = cpu_seconds(self._process), anon_bytes(self._process)
+        self._seen = self._highest.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._highest.__exit__(None, None, None)
+        with contextlib.suppress(FileNotFoundError):
+            self.cpu = cpu_seconds(self._process) - self._cpu
+        self.anon_bytes = max(0, self._seen.nbytes - self._idle)
+
+
+class _Daemon:
+    """A daemon of weightcast's and its HTTP side."""
+
+    def __init__(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
+        self.name, self.process, self._log = name, process, log
+        self._client = httpx.Client(trust_env=False, timeout=60)
+
+    def connect(self, port: int) -> None:
+        self._client.base_url = httpx.URL(f"http://127.0.0.1:{port}")
+        self.wait(lambda: self._client.get("/readyz").status_code == 200, _START_SECONDS)
+
+    def get(self, path: str) -> Any:
+        return self._told(self._client.get(path))
+
+    def post(self, path: str, body: object) -> Any:
+        return self._told(self._client.post(path, json=body))
+
+    def _told(self, answer: httpx.Response) -> Any:
+        if answer.is_error:
+            raise ContenderFailed(f"{self.name}: {answer.request.url} said {answer.text}")
+        return answer.json() if answer.content else None
+
+    def wait(self, condition: Callable[[], Any], seconds: float) -> Any:
+        deadline = time.monotonic() + seconds
+        pause, longest = _POLL_SECONDS
+        while not (found := condition()):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise ContenderFailed(f"{self.name}: ended or too slow\n{tail(self._log)}")
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+        return found
+
+    def stop(self) -> None:
+        self._client.close()
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def spawn(words: Sequence[object], log: Path, **pipes: int) -> subprocess.Popen[str]:
+    """A process whose messages go to `log`, without settings of the caller's environment. Its modules are
+    compiled once, as where it is installed, not by every command."""
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("WEIGHTCAST_")}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    with log.open("ab") as stream:
+        return subprocess.Popen(
+            [str(word) for word in words],
+            stdin=pipes.get("stdin", subprocess.DEVNULL),
+            stdout=pipes.get("stdout", stream.fileno()),
+            stderr=stream,
+            text=True,
+            env=environment,
+        )
+
+
+def tail(log: Path, lines: int = 20) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _pipe(stream: IO[str] | None) -> IO[str]:
+    if stream is None:
+        raise ContenderFailed("a process without pipes")
+    return stream
+
 
 Doors = Literal["daemons", "commands"]
 Cache = Literal["warm", "cold"]
@@ -236,3 +753,138 @@ def measure_files(scenario: Scenario, root: Path, seed: int, say: Say) -> FileRe
     finally:
         for path in root.iterdir():
             shutil.rmtree(path)
+
+
+# -- the machine
+
+_PACKAGES = ("weightcast", "numpy", "numba", "zstandard", "xxhash", "blake3", "torch")
+_SAMPLE_SECONDS = 0.02
+_BLOCK = 8 << 20
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def machine(directory: Path) -> Machine:
+    """`directory`: where the files of the benchmark lie."""
+    return Machine(
+        cpu=_processor(),
+        cores=cores(),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        system=f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+        file_system=_file_system(directory),
+        versions={name: found for name in _PACKAGES if (found := _version(name))},
+    )
+
+
+def _processor() -> str:
+    """By its maker's name, which generations share, and by LLVM's where kernels are compiled."""
+    name = _field("/proc/cpuinfo", "model name")
+    try:
+        from weightcast.shared.kernels.compiler import processor
+    except ImportError:
+        return name
+    return f"{name} ({processor()})"
+
+
+def _field(path: str, name: str) -> str:
+    for line in Path(path).read_text().splitlines():
+        if line.startswith(name):
+            return line.partition(":")[2].strip()
+    return "unknown"
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _file_system(directory: Path) -> str:
+    """Type of the innermost mount that `directory` lies in."""
+    best, kind = Path("/"), "unknown"
+    for line in Path("/proc/mounts").read_text().splitlines():
+        where, form = line.split()[1:3]
+        if directory.resolve().is_relative_to(where) and Path(where).is_relative_to(best):
+            best, kind = Path(where), form
+    return kind
+
+
+def cpu_seconds(process: int) -> float:
+    """User and system time of a running process."""
+    text = Path(f"/proc/{process}/stat").read_text()
+    user, system = text.rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def ended_children_cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def anon_bytes(process: int) -> int:
+    """RssAnon; 0 once the process is gone. Pages of mapped files belong to the page cache."""
+    try:
+        text = Path(f"/proc/{process}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    found = [line.split()[1] for line in text.splitlines() if line.startswith("RssAnon:")]
+    return int(found[0]) << 10 if found else 0
+
+
+class Highest:
+    """The most RssAnon of a process that was seen."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+
+@contextmanager
+def highest_anon(process: int) -> Iterator[Highest]:
+    seen, over = Highest(), threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_SAMPLE_SECONDS):
+            seen.nbytes = max(seen.nbytes, anon_bytes(process))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join()
+
+
+def files_below(*directories: Path) -> list[Path]:
+    return [path for each in directories for path in sorted(each.rglob("*")) if path.is_file()]
+
+
+def forget_pages(*directories: Path) -> None:
+    """Drops the files below from the page cache. Files that a process has mapped stay."""
+    for path in files_below(*directories):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def read_all(paths: Sequence[Path], threads: int) -> int:
+    """Reads the files block by block into buffers that are kept; bytes read."""
+    blocks = [(path, at) for path in paths for at in range(0, path.stat().st_size, _BLOCK)]
+    room = threading.local()
+
+    def read(block: tuple[Path, int]) -> int:
+        if not hasattr(room, "buffer"):
+            room.buffer = bytearray(_BLOCK)
+        path, at = block
+        with path.open("rb", buffering=0) as file:
+            return os.preadv(file.fileno(), [room.buffer], at)
+
+    with ThreadPoolExecutor(threads) as pool:
+        return sum(pool.map(read, blocks))

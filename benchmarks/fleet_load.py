@@ -29,7 +29,7 @@ from rich.table import Table
 
 from weightcast.shared.channel.reports import Report, Update, pack_report, write_report
 
-from .probe import cpu_seconds
+from .files import cpu_seconds
 
 _EVERY_SECONDS = 30.0
 _COMMAND = (sys.executable, "-m", "weightcast.shared.cli.main")

@@ -29,7 +29,7 @@ from weightcast.shared.codec.warm_up import warm_up
 from weightcast.shared.digest.checksums import Lanes, hash_bytes
 from weightcast.shared.digest.sums import span_sums
 
-from .steps import Case, simulated
+from .chunks import Case, simulated
 
 _ALL = 1 << 50
 

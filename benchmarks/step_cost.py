@@ -33,7 +33,7 @@ from weightcast.publisher.submit import Hold
 from weightcast.publisher.trainer.handover import HandOver
 from weightcast.shared.codec.warm_up import warm_up
 
-from .steps import Masters
+from .chunks import Masters
 
 Given = dict[str, Any]
 Begin = Callable[[Given], Callable[[], object]]

@@ -16,15 +16,12 @@ from weightcast import publisher
 from weightcast.shared.daemon.status import VERSION
 
 ROOT = Path(__file__).parents[1]
-SIDES = ("benchmarks", "shared", "publisher", "subscriber")
+SIDES = ("shared", "publisher", "subscriber")
 TOP = ROOT / "shared" / "top"
 """the package `weightcast` itself; the sides are mapped into it"""
 OTHER_DISTRIBUTION = ROOT / "subscriber" / "engine_plugin"
 """what is installed into an engine's environment, where nothing else of weightcast is"""
 NEEDS_TORCH = {
-    "weightcast.benchmarks.on_device",
-    "weightcast.benchmarks.step_cost",
-    "weightcast.benchmarks.trainer_step",
     "weightcast.publisher.transformers_hook",
 }
 

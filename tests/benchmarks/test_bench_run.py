@@ -11,20 +11,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.checkpoints import Model, digests_in
-from benchmarks.codec import measure_case, measure_floor
-from benchmarks.contenders import ContenderFailed, contender
-from benchmarks.files import Block, Scenario, measure_files
-from benchmarks.plan import Plan, full, quick
-from benchmarks.probe import anon_bytes, cpu_seconds, forget_pages, machine, read_all
+from benchmarks.chunks import Masters, measure_case, measure_floor, simulated, unrelated
+from benchmarks.files import (
+    Block,
+    ContenderFailed,
+    Model,
+    Scenario,
+    anon_bytes,
+    contender,
+    cpu_seconds,
+    digests_in,
+    forget_pages,
+    machine,
+    measure_files,
+    read_all,
+)
 from benchmarks.results import load
-from benchmarks.run import check
-from benchmarks.session import measure
-from benchmarks.steps import Masters, simulated, unrelated
+from benchmarks.run import Plan, check, full, measure, quick
 from weightcast.shared.base.errors import Refused, RetryLater
 from weightcast.shared.cli.main import VERBS, run
 
-VERB = EntryPoint("benchmarks", "benchmarks.verbs:register", VERBS)
+VERB = EntryPoint("bench", "benchmarks.__main__:register", VERBS)
 SMALLEST = 4_000_000
 
 

@@ -7,8 +7,7 @@ import numpy as np
 import numpy_kernels as oracle
 import pytest
 
-from weightcast.benchmarks.bounds import bounds
-from weightcast.benchmarks.steps import simulated
+from benchmarks.chunks import bounds, simulated
 from weightcast.shared.base.elements import ByteArray, Words, kind_of
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.container import Mode, decode_chunk, encode_chunk

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightcast.benchmarks.steps import Masters
+from benchmarks.chunks import Masters
 from weightcast.publisher.api import Publisher
 from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
