@@ -30,7 +30,7 @@ _STEP_BITS = 1.59
 _STEP_BITS_RISE = 2.05
 _DENSE_FROM, _DENSE_BITS = 0.18, 10.94
 """bits for signs and lengths of steps: measured less the entropy of positions, simulated Adam steps of bf16
-at 0.3, 1.4, 18 and 100% (docs/benchmarks.md, Chunks in memory)"""
+at 0.3, 1.4, 18 and 100% (docs/measurements/benchmarks.md, Chunks in memory)"""
 _SMALL_SAVES = 1.3
 """bits per power of ten of sparseness that `small` needs less than `fast`; same table"""
 _WIDTH_BITS = {1: -0.6, 2: 0.0, 4: 16.0}
