@@ -198,7 +198,7 @@ def test_a_kernel_is_named_by_its_version_alone() -> None:
 def test_pages_of_an_empty_run() -> None:
     bare = results(chunks=(), files=(), floors=(), reads=())
     assert list(render({"a": bare})) == [PAGE]
-    assert figures(bare) == "Not measured.\n"
+    assert figures({"a": bare}) == "Not measured.\n"
 
 
 def test_figures_replace_their_block_alone() -> None:
