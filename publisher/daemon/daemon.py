@@ -33,7 +33,7 @@ def run_publisher(settings: PublisherSettings) -> None:
         settings.channel,
         settings.upkeep.retention,
         settings.bounds,
-        lambda: publish_loop.publish_seconds,
+        lambda: publish_loop.record.publish_seconds,
         publisher=lambda: publish_loop.status().line(time.time()),
     )
     FleetMetrics(registry, view.hosts, view.page)

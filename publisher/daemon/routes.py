@@ -9,13 +9,20 @@ from typing import Annotated
 from fastapi import APIRouter, Header
 from pydantic import BaseModel, ConfigDict, Field
 
-from weightcast.publisher.daemon.sources.queue import QUEUE_LIMIT, Job, KeyReused, Queue, QueueFull, unread
+from weightcast.publisher.daemon.sources.queue import (
+    QUEUE_LIMIT,
+    Job,
+    KeyReused,
+    Queue,
+    QueueFull,
+    check_checkpoint,
+    unread,
+)
 from weightcast.shared.base.errors import Refused, RetryLater
 from weightcast.shared.channel import pins
 from weightcast.shared.daemon.http import Answer, StrictRoute
 from weightcast.shared.daemon.status import Failure
 from weightcast.shared.files.disk_errors import disk_text
-from weightcast.shared.files.paths import is_directory, is_plain, matching
 
 _PATH_LIMIT = 4096
 _KEY_LIMIT = 255
@@ -119,35 +126,3 @@ def repair_routes(channel: Path, wake: Callable[[], None]) -> APIRouter:
         return RepairOrder()
 
     return router
-
-
-def check_checkpoint(text: str, roots: Sequence[Path]) -> Path:
-    """The checkpoint's real path. Raises Refused unless it is an absolute path of a directory below one of
-    `roots`, links followed, or a root with weights; without roots, anywhere."""
-    path = Path(text)
-    if not is_plain(text) or not path.is_absolute():
-        raise Refused(f"{text[:200]!r} is not an absolute path", remedy="give the whole path")
-    try:
-        real = path.resolve(strict=True)
-        allowed = [root.resolve() for root in roots]
-    except (OSError, RuntimeError) as error:
-        # The same answer inside and outside of the roots: nobody shall probe the file system through this.
-        raise _not_allowed(text, roots) from error
-    if roots and not any(real.is_relative_to(root) and _is_a_save(real, root) for root in allowed):
-        raise _not_allowed(text, roots)
-    if not is_directory(real):
-        raise Refused(f"{text} is not a directory", remedy="give a checkpoint directory")
-    return real
-
-
-def _is_a_save(real: Path, root: Path) -> bool:
-    """A trainer may save into the watched directory itself."""
-    return real != root or bool(matching(root, "*.safetensors"))
-
-
-def _not_allowed(text: str, roots: Sequence[Path]) -> Refused:
-    where = f" in {' or '.join(map(str, roots))}" if roots else ""
-    return Refused(
-        f"{text} is no checkpoint directory{where}",
-        remedy="put it there, or start the publisher with --allow",
-    )

@@ -18,7 +18,7 @@ from daemonkit import Daemon, Places
 from publisher_cases import Place, as_numpy, make_place, numpy_model
 from waiting import wait_until
 
-from weightcast.publisher.daemon.sources.handed import HandOverSource
+from weightcast.publisher.daemon.sources.handed import HandOverDirectory
 from weightcast.publisher.trainer.handover import Export, HandOver
 from weightcast.shared.base.errors import Refused, RetryLater
 
@@ -44,7 +44,7 @@ def arrays(model: Model) -> dict[str, np.ndarray[Any, Any]]:
     return {name: as_numpy(one) for name, one in model.items()}
 
 
-def publish_newest(place: Place, handed_over: HandOverSource) -> int | None:
+def publish_newest(place: Place, handed_over: HandOverDirectory) -> int | None:
     """One step of the daemon's. None: there is nothing new."""
     handed = handed_over.next()
     if handed is None:
@@ -57,7 +57,7 @@ def publish_newest(place: Place, handed_over: HandOverSource) -> int | None:
 
 
 def test_what_is_put_arrives(place: Place, export: Path, rng: np.random.Generator) -> None:
-    handed_over, model = HandOverSource(export, place.root / "memory"), place.model
+    handed_over, model = HandOverDirectory(export, place.root / "memory"), place.model
     assert handed_over.next() is None
     with HandOver(export) as hand_over:
         for version in (1, 2, 3):
@@ -74,14 +74,14 @@ def test_what_was_put_before_is_not_published_after_it(
     place: Place, export: Path, rng: np.random.Generator
 ) -> None:
     """Not when the newest slot is lost either: the fleet would go back."""
-    handed_over = HandOverSource(export, place.root / "memory")
+    handed_over = HandOverDirectory(export, place.root / "memory")
     with HandOver(export) as hand_over:
         hand_over.put(arrays(place.model).items(), step=1)
         newest = hand_over.put(arrays(all_changed(place.model, rng)).items(), step=2)
     assert publish_newest(place, handed_over) == 1
     Export(export).withdraw(newest.slot)
     assert publish_newest(place, handed_over) is None
-    assert publish_newest(place, HandOverSource(export, place.root / "memory")) is None
+    assert publish_newest(place, HandOverDirectory(export, place.root / "memory")) is None
 
 
 def test_torch_tensors_of_every_dtype(tmp_path: Path, export: Path, rng: np.random.Generator) -> None:
@@ -101,14 +101,14 @@ def test_torch_tensors_of_every_dtype(tmp_path: Path, export: Path, rng: np.rand
 
     with HandOver(export) as hand_over:
         hand_over.put({name: as_torch(one) for name, one in model.items()})
-    assert publish_newest(place, HandOverSource(export, place.root / "memory")) == 1
+    assert publish_newest(place, HandOverDirectory(export, place.root / "memory")) == 1
     place.arrives(model, 1)
 
 
 def test_the_newest_wins_and_what_is_read_stands_still(
     place: Place, export: Path, rng: np.random.Generator
 ) -> None:
-    handed_over = HandOverSource(export, place.root / "memory")
+    handed_over = HandOverDirectory(export, place.root / "memory")
     models = [all_changed(place.model, rng) for _ in range(4)]
     with HandOver(export) as hand_over, place.publisher() as publisher:
         first = hand_over.put(arrays(models[0]))
@@ -185,7 +185,7 @@ def test_what_is_refused(tmp_path: Path, export: Path) -> None:
         HandOver(link)
     (export / "b").symlink_to(tmp_path)
     with pytest.raises(Refused, match="symbolic link"):
-        HandOverSource(export, tmp_path / "memory").next()
+        HandOverDirectory(export, tmp_path / "memory").next()
 
 
 @pytest.mark.parametrize("junk", [b"", b"{", b'{"format": 1}', b'{"format": 9, "slot": "a"}', b"x" * 70000])
@@ -194,7 +194,7 @@ def test_a_record_that_is_none(place: Place, export: Path, junk: bytes) -> None:
         handed = hand_over.put(arrays(place.model))
         other = "b" if handed.slot == "a" else "a"
         Export(export).record(other).write_bytes(junk)
-        assert HandOverSource(export, place.root / "memory").next() == handed
+        assert HandOverDirectory(export, place.root / "memory").next() == handed
         hand_over.put(arrays(place.model))
         assert hand_over.put(arrays(place.model)).sequence == 3
 
@@ -203,14 +203,14 @@ def test_published_and_not_noted(place: Place, export: Path) -> None:
     with HandOver(export) as hand_over:
         handed = hand_over.put(arrays(place.model))
     for published in (False, True):
-        handed_over = HandOverSource(export, place.root / f"memory-{published}")
+        handed_over = HandOverDirectory(export, place.root / f"memory-{published}")
         request = handed_over.begin(handed, 0)
         with place.publisher() as publisher:
             # a version of somebody else's says nothing
             publisher.publish_checkpoint(place.new(place.model))
             if published:
                 publisher.publish_weights(partial(handed_over.open, handed), request=request)
-            handed_over = HandOverSource(export, place.root / f"memory-{published}")
+            handed_over = HandOverDirectory(export, place.root / f"memory-{published}")
             handed_over.resume(publisher.made_for)
         assert (handed_over.next() == handed) is not published
 
@@ -238,7 +238,7 @@ def test_a_trainer_that_is_killed(place: Place, export: Path, moment: str) -> No
     out, error = child.communicate(timeout=120)
     assert child.returncode < 0 and "put" not in out, error
     whole = moment in ("file.renamed", "directory.synced")
-    handed_over = HandOverSource(export, place.root / "memory")
+    handed_over = HandOverDirectory(export, place.root / "memory")
     assert publish_newest(place, handed_over) == 1
     place.arrives(second if whole else first, 1)
     with HandOver(export) as hand_over:
@@ -328,7 +328,7 @@ def _as_numpy_bytes(places: Places) -> dict[str, Any]:
 
 
 def test_what_is_refused_leaves_its_slot_free(place: Place, export: Path, rng: np.random.Generator) -> None:
-    handed_over, model = HandOverSource(export, place.root / "memory"), all_changed(place.model, rng)
+    handed_over, model = HandOverDirectory(export, place.root / "memory"), all_changed(place.model, rng)
     wrong = arrays(model)
     del wrong[min(wrong)]
     kept = []

@@ -13,8 +13,8 @@ from daemonkit import base_tensors, write
 from prometheus_client import CollectorRegistry
 from waiting import wait_until
 
-from weightcast.publisher.daemon.routes import check_checkpoint, publication_routes
-from weightcast.publisher.daemon.sources.queue import QUEUE_LIMIT, Queue
+from weightcast.publisher.daemon.routes import publication_routes
+from weightcast.publisher.daemon.sources.queue import QUEUE_LIMIT, Queue, check_checkpoint
 from weightcast.publisher.publish.report import Publication
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.daemon.http import make_app

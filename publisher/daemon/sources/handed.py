@@ -5,15 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from weightcast.publisher.daemon.sources.queue import MadeFor, new_request
+from weightcast.publisher.api import Publisher
+from weightcast.publisher.daemon.sources.source import MadeFor, SourceJob, new_request
+from weightcast.publisher.publish.report import Publication
 from weightcast.publisher.trainer.handover import Export, Handed
-from weightcast.publisher.weights.tensors import CheckpointWeights
+from weightcast.publisher.weights.export_rules import ExportRules
+from weightcast.publisher.weights.tensors import CheckpointWeights, NewWeights
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater
+from weightcast.shared.daemon.logs import get_log
+from weightcast.shared.daemon.status import Failure
 from weightcast.shared.files import durable
 from weightcast.shared.files.strict_json import Members, parse_object, write_object
 
 FORMAT = 1
 _LIMIT = 64 << 10
+
+log = get_log("publisher")
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,7 @@ class Memory:
     """while it is being published: what the version's index says if it came to be"""
 
 
-class HandOverSource:
+class HandOverDirectory:
     """Used by one thread. `memory`: the file that survives restarts."""
 
     def __init__(self, directory: Path, memory: Path) -> None:
@@ -120,3 +127,34 @@ def _read(path: Path) -> Memory:
         members.optional_integer("before"),
         members.text("request", 16) if "request" in members else "",
     )
+
+
+class HandOverSource:
+    def __init__(self, directory: HandOverDirectory, publisher: Publisher, rules: ExportRules) -> None:
+        self.directory, self.publisher, self.rules = directory, publisher, rules
+
+    def resume(self) -> None:
+        self.directory.resume(self.publisher.made_for)
+
+    def next(self) -> HandOverJob | None:
+        handed = self.directory.next()
+        return None if handed is None else HandOverJob(self, handed)
+
+
+class HandOverJob(SourceJob):
+    def __init__(self, source: HandOverSource, handed: Handed) -> None:
+        self._source, self._handed = source, handed
+        self.name = f"{source.directory.export.slot(handed.slot)} #{handed.sequence}"
+        self.step = handed.step
+
+    def open(self) -> NewWeights:
+        weights = self._source.directory.open(self._handed)
+        return self._source.publisher.adapted(weights, self._source.rules)
+
+    def begin(self, version: int) -> str:
+        return self._source.directory.begin(self._handed, version)
+
+    def done(self, outcome: Publication | Failure) -> None:
+        if isinstance(outcome, Failure):
+            log.warning("not published", checkpoint=self.name, **outcome.by_name())
+        self._source.directory.end()

@@ -6,26 +6,39 @@ answer counts again once the checkpoint was read and found to have the content o
 
 from __future__ import annotations
 
-import secrets
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from errno import EACCES, EISDIR, ELOOP, ENAMETOOLONG, ENOTDIR, EPERM
 from pathlib import Path
 from typing import Literal
 
 from pydantic import ValidationError
 
+from weightcast.publisher.api import Publisher
+from weightcast.publisher.daemon.sources.inbox import LastContent
+from weightcast.publisher.daemon.sources.source import SourceJob, new_request, read_back
+from weightcast.publisher.daemon.sources.watched import WatchedDirectory
 from weightcast.publisher.publish.report import Publication
-from weightcast.shared.base.errors import DamagedFile
-from weightcast.shared.channel.index import Index
+from weightcast.publisher.weights.export_rules import ExportRules
+from weightcast.publisher.weights.tensors import NewWeights
+from weightcast.shared.base.errors import DamagedFile, NotInTime, Refused, RetryLater
 from weightcast.shared.daemon.frozen import Frozen
+from weightcast.shared.daemon.logs import get_log
+from weightcast.shared.daemon.loop import failure_of
 from weightcast.shared.daemon.status import Failure
 from weightcast.shared.files import durable
+from weightcast.shared.files.disk_errors import disk_text
+from weightcast.shared.files.paths import is_directory, is_plain, matching
 from weightcast.shared.files.strict_json import parse_object
 
 QUEUE_LIMIT = 16
 REMEMBERED = 256
 """ended publications; a key older than that is a new one"""
 _FILE_LIMIT = 16 << 20
+_CLOSED = frozenset({EACCES, EPERM, ELOOP, ENAMETOOLONG, EISDIR, ENOTDIR})
+"""errors of a checkpoint that no later try can open"""
+
+log = get_log("publisher")
 
 
 class Job(Frozen):
@@ -186,9 +199,120 @@ def _read(path: Path) -> Iterable[Job]:
         ) from error
 
 
-MadeFor = Callable[[str, int], Index | None]
-"""The version that came of a request, if it is one after another version."""
+class QueueSource:
+    """Jobs of the queue, oldest first. `roots`: see `check_checkpoint`; `watched`: its checkpoints may be
+    requested, too."""
+
+    def __init__(
+        self,
+        queue: Queue,
+        publisher: Publisher,
+        roots: Sequence[Path],
+        rules: ExportRules,
+        watched: WatchedDirectory | None,
+    ) -> None:
+        self.queue, self.publisher, self.rules, self.watched = queue, publisher, rules, watched
+        self._roots = roots
+        self.poison = ""
+        """id of the job whose publication crashed: not tried again"""
+
+    def resume(self) -> None:
+        def ended(job: Job) -> Publication | None:
+            index = None if job.before is None else self.publisher.made_for(job.id, job.before)
+            return None if index is None else read_back(self.publisher, index, job.checkpoint)
+
+        self.queue.resume(ended)
+        poison = self.queue.get(self.poison)
+        if poison is not None and poison.state == "queued":
+            self.queue.change(poison, state="failed")
+
+    def next(self) -> QueueJob | None:
+        for job in self.queue.open():
+            try:
+                directory = check_checkpoint(job.checkpoint, self._roots)
+            except Refused as error:
+                if job.earlier is None:
+                    self.queue.change(job, state="failed", error=failure_of(error))
+                else:
+                    self.queue.change(job, state="done", report=job.earlier, note=unread(job.earlier))
+                continue
+            running = self.queue.change(job, state="running", before=self.publisher.version, repeat=False)
+            return QueueJob(self, running, directory)
+        return None
 
 
-def new_request() -> str:
-    return secrets.token_hex(8)
+class QueueJob(SourceJob):
+    def __init__(self, source: QueueSource, job: Job, directory: Path) -> None:
+        self.name, self.step = job.checkpoint, job.step
+        self._source, self._job, self._directory = source, job, directory
+        self._seen = None if source.watched is None else source.watched.see(directory)
+
+    def open(self) -> NewWeights:
+        try:
+            return self._source.publisher.open_checkpoint(self._directory, self._source.rules)
+        except OSError as error:
+            if error.errno not in _CLOSED:
+                raise
+            raise Refused(
+                disk_text(error, self._directory),
+                remedy="let the publisher's user read the checkpoint and its files, and ask again",
+            ) from error
+
+    def known(self) -> LastContent | None:
+        earlier = self._job.earlier
+        if earlier is None:
+            return None
+        return LastContent(earlier.version, earlier.root or self._source.publisher.root_of(earlier.version))
+
+    def unchanged(self, known: LastContent) -> None:
+        log.info("retried publication is unchanged", key=self._job.key, version=known.version)
+        if self._job.earlier is not None:
+            self.done(self._job.earlier.but(root=known.root))
+
+    def begin(self, version: int) -> str:
+        return self._job.id
+
+    def done(self, outcome: Publication | Failure) -> None:
+        if isinstance(outcome, Failure):
+            log.warning("not published", checkpoint=self.name, **outcome.by_name())
+            self._source.queue.change(self._job, state="failed", error=outcome)
+            return
+        if self._source.watched is not None and self._seen is not None:
+            self._source.watched.adopt(self._seen, outcome.version, outcome.root)
+        self._source.queue.succeed(self._job, outcome)
+
+    def interrupted(self, error: Exception) -> None:
+        self._source.queue.change(self._job, error=failure_of(error))
+        self._source.poison = "" if isinstance(error, RetryLater | NotInTime) else self._job.id
+
+
+def check_checkpoint(text: str, roots: Sequence[Path]) -> Path:
+    """The checkpoint's real path. Raises Refused unless it is an absolute path of a directory below one of
+    `roots`, links followed, or a root with weights; without roots, anywhere."""
+    path = Path(text)
+    if not is_plain(text) or not path.is_absolute():
+        raise Refused(f"{text[:200]!r} is not an absolute path", remedy="give the whole path")
+    try:
+        real = path.resolve(strict=True)
+        allowed = [root.resolve() for root in roots]
+    except (OSError, RuntimeError) as error:
+        # The same answer inside and outside of the roots: nobody shall probe the file system through this.
+        raise _not_allowed(text, roots) from error
+    if roots and not any(real.is_relative_to(root) and _is_a_save(real, root) for root in allowed):
+        raise _not_allowed(text, roots)
+    if not is_directory(real):
+        raise Refused(f"{text} is not a directory", remedy="give a checkpoint directory")
+    return real
+
+
+def _is_a_save(real: Path, root: Path) -> bool:
+    """A trainer may save into the watched directory itself."""
+    return real != root or bool(matching(root, "*.safetensors"))
+
+
+def _not_allowed(text: str, roots: Sequence[Path]) -> Refused:
+    where = f" in {' or '.join(map(str, roots))}" if roots else ""
+    return Refused(
+        f"{text} is no checkpoint directory{where}",
+        remedy="put it there, or start the publisher with --allow",
+    )

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from weightcast.publisher.api import Publisher
 from weightcast.publisher.daemon.sources import observation
 from weightcast.publisher.daemon.sources.inbox import (
     MEMORY_LIMIT,
@@ -27,8 +28,12 @@ from weightcast.publisher.daemon.sources.inbox import (
     parse_entries,
     without_ctime,
 )
-from weightcast.publisher.daemon.sources.layouts import ROOT, Unpublished, is_nested, parents_of
-from weightcast.publisher.daemon.sources.queue import MadeFor, new_request
+from weightcast.publisher.daemon.sources.layouts import ROOT, Unpublished, is_nested, parents_of, step_of
+from weightcast.publisher.daemon.sources.observation import marks
+from weightcast.publisher.daemon.sources.source import MadeFor, SourceJob, new_request
+from weightcast.publisher.publish.report import Publication
+from weightcast.publisher.weights.export_rules import ExportRules
+from weightcast.publisher.weights.tensors import NewWeights
 from weightcast.shared.base.elements import TensorTable
 from weightcast.shared.base.errors import DamagedFile, Refused, WeightcastError
 from weightcast.shared.base.failpoints import failpoint
@@ -413,3 +418,65 @@ def _read(memory: Path, watch: str) -> _Memory:
             error.message,
             remedy="remove the file: what lies in the watched directory then counts as published",
         ) from error
+
+
+class WatchedSource:
+    """`refused`: is called for each checkpoint that is found damaged."""
+
+    def __init__(
+        self,
+        directory: WatchedDirectory,
+        publisher: Publisher,
+        rules: ExportRules,
+        refused: Callable[[str, Failure], None],
+    ) -> None:
+        self.directory, self.publisher, self.rules, self._refused = directory, publisher, rules, refused
+
+    def resume(self) -> None:
+        self.directory.resume(self.publisher.made_for)
+
+    def next(self) -> WatchedJob | None:
+        choice = self.directory.next()
+        for broken in choice.refused:
+            if broken.problem is not None:
+                self._refused(broken.name, broken.problem)
+        return None if choice.chosen is None else WatchedJob(self, choice, choice.chosen)
+
+
+class WatchedJob(SourceJob):
+    def __init__(self, source: WatchedSource, choice: Choice, chosen: Candidate) -> None:
+        self.name, self.step = chosen.name, step_of(chosen.name)
+        self._source, self._choice, self._chosen = source, choice, chosen
+        self._watched, self._sampled = source.directory, False
+
+    def open(self) -> NewWeights:
+        """From here on the checkpoint itself tells when it changes."""
+        directory = self._watched.directory / self.name
+        weights = self._source.publisher.open_checkpoint(directory, self._source.rules)
+        if not self._chosen.weights <= marks(directory):
+            weights.close()
+            raise Refused(
+                f"{directory} changed after it was examined",
+                remedy="nothing to do: it is examined again; rename complete checkpoints in",
+            )
+        return weights
+
+    def known(self) -> LastContent:
+        return self._watched.content(self._chosen, self._source.publisher.root_of)
+
+    def has_sample(self, known: LastContent) -> bool:
+        self._sampled = self._watched.has_sample(self._chosen, known.sample)
+        return self._sampled
+
+    def unchanged(self, known: LastContent) -> None:
+        skip = self._watched.skip_unread if self._sampled else self._watched.skip_published
+        skip(self._chosen, known)
+
+    def begin(self, version: int) -> str:
+        return self._watched.begin(self._choice, version)
+
+    def done(self, outcome: Publication | Failure) -> None:
+        if isinstance(outcome, Failure):
+            self._watched.fail(self._chosen, outcome)
+        else:
+            self._watched.succeed(self._chosen, outcome.version, outcome.root)

@@ -1,0 +1,189 @@
+"""What became of publications: for the status, the metrics and the log."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+
+from weightcast.publisher.daemon.metrics import PublisherMetrics
+from weightcast.publisher.daemon.sources.watched import WatchedDirectory
+from weightcast.publisher.daemon.status import (
+    PUBLICATIONS_SHOWN,
+    REFUSED_SHOWN,
+    DatedFailure,
+    DatedRefusal,
+    InboxStatus,
+    Progress,
+    RefusedStatus,
+    RepairStatus,
+    SkippedStatus,
+    Totals,
+    add,
+    waiting_status,
+)
+from weightcast.publisher.fleet.version_history import ROWS_LIMIT
+from weightcast.publisher.maintenance.repair import Repairs
+from weightcast.publisher.publish.report import Publication, PublishReport, total_seconds
+from weightcast.publisher.weights.side_configs import CONFIG_REMEDY
+from weightcast.shared.daemon.logs import get_log, size_text
+from weightcast.shared.daemon.status import Failure
+
+log = get_log("publisher")
+
+
+class Record:
+    """Since the daemon's start. One thread writes; every member is replaced as a whole, so any may read."""
+
+    def __init__(self, metrics: PublisherMetrics) -> None:
+        self._metrics = metrics
+        self.publications: tuple[Publication, ...] = ()
+        """newest first, as many as the status shows"""
+        self.publish_seconds: Mapping[int, float] = {}
+        self._totals = Totals()
+        self._last_error: DatedFailure | None = None
+        self._last_refused: DatedRefusal | None = None
+        self._repair: RepairStatus | None = None
+
+    def facts(self) -> dict[str, object]:
+        """Members of PublisherStatus."""
+        return {
+            "publications": self.publications,
+            "totals": self._totals,
+            "last_error": self._last_error,
+            "last_refused": self._last_refused,
+            "repair": self._repair,
+        }
+
+    def error(self, failure: Failure) -> None:
+        self._last_error = DatedFailure(**failure.by_name(), at=time.time())
+
+    def failed(self, kind: str, failure: Failure, source: str) -> None:
+        """A publication. `kind`: the error's class."""
+        self._metrics.failed(kind)
+        self.error(failure)
+        self._totals = self._totals.model_copy(update={"failures": self._totals.failures + 1})
+        self._last_refused = DatedRefusal(**failure.by_name(), at=time.time(), source=source)
+
+    def refused(self, source: str, failure: Failure) -> None:
+        """A checkpoint that is damaged."""
+        self.failed(failure.error, failure, source)
+
+    def repaired(self, repairs: Repairs | None) -> None:
+        if repairs is None:
+            return
+        left = tuple(problem.message for problem in repairs.left)
+        done, notes = tuple(repairs.done), tuple(repairs.notes)
+        self._repair = RepairStatus(at=time.time(), done=done, left=left, notes=notes)
+        report = log.warning if left or notes else log.info
+        report("channel repaired", done=repairs.done, left=list(left), notes=repairs.notes)
+
+    def patched(self, report: PublishReport | None) -> None:
+        """The local checkpoint followed the newest version."""
+        if report is None or not self.publications or report.version != self.publications[0].version:
+            return
+        last = self.publications[0]
+        if "patch" in report.seconds and "patch" not in last.seconds:
+            self.publications = (last.but(seconds=dict(report.seconds)), *self.publications[1:])
+            self._metrics.followed(report.seconds["patch"])
+
+    def version_with(self, root: str) -> int | None:
+        return next((each.version for each in self.publications if each.root == root), None)
+
+    def published(self, done: Publication, same: int | None) -> None:
+        """`same`: an earlier version with the same content."""
+        self.publications = (done, *self.publications)[:PUBLICATIONS_SHOWN]
+        self._metrics.published(done)
+        known = {**self.publish_seconds, done.version: total_seconds(done.seconds)}
+        self.publish_seconds = dict(list(known.items())[-ROWS_LIMIT:])
+        self._totals = add(self._totals, done)
+        if same is not None:
+            log.info("content equals an earlier version", version=done.version, earlier=same)
+        _log_published(done)
+
+
+def _log_published(done: Publication) -> None:
+    for note in done.notes:
+        log.info("publication note", version=done.version, source=done.source, note=note)
+    log.info(
+        "version published",
+        sentence=_published(done),
+        version=done.version,
+        step=done.step,
+        source=done.source,
+        root=done.root,
+        density=round(done.density_elements, 6),
+        delta_bytes=done.delta_bytes,
+        full_bytes=done.full_bytes,
+        **{what: count for what, count in done.adapted.items() if count},
+        **{f"{phase}_s": round(seconds, 4) for phase, seconds in done.seconds.items()},
+    )
+    if done.not_carried:
+        log.warning(
+            "config changed beside the weights: hosts keep the base's",
+            version=done.version,
+            source=done.source,
+            files=list(done.not_carried),
+            remedy=CONFIG_REMEDY,
+        )
+    if len(done.not_carried) < len(done.config_changed):
+        log.info("config carried", version=done.version, files=list(done.carried))
+    if done.resumed_from_step is not None:
+        log.warning(
+            "step went back: the trainer resumed from an earlier step",
+            version=done.version,
+            step=done.step,
+            resumed_from_step=done.resumed_from_step,
+        )
+
+
+def _published(done: Publication) -> str:
+    """For the console log."""
+    step = "" if done.step is None else f" (step {done.step})"
+    facts = f"{size_text(done.delta_bytes)}, {done.density_elements:.1%} changed"
+    return f"published version {done.version}{step}: {facts}, {total_seconds(done.seconds):.2f} s"
+
+
+def inbox_status(watched: WatchedDirectory) -> InboxStatus:
+    refused, left = watched.refused(), watched.left_alone()
+    shown, skipped = refused[-REFUSED_SHOWN:], watched.skipped.items()
+    return InboxStatus(
+        watch=str(watched.directory),
+        waiting=waiting_status(watched.waiting),
+        refused=tuple(RefusedStatus(name=name, error=failure) for name, failure in shown),
+        waiting_count=len(watched.waiting),
+        refused_count=len(refused),
+        skipped=tuple(SkippedStatus(name=name, reason=reason) for name, reason in skipped),
+        skipped_count=watched.skips,
+        left_alone=waiting_status(left),
+        left_alone_count=len(left),
+    )
+
+
+class Meter:
+    """How far the running publication is: counted by many threads, read by any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._now: Progress | None = None
+
+    def get(self) -> Progress | None:
+        return self._now
+
+    def begin(self, source: str, total_bytes: int) -> None:
+        with self._lock:
+            self._now = Progress(source=source, phase="start", total_bytes=total_bytes, since=time.time())
+
+    def end(self) -> None:
+        with self._lock:
+            self._now = None
+
+    def phase(self, name: str) -> None:
+        with self._lock:
+            if self._now is not None:
+                self._now = self._now.model_copy(update={"phase": name, "done_bytes": 0})
+
+    def advance(self, nbytes: int) -> None:
+        with self._lock:
+            if self._now is not None:
+                self._now = self._now.model_copy(update={"done_bytes": self._now.done_bytes + nbytes})

@@ -1,0 +1,144 @@
+"""What the publisher's daemon does before its first step: watched directory, channel, local checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from weightcast.publisher.api import Publisher
+from weightcast.publisher.channel_init import init_channel
+from weightcast.publisher.daemon.record import Meter
+from weightcast.publisher.daemon.settings import THREADS, PublisherSettings
+from weightcast.publisher.daemon.sources.inbox import InboxRules
+from weightcast.publisher.daemon.sources.watched import RenamedDirectories, WatchedDirectory
+from weightcast.publisher.publish.commit import PostWrite
+from weightcast.shared.base.errors import Refused, RetryLater, WeightcastError
+from weightcast.shared.channel.channel import Channel
+from weightcast.shared.channel.layout import Layout, read_pointer
+from weightcast.shared.channel.run_files import Base
+from weightcast.shared.checkpoint.local_checkpoint import LocalPaths, ensure_room
+from weightcast.shared.checkpoint.local_updater import open_base
+from weightcast.shared.checkpoint.state.known_bases import find_base
+from weightcast.shared.checkpoint.verify.seed import check_other_files, check_table
+from weightcast.shared.daemon.hooks import run_hook
+from weightcast.shared.daemon.logs import get_log
+from weightcast.shared.daemon.threads import working_threads
+from weightcast.shared.files.paths import exists, is_directory
+from weightcast.shared.files.probes import CONSUME_NEEDS, require
+from weightcast.shared.files.side_files import side_files
+
+log = get_log("publisher")
+
+
+def open_watched(
+    settings: PublisherSettings, renamed: RenamedDirectories, began: float
+) -> WatchedDirectory | None:
+    """Before the channel is made: what is complete now was there before. `began`: when the process began, as
+    unix time. None where nothing is watched. Raises Refused."""
+    if settings.watch is None:
+        return None
+    if settings.consume and is_directory(settings.watch):
+        require("--watch", settings.watch, CONSUME_NEEDS)
+    rules = InboxRules(
+        settings.every,
+        settings.marker,
+        settings.settle_seconds,
+        settings.existing,
+        settings.consume,
+        settings.watch_pattern,
+    )
+    # A trainer may save over the base, as over any checkpoint.
+    own = [path for name, path in settings.own_places.items() if name != "base"]
+    paths = LocalPaths(settings.local)
+    watched = WatchedDirectory(settings.watch, paths.room / "inbox.json", rules, renamed, own)
+    ensure_room(paths)
+    watched.ignore_existing(began, _version_of(settings.channel))
+    return watched
+
+
+def _version_of(channel: Path) -> int:
+    """Of a channel that may not be there yet, or not be readable: that is told when it is opened."""
+    try:
+        pointer = read_pointer(channel)
+    except (OSError, WeightcastError):
+        return 0
+    return 0 if pointer is None else pointer.version
+
+
+def ready_channel(settings: PublisherSettings, meter: Meter) -> int:
+    """Makes the channel from the base, or checks that it was. Returns the bytes of a version. Weights
+    are compared as long as nothing is seeded from them: later the base is no longer read. Raises Refused."""
+    threads = working_threads(settings.threads, settings.memory_budget, default=THREADS)
+    known = exists(LocalPaths(settings.local).state)
+    made = exists(Layout(settings.channel).channel_json)
+    if known and not made:
+        raise RetryLater(
+            f"{settings.local} is of a run whose channel is not at {settings.channel}",
+            remedy="mount the channel; for a new run give another --local",
+        )
+    directory = _base_of(settings, known)
+    if directory is not None and (not made or not known):
+        init_channel(
+            settings.channel,
+            directory,
+            frozen=settings.frozen,
+            aliases=settings.aliases,
+            threads=threads,
+            advance=meter.advance,
+            sign_key=settings.sign_key,
+            trusted_keys=settings.trusted_key,
+        )
+    _, base = Channel.open(settings.channel).require_ours()
+    if settings.base is not None:
+        _check_base(settings.base, base)
+    return base.table.nbytes
+
+
+def _base_of(settings: PublisherSettings, is_seeded: bool) -> Path | None:
+    """None where it is not known and not needed. Raises Refused where it is needed."""
+    if settings.base is not None:
+        return settings.base
+    try:
+        found = find_base(Channel.open(settings.channel))
+    except Refused as error:
+        if not is_seeded:
+            raise
+        log.info("running without a base", reason=error.message)
+        return None
+    log.info("base found", base=str(found))
+    return found
+
+
+def _check_base(directory: Path, base: Base) -> None:
+    checkpoint = open_base(directory)
+    for note in checkpoint.notes:
+        log.info("small fault in the base, tolerated", base=str(directory), note=note)
+    check_table(directory, checkpoint.table, base.table)
+    check_other_files(directory, side_files(checkpoint).files, base.all_files)
+
+
+def open_publisher(settings: PublisherSettings) -> Publisher:
+    return Publisher.open(
+        settings.channel,
+        local=settings.local,
+        base=settings.base,
+        encoding=settings.encoding,
+        threads=working_threads(settings.threads, settings.memory_budget, default=THREADS),
+        take_over=settings.take_over,
+        post_write=None if settings.post_write is None else _hook(settings.post_write, settings.hook_seconds),
+        upkeep=settings.upkeep,
+        deadline_seconds=settings.publish_seconds,
+        sign_key=settings.sign_key,
+        trusted_keys=settings.trusted_key,
+        non_finite=settings.non_finite,
+        until="out",
+        carry_config=settings.carry_config,
+    )
+
+
+def _hook(command: str, deadline_seconds: float) -> PostWrite:
+    def post_write(version: int, directory: Path, phase: str) -> None:
+        run_hook(
+            command, version=version, directory=directory, phase=phase, deadline_seconds=deadline_seconds
+        )
+
+    return post_write
