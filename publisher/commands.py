@@ -66,14 +66,14 @@ def repair(
         typer.Option("--local", help="Local checkpoint of the stopped publisher, to restore from."),
     ] = None,
     take_over: Annotated[
-        bool, typer.Option("--take-over", help="Take the channel from a publisher that seems alive.")
+        bool, typer.Option("--take-over", help="Take the channel over from a publisher that seems alive.")
     ] = False,
     sign_key: SignKeyOption = None,
     trusted_key: TrustedKeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Repair a channel; move files that no host can use to .trash; list what is lost. A running publisher is
-    ordered to do it: the command waits for it."""
+    """Repair a channel and move unreadable versions aside (to .trash). A running publisher does the repair;
+    the command waits for it."""
     output, keys = Output(json=as_json), tuple(trusted_key or ())
     with output.progress(f"reading {channel}", None) as advance:
         try:
@@ -114,13 +114,13 @@ def init(
     ] = None,
     alias: Annotated[
         list[str] | None,
-        typer.Option("--alias", metavar="A=B", help="Tensor A is always the same as B; repeatable."),
+        typer.Option("--alias", metavar="A=B", help="Tensor A always equals B; repeatable."),
     ] = None,
     threads: ThreadsOption = None,
     sign_key: SignKeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a channel from the checkpoint that the run starts from."""
+    """Create a channel from the checkpoint that the run starts from."""
     aliases = dict(map(_alias, alias or []))
     output = Output(json=as_json)
     with output.progress("reading the base", None) as advance:
@@ -167,7 +167,7 @@ def sign(
     ],
     as_json: JsonOption = False,
 ) -> None:
-    """Sign all that a channel holds, whoever wrote it: to begin with signatures, or to replace a key."""
+    """Sign every version of a channel: to introduce signatures, or to replace a key."""
     output = Output(json=as_json)
     key = load_private_key(sign_key)
     with output.progress(f"reading {channel}", None) as advance:

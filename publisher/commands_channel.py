@@ -1,4 +1,4 @@
-"""Verbs that care for a channel: prune, keep, unkeep, tag, rollback, resume."""
+"""Commands that maintain a channel: prune, keep, unkeep, tag, rollback, resume."""
 
 from __future__ import annotations
 
@@ -40,16 +40,24 @@ def prune(
         float | None, typer.Option("--keep-hours", min=0.0, help="Keep versions younger than this.")
     ] = None,
     host_versions: Annotated[
-        int, typer.Option("--host-versions", min=0, help="Versions kept beyond these for hosts, at most.")
+        int,
+        typer.Option(
+            "--host-versions",
+            min=0,
+            help="Maximum number of additional versions kept for hosts that are behind.",
+        ),
     ] = 64,
     grace_seconds: Annotated[
-        float, typer.Option("--grace-seconds", min=0.0, help="Time that they lie in the trash; then deleted.")
+        float,
+        typer.Option("--grace-seconds", min=0.0, help="Seconds that pruned versions stay in the trash."),
     ] = GRACE_SECONDS,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go, and why.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only list what would be removed, and why.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Take versions away that nobody needs, and delete what was taken away before. A running publisher does
-    this itself, if it is told to."""
+    """Move versions that nobody needs to the trash, and empty it. A running publisher does this itself with
+    --keep-versions or --keep-hours."""
     retention = Retention(keep_versions, keep_hours, host_versions)
     if not retention.bounded:
         raise typer.BadParameter("give --keep-versions, --keep-hours or both")
@@ -98,11 +106,11 @@ def _show(console: Console, verdict: Verdict, dry_run: bool, deleted: int) -> No
         console.print(f"version {removal.version}, {removal.nbytes:,} bytes: {removal.why}")
     nbytes = sum(removal.nbytes for removal in verdict.removals)
     if verdict.why_not:
-        console.print(f"nothing goes: {verdict.why_not}")
+        console.print(f"nothing to prune: {verdict.why_not}")
     else:
-        console.print(f"{nbytes:,} bytes {'would go' if dry_run else 'are out of the channel'}")
+        console.print(f"{nbytes:,} bytes {'would be pruned' if dry_run else 'pruned'}")
     if deleted:
-        console.print(f"{deleted} taken away before {'is' if deleted == 1 else 'are'} deleted")
+        console.print(f"deleted {deleted} earlier pruned version{'' if deleted == 1 else 's'} from the trash")
 
 
 def keep(version: VersionArgument, channel: ChannelOption, as_json: JsonOption = False) -> None:
@@ -113,27 +121,29 @@ def keep(version: VersionArgument, channel: ChannelOption, as_json: JsonOption =
 
 
 def unkeep(version: VersionArgument, channel: ChannelOption, as_json: JsonOption = False) -> None:
-    """Let a version go that was kept."""
+    """Allow a kept version to be pruned."""
     if not pins.unkeep(channel, version):
         raise Refused(f"version {version} was not kept", remedy=f"kept are {pins.kept(channel) or 'none'}")
     _say(f"version {version} may be pruned", {"kept": pins.kept(channel)}, as_json)
 
 
 def tag(
-    name: Annotated[str, typer.Argument(help="What hosts may follow with --target NAME.")],
+    name: Annotated[str, typer.Argument(help="Name that hosts can follow with --target NAME.")],
     channel: ChannelOption,
-    version: Annotated[int | None, typer.Argument(min=0, help="What the tag stands for from now on.")] = None,
-    delete: Annotated[bool, typer.Option("--delete", help="Take the tag away.")] = False,
+    version: Annotated[int | None, typer.Argument(min=0, help="Version that the tag points to.")] = None,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete the tag.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Let a name stand for a version; hosts that follow it move there. Tagged versions are kept."""
+    """Point a tag at a version; hosts that follow the tag move there. Tagged versions are kept."""
     if delete == (version is not None):
         raise typer.BadParameter("give a version, or --delete")
     if version is not None:
         _require_published(channel, version)
         pins.set_tag(channel, name, version)
     elif not pins.delete_tag(channel, name):
-        raise Refused(f"there is no tag {name[:80]!r}", remedy="`ls` the directory tags of the channel")
+        raise Refused(
+            f"there is no tag {name[:80]!r}", remedy="list the files in the channel's tags/ directory"
+        )
     _say(f"{name} is {'gone' if delete else version}", {"tags": pins.tags(channel)}, as_json)
 
 
@@ -148,24 +158,24 @@ def _require_published(channel: ChannelOption, version: int) -> None:
 
 def rollback(
     channel: ChannelOption,
-    to: Annotated[int, typer.Option("--to", min=0, help="The version whose bytes are published again.")],
+    to: Annotated[int, typer.Option("--to", min=0, help="Version to publish again.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Order the publisher to publish an older version's bytes again, and nothing else until `resume`."""
+    """Publish an older version's bytes again and hold publishing until `resume`."""
     order = order_rollback(channel, to)
     _say(
-        f"ordered: version {to} again; publishing is held until `weightcast channel resume`",
+        f"rollback to version {to} ordered; publishing is held until `weightcast channel resume`",
         {"to": order.to, "root": order.root, "held": True},
         as_json,
     )
 
 
 def resume(channel: ChannelOption, as_json: JsonOption = False) -> None:
-    """Let publishing go on after a rollback, or withdraw one that was not carried out yet."""
+    """Resume publishing after a rollback, or cancel a pending rollback."""
     _opened(channel)
     if not pins.resume(channel):
-        raise Refused("publishing is not held", remedy="nothing needs to be done")
-    _say("publishing goes on", {"held": False}, as_json)
+        raise Refused("publishing is not held", remedy="nothing to do")
+    _say("publishing resumes", {"held": False}, as_json)
 
 
 def _say(text: str, facts: dict[str, object], as_json: bool) -> None:

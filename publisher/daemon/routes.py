@@ -49,7 +49,7 @@ def publication_routes(
     def opened() -> Queue:
         found = queue()
         if found is None:
-            raise RetryLater("the publisher is starting", remedy="try again when /readyz says so")
+            raise RetryLater("the publisher is starting", remedy="try again when /readyz is 200")
         return found
 
     @router.post("/v1/publish", status_code=202, responses={409: {"model": Failure}, 429: {"model": Failure}})
@@ -65,28 +65,28 @@ def publication_routes(
         except QueueFull:
             raise Answer(
                 429,
-                f"{QUEUE_LIMIT} publications wait already",
-                "ask again when one has ended",
+                f"the queue is full ({QUEUE_LIMIT} publications)",
+                "try again when one has finished",
                 {"Retry-After": "5"},
             ) from None
         except KeyReused:
             raise Answer(
                 409,
                 "this key was used for another checkpoint or step",
-                "give each publication a key of its own",
+                "use a new key for each publication",
             ) from None
         wake()
         return job
 
     @router.get("/v1/publications/{id}", responses={404: {"model": Failure}})
     def show(id: str) -> Job:
-        """A publication that was asked for: how it stands, or how it ended."""
+        """State or result of a requested publication."""
         job = opened().get(id)
         if job is None:
             raise Answer(
                 404,
-                "no publication of this id is remembered",
-                "the newest are remembered: `weightcast channel log` lists what is out",
+                "unknown publication id",
+                "only recent ones are kept: `weightcast channel log` lists published versions",
             )
         return job
 

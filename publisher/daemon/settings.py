@@ -22,7 +22,7 @@ from weightcast.shared.daemon.settings import PUBLISHER_PORT, ServiceSettings, T
 from weightcast.shared.files.paths import exists, file_name, is_within, require_places
 
 THREADS = 2
-"""at most, unless told: the trainer needs the cores"""
+"""at most, unless set: the trainer needs the cores"""
 
 
 def _plain_name(name: str) -> str:
@@ -48,129 +48,132 @@ def _pairs(texts: list[str]) -> list[str]:
 
 class PublisherSettings(ServiceSettings):
     port: int = Field(PUBLISHER_PORT, ge=0, le=65535, description="Its port; 0 takes a free one.")
-    channel: Path = Field(description="The channel's directory; made from the base if it is not there.")
+    channel: Path = Field(description="Channel directory; created from the base if it is missing.")
     base: Path | None = Field(
         None,
-        description="HF checkpoint directory that the run starts from. Required to make the channel; later "
-        "found where this user made the channel on this machine.",
+        description="HF checkpoint directory that the run starts from. Required to create the channel; later "
+        "remembered for the user and machine that created it.",
     )
-    local: Path = Field(description="The publisher's own local checkpoint: a directory of its own.")
-    watch: Path | None = Field(None, description="Directory in which the trainer leaves checkpoints.")
+    local: Path = Field(description="The publisher's own local checkpoint: a separate directory.")
+    watch: Path | None = Field(None, description="Directory into which the trainer saves checkpoints.")
     watch_pattern: Annotated[str, AfterValidator(_relative_glob)] | None = Field(
         None,
-        description="Glob of the paths of checkpoints, relative to --watch: global_step_*/actor/huggingface; "
-        "** matches any directories. Unset: all, at any depth where it is clear.",
+        description="Glob of checkpoint paths relative to --watch, e.g. global_step_*/actor/huggingface; "
+        "** matches any directories. Unset: any checkpoint whose layout is unambiguous.",
     )
     marker: Annotated[str, AfterValidator(_plain_name)] | None = Field(
-        None, description="File that the trainer puts into a checkpoint when it is complete."
+        None, description="File that the trainer writes into a checkpoint when it is complete."
     )
     settle_seconds: float = Field(
         1.0,
         ge=0,
         le=3600,
         allow_inf_nan=False,
-        description="Time that a checkpoint written in place must stand still, without a marker.",
+        description="How long a checkpoint written in place must stay unchanged, without --marker.",
     )
-    every: bool = Field(False, description="Publish every checkpoint, not only the newest that waits.")
+    every: bool = Field(False, description="Publish every checkpoint, not only the newest one waiting.")
     existing: bool = Field(
-        False, description="Publish what was there at the first start, if nothing was published since."
+        False,
+        description="Publish checkpoints that existed before the first start, if none was published since.",
     )
-    consume: bool = Field(False, description="Delete a watched checkpoint once it is published.")
+    consume: bool = Field(False, description="Delete a watched checkpoint after it is published.")
     hand_over: Path | None = Field(
-        None, description="Memory-backed directory in which a trainer leaves weights (HandOver)."
+        None, description="Memory-backed directory through which a trainer hands over weights (HandOver)."
     )
     cast: bool = Field(False, description="Round floating-point tensors of exports to the base's dtypes.")
     rename: list[str] = Field(
         default_factory=list,
-        description="A=B: rename tensors of exports that begin with A, or match A with *; repeatable.",
+        description="A=B: replace prefix A of exported tensor names by B (A may contain *); repeatable.",
     )
     drop: list[str] = Field(
-        default_factory=list, description="Glob of tensors of exports to leave out; repeatable."
+        default_factory=list, description="Glob of exported tensors to leave out; repeatable."
     )
     frozen: list[str] = Field(
         default_factory=list,
-        description="Glob of tensors that never change and may be left out, repeatable; for a new channel.",
+        description="Glob of tensors that never change and may be left out; repeatable, new channels only.",
     )
     alias: Annotated[list[str], AfterValidator(_pairs)] = Field(
         default_factory=list,
-        description="A=B: tensor A is always the same as B, repeatable; for a new channel. What "
-        "config.json ties is known.",
+        description="A=B: tensor A always equals B; repeatable, new channels only. Ties in config.json are "
+        "detected.",
     )
     non_finite: NonFinite = Field(
-        "allow", description="Whether deltas are published in which elements become NaN or infinite."
+        "allow", description="Whether to publish deltas in which elements become NaN or infinite."
     )
     carry_config: bool = Field(False, description=CARRY_CONFIG)
     allow: list[Path] = Field(
         default_factory=list,
-        description="Directory whose checkpoints may be published over HTTP, repeatable; unset: the watched "
-        "one, or any if none is watched.",
+        description="Directory whose checkpoints may be published over HTTP; repeatable. Unset: --watch, "
+        "or any if nothing is watched.",
     )
     threads: PositiveInt | None = Field(
-        None, description=f"Working threads, as far as the memory goes; unset: {THREADS} at most."
+        None, description=f"Worker threads (capped by --memory-budget; default {THREADS})."
     )
     encoding: Encoding = Field(
         "fast",
-        description="Of the deltas: fast; small, a quarter less for slow links; xor, overwrite: the field's.",
+        description="Delta encoding: fast; small (a quarter less, for slow links); xor or overwrite (slime).",
     )
-    anchor_every: int = Field(0, ge=0, description="Versions from one anchor to the next; 0 makes none.")
+    anchor_every: int = Field(0, ge=0, description="Write an anchor every N versions; 0: never.")
     anchor_share: float = Field(
         0.0,
         ge=0,
         allow_inf_nan=False,
-        description="An anchor when the deltas since the last are this share of the full weights; 0: never.",
+        description="Write an anchor when deltas since the last reach this share of the model; 0: never.",
     )
     anchor_seconds: float = Field(
         600.0,
         ge=0,
         allow_inf_nan=False,
-        description="An anchor when a host would take this long for the deltas since the last, as this "
-        "publisher stages and patches them, and they have half the bytes of the full weights; 0: never.",
+        description="Write an anchor when a host would need this long to apply the deltas since the last one "
+        "(estimated from this publisher) and they reach half the model's bytes; 0: never.",
     )
     skip_span: int = Field(
-        64, ge=0, le=1 << 20, description="Versions that the widest delta from an older one spans; 0: none."
+        64, ge=0, le=1 << 20, description="Maximum span of multi-step deltas, in versions; 0: none."
     )
     history_share: float = Field(
         1.0,
         ge=0,
         allow_inf_nan=False,
-        description="Space for journals of past steps in --local, as a share of the full weights.",
+        description="Disk for past journals in --local, as a fraction of model size.",
     )
     keep_versions: PositiveInt | None = Field(
         None,
-        description="Prune: keep this many of the newest versions; with neither this nor --keep-hours all.",
+        description="Prune: keep this many newest versions. Without this and --keep-hours nothing is pruned.",
     )
     keep_hours: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="Prune: keep versions younger than this."
     )
     host_versions: int = Field(
-        64, ge=0, description="Prune: versions kept beyond these, at most, for hosts that are behind."
+        64, ge=0, description="Prune: maximum number of additional versions kept for hosts that are behind."
     )
     report_token: Token | None = Field(
         None,
-        description="Bearer token for hosts' reports to the publisher, no more; unset: WEIGHTCAST_TOKEN.",
+        description="Bearer token that only allows hosts to post reports; unset: WEIGHTCAST_TOKEN.",
     )
     stale_seconds: float = Field(
         STALE_SECONDS,
         gt=0,
         le=86400,
         allow_inf_nan=False,
-        description="A host whose report stood still for so long is stale.",
+        description="A host is stale when its report has not changed for this long.",
     )
     lost_seconds: float = Field(
         LOST_SECONDS,
         gt=0,
         le=86400,
         allow_inf_nan=False,
-        description="A host whose report stood still for so long is lost.",
+        description="A host is lost when its report has not changed for this long.",
     )
     post_write: str | None = Field(
-        None, min_length=1, description="Command run after a version was written, and after the pointer was."
+        None,
+        min_length=1,
+        description="Command to run after a version is written and again after the pointer moves.",
     )
-    take_over: bool = Field(False, description="Take the channel from a publisher that seems alive.")
+    take_over: bool = Field(False, description="Take the channel over from a publisher that seems alive.")
     sign_key: Path | None = Field(
         None,
         validate_default=True,
-        description="File with the key that signs every version: `weightcast keygen`.",
+        description="File with the key that signs every version (make one: `weightcast keygen`).",
     )
     publish_seconds: float = Field(
         600.0, gt=0, le=86400, allow_inf_nan=False, description="Deadline of one publication."
@@ -181,7 +184,7 @@ class PublisherSettings(ServiceSettings):
     def _needs_watch(cls, value: object, info: ValidationInfo) -> object:
         # What is wrong with `watch` itself is said elsewhere, and it is then absent here.
         if value and "watch" in info.data and info.data["watch"] is None:
-            raise ValueError("means nothing without a directory to watch (--watch)")
+            raise ValueError("requires --watch")
         return value
 
     @field_validator("rename", mode="after")
@@ -197,7 +200,7 @@ class PublisherSettings(ServiceSettings):
     @classmethod
     def _signs_what_it_trusts(cls, value: Path | None, info: ValidationInfo) -> Path | None:
         if value is None and info.data.get("trusted_key"):
-            raise ValueError("required beside trusted keys (--trusted-key)")
+            raise ValueError("required with trusted keys (--trusted-key)")
         return value
 
     def missing(self) -> list[str]:
@@ -223,7 +226,7 @@ class PublisherSettings(ServiceSettings):
             return []
         watched = self.watch
         return [
-            f"{name}: {path} lies in the watched directory, where --consume deletes"
+            f"{name}: {path} is inside the watched directory, where --consume deletes"
             for name, path in self.own_places.items()
             if is_within(path, watched)
         ]

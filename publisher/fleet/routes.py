@@ -69,7 +69,7 @@ def fleet_routes(
         for each in view.fleet().fleet.hosts:
             if each.key == key:
                 return each
-        raise Answer(404, "no host of this key reports", "/v1/fleet has the keys of all that report")
+        raise Answer(404, "unknown host key", "/v1/fleet lists the keys of all hosts")
 
     @router.get("/v1/versions")
     async def versions(limit: Annotated[int, Query(ge=1, le=ROWS_LIMIT)] = 200) -> Versions:
@@ -97,7 +97,9 @@ def fleet_routes(
         """A host's report, as docs/FORMAT.md has it, of a host that cannot write to the channel."""
         body = await request.body()
         if len(body) > REPORT_LIMIT:
-            raise Answer(413, f"a report has at most {REPORT_LIMIT} bytes", "leave its oldest updates out")
+            raise Answer(
+                413, f"the report exceeds the {REPORT_LIMIT}-byte limit", "leave out its oldest updates"
+            )
         try:
             await run_in_threadpool(view.report_intake.take, body, run_id())
         except TooMany as error:
@@ -127,7 +129,9 @@ class _Streams:
 
     def open(self) -> Response:
         if self._open >= MOST_STREAMS:
-            raise RetryLater(f"{MOST_STREAMS} watch already", remedy="close a page, or ask /v1/fleet")
+            raise RetryLater(
+                f"too many event streams ({MOST_STREAMS})", remedy="close a page, or poll /v1/fleet"
+            )
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(self._counted(), media_type="text/event-stream", headers=headers)
 

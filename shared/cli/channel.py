@@ -1,4 +1,4 @@
-"""Verbs that look at a channel: `channel log`, `channel show`, `channel verify`."""
+"""Commands that inspect a channel: `channel log`, `channel show`, `channel verify`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def register_channel(app: typer.Typer) -> None:
 
 def log(
     channel: ChannelOption,
-    last: Annotated[int | None, typer.Option("--last", min=1, help="Only the newest versions.")] = None,
+    last: Annotated[
+        int | None, typer.Option("--last", min=1, help="Show only the newest N versions.")
+    ] = None,
     trusted_key: TrustedKeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -137,7 +139,7 @@ def show(
     trusted_key: TrustedKeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what the index of a version says and, with trusted keys, who signed it."""
+    """Show the index of a version and, with trusted keys, who signed it."""
     trust = Trust.load(trusted_key or ())
     opened = Channel.open(channel, trust)
     facts = base_facts(opened) if version == 0 else version_facts(opened, version)

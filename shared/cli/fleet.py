@@ -72,7 +72,8 @@ AnyChannelOption = Annotated[
     Path | None, typer.Option("--channel", envvar="WEIGHTCAST_CHANNEL", help="The channel's directory.")
 ]
 UrlOption = Annotated[
-    str | None, typer.Option("--url", help="Address of the publisher, e.g. 127.0.0.1:8340, instead.")
+    str | None,
+    typer.Option("--url", help="Address of the publisher, e.g. 127.0.0.1:8340, instead of --channel."),
 ]
 TokenOption = Annotated[
     str | None, typer.Option("--token", envvar="WEIGHTCAST_TOKEN", help="Bearer token of the publisher.")
@@ -88,18 +89,18 @@ def fleet(
     channel: AnyChannelOption = None,
     url: UrlOption = None,
     token: TokenOption = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Go on, once a second, until Ctrl-C.")] = False,
-    whole: Annotated[bool, typer.Option("--all", help=f"All hosts, not only the {MOST} worst.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh once a second until Ctrl-C.")] = False,
+    whole: Annotated[bool, typer.Option("--all", help=f"Show all hosts, not only the {MOST} worst.")] = False,
     forget: Annotated[
         list[str] | None,
         typer.Option("--forget", help="Delete the report of this stopped or lost host. Repeatable."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the hosts of a run: who is behind, who is gone, and why. Hosts say this of themselves."""
+    """Show the hosts of a run: which are behind, which are gone, and why (self-reported)."""
     if forget:
         if watch or whole:
-            raise typer.BadParameter("--forget shows nothing: drop --watch and --all")
+            raise typer.BadParameter("--forget cannot be combined with --watch or --all")
         _forget(forget, channel, url, token, as_json)
         return
     with _looking(channel, url, token, UPDATES_LIMIT if as_json else _UPDATES_SHOWN) as look:
@@ -114,23 +115,23 @@ def fleet(
 
 
 def wait(
-    version: Annotated[int, typer.Option("--version", min=0, help="This version or a later one.")],
+    version: Annotated[int, typer.Option("--version", min=0, help="Version to wait for, or a later one.")],
     fraction: Annotated[
         float | None,
         typer.Option(
             "--fraction",
-            help="Share of the hosts, up to 1. Hosts that stopped, are lost, or went silent without a "
-            "version do not count.",
+            help="Fraction of the hosts, up to 1. Stopped hosts, lost hosts and stale hosts without a "
+            "version are not counted.",
         ),
     ] = None,
-    min_hosts: Annotated[int | None, typer.Option("--min-hosts", help="So many hosts at least.")] = None,
-    timeout: Annotated[float, typer.Option("--timeout", min=0.0, help="Seconds.")] = 600.0,
+    min_hosts: Annotated[int | None, typer.Option("--min-hosts", help="Minimum number of hosts.")] = None,
+    timeout: Annotated[float, typer.Option("--timeout", min=0.0, help="Timeout in seconds.")] = 600.0,
     channel: AnyChannelOption = None,
     url: UrlOption = None,
     token: TokenOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Wait until hosts are ready with a version: one, or as many as asked for. Exit code 4 after the time."""
+    """Wait until hosts are ready with a version: one, or as many as requested. Exit code 4 on timeout."""
     with _looking(channel, url, token, updates=0) as look:
         hosts = VersionWait(look, poll_seconds=_WATCH_SECONDS / 2).wait(version, min_hosts, fraction, timeout)
     facts = {"version": version, "hosts": hosts}
@@ -206,7 +207,7 @@ def _parsed(body: bytes, address: str) -> Fleet:
     except ValidationError as error:
         raise Refused(
             f"{address} did not answer with a fleet: {error.error_count()} members are wrong",
-            remedy="is it a publisher of this release?",
+            remedy="check that a weightcast publisher of this release listens there",
         ) from None
 
 

@@ -56,7 +56,7 @@ def settings_command(
 
 
 def show_settings_command(app: typer.Typer, side: str, cls: type[S]) -> None:
-    """The verb `config show SIDE`: takes the options of the daemon and prints what it would go by."""
+    """The command `config show SIDE`: takes the options of the daemon and prints its effective settings."""
 
     def verb(**flags: Any) -> None:
         config, as_json = flags.pop("config"), flags.pop("as_json")
@@ -71,9 +71,9 @@ def show_settings_command(app: typer.Typer, side: str, cls: type[S]) -> None:
     )
     verb.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     verb.__annotations__ = {each.name: each.annotation for each in parameters}
-    config_group = group(app, "config", "What the daemons go by.")
-    show = group(config_group, "show", "Every setting as it counts, and where it came from.")
-    show.command(side, help=f"The settings of `weightcast {side} run`, given the same options.")(verb)
+    config_group = group(app, "config", "Settings of the daemons.")
+    show = group(config_group, "show", "Effective settings and their source.")
+    show.command(side, help=f"Effective settings of `weightcast {side} run` with these options.")(verb)
 
 
 def _show(console: Console, settings: Sequence[EffectiveSetting], sizes: Collection[str]) -> None:

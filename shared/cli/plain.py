@@ -194,9 +194,9 @@ CHANNEL = Option("channel", Path, "The channel's directory.", env="WEIGHTCAST_CH
 TRUSTED_KEY = Option(
     "trusted_key",
     list,
-    "Public key (ed25519:...), or file of them; repeatable. What none of them signed is refused.",
+    "Public key (ed25519:...), or file of them; repeatable. Unsigned versions are refused.",
     env="WEIGHTCAST_TRUSTED_KEY",
 )
 SIGN_KEY = Option("sign_key", Path, "File with the key that signs.", env="WEIGHTCAST_SIGN_KEY")
-THREADS = Option("threads", int, "Working threads; unset: every core allowed.", least=1)
+THREADS = Option("threads", int, "Worker threads; unset: all usable cores.", least=1)
 JSON = Option("as_json", bool, "Print one JSON object instead of text.", default=False, flag="--json")

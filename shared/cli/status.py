@@ -52,13 +52,11 @@ def register(app: typer.Typer) -> None:
 def status(
     url: UrlArgument,
     token: TokenOption = None,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show every member of the answer.")
-    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every field of the status.")] = False,
     timeout: TimeoutOption = 10.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Show whether a publisher or subscriber is ready, at which version, and if not why."""
+    """Show whether a publisher or subscriber is ready, its version, and what is wrong."""
     answer = fetch_status(url, token, timeout)
     show = _show_all if verbose else _show
     Output(json=as_json).result(answer, lambda console: show(console, answer))
@@ -70,11 +68,11 @@ def wake(
     timeout: TimeoutOption = 10.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Have a daemon look at once. A subscriber also retries the engines that failed."""
+    """Make a daemon poll now. A subscriber also retries failed engines."""
     with Daemon(url, token, timeout) as daemon:
         daemon.post_json(WAKE_PATH, b"")
         facts = {"url": daemon.url, "woken": True}
-    Output(json=as_json).result(facts, lambda console: console.print(f"{facts['url']} looks now"))
+    Output(json=as_json).result(facts, lambda console: console.print(f"{facts['url']} is polling now"))
 
 
 def fetch_status(url: str, token: str | None, timeout_seconds: float) -> dict[str, Any]:
@@ -262,7 +260,7 @@ def _version(answer: Answer, name: str) -> str:
 
 
 def _reasons(answer: Answer) -> str:
-    return _some(_texts(answer, "not_ready_reasons")) or "it gives no reason"
+    return _some(_texts(answer, "not_ready_reasons")) or "no reason given"
 
 
 def _some(texts: Sequence[str]) -> str:

@@ -81,7 +81,7 @@ class Daemon:
                     raise httpx.ReadTimeout("")
         # the latter of a redirect to nowhere
         except (httpx.TransportError, httpx.InvalidURL) as error:
-            why = f"not whole within {self._seconds:g} s" if deadline.passed else str(error)
+            why = f"incomplete after {self._seconds:g} s" if deadline.passed else str(error)
             raise NotInTime(
                 f"no answer from {address}: {why or type(error).__name__}",
                 remedy="check address and port, and that the daemon runs",
@@ -94,8 +94,8 @@ class Daemon:
         scheme = response.headers.get("WWW-Authenticate", "").partition(" ")[0].lower()
         if code == 407 or (code in (401, 403) and scheme not in ("", "bearer")):
             raise Refused(
-                f"a proxy at {address} wants credentials of its own ({code})",
-                remedy="give the daemon's own address, or let the proxy pass this host",
+                f"a proxy at {address} requires credentials ({code})",
+                remedy="use the daemon's own address, or exempt this host from the proxy",
             )
         if code in (401, 403):
             raise Refused(
@@ -117,7 +117,9 @@ def base_url(url: str) -> str:
     place = f"127.0.0.1:{url}" if url.isascii() and url.isdecimal() else url
     text = (place if "://" in place else f"http://{place}").rstrip("/")
     if http_parts(text) is None:
-        raise BadAddress(f"{url} is no http address", remedy="give PORT, HOST:PORT, or http[s]://HOST:PORT")
+        raise BadAddress(
+            f"{url} is not an http address", remedy="give PORT, HOST:PORT, or http[s]://HOST:PORT"
+        )
     return text
 
 
@@ -125,7 +127,7 @@ def _authorization(token: str | None) -> dict[str, str]:
     if token is None or token == "":
         return {}
     if not is_token(token):
-        raise BadAddress("a token is printable ASCII without spaces")
+        raise BadAddress("the token must be printable ASCII without spaces")
     return {"Authorization": f"Bearer {token}"}
 
 
@@ -135,7 +137,7 @@ def _capped(response: httpx.Response, address: str) -> bytes:
         body += piece
         if len(body) > ANSWER_LIMIT:
             raise Refused(
-                f"the answer of {address} is larger than {ANSWER_LIMIT} bytes", remedy="is it a daemon?"
+                f"the answer of {address} exceeds the {ANSWER_LIMIT}-byte limit", remedy="check the address"
             )
     return bytes(body)
 

@@ -40,7 +40,7 @@ DISCARD_LIMIT = 16 << 20
 in the reset of its connection."""
 OPEN_PATH = "/healthz"
 _ONE_OBJECT = "send one JSON object, each key once: see /docs"
-_NO_ROUTE = "see /docs for what can be asked, and how"
+_NO_ROUTE = "see /docs for the routes and their parameters"
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
@@ -133,12 +133,12 @@ def _add_verbs(
 ) -> None:
     @app.get("/v1/status", responses={200: {"model": status_model}})
     def show_status() -> Response:
-        """What the daemon is at, and what it did last."""
+        """What the daemon is doing, and what it did last."""
         return Response(_json(status()), media_type="application/json")
 
     @app.post("/v1/wake", status_code=202)
     def wake_loop() -> Response:
-        """The loop looks at once instead of at its next poll."""
+        """The loop polls now instead of at its next interval."""
         wake()
         return Response(status_code=202)
 
@@ -241,8 +241,8 @@ class _Gate:
             answer = _failure(
                 413,
                 _phrase(413),
-                f"the body is larger than {BODY_LIMIT} bytes",
-                "send less: /docs has what each route takes",
+                f"the body exceeds the {BODY_LIMIT}-byte limit",
+                "send less: see /docs",
                 {"Connection": "close"},
             )
             await answer(scope, receive, send)
@@ -268,7 +268,7 @@ class _Gate:
         return _failure(
             401,
             "Unauthorized",
-            "this daemon asks for a bearer token",
+            "this daemon requires a bearer token",
             "send the header Authorization: Bearer TOKEN",
             {"WWW-Authenticate": "Bearer"},
         )
@@ -293,7 +293,7 @@ def _browser_refusal(method: str, headers: Headers) -> Response | None:
         )
     origin = headers.get("origin")
     if method not in _SAFE_METHODS and origin is not None and not _is_of(host, origin):
-        return _failure(403, "Forbidden", "a request of another site", "set a token", None)
+        return _failure(403, "Forbidden", "cross-site request", "set a token", None)
     return None
 
 

@@ -311,7 +311,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise Refused(
             f"cannot listen on {host} port {port}: {error.strerror or error}",
-            remedy="choose another host or port, or stop what listens there",
+            remedy="choose another host or port, or stop the process that uses it",
         ) from error
     drop_unread(listener)
     return listener
@@ -381,7 +381,7 @@ def _judge(work: _Work, stop_seconds: float) -> None:
         raise WeightcastError(work.death, remedy="see the log for the traceback")
     if not work.ended.is_set():
         raise NotInTime(
-            f"the running step did not end within {stop_seconds:g} s, or what it was granted beyond",
+            f"the running step did not end within its grace period of {stop_seconds:g} s",
             remedy="the next start finishes or undoes what it left; raise stop_seconds if this repeats",
         )
     log.info("stopped")

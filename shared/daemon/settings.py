@@ -46,7 +46,7 @@ def _header_text(token: SecretStr) -> SecretStr:
 
 def _listenable(host: str) -> str:
     if not is_host(host):
-        raise ValueError("no address and no host name")
+        raise ValueError("must be an address or a host name")
     return host
 
 
@@ -70,34 +70,38 @@ class ServiceSettings(BaseSettings):
     token: Token | None = Field(None, description="Bearer token of the HTTP side; required off loopback.")
     trusted_key: tuple[str, ...] = Field(
         (),
-        description="Public key (ed25519:...), or file of such lines, repeatable: what none of them signed "
-        "is refused; unset: nothing is checked.",
+        description="Public key (ed25519:...), or file of such lines, repeatable. Unsigned versions are "
+        "refused; unset: signatures are not checked.",
     )
-    log_format: Literal["console", "json"] = Field("console", description="Form of the log on stderr.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level logged.")
+    log_format: Literal["console", "json"] = Field("console", description="Log format on stderr.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Minimum log level.")
     memory_budget: ByteSize = Field(
         ByteSize(MEMORY_BUDGET), ge=16 << 20, description="Memory for working buffers, e.g. 512MiB."
     )
     threads: PositiveInt | None = Field(
-        None, description="Working threads, as far as the memory goes; unset: every core allowed."
+        None, description="Worker threads (capped by --memory-budget); unset: all usable cores."
     )
     verify_rate: ByteSize = Field(
         ByteSize(VERIFY_RATE),
         ge=0,
-        description="Bytes of the local checkpoint read per second to find damage, at most; 0 reads none.",
+        description="Rate limit of the background check of the local checkpoint, bytes per second; 0: off.",
     )
     poll_seconds: float = Field(
-        1.0, gt=0, le=3600, allow_inf_nan=False, description="Longest pause between two looks at the channel."
+        1.0, gt=0, le=3600, allow_inf_nan=False, description="Maximum pause between two polls of the channel."
     )
     stop_seconds: float = Field(
-        60.0, gt=0, le=3600, allow_inf_nan=False, description="Time that the running step has after SIGTERM."
+        60.0,
+        gt=0,
+        le=3600,
+        allow_inf_nan=False,
+        description="Grace period for the current step after SIGTERM.",
     )
     hook_seconds: float = Field(
         300.0,
         gt=0,
         le=86400,
         allow_inf_nan=False,
-        description="Time that a hook may take before it is killed.",
+        description="Timeout of a hook; it is then killed.",
     )
 
     @classmethod
@@ -132,7 +136,9 @@ class ServiceSettings(BaseSettings):
         """Every path is shown in JSON, and some are told to engines."""
         for path in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(path, Path) and not is_utf8(str(path.absolute())):
-                raise ValueError("the path is not UTF-8: status and engines could not be told of it")
+                raise ValueError(
+                    "the path is not UTF-8: it cannot be passed to engines or shown in the status"
+                )
         return value
 
     def missing(self) -> list[str]:
@@ -190,7 +196,7 @@ def trace_settings(cls: type[S], flags: Mapping[str, object], config: Path | Non
 
 
 def check_bind(settings: ServiceSettings) -> None:
-    """Raises BadSettings for a door that others can reach and that has no token."""
+    """Raises BadSettings for an address that others can reach without a token."""
     problem = _unprotected_host(settings.host, settings.token is not None)
     if problem:
         raise BadSettings(problem, remedy=f"set {PREFIX}TOKEN, or listen on 127.0.0.1")
@@ -199,12 +205,12 @@ def check_bind(settings: ServiceSettings) -> None:
 def _unprotected_host(host: str, has_token: bool) -> str:
     if has_token or is_loopback(host):
         return ""
-    return f"host {host} can be reached from other machines and no token is set"
+    return f"host {host} is reachable from other machines and no token is set"
 
 
 @dataclass(frozen=True)
 class EffectiveSetting:
-    """One setting as it counts. `value` as JSON has it, a secret masked, addresses without their query;
+    """One effective setting. `value` as in JSON, a secret masked, addresses without their query;
     `source`: flag, environment, file or default; `place`: the flag, the variable or the file."""
 
     name: str
@@ -373,7 +379,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
             data = file.read(CONFIG_LIMIT + 1)
         if len(data) > CONFIG_LIMIT:
             raise BadSettings(
-                f"configuration file {path} is larger than {CONFIG_LIMIT} bytes",
+                f"configuration file {path} exceeds the {CONFIG_LIMIT}-byte limit",
                 remedy="give a TOML file of settings",
             )
         return {name.replace("-", "_"): value for name, value in tomllib.loads(data.decode()).items()}
@@ -402,7 +408,7 @@ def _all_problems(
         lines += filter(None, [_unprotected_host(str(host), values.get("token") is not None)])
     return BadSettings(
         "wrong settings:\n  " + "\n  ".join(lines),
-        remedy="correct them where they are set; a flag wins over the environment, that over the file",
+        remedy="correct them; flags take precedence over the environment, the environment over the file",
     )
 
 
@@ -420,7 +426,7 @@ def _problem(cls: type[ServiceSettings], error: ErrorDetails, origins: Mapping[s
     if error["type"] == "missing":
         return f"{name}: required; set {flag_of(name)} or {PREFIX}{name.upper()}"
     if name not in cls.model_fields:
-        return f"{name}: no such setting ({origins.get(name, 'unknown')})"
+        return f"{name}: unknown setting ({origins.get(name, 'unknown')})"
     place = _place(name, origins.get(name, "default")) or "default"
     if name == "port" and str(error["input"]).startswith("tcp://"):
         return f"{name}: {_OF_KUBERNETES} ({place})"

@@ -89,7 +89,7 @@ class VersionWait:
 
         Raises NotInTime that names the hosts which are behind, Refused for what makes no sense."""
         if min_hosts is not None and min_hosts < 1:
-            raise Refused(f"cannot wait for {min_hosts} hosts", remedy="give at least one")
+            raise Refused(f"cannot wait for {min_hosts} hosts", remedy="give 1 or more")
         if fraction is not None and not 0 < fraction <= 1:
             raise Refused(
                 f"cannot wait for {fraction:g} of the hosts", remedy="give a fraction above 0 and up to 1"
@@ -116,7 +116,7 @@ class VersionWait:
         except OSError as error:
             where = error.filename or "the channel"
             return None, RetryLater(
-                f"{where} cannot be read: {error.strerror or error}", remedy="look at the channel's mount"
+                f"{where} cannot be read: {error.strerror or error}", remedy="check the channel's mount"
             )
 
 
@@ -129,7 +129,7 @@ def wait_for_hosts(
     timeout: float = 600.0,
 ) -> list[str]:
     """Waits until that many hosts are ready and serve `version` or a later one; their names: see
-    `Arrivals.wait`. Hosts say this of themselves in the channel, nobody authenticates it."""
+    `VersionWait.wait`. Hosts report this themselves; reports are not authenticated."""
     return VersionWait.in_channel(Path(channel)).wait(version, min_hosts, fraction, timeout)
 
 
@@ -141,11 +141,11 @@ def _late(version: int, found: WaitResult | None, timeout: float) -> NotInTime:
     return NotInTime(
         f"{len(found.arrived)} of {counted(waited, 'host')} ready with version {version} or later "
         f"after {timeout:g} s; behind: {behind}{absent}",
-        remedy="look at these hosts; `weightcast status` of each says more"
+        remedy="check these hosts: `weightcast status` shows more"
         if waited
         else "start the subscribers"
         if absent
-        else "does a subscriber follow this channel, and report to it (--report, --report-to)?",
+        else "check that a subscriber follows this channel and reports to it (--report, --report-to)",
     )
 
 

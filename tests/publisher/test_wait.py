@@ -96,7 +96,7 @@ def test_a_channel_that_cannot_be_read_for_a_while(place: Place, arrivals: Versi
 
 
 def test_nobody_reports(arrivals: VersionWait) -> None:
-    with pytest.raises(NotInTime, match=r"nobody reports .does a subscriber follow"):
+    with pytest.raises(NotInTime, match=r"nobody reports .check that a subscriber follows"):
         arrivals.wait(1, None, 0.5, 2.0)
 
 

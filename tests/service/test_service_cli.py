@@ -319,7 +319,7 @@ def test_an_answer_that_comes_bit_by_bit_has_one_deadline(
 
     url = serve(prepare=slow).url + "/other"
     assert run("status", url, "--timeout", "0.5") == 4
-    assert "not whole within 0.5 s" in capsys.readouterr().err
+    assert "incomplete after 0.5 s" in capsys.readouterr().err
     gone.set()
 
 

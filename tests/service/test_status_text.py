@@ -79,5 +79,5 @@ def test_a_host_that_is_ready_or_degraded_says_at_what() -> None:
 def test_an_answer_of_another_release_is_read_as_far_as_it_goes() -> None:
     assert summary({"ready": True, "role": "publisher", "queue": None, "inbox": []}).well
     assert summary({"ready": False, "engines": ["x"], "last_error": None}).sentence.endswith(
-        "it gives no reason"
+        "no reason given"
     )

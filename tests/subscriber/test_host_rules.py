@@ -248,7 +248,7 @@ def test_a_publisher_whose_answer_never_ends_is_given_up(act: Trickle) -> None:
     with (
         serve(publisher) as url,
         closing(ToPublisher(url, None, seconds=0.2)) as door,
-        pytest.raises(Undelivered, match="not whole within"),
+        pytest.raises(Undelivered, match="incomplete after"),
     ):
         door.deliver(describe(STATUS))
 

@@ -96,8 +96,8 @@ class HandedWeights(CheckpointWeights):
     def _require_same(self) -> None:
         if self._export.read(self._handed.slot) != self._handed:
             raise RetryLater(
-                f"{self._export.slot(self._handed.slot)} holds newer weights by now",
-                remedy="they are taken next",
+                f"{self._export.slot(self._handed.slot)} now has newer weights",
+                remedy="nothing to do: they are published next",
             )
 
     def finish(self) -> None:
@@ -105,7 +105,7 @@ class HandedWeights(CheckpointWeights):
         if self._export.read(self._handed.slot) != self._handed:
             raise Refused(
                 f"{self._export.slot(self._handed.slot)} changed while it was read; nothing was published",
-                remedy="something writes it without its lock",
+                remedy="stop the process that writes it without its lock",
             )
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ def _read(path: Path) -> Memory:
         return Memory()
     members = Members(parse_object(data, str(path)), str(path))
     if members.integer("format") != FORMAT:
-        raise DamagedFile(f"{path} is of another format", remedy="remove it")
+        raise DamagedFile(f"{path} has an unknown format", remedy="remove it")
     return Memory(
         members.text("writer", 64),
         members.integer("sequence"),

@@ -319,7 +319,7 @@ class Inbox:
             problem = candidate.problem
             return wait("incomplete") if problem is None else wait(problem.message, problem.remedy)
         if self._is_no_model(candidate):
-            return wait("none of its tensors is one of the base's", "move files that are no model elsewhere")
+            return wait("none of its tensors is in the base", "move files that are not a model elsewhere")
         if candidate.finished and not self._is_marked_as_before(candidate):
             return None
         marker = self.rules.marker
@@ -531,7 +531,7 @@ def parse_entries(data: bytes, what: str, watch: str = "") -> dict[str, InboxEnt
         each = Members(row, what)
         name = _entry_name(each.text("name"))
         if name in entries:
-            raise DamagedFile(f"{what}: {name!r} stands twice")
+            raise DamagedFile(f"{what}: duplicate entry {name!r}")
         entries[name] = _parse_entry(each, what)
     return entries
 

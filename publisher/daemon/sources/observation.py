@@ -53,7 +53,7 @@ _ONE_CLOCK = 0.5
 """seconds"""
 _MODEL_FILES = ("config", "generation_config", "tokenizer", "special_tokens_map", "chat_template", "adapter_")
 _NAME = "rename it if it is a checkpoint: printable characters, 255 at most"
-_TOO_MANY = "watch a directory that has checkpoints alone, or give --watch-pattern"
+_TOO_MANY = "watch a directory that contains only checkpoints, or give --watch-pattern"
 _READABLE = "let the publisher's user read it, or move it out of the watched directory"
 
 
@@ -338,7 +338,7 @@ def consume(watch: Path, name: str, known: Marks) -> None:
     if name == ROOT:
         raise Refused(
             f"{directory} is not consumed: it is the watched directory itself",
-            remedy="save into a directory of its own below it, or run without --consume",
+            remedy="save into a subdirectory, or run without --consume",
         )
     _require_known(directory, directory, known)
     # What comes under its name from here on is another one.
@@ -355,9 +355,7 @@ def consume_aside(watch: Path, name: str, known: Marks) -> None:
     except Refused as error:
         if _put_back(aside, directory):
             raise
-        raise Refused(
-            f"{error.message}, and another has its name by now", remedy=f"look what {aside} holds"
-        ) from error
+        raise Refused(f"{error.message}, and its name is in use again", remedy=f"check {aside}") from error
     grave = directory.with_name(f"{_CONSUMED}{secrets.token_hex(8)}")
     aside.rename(grave)
     failpoint("inbox.buried", directory)

@@ -194,7 +194,7 @@ def _read(path: Path) -> Iterable[Job]:
         return _Stored.model_validate(parse_object(data, str(path))).jobs
     except (ValidationError, DamagedFile) as error:
         raise DamagedFile(
-            f"{path} does not hold publications",
+            f"{path} is not a file of publications",
             remedy="remove it: keys of earlier requests are then forgotten",
         ) from error
 
@@ -291,12 +291,12 @@ def check_checkpoint(text: str, roots: Sequence[Path]) -> Path:
     `roots`, links followed, or a root with weights; without roots, anywhere."""
     path = Path(text)
     if not is_plain(text) or not path.is_absolute():
-        raise Refused(f"{text[:200]!r} is not an absolute path", remedy="give the whole path")
+        raise Refused(f"{text[:200]!r} is not an absolute path", remedy="give the absolute path")
     try:
         real = path.resolve(strict=True)
         allowed = [root.resolve() for root in roots]
     except (OSError, RuntimeError) as error:
-        # The same answer inside and outside of the roots: nobody shall probe the file system through this.
+        # The same answer inside and outside of the roots: this must not allow probing the file system.
         raise _not_allowed(text, roots) from error
     if roots and not any(real.is_relative_to(root) and _is_a_save(real, root) for root in allowed):
         raise _not_allowed(text, roots)
@@ -313,6 +313,6 @@ def _is_a_save(real: Path, root: Path) -> bool:
 def _not_allowed(text: str, roots: Sequence[Path]) -> Refused:
     where = f" in {' or '.join(map(str, roots))}" if roots else ""
     return Refused(
-        f"{text} is no checkpoint directory{where}",
-        remedy="put it there, or start the publisher with --allow",
+        f"{text} is not a checkpoint directory{where}",
+        remedy="move it there, or start the publisher with --allow",
     )

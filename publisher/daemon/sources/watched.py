@@ -416,7 +416,7 @@ def _read(memory: Path, watch: str) -> _Memory:
     except DamagedFile as error:
         raise DamagedFile(
             error.message,
-            remedy="remove the file: what lies in the watched directory then counts as published",
+            remedy="remove the file: present checkpoints then count as published",
         ) from error
 
 
