@@ -7,15 +7,16 @@ from collections.abc import Iterable, Sequence
 
 from weightcast.shared.doctor.findings import size_text
 from weightcast.shared.doctor.sizing import (
+    DENSITIES,
     ROLES,
     Amount,
     Weights,
     Workload,
     apply_seconds,
     change_bits,
+    rate_text,
     sizing,
 )
-from weightcast.shared.doctor.sizing_tables import DENSITIES, rate_text
 
 INTERVAL = 30.0
 AWAY = 600.0

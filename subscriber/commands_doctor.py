@@ -14,8 +14,16 @@ from weightcast.shared.cli.app import JsonOption
 from weightcast.shared.cli.output import Output
 from weightcast.shared.doctor.examine import Examined, examine, show_findings
 from weightcast.shared.doctor.findings import Finding, Role, counts, exit_code
-from weightcast.shared.doctor.sizing import DEFAULT_THREADS, Encoding, Sizing, Weights, Workload, sizing
-from weightcast.shared.doctor.sizing_tables import plan_facts, show_plan
+from weightcast.shared.doctor.sizing import (
+    DEFAULT_THREADS,
+    Encoding,
+    Sizing,
+    Weights,
+    Workload,
+    plan_facts,
+    show_plan,
+    sizing,
+)
 from weightcast.shared.files.hf_checkpoint import open_checkpoint
 from weightcast.subscriber.engines.diagnose import judge_engines
 

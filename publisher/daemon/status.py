@@ -223,13 +223,6 @@ def waiting_status(waiting: Iterable[Unpublished]) -> tuple[WaitingStatus, ...]:
 
 
 def host_status(host: Host) -> ReportedHost:
-    return ReportedHost(
-        host=host.host,
-        local=host.local[:TEXT_SHOWN],
-        state=host.state,
-        local_version=host.local_version,
-        served_version=host.served_version,
-        lag=host.lag,
-        last_error=host.last_error[:TEXT_SHOWN],
-        age_seconds=host.heard_seconds_ago,
-    )
+    same = {name: getattr(host, name) for name in ReportedHost.model_fields.keys() & Host.model_fields.keys()}
+    cut = {"local": host.local[:TEXT_SHOWN], "last_error": host.last_error[:TEXT_SHOWN]}
+    return ReportedHost(**{**same, **cut}, age_seconds=host.heard_seconds_ago)

@@ -129,3 +129,9 @@ ChannelOption = Annotated[Path, _option(CHANNEL)]
 TrustedKeyOption = Annotated[list[str] | None, _option(TRUSTED_KEY)]
 SignKeyOption = Annotated[Path | None, _option(SIGN_KEY)]
 ThreadsOption = Annotated[int | None, _option(THREADS)]
+AnyChannelOption = Annotated[
+    Path | None, typer.Option(CHANNEL.written, envvar=CHANNEL.env, help="The channel's directory.")
+]
+TokenOption = Annotated[
+    str | None, typer.Option("--token", envvar="WEIGHTCAST_TOKEN", help="Bearer token of the daemon.")
+]

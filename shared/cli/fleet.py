@@ -1,4 +1,4 @@
-"""Verbs that look at a fleet: `fleet`, `wait`."""
+"""Commands `fleet` and `wait`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from weightcast.shared.base.errors import Refused, WeightcastError, counted
 from weightcast.shared.channel.channel import require_named
 from weightcast.shared.channel.reports import UPDATES_LIMIT
 from weightcast.shared.channel.reports import forget as forget_report
-from weightcast.shared.cli.app import JsonOption
-from weightcast.shared.cli.output import Output, to_json
-from weightcast.shared.cli.streams import is_unread
+from weightcast.shared.cli.app import AnyChannelOption, JsonOption, TokenOption
+from weightcast.shared.cli.output import Output, is_unread, to_json
 from weightcast.shared.daemon.client import Daemon
 from weightcast.shared.daemon.fleet import (
     WORST_FIRST,
@@ -68,15 +67,9 @@ _GAP, _INDENT = 2, 4
 
 LookAtFleet = Callable[[], Fleet]
 
-AnyChannelOption = Annotated[
-    Path | None, typer.Option("--channel", envvar="WEIGHTCAST_CHANNEL", help="The channel's directory.")
-]
 UrlOption = Annotated[
     str | None,
     typer.Option("--url", help="Address of the publisher, e.g. 127.0.0.1:8340, instead of --channel."),
-]
-TokenOption = Annotated[
-    str | None, typer.Option("--token", envvar="WEIGHTCAST_TOKEN", help="Bearer token of the publisher.")
 ]
 
 

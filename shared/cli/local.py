@@ -1,4 +1,4 @@
-"""Verbs that look at a local checkpoint: `local verify`."""
+"""The command `local verify`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weightcast.shared.checkpoint.state.locks import FileLock
 from weightcast.shared.checkpoint.state.side_files import repair_files
 from weightcast.shared.checkpoint.verify.inspect import Inspection, inspect
 from weightcast.shared.checkpoint.verify.repair import Repaired, restore_base
-from weightcast.shared.cli.app import JsonOption, TrustedKeyOption, group
+from weightcast.shared.cli.app import JsonOption, ThreadsOption, TrustedKeyOption, group
 from weightcast.shared.cli.output import Output
 from weightcast.shared.daemon.settings import BadSettings
 from weightcast.shared.daemon.threads import working_threads
@@ -62,7 +62,7 @@ def verify(
         Path, typer.Option("--local", envvar="WEIGHTCAST_LOCAL", help="Directory of the local checkpoint.")
     ],
     repair: Annotated[
-        bool, typer.Option("--repair", help="Bring right what differs; needs --channel.")
+        bool, typer.Option("--repair", help="Repair differing bytes; needs --channel.")
     ] = False,
     channel: Annotated[
         Path | None,
@@ -71,14 +71,12 @@ def verify(
     base: Annotated[
         Path | None, typer.Option("--base", envvar="WEIGHTCAST_BASE", help="HF checkpoint to repair from.")
     ] = None,
-    threads: Annotated[
-        int | None, typer.Option("--threads", min=1, help="Working threads; unset: every core allowed.")
-    ] = None,
+    threads: ThreadsOption = None,
     engine: Annotated[
         list[str] | None,
         typer.Option(
             "--engine",
-            help="Also read the memory of this engine, which has weightcast-engine: URL or kind=URL[,...]; "
+            help="Also read back the memory of this engine (needs weightcast-engine): URL or kind=URL[,...]; "
             "repeatable.",
         ),
     ] = None,
@@ -89,7 +87,7 @@ def verify(
     trusted_key: TrustedKeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Read every byte of a local checkpoint, and of engines, and compare it with the version that it is."""
+    """Compare every byte of a local checkpoint, and optionally of engines, with its version."""
     output, count = Output(json=as_json), working_threads(threads)
     if name and not engine:
         raise BadSettings("--name needs --engine", remedy="the files of a local checkpoint are read whole")

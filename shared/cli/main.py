@@ -17,8 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
 from weightcast.shared.base.errors import USAGE, NotInTime, WeightcastError
-from weightcast.shared.cli.output import Output
-from weightcast.shared.cli.streams import leave, steady_streams, unwritten
+from weightcast.shared.cli.output import Output, leave, steady_streams, unwritten
 from weightcast.shared.daemon.environment import unknown_variables
 from weightcast.shared.files.disk_errors import disk_error
 from weightcast.shared.files.paths import printable

@@ -1,4 +1,4 @@
-"""Verbs of both sides: `status`, `wake`, and those of the rooms below where this release has them."""
+"""Commands of both sides: `status`, `wake`, and those of channel, local and fleet."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
@@ -16,20 +14,17 @@ from rich.table import Table
 from rich.text import Text
 
 from weightcast.shared.base.errors import FIX_ENGINE
-from weightcast.shared.cli.app import JsonOption
+from weightcast.shared.cli.app import JsonOption, TokenOption
+from weightcast.shared.cli.channel import register_channel
+from weightcast.shared.cli.fleet import register_fleet
+from weightcast.shared.cli.local import register_local
 from weightcast.shared.cli.output import Output, time_text
 from weightcast.shared.daemon.client import Daemon, parsed
 from weightcast.shared.daemon.fleet import age
 from weightcast.shared.files.paths import printable
 
 STATUS_PATH, WAKE_PATH = "/v1/status", "/v1/wake"
-_ROOMS = ("channel", "local", "keys", "fleet")
 _TIMES = ("at", "since", "created", "last_full_hash", "full_pass", "last_fault_at", "step_began")
-
-TokenOption = Annotated[
-    str | None, typer.Option("--token", envvar="WEIGHTCAST_TOKEN", help="Bearer token of the daemon.")
-]
-
 
 UrlArgument = Annotated[
     str,
@@ -43,10 +38,9 @@ TimeoutOption = Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds t
 def register(app: typer.Typer) -> None:
     app.command("status")(status)
     app.command("wake")(wake)
-    for room in _ROOMS:
-        module = f"weightcast.shared.cli.{room}"
-        if find_spec(module) is not None:
-            getattr(import_module(module), f"register_{room}")(app)
+    register_channel(app)
+    register_local(app)
+    register_fleet(app)
 
 
 def status(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -365,31 +365,27 @@ def _channel_file(channel: Path) -> ChannelFile | None:
         return None
 
 
-def as_host(sighting: StoredReport) -> Host:
+_REPORTED = {each.name for each in fields(Report)} & Host.model_fields.keys() - {
+    "bytes",
+    "engines",
+    "updates",
+}
+"""members of a host that are those of its report"""
+
+
+def as_host(stored: StoredReport) -> Host:
     """As it says itself: presence, standing and lag are not judged yet."""
-    report = sighting.report
+    report = stored.report
+    same = {name: getattr(report, name) for name in _REPORTED}
     return Host(
-        key=sighting.key,
-        host=report.host,
-        local=report.local,
-        run_id=report.run_id,
+        **same,
+        key=stored.key,
         presence="live",
         heard_seconds_ago=0.0,
-        state=report.state,
         ready=report.state == "ready",
         standing="behind",
-        phase=report.phase,
-        local_version=report.local_version,
-        served_version=report.served_version,
-        target=report.target,
-        target_version=report.target_version,
-        lag=report.lag,
-        last_error=report.last_error,
-        remedy=report.remedy,
-        retries=report.retries,
         bytes={cause: report.bytes.get(cause, 0) for cause in CAUSES},
         engines=tuple(map(_engine, report.engines)),
-        software=report.software,
         clock_offset_seconds=report.clock_offset,
         updates=tuple(UpdateLine(**vars(update)) for update in report.updates),
     )

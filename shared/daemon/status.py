@@ -148,18 +148,7 @@ class VerifyStatus(Facts):
 
 
 def verify_status(scrub: ScrubStatus | None) -> VerifyStatus | None:
-    if scrub is None:
-        return None
-    return VerifyStatus(
-        rate=scrub.rate,
-        done_bytes=scrub.done_bytes,
-        total_bytes=scrub.total_bytes,
-        passes=scrub.passes,
-        full_pass=scrub.full_pass,
-        faults=scrub.faults,
-        last_fault=scrub.last_fault,
-        last_fault_at=scrub.last_fault_at,
-    )
+    return None if scrub is None else VerifyStatus(**vars(scrub))
 
 
 VERSION = "0.1.0"

@@ -23,15 +23,17 @@ from weightcast.publisher.channel_init import init_channel
 from weightcast.shared.cli.main import run
 from weightcast.shared.doctor.findings import Finding, Level, exit_code, size_text
 from weightcast.shared.doctor.observe import (
+    PROBES,
     LocalFacts,
     MachineFacts,
     PlaceFacts,
+    ProbeOutcome,
     RunFacts,
     observe_contents,
     observe_machine,
+    run_probes,
     within_seconds,
 )
-from weightcast.shared.doctor.probes import PROBES, ProbeOutcome, run_probes
 from weightcast.shared.doctor.rules import judge_channel, judge_local, judge_machine, step_bytes
 from weightcast.shared.files.disk_errors import DiskError
 from weightcast.shared.files.system import Mount, Space

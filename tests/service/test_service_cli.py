@@ -491,7 +491,7 @@ def test_a_lost_error_is_told_beside() -> None:
 def test_a_file_never_takes_the_number_of_a_closed_stream(tmp_path: Path) -> None:
     opened = tmp_path / "opened"
     script = (
-        "import os, sys; from weightcast.shared.cli.streams import steady_streams; steady_streams();"
+        "import os, sys; from weightcast.shared.cli.output import steady_streams; steady_streams();"
         f"file = open({str(opened)!r}, 'w'); print(file.fileno(), file=file); file.flush();"
         "os.write(2, b'of a library'); print('said', file=sys.stderr); print('said')"
     )
