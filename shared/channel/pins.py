@@ -1,5 +1,5 @@
 """What operators leave in a channel: versions to be kept (`keep/<version>`), tags (`tags/<name>`), orders
-to its owner (`orders/rollback.json`, `orders/repair`). docs/FORMAT.md, Marks."""
+to its owner (`orders/rollback.json`, `orders/repair`). docs/FORMAT.md, Pins, tags and orders."""
 
 from __future__ import annotations
 

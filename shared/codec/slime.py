@@ -1,4 +1,4 @@
-"""The field's payloads: a zstd frame per tensor, over its little-endian bytes. docs/FORMAT.md, The field.
+"""The field's payloads: a zstd frame per tensor, over its little-endian bytes. docs/FORMAT.md, The slime format.
 
     xor         new XOR old, as long as the tensor
     overwrite   u32 count, count u32 byte positions, ascending, count new bytes
