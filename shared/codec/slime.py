@@ -1,4 +1,4 @@
-"""The field's payloads: a zstd frame per tensor, over its little-endian bytes. docs/FORMAT.md, The slime format.
+"""The slime format: a zstd frame per tensor, over its little-endian bytes (docs/FORMAT.md).
 
     xor         new XOR old, as long as the tensor
     overwrite   u32 count, count u32 byte positions, ascending, count new bytes
