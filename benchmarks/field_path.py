@@ -7,8 +7,8 @@
 It shares no code with weightcast's pipeline and has its care: files mapped once and held, tensors shared out
 over threads largest first, contexts and buffers kept per thread, work in pieces that stay in the cache, each
 thread streaming into a shard of its own, shards and index and pointer durable before they are named. The
-format: docs/FORMAT.md, The slime format. A crash between a round's first and last byte costs it the local copy
-(`state.json` says `unfinished`), because the slime format has no journal.
+format: docs/FORMAT.md, The slime format. A crash between first and last byte of a round costs it the local
+copy (`state.json` says `unfinished`), because the slime format has no journal.
 """
 
 from __future__ import annotations
