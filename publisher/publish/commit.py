@@ -27,7 +27,7 @@ from weightcast.shared.base.failpoints import failpoint
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import Claim
 from weightcast.shared.channel.index import CARRIED, INDEX_LIMIT, INDEX_NAME, FileRecord, Index, file_record
-from weightcast.shared.channel.layout import Layout, Pointer, read_pointer, write_pointer
+from weightcast.shared.channel.layout import Layout, Pointer, TornPointer, read_pointer, write_pointer
 from weightcast.shared.channel.signing import (
     PrivateKey,
     Trust,
@@ -189,10 +189,16 @@ def advance_pointer(layout: Layout, version: int, claim: Claim, post_write: Post
 
 
 def put_pointer_right(layout: Layout, claim: Claim) -> None:
-    """An owner of before that was suspended right before its rename may have put the pointer back. Where the
-    version is gone too, the channel was restored, and the pointer stays."""
-    pointer = read_pointer(layout.channel)
-    at = 0 if pointer is None else pointer.version
+    """An owner of before that was suspended right before its rename may have put the pointer back, or the file
+    was damaged. Where the version is gone too, the channel was restored, and the pointer stays. Raises
+    DamagedFile and TornPointer where this owner never had it anywhere."""
+    try:
+        pointer = read_pointer(layout.channel)
+    except (DamagedFile, TornPointer):
+        if not claim.pointed:
+            raise
+        pointer = None
+    at = 0 if pointer is None or pointer.run is not None else pointer.version
     if at < claim.pointed and exists(layout.index(claim.pointed)):
         _point(layout, claim.pointed, claim)
     claim.pointed = max(claim.pointed, at)

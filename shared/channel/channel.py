@@ -153,7 +153,7 @@ class Channel:
         if pointer is not None and pointer.run is not None and not self.foreign:
             raise DamagedFile(
                 f"{self.layout.latest} names run {pointer.run!r}, as only foreign channels' pointers do",
-                remedy="write the version to be served into it, six digits",
+                remedy="run `weightcast channel repair`, or write the six digits of a version into it",
             )
         return pointer
 

@@ -142,7 +142,7 @@ def parse_pointer(data: bytes, channel: Path) -> Pointer:
     if version is None or (slash and not _is_name(run)):
         raise DamagedFile(
             f"{Layout(channel).latest}: pointer content that can't be parsed: {text[:80]!r}",
-            remedy="write the version to be served into it, six digits",
+            remedy="run `weightcast channel repair`, or write the six digits of a version into it",
         )
     return Pointer(version, run, channel / _RUN_DIRECTORY) if slash else Pointer(version, None, channel)
 

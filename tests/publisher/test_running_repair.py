@@ -71,6 +71,26 @@ def test_the_command_sends_the_order_and_waits(published: tuple[Places, Daemon])
     daemon.wait_for_version(4)
 
 
+@pytest.mark.parametrize("content", [b"garbage", b"", b"0000", b"other/weight_v000001", None])
+def test_a_damaged_pointer_is_put_back_by_the_publisher_that_owns_it(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    place = made(tmp_path)
+    latest = place.channel / "latest"
+    with place.publisher() as publisher:
+        publisher.recover()
+        before = latest.read_bytes()
+        if content is None:
+            latest.unlink()
+        else:
+            latest.write_bytes(content)
+        publisher.obey_orders()
+        assert latest.read_bytes() == before
+        latest.write_bytes(b"garbage")
+        version = publisher.publish_checkpoint(place.new(models_of(place)[1])).version
+    assert version == int(before) + 1 and int(latest.read_bytes()) == version
+
+
 def test_a_running_publisher_finds_and_repairs_damage_by_itself(tmp_path: Path) -> None:
     places = Places.made(tmp_path)
     daemon = Daemon.start(places, "--skip-span", "4", "--history-share", "1000")
