@@ -189,9 +189,9 @@ def advance_pointer(layout: Layout, version: int, claim: Claim, post_write: Post
 
 
 def put_pointer_right(layout: Layout, claim: Claim) -> None:
-    """An owner of before that was suspended right before its rename may have put the pointer back, or
-    the file was damaged. Where the version is gone too, the channel was restored, and the pointer stays. Raises
-    DamagedFile and TornPointer where this owner never had it anywhere."""
+    """A former owner that was suspended right before its rename may have put the pointer back, or the file
+    was damaged. If the version is gone too, the channel was restored, and the pointer stays. Raises
+    DamagedFile and TornPointer if this owner never saw a valid pointer."""
     try:
         pointer = read_pointer(layout.channel)
     except (DamagedFile, TornPointer):
