@@ -29,7 +29,6 @@ UNCHECKED = (
     "docs/measurements/",
     "docs/settings.md",
     "docs/metrics.md",
-    "CHANGELOG.md",
 )
 """the page that quotes the words, pages of figures, pages made from strings of the source, history"""
 BUDGET = {
@@ -106,3 +105,22 @@ def found_by_room() -> dict[str, list[str]]:
 def test_a_room_has_no_more_of_them_than_its_budget(room: str) -> None:
     found = found_by_room().get(room, [])
     assert len(found) <= BUDGET.get(room, 0), "reword (docs/glossary.md):\n" + "\n".join(found)
+
+
+PAGES = [name for name in DOCUMENTS if name == "README.md" or re.fullmatch(r"docs/[\w-]+\.md", name)]
+LIST_ITEM = re.compile(r"\s*([-*]|\d+\.) ")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_paragraph_has_at_most_five_lines(page: str) -> None:
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"<!-- .*?<!-- end", "", text, flags=re.DOTALL)
+    lengths: list[tuple[str, int]] = [("", 0)]
+    for line in text.splitlines():
+        if not line.strip() or line.startswith(("|", "#", "!", "<")):
+            lengths.append(("", 0))
+        elif LIST_ITEM.match(line) or not lengths[-1][0]:
+            lengths.append((line, 1))
+        else:
+            lengths[-1] = (lengths[-1][0], lengths[-1][1] + 1)
+    assert [first for first, lines in lengths if lines > 5] == [], "make it a list or a table"
