@@ -6,16 +6,19 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, version
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from weightcast.shared.base.errors import USAGE, Refused
 from weightcast.shared.cli.output import Output
 from weightcast.shared.cli.plain import CHANNEL, JSON, SIGN_KEY, THREADS, TRUSTED_KEY, Option
+from weightcast.shared.daemon.status import VERSION
 from weightcast.shared.files.paths import at_home
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 BROKEN_INSTALLATION = (ImportError, AttributeError, OSError)
 """missing modules, missing names, shared libraries that do not load"""
@@ -104,7 +107,7 @@ def _with_homes(verb: Callable[..., Any]) -> Callable[..., Any]:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(version("weightcast"))
+        print(VERSION)
         raise typer.Exit
 
 

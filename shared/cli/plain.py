@@ -1,4 +1,4 @@
-"""Verbs that are called for every version: their command lines are read here where they are plain.
+"""Commands that are called for every version: their command lines are read here where they are plain.
 
 typer, and pydantic which it imports, take longer than a small version does. The options of such a verb are
 data: `Verb.read` takes a line in which nothing is missing, wrong or unusual, and typer is made from the same
@@ -8,6 +8,7 @@ data for all others, so that it alone says what is wrong and gives help.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from weightcast.shared.files.paths import at_home
 if TYPE_CHECKING:
     import typer
 
-_MOST_DIGITS = 15
+_INTEGER, _NUMBER = r"\d{1,15}", r"\d{1,8}(\.\d{1,7})?"
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,34 @@ class Option:
     def written(self) -> str:
         return self.flag or "--" + self.name.replace("_", "-")
 
+    def value(self, given: list[str] | None, environment: Mapping[str, str]) -> object:
+        """Of the texts that were given, else of the environment. Raises ValueError for what is wrong or
+        unusual."""
+        if given is None and self.env in environment and self.env is not None:
+            given = [environment[self.env]] if self.kind is not list else [""]
+        if given is None:
+            if self.is_required:
+                raise ValueError(self.name)
+            return self.default
+        text = given[-1]
+        if self.kind is bool:
+            return True
+        if not all(given) or (self.choices and text not in self.choices):
+            raise ValueError(self.name)
+        if self.kind is list:
+            return given
+        if self.kind is Path:
+            return at_home(Path(text))
+        return text if self.kind is str else self._number(text)
+
+    def _number(self, text: str) -> int | float:
+        if not re.fullmatch(_INTEGER if self.kind is int else _NUMBER, text, re.ASCII):
+            raise ValueError(self.name)
+        number: int | float = self.kind(text)
+        if self.least is not None and number < self.least:
+            raise ValueError(self.name)
+        return number
+
 
 @dataclass(frozen=True)
 class Verb:
@@ -60,94 +89,29 @@ class Verb:
         verb.__annotations__ = {each.name: each.annotation for each in parameters}
         app.command(self.name, help=inspect.getdoc(self.body))(verb)
 
-    def read(self, arguments: Sequence[str], environment: Mapping[str, str]) -> dict[str, object] | None:
+    def read(self, arguments: Iterable[str], environment: Mapping[str, str]) -> dict[str, object] | None:
         """A value for each option; None where typer is to read the line."""
-        words = _Words(self.options)
-        try:
-            words.take(arguments)
-            return dict(words.values(environment))
-        except _NotPlainError:
-            return None
-
-
-class _NotPlainError(Exception):
-    pass
-
-
-class _Words:
-    def __init__(self, options: Sequence[Option]) -> None:
-        self._options = options
-        self._flags = {one.written: one for one in options if not one.is_argument}
-        self._places = [one for one in options if one.is_argument]
-        self._given: dict[str, list[str]] = {}
-
-    def take(self, arguments: Iterable[str]) -> None:
+        flags = {one.written: one for one in self.options if not one.is_argument}
+        places = [one for one in self.options if one.is_argument]
+        given: dict[str, list[str]] = {}
         left = iter(arguments)
-        for word in left:
-            if not word.startswith("-"):
-                self._put(self._next_place(), word)
-                continue
-            flag, equals, value = word.partition("=")
-            option = self._flags.get(flag)
-            if option is None or (equals and option.kind is bool):
-                raise _NotPlainError
-            if not equals:
-                value = "" if option.kind is bool else next(left, "-")
-            self._put(option, value)
-
-    def _next_place(self) -> Option:
-        place = next((one for one in self._places if one.name not in self._given), None)
-        if place is None:
-            raise _NotPlainError
-        return place
-
-    def _put(self, option: Option, value: str) -> None:
-        before = self._given.setdefault(option.name, [])
-        # a value that looks like a flag may be a forgotten one
-        if value.startswith("-") or (before and option.kind is not list):
-            raise _NotPlainError
-        before.append(value)
-
-    def values(self, environment: Mapping[str, str]) -> Iterable[tuple[str, object]]:
-        for option in self._options:
-            yield option.name, self._value(option, environment)
-
-    def _value(self, option: Option, environment: Mapping[str, str]) -> object:
-        given = self._given.get(option.name)
-        if given is None and option.env is not None and option.env in environment:
-            if option.kind is list:
-                raise _NotPlainError
-            given = [environment[option.env]]
-        if given is None:
-            if option.is_required:
-                raise _NotPlainError
-            return option.default
-        return _parsed(option, given)
-
-
-def _parsed(option: Option, given: list[str]) -> object:
-    text = given[-1]
-    if option.kind is bool:
-        return True
-    if not all(given) or (option.choices and text not in option.choices):
-        raise _NotPlainError
-    if option.kind is list:
-        return given
-    if option.kind is Path:
-        return at_home(Path(text))
-    return text if option.kind is str else _number(option, text)
-
-
-def _number(option: Option, text: str) -> int | float:
-    whole, dot, part = text.partition(".")
-    digits = whole + part
-    is_plain = digits.isascii() and digits.isdigit() and whole and len(digits) <= _MOST_DIGITS
-    if not is_plain or (dot and (option.kind is int or not part)):
-        raise _NotPlainError
-    number: int | float = option.kind(text)
-    if option.least is not None and number < option.least:
-        raise _NotPlainError
-    return number
+        try:
+            for word in left:
+                flag, equals, value = word.partition("=")
+                if not word.startswith("-"):
+                    option, value = places.pop(0), word
+                elif flags[flag].kind is bool:
+                    option, value = flags[word], ""
+                else:
+                    option, value = flags[flag], value if equals else next(left)
+                before = given.setdefault(option.name, [])
+                # a value that looks like a flag may be a forgotten one
+                if value.startswith("-") or (before and option.kind is not list):
+                    return None
+                before.append(value)
+            return {one.name: one.value(given.get(one.name), environment) for one in self.options}
+        except (LookupError, StopIteration, ValueError):
+            return None
 
 
 def _parameter(option: Option) -> inspect.Parameter:
