@@ -304,7 +304,7 @@ def test_an_endless_answer_is_cut(serve: Serve, capsys: pytest.CaptureFixture[st
             return StreamingResponse(iter(lambda: b"x" * 65536, b""))
 
     assert run("status", serve(prepare=endless).url + "/other") == 3
-    assert "larger than" in capsys.readouterr().err
+    assert "exceeds the" in capsys.readouterr().err
 
 
 def test_an_answer_that_comes_bit_by_bit_has_one_deadline(
