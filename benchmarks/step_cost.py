@@ -28,7 +28,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from weightcast.publisher import Handle, Publisher, Shard, cast_like, init_channel
+from weightcast.publisher import Handle, Publisher, PublisherOptions, Shard, cast_like, init_channel
+from weightcast.publisher.publish.commit import PostWrite
 from weightcast.publisher.submit import Hold
 from weightcast.publisher.trainer.handover import HandOver
 from weightcast.shared.codec.warm_up import warm_up
@@ -116,12 +117,19 @@ class _Place:
     channels: Path
     base: Path
 
-    def publisher(self, plan: Plan, name: str, **options: Any) -> Publisher:
+    def publisher(
+        self, plan: Plan, name: str, rank: int = 0, world_size: int = 1, post_write: PostWrite | None = None
+    ) -> Publisher:
         channel = self.channels / name
         if not channel.exists():
             init_channel(channel, self.base)
         return Publisher.open(
-            channel, local=self.room / f"local-{name}", base=self.base, threads=plan.threads, **options
+            channel,
+            local=self.room / f"local-{name}",
+            base=self.base,
+            rank=rank,
+            world_size=world_size,
+            options=PublisherOptions(threads=plan.threads, post_write=post_write),
         )
 
 

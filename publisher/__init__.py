@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from weightcast.publisher.api import Publisher
+    from weightcast.publisher.api import Publisher, PublisherOptions
     from weightcast.publisher.channel_init import init_channel
     from weightcast.publisher.publish.report import PublishReport
     from weightcast.publisher.submit import Handle
@@ -21,6 +21,7 @@ __all__ = [
     "Handle",
     "PublishReport",
     "Publisher",
+    "PublisherOptions",
     "RawTensor",
     "Shard",
     "cast_like",
@@ -32,6 +33,7 @@ _MODULES = {
     "Handle": "submit",
     "PublishReport": "publish.report",
     "Publisher": "api",
+    "PublisherOptions": "api",
     "RawTensor": "weights.given",
     "Shard": "weights.given",
     "cast_like": "trainer.precision",

@@ -10,15 +10,15 @@ import functools
 import operator
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex, get_args
+from typing import TYPE_CHECKING, Any, Never, Self, SupportsIndex, get_args
 
-from weightcast.publisher.maintenance.orders import carry_out, held, is_carried_out, root_of, standing
-from weightcast.publisher.maintenance.repair import ChannelCheck, Repairs, is_sound, remake, repair
+from weightcast.publisher.maintenance.orders import carry_out, held, is_carried_out, standing
+from weightcast.publisher.maintenance.repair import Repairs, is_sound, repair
 from weightcast.publisher.maintenance.upkeep import Background, Upkeep, UpkeepOptions
-from weightcast.publisher.publish.commit import PostWrite, Signer, is_carried
+from weightcast.publisher.publish.commit import PostWrite, Signer
 from weightcast.publisher.publish.member import MemberRank
 from weightcast.publisher.publish.publish import OwnerRank
 from weightcast.publisher.publish.publish_job import (
@@ -28,8 +28,6 @@ from weightcast.publisher.publish.publish_job import (
     Until,
     Watching,
     WeightSource,
-    has_root,
-    matched_input,
 )
 from weightcast.publisher.publish.report import PublishReport
 from weightcast.publisher.ranks.rendezvous import Rank
@@ -42,24 +40,17 @@ from weightcast.publisher.weights.given import whole_step
 from weightcast.publisher.weights.precision import NonFinite
 from weightcast.publisher.weights.side_configs import carried_bytes, changed_configs
 from weightcast.publisher.weights.tensors import CheckpointWeights, GivenWeights, NewWeights, refuse_local
-from weightcast.shared.base.errors import (
-    DamagedFile,
-    NeedsReseed,
-    Refused,
-    Untrusted,
-    WeightcastError,
-)
+from weightcast.shared.base.errors import Refused
 from weightcast.shared.base.progress import Advance
 from weightcast.shared.channel import pins
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.claims import Claim, claim, this_process
-from weightcast.shared.channel.index import STEP_ENCODINGS, Encoding, Index
+from weightcast.shared.channel.index import STEP_ENCODINGS, Encoding
 from weightcast.shared.channel.layout import Layout
 from weightcast.shared.channel.pins import Rollback
 from weightcast.shared.channel.run_files import Base, ChannelFile
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.state.known_bases import recorded_base
-from weightcast.shared.checkpoint.verify.scrub import Scrub
 from weightcast.shared.files.paths import exists, require_no_overlap, require_places
 from weightcast.shared.files.probes import CHANNEL_NEEDS, COMMIT_NEEDS, require
 
@@ -69,6 +60,51 @@ if TYPE_CHECKING:
 _BEAT_SECONDS = 10.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class PublisherOptions:
+    """What most runs leave as it is."""
+
+    threads: int = 1
+    """that compare and encode"""
+    deadline_seconds: float = 600.0
+    """ranks wait for each other this long"""
+    take_over: bool = False
+    """take the channel from an owner that seems alive"""
+    take_over_seconds: float = 60.0
+    """an owner that was silent for this long counts as gone"""
+    anchor_every: int = 0
+    """full weights beside every Nth version; 0: none"""
+    post_write: PostWrite | None = None
+    """called as `post_write(version, directory, phase)`, with the phase `version` when the files are there
+    and `pointer` when `latest` names them"""
+    non_finite: NonFinite = "allow"
+    """`refuse`: a delta in which elements become NaN or infinite is not published"""
+    until: Until = "patched"
+    """`out`: `publish` returns when the pointer names the version. Rank 0's local checkpoint follows in a
+    thread; the next call waits for it, as `settle` does"""
+    carry_config: bool = False
+    """versions published from checkpoint directories carry tokenizer, chat template, generation and processor
+    files that differ from the base's; hosts install them with the weights"""
+    on_device: When = "auto"
+    """where torch tensors are compared: `auto` those on a CUDA device there, `always` those on the CPU by
+    torch too, `never`: all on the host. The version's bytes are the same"""
+    device_baseline_bytes: int = 0
+    """of what was published last, kept on the devices for the next comparison"""
+    pinned_baseline_bytes: int = 0
+    """as above, in pinned host memory"""
+    sign_key: str | Path | None = None
+    """file with the key that signs every version; rank 0 alone needs it"""
+    trusted_keys: Sequence[str | Path] = ()
+    """further keys whose versions are continued, as text or files"""
+    visible_seconds: float = 30.0
+    """files that the channel names may stay invisible this long before they count as lost"""
+    upkeep: UpkeepOptions | None = None
+    """what rank 0 makes beside the versions, in a thread that gives way to publications"""
+
+
+_DEFAULTS = PublisherOptions()
+
+
 class Publisher:
     """Publishes versions of one run; one per rank. Not thread-safe.
 
@@ -76,35 +112,36 @@ class Publisher:
     ...     report = publisher.publish(model.state_dict(), step=1)
     """
 
+    _upkeep_in_background = True
+
     def __init__(
         self,
         updater: LocalUpdater,
         rank: Rank,
-        options: PublishOptions,
+        setup: PublishOptions,
+        options: PublisherOptions,
         claimed: Claim | None,
         upkeep: Upkeep | None = None,
-        *,
-        on_device: OnDevice,
-        until: Until,
-        carry_config: bool,
     ) -> None:
         self._updater, self._claim, self._upkeep = updater, claimed, upkeep
+        self._options = options
         self._background: Background | None = None
-        self._trust, self._world_size = options.trust, rank.world_size
-        self._owner = None if claimed is None else OwnerRank(updater, claimed, rank, options)
-        self._lone = None if claimed is None else OwnerRank(updater, claimed, Rank(0, 1), options)
+        self._trust, self._world_size = setup.trust, rank.world_size
+        self._owner = None if claimed is None else OwnerRank(updater, claimed, rank, setup)
+        self._lone = None if claimed is None else OwnerRank(updater, claimed, Rank(0, 1), setup)
         """what rank 0 publishes without the other ranks"""
-        self._member = MemberRank(updater, rank, options)
+        self._member = MemberRank(updater, rank, setup)
         self._heart = None if claimed is None else _Heart(claimed)
         self._closed = False
-        # the field's encodings need all new words on the host, whatever changed
-        near = options.encoding in STEP_ENCODINGS
-        whole_old = options.encoding == "small"
-        self.baselines = Baselines(on_device, whole_old=whole_old) if near else None
+        self.baselines: Baselines | None = None
+        """None: slime's encodings need all new words on the host, whatever changed"""
+        if setup.encoding in STEP_ENCODINGS:
+            self.baselines = Baselines(
+                OnDevice(options.on_device, options.device_baseline_bytes, options.pinned_baseline_bytes),
+                whole_old=setup.encoding == "small",
+            )
         self._submissions = Submissions(self._publish)
-        self._until = until
         self._arrivals: VersionWait | None = None
-        self._carry_config = carry_config
 
     @classmethod
     def open(
@@ -116,58 +153,28 @@ class Publisher:
         rank: int = 0,
         world_size: int = 1,
         encoding: Encoding = "fast",
-        threads: int = 1,
-        take_over: bool = False,
-        take_over_seconds: float = 60.0,
-        post_write: PostWrite | None = None,
-        anchor_every: int = 0,
-        deadline_seconds: float = 600.0,
-        on_device: When = "auto",
-        device_baseline_bytes: int = 0,
-        pinned_baseline_bytes: int = 0,
-        upkeep: UpkeepOptions | None = None,
-        sign_key: str | Path | None = None,
-        trusted_keys: Sequence[str | Path] = (),
-        visible_seconds: float = 30.0,
-        non_finite: NonFinite = "allow",
-        until: Until = "patched",
-        carry_config: bool = False,
-    ) -> Publisher:
+        options: PublisherOptions = _DEFAULTS,
+        **other: Never,
+    ) -> Self:
         """`channel`: made by `init_channel` or `weightcast channel init`. `local`: this publisher's own local
         checkpoint, seeded from `base` when it is new. Ranks other than 0 may share rank 0's `local` on its
-        machine.
-        `rank`, `world_size`: this process, and how many publish a version together; they wait
-        `deadline_seconds` for each other.
-        `encoding`: of the deltas. `threads`: that compare and encode.
-        `take_over`: take the channel from an owner that seems alive; without it an owner that was silent for
-        `take_over_seconds` counts as gone. `post_write(version, directory, phase)` is called with the phase
-        `version` when the files are there and `pointer` when `latest` names them. `anchor_every`: full
-        weights beside every so many versions, 0: none.
-        `on_device`: torch tensors on a CUDA device are compared there (`auto`), those on the CPU by
-        torch too (`always`), or all on the host (`never`); the version's bytes are the same.
-        What was published last may take `device_baseline_bytes` on the devices and `pinned_baseline_bytes` in
-        pinned host memory, for the next comparison (docs/publishing.md, Tensors on a GPU).
-        `upkeep`: what rank 0 makes beside the versions, when `make_due` is called or, after
-        `work_in_background`, by itself.
-        `sign_key`: file with the key that signs every version (rank 0 alone needs it); `trusted_keys`: keys
-        beside it whose versions are continued, as text or files. `visible_seconds`: how long files that the
-        channel names may stay invisible before they count as lost.
-        `non_finite="refuse"`: a delta in which elements become NaN or infinite is not published.
-        `until="out"`: `publish` returns when the pointer names the version, and rank 0's local checkpoint
-        follows in a thread beside what the caller does next; the next call waits for it, as `settle` does.
+        machine. `rank`, `world_size`: this process, and how many publish a version together. `encoding`: of
+        the deltas.
 
-        `carry_config`: versions published from checkpoint directories carry tokenizer, chat template,
-        generation and processor files that are not the base's; hosts put them in place with the weights.
-
-        Raises Refused while another publisher owns the channel or when `local` lies in it, WrongRun when
-        `local` is another run's, Untrusted when the channel's base or newest version is signed by no key
-        known here.
+        Raises Refused while another publisher owns the channel or when `local` and `channel` overlap,
+        WrongRun when `local` is another run's, Untrusted when no key known here signed the channel's base or
+        newest version, TypeError for options that belong into `options`.
         """
+        if other:
+            raise TypeError(
+                f"Publisher.open() has no argument {', '.join(other)}: "
+                f"give options=PublisherOptions({', '.join(f'{name}=...' for name in other)})"
+            )
         if not 0 <= rank < world_size:
             raise Refused(f"rank {rank} of world_size {world_size}", remedy="ranks count from 0")
         directory = Path(channel)
         require_places(directory, Path(local))
-        signer = Signer.load(sign_key, trusted_keys)
+        signer = Signer.load(options.sign_key, options.trusted_keys)
         if rank == 0:
             signer.check_owner(Layout(directory))
         opened = Channel.open(directory, signer.trust)
@@ -178,28 +185,20 @@ class Publisher:
             directory,
             Path(local),
             None if base is None else Path(base),
-            UpdaterOptions(threads=threads, visible_seconds=visible_seconds, carries=False),
+            UpdaterOptions(threads=options.threads, visible_seconds=options.visible_seconds, carries=False),
         )
-        options = PublishOptions(
+        setup = PublishOptions(
             encoding=encoding,
-            threads=threads,
-            deadline_seconds=deadline_seconds,
-            anchor_every=anchor_every,
-            post_write=post_write,
+            threads=options.threads,
+            deadline_seconds=options.deadline_seconds,
+            anchor_every=options.anchor_every,
+            post_write=options.post_write,
             key=signer.key,
             trust=signer.trust,
-            non_finite=non_finite,
-        )
-        build = functools.partial(
-            cls,
-            updater,
-            Rank(rank, world_size),
-            on_device=OnDevice(on_device, device_baseline_bytes, pinned_baseline_bytes),
-            until=until,
-            carry_config=carry_config,
+            non_finite=options.non_finite,
         )
         if rank != 0:
-            return build(options=options, claimed=None)
+            return cls(updater, Rank(rank, world_size), setup, options, None)
         with contextlib.ExitStack() as undo:
             undo.callback(updater.close)
             first = not exists(updater.paths.state)
@@ -208,20 +207,22 @@ class Publisher:
             claimed = claim(
                 directory,
                 this_process(),
-                take_over=take_over,
-                patience=take_over_seconds,
+                take_over=options.take_over,
+                patience=options.take_over_seconds,
                 above=updater.epoch,
             )
-            keeper = Upkeep(directory, Path(local), claimed, upkeep or UpkeepOptions(), signer)
-            keep = None if upkeep is None else keeper.keep
-            options = replace(options, free_space=keeper.give_up, keep_journal=keep)
-            publisher = build(options=options, claimed=claimed, upkeep=keeper)
+            upkeep = Upkeep(directory, Path(local), claimed, options.upkeep or UpkeepOptions(), signer)
+            keep = None if options.upkeep is None else upkeep.keep
+            setup = replace(setup, free_space=upkeep.give_up, keep_journal=keep)
+            publisher = cls(updater, Rank(0, world_size), setup, options, claimed, upkeep)
             undo.callback(publisher.close)
-            publisher.recover()
+            publisher._recover()
+            if cls._upkeep_in_background and options.upkeep is not None:
+                publisher._work_in_background()
             undo.pop_all()
         return publisher
 
-    def __enter__(self) -> Publisher:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *error: object) -> None:
@@ -244,9 +245,14 @@ class Publisher:
         self._updater.close()
 
     def _check_open(self) -> None:
-        """The claim is given back by then: another publisher may own the channel."""
+        """A closed publisher gave its claim back: another one may own the channel."""
         if self._closed:
             raise Refused("this publisher is closed", remedy="open another, or publish inside its `with`")
+
+    def _drained(self) -> None:
+        """For calls that need the local checkpoint: what was submitted is done."""
+        self._check_open()
+        self._submissions.drain()
 
     @property
     def channel(self) -> Path:
@@ -260,11 +266,6 @@ class Publisher:
     @property
     def epoch(self) -> int:
         return 0 if self._claim is None else self._claim.epoch
-
-    def check_owner(self) -> None:
-        """Raises Refused, naming the newer owner, when another publisher has the channel now."""
-        if self._claim is not None:
-            self._claim.check()
 
     @property
     def run_id(self) -> str:
@@ -303,30 +304,10 @@ class Publisher:
         """
         return resumed(self._updater.channel_dir, state)
 
-    def recover(self, advance: Advance | None = None) -> None:
-        """Finishes a version that was committed and never pointed to, and catches up with the channel. Rank 0
-        does this by itself at `open` and before every publication."""
-        self._check_open()
-        self._submissions.drain()
+    def _recover(self, advance: Advance | None = None) -> None:
+        self._drained()
         if self._owner is not None:
             self._owner.recover(advance)
-
-    def verify_some(self, scrub: Scrub) -> None:
-        """Reads a little of the local checkpoint; what is wrong there is repaired at once."""
-        self._check_open()
-        self._submissions.drain()
-        local = self._updater.local
-        if self._owner is None or local is None:
-            return
-        try:
-            scrub.turn(local)
-        except NeedsReseed as error:
-            self._updater.mark_damaged(error)
-            self.recover()
-        except OSError:
-            # which of two states lies on disk is not known
-            self._updater.release()
-            raise
 
     def publish(
         self,
@@ -431,64 +412,10 @@ class Publisher:
         `cast`: round floating-point tensors to the run's dtypes. `rename`: "A=B", prefixes or patterns with
         as many `*`. `drop`: globs of tensors to leave out.
         """
-        rules = ExportRules.of(cast, rename, drop)
-        read = functools.partial(self.open_checkpoint, directory, rules)
-        return self.publish_weights(read, step=step, advance=advance, watching=watching)
+        read = functools.partial(self._open_checkpoint, directory, ExportRules.of(cast, rename, drop))
+        return self._publish_now(PublishJob(WeightSource(read), self._whole(step), Phases(watching), advance))
 
-    def publish_weights(
-        self,
-        read: Callable[[], NewWeights],
-        *,
-        step: SupportsIndex | None = None,
-        advance: Advance | None = None,
-        watching: Watching | None = None,
-        request: str = "",
-    ) -> PublishReport:
-        """Publishes what `read` opens; it may be called twice, after what it gave was closed. `request`: 16
-        hex digits, by which `made_for` finds the version."""
-        return self._publish_now(
-            PublishJob(WeightSource(read), self._whole(step), Phases(watching), advance, request=request)
-        )
-
-    def made_for(self, request: str, above: int) -> Index | None:
-        """The version that was published for `request`, if it is one after `above`. That there are newer ones
-        says nothing: another publisher, an operator or a rollback may have made them."""
-        channel = Channel.open(self._updater.channel_dir, self._trust)
-        pointer, table = channel.pointer(), self.run[1].table
-        for version in range(0 if pointer is None else pointer.version, above, -1):
-            with contextlib.suppress(DamagedFile, Untrusted):
-                index = channel.index(pointer, version, table) if pointer is not None else None
-                if isinstance(index, Index) and index.request == request:
-                    return index
-        return None
-
-    def has_content(
-        self, read: Callable[[], NewWeights], version: int, root: str, advance: Advance | None = None
-    ) -> bool:
-        """Whether what `read` opens has the content of `version`, which had this root, and would carry the
-        same config files. Publishes nothing. Raises Refused for weights that do not fit the run."""
-        self._check_open()
-        self._submissions.drain()
-        file, base = self.run
-        local = self._updater.local
-        position = None if local is None else local.state.position
-        with contextlib.closing(read()) as weights:
-            channel = Channel.open(self.channel, self._trust)
-            if self._carry_config and not is_carried(channel, weights, version):
-                return False
-            given = matched_input(weights, file, base.table, Rank(0, 1))
-            return has_root(given, base, root, position, self._updater.options.threads, advance)
-
-    def root_of(self, version: int) -> str:
-        """Of a version up to the newest; empty where the channel no longer says."""
-        channel = Channel.open(self._updater.channel_dir, self._trust)
-        pointer = channel.pointer()
-        with contextlib.suppress(WeightcastError):
-            return "" if pointer is None else root_of(channel, pointer, version)
-        return ""
-
-    def open_checkpoint(self, directory: str | Path, rules: ExportRules = NO_RULES) -> NewWeights:
-        """A checkpoint directory as new weights of this run, for `publish_weights`."""
+    def _open_checkpoint(self, directory: str | Path, rules: ExportRules = NO_RULES) -> NewWeights:
         directory = Path(directory)
         refuse_local(directory, self._updater.paths.directory)
         weights, local = CheckpointWeights(directory), self._updater.local
@@ -497,14 +424,14 @@ class Publisher:
             check_config(directory / CONFIG, own, self.run[1].files)
             base = self.run[1] if local is None else local.base
             weights.configs = changed_configs(weights.checkpoint, own, base)
-            if self._carry_config:
+            if self._options.carry_config:
                 weights.carry = carried_bytes(directory, weights.configs)
         except BaseException:
             weights.close()
             raise
-        return self.adapted(weights, rules)
+        return self._adapted(weights, rules)
 
-    def adapted(self, weights: NewWeights, rules: ExportRules) -> NewWeights:
+    def _adapted(self, weights: NewWeights, rules: ExportRules) -> NewWeights:
         """`weights` as `rules` change them; closed where that is refused."""
         file, base = self.run
         try:
@@ -514,11 +441,10 @@ class Publisher:
             raise
 
     def _publish_now(self, job: PublishJob) -> PublishReport:
-        self._check_open()
-        self._submissions.drain()
+        self._drained()
         self._submissions.raise_unseen()
         self._raise_held()
-        if self._owner is not None and self._until == "out":
+        if self._owner is not None and self._options.until == "out":
             return self._submissions.until_out(job)
         return self._publish(job)
 
@@ -547,13 +473,6 @@ class Publisher:
             if self._background is not None:
                 self._background.wake()
 
-    def obey_orders(self) -> Rollback | None:
-        """Carries out a rollback that was ordered. Returns the order that holds publishing, if one does. The
-        pointer is put where this publisher last had it, should another one have put it back."""
-        self._check_open()
-        self._submissions.drain()
-        return self._obey_orders()
-
     def _obey_orders(self) -> Rollback | None:
         if self._lone is not None:
             self._obey_repair()
@@ -574,8 +493,7 @@ class Publisher:
         anchor bridges lost deltas, files that no host can use move to `.trash`. Reads the whole channel.
 
         Raises Refused on ranks other than 0."""
-        self._check_open()
-        self._submissions.drain()
+        self._drained()
         return self._repair()
 
     def _repair(self) -> Repairs:
@@ -592,12 +510,6 @@ class Publisher:
         local = self._updater.paths.directory
         return repair(directory, self._claim, local, write_anchor, trust=self._trust)
 
-    def obey_repair(self) -> Repairs | None:
-        """Repairs the channel if an operator ordered it (`weightcast channel repair`, `POST /v1/repair`)."""
-        self._check_open()
-        self._submissions.drain()
-        return self._obey_repair()
-
     def _obey_repair(self) -> Repairs | None:
         directory = self._updater.channel_dir
         if self._lone is None or not pins.repair_ordered(directory):
@@ -610,30 +522,7 @@ class Publisher:
         pins.end_repair(directory)
         return done
 
-    def check_channel(self, check: ChannelCheck) -> Repairs | None:
-        """Reads some of the channel's files; those of a damaged version are written again at once."""
-        self._check_open()
-        self._submissions.drain()
-        local, layout = self._updater.local, Layout(self._updater.channel_dir)
-        version = None if self._claim is None or local is None else check.turn(layout, local)
-        if version is None or self._claim is None:
-            return None
-        there = range(version, version + 1)
-        done, lost = remake(layout, self._updater.paths.directory, self._claim, there, only=version)
-        if not done:
-            check.give_up(version)
-        return Repairs(done=done, notes=lost)
-
-    def make_due(self) -> list[str]:
-        """Makes what is due beside the versions, here and now; what was made, in words."""
-        self._check_open()
-        made = []
-        while self._upkeep is not None and (one := self._upkeep.step()):
-            made.append(one)
-        return made
-
-    def work_in_background(self) -> Background | None:
-        """From now on what is due is made in a thread of its own. None on ranks other than 0."""
+    def _work_in_background(self) -> Background | None:
         self._check_open()
         if self._upkeep is not None and self._background is None:
             self._background = Background(self._upkeep)
@@ -642,8 +531,7 @@ class Publisher:
 
     def write_anchor(self) -> bool:
         """Full weights of the current version beside it, for hosts without a base. False when they exist."""
-        self._check_open()
-        self._submissions.drain()
+        self._drained()
         if self._owner is None:
             raise Refused("only rank 0 writes anchors", remedy="call it on rank 0")
         return self._owner.write_anchor()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from weightcast.publisher.api import Publisher
+from weightcast.publisher.api import Publisher, PublisherOptions
 from weightcast.publisher.maintenance.repair import Repairs, is_sound, repair
 from weightcast.shared.base.errors import NotInTime
 from weightcast.shared.base.progress import Advance
@@ -40,7 +40,9 @@ def repair_channel(
     def write_anchor() -> int | None:
         held.release()
         with Publisher.open(
-            directory, local=local or "", sign_key=sign_key, trusted_keys=trusted_keys
+            directory,
+            local=local or "",
+            options=PublisherOptions(sign_key=sign_key, trusted_keys=trusted_keys),
         ) as own:
             return own.version if own.write_anchor() else None
 

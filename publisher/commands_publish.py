@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from weightcast.publisher.api import Publisher
+from weightcast.publisher.api import PublisherOptions
 from weightcast.publisher.maintenance.orders import held, is_carried_out, standing
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.publisher.publish.report import Publication, publication, total_seconds
+from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.publisher.weights.config import CONFIG, check_config
 from weightcast.publisher.weights.export_rules import ExportRules, adapt
 from weightcast.publisher.weights.match import match
@@ -95,18 +96,20 @@ def publish(
     rules = ExportRules.of(cast, rename or (), drop or ())
     _, described = _look(Channel.open(channel), checkpoint, local, base, take_over, rules)
     with (
-        Publisher.open(
+        ServicePublisher.open(
             channel,
             local=local,
             base=base,
             encoding=encoding,
-            threads=working_threads(threads),
-            take_over=take_over,
-            sign_key=sign_key,
-            trusted_keys=trusted_key or (),
-            non_finite=non_finite,
-            carry_config=carry_config,
-            upkeep=UpkeepOptions(skip_span=skip_span) if skip_span else None,
+            options=PublisherOptions(
+                threads=working_threads(threads),
+                take_over=take_over,
+                sign_key=sign_key,
+                trusted_keys=trusted_key or (),
+                non_finite=non_finite,
+                carry_config=carry_config,
+                upkeep=UpkeepOptions(skip_span=skip_span) if skip_span else None,
+            ),
         ) as publisher,
         output.progress(f"publishing {checkpoint.name}", described.table.nbytes) as advance,
     ):

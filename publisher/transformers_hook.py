@@ -18,11 +18,12 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer_callback import ExportableState
 
-from weightcast.publisher.api import Publisher
+from weightcast.publisher.api import Publisher, PublisherOptions
 from weightcast.publisher.resume import Resumed
 from weightcast.publisher.submit import Handle, Hold, WhenBusy
 from weightcast.publisher.trainer.precision import cast_like
 from weightcast.shared.base.errors import Refused
+from weightcast.shared.channel.index import Encoding
 
 Export = Callable[[Any], Mapping[str, Any] | Iterable[tuple[str, Any]]]
 """a model to its tensors, under the names that its files have"""
@@ -59,10 +60,12 @@ class PublishCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         when_busy: WhenBusy = "block",
         hold: Hold = "tensors",
         export: Export = named_tensors,
-        **options: Any,
+        encoding: Encoding = "fast",
+        options: PublisherOptions | None = None,
     ) -> None:
-        """`options`: of `Publisher.open`. `export`: what is published of the trainer's model, for wrappers
-        that hold more than the fleet loads (adapters to be merged, a value head)."""
+        """`channel`, `local`, `base`, `encoding`, `options`: as of `Publisher.open`. `export`: what is
+        published of the trainer's model, for wrappers that hold more than the fleet loads (adapters to be
+        merged, a value head)."""
         if channel is None:
             raise Refused(
                 "PublishCallback has no channel",
@@ -71,7 +74,8 @@ class PublishCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             )
         if every < 1:
             raise Refused(f"every={every}", remedy="give a number of steps, 1 or more")
-        self._channel, self._options = channel, {"local": local, "base": base, **options}
+        self._channel, self._local, self._base, self._encoding = channel, local, base, encoding
+        self._options = options or PublisherOptions()
         self._every, self._export = every, export
         self._when_busy, self._hold = when_busy, hold
         self._handle: Handle | None = None
@@ -103,7 +107,14 @@ class PublishCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 remedy='leave when_busy at "block", or give every=',
             )
         self._submitted = state.global_step
-        self.publisher = Publisher.open(self._channel, **self._options, **ranks)
+        self.publisher = Publisher.open(
+            self._channel,
+            local=self._local,
+            base=self._base,
+            encoding=self._encoding,
+            options=self._options,
+            **ranks,
+        )
         position = _position_in(state.stateful_callbacks.get(type(self).__name__))
         try:
             self.resumed = None if position is None else self.publisher.load_state_dict(position)

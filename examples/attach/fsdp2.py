@@ -32,7 +32,7 @@ from torch.distributed.tensor import Shard
 from examples import checkpoint
 from examples.checkpoint import Config
 from examples.model import CausalLM
-from weightcast.publisher import Publisher, PublishReport
+from weightcast.publisher import Publisher, PublisherOptions, PublishReport
 
 
 def open_publisher(channel: Path, local: Path, base: Path, deadline_seconds: float = 600.0) -> Publisher:
@@ -43,7 +43,7 @@ def open_publisher(channel: Path, local: Path, base: Path, deadline_seconds: flo
         base=base,
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
-        deadline_seconds=deadline_seconds,
+        options=PublisherOptions(deadline_seconds=deadline_seconds),
     )
 
 

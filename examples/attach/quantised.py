@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from weightcast.publisher import Publisher, init_channel
+from weightcast.publisher import Publisher, PublisherOptions, init_channel
 
 BLOCK = 128
 FP8_MAX, INT8_MAX = 448.0, 127.0
@@ -118,7 +118,9 @@ def run(directory: Path, how: str, steps: int) -> Policy:
     init_channel(channel, base)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4)
     local = directory / f"publisher-{how}"
-    with Publisher.open(channel, local=local, base=base, non_finite="refuse") as publisher:
+    with Publisher.open(
+        channel, local=local, base=base, options=PublisherOptions(non_finite="refuse")
+    ) as publisher:
         for step in range(1, steps + 1):
             tokens = torch.randint(64, (8, 32))
             torch.nn.functional.cross_entropy(policy(tokens).transpose(1, 2), tokens).backward()

@@ -7,7 +7,6 @@ import contextlib
 import time
 from pathlib import Path
 
-from weightcast.publisher.api import Publisher
 from weightcast.publisher.daemon.metrics import PublisherMetrics
 from weightcast.publisher.daemon.record import Meter, Record, inbox_status
 from weightcast.publisher.daemon.settings import PublisherSettings
@@ -22,6 +21,7 @@ from weightcast.publisher.maintenance.orders import Held
 from weightcast.publisher.maintenance.repair import ChannelCheck
 from weightcast.publisher.maintenance.upkeep import Background
 from weightcast.publisher.publish.report import Publication, publication
+from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.shared.base.errors import NeedsReseed, Refused, RetryLater
 from weightcast.shared.channel.claims import current_epoch
 from weightcast.shared.channel.layout import Layout
@@ -63,7 +63,7 @@ class PublishLoop:
         self._wakeup, self._stop, self._renamed = wakeup, stop, renamed
         self._meter, self._metrics = Meter(), PublisherMetrics(registry)
         self.record = Record(self._metrics)
-        self._publisher: Publisher | None = None
+        self._publisher: ServicePublisher | None = None
         self._watched: WatchedDirectory | None = None
         self._sources: list[Source] = []
         """in the order in which they are asked"""
@@ -110,7 +110,7 @@ class PublishLoop:
         if self._publisher.left_behind:
             log.info("files left behind", files=list(self._publisher.left_behind))
 
-    def _take_up(self, publisher: Publisher, queue: Queue) -> None:
+    def _take_up(self, publisher: ServicePublisher, queue: Queue) -> None:
         settings, watched = self._settings, self._watched
         self._sources = [QueueSource(queue, publisher, settings.roots, settings.rules, watched)]
         if settings.hand_over is not None:
@@ -163,7 +163,7 @@ class PublishLoop:
         publisher.verify_some(self._scrub)
         self.record.repaired(publisher.check_channel(self._check))
 
-    def _recover(self, publisher: Publisher) -> None:
+    def _recover(self, publisher: ServicePublisher) -> None:
         publisher.recover()
         for source in self._sources:
             source.resume()
@@ -174,7 +174,7 @@ class PublishLoop:
         jobs = (source.next() for source in self._sources)
         return next((job for job in jobs if job is not None), None)
 
-    def _publish(self, publisher: Publisher, job: SourceJob) -> None:
+    def _publish(self, publisher: ServicePublisher, job: SourceJob) -> None:
         try:
             known = job.known()
             if known is not None and (job.has_sample(known) or self._is_published(publisher, job, known)):
@@ -186,7 +186,7 @@ class PublishLoop:
             job.interrupted(error)
             raise
 
-    def _is_published(self, publisher: Publisher, job: SourceJob, known: LastContent) -> bool:
+    def _is_published(self, publisher: ServicePublisher, job: SourceJob, known: LastContent) -> bool:
         """Whether the job has the content of that version. False for what cannot be compared:
         publishing it says what is wrong with it."""
         if known.version is None or not known.root:
@@ -202,7 +202,9 @@ class PublishLoop:
         finally:
             self._meter.end()
 
-    def _publish_new(self, publisher: Publisher, job: SourceJob, request: str) -> Publication | Failure:
+    def _publish_new(
+        self, publisher: ServicePublisher, job: SourceJob, request: str
+    ) -> Publication | Failure:
         """What became of it. Raises what may pass: the same publication is then tried again."""
         before = publisher.version
         self._meter.begin(job.name, self._full_bytes)
@@ -235,7 +237,7 @@ class PublishLoop:
         return self._done(publication(report, job.name))
 
     def _judge(
-        self, publisher: Publisher, error: Exception, before: int, source: str, request: str
+        self, publisher: ServicePublisher, error: Exception, before: int, source: str, request: str
     ) -> Publication | Failure:
         """An error after the commit point leaves a version to be finished, not a failure."""
         self._check_owner(publisher)
@@ -247,7 +249,7 @@ class PublishLoop:
         self.record.failed(error_kind(error), failure, source)
         return failure
 
-    def _check_owner(self, publisher: Publisher) -> None:
+    def _check_owner(self, publisher: ServicePublisher) -> None:
         """Raises Refused where another publisher has the channel now, and ends the daemon."""
         try:
             publisher.check_owner()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weightcast.publisher.api import Publisher
+from weightcast.publisher.api import PublisherOptions
 from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.daemon.record import Meter
 from weightcast.publisher.daemon.settings import THREADS, PublisherSettings
 from weightcast.publisher.daemon.sources.inbox import InboxRules
 from weightcast.publisher.daemon.sources.watched import RenamedDirectories, WatchedDirectory
 from weightcast.publisher.publish.commit import PostWrite
+from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.shared.base.errors import Refused, RetryLater, WeightcastError
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.layout import Layout, read_pointer
@@ -116,22 +117,26 @@ def _check_base(directory: Path, base: Base) -> None:
     check_other_files(directory, side_files(checkpoint).files, base.all_files)
 
 
-def open_publisher(settings: PublisherSettings) -> Publisher:
-    return Publisher.open(
+def open_publisher(settings: PublisherSettings) -> ServicePublisher:
+    return ServicePublisher.open(
         settings.channel,
         local=settings.local,
         base=settings.base,
         encoding=settings.encoding,
-        threads=working_threads(settings.threads, settings.memory_budget, default=THREADS),
-        take_over=settings.take_over,
-        post_write=None if settings.post_write is None else _hook(settings.post_write, settings.hook_seconds),
-        upkeep=settings.upkeep,
-        deadline_seconds=settings.publish_seconds,
-        sign_key=settings.sign_key,
-        trusted_keys=settings.trusted_key,
-        non_finite=settings.non_finite,
-        until="out",
-        carry_config=settings.carry_config,
+        options=PublisherOptions(
+            threads=working_threads(settings.threads, settings.memory_budget, default=THREADS),
+            take_over=settings.take_over,
+            post_write=None
+            if settings.post_write is None
+            else _hook(settings.post_write, settings.hook_seconds),
+            upkeep=settings.upkeep,
+            deadline_seconds=settings.publish_seconds,
+            sign_key=settings.sign_key,
+            trusted_keys=settings.trusted_key,
+            non_finite=settings.non_finite,
+            until="out",
+            carry_config=settings.carry_config,
+        ),
     )
 
 

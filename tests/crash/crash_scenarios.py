@@ -24,7 +24,7 @@ from crash_power import Durable, Loss, another_boot
 from crash_processes import Child, NotReached, Order, fork, wait_for
 from crash_world import World
 
-from weightcast.publisher import Publisher
+from weightcast.publisher import Publisher, PublisherOptions
 from weightcast.shared.checkpoint.state.state import Boot
 
 Side = Literal["publisher", "host", "member", "rank 1"]
@@ -601,7 +601,7 @@ def _rank(
             base=world.base,
             rank=number,
             world_size=2,
-            deadline_seconds=seconds,
+            options=PublisherOptions(deadline_seconds=seconds),
             encoding=world.shape.encoding,  # type: ignore[arg-type]
         ) as publisher:
             publisher.publish_checkpoint(world.root / f"rank{number}", step=step)

@@ -33,9 +33,10 @@ from crash_model import (
 from crash_observe import see_channel, see_engine, see_local, see_pointer, see_step
 from crash_power import record_syncs
 from crash_processes import CRASHED, Child, NotReached, Order, fork, wait_for
+from opening import open_publisher
 from ports import free_port
 
-from weightcast.publisher import Publisher, init_channel
+from weightcast.publisher import init_channel
 from weightcast.publisher.daemon.daemon import run_publisher
 from weightcast.publisher.daemon.settings import PublisherSettings
 from weightcast.shared.channel.layout import version_name
@@ -255,7 +256,7 @@ class World:
     def publish_once(self, local: Path, step: int, **options: Any) -> None:
         """Another publisher, in process, for a step that was trained."""
         given = write_checkpoint(self.root / f"given-{local.name}", self.models[step], files=2)
-        with Publisher.open(self.channel, local=local, base=self.base, **options) as publisher:
+        with open_publisher(self.channel, local=local, base=self.base, **options) as publisher:
             publisher.publish_checkpoint(given, step=step)
 
     def make_channel(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from core_cases import Model, every_dtype, some_changed, write_checkpoint
 
-from weightcast.publisher import Publisher, init_channel
+from weightcast.publisher import Publisher, PublisherOptions, init_channel
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.update.plan import Patch, Seed, Stay
@@ -47,7 +47,7 @@ def publish(run: Run, *, encoding: str = "fast", anchor_every: int = 0) -> None:
         local=run.root / "pub",
         base=run.base,
         encoding=encoding,  # type: ignore[arg-type]
-        anchor_every=anchor_every,
+        options=PublisherOptions(anchor_every=anchor_every),
     ) as publisher:
         for version, model in enumerate(run.models[1:], 1):
             new = write_checkpoint(run.root / f"new-{version}", model)

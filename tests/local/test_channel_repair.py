@@ -15,9 +15,10 @@ import pytest
 from core_cases import bytes_of, read_checkpoint, snapshot, some_changed, write_checkpoint
 from local_cases import Run, catch_up, following, make_run
 
-from weightcast.publisher import Publisher
+from weightcast.publisher import PublisherOptions
 from weightcast.publisher.channel_repair import repair_channel
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
+from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.shared.base.errors import Refused
 from weightcast.shared.channel.claims import claim, this_process
 from weightcast.shared.channel.faults import faults
@@ -186,7 +187,7 @@ def test_publishing_goes_on_after_a_repair(runs: Runs, run: Run, tmp_path: Path)
         plant(runs, run, kind, "truncated")
     repair_channel(run.channel, run.root / "pub")
     model = some_changed(run.models[3], np.random.default_rng(3))
-    with Publisher.open(run.channel, local=run.root / "pub", base=run.base) as publisher:
+    with ServicePublisher.open(run.channel, local=run.root / "pub", base=run.base) as publisher:
         report = publisher.publish_checkpoint(write_checkpoint(tmp_path / "new", model))
     assert (report.version, report.kind) == (4, "delta")
     with following(run, tmp_path / "host") as updater:
@@ -208,12 +209,16 @@ def test_what_is_moved_can_be_had_back_for_a_while(runs: Runs, run: Run) -> None
     before = snapshot(anchor, ())
     repair_channel(run.channel)
     keeping = UpkeepOptions(anchor_every=1)
-    with Publisher.open(run.channel, local=run.root / "pub", upkeep=keeping) as publisher:
+    with ServicePublisher.open(
+        run.channel, local=run.root / "pub", options=PublisherOptions(upkeep=keeping)
+    ) as publisher:
         publisher.make_due()
         (kept,) = trash.glob("*/anchor")
         assert snapshot(kept, ()) == before
     at_once = replace(keeping, grace_seconds=0.0)
-    with Publisher.open(run.channel, local=run.root / "pub", upkeep=at_once) as publisher:
+    with ServicePublisher.open(
+        run.channel, local=run.root / "pub", options=PublisherOptions(upkeep=at_once)
+    ) as publisher:
         publisher.make_due()
     assert list(trash.iterdir()) == []
 
@@ -242,7 +247,7 @@ def test_what_is_lost_is_told_until_it_is_pruned(
     assert weightcast(["channel", "verify", *here]) == 3
     assert "leads over it" in capsys.readouterr().out
     model = some_changed(run.models[3], np.random.default_rng(3))
-    with Publisher.open(run.channel, local=run.root / "pub") as publisher:
+    with ServicePublisher.open(run.channel, local=run.root / "pub") as publisher:
         publisher.publish_checkpoint(write_checkpoint(tmp_path / "new", model))
     assert weightcast(["channel", "prune", *here, "--keep-versions", "1", "--host-versions", "0"]) == 0
     assert weightcast(["channel", "verify", *here]) == 0

@@ -14,8 +14,9 @@ from blake3 import blake3
 from core_cases import bytes_of, every_dtype, read_checkpoint, some_changed, write_checkpoint
 from local_cases import Run, catch_up, following, step_to
 
-from weightcast.publisher import Publisher, init_channel
+from weightcast.publisher import PublisherOptions, init_channel
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
+from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.shared.base.errors import DamagedFile, Refused, RetryLater, WeightcastError
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.channel.faults import of_channel
@@ -43,7 +44,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Run:
     write_checkpoint(run.base, models[0])
     init_channel(run.channel, run.base, run_id="run-under-test")
     upkeep = UpkeepOptions(skip_span=4, anchor_every=4, history_share=1000.0)
-    with Publisher.open(run.channel, local=root / "pub", base=run.base, upkeep=upkeep) as publisher:
+    with ServicePublisher.open(
+        run.channel, local=root / "pub", base=run.base, options=PublisherOptions(upkeep=upkeep)
+    ) as publisher:
         for version, model in enumerate(models[1:], 1):
             publisher.publish_checkpoint(write_checkpoint(root / f"new-{version}", model))
         publisher.make_due()

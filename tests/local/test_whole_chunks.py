@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from core_cases import Model, Tensor, bytes_of, read_checkpoint, some_changed, tensor, write_checkpoint
 from local_cases import Run, following, patch_keeping_undo, staged, step_to
+from opening import open_publisher
 from test_engine_patch import patched, read
 
-from weightcast.publisher import Publisher, init_channel
+from weightcast.publisher import init_channel
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
@@ -44,7 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         model["half"] = half_changed(run.latest["half"], rng)
         run.models.append(model)
     options = {"local": run.root / "pub", "base": run.base}
-    with Publisher.open(run.channel, **options, upkeep=UPKEEP) as publisher:
+    with open_publisher(run.channel, **options, upkeep=UPKEEP) as publisher:
         for version, model in enumerate(run.models[1:], 1):
             publisher.publish_checkpoint(write_checkpoint(run.root / f"new-{version}", model), step=version)
         assert publisher.make_due()

@@ -10,7 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
-from weightcast.publisher import Publisher
+from weightcast.publisher import Publisher, PublisherOptions
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater
 
@@ -51,7 +51,7 @@ with Publisher.open(
     local=root / "pub",
     base=root / "base",
     encoding=encoding,  # type: ignore[arg-type]
-    threads=2,
+    options=PublisherOptions(threads=2),
 ) as publisher:
     with Highest() as highest:
         report = publisher.publish_checkpoint(root / "new")

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 from core_cases import Model, Tensor, bytes_of, every_dtype, read_checkpoint, write_checkpoint
+from opening import open_publisher
 
-from weightcast.publisher import Publisher, init_channel
+from weightcast.publisher import init_channel
+from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.shared.channel.channel import Channel
 from weightcast.shared.checkpoint.local_updater import LocalUpdater, UpdaterOptions
 from weightcast.shared.checkpoint.verify.hashing import full_hash
@@ -54,9 +56,9 @@ class Place:
         return self.root / "host"
 
     @contextlib.contextmanager
-    def publisher(self, **options: Any) -> Iterator[Publisher]:
+    def publisher(self, **options: Any) -> Iterator[ServicePublisher]:
         options = {"local": self.pub, "base": self.base, **options}
-        with Publisher.open(self.channel, **options) as publisher:
+        with open_publisher(self.channel, **options) as publisher:
             yield publisher
 
     def publish(self, model: Model, **options: Any) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from core_cases import Model, all_changed
 from publisher_cases import as_numpy, numpy_model
 
-from weightcast.publisher import Publisher
+from weightcast.publisher import Publisher, PublisherOptions
 from weightcast.shared.base.errors import WeightcastError
 
 channel, local, base = map(Path, sys.argv[1:4])
@@ -47,7 +47,7 @@ with Publisher.open(
     rank=rank,
     world_size=world,
     encoding=encoding,  # type: ignore[arg-type]
-    deadline_seconds=deadline,
+    options=PublisherOptions(deadline_seconds=deadline),
 ) as publisher:
     print("ready", flush=True)
     for step in range(1, steps + 1):

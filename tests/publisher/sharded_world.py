@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from core_cases import Model
+from opening import open_publisher
 from publisher_cases import Place, as_numpy
 
 from weightcast.publisher import Handle, Publisher, PublishReport, Shard
@@ -99,7 +100,7 @@ def world_of(
     with contextlib.ExitStack() as stack:
         publishers = [
             stack.enter_context(
-                Publisher.open(
+                open_publisher(
                     place.channel,
                     local=place.root / f"pub-{rank if separate else 0}",
                     rank=rank,

@@ -16,9 +16,10 @@ from pathlib import Path
 import numpy as np
 from core_cases import Model, all_changed, bytes_of, read_checkpoint, tensor, write_checkpoint
 
-from weightcast.publisher import Publisher, init_channel
+from weightcast.publisher import PublisherOptions, init_channel
 from weightcast.publisher.maintenance.orders import order_rollback
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
+from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.shared.base.errors import RetryLater
 
 what, root, mount = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
@@ -31,7 +32,7 @@ keeping = UpkeepOptions(skip_span=64)
 errors: list[str] = []
 
 
-def grow(publisher: Publisher) -> None:
+def grow(publisher: ServicePublisher) -> None:
     models.append(all_changed(models[-1], rng, 40_000))
     new = write_checkpoint(root / f"new-{len(models)}", models[-1])
     assert publisher.publish_checkpoint(new).version == len(models) - 1
@@ -47,7 +48,9 @@ def fill() -> Path:
     return filler
 
 
-with Publisher.open(channel, local=local, base=root / "base", upkeep=keeping) as publisher:
+with ServicePublisher.open(
+    channel, local=local, base=root / "base", options=PublisherOptions(upkeep=keeping)
+) as publisher:
     for _ in range(8):
         grow(publisher)
     before = kept()
@@ -61,15 +64,15 @@ with Publisher.open(channel, local=local, base=root / "base", upkeep=keeping) as
         grow(publisher)
 
 if what == "follow":
-    with Publisher.open(channel, local=root / "other", base=root / "base") as other:
+    with ServicePublisher.open(channel, local=root / "other", base=root / "base") as other:
         grow(other)
     fill()
-    Publisher.open(channel, local=local, upkeep=keeping).close()
+    ServicePublisher.open(channel, local=local, options=PublisherOptions(upkeep=keeping)).close()
 elif what == "rollback":
     order_rollback(channel, before[0] - 1)
     models.append(models[before[0] - 1])
     filler = fill()
-    with Publisher.open(channel, local=local, upkeep=keeping) as publisher:
+    with ServicePublisher.open(channel, local=local, options=PublisherOptions(upkeep=keeping)) as publisher:
         try:
             publisher.obey_orders()
         except RetryLater as error:

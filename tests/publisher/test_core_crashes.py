@@ -28,7 +28,7 @@ from core_cases import (
 from disk_errors import watched
 from publisher_cases import ENCODINGS, Place, as_numpy, make_place, numpy_model
 
-from weightcast.publisher import Publisher
+from weightcast.publisher import Publisher, PublisherOptions
 from weightcast.shared.base.errors import DamagedFile, Forked, NeedsReseed, Refused, RetryLater
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
@@ -320,7 +320,12 @@ def test_an_old_owner_that_wakes_in_the_middle_cannot_commit(
         def take_over(now: str) -> None:
             if now == phase and not taken:
                 taken.append(
-                    Publisher.open(place.channel, local=place.root / "pub2", base=place.base, take_over=True)
+                    Publisher.open(
+                        place.channel,
+                        local=place.root / "pub2",
+                        base=place.base,
+                        options=PublisherOptions(take_over=True),
+                    )
                 )
                 taken[0].publish_checkpoint(place.new(model))
 

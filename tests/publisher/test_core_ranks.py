@@ -15,7 +15,7 @@ from publisher_cases import ENCODINGS, Place, as_numpy, make_place, numpy_model
 from sharded_world import world_of
 from waiting import wait_until
 
-from weightcast.publisher import Publisher
+from weightcast.publisher import Publisher, PublisherOptions
 from weightcast.shared.base.errors import NotInTime, Refused
 from weightcast.shared.channel.chain import verify
 from weightcast.shared.channel.channel import Channel
@@ -200,7 +200,7 @@ def test_a_rank_may_try_again_at_once(place: Place) -> None:
         base=place.base,
         rank=1,
         world_size=2,
-        deadline_seconds=60.0,
+        options=PublisherOptions(deadline_seconds=60.0),
     ) as member:
         first = start_ranks(place, 2, only=0)[0]
         with pytest.raises(Refused, match="do not fit"):

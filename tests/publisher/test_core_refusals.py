@@ -292,6 +292,11 @@ def test_no_channel(tmp_path: Path, place: Place) -> None:
         pass
 
 
+def test_an_option_given_as_an_argument_names_where_it_belongs(place: Place) -> None:
+    with pytest.raises(TypeError, match=r"no argument threads, until: .*PublisherOptions\(threads=.*until="):
+        Publisher.open(place.channel, local=place.pub, threads=2, until="out")  # type: ignore[arg-type]
+
+
 def test_a_publisher_in_the_same_local_directory(place: Place) -> None:
     with place.publisher(), pytest.raises(RetryLater, match="already has a writer"), place.publisher():
         pass

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from core_cases import all_changed
+from opening import open_publisher
 from publisher_cases import Place, as_numpy, make_place, numpy_model
 
 from weightcast.publisher import init_channel
@@ -78,9 +79,8 @@ def test_another_history_is_refused(place: Place, rng: np.random.Generator) -> N
         state = stored(publisher.state_dict())
     other = Place(place.root, place.model)
     options = {"local": place.root / "other", "base": place.base}
-    from weightcast.publisher import Publisher
 
-    with Publisher.open(copy, **options) as publisher:
+    with open_publisher(copy, **options) as publisher:
         with pytest.raises(Forked, match="ends at version 0"):
             publisher.load_state_dict(state)
         publisher.publish(arrays(all_changed(other.model, rng)))

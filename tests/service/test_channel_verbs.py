@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from in_process import Command
 
-from weightcast.publisher.api import Publisher
+from weightcast.publisher.api import Publisher, PublisherOptions
 from weightcast.publisher.channel_init import init_channel
 
 INDEX = "model.safetensors.index.json"
@@ -38,7 +38,10 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_checkpoint(root / "base", tensors)
     init_channel(root / "channel", root / "base", run_id="run-1")
     with Publisher.open(
-        root / "channel", local=root / "publisher", base=root / "base", anchor_every=2
+        root / "channel",
+        local=root / "publisher",
+        base=root / "base",
+        options=PublisherOptions(anchor_every=2),
     ) as publisher:
         for step, shift in ((10, 1), (11, 0), (12, 1)):
             tensors["a"][:10] += shift

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 from doubles import Answer, Double, SGLangDouble, VLLMDouble, WebhookDouble, serve
 
-from weightcast.publisher.api import Publisher
+from weightcast.publisher import PublisherOptions
 from weightcast.publisher.channel_init import init_channel
 from weightcast.publisher.maintenance.upkeep import UpkeepOptions
 from weightcast.publisher.publish.report import PublishReport
+from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.shared.checkpoint.state.state import LocalState, read_state
 from weightcast.subscriber.daemon.status import Board
 from weightcast.subscriber.engines.base import Timeouts, parse_engines
@@ -186,13 +187,12 @@ class Run:
         self.versions = [self.base]
         init_channel(self.channel, self.base_dir, sign_key=sign_key)
         self._publisher = stack.enter_context(
-            Publisher.open(
+            ServicePublisher.open(
                 self.channel,
                 local=root / "publisher",
                 base=self.base_dir,
                 encoding=encoding,
-                sign_key=sign_key,
-                upkeep=upkeep,
+                options=PublisherOptions(sign_key=sign_key, upkeep=upkeep),
             )
         )
 
@@ -230,8 +230,12 @@ class Run:
     def _publish_as(self, rank: int, new: Weights, step: int) -> PublishReport:
         mine = Weights({name: new.tensors[name] for name in list(new.tensors)[rank::2]})
         directory = mine.write(self.root / f"rank{rank}", shards=1)
-        with Publisher.open(
-            self.channel, local=self.root / "publisher", rank=rank, world_size=2, deadline_seconds=30
+        with ServicePublisher.open(
+            self.channel,
+            local=self.root / "publisher",
+            rank=rank,
+            world_size=2,
+            options=PublisherOptions(deadline_seconds=30),
         ) as publisher:
             return publisher.publish_checkpoint(directory, step=step)
 

@@ -22,6 +22,7 @@ from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+from weightcast.publisher import PublisherOptions
 from weightcast.publisher.transformers_hook import PublishCallback
 from weightcast.shared.base.errors import WeightcastError
 
@@ -63,7 +64,11 @@ def train(rank: int) -> None:
     fully_shard(model)
     options = {"newest": {"when_busy": "newest"}, "copy": {"hold": "copy"}}.get(how, {})
     publish = PublishCallback(
-        root / "channel", local=root / "publisher", base=root / "base", deadline_seconds=60.0, **options
+        root / "channel",
+        local=root / "publisher",
+        base=root / "base",
+        options=PublisherOptions(deadline_seconds=60.0),
+        **options,
     )
     rng = np.random.default_rng(rank)
     rows = [rng.integers(2, 64, 12) for _ in range(16)]

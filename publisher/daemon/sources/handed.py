@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from weightcast.publisher.api import Publisher
 from weightcast.publisher.daemon.sources.source import MadeFor, SourceJob, new_request
 from weightcast.publisher.publish.report import Publication
+from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.publisher.trainer.handover import Export, Handed
 from weightcast.publisher.weights.export_rules import ExportRules
 from weightcast.publisher.weights.tensors import CheckpointWeights, NewWeights
@@ -130,7 +130,7 @@ def _read(path: Path) -> Memory:
 
 
 class HandOverSource:
-    def __init__(self, directory: HandOverDirectory, publisher: Publisher, rules: ExportRules) -> None:
+    def __init__(self, directory: HandOverDirectory, publisher: ServicePublisher, rules: ExportRules) -> None:
         self.directory, self.publisher, self.rules = directory, publisher, rules
 
     def resume(self) -> None:

@@ -14,11 +14,11 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from weightcast.publisher.api import Publisher
 from weightcast.publisher.daemon.sources.inbox import LastContent
 from weightcast.publisher.daemon.sources.source import SourceJob, new_request, read_back
 from weightcast.publisher.daemon.sources.watched import WatchedDirectory
 from weightcast.publisher.publish.report import Publication
+from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.publisher.weights.export_rules import ExportRules
 from weightcast.publisher.weights.tensors import NewWeights
 from weightcast.shared.base.errors import DamagedFile, NotInTime, Refused, RetryLater
@@ -206,7 +206,7 @@ class QueueSource:
     def __init__(
         self,
         queue: Queue,
-        publisher: Publisher,
+        publisher: ServicePublisher,
         roots: Sequence[Path],
         rules: ExportRules,
         watched: WatchedDirectory | None,

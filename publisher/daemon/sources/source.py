@@ -9,9 +9,9 @@ import secrets
 from collections.abc import Callable
 from typing import Protocol
 
-from weightcast.publisher.api import Publisher
 from weightcast.publisher.daemon.sources.inbox import LastContent
 from weightcast.publisher.publish.report import Publication, publication, report_of
+from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.publisher.weights.tensors import NewWeights
 from weightcast.shared.channel.index import Index
 from weightcast.shared.channel.layout import Layout
@@ -67,7 +67,7 @@ class Source(Protocol):
         ...
 
 
-def read_back(publisher: Publisher, index: Index, source: str) -> Publication:
+def read_back(publisher: ServicePublisher, index: Index, source: str) -> Publication:
     """The report of a version whose publication did not live to report."""
     directory = Layout(publisher.channel).version_dir(index.version)
     return publication(report_of(index, publisher.run[1].table, directory), source)

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from weightcast.publisher.api import Publisher
 from weightcast.publisher.daemon.sources import observation
 from weightcast.publisher.daemon.sources.inbox import (
     MEMORY_LIMIT,
@@ -32,6 +31,7 @@ from weightcast.publisher.daemon.sources.layouts import ROOT, Unpublished, is_ne
 from weightcast.publisher.daemon.sources.observation import marks
 from weightcast.publisher.daemon.sources.source import MadeFor, SourceJob, new_request
 from weightcast.publisher.publish.report import Publication
+from weightcast.publisher.service_publisher import ServicePublisher
 from weightcast.publisher.weights.export_rules import ExportRules
 from weightcast.publisher.weights.tensors import NewWeights
 from weightcast.shared.base.elements import TensorTable
@@ -426,7 +426,7 @@ class WatchedSource:
     def __init__(
         self,
         directory: WatchedDirectory,
-        publisher: Publisher,
+        publisher: ServicePublisher,
         rules: ExportRules,
         refused: Callable[[str, Failure], None],
     ) -> None:
