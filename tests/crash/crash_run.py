@@ -10,6 +10,7 @@ before everything else; then rows with less than `--cover` kills. `--seed` fixes
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 import random
@@ -168,11 +169,19 @@ class Plan:
             return easy or missing
         few = [each for each in few if self._missed[each] < MISSES]
         kind = self._drawn(SHARE_BEFORE_COVER if few else 1.0)
-        if kind:
-            return self._candidates([kind])
-        candidates = few or self._candidates(usual or list(self.names))
+        if kind and (of_kind := self._candidates([kind])):
+            return of_kind
+        candidates = few or self._candidates(usual) or self._candidates(self.names)
+        if not candidates:
+            raise SystemExit(self._no_such_row())
         moments = [each for each in candidates if each[1] == RANDOM]
         return moments if moments and self._rng.random() < SHARE_OF_MOMENTS else candidates
+
+    def _no_such_row(self) -> str:
+        known = {row for rows in self.passed.values() for row in rows}
+        near = difflib.get_close_matches(self._row, known, 5, 0.3) or sorted(known)[:5]
+        which = f"row contains {self._row!r}" if self._row else "row can be struck"
+        return f"no {which} in {', '.join(self.names)}; rows that were passed: {', '.join(near)}, ..."
 
     def _lacking(self, names: Sequence[str]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
         """Candidates that are not covered, and those with less kills than the cover; none without one."""

@@ -21,8 +21,8 @@ def tally(tmp_path: Path) -> Tally:
     return Tally(tmp_path / "kills")
 
 
-def plan_of(tally: Tally, *names: str, cover: int = 3) -> Plan:
-    return Plan(random.Random(SEED), names, "", cover, tally)
+def plan_of(tally: Tally, *names: str, cover: int = 3, row: str = "") -> Plan:
+    return Plan(random.Random(SEED), names, row, cover, tally)
 
 
 def run_of(order: Order, rows: dict[str, int], *, struck: bool = False) -> Run:
@@ -125,3 +125,20 @@ def test_a_line_that_is_being_written_is_read_when_it_is_whole(tally: Tally) -> 
         file.write('b"]\n')
     tally.look()
     assert tally.kills("host", "a.b") == 2
+
+
+@pytest.mark.parametrize("cover", [0, 3])
+def test_a_part_of_a_row_s_name_selects_the_scenarios_that_pass_it(tally: Tally, cover: int) -> None:
+    plan = plan_of(tally, "publish", "take over", cover=cover, row="only.here")
+    plan.learn("publish", run_of(Order(), {"a.b state": 1}))
+    plan.learn("take over", run_of(Order(), {"x.only.here state": 1}))
+    for _ in range(20):
+        name, order = plan.next()
+        assert (name, order.key) == ("take over", "x.only.here state")
+
+
+def test_a_part_that_no_row_contains_ends_with_the_rows_that_there_are(tally: Tally) -> None:
+    plan = plan_of(tally, "publish", row="file.lynked")
+    learned(plan, {"file.linked claim": 1})
+    with pytest.raises(SystemExit, match=r"'file\.lynked' in publish; rows that were passed: file\.linked claim"):
+        plan.next()
