@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +20,7 @@ from weightcast.shared.channel.signing import load_private_key
 from weightcast.shared.checkpoint.local_updater import open_base
 from weightcast.shared.daemon.fleet import LOST_SECONDS, STALE_SECONDS, Bounds
 from weightcast.shared.daemon.settings import PUBLISHER_PORT, ServiceSettings, Token, problem_of
-from weightcast.shared.files.paths import exists, file_name, is_within, require_places
+from weightcast.shared.files.paths import exists, file_name, is_within, require_directory, require_places
 
 THREADS = 2
 """at most, unless set: the trainer needs the cores"""
@@ -210,6 +211,7 @@ class PublisherSettings(ServiceSettings):
             problem_of(lambda: require_places(self.channel, self.local)),
             self._base_missing(),
             "" if key is None else problem_of(lambda: load_private_key(key)),
+            *self._wrong_sources(),
             *self._own_places_consumed(),
         ]
         return [problem for problem in problems if problem]
@@ -220,6 +222,19 @@ class PublisherSettings(ServiceSettings):
             return problem_of(lambda: open_base(base))
         made = exists(Layout(self.channel).channel_json)
         return "" if made else f"base: required to make the channel {self.channel} (--base)"
+
+    def _wrong_sources(self) -> list[str]:
+        """Directories that are something else, or in which no trainer can leave checkpoints."""
+        given = {"--watch": self.watch, "--hand-over": self.hand_over}
+        found = {option: path for option, path in given.items() if path is not None}
+        problems = [problem_of(partial(require_directory, *each)) for each in found.items()]
+        ours = {"--channel": self.channel, "--local": self.local}
+        return problems + [
+            f"{option} {path} is inside {own} {place} (give a directory of its own)"
+            for option, path in found.items()
+            for own, place in ours.items()
+            if is_within(path, place)
+        ]
 
     def _own_places_consumed(self) -> list[str]:
         if self.watch is None or not self.consume:

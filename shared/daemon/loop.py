@@ -130,6 +130,8 @@ def begun(before: LoopStatus, now: float) -> LoopStatus:
 
 
 def failure_of(error: BaseException) -> Failure:
+    if isinstance(error, OSError):
+        error = disk_error(error, "a file")
     if isinstance(error, WeightcastError):
         return Failure(error=type(error).__name__, message=error.message, remedy=error.remedy)
     return Failure(error=type(error).__name__, message=str(error), remedy="see the log for the traceback")

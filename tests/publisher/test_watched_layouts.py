@@ -233,6 +233,25 @@ def test_partial_saves_are_named_with_what_is_missing(
     assert "".join(capfd.readouterr()).count("not published yet") == 4
 
 
+def test_what_cannot_be_read_is_named_without_an_error_number(places: Places, opened: Opening) -> None:
+    (places.watch / "circle").symlink_to("circle")
+    office = opened()
+    write(places.watch / "run" / "step_1", weights(1))
+    office.settle()
+    (waiting,) = inbox(office).waiting
+    assert waiting.name == "circle" and "Errno" not in waiting.reason and waiting.remedy
+    assert sources(office) == ["run/step_1"]
+
+
+@pytest.mark.parametrize("option", ["watch", "hand_over"])
+@pytest.mark.parametrize("place", ["base/config.json", "channel", "channel/weight_v000001", "local/spool"])
+def test_places_in_which_no_trainer_can_save_are_refused(places: Places, option: str, place: str) -> None:
+    wrong = places.root / place
+    settings = {"channel": places.channel, "local": places.local, "base": places.base, option: wrong}
+    (problem,) = PublisherSettings.model_validate(settings).missing()
+    assert str(wrong) in problem and "give" in problem
+
+
 def test_a_temporary_name_that_is_never_renamed_is_reported(
     places: Places, opened: Opening, capfd: pytest.CaptureFixture[str]
 ) -> None:
