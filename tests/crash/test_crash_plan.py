@@ -140,5 +140,7 @@ def test_a_part_of_a_row_s_name_selects_the_scenarios_that_pass_it(tally: Tally,
 def test_a_part_that_no_row_contains_ends_with_the_rows_that_there_are(tally: Tally) -> None:
     plan = plan_of(tally, "publish", row="file.lynked")
     learned(plan, {"file.linked claim": 1})
-    with pytest.raises(SystemExit, match=r"'file\.lynked' in publish; rows that were passed: file\.linked claim"):
+    with pytest.raises(
+        SystemExit, match=r"'file\.lynked' in publish; rows that were passed: file\.linked claim"
+    ):
         plan.next()
