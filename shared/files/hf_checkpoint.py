@@ -8,6 +8,7 @@ import re
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from errno import ELOOP, ENOENT, ENOTDIR
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -191,13 +192,27 @@ def _regular_files(directory: Path, follow_links: bool) -> list[str]:
 
 
 def _is_regular(directory: Path, entry: os.DirEntry[str]) -> bool:
+    """False too for a link to nothing that is neither weights nor JSON."""
     try:
         return stat.S_ISREG(entry.stat().st_mode)
     except OSError as error:
-        raise DamagedFile(
-            f"{directory / entry.name} vanished, or is a link to nothing",
-            remedy="download the file that it leads to, or remove the link",
-        ) from error
+        if not is_dangling(error):
+            raise
+        if entry.name.endswith((".safetensors", ".json")):
+            raise dangling(directory / entry.name) from error
+        return False
+
+
+def is_dangling(error: OSError) -> bool:
+    """Whether the file that was looked at is a link to nothing, or vanished."""
+    return error.errno in (ENOENT, ENOTDIR, ELOOP)
+
+
+def dangling(path: Path) -> DamagedFile:
+    return DamagedFile(
+        f"{printable(str(path))} vanished, or is a link to nothing",
+        remedy="download the file that it leads to, or remove the link",
+    )
 
 
 class _WeightIndex(NamedTuple):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from weightcast.shared.base.errors import DamagedFile, Refused
 from weightcast.shared.files.durable import read_file
-from weightcast.shared.files.hf_checkpoint import Checkpoint
+from weightcast.shared.files.hf_checkpoint import Checkpoint, dangling, is_dangling
 from weightcast.shared.files.paths import is_directory, is_link, printable, relative_name
 from weightcast.shared.files.safetensors import START, check_kind, read_header_of
 
@@ -38,6 +38,7 @@ _TRAINING = re.compile(
 """state of a trainer, and its own checkpoints in the directory"""
 _FOR_PEOPLE = re.compile(r"\.(png|jpe?g|gif|webp|svg|pdf|mp4|mp3|wav|flac)$", re.IGNORECASE)
 """no engine reads them, whatever they hold"""
+_DOCUMENT = re.compile(r"(README|LICEN[CS]E|NOTICE|CHANGELOG|USE_POLICY).*", re.IGNORECASE)
 _TRIVIAL = frozenset(
     (".cache", ".git", ".gitattributes", ".gitignore", ".gitkeep", ".DS_Store", ".ipynb_checkpoints")
 )
@@ -102,6 +103,11 @@ def _walk(
             yield f"{name}/" if is_directory(path) else name, path, False
             continue
         found = _stat(entry, path, links)
+        if found is None:
+            if not _is_spare(name, entry.name):
+                raise dangling(path)
+            yield name, path, False
+            continue
         here = (found.st_dev, found.st_ino)
         if not stat.S_ISDIR(found.st_mode):
             yield name, path, stat.S_ISREG(found.st_mode) and _is_usable(name)
@@ -111,7 +117,8 @@ def _walk(
             yield from _walk(path, f"{name}/", links, (*above, here))
 
 
-def _stat(entry: os.DirEntry[str], path: Path, links: bool) -> os.stat_result:
+def _stat(entry: os.DirEntry[str], path: Path, links: bool) -> os.stat_result | None:
+    """None for a link to nothing."""
     if is_link(path) and not links:
         raise DamagedFile(
             f"{path} is a symbolic link",
@@ -120,7 +127,16 @@ def _stat(entry: os.DirEntry[str], path: Path, links: bool) -> os.stat_result:
     try:
         return entry.stat()
     except OSError as error:
-        raise DamagedFile(f"{path} vanished, or is a link to nothing") from error
+        if not is_dangling(error):
+            raise
+        return None
+
+
+def _is_spare(name: str, last: str) -> bool:
+    """Whether engines do without it: hosts would not get it, or only people look at it."""
+    same = _SAME_WEIGHTS.fullmatch(name) or _TRAINING.fullmatch(last) or _FOR_PEOPLE.search(last)
+    weights = name.partition("/")[0] in _FORMAT_DIRECTORIES and _WEIGHTS.fullmatch(last)
+    return bool(same or weights or _DOCUMENT.fullmatch(last))
 
 
 def _is_usable(name: str) -> bool:

@@ -72,6 +72,24 @@ def test_a_hub_cache_snapshot_with_subdirectories(tmp_path: Path) -> None:
         found(snapshot)
 
 
+def test_links_to_nothing_are_left_behind_where_no_engine_reads_the_file(tmp_path: Path) -> None:
+    make(tmp_path, "config.json", "onnx/config.json")
+    spare = "LICENSE.txt", "README.md", "onnx/model.onnx", "pytorch_model.bin", "training_args.bin"
+    for name in spare:
+        (tmp_path / name).symlink_to("../blobs/never-fetched")
+    files = found(tmp_path)
+    assert list(files.files) == ["config.json", "onnx/config.json"] and files.left == spare
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "templates/a.jinja", "vocab.json", "round"])
+def test_a_link_to_nothing_that_an_engine_may_read_is_refused(tmp_path: Path, name: str) -> None:
+    make(tmp_path, "templates/b.jinja")
+    (tmp_path / name).symlink_to(name.rpartition("/")[2])
+    with pytest.raises(DamagedFile, match="link to nothing") as refused:
+        found(tmp_path)
+    assert "remove the link" in refused.value.remedy
+
+
 def test_links_in_subdirectories_are_refused_where_links_are(tmp_path: Path) -> None:
     make(tmp_path, "templates/a.jinja")
     (tmp_path / "templates" / "b.jinja").symlink_to("a.jinja")
