@@ -25,7 +25,7 @@ from weightcast.shared.doctor.sizing import (
     sizing,
 )
 from weightcast.shared.files.hf_checkpoint import open_checkpoint
-from weightcast.subscriber.engines.diagnose import judge_engines
+from weightcast.subscriber.engines.inspect import judge_engines
 
 _MOST_SECONDS, _MOST = 1e9, 1_000_000
 """that a plan is made for: what it says stays a number"""

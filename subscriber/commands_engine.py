@@ -18,11 +18,10 @@ from weightcast.subscriber.engines.base import (
     parse_engine,
     unreachable,
 )
-from weightcast.subscriber.engines.keys import Key, Keys
 from weightcast.subscriber.engines.kinds import open_engine
 from weightcast.subscriber.engines.launch import PROBE_SECONDS, Launch, run_engine
 from weightcast.subscriber.engines.proxy import EngineProxy
-from weightcast.subscriber.engines.wire import Wire
+from weightcast.subscriber.engines.wire import Key, Keys, Wire
 
 log = get_log("run-engine")
 PROBING = Timeouts(connect=PROBE_SECONDS, probe=PROBE_SECONDS, control=PROBE_SECONDS)

@@ -7,14 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from weightcast.subscriber.engines.base import Engine, EngineSpec, Timeouts
-from weightcast.subscriber.engines.keys import keys_of
 from weightcast.subscriber.engines.live import Live
-from weightcast.subscriber.engines.sglang import SGLang
-from weightcast.subscriber.engines.sglang_live import SGLangLive
-from weightcast.subscriber.engines.vllm import VLLM
-from weightcast.subscriber.engines.vllm_live import VLLMLive
+from weightcast.subscriber.engines.sglang import SGLang, SGLangLive
+from weightcast.subscriber.engines.vllm import VLLM, VLLMLive
 from weightcast.subscriber.engines.webhook import Webhook
-from weightcast.subscriber.engines.wire import Wire
+from weightcast.subscriber.engines.wire import Wire, keys_of
 
 
 def open_engine(

@@ -22,8 +22,7 @@ from weightcast.shared.checkpoint.state.state import EngineState, LocalState, Ma
 from weightcast.shared.checkpoint.update.engine_patch import drop_engine_patches
 from weightcast.shared.daemon.backoff import Backoff
 from weightcast.subscriber.engines.base import Engine, EngineFacts, HeldWeights
-from weightcast.subscriber.engines.live import Live, live_of
-from weightcast.subscriber.engines.offers import Candidate, Offer, make_offers
+from weightcast.subscriber.engines.live import Candidate, Live, Offer, live_of, make_offers
 from weightcast.subscriber.engines.proxy import EngineProxy, Group
 from weightcast.subscriber.engines.reload_one import (
     EngineReload,

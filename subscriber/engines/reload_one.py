@@ -30,13 +30,7 @@ from weightcast.subscriber.engines.base import (
     Suspect,
 )
 from weightcast.subscriber.engines.proxy import EngineProxy
-from weightcast.subscriber.engines.rules import (
-    EngineResult,
-    PhaseSeconds,
-    ResultState,
-    label_of,
-    states,
-)
+from weightcast.subscriber.engines.rules import EngineResult, PhaseSeconds, ResultState, label_of, states
 
 ReloadMark = Literal["pausing", "served", "refused", "suspect"]
 """What must be durable before the next call: `pausing` before the first, `suspect` when a reload went wrong

@@ -26,7 +26,7 @@ from weightcast.subscriber.engines.base import (
     Timeouts,
     unreachable,
 )
-from weightcast.subscriber.engines.identities import Identities
+from weightcast.subscriber.engines.probes import Adapter
 from weightcast.subscriber.engines.wire import (
     NEVER_HANDLED,
     Reply,
@@ -39,25 +39,14 @@ from weightcast.subscriber.engines.wire import (
 REMEDY = 'the receiver must answer 2xx with {"ok": true}; see its log'
 
 
-class Webhook:
+class Webhook(Adapter):
     def __init__(self, spec: EngineSpec, wire: Wire, timeouts: Timeouts, run_id: Callable[[], str]) -> None:
-        self.spec = spec
-        self._wire = wire
-        self._timeouts = timeouts
+        super().__init__(spec, wire, timeouts)
         self._run_id = run_id
-        self._processes = Identities(spec.shown_url)
-        self._labels = Identities(spec.shown_url, lasting=False)
         self._ordered: dict[str, object] = {"version": None, "label": None}
         self._echoed: list[object] = []
         self._tells = False
         """it has answered GET: a proxy in its place may not"""
-
-    @property
-    def copies_weights(self) -> bool:
-        return self.spec.copies_weights
-
-    def close(self) -> None:
-        self._wire.close()
 
     def probe(self) -> EngineFacts:
         try:

@@ -9,8 +9,7 @@ from pydantic import ValidationError
 
 from weightcast.shared.base.errors import EngineFailed
 from weightcast.subscriber.engines.base import Timeouts
-from weightcast.subscriber.engines.keys import one_key
-from weightcast.subscriber.engines.wire import NO_ROUTE, Reply, Wire
+from weightcast.subscriber.engines.wire import NO_ROUTE, Reply, Wire, one_key
 from weightcast.subscriber.groups.messages import Hold, HoldRequest, ReleaseRequest
 from weightcast.subscriber.groups.order import HOLD_PATH, RELEASE_PATH, Order
 

@@ -16,10 +16,16 @@ from weightcast.shared.checkpoint.update.stage import Staged
 from weightcast.shared.checkpoint.verify.hashing import Damaged
 from weightcast.subscriber.engines.proxy import EngineProxy
 from weightcast.subscriber.engines.reload import Reload
-from weightcast.subscriber.engines.rules import EngineResult, is_confirmed, needs_undo, rolls_back, unaligned
-from weightcast.subscriber.sync.blocklist import Blocklist
+from weightcast.subscriber.engines.rules import (
+    EngineResult,
+    is_confirmed,
+    needs_undo,
+    rolls_back,
+    unaligned,
+)
 from weightcast.subscriber.sync.host import StepHost, Stopwatch
 from weightcast.subscriber.sync.loader import Prover
+from weightcast.subscriber.sync.target import Blocklist
 
 MOST_UNDO_STEPS = 8
 """journals kept for engines that neither confirm nor refuse the local version"""

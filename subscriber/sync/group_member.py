@@ -8,7 +8,7 @@ from weightcast.shared.checkpoint.update.plan import Patch, Relabel, Seed
 from weightcast.shared.checkpoint.update.sources import Route
 from weightcast.shared.checkpoint.update.stage import Staged
 from weightcast.shared.files.paths import is_file
-from weightcast.subscriber.engines.offers import Offer, write_patch
+from weightcast.subscriber.engines.live import Offer, write_patch
 from weightcast.subscriber.groups.order import Order
 from weightcast.subscriber.sync.apply import Apply
 from weightcast.subscriber.sync.host import StepHost

@@ -9,10 +9,9 @@ from weightcast.shared.checkpoint.update.plan import Patch, Refuse, Relabel, See
 from weightcast.shared.checkpoint.update.sources import Route
 from weightcast.subscriber.groups.order import Order
 from weightcast.subscriber.sync.apply import Apply
-from weightcast.subscriber.sync.blocklist import Blocklist
 from weightcast.subscriber.sync.host import StepHost
 from weightcast.subscriber.sync.loader import Loader
-from weightcast.subscriber.sync.target import Target, resolve
+from weightcast.subscriber.sync.target import Blocklist, Target, resolve
 
 
 class MissingBase(Refused):

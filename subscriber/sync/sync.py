@@ -21,7 +21,6 @@ from weightcast.subscriber.engines.verify import EngineVerify
 from weightcast.subscriber.groups.lead import Lead
 from weightcast.subscriber.groups.order import Order
 from weightcast.subscriber.sync.apply import Apply
-from weightcast.subscriber.sync.blocklist import Blocklist
 from weightcast.subscriber.sync.group_member import GroupMember
 from weightcast.subscriber.sync.host import (
     Calls,
@@ -35,6 +34,7 @@ from weightcast.subscriber.sync.host import (
 from weightcast.subscriber.sync.in_sync import InSync
 from weightcast.subscriber.sync.loader import Loader, Prover
 from weightcast.subscriber.sync.planner import Planner
+from weightcast.subscriber.sync.target import Blocklist
 
 
 def _never(seconds: float) -> bool:

@@ -48,7 +48,7 @@ from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.digest.checksums import Lanes
 from weightcast.shared.digest.root import root
 from weightcast.shared.files.hf_checkpoint import open_checkpoint
-from weightcast.subscriber.engines.sglang_live import ACTION, LOADER
+from weightcast.subscriber.engines.sglang import ACTION, LOADER
 
 FULL = bool(os.environ.get("WEIGHTCAST_ENGINES_FULL"))
 pytestmark = [

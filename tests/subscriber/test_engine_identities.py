@@ -13,7 +13,7 @@ from plugin_double import PluginDouble
 
 from weightcast.shared.base.errors import EngineFailed
 from weightcast.subscriber.engines.base import Misconfigured
-from weightcast.subscriber.engines.identities import ASKED, STEADY, Identities
+from weightcast.subscriber.engines.probes import ASKED, STEADY, Identities
 
 SAYS = "two or more processes answer at http://127.0.0.1"
 KINDS: dict[str, type[Double]] = {"sglang": SGLang, "vllm": VLLM, "webhook": WebhookDouble}

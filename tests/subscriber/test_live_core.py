@@ -15,7 +15,7 @@ from torch import Tensor
 from waiting import wait_until
 
 from weightcast.subscriber.engines.base import Timeouts
-from weightcast.subscriber.engines.vllm_live import DOOR
+from weightcast.subscriber.engines.vllm import DOOR
 
 SECONDS = groups.SECONDS
 PATIENT = Timeouts(connect=60, probe=60, control=60, drain=60, reload=60)

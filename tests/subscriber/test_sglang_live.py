@@ -22,7 +22,7 @@ from weightcast.shared.base.errors import EngineFailed
 from weightcast.subscriber.engines.base import Timeouts, parse_engines
 from weightcast.subscriber.engines.kinds import open_engine
 from weightcast.subscriber.engines.live import NotTaken, Patchable, PatchFile, live_of
-from weightcast.subscriber.engines.sglang_live import named_dummy
+from weightcast.subscriber.engines.sglang import named_dummy
 from weightcast.subscriber.status import HostStatus, LiveStatus
 
 ASKED = "/weights_checker"

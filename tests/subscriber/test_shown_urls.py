@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.cli import main
 from weightcast.subscriber.engines.base import BadEngineOption, Timeouts, parse_engines
-from weightcast.subscriber.engines.diagnose import judge_engines
+from weightcast.subscriber.engines.inspect import judge_engines
 from weightcast.subscriber.status import HostStatus
 
 SECRET = "s3cret"

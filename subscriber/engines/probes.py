@@ -1,6 +1,10 @@
-"""Draft and MTP models of engines (speculative decoding), and whether a reload leaves them behind.
+"""What adapters share: which process answers, and which draft model it runs.
 
-What the releases do when they load weights from disk (read in their sources):
+Processes: one that was replaced never comes back. Where an identity that was seen before answers again, two
+or more processes share the address, and an order reaches one of them. Every question has a connection of its
+own (`wire`), so that a load balancer may answer each from another process.
+
+Draft and MTP models (speculative decoding) when weights are loaded from disk, by the releases' sources:
 - vLLM (up to 0.32): `reload_weights` loads the main model alone. Its routes for draft models take weights
   from a trainer's GPU, not from files.
 - SGLang: from 0.5.11 the draft model is loaded after the main model, from the same directory; before that it
@@ -11,10 +15,85 @@ from __future__ import annotations
 
 import posixpath
 import re
+from collections import deque
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
-from weightcast.subscriber.engines.base import EngineSpec, Misconfigured
-from weightcast.subscriber.engines.identities import Identities
+from weightcast.shared.base.errors import EngineFailed
+from weightcast.subscriber.engines.base import Confirmation, EngineSpec, Misconfigured, Timeouts
+from weightcast.subscriber.engines.wire import Wire
+
+ASKED = 8
+"""times at the first look, and after a change: a balancer that picks one of two at random shows only one of
+them in 1 of 128 cases"""
+STEADY = 24
+"""equal answers in a row after which one process is believed in again"""
+_REMEMBERED = 64
+T = TypeVar("T")
+
+
+class SeveralProcesses(Misconfigured):
+    unfit = True
+
+    def __init__(self, url: str) -> None:
+        super().__init__(
+            f"two or more processes answer at {url} (a load balancer?)",
+            remedy="give each replica its own --engine with its own address",
+        )
+
+
+class Identities:
+    """Of one address. `lasting`: an identity is never used twice, so that all earlier ones are remembered;
+    labels of weights may come back between two looks, but not within one."""
+
+    def __init__(self, url: str, *, lasting: bool = True, times: int = 2) -> None:
+        """`times`: that it is asked at a usual look."""
+        self._url = url
+        self._lasting = lasting
+        self._times = times
+        self._seen = deque[str](maxlen=_REMEMBERED)
+        self._now: str | None = None
+        self._several = False
+        self._equal = 0
+
+    def read(self, ask: Callable[[], T], identity: Callable[[T], str | None]) -> T:
+        """The last answer; where it has no identity there is nothing to compare. Raises SeveralProcesses, and
+        what `ask` raises."""
+        before = self._now
+        if not self._lasting:
+            self._forget_all_but(before)
+        for number in range(1, ASKED + 1):
+            answer = ask()
+            found = identity(answer)
+            self._note(found)
+            if found is None or (number >= self._times and self._now == before) or self._returned:
+                break
+        if self._several:
+            raise SeveralProcesses(self._url)
+        return answer
+
+    @property
+    def _returned(self) -> bool:
+        return self._several and self._equal == 0
+
+    def _note(self, found: str | None) -> None:
+        if found is None:
+            return
+        if found == self._now:
+            self._equal += 1
+        else:
+            self._several |= found in self._seen
+            self._equal = 0
+            self._now = found
+            if found not in self._seen:
+                self._seen.append(found)
+        if self._several and self._equal >= STEADY:
+            self._several = False
+            self._forget_all_but(found)
+
+    def _forget_all_but(self, one: str | None) -> None:
+        self._seen = deque([] if one is None else [one], _REMEMBERED)
+
 
 NONE, UNKNOWN = "none", "unknown"
 CANNOT_TELL = "cannot tell whether a draft model is loaded: a reload would leave its weights old"
@@ -22,6 +101,40 @@ _WEIGHTLESS = frozenset({"ngram", "ngram_gpu", "suffix", "extract_hidden_states"
 """methods that draft without a model of their own"""
 _TEXT = re.compile(r"speculative_config=(None\b|SpeculativeConfig\(method='([^']{1,100})')")
 _SGLANG_RELOADS = (0, 5, 11)
+
+
+class Adapter:
+    """What the adapters of all kinds have."""
+
+    def __init__(self, spec: EngineSpec, wire: Wire, timeouts: Timeouts) -> None:
+        self.spec = spec
+        self._wire = wire
+        self._timeouts = timeouts
+        self._processes = Identities(spec.shown_url)
+        self._labels = Identities(spec.shown_url, lasting=False)
+
+    @property
+    def copies_weights(self) -> bool:
+        return self.spec.copies_weights
+
+    def close(self) -> None:
+        self._wire.close()
+
+    def _steady_label(self, process: str | None, ask: Callable[[], str | None]) -> str | None:
+        """Of an engine whose process is not told: read several times, since only labels may differ."""
+        return ask() if process is not None else self._labels.read(ask, lambda label: label)
+
+    def _forget_labels(self) -> None:
+        """Before a reload gives it another one."""
+        self._labels = Identities(self.spec.shown_url, lasting=False)
+
+    def _require_label(self, shown: str | None, label: str) -> Confirmation:
+        if shown != label:
+            raise EngineFailed(
+                f"{self.spec.shown_url} reports weights {shown!r} after a reload of {label!r}",
+                remedy="see the engine's log; restart it if this stays",
+            )
+        return "label"
 
 
 class StaleDrafter(Misconfigured):
