@@ -189,7 +189,7 @@ class _Patience:
 
     def show(self, sync: Sync) -> None:
         self._board.show(sync)
-        waiting = sync.view.waiting_for
+        waiting = sync.log.view.waiting_for
         if waiting is not None and not self._told:
             self._told = True
             seconds = waiting.until - time.time()

@@ -94,7 +94,7 @@ class Subscriber:
     def _show(self, sync: Sync) -> None:
         self.board.show(sync)
         self._log_moves()
-        self._log_wait(sync.view.waiting_for)
+        self._log_wait(sync.log.view.waiting_for)
         self.figures.show(self.board.status.get())
         self.disk.show()
 
@@ -140,7 +140,7 @@ class Subscriber:
 
     def _log_moves(self) -> None:
         """As they come: what follows in the same step may take long."""
-        moves = self.sync.view.moves
+        moves = self.sync.log.moves
         self._logged = min(self._logged, len(moves))
         for move in moves[self._logged :]:
             if move.taken:
@@ -158,7 +158,7 @@ class Subscriber:
             from_version=move.from_version,
             version=move.version,
             step=move.step,
-            target=self.sync.view.target_version,
+            target=self.sync.log.view.target_version,
             folded=move.folded,
             bytes=move.bytes,
             changes=move.changes,
@@ -168,24 +168,24 @@ class Subscriber:
 
     def _log_untaken(self) -> None:
         """What no engine took, unless the last line said the same."""
-        reasons = self.sync.view.not_ready
-        untaken = [move.version for move in self.sync.view.moves if not move.taken]
+        reasons = self.sync.log.view.not_ready
+        untaken = [move.version for move in self.sync.log.moves if not move.taken]
         if untaken and reasons != self._troubles:
             self._troubles = reasons
             log.warning("engines not reloaded", version=untaken[-1], reasons=list(reasons))
 
     def _log(self, outcome: Outcome) -> None:
-        to_restart = self.sync.view.to_restart
+        to_restart = self.sync.log.view.files.to_restart
         if to_restart != self._to_restart:
             self._to_restart = to_restart
             if to_restart:
-                files = list(self.sync.view.carried)
+                files = list(self.sync.log.view.files.carried)
                 log.warning("config files changed: restart engines", engines=list(to_restart), files=files)
-        left = self.sync.view.left_behind
+        left = self.sync.log.view.files.left_behind
         if left != self._left:
             self._left = left
             log.info("files left behind", files=list(left))
-        notes = self.sync.view.base_notes
+        notes = self.sync.log.view.files.base_notes
         if notes != self._base_notes:
             self._base_notes = notes
             log.info("small faults in the base, tolerated", notes=list(notes))
@@ -201,7 +201,7 @@ class Subscriber:
     def _reported(self) -> HostStatus | None:
         """A report is a local checkpoint's: that of its writer. A start that is refused leaves none."""
         status = self.board.status.get().but(loop=self.loop.get())
-        unknown = self.refused is not None or isinstance(self.sync.view.error, HasWriter)
+        unknown = self.refused is not None or isinstance(self.sync.log.view.error, HasWriter)
         return None if unknown or not self.start.is_known(status) else status
 
     def on_start(self) -> None:

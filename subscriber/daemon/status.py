@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Literal
 
-from weightcast.shared.base.errors import WeightcastError
 from weightcast.shared.channel.signing import Trust
 from weightcast.shared.checkpoint.state.state import EngineState, LocalState, Mark, Phase
 from weightcast.shared.daemon.status import SOFTWARE, Snapshot, verify_status
@@ -33,6 +32,7 @@ from weightcast.subscriber.status import (
     weakest,
 )
 from weightcast.subscriber.sync.host import SyncOptions
+from weightcast.subscriber.sync.step_log import Failed
 from weightcast.subscriber.sync.sync import Sync
 
 if TYPE_CHECKING:
@@ -60,11 +60,10 @@ class Board:
         )
         self._updates: deque[UpdateStatus] = deque(maxlen=KEPT_UPDATES)
         self._taken = 0
-        self._error: tuple[WeightcastError, float] | None = None
 
     def show(self, sync: Sync) -> None:
         self._take_moves(sync)
-        view, state = sync.view, sync.view.local
+        view, state = sync.log.view, sync.host.state
         engines = engines_status(sync.engines, state, view.engine_verify)
         local_version = _readable_version(state)
         confirmed = served(engines, local_version)
@@ -74,7 +73,7 @@ class Board:
                 state=view.state,
                 progress_bytes=view.progress_bytes,
                 bytes_read=view.bytes_read,
-                bytes_by_cause=dict(view.bytes_by_cause),
+                bytes_by_cause=view.bytes_by_cause,
                 local_version=local_version,
                 target_version=target,
                 served_version=confirmed,
@@ -84,12 +83,12 @@ class Board:
                 signed=_signed(sync.options.trust, state),
                 engines=engines,
                 degraded=view.degraded,
-                carried=view.carried,
-                engines_to_restart=view.to_restart,
-                left_behind=view.left_behind,
-                base_notes=view.base_notes,
-                base_files=view.base_files,
-                last_error=self._last_error(sync),
+                carried=view.files.carried,
+                engines_to_restart=view.files.to_restart,
+                left_behind=view.files.left_behind,
+                base_notes=view.files.base_notes,
+                base_files=view.files.base_files,
+                last_error=_last_error(view.last_error),
                 waiting_for=view.waiting_for,
                 ready=not view.not_ready,
                 not_ready_reasons=view.not_ready,
@@ -101,23 +100,18 @@ class Board:
 
     def _take_moves(self, sync: Sync) -> None:
         """`moves` starts anew with every step."""
-        moves = sync.view.moves
+        moves = sync.log.moves
         if len(moves) < self._taken:
             self._taken = 0
         self._updates.extend(moves[self._taken :])
         self._taken = len(moves)
 
-    def _last_error(self, sync: Sync) -> LastError | None:
-        """Stays while the next step is under way, until one ends well."""
-        error = sync.view.error
-        if error is not None and (self._error is None or self._error[0] is not error):
-            self._error = (error, sync.host.calls.now())
-        if error is None and sync.view.state == "idle":
-            self._error = None
-        if self._error is None:
-            return None
-        error, at = self._error
-        return LastError(error=type(error).__name__, message=error.message, remedy=error.remedy, at=at)
+
+def _last_error(failed: Failed | None) -> LastError | None:
+    if failed is None:
+        return None
+    error = failed.error
+    return LastError(error=type(error).__name__, message=error.message, remedy=error.remedy, at=failed.at)
 
 
 def _signed(trust: Trust | None, state: LocalState | None) -> str:

@@ -120,7 +120,7 @@ class Lead:
         self.members = tuple(members)
         self.hindered = False
         """a reload of the present gathering did not count, or was not begun, for a member's sake"""
-        self.wait = wait
+        self._wait = wait
         self._name, self._clock = name, clock
         self._pace = GroupPace() if pace is None else pace
         self._term = first_term
@@ -130,6 +130,10 @@ class Lead:
         self._lines = tuple(Line(member) for member in self.members)
         self._order: Order | None = None
         self._asks = 0
+
+    def wait_by(self, wait: Callable[[float], None]) -> None:
+        """From here on: `wait(seconds)` may raise to give up."""
+        self._wait = wait
 
     def close(self) -> None:
         for member in self.members:
@@ -328,7 +332,7 @@ class Lead:
     def _await(self) -> None:
         deadline = self._clock() + self._pace.deadline
         while True:
-            self.wait(0.0)
+            self._wait(0.0)
             with self._changed:
                 order = self._order
                 if order is None or all(line.is_in(order) for line in self._lines):

@@ -23,8 +23,9 @@ from weightcast.subscriber.engines.rules import (
     rolls_back,
     unaligned,
 )
-from weightcast.subscriber.sync.host import StepHost, Stopwatch
+from weightcast.subscriber.sync.host import StepHost
 from weightcast.subscriber.sync.loader import Prover
+from weightcast.subscriber.sync.step_log import Changed, ReadFor, Reloaded
 from weightcast.subscriber.sync.target import Blocklist
 
 MOST_UNDO_STEPS = 8
@@ -38,7 +39,7 @@ class Apply:
     def __init__(self, host: StepHost, blocklist: Blocklist, prover: Prover) -> None:
         self._host, self._blocklist, self._prover = host, blocklist, prover
         self._engines, self._lead, self._updater = host.engines, host.lead, host.updater
-        self._options, self._view = host.options, host.view
+        self._options, self._log = host.options, host.log
         self.kept: Staged | None = None
         """staged ahead, for the patch that follows"""
         self._failures: dict[str, int] = {}
@@ -94,7 +95,7 @@ class Apply:
         failpoint("refused.blocked")
         self._host.degrade(f"the engines refused version {refused.version}: {reason}")
         self._engines.retry_at_once()
-        self._host.watch = Stopwatch()
+        self._log.begin_move()
         base = local.state.undo[0].base
         with self._reloading(base.version) as reload:
             reload.pause_mapping()
@@ -107,9 +108,9 @@ class Apply:
     @contextmanager
     def _locked(self, local: LocalCheckpoint) -> Iterator[None]:
         """The patch lock. What an operator must fix is raised before engines are paused."""
-        self._host.watch.enter("lock")
+        self._log.begin_phase("lock")
         with local.patching(wait=self._host.wait):
-            self._host.watch.enter("")
+            self._log.end_phase()
             require_readable(local)
             yield
 
@@ -123,7 +124,7 @@ class Apply:
         for batch in reload.batches():
             self._prover.now()
             reload.run(batch)
-        self._host.watch.take(reload.results)
+        self._log.append(Reloaded(reload.results))
 
     @contextmanager
     def _recorded_if_damaged(self, before: int, folded: int) -> Iterator[None]:
@@ -143,16 +144,24 @@ class Apply:
         self.drop_kept()
         if self._may_be_refused:
             self._prover.ahead()
-        before = self._view.bytes_read
+        before = self._log.view.bytes_read
         try:
             staged = self._updater.prepare(route, leg, self._host.advance_fetch)
         finally:
-            self._divide(route, leg, self._view.bytes_read - before)
-        self._host.watch.enter("")
-        self._host.watch.changes += staged.changes
+            self._divide(route, leg, self._log.view.bytes_read - before)
+        self._log.end_phase()
         last, _ = route.delta(leg[-1])
-        self._host.watch.step = last.step if isinstance(last, Index) else None
+        self._log.append(Changed(staged.changes, last.step if isinstance(last, Index) else None))
         return staged
+
+    def prepare_ahead(self, route: Route, leg: Sequence[int]) -> Staged:
+        """For the patch that follows in a later step."""
+        self.kept = self.prepare(route, leg)
+        return self.kept
+
+    def forget_kept(self) -> None:
+        """The local checkpoint is not open any more: the next load deletes the journal."""
+        self.kept = None
 
     def drop_kept(self) -> None:
         """What was staged ahead and is not wanted any more, with its journal."""
@@ -167,36 +176,36 @@ class Apply:
         sizes = {version: _size(route.delta(version)[0]) for version in leg}
         older = sum(size for version, size in sizes.items() if route.leads_from(version) != version - 1)
         skipped = nbytes * older // max(1, sum(sizes.values()))
-        self._view.bytes_by_cause["skip"] += skipped
-        self._view.bytes_by_cause["step"] += nbytes - skipped
+        self._log.append(ReadFor("skip", skipped, fetched=True))
+        self._log.append(ReadFor("step", nbytes - skipped, fetched=True))
 
     def _fetch_ahead(self, staged: Staged, last: bool) -> None:
         if self._options.fetch_ahead or not last:
-            limit = self._view.target_version if self._options.target.exact else None
+            limit = self._log.view.target_version if self._options.target.exact else None
             self._updater.fetch_ahead(staged.step.target.version, limit)
 
     def _offer(self, staged: Staged) -> None:
         if self._engines.lives:
             self._host.enter("staging")
-            with self._host.watch.timed("offer"):
+            with self._log.timed("offer"):
                 self._engines.offer(self._host.local(), staged.step, self._options.readable_by)
 
     def _await_prepared(self) -> None:
         if self._lead.members:
             self._host.enter("gathering")
-        with self._host.watch.timed("group"):
+        with self._log.timed("group"):
             self._lead.await_prepared()
 
     def hold(self, position: Position) -> None:
         """The group's other hosts come to `position` and keep still."""
         if self._lead.members:
             self._host.enter("gathering")
-        with self._host.watch.timed("group"):
+        with self._log.timed("group"):
             self._lead.hold(position)
 
     def _patch(self, staged: Staged) -> None:
         self._host.enter("patching")
-        with self._host.watch.timed("patch"):
+        with self._log.timed("patch"):
             undoable = self._may_be_refused
             self._updater.patch(staged, undoable=undoable)
             if not undoable:
@@ -205,7 +214,7 @@ class Apply:
 
     def undo(self) -> None:
         self._host.enter("patching")
-        with self._host.watch.timed("patch"):
+        with self._log.timed("patch"):
             self._updater.undo()
         self._host.enter("reloading")
 

@@ -14,6 +14,7 @@ from weightcast.subscriber.sync.apply import Apply
 from weightcast.subscriber.sync.host import StepHost
 from weightcast.subscriber.sync.loader import Loader, Prover
 from weightcast.subscriber.sync.planner import Planner
+from weightcast.subscriber.sync.step_log import Aimed
 
 
 class GroupMember:
@@ -24,7 +25,7 @@ class GroupMember:
     ) -> None:
         self._host, self._loader, self._apply, self._planner = host, loader, apply, planner
         self._prover = prover
-        self._updater, self._view, self._options = host.updater, host.view, host.options
+        self._updater, self._log, self._options = host.updater, host.log, host.options
         self.order: Order | None = None
         """what the leader wants"""
         self.is_prepared = False
@@ -44,7 +45,7 @@ class GroupMember:
             return False
         if self._updater.local is None:
             self._loader.load(None)
-        self._view.target_version = order.version
+        self._log.append(Aimed(order.version))
         return self._host.position is not None and order.is_at(self._host.position)
 
     def goes_back(self, order: Order) -> bool:
@@ -64,9 +65,9 @@ class GroupMember:
         """What can be done while engines serve: nothing of the local checkpoint is written."""
         match route.plan:
             case Patch() as plan:
-                self._apply.kept = self._apply.prepare(route, plan.legs[0])
+                staged = self._apply.prepare_ahead(route, plan.legs[0])
                 if self._options.group_patch:
-                    self._stage_patch(self._apply.kept)
+                    self._stage_patch(staged)
                 self.is_prepared = True
             case Seed() | Relabel():
                 self.is_prepared = True

@@ -22,7 +22,7 @@ class InSync:
         if local is None or local.state.phase is not Phase.CLEAN:
             return
         self._engines.resume_late(local)
-        if self._host.calls.stop(0.0):
+        if self._host.stop(0.0):
             return
         astray = self._astray(local)
         due = self._engines.due(local.state)

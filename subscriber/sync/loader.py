@@ -12,15 +12,16 @@ from weightcast.shared.checkpoint.verify.hashing import Damaged
 from weightcast.subscriber.engines.rules import unaligned
 from weightcast.subscriber.status import ReloadProof
 from weightcast.subscriber.sync.host import StepHost
+from weightcast.subscriber.sync.step_log import Changed, NotReady, Proven, ReadFor, Usable
 
 
 class Loader:
-    """Before a step: the local checkpoint is open, recovered and right afterwards, or `host.usable` is
-    False."""
+    """Before a step: the local checkpoint is open, recovered and right afterwards, or the
+    log says that it is not usable."""
 
     def __init__(self, host: StepHost) -> None:
         self._host = host
-        self._updater, self._engines, self._view = host.updater, host.engines, host.view
+        self._updater, self._engines, self._log = host.updater, host.engines, host.log
         self.reads_all = False
         """the next load re-hashes every byte"""
 
@@ -51,18 +52,19 @@ class Loader:
         return channel
 
     def load(self, channel: Channel | None) -> None:
-        before, self._host.usable = self._host.usable, False
+        before = self._log.view.usable
+        self._log.append(Usable(False))
         try:
             self._updater.load(channel, self._host.advance)
         except OSError:
             # a disk that fails says nothing of what lies on it, nor of what engines took from it
-            self._host.usable = before
+            self._log.append(Usable(before))
             raise
         if self.reads_all:
             self._host.enter("hashing")
             self._updater.rehash(self._host.advance)
             self.reads_all = False
-        self._host.usable = self._updater.local is not None
+        self._log.append(Usable(self._updater.local is not None))
         self.let_read()
 
     def let_read(self) -> None:
@@ -75,15 +77,15 @@ class Loader:
             return
         before = self._host.state
         self.stand_back()
-        self._view.not_ready = (f"repairing: {self._updater.trouble}",)
+        self._log.append(NotReady((f"repairing: {self._updater.trouble}",)))
         self._host.enter("repairing")
-        with self._host.watch.timed("repair"):
+        with self._log.timed("repair"):
             repaired = self._updater.repair(channel, self._host.advance)
         if repaired is None:
             return
-        self._host.usable = True
-        self._host.watch.changes += repaired.words
-        self._host.count_read("repair", repaired.nbytes)
+        self._log.append(Usable(True))
+        self._log.append(Changed(repaired.words))
+        self._log.append(ReadFor("repair", repaired.nbytes))
         self._host.moved("repair", None if before is None else before.position.version, 0)
 
     def stand_back(self) -> None:
@@ -121,8 +123,8 @@ class Prover:
         """Under the patch lock, right before a reload. A stop is not obeyed: engines may be paused."""
         self._prove(self._bound, None)
         age = round(self._host.local().proofs.age, 3)
-        self._host.view.proof = self._known.but(
-            bound_seconds=self._bound, age_seconds=age, at=self._host.calls.now()
+        self._host.log.append(
+            Proven(self._known.but(bound_seconds=self._bound, age_seconds=age, at=self._host.now()))
         )
 
     @property
@@ -131,12 +133,13 @@ class Prover:
 
     def _prove(self, seconds: float, advance: Advance | None) -> None:
         try:
-            with self._host.watch.timed("verify"):
+            with self._host.log.timed("verify"):
                 prove(self._host.local(), seconds, threads=self._host.options.threads, advance=advance)
         except Damaged as found:
-            self._host.view.proof = self._known.but(
+            proof = self._known.but(
                 faults=self._known.faults + len(found.tensors),
                 last_fault=found.message,
-                last_fault_at=self._host.calls.now(),
+                last_fault_at=self._host.now(),
             )
+            self._host.log.append(Proven(proof))
             raise

@@ -11,6 +11,7 @@ from weightcast.subscriber.groups.order import Order
 from weightcast.subscriber.sync.apply import Apply
 from weightcast.subscriber.sync.host import StepHost
 from weightcast.subscriber.sync.loader import Loader
+from weightcast.subscriber.sync.step_log import Aimed, NotReady, ReadFor, Seeded, Usable
 from weightcast.subscriber.sync.target import Blocklist, Target, resolve
 
 
@@ -25,7 +26,7 @@ class Planner:
     def __init__(self, host: StepHost, loader: Loader, apply: Apply, blocklist: Blocklist) -> None:
         self._host, self._loader, self._apply, self._blocklist = host, loader, apply, blocklist
         self._engines, self._updater = host.engines, host.updater
-        self._options, self._view = host.options, host.view
+        self._options, self._log = host.options, host.log
         self._pointer_seen = False
 
     def route(self, channel: Channel, order: Order | None) -> Route:
@@ -35,7 +36,7 @@ class Planner:
             _require_run(channel, order)
             target = Target(str(order.version), order.version)
         version = resolve(target, channel.directory, pointer)
-        self._view.target_version = version
+        self._log.append(Aimed(version))
         if self._updater.local is not None:
             self._blocklist.unblock_due(self._updater.local)
         return self._updater.route(channel, pointer, version, exact=target.exact)
@@ -85,15 +86,17 @@ class Planner:
     def _seed(self, channel: Channel, route: Route, plan: Seed) -> None:
         before = self._host.state
         self._loader.stand_back()
-        self._host.usable, self._view.not_ready = False, (f"seeding: {plan.reason}",)
+        self._log.append(Usable(False))
+        self._log.append(NotReady((f"seeding: {plan.reason}",)))
         self._host.enter("seeding")
-        with self._host.watch.timed("seed"):
+        with self._log.timed("seed"):
             self._updater.seed(channel, route, plan, self._host.advance)
-        self._host.usable = True
+        self._log.append(Usable(True))
         self._loader.let_read()
-        self._host.watch.bytes = self._host.local().table.nbytes
+        nbytes = self._host.local().table.nbytes
+        self._log.append(Seeded(nbytes))
         if plan.version:
-            self._host.count_read("anchor", self._host.watch.bytes)
+            self._log.append(ReadFor("anchor", nbytes))
         self._host.moved("seed", None if before is None else before.position.version, 1)
         if plan.then.legs:
             self._apply.versions(route, plan.then)

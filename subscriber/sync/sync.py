@@ -22,18 +22,20 @@ from weightcast.subscriber.groups.lead import Lead
 from weightcast.subscriber.groups.order import Order
 from weightcast.subscriber.sync.apply import Apply
 from weightcast.subscriber.sync.group_member import GroupMember
-from weightcast.subscriber.sync.host import (
-    Calls,
-    EnginesFirst,
-    Outcome,
-    StepHost,
-    Stopwatch,
-    SyncOptions,
-    known,
-)
+from weightcast.subscriber.sync.host import EnginesFirst, Outcome, StepHost, SyncOptions, known
 from weightcast.subscriber.sync.in_sync import InSync
 from weightcast.subscriber.sync.loader import Loader, Prover
 from weightcast.subscriber.sync.planner import Planner
+from weightcast.subscriber.sync.step_log import (
+    EnginesVerified,
+    Failed,
+    NotReady,
+    Scrubbed,
+    Usable,
+    Waits,
+    WentAround,
+    WriterTaken,
+)
 from weightcast.subscriber.sync.target import Blocklist
 
 
@@ -43,7 +45,7 @@ def _never(seconds: float) -> bool:
 
 
 class Sync:
-    """One host. Used by one thread; `show` is called whenever the view changed;
+    """One host. Used by one thread; `show` is called whenever the log has news;
     `stop(seconds)` waits, or returns True as soon as the process is to end."""
 
     def __init__(
@@ -61,9 +63,17 @@ class Sync:
         self.options = options
         self.engines = Engines() if engines is None else engines
         self.lead = Lead() if lead is None else lead
-        calls = Calls(lambda: show(self), stop, advance, now, clock)
-        self.host = StepHost(options, self.engines, self.lead, calls)
-        self.view, self.updater = self.host.view, self.host.updater
+        self.host = StepHost(
+            options,
+            self.engines,
+            self.lead,
+            show=lambda: show(self),
+            stop=stop,
+            advance=advance,
+            now=now,
+            clock=clock,
+        )
+        self.log, self.updater = self.host.log, self.host.updater
         blocklist = Blocklist(clock)
         self._loader = Loader(self.host)
         prover = Prover(self.host)
@@ -99,30 +109,35 @@ class Sync:
         self.updater.close()
         self.engines.close()
         self.lead.close()
-        self.view.not_ready = ("stopped",)
+        self.log.append(NotReady(("stopped",)))
         self.host.enter("stopped")
 
     def sync_once(self) -> Outcome:
         """Raises what keeps the local checkpoint from the target; what keeps an engine from it is part of the
         outcome."""
-        self.host.begin()
+        self.log.begin()
         try:
             self._step()
         except BaseException as error:
             self.updater.release()
-            self._apply.kept = None
-            self.view.error = known(error)
+            self._apply.forget_kept()
+            failure = self._failed(error)
             if isinstance(error, Refused):
                 self.host.degrade(error.message)
             if isinstance(error, OSError):
-                raise self.view.error from error
+                raise failure from error
             raise
         finally:
-            self.view.waiting_for = None
-            self.view.not_ready = self.host.reasons_not_ready()
+            self.log.append(Waits(None))
+            self.log.append(NotReady(self.host.reasons_not_ready()))
             self.host.tell_files()
-            self.host.enter("idle" if self.view.error is None else "waiting")
+            self.host.enter("idle" if self.log.view.error is None else "waiting")
         return self.outcome()
+
+    def _failed(self, error: BaseException) -> WeightcastError:
+        failure = known(error)
+        self.log.append(Failed(failure, self.host.now()))
+        return failure
 
     def rehash(self) -> Outcome:
         """A step that reads every byte of the local checkpoint before anything else, and repairs what is not
@@ -140,14 +155,13 @@ class Sync:
             scrub.turn(local)
         except NeedsReseed as error:
             self.updater.mark_damaged(error)
-            self.host.usable = False
+            self.log.append(Usable(False))
             self.sync_once()
         except OSError as error:
             self.updater.release()
-            self.view.error = known(error)
-            raise self.view.error from error
+            raise self._failed(error) from error
         finally:
-            self.view.scrub = scrub.status
+            self.log.append(Scrubbed(scrub.status))
             self.host.tell()
 
     def verify_engines(self, verify: EngineVerify) -> dict[str, str]:
@@ -164,7 +178,8 @@ class Sync:
                 self.engines.doubt(local, name, faults[name])
             elif verify.is_confirmed(name, live, local):
                 self.engines.confirm(local, name)
-        self.view.engine_verify = {name: facts for name in lives if (facts := verify.facts(name)) is not None}
+        found = {name: verify.facts(name) for name in lives}
+        self.log.append(EnginesVerified({name: facts for name, facts in found.items() if facts is not None}))
         self.host.tell()
         if faults:
             self.sync_once()
@@ -183,7 +198,7 @@ class Sync:
     def _step(self) -> None:
         self.take_local()
         # not before: reports are its writer's
-        self.view.error = None
+        self.log.append(WriterTaken())
         if self._loader.reads_all:
             self._loader.adopt()
         self.engines.look_if_due(self.host.state)
@@ -200,7 +215,7 @@ class Sync:
             try:
                 return self._bring()
             except EnginesFirst:
-                self.view.not_ready = self.host.reasons_not_ready()
+                self.log.append(NotReady(self.host.reasons_not_ready()))
                 self.host.tell()
             except Damaged as error:
                 if is_doubted:
@@ -208,15 +223,16 @@ class Sync:
                 # repaired now: engines that were paused for the reload must not wait for the next step
                 is_doubted = True
                 self.updater.mark_damaged(error)
-                self._apply.kept, self.host.usable = None, False
-                self.host.watch = Stopwatch()
+                self._apply.forget_kept()
+                self.log.append(Usable(False))
+                self.log.begin_move()
 
     def _bring(self) -> None:
         """The local checkpoint to the target, then engines to the local checkpoint."""
         try:
             self._follow()
         except NeedsReseed:
-            self.host.usable = False
+            self.log.append(Usable(False))
             raise
         except Stopped:
             raise
@@ -233,10 +249,10 @@ class Sync:
 
     def _go_around(self, damage: str) -> None:
         """What is damaged in the channel keeps a host only where no other way leads on."""
-        self.host.around = (*self.host.around, damage)
+        self.log.append(WentAround(damage))
         self.host.degrade(f"another way is taken: {damage}")
         self.updater.release()
-        self._apply.kept = None
+        self._apply.forget_kept()
 
     def _go_one_way(self) -> None:
         if self._member.order is not None and self._member.lies_as_ordered(self._member.order):
@@ -251,9 +267,9 @@ class Sync:
         if self.lead.members and self._local_in_doubt():
             self._in_sync.bring()
         self.host.enter("planning")
-        with self.host.watch.timed("plan"):
+        with self.log.timed("plan"):
             route = self._planner.route(channel, self._member.order)
-        if self._member.order is not None and self._member.order.phase == "prepare" and self.host.usable:
+        if self._member.order is not None and self._member.order.phase == "prepare" and self.log.view.usable:
             self._member.make_ready(channel, route)
         else:
             self._planner.carry_out(channel, route)

@@ -171,11 +171,11 @@ def test_a_daemon_that_waits_for_a_loading_engine_ends_when_told(site: Site, run
         ends.append(seconds)
         return len(ends) > 40
 
-    calls = host.sync.host.calls
-    host.sync.host.calls = replace(calls, stop=stop)
+    before = host.sync.host.stop
+    host.sync.host.stop = stop
     with lock.holding(shared=True), pytest.raises(RetryLater, match="the process ends"):
         host.step()
-    host.sync.host.calls = calls
+    host.sync.host.stop = before
     host.step()
     assert host.at(run, 1)
 

@@ -37,7 +37,7 @@ def test_who_waits_for_another_writer_says_so_until_that_has_ended(site: Site) -
 
     def look() -> None:
         while not ended.is_set():
-            seen.add(type(waiting.sync.view.error).__name__)
+            seen.add(type(waiting.sync.log.view.error).__name__)
 
     with pytest.raises(RetryLater, match="already has a writer"):
         waiting.step()
