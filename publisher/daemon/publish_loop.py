@@ -262,7 +262,7 @@ class PublishLoop:
         same = self.record.version_with(done.root)
         if same is None and self._watched is not None:
             same = self._watched.version_with(done.root)
-        self.record.published(done, same)
+        done = self.record.published(done, same)
         self._look_due.at_once()
         return done
 

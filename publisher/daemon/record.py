@@ -29,6 +29,8 @@ from weightcast.publisher.weights.side_configs import CONFIG_REMEDY
 from weightcast.shared.daemon.logs import get_log, size_text
 from weightcast.shared.daemon.status import Failure
 
+_WENT_BACK = "if it is a copy: keep copies out of --watch, and publish the newest checkpoint again"
+
 log = get_log("publisher")
 
 
@@ -90,16 +92,27 @@ class Record:
     def version_with(self, root: str) -> int | None:
         return next((each.version for each in self.publications if each.root == root), None)
 
-    def published(self, done: Publication, same: int | None) -> None:
-        """`same`: an earlier version with the same content."""
+    def published(self, done: Publication, same: int | None) -> Publication:
+        """As it is shown. `same`: an earlier version with the same content."""
+        goes_back = same is not None and same < done.version - 1
+        if goes_back:
+            done = done.but(notes=(*done.notes, f"goes back to the content of version {same}"))
         self.publications = (done, *self.publications)[:PUBLICATIONS_SHOWN]
         self._metrics.published(done)
         known = {**self.publish_seconds, done.version: total_seconds(done.seconds)}
         self.publish_seconds = dict(list(known.items())[-ROWS_LIMIT:])
         self._totals = add(self._totals, done)
         if same is not None:
-            log.info("content equals an earlier version", version=done.version, earlier=same)
+            report = log.warning if goes_back else log.info
+            report(
+                "content equals an earlier version",
+                version=done.version,
+                earlier=same,
+                source=done.source,
+                **({"remedy": _WENT_BACK} if goes_back else {}),
+            )
         _log_published(done)
+        return done
 
 
 def _log_published(done: Publication) -> None:

@@ -346,6 +346,24 @@ def test_a_name_that_holds_earlier_content_again_is_a_version(places: Places, op
     assert local_bytes(places.local, weights(1)) == plain(weights(1))
 
 
+def test_a_copy_of_an_older_checkpoint_under_a_new_name_is_named_as_going_back(
+    places: Places, opened: Opening, capfd: pytest.CaptureFixture[str]
+) -> None:
+    office = opened()
+    for step in (1, 2):
+        rename_in(places.watch / f"step_{step}", weights(step))
+        office.settle()
+    shutil.copytree(places.watch / "step_2", places.watch / "again")
+    office.settle()
+    assert not office.publish_loop.status().publications[0].notes
+    shutil.copytree(places.watch / "step_1", places.watch / "best")
+    office.settle()
+    assert office.publish_loop.status().publications[0].notes == ("goes back to the content of version 1",)
+    logged = "".join(capfd.readouterr())
+    assert logged.count("content equals an earlier version") == 2
+    assert logged.count("keep copies out of --watch") == 1
+
+
 def test_a_consumed_checkpoint_that_comes_back_is_consumed_again(places: Places, opened: Opening) -> None:
     office = opened(consume=True)
     for step in (1, 2):
