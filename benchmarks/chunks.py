@@ -1,4 +1,4 @@
-"""Sizes and speeds of the encodings on chunks in memory, digests included, beside the field's path.
+"""Sizes and speeds of the encodings on chunks in memory, checksums included, next to slime's format.
 
 Contenders take turns within each round, so that all meet the same machine, and another one begins each, so
 that what one leaves to the next counts for all alike. The first round is not counted.

@@ -1,4 +1,4 @@
-"""The field's path as a good engineer builds it: xor with the last bytes, one zstd-1 frame per tensor.
+"""slime's format, built with care: xor with the last bytes, one zstd-1 frame per tensor.
 
     python -m benchmarks.field_path publish CHECKPOINT --channel DIR --local DIR --base DIR
     python -m benchmarks.field_path sync --channel DIR --local DIR --base DIR
@@ -36,14 +36,14 @@ Bytes = NDArray[np.uint8]
 Item = TypeVar("Item")
 
 PIECE = 512 << 10
-"""bytes worked on at once: old, new and difference lie in a core's cache together"""
+"""bytes worked on at once: old, new and difference fit into a core's cache together"""
 INDEX = "model.safetensors.index.json"
 _HEADER_LIMIT = 100_000_000
 _STATE = Path(".weight_sync") / "state.json"
 
 
 class FieldPathError(RuntimeError):
-    """A file is not what the field's path expects."""
+    """A file has an unexpected form."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _places(header: Mapping[str, Any], start: int, size: int) -> dict[str, tuple
         if name != "__metadata__":
             begin, end = entry["data_offsets"]
             if not 0 <= begin <= end <= size - start:
-                raise FieldPathError(f"{name} lies outside of its file")
+                raise FieldPathError(f"{name} is outside its file")
             places[name] = (start + begin, end - begin)
     return places
 
@@ -139,7 +139,7 @@ def copy_checkpoint(base: Path, local: Path) -> None:
 
 
 def load_state(local: Path) -> int:
-    """The version that lies there whole. Raises FieldPathError after a round that did not end."""
+    """The complete version in the directory. Raises FieldPathError after an interrupted round."""
     state = json.loads((local / _STATE).read_text())
     if state.get("unfinished"):
         raise FieldPathError(f"{local} was left unfinished: remove it and start from a full version")

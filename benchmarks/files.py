@@ -1,8 +1,8 @@
-"""Those that publish and sync, each through its real doors: daemons that hold their mappings, and commands.
+"""End to end on real files: contenders publish and sync in turns, as daemons and as commands.
 
 weightcast's are `publisher run` (asked over HTTP), `subscriber run` (woken over HTTP), `publish` and `sync`;
-the field's are `python -m benchmarks.field_path serve|publish|sync`. Daemons tell the seconds of a round
-themselves; a command counts from its start to its end, interpreter and imports included.
+`field`, slime's format, is `benchmarks/field_path.py serve|publish|sync`. Daemons report the seconds of a
+round themselves; a command counts from its start to its end, interpreter and imports included.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Model:
 
 
 def digests_in(directory: Path) -> dict[str, str]:
-    """As `Model.digests`, of what lies in a directory."""
+    """As `Model.digests`, of a checkpoint directory."""
     found = {}
     for path in sorted(directory.glob("*.safetensors")):
         with path.open("rb") as file:
@@ -231,7 +231,7 @@ class Places:
         return self.channel / f"weight_v{number:06d}"
 
     def version_bytes(self, number: int) -> int:
-        """What a host one version behind reads: deltas from older versions lie in directories."""
+        """What a host one version behind reads: deltas from older versions are in subdirectories."""
         return sum(path.stat().st_size for path in self.version(number).iterdir() if path.is_file())
 
     def point(self, version: int) -> None:
@@ -263,7 +263,7 @@ class Contender(ABC):
 
     @abstractmethod
     def settle(self) -> None:
-        """Returns when nothing is made beside the versions any more."""
+        """Returns when no background work on versions is left."""
 
     @abstractmethod
     def sync(self, version: int) -> Done:
@@ -692,7 +692,7 @@ class _Run:
             shutil.rmtree(checkpoint)
 
     def _turns(self) -> list[Contender]:
-        """Everyone once; who begins changes from version to version."""
+        """Each contender once, starting with another one each version."""
         first = self.version % len(self.contenders)
         return self.contenders[first:] + self.contenders[:first]
 
@@ -742,7 +742,7 @@ class FileResults:
 
 
 def measure_files(scenario: Scenario, root: Path, seed: int, say: Say) -> FileResults:
-    """`root`: an empty directory with room for about ten times the model; emptied again. Raises
+    """`root`: an empty directory with space for ten times the model; emptied again. Raises
     ContenderFailed."""
     run = _Run(scenario, root, seed, say)
     try:
@@ -804,7 +804,7 @@ def _version(name: str) -> str:
 
 
 def _file_system(directory: Path) -> str:
-    """Type of the innermost mount that `directory` lies in."""
+    """Type of the innermost mount that contains `directory`."""
     best, kind = Path("/"), "unknown"
     for line in Path("/proc/mounts").read_text().splitlines():
         where, form = line.split()[1:3]

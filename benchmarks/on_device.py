@@ -1,4 +1,4 @@
-"""Comparison where the tensors live, beside the host's: python -m benchmarks.on_device [--json FILE]
+"""Comparison on the GPU, next to the host's: python -m benchmarks.on_device [--json FILE]
 
 On the first CUDA device where there is one, else on torch's CPU device. One bf16 tensor before and after a
 simulated Adam step, chunk by chunk as a publication does it. Ways take turns within each round, the best of

@@ -94,7 +94,7 @@ class FileRow(_Row):
     asked_density: float
     threads: int
     encoding: str
-    """fast, small, or field: the field's own path"""
+    """fast, small, or field: slime's format"""
     rounds: int
     elements: int
     changed: int
@@ -225,10 +225,10 @@ def goals(results: Results) -> list[Goal]:
             _at_most(f"`{name}`, 0.3 to 4%: bits over entropy bound", bound, _over_bound(results, name))
         )
         found.append(
-            _at_most(f"`{name}`, 1 to 4%: bytes over the field's", usual, _bytes(results, name, 0.01, 0.05))
+            _at_most(f"`{name}`, 1 to 4%: bytes over `field`", usual, _bytes(results, name, 0.01, 0.05))
         )
         found.append(
-            _at_most(f"`{name}`, 0.3%: bytes over the field's", sparse, _bytes(results, name, 0.002, 0.005))
+            _at_most(f"`{name}`, 0.3%: bytes over `field`", sparse, _bytes(results, name, 0.002, 0.005))
         )
     found.append(_at_most("any input: bytes above raw per chunk", CHUNK_OVERHEAD, _overhead(results)))
     found += [_chunk_speeds(results, verb) for verb in ("publish", "apply")]
@@ -236,7 +236,7 @@ def goals(results: Results) -> list[Goal]:
     for doors, bounds in (("daemons", (3.0, 4.0)), ("commands", (2.0, 2.0))):
         found += [
             _at_least(
-                f"{doors}, 4 GB, 1.4%: {verb}, times the field's",
+                f"{doors}, 4 GB, 1.4%: {verb}, times `field`",
                 bound,
                 _file_speeds(results, doors, verb),
             )
@@ -244,7 +244,7 @@ def goals(results: Results) -> list[Goal]:
         ]
     found.append(
         _at_least(
-            "daemons, 4 GB, 1.4%: to the pointer, times the field's",
+            "daemons, 4 GB, 1.4%: to the pointer, times `field`",
             3.0,
             _pointer_speeds(results),
         )
@@ -300,12 +300,12 @@ def _field_of(results: Results, row: FileRow) -> FileRow | None:
 def _chunk_speeds(results: Results, verb: str) -> Goal:
     rows = [row for row in results.chunks if row.trace == "simulated" and _is_near(row.density, TYPICAL)]
     points = map(partial(_chunk_ratio, results, verb), _most_threads(rows, "fast"))
-    return _at_least(f"`fast` in memory, 1.4%: {verb}, times the field's", 5.0, filter(None, points))
+    return _at_least(f"`fast` in memory, 1.4%: {verb}, times `field`", 5.0, filter(None, points))
 
 
 def _worst_chunk_speeds(results: Results, verb: str) -> Goal:
     points = map(partial(_chunk_ratio, results, verb), _most_threads(results.chunks, "fast"))
-    text = f"`fast` in memory, any density: {verb}, times the field's"
+    text = f"`fast` in memory, any density: {verb}, times `field`"
     return _at_least(text, 0.5, filter(None, points))
 
 
@@ -335,7 +335,7 @@ def _file_speeds(results: Results, doors: str, verb: str) -> Iterator[_Point]:
 
 
 def _worst_file_speeds(results: Results, verb: str) -> Goal:
-    """Of models large enough that what a version costs beside its bytes does not count."""
+    """Of models large enough that fixed costs of a version do not matter."""
     points = []
     for row in results.files:
         other = _field_of(results, row)
@@ -343,7 +343,7 @@ def _worst_file_speeds(results: Results, verb: str) -> Goal:
         if shown and row.model_bytes > _GIGABYTE and other is not None:
             where = f"{_gigabytes(row)}, {row.density:.1%}"
             points.append(_ratio(getattr(other, verb).seconds, getattr(row, verb).seconds, where))
-    return _at_least(f"daemons, any density: {verb}, times the field's", 0.5, points)
+    return _at_least(f"daemons, any density: {verb}, times `field`", 0.5, points)
 
 
 def _pointer_speeds(results: Results) -> Iterator[_Point]:
@@ -354,7 +354,7 @@ def _pointer_speeds(results: Results) -> Iterator[_Point]:
 
 
 def _large_pairs(results: Results, doors: str) -> Iterator[tuple[FileRow, FileRow]]:
-    """Rows of `fast` and the field's beside them."""
+    """Rows of `fast` with those of `field`."""
     for row in results.files:
         large = row.model_bytes > _LARGE and _is_near(row.asked_density, TYPICAL)
         if row.encoding == "fast" and row.doors == doors and row.cache == "warm" and large:

@@ -140,7 +140,7 @@ Part = Literal["codec", "files", "first-use"]
 PARTS: tuple[Part, ...] = ("codec", "files", "first-use")
 SEED = 0
 _TIMES_ON_DISK = 10
-"""room that a scenario takes, in models"""
+"""disk space of a scenario, in models"""
 
 
 def check(plan: Plan, parts: Collection[Part], directory: Path | None) -> None:

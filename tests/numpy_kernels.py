@@ -23,6 +23,8 @@ from weightcast.shared.kernels.constants import (
     GREATEST,
     K_REST,
     LONGEST,
+    MIX_A,
+    MIX_B,
     NOTHING,
     RICE,
     RUNS,
@@ -54,6 +56,29 @@ def install() -> None:
     """Makes this process compute with this module, to test the oracle itself."""
     for module in (load, checksums):
         module.kernels = lambda: sys.modules[__name__]
+
+
+MASK64 = (1 << 64) - 1
+
+
+def _mix_a(word: int, number: int) -> int:
+    x = word ^ (number * MIX_A[0] & MASK64)
+    x = (x ^ x >> 32) * MIX_A[1] & MASK64
+    x = (x ^ x >> 29) * MIX_A[2] & MASK64
+    return x ^ x >> 32
+
+
+def _mix_b(word: int, number: int) -> int:
+    x = (word + number * MIX_B[0]) & MASK64
+    x = (x ^ x >> 31) * MIX_B[1] & MASK64
+    x = (x ^ x >> 33) * MIX_B[2] & MASK64
+    return x ^ x >> 30
+
+
+def finalise(lanes: Lanes, nbytes: int) -> bytes:
+    """16 bytes, a then b, each little-endian: the lanes of a whole tensor bound to its length in bytes."""
+    number = 2 * nbytes + 1
+    return _mix_a(lanes.a, number).to_bytes(8, "little") + _mix_b(lanes.b, number).to_bytes(8, "little")
 
 
 BLOCK = 1 << 17

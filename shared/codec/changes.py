@@ -1,4 +1,4 @@
-"""What one chunk's step from one version to another is: positions, old and new words."""
+"""One chunk's step between versions: positions, old and new words."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _NO_SHIFT, _ONE_SPAN = np.zeros(1, np.int64), np.array([0, _NO_POSITION])
 
 @dataclass(frozen=True)
 class Counted:
-    """The words of a chunk that count. `spans`: int64[n, 2], offset and words of each span; `starts`: where
-    they begin with no padding counted. `padded`: something lies between the spans, or before them; else
-    positions are the same both ways."""
+    """The words of a chunk without padding. `spans`: int64[n, 2], offset and words of each span; `starts`:
+    where they start without padding. `padded`: there is padding between or before the spans; otherwise
+    positions are the same with and without."""
 
     spans: NDArray[np.int64]
     starts: NDArray[np.int64]
@@ -44,12 +44,12 @@ class Counted:
 
     @property
     def shifts(self) -> NDArray[np.int64]:
-        """How much padding lies before each span; of all as one where there is none."""
+        """Padding before each span; a single 0 if there is none."""
         return self.spans[:, 0] - self.starts if self.padded else _NO_SHIFT
 
     @property
     def borders(self) -> NDArray[np.int64]:
-        """Where what `shifts` tells of begins without padding, then what no position reaches."""
+        """Start of each entry of `shifts` without padding, then a position that is never reached."""
         return np.append(self.starts, _NO_POSITION) if self.padded else _ONE_SPAN
 
     def without_padding(self, index: Index) -> Index:
@@ -59,12 +59,12 @@ class Counted:
         return index + self._shifts_of(index, self.starts) if self.padded else index
 
     def _shifts_of(self, index: Index, firsts: NDArray[np.int64]) -> Index:
-        """How much padding lies before the span of each position."""
+        """Padding before the span of each position."""
         borders = np.searchsorted(index, firsts.astype(np.uint32))
         return np.repeat(self.shifts.astype(np.uint32), np.diff(borders, append=len(index)))
 
     def pick(self, words: Words) -> Words:
-        """The words of the spans, one after the other; a view where no padding lies between them."""
+        """The words of the spans, one after the other; a view if there is no padding."""
         if not self.padded:
             return words[: self.words]
         return np.concatenate([words[offset : offset + count] for offset, count in self.spans.tolist()])
@@ -80,15 +80,15 @@ class Counted:
 
 
 _LISTED_BITS = 8
-"""of a list, for each change: its distance from the one before"""
+"""of a list entry: the distance from the previous change"""
 
 
 @dataclass(frozen=True)
 class Changes:
-    """`places`: uint32[k], strictly increasing positions in the chunk, or, where many words change,
-    uint64[words / 64], in which the bits of those words are set. `old` and `new`: word[k], different from
-    each other at every position. `whole`: all words after, where somebody had them anyway. `all_shown`: every
-    word is in them, those that stay too."""
+    """`places`: uint32[k], strictly increasing positions in the chunk, or, if many words change,
+    uint64[words / 64] with a bit set for each. `old` and `new`: word[k], different from
+    each other at every position. `whole`: all words after the step, if they were at hand. `all_shown`:
+    unchanged words are listed too."""
 
     places: NDArray[np.uint32] | NDArray[np.uint64]
     old: Words
@@ -110,7 +110,7 @@ class Changes:
         return self.places.astype(np.uint64, copy=False) if self.places.dtype == np.uint64 else None
 
     def apply(self, words: Words) -> None:
-        """`words`: contiguous, of the dtype of those compared, and the old ones where nothing changes."""
+        """`words`: contiguous, of the dtype of those compared, holding the old words."""
         if self.whole is not None and len(self.whole) == len(words):
             np.copyto(words, self.whole)
         else:
@@ -118,7 +118,7 @@ class Changes:
 
 
 def worth_masks(changed: int, words: int) -> bool:
-    """Whether a bit for each word takes no more than listing those that change."""
+    """Whether a bit per word is no larger than a list of changes."""
     return _LISTED_BITS * changed >= words
 
 
@@ -132,7 +132,7 @@ def _numbers(count: int) -> NDArray[np.uint32]:
 def compare(old: Words, new: Words) -> Changes:
     """Changes between two 1-D arrays of equal length and dtype, by bits."""
     if old.shape != new.shape or old.dtype != new.dtype:
-        raise ValueError(f"{old.shape} words of {old.dtype} against {new.shape} of {new.dtype}")
+        raise ValueError(f"{old.shape} words of {old.dtype} compared with {new.shape} of {new.dtype}")
     return Changes(*kernels().compared(np.ascontiguousarray(old), np.ascontiguousarray(new)))
 
 
@@ -148,19 +148,19 @@ class Scan:
 
 def scan(chunk: Chunk, old: Words, new: Words) -> Scan:
     """`old`, `new`: word[chunk.words] with the zero padding. As `compare`, `hash_bytes` of each span's new
-    words and `span_sums`, at the price of reading both once. ValueError for words of another chunk."""
+    words and `span_sums`, reading both once. Raises ValueError for words of another chunk."""
     found, book = _scanned(chunk, old, new, whole=True)
     return Scan(found, book[:, :2], _sums(chunk, book))
 
 
 def changes_of(chunk: Chunk, old: Words, new: Words) -> tuple[Changes, SpanSums]:
-    """As `scan`, without the lanes of all words."""
+    """As `scan`, without lanes of all words."""
     found, book = _scanned(chunk, old, new, whole=False)
     return found, _sums(chunk, book)
 
 
 def masked_changes(chunk: Chunk, old: Words, new: Words) -> tuple[Changes, SpanSums]:
-    """As `changes_of`, under masks."""
+    """As `changes_of`, with masks."""
     both, book = _opened(chunk, old, new)
     found = kernels().masked(*both, chunk.places, book)
     return Changes(*found), _sums(chunk, book)
@@ -182,7 +182,7 @@ def _scanned(chunk: Chunk, old: Words, new: Words, *, whole: bool) -> tuple[Chan
 
 
 def _opened(chunk: Chunk, old: Words, new: Words) -> tuple[tuple[Words, Words], NDArray[np.uint64]]:
-    """Both as kernels want them, and their book with nothing in it."""
+    """Both contiguous, and zeros for their sums."""
     for words in (old, new):
         if words.shape != (chunk.words,) or words.dtype != chunk.kind.numpy or chunk.words % BLOCK_WORDS:
             raise ValueError(

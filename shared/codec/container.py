@@ -14,8 +14,8 @@ byte per word is read twice as fast as a code per change and is a quarter longer
 is expected to be smallest. Unrelated words go as planes with both, or raw if a sample says that nothing
 helps. A payload longer than the raw words is written raw.
 
-Little-endian. The checksum finds damage early and is no authority: the index holds the file's digest and the
-sums over the touched words, which the caller checks (`weightcast.shared.digest.sums`).
+Little-endian. The checksum finds damage early but proves nothing: the caller checks the index's digest of the
+file and sums over the touched words (`weightcast.shared.digest.sums`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from weightcast.shared.codec.sparse import DecodedStep
 
 StepEncoding = Literal["fast", "small"]
 FetchWords = Callable[[], Words]
-"""A chunk's words with padding, which may have to come from afar: called where they are needed."""
+"""A chunk's words with padding, which may have to be fetched: called only if needed."""
 
 
 class Mode(IntEnum):
@@ -51,29 +51,29 @@ class Mode(IntEnum):
 
 
 _WORTH_FRAMES = 4096
-"""words from which tables of a frame pay for themselves"""
+"""words from which a frame's tables are worth their size"""
 _WORTH_CLASSES = 256
-"""changes from which headers of classes do"""
+"""changes from which headers of classes are"""
 _MANY = 1 / 3
-"""share of changed words from which step bytes are looked at"""
+"""share of changed words from which step bytes are considered"""
 _SPEED = 1.3
-"""how many times the bits quicker step bytes may take then"""
+"""factor by which the faster step bytes may be larger then"""
 _FEW_LONGER = 1 / 16
 """share of changes that may be too long for a step byte"""
 _CLASSES_SAVE = 0.4
 """bits per change that classes save at such shares"""
 _UNRELATED = 1 / 2
-"""share of the raw size from which planes are looked at"""
+"""share of the raw size from which planes are considered"""
 _HOPELESS = 0.99
 """share of the raw size from which nothing is tried"""
 _DENSE = 1 / 4
-"""share of changed words from which payloads that hold every word are looked at"""
+"""share of changed words from which payloads of all words are considered"""
 
 
 def encode(
     changes: Changes, old: Words, new: FetchWords, counted: Counted, kind: WordKind, encoding: StepEncoding
 ) -> tuple[int, bytes | memoryview]:
-    """Mode and payload, never longer than the raw words of the spans; good until the thread encodes again.
+    """Mode and payload, never longer than the raw words of the spans; valid until the thread encodes again.
     `old`: with padding."""
     mode = None
     if len(changes) > _DENSE * counted.words and counted.words >= _WORTH_FRAMES:
@@ -101,7 +101,7 @@ _Found = tuple[int, bytes | memoryview] | None
 def _dense(
     changes: Changes, old: Words, new: FetchWords, counted: Counted, kind: WordKind, encoding: StepEncoding
 ) -> int | None:
-    """A mode that holds every word, by a sample of the words; None where changes alone are better."""
+    """A mode that holds every word, chosen from a sample; None if listing changes is better."""
     after = dense.sampled(counted.pick(new()))
     if len(changes) >= _MANY * counted.words:
         taken = dense.sample_steps(dense.sampled(counted.pick(old)), after, kind)
@@ -127,7 +127,7 @@ def _steps_pay(taken: dense.StepSample, changed: int, counted: Counted, encoding
 
 
 def _magnitude_bits(changes: Changes, kind: WordKind) -> float:
-    """Of all changes, by a sample of them."""
+    """Estimated from a sample of the changes."""
     before = dense.sampled(changes.old)
     some = Changes(changes.index[: len(before)], before, dense.sampled(changes.new))
     bits = magnitudes.grouped(magnitudes.measure(some, kind), kind).expected_bits
@@ -161,16 +161,15 @@ _FACTS = struct.Struct("<BBHIII")
 _CHECKSUM = struct.Struct("<Q")
 HEADER = _FACTS.size + _CHECKSUM.size
 _FEW_STAY = 4
-"""words, of which at most one does not change, that are all shown: lists cost more"""
-_REMEDY = "fetch the file again; if it stays so, the publisher's copy is damaged"
+"""if at most one word in this many stays, all are listed as changes: a list costs more"""
 
 
 def encode_chunk(
     chunk: Chunk, old: Words, new: Words | FetchWords, changes: Changes, encoding: StepEncoding = "fast"
 ) -> bytes:
-    """`old`, `new`: word[chunk.words] with the zero padding, `new` fetched where the mode needs all of it;
-    `changes` is all that differs between them. The blob is at most `HEADER` bytes longer than the spans'
-    words."""
+    """`old`, `new`: word[chunk.words] with the zero padding, `new` fetched only if the mode needs
+    all of it; `changes`: all differences between them. The blob is at most `HEADER` bytes longer than the
+    spans' words."""
     counted = Counted.of(chunk)
     fetch = new if callable(new) else lambda: new
     mode, payload = encode(changes, old, fetch, counted, chunk.kind, encoding)
@@ -194,9 +193,9 @@ def decode_chunk(blob: bytes | memoryview, chunk: Chunk, old: Words) -> Changes:
 
 
 def decode_step(blob: bytes | memoryview, chunk: Chunk, old: Words) -> DecodedStep:
-    """What changes, and the sums over the touched words as `weightcast.shared.digest.sums.span_sums` has
-    them. `old`: word[chunk.words] as when it was encoded; with other words the result is wrong without an
-    error, which only the sums show. Raises DamagedFile, UnknownFormat."""
+    """The changes, and the sums over the touched words as in `weightcast.shared.digest.sums.span_sums`.
+    `old`: word[chunk.words] as when it was encoded; with other words the result is wrong without an error;
+    only the sums reveal it. Raises DamagedFile, UnknownFormat."""
     if len(old) != chunk.words or old.dtype != chunk.kind.numpy:
         raise ValueError(f"{len(old)} old words of {old.dtype} for {_name(chunk)}")
     counted = Counted.of(chunk)
@@ -205,7 +204,7 @@ def decode_step(blob: bytes | memoryview, chunk: Chunk, old: Words) -> DecodedSt
     try:
         return _step(mode, payload, chunk, old, counted, changed)
     except ValueError as error:
-        raise DamagedFile(f"{_name(chunk)}: {error}", remedy=_REMEDY) from error
+        raise _damaged(chunk, str(error)) from error
 
 
 def _step(
@@ -224,19 +223,19 @@ def _step(
             new = dense.decode_planes(payload, counted.words, chunk.kind)
         case _:
             raise UnknownFormat(
-                f"{_name(chunk)} is encoded in mode {mode}, which this release does not read",
+                f"{_name(chunk)}: unknown mode {mode}",
                 remedy="update weightcast on this host",
             )
     after = counted.spread(new, chunk.words)
     changes, sums = _shown(chunk, old, after, counted, changed)
     found = int(sums.changed.sum())
     if found != changed:
-        raise ValueError(f"{found} words change where {changed} should")
+        raise ValueError(f"{found} words change, expected {changed}")
     return replace(changes, whole=after), sums
 
 
 def _shown(chunk: Chunk, old: Words, new: Words, counted: Counted, changed: int) -> DecodedStep:
-    """Listed where masks would take more than the list."""
+    """As a list or as masks, whichever is smaller."""
     if _FEW_STAY * (counted.words - changed) <= counted.words:
         return all_of(chunk, old, new, counted)
     return (masked_changes if worth_masks(changed, counted.words) else changes_of)(chunk, old, new)
@@ -244,7 +243,7 @@ def _shown(chunk: Chunk, old: Words, new: Words, counted: Counted, changed: int)
 
 def _raw(payload: ByteArray, chunk: Chunk, counted: Counted) -> Words:
     if len(payload) != counted.words * chunk.kind.width:
-        raise ValueError("raw words of another length than the chunk's")
+        raise ValueError("wrong length of raw words")
     return payload.view(chunk.kind.numpy)
 
 
@@ -255,11 +254,16 @@ def _name(chunk: Chunk) -> str:
 def _checked_header(blob: memoryview, chunk: Chunk, counted_words: int) -> tuple[int, int]:
     """Mode, changed words."""
     if len(blob) < HEADER:
-        raise DamagedFile(f"{_name(chunk)}: {len(blob)} bytes are no chunk", remedy=_REMEDY)
+        raise _damaged(chunk, f"truncated chunk: {len(blob)} bytes, header needs {HEADER}")
     facts, payload = blob[: _FACTS.size], blob[HEADER:]
     mode, width, zero, words, changed, size = _FACTS.unpack(facts)
     if size != len(payload) or _CHECKSUM.unpack_from(blob, _FACTS.size)[0] != _checksum(facts, payload):
-        raise DamagedFile(f"{_name(chunk)}: the checksum does not match", remedy=_REMEDY)
+        raise _damaged(chunk, "wrong size or checksum")
     if (width, zero, words) != (chunk.kind.width, 0, counted_words) or changed > words:
-        raise DamagedFile(f"{_name(chunk)}: the header is another chunk's", remedy=_REMEDY)
+        raise _damaged(chunk, "header of another chunk")
     return mode, changed
+
+
+def _damaged(chunk: Chunk, what: str) -> DamagedFile:
+    remedy = "fetch the file again; if the error stays, the channel's copy is damaged: publish an anchor"
+    return DamagedFile(f"{_name(chunk)}: {what}", remedy=remedy)

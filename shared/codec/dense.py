@@ -1,4 +1,4 @@
-"""Payloads that hold every word. docs/FORMAT.md, Chunk blob.
+"""Payloads that hold all words. docs/FORMAT.md, Chunk blob.
 
 `steps`, where many words make small steps: a byte per word (twice the step's length, less one for a step
 down; 255: longer) in a zstd frame that is little but Huffman codes, which is what makes it quick and short;

@@ -54,7 +54,7 @@ CONTEXT = struct.Struct("<BBBBI")
 """coding, k (of runs: k of their lengths), k of what ends a run, 0, bytes of the stream"""
 MOST_CONTEXTS = 16
 _WORTH_CONTEXTS = 1024
-"""changes from which 16 tables pay for themselves"""
+"""changes from which 16 contexts are worth their headers"""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class GroupedMagnitudes:
         return sum(_expected(*row[:CODING]) for row in self.contexts.tolist())
 
     def put(self, out: ByteArray, most: int) -> tuple[bytes, int] | None:
-        """Heads of the contexts, and how many bytes of streams are in `out`; None if they are over `most`."""
+        """Heads of the contexts, and how many bytes of streams are in `out`; None if they exceed `most`."""
         steps = self.steps
         values = scratch().take("grouped", np.uint32, len(steps))
         sizes = kernels().put_magnitudes(
@@ -98,7 +98,7 @@ def grouped(steps: Steps, kind: WordKind) -> GroupedMagnitudes:
 
 
 def unplanned(changes: int, kind: WordKind) -> NDArray[np.int64]:
-    """`GroupedMagnitudes.contexts` before anything is known of them."""
+    """Zeros for `GroupedMagnitudes.contexts`."""
     many = kind.exponent_mask and changes >= _WORTH_CONTEXTS
     return np.zeros((MOST_CONTEXTS if many else 1, 6), np.int64)
 
@@ -110,20 +110,20 @@ def _expected(count: int, total: int, longer: int) -> float:
 
 
 def read_contexts(payload: ByteArray, at: int, count: int, start: int) -> NDArray[np.int64]:
-    """int64[5, count]: coding, k, k of what ends a run, start and stop of the stream. Heads lie at `at`,
+    """int64[5, count]: coding, k, k of what ends a run, start and stop of the stream. Heads are at `at`,
     streams follow each other from `start` to the last SLACK bytes, which are zeros. Raises ValueError."""
     if count not in (1, MOST_CONTEXTS):
-        raise ValueError("the payload's header is damaged")
+        raise ValueError("damaged header of the payload")
     if at + count * CONTEXT.size > len(payload) - SLACK:
-        raise ValueError("the payload is shorter than its header says")
+        raise ValueError("payload shorter than its header says")
     codings, ks, ks_rest, zeros, sizes = zip(*CONTEXT.iter_unpack(_heads(payload, at, count)), strict=True)
     lawful = max(codings) <= RUNS and max(ks) <= K_LIMIT and max(ks_rest) <= K_LIMIT and not any(zeros)
     odd = [(coding == NOTHING) != (size == 0) for coding, size in zip(codings, sizes, strict=True)]
     if not lawful or any(odd):
-        raise ValueError("a context's header is damaged")
+        raise ValueError("damaged header of a context")
     borders = list(accumulate(sizes, initial=start))
     if borders[-1] + SLACK != len(payload) or payload[-SLACK:].any():
-        raise ValueError("the payload has another length than its header says")
+        raise ValueError("payload length differs from its header")
     return np.array([codings, ks, ks_rest, borders[:-1], borders[1:]], np.int64)
 
 

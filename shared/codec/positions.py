@@ -30,20 +30,20 @@ CLASS = struct.Struct("<BBBBII")
 """lowest exponent, k, 1 where unchanged words are coded, 0, codes, bytes of them"""
 MOST_CLASSES = 8
 _SAMPLE = 16
-"""of so many blocks one is looked at to find how many words have an exponent"""
+"""one of this many blocks is sampled to count words by exponent"""
 _SAMPLED_WORDS = 1 << 16
-"""words from which a sample will do"""
+"""words from which a sample is used"""
 _HEAD_BITS = 8 * CLASS.size
 
 
 def expected_gap_bits(changed: int, words: int) -> float:
-    """About what `fast` positions take."""
+    """Estimated bits of `fast` positions."""
     return expected_bits(words - changed, changed)
 
 
 @dataclass(frozen=True)
 class _Class:
-    """Words from exponent `lowest` on. `words` is an estimate where exponents were sampled."""
+    """Words from exponent `lowest` on. `words` is an estimate if exponents were sampled."""
 
     lowest: int
     words: float
@@ -69,7 +69,7 @@ def _entropy(share: float) -> float:
 
 @dataclass(frozen=True)
 class Classes:
-    """The classes of a chunk, ascending. `exact` says that their words were counted."""
+    """The classes of a chunk, ascending. `exact`: words were counted, not sampled."""
 
     each: tuple[_Class, ...]
     exact: bool
@@ -89,7 +89,7 @@ def classify(steps: Steps, old: Words, counted: Counted, kind: WordKind, *, exac
 
 
 def _merged(classes: list[_Class]) -> list[_Class]:
-    """Joins neighbours, the cheapest first, until there are few enough and each pays for its header."""
+    """Joins neighbours, the cheapest first, until there are few enough and each is worth its header."""
     pairs = [one.with_next(other) for one, other in pairwise(classes)]
     costs = [_cost(pair, *parts) for pair, parts in zip(pairs, pairwise(classes), strict=True)]
     while pairs:
@@ -113,8 +113,8 @@ def _cost(pair: _Class, one: _Class, other: _Class) -> float:
 def put_classes(
     classes: Classes, index: Index, old: Words, counted: Counted, kind: WordKind, out: ByteArray, most: int
 ) -> tuple[bytes, int] | None:
-    """Heads of the classes, bytes written; None if those are over `most`, or if a sample of exponents has
-    misled. `index`: positions with padding."""
+    """Heads of the classes, bytes written; None if those exceed `most`, or if a sample of exponents was
+    misleading. `index`: positions with padding."""
     form = _Form.of([one.lowest for one in classes.each], [one.inverted for one in classes.each], kind)
     room = [_room(one, classes.exact) for one in classes.each] + [0] * (MOST_CLASSES - len(classes.each))
     gaps = scratch().take("gaps", np.uint32, sum(room))
@@ -136,7 +136,7 @@ def put_classes(
 
 
 def _room(one: _Class, exact: bool) -> int:
-    """Codes that a class may take."""
+    """Most codes that a class may have."""
     if not one.inverted:
         return one.changed
     unchanged = int(one.words) - one.changed
@@ -145,7 +145,7 @@ def _room(one: _Class, exact: bool) -> int:
 
 @dataclass(frozen=True)
 class _Form:
-    """Classes as kernels want them. `least`: the lowest word of each without its sign, uint64[8];
+    """Classes in the form that kernels take. `least`: the lowest word of each without its sign, uint64[8];
     `table`: class by exponent, uint8[256]."""
 
     least: NDArray[np.uint64]
@@ -184,7 +184,7 @@ def take_classes(
     kind: WordKind,
     changed: int,
 ) -> Index:
-    """`changed` positions with padding. `count` heads lie at `at`, streams fill [start, stop). Raises
+    """`changed` positions with padding. `count` heads are at `at`, streams fill [start, stop). Raises
     ValueError."""
     streams = _streams(payload, at, count, start, stop, counted.words, kind)
     ends = np.empty(MOST_CLASSES, np.int64)
@@ -195,7 +195,7 @@ def take_classes(
             one = streams[number]
             values = gaps[place : place + one.codes]
             if not kernels().take_values(payload, one.start, one.stop, one.k, values):
-                raise ValueError("a stream of gaps is damaged")
+                raise ValueError("damaged stream of gaps")
             place += one.codes
         ends[number] = place
         gaps[place] = GREATEST
@@ -206,7 +206,7 @@ def take_classes(
         old, counted.spans, form.least, form.inverted, kind, gaps[:place], ends, index
     )
     if found != changed:
-        raise ValueError("the classes hold another number of changes than the header says")
+        raise ValueError("number of changes differs from the header")
     return index[:changed]
 
 
@@ -217,10 +217,10 @@ def _streams(
     for number in range(count):
         lowest, k, inverted, zero, codes, size = CLASS.unpack_from(payload.data, at + number * CLASS.size)
         if k > K_LIMIT or inverted > 1 or zero or lowest > kind.exponent_mask or codes > 8 * size:
-            raise ValueError("a class's header is damaged")
+            raise ValueError("damaged header of a class")
         streams.append(_Stream(lowest, k, inverted, codes, start, start + size))
         start += size
     ascending = all(one.lowest < other.lowest for one, other in pairwise(streams))
     if not ascending or start != stop or sum(one.codes for one in streams) > words:
-        raise ValueError("the headers of the classes do not fit together")
+        raise ValueError("headers of classes contradict each other")
     return streams

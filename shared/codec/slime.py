@@ -30,9 +30,9 @@ ReadAt = Callable[[int, int], bytes]
 """(offset, count) -> exactly that many bytes"""
 
 WINDOW_LIMIT = 8 << 20
-"""what RFC 8878 asks every decoder to support; the field's level 1 stays below"""
+"""the window that RFC 8878 asks every decoder to support; level 1 stays below it"""
 ONE_SHOT = 4 << 20
-"""contents up to here are compressed in one call, as the field's publishers do"""
+"""contents up to this size are compressed in one call, as slime's publishers do"""
 LEVEL = 1
 BLOCK = 1 << 18
 
@@ -52,32 +52,32 @@ class Source:
     def exactly(self, offset: int, count: int) -> bytes:
         data = self.read_at(offset, count) if offset + count <= self.length else b""
         if len(data) != count:
-            raise self.damaged("is cut short")
+            raise self.damaged("is truncated")
         return data
 
     def damaged(self, what: str) -> DamagedFile:
-        remedy = "fetch the file again; if it stays so, the publisher's copy is damaged"
-        return DamagedFile(f"the payload of {self.name} {what}", remedy=remedy)
+        remedy = "fetch the file again; if the error stays, the channel's copy is damaged: publish an anchor"
+        return DamagedFile(f"payload of {self.name} {what}", remedy=remedy)
 
 
 def content_size(source: Source) -> int:
-    """Of what must be exactly one frame (RFC 8878, 3.1.1). Reads headers only. Raises DamagedFile,
-    UnknownFormat."""
+    """Content size of a source that must be exactly one frame (RFC 8878, 3.1.1). Reads headers only. Raises
+    DamagedFile, UnknownFormat."""
     head = source.exactly(0, min(_LONGEST_HEADER, source.length))
     try:
         facts, start = zstandard.get_frame_parameters(head), zstandard.frame_header_size(head)
     except zstandard.ZstdError as error:
-        raise source.damaged(f"is no zstd frame: {error}") from error
+        raise source.damaged(f"is not a zstd frame: {error}") from error
     if head[:4] != _MAGIC or facts.dict_id or facts.content_size == zstandard.CONTENTSIZE_UNKNOWN:
-        raise source.damaged("is no zstd frame of a declared size and without a dictionary")
+        raise source.damaged("is a zstd frame without a content size, or with a dictionary")
     if facts.window_size > WINDOW_LIMIT:
         raise UnknownFormat(
-            f"the payload of {source.name} needs a window of {facts.window_size} bytes, over {WINDOW_LIMIT}",
+            f"payload of {source.name}: {facts.window_size}-byte window, limit {WINDOW_LIMIT}",
             remedy="compress it at level 19 or lower",
         )
     stop = _end_of_blocks(source, start) + 4 * facts.has_checksum
     if stop != source.length:
-        raise source.damaged(f"is not one zstd frame: it has {source.length} bytes, the frame {stop}")
+        raise source.damaged(f"is not one zstd frame: {source.length} bytes, expected {stop}")
     return int(facts.content_size)
 
 
@@ -92,7 +92,7 @@ def _end_of_blocks(source: Source, at: int) -> int:
 
 
 class _Compressed:
-    """A source read from its beginning to its end, as zstandard asks for it."""
+    """A source read from start to end, with the method that zstandard expects."""
 
     def __init__(self, source: Source) -> None:
         self._source, self._at = source, 0
@@ -104,12 +104,12 @@ class _Compressed:
 
 
 class FrameReader:
-    """The content of a frame that `content_size` has accepted, from its beginning on. Raises DamagedFile."""
+    """The content of a frame that `content_size` has accepted, from its start. Raises DamagedFile."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         decompressor = zstandard.ZstdDecompressor(max_window_size=WINDOW_LIMIT)
-        # its source must not lead back here: zstandard's readers are not seen by the cycle collector
+        # the source must not refer to this object: the cycle collector does not see zstandard's readers
         self._stream = decompressor.stream_reader(cast(IO[bytes], _Compressed(source)), read_size=BLOCK)
 
     def take(self, count: int) -> bytes:
@@ -117,7 +117,7 @@ class FrameReader:
         while missing:
             piece = self._next(missing)
             if not piece:
-                raise self._source.damaged("ends early")
+                raise self._source.damaged("is shorter than the tensor")
             pieces.append(piece)
             missing -= len(piece)
         return b"".join(pieces)
@@ -127,9 +127,9 @@ class FrameReader:
             self.take(min(BLOCK, count - start))
 
     def finish(self) -> None:
-        """Raises DamagedFile unless all was taken and the frame's own checksum, if it has one, matches."""
+        """Raises DamagedFile unless everything was taken and the frame's own checksum, if any, matches."""
         if self._next(1):
-            raise self._source.damaged("holds more than the tensor")
+            raise self._source.damaged("is longer than the tensor")
 
     def _next(self, count: int) -> bytes:
         try:
@@ -183,7 +183,7 @@ class _Adler32:
 
 
 def digest_stream(checksum_format: str) -> DigestStream:
-    """Of a tensor's complete new bytes, lowercase hex as in a shard's metadata. Raises UnknownFormat."""
+    """Digest of a tensor's complete new bytes, hex as in a shard's metadata. Raises UnknownFormat."""
     if checksum_format == "xxh3-128":
         state: DigestStream = xxhash.xxh3_128()
         return state
@@ -192,16 +192,16 @@ def digest_stream(checksum_format: str) -> DigestStream:
     if checksum_format == "adler32":
         return _Adler32()
     raise UnknownFormat(
-        f"checksum format {checksum_format!r} is not known", remedy="use xxh3-128, blake3 or adler32"
+        f"unknown checksum format {checksum_format!r}", remedy="use xxh3-128, blake3 or adler32"
     )
 
 
 class PayloadReader(Protocol):
     def step(self, old: ByteArray) -> ByteArray:
-        """New bytes of the tensor's next len(old) bytes, which are `old` now. Raises DamagedFile."""
+        """The tensor's next len(old) bytes after the step. Raises DamagedFile."""
 
     def finish(self) -> None:
-        """After the tensor's last byte. Raises DamagedFile if the payload says more."""
+        """Call after the tensor's last byte. Raises DamagedFile if the payload has more."""
 
 
 def open_payload(
@@ -213,20 +213,20 @@ def open_payload(
     name: str = "a tensor",
 ) -> PayloadReader:
     """The payload of `length` bytes behind `read_at`, for a tensor of `nbytes` bytes; `name` is for messages.
-    Raises DamagedFile, UnknownFormat: form and declared size of the frame are checked before any content."""
+    Raises DamagedFile, UnknownFormat: the frame's header and size are checked before any content."""
     source = Source(read_at, length, name)
     if encoding not in ("xor", *_SPARSE):
-        raise UnknownFormat(f"{name} comes in encoding {encoding!r}", remedy="update weightcast on this host")
+        raise UnknownFormat(f"{name}: unknown encoding {encoding!r}", remedy="update weightcast on this host")
     size = content_size(source)
     if encoding != "xor":
         return _SparseReader(encoding == "overwrite", _Positions(source, size, _SPARSE[encoding], nbytes))
     if size != nbytes:
-        raise source.damaged(f"holds {size} bytes for a tensor of {nbytes}")
+        raise source.damaged(f"holds {size} bytes, expected {nbytes}")
     return _XorReader(FrameReader(source))
 
 
 _SPARSE: dict[str, _Form] = {"overwrite": np.dtype("<u4"), "xor_sparse": np.dtype("<u8")}
-"""how a position, and the count before them, is written"""
+"""dtype of positions and of the count before them"""
 
 
 class _XorReader:
@@ -247,11 +247,11 @@ class _Positions:
         self.source, self._form, self._nbytes = source, form, nbytes
         self._unread, odd = divmod(size - form.itemsize, form.itemsize + 1)
         if odd or not 0 <= self._unread <= nbytes:
-            raise source.damaged(f"holds {size} bytes, which changes in {nbytes} bytes never take")
+            raise source.damaged(f"holds {size} bytes: no number of changes in {nbytes} bytes has that size")
         self._content = FrameReader(source)
         declared = int.from_bytes(self._content.take(form.itemsize), "little")
         if declared != self._unread:
-            raise source.damaged(f"counts {declared} changes and has room for {self._unread}")
+            raise source.damaged(f"declares {declared} changes, its size {self._unread}")
         self.values_at = form.itemsize * (1 + declared)
         self._block = np.zeros(0, np.uint64)
         self._least = 0
@@ -261,7 +261,7 @@ class _Positions:
         return self._unread + len(self._block)
 
     def below(self, stop: int) -> Iterator[NDArray[np.uint64]]:
-        """What comes before `stop` and was not given yet, in pieces."""
+        """Positions before `stop` that were not returned yet, in pieces."""
         while self.left:
             if not len(self._block):
                 self._block = self._next_block()
@@ -277,14 +277,14 @@ class _Positions:
         read = np.frombuffer(self._content.take(count * self._form.itemsize), self._form)
         block: NDArray[np.uint64] = read.astype(np.uint64)
         if block[0] < self._least or (block[1:] <= block[:-1]).any() or block[-1] >= self._nbytes:
-            raise self.source.damaged("has positions out of order or behind the tensor's end")
+            raise self.source.damaged("has positions out of order or past the tensor's end")
         self._unread -= count
         self._least = int(block[-1]) + 1
         return block
 
 
 class _SparseReader:
-    """Positions and values lie apart, so the payload is decompressed twice, side by side."""
+    """Positions come before all values, so the payload is decompressed twice in parallel streams."""
 
     def __init__(self, overwrites: bool, positions: _Positions) -> None:
         self._overwrites, self._positions = overwrites, positions
@@ -303,12 +303,12 @@ class _SparseReader:
 
     def finish(self) -> None:
         if self._positions.left:
-            raise self._positions.source.damaged(f"has {self._positions.left} changes too many")
+            raise self._positions.source.damaged(f"has {self._positions.left} changes past the tensor's end")
         self._values.finish()
 
 
 class PayloadWriter:
-    """Compresses a tensor's step into `sink`, piece by piece. Close it, or leave its `with` block."""
+    """Compresses a tensor's step into `sink`, piece by piece. A context manager."""
 
     def __init__(
         self,
@@ -331,7 +331,7 @@ class PayloadWriter:
 
     def finish(self) -> None:
         if self._at != self._nbytes:
-            raise ValueError(f"{self._name}: {self._at} of {self._nbytes} bytes were given")
+            raise ValueError(f"{self._name}: got {self._at} bytes, expected {self._nbytes}")
         self._form.finish()
         self.close()
 
@@ -347,7 +347,7 @@ class PayloadWriter:
 
 def _too_long(name: str, changed: int) -> Refused:
     return Refused(
-        f"{name}: the encoding overwrite counts to {OVERWRITE_LIMIT - 1} bytes, not to {changed}",
+        f"{name}: {changed} bytes exceed the overwrite encoding's limit of {OVERWRITE_LIMIT - 1}",
         remedy="publish with --encoding fast or xor",
     )
 

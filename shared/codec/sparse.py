@@ -39,7 +39,7 @@ from weightcast.shared.kernels.parallel import scratch
 from weightcast.shared.kernels.places import BAD_GAPS, BAD_PLACE, BAD_STEPS, Taken
 
 DecodedStep = tuple[Changes, SpanSums]
-"""what changes, and the sums per span that prove it"""
+"""changes, and the sums per span that prove them"""
 
 _HEAD = struct.Struct("<BBBBI")
 
@@ -54,7 +54,7 @@ class _Where:
 
 
 def encode_fast(changes: Changes, counted: Counted, kind: WordKind, most: int) -> memoryview | None:
-    """None where the streams would be longer than `most` bytes. In the thread's scratch: good until it
+    """None if the streams would exceed `most` bytes. In the thread's scratch, valid until it
     encodes again."""
     contexts = unplanned(len(changes), kind)
     k = rice_parameter(counted.words - len(changes), len(changes))
@@ -83,8 +83,8 @@ def encode_small(
     kind: WordKind,
     most: int,
 ) -> bytes | None:
-    """`index`: positions with padding. None where the streams would be longer than `most` bytes, or `classes`
-    come from a sample that misled."""
+    """`index`: positions with padding. None if the streams would exceed `most` bytes, or if the sample behind
+    `classes` was misleading."""
     out = scratch().take("out", np.uint8, most + MARGIN)
     done = positions.put_classes(classes, index, old, counted, kind, out, most)
     return None if done is None else _joined(_Where(len(classes.each), *done), steps, grouped, out, most)
@@ -105,7 +105,7 @@ def _joined(
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where things lie in a payload. `gaps`: [start, stop); `streams`: as `magnitudes.read_contexts`."""
+    """Offsets in a payload. `gaps`: [start, stop); `streams`: as `magnitudes.read_contexts`."""
 
     first: int
     first_exponent: int
@@ -118,7 +118,7 @@ def decode_fast(payload: ByteArray, old: Words, chunk: Chunk, counted: Counted, 
     layout = _layout(payload, changed, small=False)
     start, stop = layout.gaps
     if layout.first > K_LIMIT or changed > 8 * (stop - start):
-        raise ValueError("the payload is shorter than its header says")
+        raise ValueError("payload shorter than its header says")
     index = scratch().lend("positions", np.uint32, changed)
     found = kernels().take_fast(
         payload,
@@ -139,17 +139,17 @@ def decode_fast(payload: ByteArray, old: Words, chunk: Chunk, counted: Counted, 
     return _decoded(chunk, index, found)
 
 
-_NO_STEPS = "a stream of steps is damaged, or a step leaves the range of its word"
+_NO_STEPS = "damaged stream of steps, or a step out of its word's range"
 _DAMAGE = {
-    BAD_GAPS: "the stream of gaps is damaged",
-    BAD_PLACE: "a position lies behind the chunk's last word",
+    BAD_GAPS: "damaged stream of gaps",
+    BAD_PLACE: "position past the chunk's last word",
     BAD_STEPS: _NO_STEPS,
 }
 
 
 def decode_small(payload: ByteArray, old: Words, chunk: Chunk, counted: Counted, changed: int) -> DecodedStep:
     if not chunk.kind.exponent_mask:
-        raise ValueError("words without exponents have no classes")
+        raise ValueError("classes for words without exponents")
     layout = _layout(payload, changed, small=True)
     place = (layout.classes_at, layout.first, *layout.gaps)
     index = positions.take_classes(payload, *place, old, counted, chunk.kind, changed)
@@ -169,17 +169,17 @@ def _decoded(chunk: Chunk, index: Index, taken: Taken) -> DecodedStep:
 
 def _layout(payload: ByteArray, changed: int, *, small: bool) -> _Layout:
     if len(payload) < _HEAD.size + CONTEXT.size + SLACK:
-        raise ValueError("the payload is shorter than its header")
+        raise ValueError("payload shorter than its header")
     first, contexts, first_exponent, zero, gap_bytes = _HEAD.unpack_from(payload.data)
     if zero or (small and not 1 <= first <= positions.MOST_CLASSES):
-        raise ValueError("the payload's header is damaged")
+        raise ValueError("damaged header of the payload")
     classes_at = _HEAD.size + contexts * CONTEXT.size
     gaps = classes_at + (first * positions.CLASS.size if small else 0)
     signs = gaps + gap_bytes
     magnitudes = signs + (changed + 7) // 8
     if magnitudes > len(payload) - SLACK:
-        raise ValueError("the payload is shorter than its header says")
+        raise ValueError("payload shorter than its header says")
     if changed % 8 and payload[magnitudes - 1] >> changed % 8:
-        raise ValueError("the signs are not filled with zeros")
+        raise ValueError("signs are not padded with zeros")
     streams = read_contexts(payload, _HEAD.size, contexts, magnitudes)
     return _Layout(first, first_exponent, classes_at, (gaps, signs), streams)

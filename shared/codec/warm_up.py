@@ -1,4 +1,4 @@
-"""Compiles every kernel of digest and codec, or loads it from its cache, before a version needs it."""
+"""Compiles every kernel, or loads it from the cache, before a version needs it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DTYPES = ("F8_E4M3", "BF16", "F32")
 
 
 def warm_up() -> None:
-    """Seconds where nothing is cached, milliseconds after that. Safe in any thread, any number of times."""
+    """Half a minute with an empty cache, milliseconds otherwise. Safe in any thread, any number of times."""
     for dtype in _DTYPES:
         chunk = Chunk(0, dtype, 0, (Span(0, 0, 100, 0), Span(1, 0, _WORDS - 128, 128)), _WORDS)
         old = np.arange(_WORDS).astype(chunk.kind.numpy)

@@ -48,7 +48,7 @@ def _form(dtype: str, shape: tuple[int, ...]) -> bytes:
 
 
 def _finalised(table: TensorTable, lanes: LanesArray) -> bytes:
-    """As `lanes.finalise` of each, joined."""
+    """16 bytes of each tensor, a then b, little-endian: its lanes bound to its length in bytes."""
     numbers = table.sizes.astype(np.uint64) * np.uint64(2) + np.uint64(1)
     final = np.empty((len(lanes), 2), "<u8")
     final[:, 0], final[:, 1] = mix_a(lanes[:, 0], numbers), mix_b(lanes[:, 1], numbers)

@@ -18,7 +18,7 @@ from weightcast.shared.kernels.load import kernels
 
 
 class ChangedWords(Protocol):
-    """As `weightcast.shared.codec.changes.Changes`, which lives above this room."""
+    """As `weightcast.shared.codec.changes.Changes`, a room above."""
 
     @property
     def index(self) -> NDArray[np.uint32]: ...
@@ -37,8 +37,8 @@ class ChunkSums:
 class SpanSums:
     """Of the spans of a chunk that have changes, in the chunk's order: sums over the 8-byte words with a
     changed word in them, numbered as in the tensor, before and after. `tensors`: int64[n]; `lanes`:
-    uint64[n, 4], old a, old b, new a, new b; `changed`: int64[n], words of the tensor's own width. Not to be
-    written."""
+    uint64[n, 4], old a, old b, new a, new b; `changed`: int64[n], words of the tensor's own width.
+    Read-only."""
 
     tensors: NDArray[np.int64]
     lanes: NDArray[np.uint64]
@@ -46,7 +46,7 @@ class SpanSums:
 
     @classmethod
     def of(cls, chunk: Chunk, lanes: NDArray[np.uint64], changed: NDArray[np.int64]) -> SpanSums:
-        """`lanes`, `changed`: of all spans; those without changes go."""
+        """`lanes`, `changed`: of all spans; those without changes are dropped."""
         kept = np.flatnonzero(changed)
         if len(kept) == len(changed):
             return cls(chunk.tensors, lanes, changed)
@@ -56,7 +56,7 @@ class SpanSums:
         return len(self.tensors)
 
     def total(self) -> ChunkSums:
-        """What a chunk's record in the index holds."""
+        """The sums of a chunk's record in the index."""
         old_a, old_b, new_a, new_b = self.lanes.sum(axis=0, dtype=np.uint64).tolist()
         return ChunkSums(Lanes(old_a, old_b), Lanes(new_a, new_b), int(self.changed.sum()))
 
@@ -89,7 +89,7 @@ class StepSums:
     def add(self, sums: SpanSums) -> None:
         """One chunk's. A tensor may have several spans in it."""
         if len(sums) == 1:
-            # what most chunks have; numpy's way for several takes longer than the rest
+            # most chunks; np.add.at takes longer than all the rest
             tensor = int(sums.tensors[0])
             self.lanes[tensor] += sums.lanes[0]
             self.words[tensor] += sums.changed[0]

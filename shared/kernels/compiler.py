@@ -207,13 +207,14 @@ def _argument(context: Any, builder: Any, kind: Any, place: Any, count: Iterator
         members = [_argument(context, builder, part, place, count) for part in kind]
         return context.make_tuple(builder, kind, members)
     if isinstance(kind, types.Array):
-        return array_at(context, builder, kind, word(), [word() for _ in range(kind.ndim)])
+        start = builder.inttoptr(word(), ir.IntType(8).as_pointer())
+        return array_at(context, builder, kind, start, [word() for _ in range(kind.ndim)])
     return context.cast(builder, word(), types.int64, kind)
 
 
 def array_at(context: Any, builder: Any, kind: Any, start: Any, sides: list[Any]) -> Any:
-    """Inside an intrinsic: a contiguous array of type `kind` over memory that it does not own. `start`: its
-    address as an integer; `sides`: int64 each."""
+    """Inside an intrinsic: a contiguous array of type `kind` over memory that it does not own, from
+    pointer `start` on. `sides`: int64 each."""
     width = ir.Constant(ir.IntType(64), context.get_abi_sizeof(context.get_data_type(kind.dtype)))
     strides = [width]
     for side in reversed(sides[1:]):
@@ -221,7 +222,7 @@ def array_at(context: Any, builder: Any, kind: Any, start: Any, sides: list[Any]
     array = context.make_array(kind)(context, builder)
     _arrays.populate_array(
         array,
-        data=builder.inttoptr(start, array.data.type),
+        data=builder.bitcast(start, array.data.type),
         shape=cgutils.pack_array(builder, sides),
         strides=cgutils.pack_array(builder, strides),
         itemsize=width,

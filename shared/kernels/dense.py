@@ -15,7 +15,7 @@ from weightcast.shared.kernels.vectors import (
     HALF,
     LOW,
     SIGN,
-    address,
+    Arrays,
     excess,
     facts,
     ordinal,
@@ -31,54 +31,54 @@ _COUNT = 64
 
 
 @intrinsic
-def step_bytes64(typing: Any, old: Any, new: Any, at: Any, kind: Any, out: Any) -> Any:
+def step_bytes64(typing, old, new, at, kind, out):
     """Bytes of the steps of 64 words from `at` on. Bit j of the result: step j does not fit
     into a byte. `kind`: as `facts`."""
 
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def build(context, builder, signature, args):
         lanes = _Lanes(context, builder, signature.args, args, old.dtype.bitwidth, args[3])
-        before, after = (lanes.ordinal(lanes.load(n)) for n in (0, 1))
+        before, after = (lanes.ordinal(lanes.read(n)) for n in (0, 1))
         step = builder.sub(after, before)
         signs = builder.and_(builder.xor(after, before), builder.xor(after, step))
         unheld = builder.and_(lanes.negative(signs), lanes.fact(FLOATS))  # integers wrap
         twice = builder.xor(builder.shl(step, lanes.each(1)), lanes.negative(step))
         wide = builder.or_(twice, unheld)
         longer = builder.icmp_unsigned(">=", wide, lanes.each(_LONG))
-        lanes.store(4, builder.select(longer, lanes.each(_LONG), wide), 8)
+        lanes.write(4, builder.select(longer, lanes.each(_LONG), wide), 8)
         return builder.bitcast(longer, ir.IntType(_COUNT))
 
     return types.uint64(old, new, types.int64, kind, out), build
 
 
 @intrinsic
-def add_steps64(typing: Any, old: Any, steps: Any, at: Any, kind: Any, new: Any) -> Any:
+def add_steps64(typing, old, steps, at, kind, new):
     """The way back. Returns bits of longer steps, whose words stay, and of those that lead to no word."""
 
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def build(context, builder, signature, args):
         lanes = _Lanes(context, builder, signature.args, args, old.dtype.bitwidth, args[3])
-        twice = lanes.load(1, 8)
+        twice = lanes.read(1, 8)
         longer = builder.icmp_unsigned("==", twice, lanes.each(_LONG))
         down = builder.sub(lanes.each(0), builder.and_(twice, lanes.each(1)))
         length = builder.xor(builder.lshr(twice, lanes.each(1)), down)
         step = builder.select(longer, lanes.each(0), length)
-        before = lanes.ordinal(lanes.load(0))
+        before = lanes.ordinal(lanes.read(0))
         moved = builder.add(before, step)
         signs = builder.and_(builder.xor(moved, before), builder.xor(moved, step))
         over = builder.icmp_signed("<", builder.and_(signs, lanes.fact(FLOATS)), lanes.each(0))
         below = builder.and_(lanes.negative(moved), lanes.fact(FLOATS))
         number = builder.and_(builder.xor(moved, below), lanes.fact(LOW))
-        lanes.store(4, builder.or_(number, builder.and_(below, lanes.fact(SIGN))), old.dtype.bitwidth)
+        lanes.write(4, builder.or_(number, builder.and_(below, lanes.fact(SIGN))), old.dtype.bitwidth)
         found = [builder.bitcast(mask, ir.IntType(_COUNT)) for mask in (longer, over)]
         return context.make_tuple(builder, signature.return_type, found)
 
     return types.UniTuple(types.uint64, 2)(old, steps, types.int64, kind, new), build
 
 
-class _Lanes:
+class _Lanes(Arrays):
     """`bits`: of a word, and of a lane."""
 
     def __init__(self, context: Any, builder: Any, kinds: Any, args: Any, bits: int, kind: Any) -> None:
-        self._context, self._builder, self._kinds, self._args = context, builder, kinds, args
+        super().__init__(context, builder, kinds, args)
         self._bits, self._kind = bits, kind
         self._form = ir.VectorType(ir.IntType(bits), _COUNT)
 
@@ -89,21 +89,15 @@ class _Lanes:
         value = self._builder.extract_value(self._kind, number)
         return repeated(self._builder, value, self._bits, _COUNT)
 
-    def _place(self, number: int, bits: int) -> Any:
-        builder = self._builder
-        offset = builder.mul(self._args[2], ir.Constant(ir.IntType(64), bits // 8))
-        start = address(self._context, builder, self._kinds[number], self._args[number], offset, 8)
-        return builder.bitcast(start, ir.VectorType(ir.IntType(bits), _COUNT).as_pointer())
-
-    def load(self, number: int, bits: int = 0) -> Any:
+    def read(self, number: int, bits: int = 0) -> Any:
         """Of `bits` each in memory; 0: words."""
-        loaded = self._builder.load(self._place(number, bits or self._bits), align=1)
+        loaded = self.load(number, self._args[2], ir.VectorType(ir.IntType(bits or self._bits), _COUNT))
         return self._builder.zext(loaded, self._form) if 0 < bits < self._bits else loaded
 
-    def store(self, number: int, values: Any, bits: int) -> None:
+    def write(self, number: int, values: Any, bits: int) -> None:
         narrow = ir.VectorType(ir.IntType(bits), _COUNT)
         kept = values if bits == self._bits else self._builder.trunc(values, narrow)
-        self._builder.store(kept, self._place(number, bits), align=1)
+        self.store(number, self._args[2], kept)
 
     def negative(self, values: Any) -> Any:
         """All bits of a lane whose number is negative."""
@@ -119,7 +113,7 @@ _LONG = 255
 
 
 @kernel
-def _step_bytes(old: Any, new: Any, kind: Any, out: Any) -> Any:
+def _step_bytes(old, new, kind, out):
     longer, whole = 0, old.size & ~63
     for first in range(0, whole, 64):
         longer += set_bits(step_bytes64(old, new, first, kind, out))
@@ -137,7 +131,7 @@ def step_bytes(old: Words, new: Words, kind: WordKind, out: ByteArray) -> int:
 
 
 @kernel
-def _escaped(steps: Any, new: Any, like: Any, kept: Any) -> None:
+def _escaped(steps, new, like, kept):
     found, whole = 0, steps.size & ~63
     for first in range(0, whole, 64):
         mask = reaching64(steps, first, like, U64(_LONG), U64(_LONG))
@@ -159,7 +153,7 @@ def escaped(steps: ByteArray, new: Words, count: int) -> Words:
 
 
 @kernel
-def _add_steps(old: Any, steps: Any, kind: Any, new: Any) -> Any:
+def _add_steps(old, steps, kind, new):
     over, beyond, longer, whole = U64(0), U64(0), 0, old.size & ~63
     for first in range(0, whole, 64):
         long64, over64 = add_steps64(old, steps, first, kind, new)
@@ -177,7 +171,7 @@ def _add_steps(old: Any, steps: Any, kind: Any, new: Any) -> Any:
 
 
 @kernel
-def _put_escaped(steps: Any, like: Any, kept: Any, new: Any) -> None:
+def _put_escaped(steps, like, kept, new):
     found, whole = 0, steps.size & ~63
     for first in range(0, whole, 64):
         mask = reaching64(steps, first, like, U64(_LONG), U64(_LONG))
@@ -202,7 +196,7 @@ def add_steps(old: Words, steps: ByteArray, kept: Words, kind: WordKind) -> Word
 
 
 @kernel
-def _split_planes(words: Any, planes: Any) -> None:
+def _split_planes(words, planes):
     for i in range(words.size):
         planes[0, i] = words[i] & 255
     if planes.shape[0] >= 2:
@@ -221,7 +215,7 @@ def split_planes(words: Words, planes: ByteArray) -> None:
 
 
 @kernel
-def _join_planes(planes: Any, words: Any) -> None:
+def _join_planes(planes, words):
     """A loop per width: with one for all, nothing is done side by side."""
     if planes.shape[0] == 1:
         for i in range(words.size):

@@ -6,8 +6,6 @@ Subscripts are unsigned, which spares the question whether they count from the e
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from weightcast.shared.base.elements import ByteArray, WordKind, Words
@@ -51,7 +49,7 @@ _ROOM = (1 << _ROW_BITS) + _SIGNS + MARGIN
 
 
 @kernel
-def _opened(data: Any, streams: Any, book: Any) -> None:
+def _opened(data, streams, book):
     """`book`: int64[3, contexts]; of each context the next bit, single units left in its run, changes."""
     for c in range(streams.shape[1]):
         book[0, c], book[1, c], book[2, c] = streams[3, c] << 3, 0, 0
@@ -60,19 +58,7 @@ def _opened(data: Any, streams: Any, book: Any) -> None:
 
 
 @kernel
-def _gathered(
-    old: Any,
-    index: Any,
-    kind: Any,
-    shift: Any,
-    first_exponent: Any,
-    most: Any,
-    ahead: Any,
-    wide: Any,
-    contexts: Any,
-    order: Any,
-    ends: Any,
-) -> None:
+def _gathered(old, index, kind, shift, first_exponent, most, ahead, wide, contexts, order, ends):
     """Loads the 8-byte word of each change and groups the numbers of changes by context."""
     in_word, bits = (U64(1) << shift) - U64(1), U64(6) - shift
     power, mask = U64(kind[EXPONENT_SHIFT]), U64(kind[EXPONENT_MASK])
@@ -93,14 +79,14 @@ def _gathered(
 
 
 @kernel
-def _asked(old: Any, ahead: Any, first: Any, last: Any, part: Any, shift: Any, like: Any) -> None:
+def _asked(old, ahead, first, last, part, shift, like):
     """For the lines of every eighth of `ahead`, from number `part` on; `_summed` asks for 5 to 7."""
     for j in range(U64(first) + U64(part), U64(last), U64(8)):
         prefetch(old, I64(U64(ahead[j]) >> shift), like)
 
 
 @kernel
-def _placed(index: Any, first: Any, last: Any, shift: Any, wide: Any, words: Any, places: Any) -> None:
+def _placed(index, first, last, shift, wide, words, places):
     """Of changes [first, last) their words, and which 8-byte words hold them."""
     in_word, bits = (U64(1) << shift) - U64(1), U64(6) - shift
     kept = ~U64(0) >> (U64(64) - (U64(64) >> shift))
@@ -111,9 +97,7 @@ def _placed(index: Any, first: Any, last: Any, shift: Any, wide: Any, words: Any
 
 
 @kernel
-def _take_runs(
-    data: Any, at: Any, end: Any, k: Any, k_rest: Any, run: Any, order: Any, first: Any, stop: Any, steps: Any
-) -> Any:
+def _take_runs(data, at, end, k, k_rest, run, order, first, stop, steps):
     """Values for the changes order[first:stop], of which all but some are 0. `run`: zeros left. Returns the
     next bit, -1 for damage, and the zeros left."""
     filled = first + run
@@ -130,7 +114,7 @@ def _take_runs(
 
 
 @kernel
-def _take_rows(data: Any, streams: Any, order: Any, ends: Any, book: Any, values: Any, steps: Any) -> Any:
+def _take_rows(data, streams, order, ends, book, values, steps):
     """|step| - 1 of a block, context by context, which keeps branches predictable."""
     for c in range(streams.shape[1]):
         first, stop = I64(c << _ROW_BITS), I64(ends[c])
@@ -153,7 +137,7 @@ def _take_rows(data: Any, streams: Any, order: Any, ends: Any, book: Any, values
 
 
 @kernel
-def _ended(streams: Any, book: Any) -> Any:
+def _ended(streams, book):
     for c in range(streams.shape[1]):
         missing = (book[2, c] == 0) != (streams[0, c] == NOTHING)
         if book[1, c] > 0 or (book[0, c] + 7) >> 3 != streams[4, c] or missing:
@@ -162,7 +146,7 @@ def _ended(streams: Any, book: Any) -> Any:
 
 
 @kernel
-def _signed(data: Any, signs: Any, start: Any, first: Any, last: Any, steps: Any) -> None:
+def _signed(data, signs, start, first, last, steps):
     """|step| - 1 to steps, of changes [first, last) of the block that begins with number `start`, and of some
     after them."""
     for j in range(U64(first), U64(last), U64(_SIGNS)):
@@ -174,7 +158,7 @@ def _signed(data: Any, signs: Any, start: Any, first: Any, last: Any, steps: Any
 
 
 @kernel
-def _stepped(first: Any, last: Any, words: Any, steps: Any, kind: Any, before: Any, after: Any) -> Any:
+def _stepped(first, last, words, steps, kind, before, after):
     """Old and new words; afterwards `words` is their XOR."""
     over = U64(0)
     for j in range(U64(first), U64(last)):
@@ -187,7 +171,7 @@ def _stepped(first: Any, last: Any, words: Any, steps: Any, kind: Any, before: A
 
 
 @kernel
-def _flipped(index: Any, first: Any, last: Any, shift: Any, words: Any, flips: Any, merged: Any) -> None:
+def _flipped(index, first, last, shift, words, flips, merged):
     """XOR of each change within its 8-byte word. `words`: XOR of the elements."""
     in_word, bits = (U64(1) << shift) - U64(1), U64(6) - shift
     for j in range(U64(first), U64(last)):
@@ -198,23 +182,23 @@ def _flipped(index: Any, first: Any, last: Any, shift: Any, words: Any, flips: A
 
 @kernel
 def _behind_reading(
-    data: Any,
-    signs: Any,
-    start: Any,
-    old: Any,
-    index: Any,
-    ahead: Any,
-    kind: Any,
-    shift: Any,
-    wide: Any,
-    words: Any,
-    places: Any,
-    steps: Any,
-    before: Any,
-    after: Any,
-    flips: Any,
-    merged: Any,
-) -> Any:
+    data,
+    signs,
+    start,
+    old,
+    index,
+    ahead,
+    kind,
+    shift,
+    wide,
+    words,
+    places,
+    steps,
+    before,
+    after,
+    flips,
+    merged,
+):
     """A block through the stages, a slice at a time. Returns as `_stepped`."""
     over = U64(0)
     for first in range(0, index.size, _SLICE):
@@ -230,7 +214,7 @@ def _behind_reading(
 
 
 @kernel
-def _merged(count: Any, shift: Any, places: Any, flips: Any, merged: Any) -> None:
+def _merged(count, shift, places, flips, merged):
     """The last change of an 8-byte word collects the XOR of all its changes."""
     for j in range(U64(9)):
         places[count + U64(MARGIN) + j] = ~U64(0)
@@ -244,18 +228,7 @@ def _merged(count: Any, shift: Any, places: Any, flips: Any, merged: Any) -> Non
 
 
 @kernel
-def _summed(
-    old: Any,
-    ahead: Any,
-    shift: Any,
-    number: Any,
-    count: Any,
-    wide: Any,
-    merged: Any,
-    places: Any,
-    touched: Any,
-    sums: Any,
-) -> None:
+def _summed(old, ahead, shift, number, count, wide, merged, places, touched, sums):
     empty(touched)
     for j in range(U64(0), U64(count), U64(8)):
         for i in range(j + U64(5), min(j + U64(8), U64(count))):
@@ -271,22 +244,8 @@ def _summed(
 
 @kernel
 def read_steps(
-    data: Any,
-    signs: Any,
-    streams: Any,
-    book: Any,
-    first: Any,
-    old: Any,
-    index: Any,
-    kind: Any,
-    shift: Any,
-    ends: Any,
-    numbers_of: Any,
-    before: Any,
-    after: Any,
-    sums: Any,
-    changed: Any,
-) -> Any:
+    data, signs, streams, book, first, old, index, kind, shift, ends, numbers_of, before, after, sums, changed
+):
     wide, flips, merged = on_stack(_ROOM, U64(0)), on_stack(_ROOM, U64(0)), on_stack(_ROOM, U64(0))
     words, steps, places = on_stack(_ROOM, I64(0)), on_stack(_ROOM, I64(0)), on_stack(_ROOM, U64(0))
     order, values = on_stack(_ROWS, np.uint32(0)), on_stack(_ROOM, np.uint32(0))
@@ -359,21 +318,8 @@ def room_for(changes: int, spans: int, contexts: int, old: Words) -> tuple[Taken
 
 @kernel
 def _put_fast(
-    near: Any,
-    before: Any,
-    after: Any,
-    kind: Any,
-    k: Any,
-    magnitude: Any,
-    exponents: Any,
-    signs: Any,
-    grouped: Any,
-    tallies: Any,
-    contexts: Any,
-    sizes: Any,
-    out: Any,
-    most: Any,
-) -> Any:
+    near, before, after, kind, k, magnitude, exponents, signs, grouped, tallies, contexts, sizes, out, most
+):
     """First exponent, bytes of the gaps, of all; -1 where those are more than `most`."""
     start = I64(write_gaps(near, k, out, most))
     behind = start + ((near.size + 7) >> 3)
@@ -427,27 +373,27 @@ def put_fast(
 
 @kernel
 def _take_fast(
-    data: Any,
-    start: Any,
-    stop: Any,
-    k: Any,
-    index: Any,
-    words: Any,
-    borders: Any,
-    shifts: Any,
-    streams: Any,
-    book: Any,
-    first: Any,
-    old: Any,
-    kind: Any,
-    shift: Any,
-    ends: Any,
-    numbers_of: Any,
-    before: Any,
-    after: Any,
-    sums: Any,
-    changed: Any,
-) -> Any:
+    data,
+    start,
+    stop,
+    k,
+    index,
+    words,
+    borders,
+    shifts,
+    streams,
+    book,
+    first,
+    old,
+    kind,
+    shift,
+    ends,
+    numbers_of,
+    before,
+    after,
+    sums,
+    changed,
+):
     end = read_gaps(data, start, stop, k, borders, shifts, index)
     if end < 0:
         return BAD_GAPS

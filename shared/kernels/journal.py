@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from weightcast.shared.base.elements import ByteArray, Words
@@ -37,7 +35,7 @@ _BLOCK = 1 << 9
 
 
 @kernel
-def _pack_gaps(index: Any, starts: Any, gaps: Any, escapes: Any, counts: Any) -> Any:
+def _pack_gaps(index, starts, gaps, escapes, counts):
     """Without branches: an escape is written for each gap, and written over unless it is one."""
     found = U64(0)
     for n in range(counts.size):
@@ -62,7 +60,7 @@ def pack_gaps(index: Array32, starts: Counts, gaps: ByteArray) -> tuple[Array32,
 
 
 @kernel
-def _distance(gaps: Any, escapes: Any, like: Any) -> Any:
+def _distance(gaps, escapes, like):
     total, escaped, still = I64(0), I64(0), I64(0)
     for i in range(gaps.size):
         gap = I64(gaps[i])
@@ -80,7 +78,7 @@ def _distance(gaps: Any, escapes: Any, like: Any) -> Any:
 
 
 @inlined
-def _stride(gaps: Any, escapes: Any, i: Any, used: Any, like: Any) -> Any:
+def _stride(gaps, escapes, i, used, like):
     gap = I64(gaps[i])
     if gap < ESCAPED_GAP:
         return gap, used
@@ -88,9 +86,7 @@ def _stride(gaps: Any, escapes: Any, i: Any, used: Any, like: Any) -> Any:
 
 
 @kernel
-def _exchange(
-    words: Any, first: Any, gaps: Any, escapes: Any, like: Any, before: Any, other: Any, after: Any, word: Any
-) -> Any:
+def _exchange(words, first, gaps, escapes, like, before, other, after, word):
     """`like`, `word`: arrays of the dtypes of escapes and words. While a block is exchanged, the next one's
     positions are computed and prefetched."""
     here, there = on_stack(_BLOCK, I64(0)), on_stack(_BLOCK, I64(0))
@@ -157,7 +153,7 @@ def exchange_packed(
 
 
 @kernel
-def _masks_of(index: Any, masks: Any) -> None:
+def _masks_of(index, masks):
     group, bits = U64(0), U64(0)
     for i in range(index.size):
         place = U64(index[i])
@@ -180,22 +176,13 @@ _GROUPS = 8
 
 
 @inlined
-def _whole(found: Any, changes: Any) -> Any:
+def _whole(found, changes):
     """Whether 64 of the changes are left, and so 64 words from the next one's group on."""
     return moves_lanes() and found + 64 <= changes
 
 
 @kernel
-def _exchange_masked(
-    words: Any,
-    first: Any,
-    masks: Any,
-    like: Any,
-    before: Any,
-    other: Any,
-    after: Any,
-    changes: Any,
-) -> Any:
+def _exchange_masked(words, first, masks, like, before, other, after, changes):
     """`like`: an array of the words' dtype; all others are bytes."""
     groups, found = masks.size >> 3, I64(0)
     for start in range(0, groups, _GROUPS):
@@ -270,7 +257,7 @@ _WORDS = 1 << 12
 
 
 @kernel
-def _first_other(words: Any, wanted: Any, start: Any, stop: Any, like: Any) -> Any:
+def _first_other(words, wanted, start, stop, like):
     """-1 for none."""
     whole = start + ((stop - start) & ~63)
     for first in range(start, whole, 64):
@@ -284,7 +271,7 @@ def _first_other(words: Any, wanted: Any, start: Any, stop: Any, like: Any) -> A
 
 
 @kernel
-def _exchange_all(words: Any, before: Any, after: Any, count: Any, like: Any) -> Any:
+def _exchange_all(words, before, after, count, like):
     for start in range(0, count, _WORDS):
         stop = min(count, start + _WORDS)
         wrong = _first_other(words, before, start, stop, like)

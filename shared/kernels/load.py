@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
 from types import ModuleType
 
 import numpy as np
@@ -19,8 +20,7 @@ def kernels() -> ModuleType:
     """The module `native`, checked by a known checksum. Raises Refused where kernels cannot be compiled or
     compute something else."""
     try:
-        from weightcast.shared.kernels import native
-
+        native = import_module("weightcast.shared.kernels.native")
         probe = native.hash_pieces(_PROBE, np.array([[0, len(_PROBE), 3]]))
         found = "".join(f"{word:016x}" for word in probe[0].tolist())
     except Exception as error:  # numba, llvmlite and the linker each fail in their own way

@@ -26,7 +26,15 @@ from weightcast.shared.kernels.compiler import (
     unwritable,
 )
 from weightcast.shared.kernels.constants import MIX_A, MIX_B
-from weightcast.shared.kernels.vectors import address, load64, on_stack, prefetch, prefetch64, repeated
+from weightcast.shared.kernels.vectors import (
+    Arrays,
+    address,
+    load64,
+    on_stack,
+    prefetch,
+    prefetch64,
+    repeated,
+)
 
 _WORD = ir.IntType(64)
 _LANES = ir.VectorType(_WORD, 8)
@@ -102,10 +110,10 @@ class _Sum(_Rows):
 
 
 @intrinsic
-def mix64(typing: Any, data: Any, first: Any, like: Any, sums: Any) -> Any:
+def mix64(typing, data, first, like, sums):
     """Adds 64 words of `like`'s dtype, from word `first` of a byte array on, to a sum in progress."""
 
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def build(context, builder, signature, args):
         width = signature.args[2].dtype.bitwidth // 8
         offset = builder.mul(args[1], ir.Constant(_WORD, width))
         start = address(context, builder, signature.args[0], args[0], offset, 8)
@@ -120,11 +128,11 @@ def mix64(typing: Any, data: Any, first: Any, like: Any, sums: Any) -> Any:
 
 
 @intrinsic
-def mix_changed64(typing: Any, old: Any, new: Any, first: Any, like: Any, place: Any, sums: Any) -> Any:
+def mix_changed64(typing, old, new, first, like, place, sums):
     """Of 64 words from word `first` of two byte arrays on, the 8-byte words that differ into `sums` as
     `keep8` has them. `place`: a sum in progress of which only the products move on."""
 
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def build(context, builder, signature, args):
         width = signature.args[3].dtype.bitwidth // 8
         offset = builder.mul(args[2], ir.Constant(_WORD, width))
         starts = [address(context, builder, signature.args[n], args[n], offset, 8) for n in (0, 1)]
@@ -153,18 +161,17 @@ def mix_changed64(typing: Any, old: Any, new: Any, first: Any, like: Any, place:
     return types.none(old, new, types.int64, like, place, sums), build
 
 
+_INDEX_ENTRY = ir.IntType(32)
 _OLD, _NEW, _INDEX, _AT, _FIRST, _BEFORE, _AFTER, _SUMS = range(8)
 
 
 @intrinsic
-def keep8(
-    typing: Any, old: Any, new: Any, index: Any, at: Any, first: Any, before: Any, after: Any, sums: Any
-) -> Any:
+def keep8(typing, old, new, index, at, first, before, after, sums):
     """Words of `old` and `new` at 8 positions from index[at] on into `before` and `after`; the 8-byte words
     that hold them, with numbers from `first` on, into `sums`: uint64[32], both sums of the old, of the new.
     Each counts once, for the first position in it."""
 
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def build(context, builder, signature, args):
         touched = _Touched(context, builder, signature.args, args)
         for row, (source, kept) in enumerate(((_OLD, _BEFORE), (_NEW, _AFTER))):
             words = touched.gathered(source)
@@ -175,11 +182,11 @@ def keep8(
     return types.none(old, new, index, types.int64, types.uint64, before, after, sums), build
 
 
-class _Touched:
+class _Touched(Arrays):
     """8 positions, their 8-byte words, and which of those occur for the first time."""
 
     def __init__(self, context: Any, builder: Any, kinds: Any, args: Any) -> None:
-        self._context, self._builder, self._kinds, self._args = context, builder, kinds, args
+        super().__init__(context, builder, kinds, args)
         self._bits = kinds[_BEFORE].dtype.bitwidth
         self._shift = {8: 3, 16: 2, 32: 1}[self._bits]
         positions = self._positions(args[_AT])
@@ -191,31 +198,16 @@ class _Touched:
         numbers = builder.add(places, repeated(builder, args[_FIRST], 64, 8))
         self._products = _products(builder, numbers)
 
-    def _place(self, number: int, offset: Any, bits: int) -> Any:
-        return address(self._context, self._builder, self._kinds[number], self._args[number], offset, bits)
-
-    def _scaled(self, position: Any, size: int) -> Any:
-        return self._builder.mul(position, ir.Constant(_WORD, size))
-
     def _positions(self, at: Any) -> Any:
-        place = self._place(_INDEX, self._scaled(at, 4), 32)
-        narrow = self._builder.load(
-            self._builder.bitcast(place, ir.VectorType(ir.IntType(32), 8).as_pointer()), align=4
-        )
-        return self._builder.zext(narrow, _LANES)
+        return self._builder.zext(self.load(_INDEX, at, ir.VectorType(_INDEX_ENTRY, 8), align=4), _LANES)
 
     def gathered(self, source: int) -> Any:
         """One by one: where gather instructions are patched against leaks, they are slower than that."""
         builder, words = self._builder, ir.Constant(_LANES, ir.Undefined)
         for lane in range(8):
             at = builder.add(self._args[_AT], ir.Constant(_WORD, lane))
-            position = builder.zext(
-                builder.load(self._place(_INDEX, self._scaled(at, 4), 32), align=4), _WORD
-            )
-            offset = builder.shl(
-                builder.lshr(position, ir.Constant(_WORD, self._shift)), ir.Constant(_WORD, 3)
-            )
-            word = builder.load(self._place(source, offset, 64), align=1)
+            position = builder.zext(self.load(_INDEX, at, _INDEX_ENTRY, align=4), _WORD)
+            word = self.load(source, builder.lshr(position, ir.Constant(_WORD, self._shift)), _WORD)
             words = builder.insert_element(words, word, ir.Constant(ir.IntType(32), lane))
         return words
 
@@ -223,77 +215,60 @@ class _Touched:
         builder = self._builder
         lanes = ir.VectorType(ir.IntType(self._bits), 8)
         picked = builder.trunc(builder.lshr(words, self._lane_bits), lanes)
-        place = self._place(kept, self._scaled(self._args[_AT], self._bits // 8), 8)
-        builder.store(picked, builder.bitcast(place, lanes.as_pointer()), align=1)
+        self.store(kept, self._args[_AT], picked)
 
     def add(self, words: Any, row: int) -> None:
         _count(self._builder, self._sum_at, row, words, self._products, self._fresh)
 
     def _sum_at(self, row: int) -> Any:
-        place = self._place(_SUMS, ir.Constant(_WORD, row * _LINE), 64)
-        return self._builder.bitcast(place, _LANES.as_pointer())
+        return self.pointer(_SUMS, ir.Constant(_WORD, 8 * row), _LANES)
 
 
 MARGIN = 8
 """entries before the first in the arrays of `merge8` and `add8` that others are compared with"""
 
 
-class _Lanes:
-    """Rows of 8 of the uint64 arrays that an intrinsic is given."""
-
-    def __init__(self, context: Any, builder: Any, kinds: Any, args: Any) -> None:
-        self._context, self._builder, self._kinds, self._args = context, builder, kinds, args
-
-    def place(self, number: int, at: Any) -> Any:
-        offset = self._builder.mul(at, ir.Constant(_WORD, 8))
-        start = address(self._context, self._builder, self._kinds[number], self._args[number], offset, 64)
-        return self._builder.bitcast(start, _LANES.as_pointer())
-
-    def load(self, number: int, at: Any) -> Any:
-        return self._builder.load(self.place(number, at), align=8)
-
-    def store(self, number: int, at: Any, words: Any) -> None:
-        self._builder.store(words, self.place(number, at), align=8)
-
-
 @intrinsic
-def merge8(typing: Any, merged: Any, flips: Any, places: Any, at: Any, behind: Any) -> Any:
+def merge8(typing, merged, flips, places, at, behind):
     """Into merged[at : at + 8] what flips in the words `behind` before them, where those have the same of
     `places`. Returns a bit for each that has. `flips` and `places` begin with MARGIN entries."""
 
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lanes, at = _Lanes(context, builder, signature.args, args), args[3]
+    def build(context, builder, signature, args):
+        lanes, at = Arrays(context, builder, signature.args, args), args[3]
         here = builder.add(at, ir.Constant(_WORD, MARGIN))
         there = builder.sub(here, args[4])
-        same = builder.icmp_unsigned("==", lanes.load(2, here), lanes.load(2, there))
-        flipped = builder.select(same, lanes.load(1, there), _each(0))
-        lanes.store(0, at, builder.or_(lanes.load(0, at), flipped))
+        same = builder.icmp_unsigned(
+            "==", lanes.load(2, here, _LANES, align=8), lanes.load(2, there, _LANES, align=8)
+        )
+        flipped = builder.select(same, lanes.load(1, there, _LANES, align=8), _each(0))
+        lanes.store(0, at, builder.or_(lanes.load(0, at, _LANES, align=8), flipped), align=8)
         return builder.zext(builder.bitcast(same, ir.IntType(8)), _WORD)
 
     return types.uint64(merged, flips, places, types.uint64, types.uint64), build
 
 
 @intrinsic
-def add8(typing: Any, old: Any, merged: Any, places: Any, at: Any, number: Any, sums: Any) -> Any:
+def add8(typing, old, merged, places, at, number, sums):
     """The 8-byte words old[at : at + 8] into `sums` as `keep8` has them: as they are, and with `merged`
     flipped. Of those with the same of `places` the last counts. `places` begins with MARGIN entries, goes on
     for one more, and counts from `number` on."""
 
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lanes, at = _Lanes(context, builder, signature.args, args), args[3]
+    def build(context, builder, signature, args):
+        lanes, at = Arrays(context, builder, signature.args, args), args[3]
         here, following = (
-            lanes.load(2, builder.add(at, ir.Constant(_WORD, MARGIN + step))) for step in (0, 1)
+            lanes.load(2, builder.add(at, ir.Constant(_WORD, MARGIN + step)), _LANES, align=8)
+            for step in (0, 1)
         )
         last = builder.icmp_unsigned("!=", here, following)
         numbers = builder.add(here, repeated(builder, args[4], 64, 8))
         products = _products(builder, numbers)
-        before = lanes.load(0, at)
+        before = lanes.load(0, at, _LANES, align=8)
 
-        def sum_at(row: int) -> Any:
-            return lanes.place(5, ir.Constant(_WORD, 8 * row))
+        def sum_at(row):
+            return lanes.pointer(5, ir.Constant(_WORD, 8 * row), _LANES)
 
         _count(builder, sum_at, 0, before, products, last)
-        _count(builder, sum_at, 2, builder.xor(before, lanes.load(1, at)), products, last)
+        _count(builder, sum_at, 2, builder.xor(before, lanes.load(1, at, _LANES, align=8)), products, last)
         return context.get_dummy_value()
 
     return types.none(old, merged, places, types.uint64, types.uint64, sums), build
@@ -304,13 +279,13 @@ SUMS = 32
 
 
 @inlined
-def empty(sums: Any) -> None:
+def empty(sums):
     for lane in range(SUMS):
         sums[lane] = U64(0)
 
 
 @inlined
-def opened(sums: Any, number: Any) -> None:
+def opened(sums, number):
     """A sum in progress whose next word is `number` in its tensor's count."""
     for lane in range(8):
         sums[lane] = sums[lane + 8] = U64(0)
@@ -319,7 +294,7 @@ def opened(sums: Any, number: Any) -> None:
 
 
 @kernel
-def closed(sums: Any, row: Any) -> Any:
+def closed(sums, row):
     """Both sums from row `row` of 8 lanes on."""
     a, b = U64(0), U64(0)
     for lane in range(8 * row, 8 * row + 8):
@@ -329,21 +304,21 @@ def closed(sums: Any, row: Any) -> Any:
 
 
 @inlined
-def rounds_a(x: Any) -> Any:
+def rounds_a(x):
     x = (x ^ (x >> U64(32))) * A1
     x = (x ^ (x >> U64(29))) * A2
     return x ^ (x >> U64(32))
 
 
 @inlined
-def rounds_b(x: Any) -> Any:
+def rounds_b(x):
     x = (x ^ (x >> U64(31))) * B1
     x = (x ^ (x >> U64(33))) * B2
     return x ^ (x >> U64(30))
 
 
 @kernel
-def mixed_tail(data: Any, start: Any, stop: Any, number: Any) -> Any:
+def mixed_tail(data, start, stop, number):
     """Sums over bytes [start, stop), word by word; a partial word is padded with zeros."""
     a, b = U64(0), U64(0)
     for place in range(start, stop, 8):
@@ -363,7 +338,7 @@ _AHEAD_BYTES = 2048
 
 
 @kernel
-def _hash(data: ByteArray, pieces: Any, lanes: Any) -> None:
+def _hash(data, pieces, lanes):
     """`pieces`: rows of first byte, end byte, first 8-byte word. `lanes`: uint64[n, 2]."""
     sums = on_stack(SUMS, U64(0))
     for row in range(pieces.shape[0]):
@@ -385,7 +360,7 @@ def hash_pieces(data: ByteArray, pieces: NDArray[np.int64]) -> NDArray[np.uint64
 
 
 @inlined
-def _add(words: Any, places: Any, count: Any, first: Any, sums: Any, span: Any, column: Any) -> None:
+def _add(words, places, count, first, sums, span, column):
     a, b = U64(0), U64(0)
     for i in range(count):
         a += rounds_a(words[i] ^ ((places[i] + first) * A0))
@@ -396,9 +371,7 @@ def _add(words: Any, places: Any, count: Any, first: Any, sums: Any, span: Any, 
 
 
 @kernel
-def _touched(
-    old: ByteArray, index: Any, new: Any, shift: int, ends: Any, numbers: Any, sums: Any, changed: Any
-) -> None:
+def _touched(old, index, new, shift, ends, numbers, sums, changed):
     """`shift`: log2 of the words per 8 bytes. `ends`, `numbers`: per span its end in the chunk and the number
     of the chunk's 8-byte word 0 in its tensor's count. `sums`: uint64[spans, 4], old a, b, new a, b."""
     before, after, places = on_stack(_BATCH, U64(0)), on_stack(_BATCH, U64(0)), on_stack(_BATCH, U64(0))

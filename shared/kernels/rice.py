@@ -32,7 +32,7 @@ _WHOLE_BITS = 57
 
 
 @inlined
-def take(data: Any, at: Any, k: Any) -> Any:
+def take(data, at, k):
     """The value at bit `at`, and the end of its code. Without a valid code: a value over GREATEST."""
     bits = load64(data, at >> 3) >> U64(at & 7)
     zeros = trailing_zeros(bits)
@@ -45,7 +45,7 @@ def take(data: Any, at: Any, k: Any) -> Any:
 
 
 @kernel
-def take_codes(data: Any, at: Any, end: Any, k: Any, placing: Any, values: Any) -> Any:
+def take_codes(data, at, end, k, placing, values):
     """As many values as `values` holds, from bit `at` on. Four codes of a load at once where they are whole
     and none is escaped. Bits after `end` may be read as codes; the caller compares the end of the
     stream. `placing`: all bits set where values are gaps and positions are wanted, else 0. Returns the
@@ -89,7 +89,7 @@ def take_values(data: ByteArray, start: int, stop: int, k: int, values: Array32)
 
 
 @kernel
-def _spread(index: Any, borders: Any, shifts: Any) -> None:
+def _spread(index, borders, shifts):
     """Positions get the padding before their spans, in place. `borders`: where spans begin with no padding
     counted, then one that no position reaches."""
     first = 0
@@ -107,7 +107,7 @@ def _spread(index: Any, borders: Any, shifts: Any) -> None:
 
 
 @kernel
-def read_gaps(data: Any, start: Any, stop: Any, k: Any, borders: Any, shifts: Any, index: Any) -> Any:
+def read_gaps(data, start, stop, k, borders, shifts, index):
     """Positions from gaps, with padding added. Returns the position after the last one without padding, -1
     for damage."""
     behind, least = take_codes(data, start << 3, stop << 3, k, ~U64(0), index)
@@ -122,7 +122,7 @@ _ALL = U64((1 << 64) - 1)
 
 
 @inlined
-def _code(value: Any, k: Any) -> Any:
+def _code(value, k):
     """Bits and their number."""
     zeros = value >> k
     if zeros < U64(ESCAPE):
@@ -132,7 +132,7 @@ def _code(value: Any, k: Any) -> Any:
 
 
 @inlined
-def _put(out: Any, at: Any, bits: Any, used: Any, code: Any, length: Any) -> Any:
+def _put(out, at, bits, used, code, length):
     """`bits` holds the `used` < 8 bits that do not fill a byte yet. 8 bytes from `at` on are written."""
     bits |= code << used
     store64(out, at, bits)
@@ -142,7 +142,7 @@ def _put(out: Any, at: Any, bits: Any, used: Any, code: Any, length: Any) -> Any
 
 
 @kernel
-def write_gaps(index: Any, k: Any, out: Any, most: Any) -> Any:
+def write_gaps(index, k, out, most):
     """Bytes written, -1 if over `most`; slightly longer output may be reported as its size instead."""
     codes, lengths = on_stack(_BLOCK, U64(0)), on_stack(_BLOCK, U64(0))
     at, bits, used = I64(0), U64(0), U64(0)
@@ -168,7 +168,7 @@ _AT_ONCE = 56
 
 
 @kernel
-def _code_block(index: Any, first: Any, k: Any, codes: Any, lengths: Any) -> Any:
+def _code_block(index, first, k, codes, lengths):
     """Of the gaps before _BLOCK positions from `first` on. False where one of them must be escaped."""
     most, mask = U64(0), (U64(1) << k) - U64(1)
     for j in range(U64(_BLOCK)):
@@ -180,7 +180,7 @@ def _code_block(index: Any, first: Any, k: Any, codes: Any, lengths: Any) -> Any
 
 
 @kernel
-def _put_block(codes: Any, lengths: Any, out: Any, at: Any, most: Any, bits: Any, used: Any) -> Any:
+def _put_block(codes, lengths, out, at, most, bits, used):
     """Four at once where they are short: each put waits for the one before."""
     for j in range(U64(0), U64(_BLOCK), U64(4)):
         if at > most:
@@ -199,7 +199,7 @@ def _put_block(codes: Any, lengths: Any, out: Any, at: Any, most: Any, bits: Any
 
 
 @kernel
-def _put_values(values: Any, k: Any, out: Any, most: Any) -> Any:
+def _put_values(values, k, out, most):
     at, bits, used = I64(0), U64(0), U64(0)
     for i in range(values.size):
         if at > most:
@@ -214,7 +214,7 @@ def put_values(values: Array32, k: int, out: ByteArray, most: int) -> int:
 
 
 @kernel
-def _put_runs(values: Any, k_run: Any, k_rest: Any, out: Any, most: Any) -> Any:
+def _put_runs(values, k_run, k_rest, out, most):
     at, bits, used = I64(0), U64(0), U64(0)
     behind, whole = I64(0), values.size & ~63
     for first in range(0, values.size, 64):
@@ -240,7 +240,7 @@ def _put_runs(values: Any, k_run: Any, k_rest: Any, out: Any, most: Any) -> Any:
 
 
 @kernel
-def _group(magnitude: Any, exponents: Any, first: Any, contexts: Any, grouped: Any) -> None:
+def _group(magnitude, exponents, first, contexts, grouped):
     """From both ends at once: a neighbour in the same context waits for the one before."""
     last = contexts.shape[0] - 1
     places = on_stack(EXPONENTS, U64(0))  # as subscripts, unsigned ones are quicker
@@ -267,9 +267,7 @@ def _group(magnitude: Any, exponents: Any, first: Any, contexts: Any, grouped: A
 
 
 @kernel
-def write_magnitudes(
-    magnitude: Any, exponents: Any, first: Any, contexts: Any, grouped: Any, out: Any, most: Any, sizes: Any
-) -> Any:
+def write_magnitudes(magnitude, exponents, first, contexts, grouped, out, most, sizes):
     _group(magnitude, exponents, first, contexts, grouped)
     at, start = I64(0), I64(0)
     for context in range(contexts.shape[0]):

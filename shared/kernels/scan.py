@@ -39,7 +39,7 @@ from weightcast.shared.kernels.vectors import (
     MASK,
     SHIFT,
     SIGN,
-    address,
+    Arrays,
     copy16,
     differing64,
     exponent,
@@ -63,27 +63,27 @@ _OLD, _NEW, _AT, _KIND, _MAGNITUDE, _EXPONENTS = range(6)
 
 
 @intrinsic
-def split16(typing: Any, old: Any, new: Any, at: Any, kind: Any, magnitude: Any, exponents: Any) -> Any:
+def split16(typing, old, new, at, kind, magnitude, exponents):
     """|step| - 1 from old[i] to new[i] and the exponent of old[i], for 16 words from `at` on. Returns their
     signs as bits, 1 for a step down. `kind`: as `facts`."""
 
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def build(context, builder, signature, args):
         split = _Split(context, builder, signature.args, args)
         step = split.step()
         down = builder.icmp_signed("<", step, split.each(0))
         length = builder.select(down, builder.not_(step), builder.sub(step, split.each(1)))
-        split.store(_MAGNITUDE, length, 32)
-        split.store(_EXPONENTS, split.exponent(), 8)
+        split.write(_MAGNITUDE, length, 32)
+        split.write(_EXPONENTS, split.exponent(), 8)
         return builder.zext(builder.bitcast(down, ir.IntType(_COUNT)), ir.IntType(64))
 
     return types.uint64(old, new, types.int64, kind, magnitude, exponents), build
 
 
-class _Split:
+class _Split(Arrays):
     """16 old and 16 new words in lanes that hold any step between them."""
 
     def __init__(self, context: Any, builder: Any, kinds: Any, args: Any) -> None:
-        self._context, self._builder, self._kinds, self._args = context, builder, kinds, args
+        super().__init__(context, builder, kinds, args)
         self._word = kinds[_OLD].dtype.bitwidth
         self._bits = 64 if self._word == 32 else 32
         self._lanes = ir.VectorType(ir.IntType(self._bits), _COUNT)
@@ -96,19 +96,14 @@ class _Split:
         value = self._builder.extract_value(self._args[_KIND], number)
         return repeated(self._builder, value, self._bits, _COUNT)
 
-    def _place(self, number: int, bits: int) -> Any:
-        builder = self._builder
-        offset = builder.mul(self._args[_AT], ir.Constant(ir.IntType(64), bits // 8))
-        start = address(self._context, builder, self._kinds[number], self._args[number], offset, 8)
-        return builder.bitcast(start, ir.VectorType(ir.IntType(bits), _COUNT).as_pointer())
-
     def _loaded(self, number: int) -> Any:
-        return self._builder.zext(self._builder.load(self._place(number, self._word), align=1), self._lanes)
+        words = self.load(number, self._args[_AT], ir.VectorType(ir.IntType(self._word), _COUNT))
+        return self._builder.zext(words, self._lanes)
 
-    def store(self, number: int, values: Any, bits: int) -> None:
+    def write(self, number: int, values: Any, bits: int) -> None:
         lanes = ir.VectorType(ir.IntType(bits), _COUNT)
         narrow = values if bits == self._bits else self._builder.trunc(values, lanes)
-        self._builder.store(narrow, self._place(number, bits), align=1)
+        self.store(number, self._args[_AT], narrow)
 
     def _ordinal(self, words: Any) -> Any:
         builder = self._builder
@@ -136,7 +131,7 @@ _AHEAD = 48
 
 
 @kernel
-def _compared(old: Any, new: Any, size: Any, index: Any, before: Any, after: Any) -> Any:
+def _compared(old, new, size, index, before, after):
     """`index` has room for three more than all positions: three are written for every mask."""
     found, taken = 0, 0
     for start in range(0, size, _BLOCK):
@@ -187,7 +182,7 @@ _ROOM = 17
 
 
 @kernel
-def _masks(old: Any, new: Any, start: Any, stop: Any, like: Any, whole: Any, masks: Any, sums: Any) -> None:
+def _masks(old, new, start, stop, like, whole, masks, sums):
     """A set bit for every word that differs; if `whole`, the new words are added to `sums`."""
     for first in range(start, stop, 64):
         prefetch64_early(old, first + _AHEAD_WORDS, like)
@@ -198,7 +193,7 @@ def _masks(old: Any, new: Any, start: Any, stop: Any, like: Any, whole: Any, mas
 
 
 @kernel
-def _listed(masks: Any, count: Any, start: Any, index: Any, found: Any) -> Any:
+def _listed(masks, count, start, index, found):
     """Writes three positions for every mask, to avoid unpredictable branches. Subscripts are unsigned, so
     that numba checks for no negative index."""
     behind = U64(found)
@@ -217,7 +212,7 @@ def _listed(masks: Any, count: Any, start: Any, index: Any, found: Any) -> Any:
 
 
 @kernel
-def _many(masks: Any, count: Any) -> Any:
+def _many(masks, count):
     """Whether passes over all words are faster than one change at a time."""
     changed = I64(0)
     for group in range(count):
@@ -226,18 +221,7 @@ def _many(masks: Any, count: Any) -> Any:
 
 
 @kernel
-def _listed_all(
-    old: Any,
-    new: Any,
-    start: Any,
-    stop: Any,
-    number: Any,
-    index: Any,
-    before: Any,
-    after: Any,
-    at: Any,
-    sums: Any,
-) -> Any:
+def _listed_all(old, new, start, stop, number, index, before, after, at, sums):
     """Does for a block of many changes what `_listed` and `keep8` do. `number`: of its first 8-byte word."""
     place = on_stack(SUMS, U64(0))
     opened(place, number)
@@ -249,9 +233,7 @@ def _listed_all(
 
 
 @kernel
-def _scanned(
-    old: Any, new: Any, spans: Any, shift: Any, all_new: Any, index: Any, before: Any, after: Any, book: Any
-) -> Any:
+def _scanned(old, new, spans, shift, all_new, index, before, after, book):
     """`spans`: int64[n, 3], offset, words, number of the chunk's 8-byte word 0 in its tensor's count. Blocks
     pass through here while they are in the nearest cache, so memory is read once. `index` starts after an
     entry that is no position."""
@@ -312,7 +294,7 @@ def scanned(
 
 
 @kernel
-def _sums_of_all(old: Any, new: Any, spans: Any, shift: Any, like: Any, book: Any) -> None:
+def _sums_of_all(old, new, spans, shift, like, book):
     """Padding is zeros on both sides, and so changes nothing."""
     place, sums = on_stack(SUMS, U64(0)), on_stack(SUMS, U64(0))
     for n in range(spans.shape[0]):
@@ -334,9 +316,7 @@ def sums_of_all(old: Words, new: Words, spans: NDArray[np.int64], book: NDArray[
 
 
 @kernel
-def _masked(
-    old: Any, new: Any, spans: Any, shift: Any, masks: Any, before: Any, after: Any, book: Any
-) -> Any:
+def _masked(old, new, spans, shift, masks, before, after, book):
     """`before`, `after`: room for 64 more than all words. Padding is zeros on both sides."""
     place, sums, found = on_stack(SUMS, U64(0)), on_stack(SUMS, U64(0)), I64(0)
     for n in range(spans.shape[0]):
@@ -378,7 +358,7 @@ def masked(
 
 
 @kernel
-def _scatter(words: Any, index: Any, new: Any) -> None:
+def _scatter(words, index, new):
     asking = U64(max(index.size - _AHEAD, 0))
     for i in range(asking):
         prefetch(words, I64(index[i + U64(_AHEAD)]), new)
@@ -388,7 +368,7 @@ def _scatter(words: Any, index: Any, new: Any) -> None:
 
 
 @kernel
-def _scatter_many(words: Any, index: Any, new: Any) -> None:
+def _scatter_many(words, index, new):
     """Positions ascend: 16 that end 15 behind their first are neighbours."""
     whole = index.size & ~15
     for i in range(0, whole, 16):
@@ -414,9 +394,7 @@ _FOUR = 4 * 256 * 2
 
 
 @kernel
-def split_all(
-    old: Any, new: Any, kind: Any, magnitude: Any, exponents: Any, signs: Any, tallies: Any
-) -> None:
+def split_all(old, new, kind, magnitude, exponents, signs, tallies):
     """`four`: tables of 256 pairs, how many (and 2**32 times how many are not 0), sum. Four, so that equal
     neighbours do not wait for each other."""
     four, whole = on_stack(_FOUR, U64(0)), old.size & ~15

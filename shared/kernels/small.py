@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,7 +24,7 @@ _ALL = (1 << 64) - 1
 
 
 @inlined
-def _masks(old: Any, first: Any, valid: Any, low: Any, least: Any, like: Any, masks: Any) -> None:
+def _masks(old, first, valid, low, least, like, masks):
     """Which of 64 words from `first` on are of which class. Classes nest, so each comparison closes one."""
     reached1 = reaching64(old, first, like, low, least[1]) & valid
     reached2 = reaching64(old, first, like, low, least[2]) & valid
@@ -41,13 +39,13 @@ def _masks(old: Any, first: Any, valid: Any, low: Any, least: Any, like: Any, ma
 
 
 @inlined
-def _valid(left: Any) -> Any:
+def _valid(left):
     """The lanes of a block of which `left` words remain in its span."""
     return U64(_ALL) if left >= 64 else (U64(1) << U64(left)) - U64(1)
 
 
 @kernel
-def _tally_exponents(old: Any, spans: Any, every: Any, kind: Any, like: Any, tallies: Any) -> None:
+def _tally_exponents(old, spans, every, kind, like, tallies):
     for n in range(spans.shape[0]):
         stop = spans[n, 0] + spans[n, 1]
         for first in range(spans[n, 0], stop, 64 * every):
@@ -65,18 +63,7 @@ def exponents_of_all(old: Words, spans: Counts, every: int, kind: WordKind) -> C
 
 
 @kernel
-def _put_classes(
-    old: Any,
-    spans: Any,
-    index: Any,
-    least: Any,
-    inverted: Any,
-    table: Any,
-    kind: Any,
-    like: Any,
-    book: Any,
-    gaps: Any,
-) -> Any:
+def _put_classes(old, spans, index, least, inverted, table, kind, like, book, gaps):
     """`book`: int64[2, 8], per class: where its next gap goes, where its space ends."""
     masks, base = on_stack(CLASSES, U64(0)), on_stack(CLASSES, I64(0))
     at, behind = book[0], on_stack(CLASSES, I64(0))
@@ -158,7 +145,7 @@ _ONES, _TOPS = U64(0x0101010101010101), U64(0x8080808080808080)
 
 
 @inlined
-def _select(mask: Any, rank: Any, table: Any) -> Any:
+def _select(mask, rank, table):
     """The lane of one number `rank` in a mask that has as many (broadword select, Vigna 2008)."""
     sums = mask - ((mask >> U64(1)) & U64(0x5555555555555555))
     sums = (sums & U64(0x3333333333333333)) + ((sums >> U64(2)) & U64(0x3333333333333333))
@@ -169,18 +156,7 @@ def _select(mask: Any, rank: Any, table: Any) -> Any:
 
 
 @kernel
-def _take_classes(
-    old: Any,
-    spans: Any,
-    least: Any,
-    inverted: Any,
-    kind: Any,
-    like: Any,
-    gaps: Any,
-    ends: Any,
-    select: Any,
-    index: Any,
-) -> Any:
+def _take_classes(old, spans, least, inverted, kind, like, gaps, ends, select, index):
     """`gaps`: after each class an entry that is never reached. `index`: 64 spare entries."""
     masks, next_rank = on_stack(CLASSES, U64(0)), on_stack(CLASSES, I64(0))
     low, found, most = U64(kind[LOW]), I64(0), index.size - 64

@@ -35,11 +35,31 @@ def address(context: Any, builder: Any, array_type: Any, array: Any, offset: Any
     return builder.bitcast(builder.gep(start, [offset]), ir.IntType(bits).as_pointer())
 
 
+class Arrays:
+    """The arrays among the arguments of an intrinsic, read and written as integers or vectors of them."""
+
+    def __init__(self, context: Any, builder: Any, kinds: Any, args: Any) -> None:
+        self._context, self._builder, self._kinds, self._args = context, builder, kinds, args
+
+    def pointer(self, number: int, at: Any, form: Any) -> Any:
+        """To a value of type `form` at entry `at` of argument `number`, counted in its integers."""
+        bits = getattr(form, "element", form).width
+        offset = self._builder.mul(at, ir.Constant(_WORD, bits // 8))
+        start = address(self._context, self._builder, self._kinds[number], self._args[number], offset, bits)
+        return self._builder.bitcast(start, form.as_pointer())
+
+    def load(self, number: int, at: Any, form: Any, *, align: int = 1) -> Any:
+        return self._builder.load(self.pointer(number, at, form), align=align)
+
+    def store(self, number: int, at: Any, values: Any, *, align: int = 1) -> None:
+        self._builder.store(values, self.pointer(number, at, values.type), align=align)
+
+
 @intrinsic
-def load64(typing: Any, data: Any, offset: Any) -> Any:
+def load64(typing, data, offset):
     """The little-endian 8 bytes at `offset` of a byte array, aligned or not. The caller keeps the bounds."""
 
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def build(context, builder, signature, args):
         place = address(context, builder, signature.args[0], args[0], args[1], 64)
         return builder.load(place, align=1)
 
@@ -47,8 +67,8 @@ def load64(typing: Any, data: Any, offset: Any) -> Any:
 
 
 @intrinsic
-def store64(typing: Any, data: Any, offset: Any, value: Any) -> Any:
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+def store64(typing, data, offset, value):
+    def build(context, builder, signature, args):
         place = address(context, builder, signature.args[0], args[0], args[1], 64)
         builder.store(args[2], place, align=1)
         return context.get_dummy_value()
@@ -57,40 +77,40 @@ def store64(typing: Any, data: Any, offset: Any, value: Any) -> Any:
 
 
 @intrinsic
-def trailing_zeros(typing: Any, value: Any) -> Any:
+def trailing_zeros(typing, value):
     """Of a uint64; 64 for zero."""
 
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def build(context, builder, signature, args):
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
 
     return types.uint64(types.uint64), build
 
 
 @intrinsic
-def set_bits(typing: Any, value: Any) -> Any:
+def set_bits(typing, value):
     """How many bits of a uint64 are one."""
 
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def build(context, builder, signature, args):
         return builder.ctpop(args[0])
 
     return types.int64(types.uint64), build
 
 
 @intrinsic
-def word_at(typing: Any, data: Any, position: Any, like: Any) -> Any:
+def word_at(typing, data, position, like):
     """Word `position` of bytes that hold words of `like`'s dtype, aligned or not."""
 
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def build(context, builder, signature, args):
         return builder.load(_word_address(context, builder, signature, args, signature.args[2]), align=1)
 
     return like.dtype(data, types.int64, like), build
 
 
 @intrinsic
-def set_word(typing: Any, data: Any, position: Any, word: Any) -> Any:
+def set_word(typing, data, position, word):
     """Writes a word into bytes that hold words of its dtype, aligned or not."""
 
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def build(context, builder, signature, args):
         place = _word_address(context, builder, signature, args, None)
         builder.store(args[2], place, align=1)
         return context.get_dummy_value()
@@ -113,10 +133,10 @@ _FOR_RUNS = _SECOND if on_zen() else _NEAREST
 
 
 @intrinsic
-def prefetch(typing: Any, data: Any, position: Any, like: Any) -> Any:
+def prefetch(typing, data, position, like):
     """Prefetches the cache line of `word_at(data, position, like)`."""
 
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def build(context, builder, signature, args):
         offset = builder.mul(args[1], ir.Constant(_WORD, signature.args[2].dtype.bitwidth // 8))
         _asked(builder, address(context, builder, signature.args[0], args[0], offset, 8), _FOR_WORDS)
         return context.get_dummy_value()
@@ -151,33 +171,27 @@ def _asked(builder: Any, place: Any, cache: int) -> None:
     builder.call(function, [place, *(ir.Constant(number, flag) for flag in (read, cache, data))])
 
 
-def _lanes64(context: Any, builder: Any, array_type: Any, array: Any, first: Any, bits: int) -> Any:
-    """64 words from word `first` on as a vector."""
-    offset = builder.mul(first, ir.Constant(_WORD, bits // 8))
-    start = address(context, builder, array_type, array, offset, 8)
-    lanes = ir.VectorType(ir.IntType(bits), 64)
-    return builder.load(builder.bitcast(start, lanes.as_pointer()), align=1)
-
-
 @intrinsic
-def differing64(typing: Any, one: Any, other: Any, first: Any, like: Any) -> Any:
+def differing64(typing, one, other, first, like):
     """Bit j says whether word first + j differs in two byte arrays that hold words of `like`'s dtype."""
 
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def build(context, builder, signature, args):
         bits = signature.args[3].dtype.bitwidth
-        left, right = (_lanes64(context, builder, signature.args[n], args[n], args[2], bits) for n in (0, 1))
+        arrays, form = Arrays(context, builder, signature.args, args), ir.VectorType(ir.IntType(bits), 64)
+        left, right = (arrays.load(n, args[2], form) for n in (0, 1))
         return builder.bitcast(builder.icmp_unsigned("!=", left, right), _WORD)
 
     return types.uint64(one, other, types.int64, like), build
 
 
 @intrinsic
-def reaching64(typing: Any, data: Any, first: Any, like: Any, mask: Any, least: Any) -> Any:
+def reaching64(typing, data, first, like, mask, least):
     """Bit j says whether word first + j, under `mask`, is at least `least`."""
 
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def build(context, builder, signature, args):
         bits = signature.args[2].dtype.bitwidth
-        words = _lanes64(context, builder, signature.args[0], args[0], args[1], bits)
+        form = ir.VectorType(ir.IntType(bits), 64)
+        words = Arrays(context, builder, signature.args, args).load(0, args[1], form)
         masked = builder.and_(words, repeated(builder, args[3], bits, 64))
         reached = builder.icmp_unsigned(">=", masked, repeated(builder, args[4], bits, 64))
         return builder.bitcast(reached, _WORD)
@@ -199,17 +213,17 @@ def _prefers_literals(function: Callable[..., Any]) -> Any:
 
 
 @_prefers_literals
-def on_stack(typing: Any, count: Any, like: Any) -> Any:
+def on_stack(typing, count, like):
     """An array of `count` words, a constant, of `like`'s type: uninitialised, at a multiple of 64 bytes, gone
     when the kernel returns."""
     form = types.Array(like, 1, "C")
 
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def build(context, builder, signature, args):
         lane, size = context.get_data_type(like), ir.Constant(_WORD, count.literal_value)
         with builder.goto_entry_block():  # numba's own way fills it, a store per word: minutes of compiling
             room = builder.alloca(ir.ArrayType(lane, count.literal_value))
         room.align = 64
-        return array_at(context, builder, form, builder.ptrtoint(room, _WORD), [size])
+        return array_at(context, builder, form, room, [size])
 
     return form(count, like), build
 
@@ -226,33 +240,33 @@ def facts(kind: WordKind) -> tuple[int, int, int, int, int, int]:
 
 
 @inlined
-def ordinal(word: Any, kind: Any) -> Any:
+def ordinal(word, kind):
     value = I64(word)
     return (value & kind[LOW]) ^ -I64((value & kind[SIGN]) != 0)
 
 
 @inlined
-def step_between(old: Any, new: Any, kind: Any) -> Any:
+def step_between(old, new, kind):
     step = ordinal(new, kind) - ordinal(old, kind)
     return step if kind[SIGN] else ((step + kind[HALF]) & kind[LOW]) - kind[HALF]
 
 
 @inlined
-def word_of(ordinal_: Any, kind: Any) -> Any:
+def word_of(ordinal_, kind):
     """As int64; of integers modulo their width. Without branches, which keeps loops around it quick."""
     below = (ordinal_ >> 63) & kind[FLOATS]
     return ((ordinal_ ^ below) & kind[LOW]) | (below & kind[SIGN])
 
 
 @inlined
-def excess(ordinal_: Any, length: Any, kind: Any) -> Any:
+def excess(ordinal_, length, kind):
     """Has bits from 2 * HALF on if a step of `length` (0: none) leads to no word. May be collected by or."""
     reached = (ordinal_ & kind[FLOATS]) | ((length - 1) & ~kind[FLOATS])
     return U64(reached + kind[HALF])
 
 
 @inlined
-def exponent(word: Any, kind: Any) -> Any:
+def exponent(word, kind):
     return (I64(word) >> kind[SHIFT]) & kind[MASK]
 
 
@@ -268,27 +282,27 @@ def machine_has(feature: str) -> bool:
 
 
 @intrinsic
-def moves_lanes(typing: Any) -> Any:
+def moves_lanes(typing):
     """Whether the machine can move lanes under a mask: a constant. If not, the other operations of this kind
     do nothing."""
 
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def build(context, builder, signature, args):
         return ir.Constant(ir.IntType(1), machine_has("avx512f"))
 
     return types.boolean(), build
 
 
 @intrinsic
-def keep64(typing: Any, old: Any, new: Any, at: Any, mask: Any, before: Any, after: Any, found: Any) -> Any:
+def keep64(typing, old, new, at, mask, before, after, found):
     """Of 64 words of two byte arrays from word `at` on, those under `mask`: both words, from `found` on. Up
     to 64 are written."""
 
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def build(context, builder, signature, args):
         masked = _Masked(context, builder, signature.args, args, signature.args[4].dtype.bitwidth)
         if masked.works:
             for piece in masked.pieces(args[2], args[3], args[6]):
                 for source, target in ((0, 4), (1, 5)):
-                    words = masked.load(source, piece.word)
+                    words = masked.load(source, piece.word, masked.words)
                     masked.store(target, piece.found, masked.moved("compress", words, piece.mask))
         return context.get_dummy_value()
 
@@ -296,21 +310,20 @@ def keep64(typing: Any, old: Any, new: Any, at: Any, mask: Any, before: Any, aft
 
 
 @intrinsic
-def exchange64(
-    typing: Any, words: Any, at: Any, mask: Any, before: Any, other: Any, after: Any, found: Any, like: Any
-) -> Any:
+def exchange64(typing, words, at, mask, before, other, after, found, like):
     """Of 64 words from word `at` on, those under `mask` become those of `after` from `found` on, if all are
     those of `before` or of `other` there. Returns the bits of words that are neither; then nothing is
     written. All are byte arrays, that hold words of `like`'s dtype; 64 are read of each."""
 
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def build(context, builder, signature, args):
         masked = _Masked(context, builder, signature.args, args, signature.args[7].dtype.bitwidth)
         wrong: Any = ir.Constant(_WORD, 0)
         kept = []
         for piece in masked.pieces(args[1], args[2], args[6]) if masked.works else ():
-            here = masked.load(0, piece.word)
+            here = masked.load(0, piece.word, masked.words)
             expected, or_this, wanted = (
-                masked.moved("expand", masked.load(n, piece.found), piece.mask) for n in (3, 4, 5)
+                masked.moved("expand", masked.load(n, piece.found, masked.words), piece.mask)
+                for n in (3, 4, 5)
             )
             neither = builder.and_(
                 builder.icmp_unsigned("!=", here, expected), builder.icmp_unsigned("!=", here, or_this)
@@ -328,15 +341,15 @@ def exchange64(
 
 
 @intrinsic
-def differing_under64(typing: Any, words: Any, at: Any, mask: Any, after: Any, found: Any, like: Any) -> Any:
+def differing_under64(typing, words, at, mask, after, found, like):
     """Bits of those of 64 words under `mask` that are not those of `after`."""
 
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def build(context, builder, signature, args):
         masked = _Masked(context, builder, signature.args, args, signature.args[5].dtype.bitwidth)
         wrong: Any = ir.Constant(_WORD, 0)
         for piece in masked.pieces(args[1], args[2], args[4]) if masked.works else ():
-            wanted = masked.moved("expand", masked.load(3, piece.found), piece.mask)
-            other = builder.icmp_unsigned("!=", masked.load(0, piece.word), wanted)
+            wanted = masked.moved("expand", masked.load(3, piece.found, masked.words), piece.mask)
+            other = builder.icmp_unsigned("!=", masked.load(0, piece.word, masked.words), wanted)
             wrong = builder.or_(wrong, masked.bits(builder.and_(other, piece.mask), piece.first))
         return wrong
 
@@ -353,21 +366,15 @@ class _Piece:
     found: Any
 
 
-class _Masked:
+class _Masked(Arrays):
     """Lanes are as wide as a word where the machine moves such, else of 32 bits."""
 
     def __init__(self, context: Any, builder: Any, kinds: Any, args: Any, bits: int) -> None:
-        self._context, self._builder, self._kinds, self._args, self._bits = (
-            context,
-            builder,
-            kinds,
-            args,
-            bits,
-        )
+        super().__init__(context, builder, kinds, args)
         self.works = machine_has("avx512f")
         lane = bits if machine_has("avx512vbmi2") else 32
         self._lanes = ir.VectorType(ir.IntType(lane), _VECTOR // lane)
-        self._words = ir.VectorType(ir.IntType(bits), self._lanes.count)
+        self.words = ir.VectorType(ir.IntType(bits), self._lanes.count)
 
     def pieces(self, at: Any, mask: Any, found: Any) -> Iterator[_Piece]:
         builder, count = self._builder, self._lanes.count
@@ -379,28 +386,16 @@ class _Masked:
             taken = builder.ctpop(bits)
             found = builder.add(found, taken if count == _COUNT else builder.zext(taken, _WORD))
 
-    def _place(self, number: int, at: Any) -> Any:
-        builder = self._builder
-        offset = builder.mul(at, ir.Constant(_WORD, self._bits // 8))
-        start = address(self._context, builder, self._kinds[number], self._args[number], offset, 8)
-        return builder.bitcast(start, self._words.as_pointer())
-
-    def load(self, number: int, at: Any) -> Any:
-        return self._builder.load(self._place(number, at), align=1)
-
-    def store(self, number: int, at: Any, words: Any) -> None:
-        self._builder.store(words, self._place(number, at), align=1)
-
     def moved(self, operation: str, words: Any, mask: Any) -> Any:
         """`compress`: chosen lanes to the front; `expand`: the first to the chosen lanes. Others are 0."""
         builder, lanes = self._builder, self._lanes
-        narrow = self._words != lanes
+        narrow = self.words != lanes
         wide = builder.zext(words, lanes) if narrow else words
         form = ir.FunctionType(lanes, [lanes, lanes, mask.type])
         name = f"llvm.x86.avx512.mask.{operation}.v{lanes.count}i{lanes.element.width}"
         function = cgutils.get_or_insert_function(builder.module, form, name)
         moved = builder.call(function, [wide, ir.Constant(lanes, [0] * lanes.count), mask])
-        return builder.trunc(moved, self._words) if narrow else moved
+        return builder.trunc(moved, self.words) if narrow else moved
 
     def bits(self, lanes: Any, first: int) -> Any:
         """Truth values of lanes as bits, from bit `first` on."""
@@ -417,38 +412,30 @@ _OLD, _NEW, _AT, _INDEX, _BEFORE, _AFTER, _FOUND = range(7)
 
 
 @intrinsic
-def list16(typing: Any, old: Any, new: Any, at: Any, index: Any, before: Any, after: Any, found: Any) -> Any:
+def list16(typing, old, new, at, index, before, after, found):
     """Of 16 words of two byte arrays from word `at` on, those that differ: positions and both words, from
     `found` on. Returns where the next ones go; up to 16 are written."""
 
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def build(context, builder, signature, args):
         listing = _Listing(context, builder, signature.args, args)
         return listing.compressed() if machine_has("avx512f") else listing.one_by_one()
 
     return types.int64(old, new, types.int64, index, before, after, types.int64), build
 
 
-class _Listing:
+class _Listing(Arrays):
     def __init__(self, context: Any, builder: Any, kinds: Any, args: Any) -> None:
-        self._context, self._builder, self._kinds, self._args = context, builder, kinds, args
-        self._bits = kinds[_BEFORE].dtype.bitwidth
-
-    def _place(self, array: int, at: Any, bits: int) -> Any:
-        offset = self._builder.mul(at, ir.Constant(_WORD, bits // 8))
-        return address(self._context, self._builder, self._kinds[array], self._args[array], offset, bits)
+        super().__init__(context, builder, kinds, args)
+        self._word = ir.IntType(kinds[_BEFORE].dtype.bitwidth)
+        self._words = ir.VectorType(self._word, _LISTED)
 
     def compressed(self) -> Any:
-        builder, lanes = self._builder, ir.VectorType(ir.IntType(self._bits), _LISTED)
-        words = [
-            builder.load(
-                builder.bitcast(self._place(n, self._args[_AT], self._bits), lanes.as_pointer()), align=1
-            )
-            for n in (_OLD, _NEW)
-        ]
+        builder = self._builder
+        words = [self.load(n, self._args[_AT], self._words) for n in (_OLD, _NEW)]
         mask = builder.icmp_unsigned("!=", *words)
-        self._keep(_INDEX, self._positions(), mask, 32)
+        self._keep(_INDEX, self._positions(), mask)
         for array, each in zip((_BEFORE, _AFTER), words, strict=True):
-            self._keep(array, each, mask, self._bits)
+            self._keep(array, each, mask)
         count = builder.ctpop(builder.bitcast(mask, ir.IntType(_LISTED)))
         return builder.add(self._args[_FOUND], builder.zext(count, _WORD))
 
@@ -459,51 +446,39 @@ class _Listing:
         each = builder.shuffle_vector(single, single, ir.Constant(_LANES, [0] * _LISTED))
         return builder.add(each, ir.Constant(_LANES, list(range(_LISTED))))
 
-    def _keep(self, array: int, words: Any, mask: Any, bits: int) -> None:
+    def _keep(self, array: int, words: Any, mask: Any) -> None:
         """Stores all lanes: storing only those that count is slow on some machines."""
         builder = self._builder
-        wide = words if bits == 32 else builder.zext(words, _LANES)
+        wide = words if words.type == _LANES else builder.zext(words, _LANES)
         form = ir.FunctionType(_LANES, [_LANES, _LANES, mask.type])
         compress = cgutils.get_or_insert_function(
             builder.module, form, "llvm.x86.avx512.mask.compress.v16i32"
         )
         moved = builder.call(compress, [wide, ir.Constant(_LANES, [0] * _LISTED), mask])
-        lanes = ir.VectorType(ir.IntType(bits), _LISTED)
-        narrow = moved if bits == 32 else builder.trunc(moved, lanes)
-        place = self._place(array, self._args[_FOUND], bits)
-        builder.store(narrow, builder.bitcast(place, lanes.as_pointer()), align=1)
+        narrow = moved if words.type == _LANES else builder.trunc(moved, words.type)
+        self.store(array, self._args[_FOUND], narrow)
 
     def one_by_one(self) -> Any:
         """Without branches: each is written, and written over unless it differs."""
         builder, found = self._builder, self._args[_FOUND]
         for lane in range(_LISTED):
             at = builder.add(self._args[_AT], ir.Constant(_WORD, lane))
-            words = [builder.load(self._place(n, at, self._bits), align=1) for n in (_OLD, _NEW)]
-            builder.store(builder.trunc(at, _NUMBER), self._place(_INDEX, found, 32), align=1)
+            words = [self.load(n, at, self._word) for n in (_OLD, _NEW)]
+            self.store(_INDEX, found, builder.trunc(at, _NUMBER))
             for array, word in zip((_BEFORE, _AFTER), words, strict=True):
-                builder.store(word, self._place(array, found, self._bits), align=1)
+                self.store(array, found, word)
             found = builder.add(found, builder.zext(builder.icmp_unsigned("!=", *words), _WORD))
         return found
 
 
 @intrinsic
-def copy16(typing: Any, target: Any, to: Any, source: Any, at: Any) -> Any:
+def copy16(typing, target, to, source, at):
     """16 words of `source` from `at` on into bytes that hold such words, from word `to` on."""
 
-    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        bits = signature.args[2].dtype.bitwidth
-        lanes, width = (
-            ir.VectorType(ir.IntType(bits), _LISTED),
-            ir.Constant(_WORD, bits // 8),
-        )
-        there, here = (
-            builder.bitcast(
-                address(context, builder, signature.args[n], args[n], builder.mul(args[n + 1], width), bits),
-                lanes.as_pointer(),
-            )
-            for n in (0, 2)
-        )
-        builder.store(builder.load(here, align=1), there, align=1)
+    def build(context, builder, signature, args):
+        arrays = Arrays(context, builder, signature.args, args)
+        form = ir.VectorType(ir.IntType(signature.args[2].dtype.bitwidth), _LISTED)
+        arrays.store(0, args[1], arrays.load(2, args[3], form))
         return context.get_dummy_value()
 
     return types.none(target, types.int64, source, types.int64), build

@@ -145,13 +145,13 @@ def test_goals_take_the_worst_point_and_judge_it() -> None:
     judged = found(results())
     assert judged["`fast`, 0.3 to 4%: bits over entropy bound"] == (pytest.approx(9.0 / 8.9), True)
     assert judged["`small`, 0.3 to 4%: bits over entropy bound"] == (pytest.approx(7.0 / 6.5), False)
-    assert judged["`fast`, 1 to 4%: bytes over the field's"] == (pytest.approx(0.4), True)
-    assert judged["`small`, 1 to 4%: bytes over the field's"] == (pytest.approx(22 / 75), True)
-    assert judged["`fast` in memory, 1.4%: publish, times the field's"] == (pytest.approx(6.0), True)
-    assert judged["`fast` in memory, any density: apply, times the field's"] == (pytest.approx(1 / 3), False)
-    assert judged["daemons, 4 GB, 1.4%: publish, times the field's"] == (pytest.approx(3.5), True)
-    assert judged["daemons, 4 GB, 1.4%: sync, times the field's"] == (pytest.approx(3.0), False)
-    assert judged["commands, 4 GB, 1.4%: sync, times the field's"] == (pytest.approx(4.0), True)
+    assert judged["`fast`, 1 to 4%: bytes over `field`"] == (pytest.approx(0.4), True)
+    assert judged["`small`, 1 to 4%: bytes over `field`"] == (pytest.approx(22 / 75), True)
+    assert judged["`fast` in memory, 1.4%: publish, times `field`"] == (pytest.approx(6.0), True)
+    assert judged["`fast` in memory, any density: apply, times `field`"] == (pytest.approx(1 / 3), False)
+    assert judged["daemons, 4 GB, 1.4%: publish, times `field`"] == (pytest.approx(3.5), True)
+    assert judged["daemons, 4 GB, 1.4%: sync, times `field`"] == (pytest.approx(3.0), False)
+    assert judged["commands, 4 GB, 1.4%: sync, times `field`"] == (pytest.approx(4.0), True)
     assert judged["daemons: growth of anonymous memory, MiB"] == (1.0, True)
 
 
@@ -162,7 +162,7 @@ def test_goals_of_what_was_not_measured_are_neither_held_nor_missed() -> None:
 
 def test_a_contender_without_the_field_beside_it_is_not_judged() -> None:
     alone = results(files=(file_row("fast", 1.0, 0.5, 30_000_000),), chunks=())
-    assert found(alone)["daemons, 4 GB, 1.4%: publish, times the field's"] == (None, None)
+    assert found(alone)["daemons, 4 GB, 1.4%: publish, times `field`"] == (None, None)
 
 
 def test_spreads_of_ratios_are_of_the_least_and_the_most() -> None:
@@ -184,7 +184,7 @@ def test_pages_have_every_part_and_are_the_same_each_time() -> None:
     assert set(pages) == {PAGE, "benchmarks/bits.svg", "benchmarks/chunks.svg", "benchmarks/sizes.svg"}
     for plot in re.findall(r"\]\((benchmarks/\w+\.svg)\)", pages[PAGE]):
         assert plot in pages
-    assert "| `fast`, 1 to 4%: bytes over the field's | <= 0.45 | 0.4 |" in pages[PAGE]
+    assert "| `fast`, 1 to 4%: bytes over `field` | <= 0.45 | 0.4 |" in pages[PAGE]
     assert "| **3** (2.45 to 3.67) |" in pages[PAGE] and "memcpy" in pages[PAGE]
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from numpy_kernels import finalise
 
 import weightcast.shared
 from weightcast.shared.base.elements import DTYPES, TensorSpec, TensorTable, grid, whole_part
 from weightcast.shared.codec.changes import compare
 from weightcast.shared.codec.container import encode_chunk
-from weightcast.shared.digest.checksums import finalise, hash_bytes
+from weightcast.shared.digest.checksums import hash_bytes
 from weightcast.shared.digest.root import root
 
 DOCUMENT = (Path(weightcast.shared.__path__[0]).resolve().parent / "docs" / "FORMAT.md").read_text()

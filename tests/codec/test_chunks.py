@@ -281,7 +281,7 @@ def test_signs_that_are_not_filled_with_zeros(encoding: StepEncoding, bit: int) 
     assert blob[0] == Mode.FAST
     contexts, gaps = blob[HEADER + 1], int.from_bytes(blob[HEADER + 4 : HEADER + 8], "little")
     blob[HEADER + 8 + 8 * contexts + gaps + 1] |= bit
-    with pytest.raises(DamagedFile, match="not filled with zeros"):
+    with pytest.raises(DamagedFile, match="not padded with zeros"):
         decode_chunk(resealed(bytes(blob)), chunk, old)
 
 
@@ -345,7 +345,7 @@ def test_a_position_behind_the_last_word() -> None:
     for place in (128, 150):
         blob = one_step("BF16", place, 0, 1)
         smaller = blob[:4] + struct.pack("<I", 128) + blob[8:]
-        with pytest.raises(DamagedFile, match="behind the chunk's last word"):
+        with pytest.raises(DamagedFile, match="past the chunk's last word"):
             decode_chunk(resealed(smaller), chunk, old)
 
 
@@ -353,7 +353,7 @@ def test_a_position_behind_the_last_word() -> None:
 def test_a_step_out_of_the_floats(old: int, new: int, base: int) -> None:
     chunk = cases.chunk_of("BF16", [200])
     other = np.full(chunk.words, base, np.uint16)
-    with pytest.raises(DamagedFile, match="leaves the range"):
+    with pytest.raises(DamagedFile, match="out of its word"):
         decode_chunk(one_step("BF16", 7, old, new), chunk, other)
 
 
@@ -371,7 +371,7 @@ def test_raw_words_that_change_another_number_than_the_header_says() -> None:
     old, new = cases.random_words(chunk, rng), cases.random_words(chunk, rng)
     blob = encode_chunk(chunk, old, new, compare(old, new))
     assert blob[0] == Mode.RAW
-    with pytest.raises(DamagedFile, match="40 words change where 39 should"):
+    with pytest.raises(DamagedFile, match="40 words change, expected 39"):
         decode_chunk(resealed(blob[:8] + struct.pack("<I", 39) + blob[12:]), chunk, old)
 
 

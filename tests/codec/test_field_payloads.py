@@ -205,7 +205,7 @@ FRAMES = {
 @pytest.mark.parametrize("payload", FRAMES.values(), ids=FRAMES)
 @pytest.mark.parametrize("encoding", ["xor", "overwrite", "xor_sparse"])
 def test_frames_that_are_refused(encoding: str, payload: bytes) -> None:
-    with pytest.raises(DamagedFile, match="the payload of a tensor"):
+    with pytest.raises(DamagedFile, match="payload of a tensor"):
         read(encoding, payload, OLD_A)
 
 
@@ -248,7 +248,7 @@ def test_counts_that_do_not_fit() -> None:
     ):
         with pytest.raises(DamagedFile):
             read("overwrite", one_shot(raw), OLD_A)
-    with pytest.raises(DamagedFile, match="never take"):
+    with pytest.raises(DamagedFile, match="no number of changes"):
         read("overwrite", one_shot(struct.pack("<I", 33) + bytes(5 * 33)), OLD_A)
 
 
@@ -256,18 +256,18 @@ def test_a_reader_that_gets_less_than_the_whole() -> None:
     payload = written("xor", OLD_A, NEW_A)
     reader = open_payload("xor", lambda at, count: payload[at : at + count], len(payload), 32)
     reader.step(OLD_A[:30])
-    with pytest.raises(DamagedFile, match="holds more"):
+    with pytest.raises(DamagedFile, match="longer than the tensor"):
         reader.finish()
     payload = one_shot(sparse_raw(OLD_A, NEW_A, "<u4"))
     sparse = open_payload("overwrite", lambda at, count: payload[at : at + count], len(payload), 32)
     sparse.step(OLD_A[:3])
-    with pytest.raises(DamagedFile, match="1 changes too many"):
+    with pytest.raises(DamagedFile, match="1 changes past the tensor"):
         sparse.finish()
 
 
 def test_a_file_that_became_shorter() -> None:
     payload = written("xor", OLD_A, NEW_A)
-    with pytest.raises(DamagedFile, match="cut short"):
+    with pytest.raises(DamagedFile, match="truncated"):
         open_payload("xor", lambda at, count: payload[:12][at : at + count], len(payload), 32)
 
 
@@ -294,7 +294,7 @@ def test_overwrite_refuses_what_it_cannot_address() -> None:
 def test_a_writer_that_was_given_too_little() -> None:
     with PayloadWriter("overwrite", 32, bytearray().extend) as writer:
         writer.step(OLD_A[:4], NEW_A[:4])
-        with pytest.raises(ValueError, match="4 of 32 bytes"):
+        with pytest.raises(ValueError, match="got 4 bytes, expected 32"):
             writer.finish()
 
 

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 from blake3 import blake3
+from numpy_kernels import finalise
 
 from weightcast.shared.base.elements import TensorSpec, TensorTable
-from weightcast.shared.digest.checksums import Lanes, finalise
+from weightcast.shared.digest.checksums import Lanes
 from weightcast.shared.digest.root import root
 
 TABLE = TensorTable.of(
