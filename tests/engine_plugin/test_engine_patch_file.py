@@ -148,7 +148,7 @@ def test_frames_that_do_not_hold_are_refused() -> None:
     for length in (1 << 63, 1 << 27, len(data)):
         refused(sealed(b"wcpatch1" + struct.pack("<Q", length) + data[16:-32]), "does not fit")
     twice = b'{"format":1,"format":1}'
-    refused(sealed((b"wcpatch1" + struct.pack("<Q", len(twice)) + twice).ljust(64, b"\0")), "twice")
+    refused(sealed((b"wcpatch1" + struct.pack("<Q", len(twice)) + twice).ljust(64, b"\0")), "duplicate key")
     refused(sealed((b"wcpatch1" + struct.pack("<Q", 2) + b"[]").ljust(64, b"\0")), "not a JSON object")
 
 
@@ -175,7 +175,7 @@ def test_sealed_nonsense_is_refused_or_a_patch(place: int, noise: bytes) -> None
     "name", ["../7-00c0ffee.patch", "7-00c0ffee.patch\n", "x.patch", "7-00C0FFEE.patch", "", "/etc/passwd"]
 )
 def test_a_name_is_a_plain_patch_name(name: str) -> None:
-    with pytest.raises(BadPatch, match="no name of a patch"):
+    with pytest.raises(BadPatch, match="not the name of a patch"):
         read_patch(HERE, name)
 
 

@@ -210,11 +210,11 @@ UNLIKE: dict[str, tuple[Made, str]] = {
     "changed in between": (lambda m: m.second.w.data.copy_(m.first.w.clone().mul_(1)), COMPUTED),
     "of a view": (lambda m: m.second.w.data.copy_((m.first.w + 0).view(6, 8)), COMPUTED),
     "kept, scaled": (lambda m: m.own.t.copy_(m.first.w * 1), COMPUTED),
-    "some columns": (lambda m: m.second.w.data[:, :4].copy_(m.first.w[:, :4]), "is copied beside it in part"),
+    "some columns": (lambda m: m.second.w.data[:, :4].copy_(m.first.w[:, :4]), "is copied elsewhere in part"),
     "into a part": (lambda m: m.second.w.data[3:].copy_(m.first.w[1:4]), "second computes with w"),
     "rows that overlap": (
         lambda m: (m.second.w.data[:4].copy_(m.first.w[:4]), m.own.t[2:].copy_(m.first.w[2:])),
-        "is copied beside it in part",
+        "is copied elsewhere in part",
     ),
     "part of a copy": (lambda m: m.second.w.data[:3].copy_(m.first.w.clone()[1:4]), COMPUTED),
     "a copy, spread": (
@@ -229,11 +229,11 @@ UNLIKE: dict[str, tuple[Made, str]] = {
     ),
     "copied, and copied on": (
         lambda m: (m.second.w.data.copy_(m.first.w), m.own.t.copy_(m.second.w)),
-        "is copied beside it with what is not its own",
+        "is copied elsewhere with other values",
     ),
     "kept, and copied on": (
         lambda m: (m.own.t.copy_(m.first.w), m.more.t.copy_(m.own.t)),
-        "is copied beside it with what is not its own",
+        "is copied elsewhere with other values",
     ),
     "kept, and computed from there": (
         lambda m: (m.own.t.copy_(m.first.w), m.more.t.copy_(m.own.t + 1)),

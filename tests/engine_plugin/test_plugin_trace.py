@@ -167,7 +167,7 @@ def test_a_pipe_among_the_files_of_a_checkpoint_is_not_waited_for(tmp_path: Path
     host = ToyHost([Loads(put(lambda t: t))], {"w": W}, tmp_path)
     os.mkfifo(host.directory / "another.safetensors")
     told = host.run("state")
-    assert not told["patchable"] and "no regular file" in told["reason"]
+    assert not told["patchable"] and "not a regular file" in told["reason"]
 
 
 def test_a_dtype_without_a_name_here_is_a_reason_to_patch_nothing(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ WeightPlace = tuple[str, int, torch.Size, tuple[int, ...], torch.dtype]
 
 
 def places_of(model: nn.Module) -> list[WeightPlace]:
-    """Differ when a parameter or buffer lies elsewhere. Asked in a pause: without what torch's own
+    """Differ when a parameter or buffer moved. Asked in a pause: without what torch's own
     iterators, and engines' subclasses of tensors, take for each weight."""
     found: list[WeightPlace] = []
     seen, left = {model}, [model]
@@ -59,7 +59,7 @@ def storages_of(model: nn.Module) -> set[int]:
 
 @dataclass(frozen=True)
 class OwnTensor:
-    """A tensor that a module keeps beside its registered ones."""
+    """A tensor that a module keeps besides its registered ones."""
 
     name: str
     """of the module"""
@@ -131,7 +131,7 @@ def unloaded(model: nn.Module, reached: Collection[int]) -> Mapping[int, str]:
 
 def memory_shared(model: nn.Module) -> Mapping[int, str]:
     """Storage to reason: weights whose memory another storage holds too, as two arrays over one buffer do.
-    What is loaded last lies in both."""
+    What is loaded last is in both."""
     held = {storage(weight): weight for _, weight in live_tensors(model) if has_memory(weight)}
     spans = []
     for key, weight in held.items():
@@ -177,7 +177,7 @@ _NOT_LOOKED_INTO = (nn.Module, type, ModuleType)
 _FIRST = 64
 """elements that are compared before all are"""
 _PIECE = 1 << 22
-"""elements compared at once where some are no numbers"""
+"""elements compared at once where some are NaN"""
 
 
 def copies_kept(
@@ -215,7 +215,7 @@ def _equal(weight: Tensor, tensor: Tensor) -> bool:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """What is no number in both is equal."""
+    """NaN in both is equal."""
     return torch.equal(one, other) or all(
         bool(((mine == its) | ((mine != mine) & (its != its))).all())
         for mine, its in zip(one.split(_PIECE), other.split(_PIECE), strict=True)

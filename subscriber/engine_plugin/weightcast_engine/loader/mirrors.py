@@ -1,5 +1,4 @@
-"""What a loader makes of weights that lie in the model already: copies beside them, which the engine computes
-with too.
+"""What a loader makes of loaded weights: copies of them, which the engine computes with too.
 
 Latent attention keeps the parts of `kv_b_proj` turned for its kernels (SGLang: `w_kc`, `w_vc`) and copies
 them again after each load. A copy that only rearranges elements is a *mirror*: a patch writes the same
@@ -56,7 +55,7 @@ class Mirror:
 
 
 class Origins:
-    """Of which weights the tensors are made that a loader computes. `weights`: storages of these, and of
+    """The weights behind the tensors that a loader computes. `weights`: storages of these, and of
     what else a model keeps."""
 
     def __init__(self, weights: Collection[int]) -> None:
@@ -97,8 +96,7 @@ class Origins:
             self._made_of[key] = made_of
 
     def outlived(self, kept: Collection[int]) -> frozenset[int]:
-        """Weights of which something was computed that lives on when all is done, in none of the storages
-        `kept`."""
+        """Weights with a computed value that outlives the load, in none of the storages `kept`."""
         self._copies.clear()
         if not self._lasting(kept):
             return frozenset()
@@ -168,13 +166,13 @@ def with_mirrors(pieces: Sequence[Piece], mirrors: Sequence[Mirror]) -> Iterator
     for mirror in mirrors:
         flat = flat_of(mirror.live)
         if any(piece.flat.dtype != flat.dtype for piece in pieces):
-            raise Scattered("is copied beside it as a tensor of another width")
+            raise Scattered("is copied elsewhere as a tensor of another width")
         if not mirror.is_exact:
             raise Scattered("is not what the model keeps as its copy")
         for block in blocks_of(mirror.source, view_of(mirror.live)):
             number = next((n for n, piece in enumerate(pieces) if _holds(piece.block, block)), None)
             if number is None:
-                raise Scattered("is copied beside it with what is not its own")
+                raise Scattered("is copied elsewhere with other values")
             own = pieces[number].block
             beside[number].append(Piece(flat, replace(block, source=block.source - own.target + own.source)))
     for number, piece in enumerate(pieces):
@@ -192,7 +190,7 @@ def _cut(piece: Piece, beside: Iterable[Piece]) -> Iterator[Piece]:
     own = piece.block
     keys = _with_gaps(sorted({other.block.key for other in beside}), own.source, own.source + own.run)
     if not tile([_moved(key, -own.source) for key in keys], own.run):
-        raise Scattered("is copied beside it in part")
+        raise Scattered("is copied elsewhere in part")
     for source, rows, step, run in keys:
         yield Piece(piece.flat, Block(source, source - own.source + own.target, rows, step, step, run))
 

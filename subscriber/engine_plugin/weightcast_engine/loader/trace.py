@@ -38,7 +38,7 @@ Loader = Callable[[Iterable[tuple[str, Tensor]]], object]
 """a model's `load_weights`"""
 MOST_RUNS = 400
 """of a loader that fails, to find the tensors that it fails for"""
-_EARLY = "is copied beside it before it is loaded"
+_EARLY = "is copied elsewhere before it is loaded"
 _COMPUTED = "is also part of what the model's loader computes for another tensor"
 _LEAVES_TORCH = frozenset(
     {
@@ -50,12 +50,12 @@ _LEAVES_TORCH = frozenset(
 )
 """calls that make of a tensor what can be followed no further, a decision too"""
 _SAME = frozenset({"to", "cpu", "cuda", "type_as", "contiguous", "clone"})
-"""calls that change where a tensor lies, and no value unless a dtype is asked for"""
+"""calls that change a tensor's place, and no value unless a dtype is asked for"""
 
 
 @dataclass
 class Map:
-    """Of one rank. A tensor without pieces lies on other ranks, or nowhere."""
+    """Of one rank. A tensor without pieces is on other ranks, or nowhere."""
 
     pieces: dict[str, tuple[Piece, ...]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Map:
 
 
 def trace(load: Loader, forms: Mapping[str, Form], live: Iterable[Tensor], own: Iterable[Tensor] = ()) -> Map:
-    """`live`: the model's parameters and buffers; `own`: what its modules keep beside them. Never raises for
+    """`live`: the model's parameters and buffers; `own`: what else its modules keep. Never raises for
     what a loader does."""
     found = Map()
     weights = {storage(tensor) for tensor in live}
@@ -100,7 +100,7 @@ class _Known:
 
     weights: Collection[int]
     kept: Collection[int]
-    """these, and what modules keep beside them"""
+    """these, and what else modules keep"""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _pieces(copy: _Copy) -> Iterator[Piece]:
 
 
 def _refused_places(found: Map, records: Iterable[_Record], weights: Collection[int]) -> list[Tensor]:
-    """Where the loader puts tensors that are refused: what else lies there is not theirs alone."""
+    """Where the loader puts refused tensors: other tensors there are not patched either."""
     copies = [
         copy
         for record in records
@@ -182,7 +182,7 @@ def _with_sources(refused: Mapping[int, str], mirrors: Sequence[Mirror]) -> dict
 
 
 def _mirror_one(found: Map, names: Sequence[str], key: int, mirrors: Sequence[Mirror]) -> None:
-    """`names`: of the tensors in the storage `key`, of parts of which these are mirrors."""
+    """`names`: of the tensors in the storage `key` whose parts have these mirrors."""
     inside = [(name, piece) for name in names for piece in found.pieces[name] if storage(piece.flat) == key]
     cut = list(with_mirrors([piece for _, piece in inside], mirrors))
     beside: dict[int, list[Piece]] = {}
@@ -261,7 +261,7 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
         self.filled: list[Tensor] = []
         self.mirrors: list[Mirror] = []
         self.computed: set[int] = set()
-        """storages of weights of which something else is made that is kept"""
+        """storages of weights with a kept derived value"""
         self._loads: dict[int, list[tuple[int, Key]]] = {}
         """by storage: the number of each copy of a checkpoint's tensor there, and its place"""
         self._whole = {storage(tensor): name for name, tensor in self.sources.items()}
@@ -278,7 +278,7 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
         self.computed |= self._origins.outlived(self._known.kept)
 
     def early(self) -> Iterator[int]:
-        """Storages of which something was copied elsewhere before it was loaded, and not again after it."""
+        """Storages with a part copied elsewhere before it was loaded, and not again after it."""
         for mirror in {mirror.place: mirror for mirror in self.mirrors}.values():
             key, seen = storage(mirror.weight), _extent(mirror.source)
             if any(at > mirror.loads and not disjoint([seen, one]) for at, one in self._loads.get(key, ())):
@@ -365,7 +365,7 @@ class _Record(TorchFunctionMode):  # type: ignore[misc]
             self.mirrors.append(seen)
 
     def _fill(self, live: Tensor, others: Sequence[Tensor]) -> None:
-        """With what is no checkpoint's tensor, but may be made of the weights in `others`."""
+        """With a value from outside the checkpoint that may be made of the weights in `others`."""
         if storage(live) in self._known.kept:
             self.filled.append(live)
             self.computed |= self._origins.of(others) - {storage(live)}
@@ -486,7 +486,7 @@ def _refuse_shared_places(found: Map, filled: Iterable[Tensor]) -> None:
 
 
 def _filled(tensor: Tensor) -> list[Key]:
-    """Padding beside columns of a tensor lies between its rows, and not over them."""
+    """Padding of columns is between a tensor's rows, and not over them."""
     view = view_of(tensor)
     try:
         return [block.place for block in blocks_of(view, view)]

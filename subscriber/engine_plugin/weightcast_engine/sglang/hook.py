@@ -171,7 +171,7 @@ class _Part:
         self._rank.forget(doubt)
 
     def in_pause(self, text: str) -> routes.Reply:
-        """What was under way beside the engine makes room."""
+        """Drops what runs while the engine serves."""
         try:
             _, acting = self._begun(text, _PAUSED)
         except ValueError as error:
@@ -204,14 +204,14 @@ class _Part:
     def _begun(
         self, text: str, served: frozenset[str]
     ) -> tuple[str, Callable[[], Coroutine[Any, Any, routes.Reply]]]:
-        """The order's door, and what carries it out. Raises ValueError for what is no order that is served
+        """The order's route, and what carries it out. Raises ValueError unless it is an order that is served
         now."""
         if len(text) > routes.BODY_LIMIT:
             raise ValueError(f"more than {routes.BODY_LIMIT} characters")
         order = strict_json.members(strict_json.json_object(text.encode()), {"door", "body"}, "order")
         door = str(order["door"])
         if door not in served:
-            raise ValueError(f"no door {door[:40]!r}; doors: {', '.join(sorted(served))}")
+            raise ValueError(f"no order {door[:40]!r}; orders: {', '.join(sorted(served))}")
         if door == "look":
             return door, lambda: routes.look(self._front)
         return door, lambda: routes.order(self._front, door, json.dumps(order["body"]).encode())
@@ -286,14 +286,14 @@ class SglangEngine:
             self._form = _packed(self.model) or _vetoed(self._updater) or ""
         if self._form:
             return self._form
-        return None if self.directory.is_dir() else f"{self.directory} is no directory"
+        return None if self.directory.is_dir() else f"{self.directory} is not a directory"
 
     def drafter(self) -> str:
         """Which reloads reach; the server tells its method by /server_info."""
         return "draft model" if self.has_draft else "none"
 
     def misplaced(self, patches: Path) -> str | None:
-        """A reload is told its path, by /update_weights_from_disk."""
+        """A reload gets its path from /update_weights_from_disk."""
         return None
 
     def refusals(self) -> Mapping[int, str]:

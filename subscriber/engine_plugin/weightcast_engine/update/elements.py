@@ -73,9 +73,7 @@ def checkpoint_forms(directory: Path) -> dict[str, Form]:
         for path in sorted(directory.glob("*.safetensors")):
             found |= _header_forms(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadPatch(
-            f"{directory}: {error}", remedy="see what lies in the engine's model directory"
-        ) from error
+        raise BadPatch(f"{directory}: {error}", remedy="check the engine's model directory") from error
     if not found:
         raise BadPatch(
             f"{directory}: no safetensors files with tensors", remedy="give the engine the local checkpoint"
@@ -103,7 +101,7 @@ def _without_waiting(path: str, flags: int) -> int:
 def _require_regular(file: int, name: str) -> None:
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
-        raise OSError(f"{name} is no regular file")
+        raise OSError(f"{name} is not a regular file")
 
 
 def _forms(entries: Mapping[str, object]):  # type: ignore[no-untyped-def]

@@ -43,7 +43,7 @@ Sums = dict[int, list[Lanes]]
 
 
 class Controls(Protocol):
-    """The engine's own, beside what its ranks do."""
+    """The engine's own controls."""
 
     async def ranks(self, order: Order) -> Sequence[Answer]:
         """Carried out by every rank."""
@@ -62,7 +62,7 @@ class Controls(Protocol):
 
 @dataclass(frozen=True)
 class World:
-    """Where the checkpoint lies on all ranks."""
+    """Where the checkpoint is on all ranks."""
 
     prints: tuple[str, ...]
     elements: Mapping[str, int]
@@ -139,7 +139,7 @@ class Front:
         return {}
 
     async def check(self, file: str) -> Answer:
-        """Beside an engine that serves. Raises BadPatch and OtherBase."""
+        """While the engine serves. Raises BadPatch and OtherBase."""
         began = time.monotonic()
         async with self._lock:
             world, [staged, *_] = await self._look_around(), await self._stage(file)
@@ -184,9 +184,9 @@ class Front:
             return await self._finished(await self._written(file, label), label, began)
 
     async def update(self, file: str, label: str, policy: str) -> Answer:
-        """Pause, `apply` and resume in one order, so that the engine waits for nobody in between, and goes on
-        though whoever sent it be gone. One that was paused before stays so, as does one in doubt; after any
-        other refusal it goes on with what it held. `still`: seconds that it computed nothing."""
+        """Pause, `apply` and resume in one order: the engine waits for nobody in between, and resumes even if
+        the sender is gone. An engine paused before stays paused, as does an engine in doubt; after any other
+        refusal it resumes with what it held. `still`: seconds that it computed nothing."""
         async with self._lock:
             was_paused = await self._paused_before(policy)
             began = time.monotonic()
@@ -202,7 +202,7 @@ class Front:
             return {**told, "resumed": resumed}
 
     async def _paused_before(self, policy: str) -> bool:
-        """Pauses. Asked before it is told, at once: every answer waits for the end of a step."""
+        """Pauses. Question and order are sent together: every answer waits for the end of a step."""
         try:
             was_paused, _ = await asyncio.gather(self._controls.paused(), self._controls.pause(policy))
         except Exception as error:  # an engine's own, of any kind
@@ -274,7 +274,7 @@ class Front:
             raise NotPaused("the engine generates", remedy="pause it first")
 
     async def digest(self, names: Sequence[str] | None, start: int, count: int) -> Answer:
-        """Lanes of the live words of `count` tensors from `start` on, beside an engine that serves."""
+        """Lanes of the live words of `count` tensors from `start` on, while the engine serves."""
         async with self._lock:
             world, before = await self._look_around(), await self._all({"do": "look"})
             every = sorted(world.elements, key=str.encode) if names is None else list(names)

@@ -18,7 +18,7 @@ from weightcast_engine.update.patch_file import Change
 from weightcast_engine.update.places import Block, Piece
 
 CHECKED = 1 << 17
-"""changes handled at once: what is needed beside patch and update is bounded by them"""
+"""changes handled at once; bounds the memory besides patch and update"""
 SHORT = 1 << 14
 """changes from which a part is written on its own"""
 PREPARED = 2 << 30
@@ -94,7 +94,7 @@ class _Left:
 
 
 class LiveUpdate:
-    """All that a patch writes on a rank: looked up beside an engine that serves, so that the pause has little
+    """All that a patch writes on a rank: looked up while the engine serves, so that the pause has little
     left to do but to write it."""
 
     def __init__(self, budget: int = PREPARED) -> None:
@@ -209,7 +209,7 @@ def _places(block: Block, elements: Tensor) -> Tensor:
 
 
 def resident(piece: Piece, form: Form) -> Iterator[tuple[int, Lanes]]:
-    """8-byte words and sums of all that lies in a piece, in several parts which add up."""
+    """8-byte words and sums of a whole piece, in several parts which add up."""
     block, per_word = piece.block, form.per_word
     if block.rows == 1:
         whole = max(1, block.columns) * per_word

@@ -32,7 +32,7 @@ Index = NDArray[np.uint32] | NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Stand:
-    """What an engine holds, or shall hold."""
+    """What an engine holds, or is to hold."""
 
     version: int
     root: str
@@ -54,7 +54,7 @@ class Change:
         return len(self.index)
 
     def bounds(self, start: int, stop: int) -> tuple[int, int]:
-        """Which changes touch elements [start, stop), of which there is one."""
+        """Which changes touch elements [start, stop), a range of at least one."""
         kind = self.index.dtype.type
         low = np.searchsorted(self.index, kind(start))
         return int(low), int(np.searchsorted(self.index, kind(stop - 1), "right"))
@@ -83,7 +83,8 @@ def read_patch(directory: Path, name: str, limit: int = LIMIT) -> ReadPatch:
     """Raises BadPatch for a file that is missing, too large, of another digest or wrong in any part."""
     if not NAME.fullmatch(name):
         raise BadPatch(
-            f"{name[:80]!r} is no name of a patch", remedy="it is <version>-<8 hex>.patch, without a path"
+            f"{name[:80]!r} is not the name of a patch",
+            remedy="it is <version>-<8 hex>.patch, without a path",
         )
     try:
         return parse_patch(name, _content(directory, name, limit))
@@ -142,7 +143,7 @@ def _changes(rows: object, data: bytearray, start: int, end: int) -> Iterator[Ch
         found = members(row, _TENSOR, "tensor")
         name = text(found["name"], "name")
         if not name or name in names:
-            raise ValueError(f"tensor {name!r} stands twice, or has no name")
+            raise ValueError(f"tensor {name!r} is listed twice, or has no name")
         names.add(name)
         if natural(found["offset"], name) != place - start:
             raise ValueError(f"{name}: its words begin elsewhere than the tensor before ends")

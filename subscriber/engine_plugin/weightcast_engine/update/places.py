@@ -35,7 +35,7 @@ class Block:
     target_step: int
     run: int
     columns: int = 0
-    """of a run that lies transposed, as [columns, run // columns]; 0: it lies as in the checkpoint"""
+    """of a transposed run, as [columns, run // columns]; 0: as in the checkpoint"""
 
     @property
     def key(self) -> Key:
@@ -62,7 +62,7 @@ class Block:
 
 
 class Scattered(ValueError):
-    """A copy that is no small number of blocks in the checkpoint's order."""
+    """A copy of too many blocks in the checkpoint's order."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class View:
 
 
 def blocks_of(source: View, target: View) -> tuple[Block, ...]:
-    """The blocks of a copy between views of one shape. Raises Scattered for one that repeats elements,
-    overlaps itself, or is no small number of blocks."""
+    """The blocks of a copy between views of one shape. Raises Scattered for a copy that repeats elements,
+    overlaps itself, or has too many blocks."""
     if 0 in source.shape:
         return ()
     dims = [
@@ -139,7 +139,7 @@ def _starts(dims: _Dims, source: int, target: int) -> Iterator[tuple[int, int]]:
 
 
 def on_whole_words(key: Key, per_word: int, elements: int) -> bool:
-    """Whether no 8-byte word of the tensor lies partly in the block: the last word ends with the tensor."""
+    """Whether no 8-byte word of the tensor is partly in the block: the last word ends with the tensor."""
     source, rows, step, run = key
     end = source + (rows - 1) * step + run
     whole_run = run % per_word == 0 or (rows == 1 and end == elements)
@@ -178,7 +178,7 @@ def _apart(one: Key, other: Key) -> bool:
 
 @dataclass(frozen=True)
 class Piece:
-    """A block of a checkpoint's tensor, and the live storage in which it lies."""
+    """A block of a checkpoint's tensor, and the live storage that holds it."""
 
     flat: Tensor
     """the whole storage, as integers as wide as an element"""
@@ -191,7 +191,7 @@ def storage(tensor: Tensor) -> int:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether its elements lie in a storage: not those of sparse ones, or of what only stands for others.
+    """Whether its elements are in a storage: not those of sparse tensors, or of placeholders.
     Types are asked, not objects: some of an engine's answer in their own way."""
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return False

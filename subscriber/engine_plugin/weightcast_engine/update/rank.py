@@ -1,7 +1,7 @@
 """One rank's part of an update: a small state machine around its live weights. Engine-free.
 
 `EngineRank` carries out the orders of `front`. Orders and answers are dicts of JSON's types, for they cross
-processes; what an order comes to is told in its answer, which is never an exception.
+processes; the outcome of an order is its answer, never an exception.
 
     stage ─> sums ─> passed ─> apply ─> commit          rollback: after apply, also when it failed
 
@@ -117,7 +117,7 @@ class EngineHere(Protocol):
         """What a loader of this engine expects around it."""
 
     def synchronise(self) -> None:
-        """Returns when the device has done what it was told."""
+        """Returns when the device has finished its work."""
 
     def reload(self) -> None:
         """All weights from `directory`."""
@@ -139,13 +139,13 @@ class EngineRank:
         self._passed = _NOTHING
         self._update = LiveUpdate()
         self._summed: LiveUpdate | None = None
-        """the update of which all touched words were told"""
+        """the update whose touched words were all reported"""
         self._undo: LiveUpdate | None = None
         self._spent: tuple[object, ...] = ()
         """of the update that was committed last: let go with the next order, for it takes milliseconds"""
         self._work: Iterator[tuple[int, Row]] = iter(())
         self._turn = ""
-        """of which order: several servers may stand before one engine"""
+        """the order's name: several servers may use one engine"""
         self._orders: Mapping[str, Callable[[Order], Answer]] = {
             "look": self._look,
             "map": self._tell_map,
@@ -377,7 +377,7 @@ class _Residence:
         self.print = ""
 
     def current(self) -> Map:
-        """Traced again when a weight lies elsewhere than before. Raises BadPatch."""
+        """Traced again when a weight moved. Raises BadPatch."""
         hindrance = self._hindrance()
         if hindrance is not None:
             raise BadPatch(hindrance, remedy=RELOAD)
@@ -397,7 +397,7 @@ class _Residence:
         return self._map
 
     def told(self, known: list[str]) -> Answer:
-        """Which elements of which tensor lie here, unless the caller knows this print already."""
+        """Which elements of each tensor are here, unless the caller knows this print already."""
         found = self.current()
         if self.print in known:
             return {"print": self.print}
@@ -431,7 +431,7 @@ class _Residence:
 
 
 def _mapped(engine: EngineHere, forms: Mapping[str, Form]) -> tuple[Map, Sequence[OwnTensor]]:
-    """And what the modules keep beside their weights. Raises InDoubt."""
+    """And what else the modules keep. Raises InDoubt."""
     with engine.at_rest(), unchanged(engine.model):
         load: Any = engine.model.load_weights
         live = [tensor for _, tensor in live_tensors(engine.model)]

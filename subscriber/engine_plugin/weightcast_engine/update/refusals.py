@@ -1,4 +1,4 @@
-"""Why an order is not carried out. Each becomes one HTTP status at the engine's doors.
+"""Why an order is not carried out. Each becomes one HTTP status of the engine's routes.
 
 Refusal
 ├── BadPatch     422   the file, or what it asks for, can't be patched into this engine: reload this version

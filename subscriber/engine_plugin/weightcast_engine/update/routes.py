@@ -1,7 +1,7 @@
 """An order that is carried out in steps, with the engine at work between them: for engines whose ranks can
 only be reached from within, one call at a time.
 
-All ranks of such an engine take the same steps: what they go by is what all of them were told.
+All ranks of such an engine take the same steps: they decide by what all of them received.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def json_object(data: bytes) -> dict[str, object]:
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     members = dict(pairs)
     if len(members) != len(pairs):
-        raise ValueError("a key stands twice in one object")
+        raise ValueError("duplicate key in one object")
     return members
 
 

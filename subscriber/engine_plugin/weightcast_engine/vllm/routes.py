@@ -1,4 +1,4 @@
-"""vLLM: the doors, as routes of its own server. Installed by the entry point `vllm.endpoint_plugins`, which
+"""vLLM: the plugin's routes, in its own server. Installed by the entry point `vllm.endpoint_plugins`, which
 vLLM follows when VLLM_PLUGINS names it. Under /v1, so that `--api-key` guards them; no dev mode is needed."""
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 process of the engine, and does nothing unless WEIGHTCAST_PATCH_DIR is set.
 
 Written against vLLM 0.32.0. On its CPU platform linear layers compute with packed copies of their weights;
-they are told to keep plain ones, for a patch would not reach a copy.
+they keep plain ones here, because a patch would not reach a copy.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class VllmEngine:
             "experts move between ranks (EPLB)": bool(getattr(parallel, "enable_eplb", False)),
             "weights are offloaded": _offloads(config),
             f"weights are loaded as {kind}": str(kind) not in _PLAIN_FORMATS,
-            f"{self.directory} is no directory": not self.directory.is_dir(),
+            f"{self.directory} is not a directory": not self.directory.is_dir(),
         }
         return next((reason for reason, applies in hindrances.items() if applies), None)
 
